@@ -1,0 +1,259 @@
+"""`Node`: a torchdata node whose whole state is a row of integers that lives wherever the loader wants it.
+
+The loader keeps the rows of all logical shards in one table. A node does not copy its state there: its `position` *is*
+that row, a writable memoryview of int64 slots, so that what a sample costs to record is one assignment.
+
+    row of the root:  [ own slots | slots of child a | slots of child b ]
+                                    ^ a.position is this part of it
+
+This is the only module that imports torchdata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+from torchdata.nodes import BaseNode, ParallelMapper, PinMemory, Prefetcher
+from typing_extensions import override
+
+from rescale_data.sources.source import Source
+from rescale_data.state import Field, Ints, decode, encode, field_of, flatten, nest, offsets
+
+T = TypeVar("T")
+View = memoryview  # of int64, always over a NumPy row, so that slices copy from one into another
+
+
+class Node(BaseNode[T]):
+    """Base of our nodes, and of yours where `get_state()` after every sample would cost too much.
+
+    A subclass lists its own fields in `FIELDS`, hands its children to ``super().__init__(name=child)``, reads and writes
+    ``self.position[0 .. len(FIELDS) - 1]`` in `next`, and forgets in `seek` whatever it derived from the position.
+    `get_state` and `reset` then follow.
+
+    Contract, in addition to that of `BaseNode`:
+
+    - The position after a sample has been yielded, whatever was read ahead, is the one from which the next sample is made.
+    - At the end of an epoch `next` raises `StopIteration`, writes the beginning of the next epoch into the position, and
+      raises again until it is bound or reset: ``reset(get_state())`` then begins that epoch. After the last
+      sample of an epoch, but before that `StopIteration`, the position still belongs to the epoch.
+    - Paths, dtypes, shapes and the initial row are the same for every logical shard.
+    """
+
+    FIELDS: ClassVar[tuple[Field, ...]] = ()
+    READS_AHEAD: ClassVar[bool] = False
+    """True where a node reads its children further than the samples it has yielded. Their live positions are then
+    private, and this node writes into its own row (`bookmark`) where each child has to go on."""
+
+    reads: Source | None = None
+    """The source whose rows this node reads, if it reads any itself."""
+
+    def __init__(self, **children: BaseNode[Any]) -> None:
+        super().__init__()
+        self.children: dict[str, Node[Any]] = {name: as_node(child) for name, child in children.items()}
+        self.fields: tuple[Field, ...] = self.own_fields() + tuple(
+            field.under(name) for name, child in self.children.items() for field in child.fields
+        )
+        self.position: View = self.initial()
+
+    def own_fields(self) -> tuple[Field, ...]:
+        return self.FIELDS
+
+    def initial(self) -> View:
+        """The row of a stream that has yielded nothing, a fresh one."""
+        row = np.zeros(offsets(self.fields)[-1], dtype=np.int64)
+        for name, child in self.children.items():
+            row[self._slots(name)] = child.initial()
+        return memoryview(row)
+
+    def bookmark(self, child: str) -> View:
+        """The part of this node's row that belongs to a child."""
+        return self.position[self._slots(child)]
+
+    def bind(self, position: View) -> None:
+        """Go on from ``position`` and keep the state there from now on: int64 slots of `fields`, in their order."""
+        super().reset(None)
+        self.position = position
+        for name, child in self.children.items():
+            part = self.bookmark(name)
+            if self.READS_AHEAD:
+                child.position[:] = part
+                part = child.position
+            child.bind(part)
+        self.seek()
+
+    def seek(self) -> None:
+        """The position has been rewritten: forget what was derived from it. Children have been told."""
+
+    @override
+    def reset(self, initial_state: Mapping[str, Any] | None = None) -> None:
+        self.position[:] = self.initial() if initial_state is None else self.encode(initial_state)
+        self.bind(self.position)
+
+    @override
+    def get_state(self) -> dict[str, Any]:
+        return self.decode(self.position)
+
+    def decode(self, position: View) -> dict[str, Any]:
+        """The nested state that a row stands for."""
+        starts = offsets(self.fields)
+        return nest([(f.path, decode(f, position[a : a + f.num_slots].tolist())) for f, a in zip(self.fields, starts)])  # noqa: B905
+
+    def encode(self, state: Mapping[str, Any]) -> View:
+        """The row of a nested state; ``ValueError`` where its paths are not those of this node."""
+        values = dict(flatten(state))
+        if values.keys() != {f.path for f in self.fields}:
+            given = sorted(".".join(path) for path in values)
+            raise ValueError(
+                f"{type(self).__name__} was given a state with the fields {given}; its own are "
+                f"{sorted(f.key for f in self.fields)}. Load a state that the same pipeline saved."
+            )
+        return memoryview(np.array([slot for f in self.fields for slot in encode(f, values[f.path])], dtype=np.int64))
+
+    def skip(self, num_samples: int) -> None:
+        """Leave out the next samples, as if they had been drawn."""
+        for _ in range(num_samples):
+            next(self)
+
+    def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
+        """How many samples are left in the epoch, and the rows at which the next begins; `None` where it must be read.
+
+        Args:
+            rows: ``int64[M, slots]``, positions of this node in any logical shards; not changed.
+            shards: ``int64[M]``, their indices.
+
+        Returns:
+            ``int64[M]`` samples and ``int64[M, slots]`` rows, or `None`.
+        """
+        del rows, shards
+        return None
+
+    def parameters(self) -> dict[str, Any]:
+        """Whatever changes the order or the content of the samples, JSON values by name; checked when a state is loaded."""
+        return {}
+
+    def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
+        """What the given logical shards have drawn, for a logger; keys start with the kind of value, ``"rows/..."``.
+
+        Args:
+            rows: ``int64[M, slots]`` of this node.
+            shards: ``int64[M]`` indices.
+            samples: ``int64[M]`` samples that the root has delivered.
+        """
+        del rows, shards, samples
+        return {}
+
+    def walk(self, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Node[Any]]]:
+        """This node and all below it, with their paths."""
+        yield path, self
+        for name, child in self.children.items():
+            yield from child.walk((*path, name))
+
+    def columns(self, rows: Ints, path: tuple[str, ...]) -> Ints:
+        """The slots of the node at ``path`` in rows of this node, a view."""
+        node: Node[Any] = self
+        for name in path:
+            rows = rows[:, node._slots(name)]
+            node = node.children[name]
+        return rows
+
+    def _slots(self, child: str) -> slice:
+        start = sum(f.num_slots for f in self.own_fields())
+        for name, node in self.children.items():
+            width = offsets(node.fields)[-1]
+            if name == child:
+                return slice(start, start + width)
+            start += width
+        raise KeyError(child)
+
+
+class Foreign(Node[T]):
+    """A torchdata node that is not ours: its `state_dict()`, taken after every sample, is the row."""
+
+    def __init__(self, node: BaseNode[T]) -> None:
+        refuse_threads(node)
+        self.node = node
+        self._first = flatten(node.state_dict())
+        super().__init__()
+
+    @override
+    def own_fields(self) -> tuple[Field, ...]:
+        return tuple(field_of(path, value) for path, value in self._first)
+
+    @override
+    def initial(self) -> View:
+        return self.encode(nest(self._first))
+
+    @override
+    def seek(self) -> None:
+        self.node.reset(self.decode(self.position))
+
+    @override
+    def next(self) -> T:
+        try:
+            return next(self.node)
+        finally:
+            self.position[:] = self.encode(self.node.state_dict())
+
+    @override
+    def parameters(self) -> dict[str, Any]:
+        public = {k: v for k, v in vars(self.node).items() if not k.startswith("_")}
+        return {k: v for k, v in public.items() if isinstance(v, str | int | float | bool)}
+
+    @override
+    def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
+        if not isinstance(self.node, ParallelMapper):
+            return None
+        below = dict(_children(self.node))["source"]  # a mapper yields one sample for each that it draws
+        return below.epoch_end(rows, shards) if isinstance(below, Node) else None
+
+    @override
+    def walk(self, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Node[Any]]]:
+        yield path, self
+        for found, node in _own_below(self.node, path):
+            yield from node.walk(found)
+
+
+def as_node(node: BaseNode[T]) -> Node[T]:
+    """``node`` itself if it is ours, else as a `Foreign` one."""
+    if isinstance(node, Node):
+        return node
+    if not isinstance(node, BaseNode):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"A pipeline is made of nodes, but it was given a {type(node).__name__}. Return a torchdata.nodes.BaseNode, for "
+            f"example rd.Reader(source, shard)."
+        )
+    return Foreign(node)
+
+
+def refuse_threads(node: BaseNode[Any]) -> None:
+    """``TypeError`` where a node, or one below it, owns threads or processes."""
+    workers = isinstance(node, ParallelMapper) and node.num_workers > 0
+    if workers or isinstance(node, Prefetcher | PinMemory):
+        raise TypeError(
+            f"{type(node).__name__} owns threads or processes and reads ahead of what it yields, so it cannot be part of a "
+            f"logical shard's pipeline. Put it above rd.LogicalShards, or use rd.DataLoader(num_workers=...)."
+        )
+    for _, child in _children(node):
+        refuse_threads(child)
+
+
+def _own_below(node: BaseNode[Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Node[Any]]]:
+    for name, child in _children(node):
+        if isinstance(child, Node):
+            yield (*path, name), child
+        else:
+            yield from _own_below(child, (*path, name))
+
+
+def _children(node: BaseNode[Any]) -> Iterator[tuple[str, BaseNode[Any]]]:
+    for name, value in vars(node).items():
+        if name.startswith("_") or (isinstance(node, Node) and name != "children"):
+            continue
+        members: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
+        if isinstance(value, list | tuple):
+            members = {str(i): member for i, member in enumerate(value)}
+        if isinstance(value, BaseNode):
+            yield name, value
+        yield from ((f"{name}.{k}", v) for k, v in members.items() if isinstance(v, BaseNode))

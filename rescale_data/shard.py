@@ -1,0 +1,33 @@
+"""What a pipeline is told about the one logical shard it is written for."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of ``num_logical_shards`` independent streams of samples.
+
+    The defaults make a pipeline run in a notebook or a debugger: ``next(pipeline(rd.Shard()))``.
+
+    Args:
+        index: Number of this shard, ``0 <= index < num_logical_shards``.
+        num_logical_shards: N, fixed for the whole run.
+        seed: Seed of every order that the pipeline derives.
+        repeat: Whether the stream is endless. If so a packed sample may span two epochs; if not, the root of the
+            pipeline raises ``StopIteration`` at the end of each epoch.
+
+    Raises:
+        ValueError: ``index`` is not in ``[0, num_logical_shards)``.
+    """
+
+    index: int = 0
+    num_logical_shards: int = 1
+    seed: int = 0
+    repeat: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.num_logical_shards:
+            raise ValueError(
+                f"Shard(index={self.index}, num_logical_shards={self.num_logical_shards}): the index of a logical "
+                f"shard is at least 0 and less than the number of logical shards."
+            )

@@ -1,0 +1,163 @@
+"""A node's state as one row of int64 slots, and the state of all logical shards as one table of such rows.
+
+A *field* is one value of a node's nested state. Numbers take one slot (float64 as its bits, bool as 0 or 1), tensors of
+a fixed shape take their bytes, padded to whole slots. Rows are therefore integers alone: copying one is a memory copy,
+and a table of N rows becomes one tensor a field without a Python object a shard.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+_SCALARS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+@dataclass(frozen=True)
+class Field:
+    """One value of a node's state: where it is, and what it looks like.
+
+    Args:
+        path: Keys from the root of the nested state down to the value.
+        dtype: ``torch.int64``, ``float64`` or ``bool`` for numbers; any dtype for tensors.
+        shape: ``None`` for a number, else the shape of the tensor.
+    """
+
+    path: tuple[str, ...]
+    dtype: torch.dtype = torch.int64
+    shape: tuple[int, ...] | None = None
+
+    @property
+    def key(self) -> str:
+        """The path as it is named in a checkpoint, ``"source.row"``."""
+        return ".".join(self.path)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape or ()) * self.dtype.itemsize
+
+    @property
+    def num_slots(self) -> int:
+        return 1 if self.shape is None else -(-self.num_bytes // 8)
+
+    def under(self, *parents: str) -> Field:
+        """The same field, seen from the node above."""
+        return Field((*parents, *self.path), self.dtype, self.shape)
+
+    def describe(self) -> dict[str, Any]:
+        """Dtype and shape, for the checkpoint's ``fields``."""
+        return {"dtype": str(self.dtype).removeprefix("torch."), "shape": list(self.shape or ())}
+
+
+def field_of(path: tuple[str, ...], value: Any) -> Field:
+    """The field that holds ``value``; ``TypeError`` where it is neither a number nor a tensor of a fixed shape."""
+    if type(value) in _SCALARS:
+        return Field(path, _SCALARS[type(value)])
+    if isinstance(value, np.bool_ | np.integer | np.floating):
+        return Field(path, _SCALARS[type(value.item())])
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value)
+    if isinstance(value, torch.Tensor):
+        return Field(path, value.dtype, tuple(value.shape))
+    raise TypeError(
+        f"The state {'.'.join(path)!r} is a {type(value).__name__}. The state of a logical shard is made of int, float, "
+        f"bool and tensors of a fixed shape: keep a position (a count, an index) from which the rest can be recomputed."
+    )
+
+
+def encode(field: Field, value: Any) -> list[int]:
+    """``value`` as the slots of ``field``; ``TypeError`` where dtype or shape is not the field's."""
+    given = field_of(field.path, value)
+    if field.dtype is torch.float64 and field.shape is None and given.dtype is torch.int64 and given.shape is None:
+        given, value = field, float(value)
+    if given != field:
+        raise TypeError(
+            f"The state {field.key!r} was {field.describe()} when the pipeline was built and is {given.describe()} now. "
+            f"The dtype and the shape of a node's state never change."
+        )
+    if field.shape is None:
+        return [struct.unpack("<q", struct.pack("<d", value))[0] if field.dtype is torch.float64 else int(value)]
+    raw = torch.as_tensor(value).detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return np.frombuffer(raw.ljust(field.num_slots * 8, b"\0"), dtype=np.int64).tolist()
+
+
+def decode(field: Field, slots: Sequence[int]) -> Any:
+    """The value that ``encode`` made the slots of."""
+    if field.shape is not None:
+        raw = np.array(list(slots), dtype=np.int64).view(np.uint8)[: field.num_bytes].copy()
+        return torch.from_numpy(raw).view(field.dtype).reshape(field.shape)
+    if field.dtype is torch.float64:
+        return struct.unpack("<d", struct.pack("<q", slots[0]))[0]
+    return bool(slots[0]) if field.dtype is torch.bool else int(slots[0])
+
+
+def flatten(state: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
+    """The leaves of a nested state in order, each with its path."""
+    leaves: list[tuple[tuple[str, ...], Any]] = []
+    for key, value in state.items():
+        here = (*path, str(key))
+        leaves.extend(flatten(value, here) if isinstance(value, Mapping) else [(here, value)])
+    return leaves
+
+
+def nest(leaves: Sequence[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
+    """The nested state that ``flatten`` made the leaves of."""
+    state: dict[str, Any] = {}
+    for path, value in leaves:
+        inner = state
+        for key in path[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[path[-1]] = value
+    return state
+
+
+def offsets(fields: Sequence[Field]) -> list[int]:
+    """First slot of each field, and the width of the row."""
+    starts = [0]
+    for field in fields:
+        starts.append(starts[-1] + field.num_slots)
+    return starts
+
+
+def to_tensors(fields: Sequence[Field], table: Ints) -> dict[str, torch.Tensor]:
+    """One tensor a field with a leading dim of N, copies: the table as it stands in a checkpoint.
+
+    Args:
+        fields: The fields of a row, in the order of its slots.
+        table: ``int64[N, slots]``.
+    """
+    return {f.key: _to_tensor(f, table[:, a : a + f.num_slots]) for f, a in zip(fields, offsets(fields), strict=False)}
+
+
+def from_tensors(fields: Sequence[Field], tensors: Mapping[str, torch.Tensor]) -> Ints:
+    """The table that ``to_tensors`` made the tensors of: ``int64[N, slots]``."""
+    return np.concatenate([_from_tensor(f, tensors[f.key]) for f in fields], axis=1)
+
+
+def _to_tensor(field: Field, slots: Ints) -> torch.Tensor:
+    if field.shape is not None:
+        raw = np.ascontiguousarray(np.ascontiguousarray(slots).view(np.uint8)[:, : field.num_bytes])
+        return torch.from_numpy(raw).view(field.dtype).reshape(len(slots), *field.shape).clone()
+    column = torch.from_numpy(slots[:, 0].copy())
+    if field.dtype is torch.bool:
+        return column != 0
+    return column.view(field.dtype)
+
+
+def _from_tensor(field: Field, tensor: torch.Tensor) -> Ints:
+    tensor = tensor.detach().cpu().contiguous()
+    if field.shape is None:
+        return (tensor.view(torch.int64) if tensor.dtype is torch.float64 else tensor.long()).numpy()[:, None]
+    raw = tensor.reshape(len(tensor), -1).view(torch.uint8).numpy()
+    padded = np.zeros((len(raw), field.num_slots * 8), dtype=np.uint8)
+    padded[:, : raw.shape[1]] = raw
+    return padded.view(np.int64)
