@@ -16,7 +16,6 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from torchdata.nodes import BaseNode, ParallelMapper, PinMemory, Prefetcher
-from typing_extensions import override
 
 from rescale_data.sources.source import Source
 from rescale_data.state import Field, Ints, decode, encode, field_of, flatten, nest, offsets
@@ -86,12 +85,10 @@ class Node(BaseNode[T]):
     def seek(self) -> None:
         """The position has been rewritten: forget what was derived from it. Children have been told."""
 
-    @override
     def reset(self, initial_state: Mapping[str, Any] | None = None) -> None:
         self.position[:] = self.initial() if initial_state is None else self.encode(initial_state)
         self.bind(self.position)
 
-    @override
     def get_state(self) -> dict[str, Any]:
         return self.decode(self.position)
 
@@ -177,38 +174,31 @@ class Foreign(Node[T]):
         self._first = flatten(node.state_dict())
         super().__init__()
 
-    @override
     def own_fields(self) -> tuple[Field, ...]:
         return tuple(field_of(path, value) for path, value in self._first)
 
-    @override
     def initial(self) -> View:
         return self.encode(nest(self._first))
 
-    @override
     def seek(self) -> None:
         self.node.reset(self.decode(self.position))
 
-    @override
     def next(self) -> T:
         try:
             return next(self.node)
         finally:
             self.position[:] = self.encode(self.node.state_dict())
 
-    @override
     def parameters(self) -> dict[str, Any]:
         public = {k: v for k, v in vars(self.node).items() if not k.startswith("_")}
         return {k: v for k, v in public.items() if isinstance(v, str | int | float | bool)}
 
-    @override
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
         if not isinstance(self.node, ParallelMapper):
             return None
         below = dict(_children(self.node))["source"]  # a mapper yields one sample for each that it draws
         return below.epoch_end(rows, shards) if isinstance(below, Node) else None
 
-    @override
     def walk(self, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Node[Any]]]:
         yield path, self
         for found, node in _own_below(self.node, path):
