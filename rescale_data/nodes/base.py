@@ -64,7 +64,7 @@ class Node(BaseNode[T]):
         row = np.zeros(offsets(self.fields)[-1], dtype=np.int64)
         for name, child in self.children.items():
             row[self._slots(name)] = child.initial()
-        return memoryview(row)
+        return row.data
 
     def bookmark(self, child: str) -> View:
         """The part of this node's row that belongs to a child."""
@@ -106,7 +106,7 @@ class Node(BaseNode[T]):
                 f"{type(self).__name__} was given a state with the fields {given}; its own are "
                 f"{sorted(f.key for f in self.fields)}. Load a state that the same pipeline saved."
             )
-        return memoryview(np.array([slot for f in self.fields for slot in encode(f, values[f.path])], dtype=np.int64))
+        return np.array([slot for f in self.fields for slot in encode(f, values[f.path])], dtype=np.int64).data
 
     def skip(self, num_samples: int) -> None:
         """Leave out the next samples, as if they had been drawn."""
