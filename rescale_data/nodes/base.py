@@ -48,6 +48,9 @@ class Node(BaseNode[T]):
     reads: Source | None = None
     """The source whose rows this node reads, if it reads any itself."""
 
+    repeat: bool = False
+    """Whether this node reads an endless stream (`Shard.repeat`): whoever consumes it then restarts it at an epoch's end."""
+
     def __init__(self, **children: BaseNode[Any]) -> None:
         super().__init__()
         self.children: dict[str, Node[Any]] = {name: as_node(child) for name, child in children.items()}
