@@ -1,0 +1,125 @@
+"""What a process keeps decoded: one LRU with a byte budget, whatever the number of sources, shards and files."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol, TypeVar
+
+V = TypeVar("V", bound="Sized")
+
+DEFAULT_BYTES = 2**30
+_owners = itertools.count()
+
+
+class Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Budgeted(Protocol):
+    @property
+    def cache_bytes(self) -> int: ...
+
+
+class Cache:
+    """Least recently used first out, until the rest fits the budget; safe under threads.
+
+    The budget is the largest `cache_bytes` of the sources that are alive. One entry that is larger still
+    is kept while it is in use, with an eighth of its size for what is made from it: a fragment that exceeds the budget is
+    decoded once and not once a window.
+    """
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
+        self._budgeted: weakref.WeakSet[Budgeted] = weakref.WeakSet()
+        self._lock = threading.RLock()  # a finalizer may run inside any of the methods
+        self.nbytes = 0
+
+    @property
+    def budget(self) -> int:
+        return max((source.cache_bytes for source in self._budgeted), default=DEFAULT_BYTES)
+
+    def register(self, source: Budgeted) -> None:
+        """Count the budget of a source while it is alive."""
+        with self._lock:
+            self._budgeted.add(source)
+
+    def get(self, key: Hashable) -> Any:
+        """The value at ``key``, or `None`."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                return None
+            self._entries.move_to_end(key)
+            return entry[0]
+
+    def put(self, key: Hashable, value: Sized) -> None:
+        """Keep ``value`` in place of what was at ``key``."""
+        size = value.nbytes
+        with self._lock:
+            self._pop(key)
+            self._entries[key] = value, size
+            self.nbytes += size
+            self._shrink()
+
+    def make(self, key: Hashable, maker: Callable[[], V]) -> V:
+        """The value at ``key``, made where there is none."""
+        value = self.get(key)
+        if value is None:
+            value = maker()
+            self.put(key, value)
+        return value
+
+    def drop(self, owner: int) -> None:
+        """Forget the entries whose key is a tuple that begins with ``owner``."""
+        with self._lock:
+            for key in [key for key in self._entries if isinstance(key, tuple) and key[0] == owner]:
+                self._pop(key)
+
+    def _pop(self, key: Hashable) -> None:
+        _, size = self._entries.pop(key, (None, 0))
+        self.nbytes -= size
+
+    def _shrink(self) -> None:
+        budget = self.budget
+        if self.nbytes <= budget:
+            return
+        limit = max(budget, max(size for _, size in self._entries.values()) * 9 // 8)
+        while self.nbytes > limit and len(self._entries) > 1:
+            self._pop(next(iter(self._entries)))
+
+
+_cache = Cache()
+_owner_of: dict[int, int] = {}
+
+
+def cache() -> Cache:
+    """The cache of this process."""
+    return _cache
+
+
+def owner_of(thing: object) -> int:
+    """The first element of the keys that belong to an object, whose entries go when it does."""
+    owner = _owner_of.get(id(thing))
+    if owner is None:
+        owner = _owner_of[id(thing)] = next(_owners)
+        weakref.finalize(thing, _forget, id(thing)).atexit = False
+    return owner
+
+
+def _forget(identity: int) -> None:
+    _cache.drop(_owner_of.pop(identity))
+
+
+def _renew() -> None:
+    """A forked child starts empty: the lock may have been held, and open files share their position."""
+    global _cache
+    _cache = Cache()
+
+
+os.register_at_fork(after_in_child=_renew)
