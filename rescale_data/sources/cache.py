@@ -94,13 +94,49 @@ class Cache:
             self._pop(next(iter(self._entries)))
 
 
+class Handles:
+    """The files that a process keeps open, the least recently used closed first.
+
+    Whoever still reads from one that has been dropped here holds a reference, and so may finish.
+    """
+
+    def __init__(self, limit: int = 64) -> None:
+        self._limit = limit
+        self._open: OrderedDict[Hashable, Any] = OrderedDict()
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def make(self, key: Hashable, opener: Callable[[], Any]) -> Any:
+        """The handle at ``key``, opened where there is none."""
+        with self._lock:
+            handle = self._open.pop(key, None)
+            self._open[key] = handle = opener() if handle is None else handle
+            while len(self._open) > self._limit:
+                self._open.popitem(last=False)
+            return handle
+
+    def drop(self, owner: int) -> None:
+        """Close what belongs to an owner."""
+        with self._lock:
+            for key in [key for key in self._open if isinstance(key, tuple) and key[0] == owner]:
+                del self._open[key]
+
+
 _cache = Cache()
+_handles = Handles()
 _owner_of: dict[int, int] = {}
 
 
 def cache() -> Cache:
     """The cache of this process."""
     return _cache
+
+
+def handles() -> Handles:
+    """The open files of this process."""
+    return _handles
 
 
 def owner_of(thing: object) -> int:
@@ -113,13 +149,15 @@ def owner_of(thing: object) -> int:
 
 
 def _forget(identity: int) -> None:
-    _cache.drop(_owner_of.pop(identity))
+    owner = _owner_of.pop(identity)
+    _cache.drop(owner)
+    _handles.drop(owner)
 
 
 def _renew() -> None:
     """A forked child starts empty: the lock may have been held, and open files share their position."""
-    global _cache
-    _cache = Cache()
+    global _cache, _handles
+    _cache, _handles = Cache(), Handles()
 
 
 os.register_at_fork(after_in_child=_renew)
