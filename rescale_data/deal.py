@@ -12,12 +12,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from rescale_data.layout import Layout
 from rescale_data.state import Ints
 from rescale_data.turns import Turn
+
+_Rows: TypeAlias = tuple[Ints, Ints, npt.NDArray[np.bool_]]  # shard, sample number, whether it is real; O each
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +39,7 @@ class Deal:
     left: Ints
     samples: Ints
     pad: bool
-    _recent: dict[int, tuple[Ints, Ints, Ints]] = field(default_factory=dict, repr=False)
+    _recent: dict[int, _Rows] = field(default_factory=dict, repr=False)
 
     @property
     def num_samples(self) -> int:
@@ -73,7 +77,8 @@ class Deal:
         t, m = divmod(u, layout.gradient_accumulation_steps)
         first = rank * (layout.global_batch_size // layout.dp_world_size) + m * layout.micro_batch_size
         rows = slice(first, first + layout.micro_batch_size)
-        shards, numbers, real = (part[rows] for part in self._step(t))
+        shards, numbers, real = self._step(t)
+        shards, numbers, real = shards[rows], numbers[rows], real[rows]
         index, counts = np.unique(shards[real], return_counts=True)
         return Turn(shards.tolist(), index, counts, numbers.tolist(), int(real.sum()))
 
@@ -94,14 +99,14 @@ class Deal:
         row = np.arange(layout.global_batch_size) % (layout.global_batch_size // layout.dp_world_size)
         return row // layout.micro_batch_size
 
-    def _step(self, t: int) -> tuple[Ints, Ints, Ints]:
-        """Shard, sample number and whether it is real, of each row of a step: three arrays of O."""
+    def _step(self, t: int) -> _Rows:
+        """The rows of a step."""
         if t not in self._recent:
             self._recent.clear()
             self._recent[t] = self._make_step(t)
         return self._recent[t]
 
-    def _make_step(self, t: int) -> tuple[Ints, Ints, Ints]:
+    def _make_step(self, t: int) -> _Rows:
         o = self.layout.global_batch_size
         before, after = self._served(t * o), self._served(min((t + 1) * o, self.num_samples))
         picks = np.repeat(np.arange(len(self.left)), after - before)

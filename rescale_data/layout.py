@@ -134,7 +134,7 @@ class Layout:
         return (
             None
             if k == 1
-            else f"num_workers={k}: with micro_batch_size={b} < {c} samples of a shard a step, only 0 or 1 fit"
+            else f"num_workers={k}: with micro_batch_size={b} < {c} samples of a shard a step, 0 or 1 fit"
         )
 
     def _workers_misfit(self, micro_batches: int, formula: str) -> str:
