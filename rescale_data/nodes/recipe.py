@@ -70,7 +70,7 @@ class Schema:
 
     def sources(self) -> dict[str, Source]:
         """The sources of the pipeline by the path of the node that reads each."""
-        return {".".join(path): node.reads for path, node in self.root.walk() if node.reads is not None}
+        return {path_name(path): node.reads for path, node in self.root.walk() if node.reads is not None}
 
     def progress(self, table: Ints, shards: Ints) -> dict[str, float]:
         """What the given shards have drawn; values of several readers of one source add up."""
@@ -91,7 +91,7 @@ class Schema:
     @cached_property
     def pipeline_json(self) -> str:
         return _json(
-            {".".join(path): {"node": type(node).__name__, **node.parameters()} for path, node in self.root.walk()}
+            {path_name(path): {"node": type(node).__name__, **node.parameters()} for path, node in self.root.walk()}
         )
 
     @cached_property
@@ -105,6 +105,11 @@ def _slots_at(root: Node[Any], rows: Ints, path: tuple[str, ...]) -> Ints | None
         return root.columns(rows, path)
     except KeyError:
         return None
+
+
+def path_name(path: tuple[str, ...]) -> str:
+    """A node's path in messages and JSON; the root of the pipeline has none of its own."""
+    return ".".join(path) or "root"
 
 
 def _json(value: Any) -> str:
