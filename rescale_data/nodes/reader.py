@@ -8,11 +8,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rescale_data.nodes.base import Node
+from rescale_data.nodes.documents import Documents
+from rescale_data.nodes.spans import Spans, block_bytes
 from rescale_data.order import FragmentOrder, ShardOrder, fragment_order, shard_sizes
 from rescale_data.shard import Shard
 from rescale_data.sources.cache import cache, owner_of
 from rescale_data.sources.dataset import MapStyle, as_source
-from rescale_data.sources.source import Source
+from rescale_data.sources.source import Source, TokenSource
 from rescale_data.state import Field, Ints
 
 DEFAULT_WINDOW = 1024
@@ -99,6 +101,12 @@ class Reader(Node[Any]):
             cache().put(self._plan_key, plan)
         return plan
 
+    def documents(self, column: str) -> Documents | None:
+        if not isinstance(self.source, TokenSource):
+            return None
+        num_bytes = block_bytes(self.source.cache_bytes, self.shard.num_logical_shards)
+        return Spans(self.source, column, self._size, self._rows_from, num_bytes)
+
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
         sizes = shard_sizes(shards, self.source.num_rows, self.shard.num_logical_shards)
         return sizes - rows[:, 1], np.stack([rows[:, 0] + 1, np.zeros_like(shards)], axis=1)
@@ -114,6 +122,10 @@ class Reader(Node[Any]):
             f"epoch_min/{name}": float(rows[:, 0].min()),
             f"epoch_max/{name}": float(rows[:, 0].max()),
         }
+
+    def _rows_from(self, epoch: int, row: int) -> Ints:
+        plan = self.plan(epoch, row)
+        return plan.rows[row - plan.first :]
 
     def _finish(self, epoch: int) -> None:
         if not self._over:

@@ -1,0 +1,85 @@
+"""`Block`: some documents end to end, and where each of them ends."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+TokenArray: TypeAlias = npt.NDArray[np.integer[Any]]
+
+_BYTES_OF_AN_END = 40  # of a Python int and its place in a list
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Documents end to end, in the dtype they are stored in.
+
+    Args:
+        tokens: With ``bos_id`` and ``eos_id`` in their places.
+        ends: For each document, the tokens up to its end.
+    """
+
+    tokens: TokenArray
+    ends: list[int]
+
+    @property
+    def nbytes(self) -> int:
+        return self.tokens.nbytes + _BYTES_OF_AN_END * len(self.ends)
+
+    def locate(self, stop: int, document: int) -> tuple[int, int]:
+        """The document and the offset in it at which to go on after ``stop`` tokens, searched from ``document`` on."""
+        document = bisect_left(self.ends, stop, document)
+        if self.ends[document] == stop:
+            return document + 1, 0
+        return document, stop - (self.ends[document - 1] if document else 0)
+
+    def ends_between(self, start: int, stop: int) -> list[int]:
+        """Where documents end in ``tokens[start:stop]``, counted from ``start``."""
+        return [end - start for end in self.ends[bisect_right(self.ends, start) : bisect_right(self.ends, stop)]]
+
+
+class BlockMaker:
+    """Puts documents end to end.
+
+    Args:
+        eos_id, bos_id: Put after and before each document; `None` for nothing.
+        dtype: In which the tokens must be representable in the end.
+    """
+
+    def __init__(self, eos_id: int | None, bos_id: int | None, dtype: np.dtype[Any]) -> None:
+        self.eos_id, self.bos_id = eos_id, bos_id
+        self.dtype = dtype
+        for name, token in (("eos_id", eos_id), ("bos_id", bos_id)):
+            if token is not None and not 0 <= token <= np.iinfo(dtype).max:
+                raise ValueError(
+                    f"{name}={token}: give a token from 0 to {np.iinfo(dtype).max}, or None for no such token."
+                )
+
+    def make(self, documents: list[memoryview[Any]]) -> Block:
+        stored = np.dtype(documents[0].format)
+        between = [token for token in (self.eos_id, self.bos_id) if token is not None]
+        if any(token > np.iinfo(stored).max for token in between):
+            stored = self.dtype
+            documents = [np.asarray(document).astype(stored).data for document in documents]
+        added = len(between)
+        ends = np.cumsum(np.fromiter(map(len, documents), np.int64, len(documents)) + added)
+        separator = np.array(between, dtype=stored).tobytes()
+        # One join of [nothing, the documents, nothing]: an eos too many at the front and a bos too many at the end.
+        joined = np.frombuffer(separator.join((b"", *documents, b"")), dtype=stored)
+        front = int(self.eos_id is not None)
+        tokens = joined[front : front + int(ends[-1])]
+        self._check(tokens)
+        return Block(tokens, ends.tolist())
+
+    def _check(self, tokens: TokenArray) -> None:
+        if np.can_cast(tokens.dtype, self.dtype) or not len(tokens):
+            return
+        limits = np.iinfo(self.dtype)
+        if int(tokens.max()) > limits.max or int(tokens.min()) < limits.min:
+            raise ValueError(
+                f"The tokens from {tokens.min()} to {tokens.max()} do not fit {self.dtype}: give a wider dtype."
+            )
