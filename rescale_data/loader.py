@@ -131,6 +131,16 @@ class DataLoader:
             raise TypeError(f"The number of batches left has no len(): {why}.")
         return left
 
+    def start(self) -> None:
+        """Begin to read, so that the first batch is ready when training is: call it before the model is loaded.
+
+        Worker processes start and go ahead in the background; with ``num_workers=0`` the first batch is made now. A later
+        load begins anew.
+        """
+        self.stream.start()
+        if not self.setup.layout.num_workers:
+            self.stream.peek()
+
     def peek(self) -> Any:
         """The next batch, which stays the next."""
         return self._finish(self.stream.peek())
@@ -176,7 +186,7 @@ class DataLoader:
     @property
     def epoch(self) -> int:
         """Epochs that have ended; 0 with ``repeat=True``, where each shard has its own (see `progress`)."""
-        return self.stream.clock.epoch
+        return self.stream.epoch
 
     @property
     def gradient_accumulation_steps(self) -> int:

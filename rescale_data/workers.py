@@ -149,7 +149,9 @@ class Pool:
     def start(self, leg: Leg, table: Ints, first: int) -> None:
         self._made = iter(())
         self._commands.begin, self._commands.first = Begin(leg, table.copy()), first
-        self._made = self._receive()
+        if self._loader is None:
+            self._loader = self._new_loader()
+        self._made = self._receive(iter(self._loader))
 
     def take(self) -> MicroBatch:
         try:
@@ -171,10 +173,7 @@ class Pool:
         self._made = iter(())
         self._loader = None
 
-    def _receive(self) -> Iterator[MicroBatch | None]:
-        if self._loader is None:
-            self._loader = self._new_loader()
-        answers = iter(self._loader)
+    def _receive(self, answers: Iterator[Any]) -> Iterator[MicroBatch | None]:
         for _ in range(self._k):
             next(answers)
         for message in answers:

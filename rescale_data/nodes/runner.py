@@ -49,7 +49,9 @@ class Runner:
         """Leave out samples of a shard, in constant time where its pipeline knows how many an epoch has."""
         self.table[shard, SAMPLES] += num_samples
         while num_samples:
-            node = self._node(shard)
+            node = self._live[shard]
+            if node is None:
+                node = self._wake(shard)
             end = node.epoch_end(self._slots(shard)[None], np.array([shard]))
             if end is None:
                 self._draw(shard)
@@ -78,7 +80,9 @@ class Runner:
         return self.table[shard, FIRST_SLOT:]
 
     def _draw(self, shard: int) -> Any:
-        node = self._node(shard)
+        node = self._live[shard]
+        if node is None:
+            node = self._wake(shard)
         try:
             return node.next()
         except StopIteration:
@@ -115,10 +119,6 @@ class Runner:
         other = Runner(self._recipe, self._schema)
         other.load(self._begin)
         return other._fetch(shard, number, is_real=True)
-
-    def _node(self, shard: int) -> Node[Any]:
-        node = self._live[shard]
-        return self._wake(shard) if node is None else node
 
     def _wake(self, shard: int) -> Node[Any]:
         node = self._built.get(shard)

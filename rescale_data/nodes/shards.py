@@ -68,13 +68,13 @@ class LogicalShards(BaseNode[list[Any]]):
         super().reset(None)
         if initial_state is not None:
             load_state_dict(self.stream, initial_state)
-        elif self.stream.clock.epoch == self._epoch:
+        elif self.stream.epoch == self._epoch:
             self.stream.reset()
         self.stream.begin()
-        self._epoch = self.stream.clock.epoch
+        self._epoch = self.stream.epoch
 
     def next(self) -> list[Any]:
-        if self.stream.clock.epoch != self._epoch:
+        if self.stream.epoch != self._epoch:
             raise StopIteration
         return self.stream.take().batch
 

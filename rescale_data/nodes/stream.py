@@ -51,6 +51,23 @@ class Stream:
         self._leg: Leg | None = None
         self._rewind()
 
+    @property
+    def clock(self) -> Clock:
+        return self._clock.later(self._taken, self.layout)
+
+    @clock.setter
+    def clock(self, clock: Clock) -> None:
+        self._clock, self._taken, self._clock_u = clock, 0, clock.micro_batch(self.layout)
+
+    @property
+    def epoch(self) -> int:
+        return self._clock.epoch
+
+    @property
+    def _u(self) -> int:
+        """The next micro batch, counted from `origin`."""
+        return self._clock_u + self._taken
+
     # Taking
 
     def take(self) -> MicroBatch:
@@ -71,13 +88,20 @@ class Stream:
             failure, self._failure = self._failure, None
             raise failure
         self.begin()
-        self._make_until(self._u + 1)
-        if not self._ahead:
+        if not self._ahead and self._make_until(self._u + 1) == self._u:
             raise DataStateError(
                 "A logical shard ended before its pipeline's epoch_end() said that it would. Return None there if the "
                 "number of samples is not certain."
             )
         return self._ahead[0]
+
+    def start(self) -> None:
+        """Let the feed begin with the next micro batch, if it has not begun."""
+        if self._leg is None:
+            self.begin()
+        if not self._started and self._leg is not None:
+            self._feed.start(self._leg, self.table, self._u)
+            self._started = True
 
     def skip(self, num_micro_batches: int) -> None:
         """Leave out micro batches as if they had been taken."""
@@ -131,10 +155,6 @@ class Stream:
 
     # Legs
 
-    @property
-    def _u(self) -> int:
-        return self.clock.micro_batch(self.layout)
-
     def _plan(self) -> None:
         """Begin the leg of this position, in which all rows are right."""
         self._first, self._samples = self._u, self.table[:, SAMPLES].copy()
@@ -156,7 +176,7 @@ class Stream:
         self._leg = Leg(self.layout, self.ranks.rank, stop, deal)
 
     def _advance(self, num_micro_batches: int) -> None:
-        self.clock = self.clock.later(num_micro_batches, self.layout)
+        self._taken += num_micro_batches
         leg = self._leg
         if leg is not None and leg.stop == self._u:
             self._deal() if leg.deal is None else self._end_epoch(leg.deal)
@@ -228,14 +248,16 @@ class Stream:
 
     def _make_until(self, u: int) -> int:
         """Make micro batches up to u, if no shard ends before; the first that is not made."""
-        if not self._started and self._leg is not None:
-            self._feed.start(self._leg, self.table, self._u)
-            self._started = True
+        self.start()
         while not self._exhausted and self._u + len(self._ahead) < u:
             try:
                 self._ahead.append(self._feed.take())
             except Exhausted:
                 self._exhausted = True
+            except BaseException:
+                self._ahead.clear()  # the runner is past what was taken: whoever goes on begins from the table
+                self._started = False
+                raise
         return self._u + len(self._ahead)
 
     def _rewind(self) -> None:
