@@ -75,6 +75,12 @@ class Cache:
             self.put(key, value)
         return value
 
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._entries.clear()
+            self.nbytes = 0
+
     def drop(self, owner: int) -> None:
         """Forget the entries whose key is a tuple that begins with ``owner``."""
         with self._lock:
