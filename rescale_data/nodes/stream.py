@@ -49,6 +49,7 @@ class Stream:
         """Go on from a table in which all N rows are right."""
         self.table, self.clock = table, clock
         self._leg: Leg | None = None
+        self._agreement: Agreement | None = None
         self._rewind()
 
     @property
@@ -173,6 +174,7 @@ class Stream:
 
     def _start(self, stop: int | None, deal: Deal | None = None) -> None:
         self._rewind()
+        self._agreement = None
         self._leg = Leg(self.layout, self.ranks.rank, stop, deal)
 
     def _advance(self, num_micro_batches: int) -> None:
@@ -218,7 +220,7 @@ class Stream:
         self.table[:, DEALT] = UNDEALT
         self._count_tail(deal)
         self.clock = self.clock.next_epoch(self.layout.global_batch_size)
-        self._leg = None
+        self._leg = self._agreement = None
         self._rewind()
 
     def _count_tail(self, deal: Deal) -> None:
@@ -226,9 +228,13 @@ class Stream:
         self.padded_samples += deal.num_padded
         if deal.num_dropped or deal.num_padded:
             self.ranks.log(
-                logging.INFO, "Epoch %d ended with less than a global batch of %d samples: %d dropped, %d repeated to fill the last one.",
-                self.clock.epoch, self.layout.global_batch_size, deal.num_dropped, deal.num_padded,
-            )  # fmt: skip
+                logging.INFO,
+                "Epoch %d ended with less than a global batch of %d samples: %d dropped, %d repeated to fill the last one.",
+                self.epoch,
+                self.layout.global_batch_size,
+                deal.num_dropped,
+                deal.num_padded,
+            )
 
     def _main_phase(self, num_micro_batches: int) -> Ints:
         """Samples that each of the N shards delivers in micro batches of the main phase, from the beginning of the leg."""
@@ -255,8 +261,7 @@ class Stream:
             except Exhausted:
                 self._exhausted = True
             except BaseException:
-                self._ahead.clear()  # the runner is past what was taken: whoever goes on begins from the table
-                self._started = False
+                self._rewind()  # the runner is past what was taken: whoever goes on begins from the table
                 raise
         return self._u + len(self._ahead)
 
@@ -265,7 +270,6 @@ class Stream:
         self._ahead: deque[MicroBatch] = deque()
         self._started = self._exhausted = False
         self._failure: Exception | None = None
-        self._agreement: Agreement | None = None
 
     def _skip_in_main_phase(self, num_micro_batches: int) -> None:
         block = self.layout.owned(self.ranks.rank)
