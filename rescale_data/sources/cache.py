@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from rescale_data.sources.source import Source
 
 V = TypeVar("V", bound="Sized")
 
 DEFAULT_BYTES = 2**30
 _owners = itertools.count()
+_warned: set[int] = set()
+_log = logging.getLogger("rescale_data")
 
 
 class Sized(Protocol):
@@ -24,6 +29,19 @@ class Sized(Protocol):
 class Budgeted(Protocol):
     @property
     def cache_bytes(self) -> int: ...
+
+
+@runtime_checkable
+class Decoded(Protocol):
+    """A source whose fragments take memory."""
+
+    @property
+    def cache_bytes(self) -> int: ...
+
+    @property
+    def fragment_bytes(self) -> int:
+        """Bytes of the median fragment when it is decoded, as far as the footers tell."""
+        ...
 
 
 class Cache:
@@ -167,3 +185,25 @@ def _renew() -> None:
 
 
 os.register_at_fork(after_in_child=_renew)
+
+
+def warn_if_thrashing(source: Source, owned_shards: int) -> None:
+    """Warn, once a source, where one process visits more fragments in turn than its cache holds.
+
+    Args:
+        source: Nothing is said of one without fragments.
+        owned_shards: Logical shards that this process runs.
+    """
+    if not isinstance(source, Decoded) or source.fragments is None:
+        return
+    needed, times = owned_shards * source.fragment_bytes, source.num_rows // max(1, len(source.fragments) - 1)
+    if needed <= source.cache_bytes or times < 2 or owner_of(source) in _warned:
+        return
+    _warned.add(owner_of(source))
+    _log.warning(
+        "%s: this process visits %d logical shards in turn, whose fragments of about %d bytes take %d bytes, and cache_bytes "
+        "is %d. Fragments are then decoded again at each visit, up to %d times an epoch (their rows; less under a TokenPacker, "
+        "which takes many at a visit). Give cache_bytes=%d, run fewer shards in a process (a smaller num_logical_shards, more "
+        "ranks or workers), or write smaller row groups or record batches.",
+        source.name, owned_shards, source.fragment_bytes, needed, source.cache_bytes, times, needed,
+    )  # fmt: skip

@@ -20,6 +20,7 @@ from rescale_data.sources.source import Tokens
 from rescale_data.state import Ints
 
 _OPENING_THREADS = 16
+_DAMAGE = (OSError, ValueError, IndexError, pa.ArrowException)
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class FileSource(ABC):
 
     @abstractmethod
     def _footer(self, file: int) -> Footer:
-        """Read a footer; any ``OSError``, ``ValueError`` or Arrow error means that the file is damaged."""
+        """Read a footer; most errors mean that the file is damaged, and are made to say so."""
 
     @abstractmethod
     def _open(self, file: int) -> Any:
@@ -156,7 +157,7 @@ class FileSource(ABC):
         try:
             handle = handles().make((owner_of(self), file), lambda: self._open(file))
             return self._table(handle, file, int(self._number_of[fragment]), columns)
-        except (OSError, ValueError) as error:
+        except _DAMAGE as error:
             raise self._damaged(file, error) from error
 
     def _null(self, index: int) -> ValueError:
@@ -180,7 +181,7 @@ class FileSource(ABC):
     def _try_footer(self, file: int) -> Footer:
         try:
             return self._footer(file)
-        except (OSError, ValueError) as error:
+        except _DAMAGE as error:
             raise self._damaged(file, error) from error
 
     def _one_schema(self, schemas: Sequence[ArrowSchema], columns: Sequence[str] | None) -> ArrowSchema:
