@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from rescale_data.rollcall import RollCall
 from rescale_data.state import Ints
 
 _logger = logging.getLogger("rescale_data")
@@ -32,15 +33,15 @@ class Ranks:
         rank: Data-parallel rank, ``0 <= rank < world_size``.
         world_size: W.
         group: The loader's own gloo group; `None` without a process group.
+        roll_call: Tells who is missing in that group.
         mesh: One-dimensional CPU mesh of exactly the W ranks; `None` where the group has other members too.
-        timeout: Seconds that a rank may keep the others waiting.
     """
 
     rank: int = 0
     world_size: int = 1
     group: dist.ProcessGroup | None = None
+    roll_call: RollCall | None = None
     mesh: DeviceMesh | None = None
-    timeout: float = 300.0
 
     @property
     def simulated(self) -> bool:
@@ -70,16 +71,13 @@ class Ranks:
     def least(self, value: int) -> Callable[[], int]:
         """Begin to find the smallest of all ranks' values in the background (collective); the result, called, waits for it."""
         least = torch.tensor([value], dtype=torch.int64)
-        if self.group is None:
-            return lambda: value
-        work = dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.group, async_op=True)
+        finish = self._begin_all_reduce(least, dist.ReduceOp.MIN)
 
-        def wait() -> int:
-            if work is not None:
-                work.wait()
+        def result() -> int:
+            finish()
             return int(least)
 
-        return wait
+        return result
 
     def require_same(self, what: dict[str, Any]) -> None:
         """``ValueError`` on every rank where some value differs between ranks, which names it (collective)."""
@@ -108,14 +106,23 @@ class Ranks:
         )
 
     def _all_reduce(self, tensor: torch.Tensor, op: Any) -> None:
-        if self.group is not None:
-            self.wait_for_all()
-            dist.all_reduce(tensor, op=op, group=self.group)
+        self._begin_all_reduce(tensor, op)()
 
-    def wait_for_all(self) -> None:
-        """``RuntimeError`` that names the ranks which did not come here within the timeout."""
-        if self.group is not None:
-            dist.monitored_barrier(self.group, datetime.timedelta(seconds=self.timeout), wait_all_ranks=True)
+    def _begin_all_reduce(self, tensor: torch.Tensor, op: Any) -> Callable[[], None]:
+        if self.group is None or self.roll_call is None:
+            return lambda: None
+        roll_call = self.roll_call
+        deadline = roll_call.come()
+        work = dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
+
+        def finish() -> None:
+            try:
+                if work is not None:
+                    work.wait()
+            except RuntimeError as error:
+                raise roll_call.failure(error, deadline) from error
+
+        return finish
 
 
 def find_ranks(mesh: DeviceMesh | None, dp_rank: int | None, dp_world_size: int | None, timeout: float) -> Ranks:
@@ -138,9 +145,9 @@ def find_ranks(mesh: DeviceMesh | None, dp_rank: int | None, dp_world_size: int 
                 f"dp_rank={dp_rank}, dp_world_size={dp_world_size}: a rank is at least 0 and less than the size."
             )
         everyone = list(range(dist.get_world_size())) if distributed and dp_world_size > 1 else []
-        return Ranks(dp_rank, dp_world_size, _own_group(everyone, timeout), None, timeout)
+        return Ranks(dp_rank, dp_world_size, *_own_group(everyone, timeout))
     if not distributed:
-        return Ranks(timeout=timeout)
+        return Ranks()
     _logger.info(
         "No mesh given: all %d ranks of the process group read different samples. With TP, PP or CP pass mesh= (the data-"
         "parallel dims alone), or peers that should read the same samples will not.",
@@ -166,18 +173,20 @@ def _from_ranks(ranks: list[int], timeout: float) -> Ranks:
             f"This process has rank {me}, but mesh holds the ranks {ranks}: pass the mesh that it is part of."
         )
     if len(ranks) == 1:
-        return Ranks(timeout=timeout)
-    group = _own_group(ranks, timeout)
+        return Ranks()
+    group, roll_call = _own_group(ranks, timeout)
     mesh = DeviceMesh.from_group(group, "cpu", mesh=ranks, mesh_dim_names=("dp",)) if group is not None else None
-    return Ranks(ranks.index(me), len(ranks), group, mesh, timeout)
+    return Ranks(ranks.index(me), len(ranks), group, roll_call, mesh)
 
 
-def _own_group(ranks: list[int], timeout: float) -> dist.ProcessGroup | None:
+def _own_group(ranks: list[int], timeout: float) -> tuple[dist.ProcessGroup | None, RollCall | None]:
     if not ranks:
-        return None
+        return None, None
     wait = datetime.timedelta(seconds=timeout)
     group = dist.new_group(ranks, timeout=wait, backend="gloo", use_local_synchronization=True)
-    return group if isinstance(group, dist.ProcessGroup) else None
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"This process is not one of the ranks {ranks}.")
+    return group, RollCall(group, ranks, timeout)
 
 
 def _digest(value: Any) -> int:
