@@ -5,6 +5,7 @@ from rescale_data.collate import pad_collate
 from rescale_data.errors import DataStateError
 from rescale_data.loader import DataLoader
 from rescale_data.nodes.base import BaseNode, Node
+from rescale_data.nodes.packer import TokenPacker
 from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.shards import LogicalShards
 from rescale_data.plan import plan
@@ -26,6 +27,7 @@ __all__ = [
     "Reader",
     "Shard",
     "Source",
+    "TokenPacker",
     "check_checkpoint",
     "pad_collate",
     "plan",

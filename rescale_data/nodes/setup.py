@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rescale_data.layout import Layout, default_num_logical_shards
 from rescale_data.nodes.recipe import Pipeline, Recipe, Schema
 from rescale_data.ranks import Ranks, find_ranks
+from rescale_data.sources.cache import warn_if_thrashing
 
 Tail: TypeAlias = Literal["drop", "pad"]
 
@@ -63,6 +64,7 @@ def set_up(
     schema = Schema(recipe.build(layout.owned(ranks.rank)[0] if layout.owned(ranks.rank) else 0))
     setup = Setup(recipe, schema, layout, ranks, tail)
     _check_epoch(setup)
+    _check_sources(setup)
     ranks.require_same(
         {
             "global_batch_size": global_batch_size,
@@ -125,4 +127,22 @@ def _check_epoch(setup: Setup) -> None:
         raise ValueError(
             f"An epoch has {int(end[0].sum())} samples, less than one global batch of {setup.layout.global_batch_size}, so "
             f"tail='drop' would drop them all. Use a smaller global_batch_size, tail='pad', repeat=True or more data."
+        )
+
+
+def _check_sources(setup: Setup) -> None:
+    """Warn where sources are opened for each shard, or their fragments do not fit the cache."""
+    layout, sources = setup.layout, setup.schema.sources()
+    owned = layout.owned(setup.ranks.rank)
+    for source in sources.values():
+        warn_if_thrashing(source, -(-len(owned) // layout.workers))
+    if len(owned) < 2:
+        return
+    others = Schema(setup.recipe.build(owned[1])).sources()
+    if any(others.get(path) is not source for path, source in sources.items()):
+        setup.ranks.log(
+            logging.WARNING,
+            "The pipeline makes a new source for each of %d logical shards, which reads every footer and caches every fragment "
+            "anew. Make the source once, outside of the pipeline.",
+            layout.num_logical_shards,
         )
