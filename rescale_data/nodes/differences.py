@@ -17,6 +17,7 @@ def differences(saved: str, now: str) -> list[str]:
 
 
 def _compare(path: str, saved: Any, now: Any) -> list[str]:
+    saved, now = _by_name(saved), _by_name(now)
     if isinstance(saved, dict) and isinstance(now, dict):
         found: list[str] = []
         for key in sorted({*saved, *now}):
@@ -29,6 +30,14 @@ def _compare(path: str, saved: Any, now: Any) -> list[str]:
                 found += _compare(here, saved[key], now[key])
         return found
     return [] if saved == now else [f"{path}: saved {_short(saved)}, now {_short(now)}"]
+
+
+def _by_name(value: Any) -> Any:
+    """A list of ``[name, ...]``, as manifests have of files, as a dict of the names."""
+    named = isinstance(value, list) and all(
+        isinstance(item, list) and item and isinstance(item[0], str) for item in value
+    )
+    return {item[0]: item[1:] for item in value} if named and value else value
 
 
 def _short(value: Any) -> str:
