@@ -11,11 +11,12 @@ import pyarrow as pa
 import pyarrow.types as kinds
 
 from rescale_data.sources import ipc
-from rescale_data.sources.arrow_types import ArrowFile, ArrowSchema, ArrowTable, ArrowType
+from rescale_data.sources.arrow_types import ArrowBuffer, ArrowSchema, ArrowTable, ArrowType
 from rescale_data.sources.cache import DEFAULT_BYTES, handles, owner_of
 from rescale_data.sources.documents import document_table, one_row_each
 from rescale_data.sources.files import FileSource, Footer
 from rescale_data.sources.paths import Paths
+from rescale_data.sources.ranges import Ranges, open_ranges
 from rescale_data.state import Ints
 
 FRAGMENT_ROWS = 1024
@@ -30,6 +31,10 @@ class Batches:
     blocks: ipc.Blocks
     cuts: Ints
     has_footer: bool
+
+    def part(self, fragment: int) -> ipc.Blocks:
+        """The record batches of one fragment."""
+        return self.blocks[slice(*self.cuts[fragment : fragment + 2].tolist())]
 
     @property
     def fragment_bytes(self) -> Ints:
@@ -75,45 +80,49 @@ class ArrowSource(FileSource):
         return {**super().manifest(), "document_per_batch": self.document_per_batch}
 
     def _footer(self, file: int) -> Footer:
-        with self._files.open(file) as handle:
-            blocks = ipc.read_blocks(handle)
-            has_footer = ipc.is_file_format(handle)
-            handle.seek(8 if has_footer else 0)
-            schema = pa.ipc.read_schema(handle)
-            rows = np.ones_like(blocks.body) if self.document_per_batch else ipc.read_rows(handle, blocks)
+        ranges = open_ranges(self._files, file)
+        blocks, has_footer = ipc.read_blocks(ranges), ipc.is_file_format(ranges)
+        schema = ipc.read_schema(ranges, blocks)
         _refuse_dictionaries(schema, has_footer)
+        rows = np.ones_like(blocks.body) if self.document_per_batch else ipc.read_rows(ranges, blocks)
         detail = Batches(schema, blocks, _cuts(rows, blocks.body), has_footer)
         rows = np.add.reduceat(rows, detail.cuts[:-1]) if len(rows) else rows
         shown = one_row_each(schema) if self.document_per_batch else schema
         return Footer(shown, rows, detail.fragment_bytes, detail)
 
-    def _open(self, file: int) -> ArrowFile:
-        return self._files.open(file)
+    def _open(self, file: int) -> Ranges:
+        return open_ranges(self._files, file)
 
     def _table(self, handle: Any, file: int, number: int, columns: Sequence[str]) -> ArrowTable:
         index = self._details[file]
-        first, stop = index.cuts[number : number + 2].tolist()
+        if self._needs_reader(index, columns):
+            return self._read_columns(handle, file, range(*index.cuts[number : number + 2].tolist()), columns)
+        blocks = index.part(number)
+        data = handle.read(*blocks.extent)
         if self.document_per_batch:
-            return document_table(handle, index.schema, index.blocks[first:stop], columns)
-        if index.has_footer and (set(columns) != set(index.schema.names) or _has_dictionary(index.schema)):
-            return self._read_columns(handle, file, range(first, stop), columns)
-        return _read_messages(handle, index.schema, index.blocks[first:stop]).select(list(columns))
+            return document_table(data, index.schema, blocks, columns)
+        return _read_messages(data, index.schema, blocks).select(list(columns))
 
-    def _read_columns(self, handle: ArrowFile, file: int, batches: range, columns: Sequence[str]) -> ArrowTable:
-        """Some columns only: the footer is read once more, the bytes of the other columns are not read at all."""
+    def _release_with(self, decoded: object, handle: Any, file: int, number: int) -> None:
+        handle.release_with(decoded, handle.read(*self._details[file].part(number).extent))
+
+    def _needs_reader(self, index: Batches, columns: Sequence[str]) -> bool:
+        """Whether to read by the footer: to decompress some columns only, or to find dictionaries."""
+        some = set(columns) != set(index.schema.names)
+        return index.has_footer and not self.document_per_batch and (some or _has_dictionary(index.schema))
+
+    def _read_columns(self, handle: Any, file: int, batches: range, columns: Sequence[str]) -> ArrowTable:
         fields = [self._details[file].schema.get_field_index(name) for name in columns]
         options = pa.ipc.IpcReadOptions(included_fields=fields)
         key = (owner_of(self), file, *fields)
-        reader: Any = handles().make(key, lambda: pa.ipc.open_file(handle, options=options))
+        reader: Any = handles().make(key, lambda: pa.ipc.open_file(handle.whole(), options=options))
         return pa.Table.from_batches([reader.get_batch(i) for i in batches]).select(list(columns))
 
 
-def _read_messages(file: ArrowFile, schema: ArrowSchema, blocks: ipc.Blocks) -> ArrowTable:
-    """Whole batches, in one read, without their file's footer."""
-    start, stop = int(blocks.offset[0]), int(blocks.stop[-1])
-    raw = pa.py_buffer(file.read_at(stop - start, start))
-    places = zip((blocks.offset - start).tolist(), (blocks.stop - start).tolist(), strict=True)
-    messages = [pa.ipc.read_message(raw.slice(a, b - a)) for a, b in places]
+def _read_messages(data: ArrowBuffer, schema: ArrowSchema, blocks: ipc.Blocks) -> ArrowTable:
+    """Whole batches without their file's footer; ``data`` begins with the first of them."""
+    places = zip((blocks.offset - blocks.offset[0]).tolist(), (blocks.metadata + blocks.body).tolist(), strict=True)
+    messages = [pa.ipc.read_message(data.slice(start, length)) for start, length in places]
     return pa.Table.from_batches([pa.ipc.read_record_batch(message, schema) for message in messages])
 
 

@@ -3,6 +3,7 @@
 from typing import Any, TypeAlias
 
 ArrowArray: TypeAlias = Any
+ArrowBuffer: TypeAlias = Any
 ArrowFile: TypeAlias = Any
 ArrowSchema: TypeAlias = Any
 ArrowTable: TypeAlias = Any

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.types as kinds
 
 from rescale_data.sources import ipc
-from rescale_data.sources.arrow_types import ArrowArray, ArrowFile, ArrowSchema, ArrowTable
+from rescale_data.sources.arrow_types import ArrowArray, ArrowBuffer, ArrowSchema, ArrowTable
 from rescale_data.state import Ints
 
 
@@ -18,13 +18,13 @@ def one_row_each(schema: ArrowSchema) -> ArrowSchema:
     return pa.schema([pa.field(field.name, pa.large_list(field.type)) for field in schema])
 
 
-def document_table(file: ArrowFile, schema: ArrowSchema, blocks: ipc.Blocks, columns: Sequence[str]) -> ArrowTable:
-    """One row for each batch, in one read.
+def document_table(data: ArrowBuffer, schema: ArrowSchema, blocks: ipc.Blocks, columns: Sequence[str]) -> ArrowTable:
+    """One row for each batch; ``data`` begins with the first of them.
 
     Plain numbers are cut out of the bytes: to decode a batch takes pyarrow some 15 us, more than to copy what is in it.
     """
     start = int(blocks.offset[0])
-    raw = np.frombuffer(file.read_at(int(blocks.stop[-1]) - start, start), dtype=np.uint8)
+    raw = np.frombuffer(data, dtype=np.uint8)
     offset = blocks.offset - start
     batches = ipc.record_batches(raw, offset)
     if _is_plain(schema) and not ipc.is_compressed(raw, batches) and not _has_nulls(raw, batches, schema):
@@ -32,7 +32,7 @@ def document_table(file: ArrowFile, schema: ArrowSchema, blocks: ipc.Blocks, col
         arrays = [_cut(raw, batches, body, rows, schema, name) for name in columns]
     else:
         places = zip(offset.tolist(), (blocks.stop - start).tolist(), strict=True)
-        read = [pa.ipc.read_record_batch(pa.ipc.read_message(pa.py_buffer(raw[a:b])), schema) for a, b in places]
+        read = [pa.ipc.read_record_batch(pa.ipc.read_message(data.slice(a, b - a)), schema) for a, b in places]
         arrays = [_lists([batch.column(name) for batch in read]) for name in columns]
     return pa.table(dict(zip(columns, arrays, strict=True)))
 

@@ -84,7 +84,11 @@ class FileSource(ABC):
 
     @abstractmethod
     def _table(self, handle: Any, file: int, number: int, columns: Sequence[str]) -> ArrowTable:
-        """Decode columns of the fragment ``number`` of a file, into memory of its own."""
+        """Decode columns of the fragment ``number`` of a file."""
+
+    def _release_with(self, decoded: object, handle: Any, file: int, number: int) -> None:
+        """Let go of what a fragment takes beyond what was decoded of it, as soon as the latter is gone."""
+        del decoded, handle, file, number
 
     @property
     def name(self) -> str:
@@ -149,16 +153,22 @@ class FileSource(ABC):
         return bisect_right(self._fragments.data, index) - 1
 
     def _keep(self, fragment: int, decoded: Fragment | Tokens, *column: str) -> None:
+        self._release_with(
+            decoded, self._handle(fragment), int(self._file_of[fragment]), int(self._number_of[fragment])
+        )
         cache().register(self)
         cache().put((owner_of(self), fragment, *column), decoded)
 
     def _decode(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
         file = int(self._file_of[fragment])
         try:
-            handle = handles().make((owner_of(self), file), lambda: self._open(file))
-            return self._table(handle, file, int(self._number_of[fragment]), columns)
+            return self._table(self._handle(fragment), file, int(self._number_of[fragment]), columns)
         except _DAMAGE as error:
             raise self._damaged(file, error) from error
+
+    def _handle(self, fragment: int) -> Any:
+        file = int(self._file_of[fragment])
+        return handles().make((owner_of(self), file), lambda: self._open(file))
 
     def _null(self, index: int) -> ValueError:
         return ValueError(

@@ -14,8 +14,10 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
-from rescale_data.sources.arrow_types import ArrowFile
+from rescale_data.sources.arrow_types import ArrowSchema
+from rescale_data.sources.ranges import Ranges
 from rescale_data.state import Ints
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -45,23 +47,35 @@ class Blocks:
     def stop(self) -> Ints:
         return self.offset + self.metadata + self.body
 
+    @property
+    def extent(self) -> tuple[int, int]:
+        """Offset and length of the bytes from the first to the last."""
+        return int(self.offset[0]), int(self.stop[-1] - self.offset[0])
 
-def is_file_format(file: ArrowFile) -> bool:
+
+def is_file_format(file: Ranges) -> bool:
     """Whether this is the file format, which has a footer, and not the stream format."""
-    return file.read_at(len(MAGIC), 0) == MAGIC
+    return file.read(0, len(MAGIC)).to_pybytes() == MAGIC
 
 
-def read_blocks(file: ArrowFile) -> Blocks:
+def read_blocks(file: Ranges) -> Blocks:
     """The record batches of a file in either format; ``ValueError`` where it was cut off."""
     blocks = _file_blocks(file) if is_file_format(file) else _stream_blocks(file)
-    if len(blocks) and int(blocks.stop.max()) > file.size():
-        raise ValueError(f"it ends before its record batches do, at byte {file.size()} of {int(blocks.stop.max())}")
+    if len(blocks) and int(blocks.stop.max()) > file.size:
+        raise ValueError(f"it ends before its record batches do, at byte {file.size} of {int(blocks.stop.max())}")
     return blocks
 
 
-def read_rows(file: ArrowFile, blocks: Blocks) -> Ints:
+def read_schema(file: Ranges, blocks: Blocks) -> ArrowSchema:
+    """The schema, which lies before the first batch."""
+    start = 8 if is_file_format(file) else 0
+    stop = int(blocks.offset[0]) if len(blocks) else file.size
+    return pa.ipc.read_schema(file.read(start, stop - start))
+
+
+def read_rows(file: Ranges, blocks: Blocks) -> Ints:
     """``int64[B]``, the rows of each batch; only the metadata is read."""
-    headers = [file.read_at(n, a) for a, n in zip(blocks.offset.tolist(), blocks.metadata.tolist(), strict=True)]
+    headers = [file.read(a, n) for a, n in zip(blocks.offset.tolist(), blocks.metadata.tolist(), strict=True)]
     data = np.frombuffer(b"".join(headers), dtype=np.uint8)
     starts = np.cumsum(blocks.metadata) - blocks.metadata
     batch = record_batches(data, starts)
@@ -97,12 +111,12 @@ def buffers(data: Bytes, batches: Ints, buffer: int) -> Ints:
     return _number(data, _follow(data, _field(data, batches, _BATCH_BUFFERS)) + 4 + 16 * buffer, "<i8")
 
 
-def _file_blocks(file: ArrowFile) -> Blocks:
-    size = file.size()
-    length, magic = struct.unpack("<i6s", file.read_at(10, max(0, size - 10)).rjust(10, b"\0"))
+def _file_blocks(file: Ranges) -> Blocks:
+    size = file.size
+    length, magic = struct.unpack("<i6s", file.read(max(0, size - 10), 10).to_pybytes().rjust(10, b"\0"))
     if magic != MAGIC or not 0 < length < size:
         raise ValueError("it has no footer at its end")
-    data = np.frombuffer(file.read_at(length, size - 10 - length), dtype=np.uint8)
+    data = np.frombuffer(file.read(size - 10 - length, length), dtype=np.uint8)
     footer = _number(data, np.zeros(1, np.int64), "<i4")
     vector = _follow(data, _field(data, footer, _FOOTER_RECORD_BATCHES))
     first, count = int(vector[0]) + 4, int(_number(data, vector, "<i4")[0])
@@ -111,15 +125,15 @@ def _file_blocks(file: ArrowFile) -> Blocks:
     return Blocks(*(table[name].astype(np.int64) for name in ("offset", "metadata", "body")))
 
 
-def _stream_blocks(file: ArrowFile) -> Blocks:
-    at, size = 0, file.size()
+def _stream_blocks(file: Ranges) -> Blocks:
+    at, size = 0, file.size
     found: list[tuple[int, int, int]] = []
     while at + 8 <= size:
-        mark, length = struct.unpack("<ii", file.read_at(8, at))
+        mark, length = struct.unpack("<ii", file.read(at, 8))
         prefix, length = (8, length) if mark == -1 else (4, mark)
         if length == 0:
             break
-        data = np.frombuffer(file.read_at(max(0, length), at + prefix), dtype=np.uint8)
+        data = np.frombuffer(file.read(at + prefix, max(0, length)), dtype=np.uint8)
         if not 0 < length <= len(data):
             raise ValueError(f"it ends in the middle of a message, or is no Arrow IPC stream, at byte {at}")
         message = _number(data, np.zeros(1, np.int64), "<i4")

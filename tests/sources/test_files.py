@@ -17,6 +17,7 @@ from rescale_data.sources import arrow, files, ipc, parquet
 from rescale_data.sources.arrow import ArrowSource
 from rescale_data.sources.cache import cache, handles
 from rescale_data.sources.parquet import ParquetSource
+from rescale_data.sources.ranges import Mapped
 from rescale_data.sources.source import TokenSource
 from tests.corpus import LAYOUTS, documents, write
 
@@ -182,9 +183,9 @@ class TestFragments:
                 writer.write_batch(
                     table.slice(start, start // 10).combine_chunks().to_batches()[0] if start > 9 else _none()
                 )
-        with pa.OSFile(str(path)) as file:
-            blocks = ipc.read_blocks(file)
-            rows = ipc.read_rows(file, blocks).tolist()
+        file = Mapped(str(path))
+        blocks = ipc.read_blocks(file)
+        rows = ipc.read_rows(file, blocks).tolist()
         batches = list(pa.ipc.open_stream(path)) if stream else _batches(pa.ipc.open_file(path))
         assert rows == [batch.num_rows for batch in batches]
         assert blocks.body.tolist()[1:] == [
@@ -265,6 +266,24 @@ class TestMemory:
         source = (ParquetSource if layout == "parquet" else ArrowSource)(tmp_path, cache_bytes=10, **kwargs)
         assert [source.row(i)["tokens"].tolist() for i in range(7)] == docs
 
+    @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+    def test_resident_memory_is_bounded_by_the_budget(self, layout: str, tmp_path: Path) -> None:
+        rows_a_fragment, docs = 500, 2**24 // 1000
+        values = np.arange(docs * 2000, dtype=np.int32) // 7
+        offsets = np.arange(0, len(values) + 1, 2000)
+        _write_large(layout, tmp_path, values, offsets, rows_a_fragment)
+        kwargs = {"document_per_batch": True} if layout == "document_per_batch" else {}
+        del values
+        source = (ParquetSource if layout == "parquet" else ArrowSource)(tmp_path, cache_bytes=2**23, **kwargs)
+        cache().clear()
+        source.tokens("tokens", 0)
+        before = _resident()
+        peak = before
+        for fragment in range(len(source.fragments) - 1):
+            source.tokens("tokens", fragment).values.sum()
+            peak = max(peak, _resident())
+        assert peak - before < 2**23 + 4 * source.fragment_bytes < values_bytes(docs) / 3
+
     def test_the_estimate_is_about_what_decoding_takes(self, layout: str, tmp_path: Path) -> None:
         source = write(layout, tmp_path, documents([300] * 14), per_fragment=7)
         actual = source.tokens("tokens", 0).nbytes
@@ -276,6 +295,30 @@ class TestMemory:
         for index in range(20):
             source.row(index)
         assert len(handles()) <= 3
+
+
+def values_bytes(docs: int) -> int:
+    return docs * 2000 * 4
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def _write_large(layout: str, folder: Path, values: np.ndarray, offsets: np.ndarray, per_fragment: int) -> None:
+    if layout == "document_per_batch":
+        schema = pa.schema([("tokens", pa.int32())])
+        with pa.ipc.new_file(folder / "a.arrow", schema) as writer:
+            for a, b in itertools.pairwise(offsets.tolist()):
+                writer.write_batch(pa.record_batch([pa.array(values[a:b])], schema=schema))
+        return
+    table = pa.table({"tokens": pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values))})
+    if layout == "parquet":
+        pq.write_table(table, folder / "a.parquet", row_group_size=per_fragment, use_dictionary=False)
+        return
+    new = pa.ipc.new_stream if layout == "stream" else pa.ipc.new_file
+    with new(folder / "a.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=per_fragment)
 
 
 class TestErrors:
