@@ -42,7 +42,7 @@ class Spans:
         rows = self._rows(epoch, row)
         rows = rows[: self._num_rows(int(rows[0]))]
         fragments = np.searchsorted(self._fragments, rows, side="right") - 1
-        used = np.unique(fragments).tolist()
+        used = sorted(set(fragments.tolist()))
         cut: list[memoryview] = [_NOTHING] * len(rows)
         for fragment in used:
             self._cut(fragment, rows, np.flatnonzero(fragments == fragment), cut, len(used) > _FEW_FRAGMENTS)
@@ -76,7 +76,7 @@ def block_bytes(cache_bytes: int, num_logical_shards: int) -> int:
     Enough for many samples, so that a fragment is not decoded for each of them where the fragments of all shards exceed the
     cache; little enough for what all shards have put in order to take a quarter of it.
     """
-    return max(2**16, min(2**20, cache_bytes // 4 // num_logical_shards))
+    return max(2**16, min(2**18, cache_bytes // 4 // num_logical_shards))
 
 
 def _copy(view: memoryview[Any]) -> memoryview[Any]:
