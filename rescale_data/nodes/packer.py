@@ -114,7 +114,8 @@ class TokenPacker(Node[dict[str, Tensor]]):
         """The tokens of the next sample, and with labels one more where there is one; ends the epoch if need be."""
         if not self._over:
             run = self._stream.take(self.seq_len, int(self.labels))
-            if len(run.tokens) >= self.seq_len or (len(run.tokens) and self.last == "pad"):
+            length = len(run[0])
+            if length >= self.seq_len or (length and self.last == "pad"):
                 return run
             self._stream.turn()
             self._over = True
