@@ -1,9 +1,7 @@
 """R1, R2, R3 and R4 over chains of topologies, with a save at any micro batch of any leg."""
 
-import functools
 import itertools
-from collections import Counter
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import pytest
 from hypothesis import given, settings
@@ -11,9 +9,8 @@ from hypothesis import strategies as st
 
 import rescale_data as rd
 from tests.pipelines import KNOWN, PIPELINES, as_samples, data_for, pipeline_of, plain
-from tests.simulate import GlobalBatch, Run, Topology, same_state
-
-TOPOLOGY = ("global_batch_size", "dp_world_size", "micro_batch_size")
+from tests.promises import Begin, Case, check_epochs, check_exactly_once, check_load, check_same_batches, run_of
+from tests.simulate import Run, Topology, same_state
 
 
 class Leg(NamedTuple):
@@ -25,61 +22,14 @@ class Leg(NamedTuple):
     iterates_at: int
 
 
-class Case(NamedTuple):
-    kind: str
-    num_rows: int
-    n: int
-    repeat: bool
-    tail: str
-    legs: list[Leg]
+Chain: TypeAlias = tuple[Case, list[Leg]]
 
 
-def run_of(case: Case) -> Run:
-    pipeline = pipeline_of(case.kind, data_for(case.kind, case.num_rows))
-
-    def make(rank: int, topology: Topology) -> rd.DataLoader:
-        return rd.DataLoader(
-            pipeline,
-            global_batch_size=topology.o,
-            micro_batch_size=topology.b,
-            num_logical_shards=case.n,
-            dp_rank=rank,
-            dp_world_size=topology.w,
-            seed=7,
-            repeat=case.repeat,
-            tail=case.tail,  # type: ignore[arg-type]
-            collate_fn=as_samples,
-        )
-
-    return Run(make)
-
-
-@functools.cache
-def epoch_of(kind: str, num_rows: int, n: int, shard: int, epoch: int) -> list[Any]:
-    """What a shard yields in an epoch if nothing interrupts it."""
-    node = pipeline_of(kind, data_for(kind, num_rows))(rd.Shard(shard, n, seed=7))
-    for _ in range(epoch):
-        list(node)
-        node.reset(node.get_state())
-    return [plain(sample) for sample in node]
-
-
-@functools.cache
-def endless(kind: str, num_rows: int, n: int, shard: int, count: int) -> list[Any]:
-    """The first samples of a shard's endless stream."""
-    node = pipeline_of(kind, data_for(kind, num_rows))(rd.Shard(shard, n, seed=7, repeat=True))
-    found: list[Any] = []
-    while len(found) < count:
-        found += map(plain, itertools.islice(node, count - len(found)))
-        node.reset(node.get_state())
-    return found
-
-
-def play(case: Case) -> tuple[Run, list[tuple[int, dict[str, Any] | None]]]:
+def play(case: Case, legs: list[Leg]) -> tuple[Run, list[Begin]]:
     """Run a chain; also where the count of steps began, and with which state."""
     run, state = run_of(case), None
-    begins: list[tuple[int, dict[str, Any] | None]] = []
-    for leg in case.legs:
+    begins: list[Begin] = []
+    for leg in legs:
         run.resume(leg.topology, state)
         if state is not None:
             check_load(state, run.loaded, leg.topology)
@@ -104,87 +54,30 @@ def peek(run: Run) -> None:
     assert same_state(before, run.save())
 
 
-def check_load(saved: dict[str, Any], loaded: dict[str, Any], topology: Topology) -> None:
-    """The rule of `origin`, and that nothing else has changed."""
-    now, was = (topology.o, topology.w, topology.b), tuple(saved[key] for key in TOPOLOGY)
-    at_step = (saved["samples"] - saved["origin"]) % saved["global_batch_size"] == 0 and topology.o == was[0]
-    if at_step or now == was or saved["samples"] == saved["origin"]:
-        assert same_state(saved, loaded, besides=TOPOLOGY)
-        return
-    assert loaded["origin"] == loaded["samples"] == saved["samples"]
-    assert loaded["step"] == saved["step"] + (saved["samples"] - saved["origin"]) // was[0]
-    saved["shards"]["dealt"].fill_(-1)
-    assert same_state(saved, loaded, besides=(*TOPOLOGY, "origin", "step"))
-
-
-def check_exactly_once(case: Case, run: Run) -> None:
-    """R1, and R3 with it: `Run` asserts that all ranks end together."""
-    for (epoch, shard), samples in run.delivered.items():
-        if case.repeat:
-            expected = endless(case.kind, case.num_rows, case.n, shard, len(samples))
-        else:
-            expected = epoch_of(case.kind, case.num_rows, case.n, shard, epoch)[: len(samples)]
-        assert samples == expected, f"shard {shard} in epoch {epoch}"
-
-
-def check_epochs(case: Case, run: Run) -> None:
-    """Every sample of an epoch that has ended was delivered, or is counted as dropped."""
-    for epoch in range(run.loaders[0].epoch):
-        whole = [s for shard in range(case.n) for s in epoch_of(case.kind, case.num_rows, case.n, shard, epoch)]
-        found = Counter(s for (e, _), samples in run.delivered.items() if e == epoch for s in samples)
-        assert not found - Counter(whole)
-        assert found.total() + run.dropped[epoch] == len(whole)
-        assert case.tail == "drop" or run.dropped[epoch] == 0
-        if case.kind == "rows" and case.tail == "pad":
-            rows = Counter(dict(sample)["row"] for sample in found.elements())
-            assert rows == Counter(range(case.num_rows))
-
-
-def check_same_batches(case: Case, run: Run, begins: list[tuple[int, dict[str, Any] | None]]) -> None:
-    """R2: from wherever the count of steps began, the global batches are those of one rank."""
-    ends = [*(begin for begin, _ in begins[1:]), len(run.global_batches)]
-    for (begin, state), end in zip(begins, ends, strict=True):
-        alone = run_of(case)
-        o = case.legs[0].topology.o
-        alone.resume(Topology(1, o, o), state)
-        alone.take(end - begin)
-        assert [comparable(batch) for batch in run.global_batches[begin:end]] == [
-            comparable(batch) for batch in alone.global_batches
-        ]
-
-
-def comparable(batch: GlobalBatch) -> Any:
-    """A batch itself. In a deal, several samples of one shard may change places with each other (see test_deal)."""
-    shards = [dict(sample)["shard"] for sample, _ in batch.rows]
-    if batch.is_dealt and len(set(shards)) < len(shards):
-        return shards, sorted(batch.rows)
-    return batch.rows
-
-
 def legs_of(topologies: st.SearchStrategy[Topology]) -> st.SearchStrategy[list[Leg]]:
     counts = st.integers(0, 9)
     return st.lists(st.builds(Leg, topologies, counts, counts, counts), min_size=1, max_size=5)
 
 
 @st.composite
-def any_chain(draw: st.DrawFn, kinds: list[str], *, repeat: bool, max_ranks: int = 5) -> Case:
+def any_chain(draw: st.DrawFn, kinds: list[str], *, repeat: bool, max_ranks: int = 5) -> Chain:
     """W, b and O of each leg are free: most are not aligned."""
     sizes = st.tuples(st.integers(1, max_ranks), st.integers(1, 4), st.integers(1, 3))
     topologies = sizes.map(lambda size: Topology(size[0], size[1], size[0] * size[1] * size[2]))
     n = draw(st.sampled_from([5, 7, 12, 20, 24]))
     tail = draw(st.sampled_from(["drop", "pad"]))
     num_rows = draw(st.integers(4 * n, 4 * n + 40)) if repeat else draw(st.integers(120, 150))
-    return Case(draw(st.sampled_from(kinds)), num_rows, n, repeat, tail, draw(legs_of(topologies)))
+    return Case(draw(st.sampled_from(kinds)), num_rows, n, repeat, tail), draw(legs_of(topologies))
 
 
 @st.composite
-def aligned_chain(draw: st.DrawFn, kinds: list[str], *, repeat: bool, max_ranks: int = 6) -> Case:
+def aligned_chain(draw: st.DrawFn, kinds: list[str], *, repeat: bool, max_ranks: int = 6) -> Chain:
     n, o = draw(st.sampled_from([(24, 24), (24, 12), (12, 36), (12, 12), (30, 60), (48, 12), (8, 32)]))
     plan = rd.plan(o, num_logical_shards=n, num_workers=0)
     options = [Topology(p.dp_world_size, p.micro_batch_size, o) for p in plan if p.dp_world_size <= max_ranks]
     tail = draw(st.sampled_from(["drop", "pad"]))
     num_rows = draw(st.integers(4 * n, 4 * n + 40)) if repeat else draw(st.integers(150, 190))
-    return Case(draw(st.sampled_from(kinds)), num_rows, n, repeat, tail, draw(legs_of(st.sampled_from(options))))
+    return Case(draw(st.sampled_from(kinds)), num_rows, n, repeat, tail), draw(legs_of(st.sampled_from(options)))
 
 
 some = settings(max_examples=settings().max_examples * 2 // 5)  # each example is a whole run
@@ -196,22 +89,25 @@ class TestAnyChain:
 
     @given(any_chain(ALL, repeat=True))
     @some
-    def test_endless(self, case: Case) -> None:
-        run, _ = play(case)
+    def test_endless(self, chain: Chain) -> None:
+        case, legs = chain
+        run, _ = play(case, legs)
         check_exactly_once(case, run)
 
     @given(any_chain(["rows"], repeat=False))
     @some
-    def test_epochs(self, case: Case) -> None:
-        run, _ = play(case)
+    def test_epochs(self, chain: Chain) -> None:
+        case, legs = chain
+        run, _ = play(case, legs)
         run.take_epoch()
         check_exactly_once(case, run)
         check_epochs(case, run)
 
     @given(any_chain(UNKNOWN, repeat=False, max_ranks=1))
     @some
-    def test_epochs_whose_samples_must_be_counted(self, case: Case) -> None:
-        run, _ = play(case)
+    def test_epochs_whose_samples_must_be_counted(self, chain: Chain) -> None:
+        case, legs = chain
+        run, _ = play(case, legs)
         run.take_epoch()
         check_exactly_once(case, run)
         check_epochs(case, run)
@@ -222,28 +118,31 @@ class TestAlignedChain:
 
     @given(aligned_chain(ALL, repeat=True))
     @some
-    def test_endless(self, case: Case) -> None:
-        run, begins = play(case)
+    def test_endless(self, chain: Chain) -> None:
+        case, legs = chain
+        run, begins = play(case, legs)
         check_exactly_once(case, run)
-        check_same_batches(case, run, begins)
+        check_same_batches(case, run, legs[0].topology.o, begins)
 
     @given(aligned_chain(["rows"], repeat=False))
     @some
-    def test_epochs(self, case: Case) -> None:
-        run, begins = play(case)
+    def test_epochs(self, chain: Chain) -> None:
+        case, legs = chain
+        run, begins = play(case, legs)
         run.take_epoch()
         check_exactly_once(case, run)
         check_epochs(case, run)
-        check_same_batches(case, run, begins)
+        check_same_batches(case, run, legs[0].topology.o, begins)
 
     @given(aligned_chain(UNKNOWN, repeat=False, max_ranks=1))
     @some
-    def test_epochs_whose_samples_must_be_counted(self, case: Case) -> None:
-        run, begins = play(case)
+    def test_epochs_whose_samples_must_be_counted(self, chain: Chain) -> None:
+        case, legs = chain
+        run, begins = play(case, legs)
         run.take_epoch()
         check_exactly_once(case, run)
         check_epochs(case, run)
-        check_same_batches(case, run, begins)
+        check_same_batches(case, run, legs[0].topology.o, begins)
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -251,7 +150,7 @@ class TestAlignedChain:
 def test_a_save_at_every_micro_batch_of_two_epochs(kind: str, tail: str) -> None:
     """On the same topology a resume is exact wherever it is: in mid-step, in the deal, at an epoch's end, in the next."""
     topology = Topology(2 if kind in KNOWN else 1, 2, 12)
-    case = Case(kind, 90, 9, False, tail, [])
+    case = Case(kind, 90, 9, False, tail)
     whole = run_of(case)
     whole.resume(topology)
     whole.take_epoch()
