@@ -1,0 +1,312 @@
+"""What does it cost that the data order is state: to keep it, to save it, to send it from workers, and to resume from it?
+
+    python benchmarks/bench_state.py [--quick]
+
+Packed int64 batches [8, 4096] from shuffled Arrow files, as in bench_read.py. Whatever is compared takes turns, round after
+round, so that a noisy machine is noisy for all; what state adds to a batch is measured in CPU time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_read import MICRO_BATCH, Corpus, machine, pipeline
+from torch.utils.data import IterableDataset, get_worker_info
+
+import rescale_data as rd
+from rescale_data.collate import collate
+from rescale_data.layout import Layout
+from rescale_data.nodes.feed import InProcess, MicroBatch
+from rescale_data.nodes.runner import Runner
+from rescale_data.nodes.stream import Stream
+from rescale_data.shelf import shelf
+from rescale_data.sources.cache import cache
+from rescale_data.turns import AlignedTurns, Turn
+
+NUM_LOGICAL_SHARDS = 4 * MICRO_BATCH
+MANY_LOGICAL_SHARDS = 4096
+WORKERS = 2
+
+
+@dataclass(frozen=True)
+class Scale:
+    files: int
+    rounds: int
+    turns: int  # of a round in one process, of 40 batches each
+    worker_batches: int  # of a round with workers
+    repeats: int  # of what takes milliseconds
+
+
+FULL, QUICK = Scale(8, 21, 15, 1200, 101), Scale(2, 5, 6, 300, 15)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one question came to, round by round."""
+
+    question: str
+    values: list[float]
+    unit: str
+    budget: float = float("inf")
+    at_least: bool = False
+
+    def __str__(self) -> str:
+        middle = statistics.median(self.values)
+        numbers = " ".join(f"{value:10.2f}" for value in (middle, min(self.values), max(self.values)))
+        if self.budget == float("inf"):
+            return f"{self.question:62} {numbers} {self.unit}"
+        met = middle >= self.budget if self.at_least else middle <= self.budget
+        bound = f"{'>=' if self.at_least else '<='} {self.budget:g}"
+        return f"{self.question:62} {numbers} {self.unit:8} {bound:8} {'met' if met else 'MISSED'}"
+
+
+def loader_of(source: rd.ArrowSource, **others: Any) -> rd.DataLoader:
+    arguments = {"global_batch_size": MICRO_BATCH, "num_logical_shards": NUM_LOGICAL_SHARDS, "repeat": True, **others}
+    return rd.DataLoader(partial(pipeline, source), **arguments)
+
+
+# The state itself
+
+
+def saving(source: rd.ArrowSource, scale: Scale) -> list[Answer]:
+    loader = loader_of(
+        source, global_batch_size=1024, micro_batch_size=MICRO_BATCH, num_logical_shards=MANY_LOGICAL_SHARDS
+    )
+    batches = iter(loader)
+    times: list[float] = []
+    for _ in range(scale.repeats):
+        next(batches)
+        started = time.perf_counter()
+        loader.state_dict()
+        times.append((time.perf_counter() - started) * 1e3)
+    table = loader.state_dict()["shards"].values()
+    num_bytes = sum(field.nbytes for field in table) / MANY_LOGICAL_SHARDS
+    return [
+        Answer(f"state_dict() of {MANY_LOGICAL_SHARDS} logical shards in one process", times, "ms", 1.0),
+        Answer("state of a logical shard with one source", [num_bytes], "bytes", 64),
+    ]
+
+
+# What it adds to a batch
+
+
+def bare(source: rd.ArrowSource) -> Iterator[Any]:
+    """The same pipelines, drawn in the same order and collated in the same way, in the shortest loop that does it."""
+    layout = Layout(
+        num_logical_shards=NUM_LOGICAL_SHARDS,
+        global_batch_size=MICRO_BATCH,
+        dp_world_size=1,
+        micro_batch_size=MICRO_BATCH,
+    )
+    turns = [AlignedTurns(layout, 0).turn(u).shards for u in range(layout.period)]
+    nodes: list[Any] = [pipeline(source, rd.Shard(i, NUM_LOGICAL_SHARDS, 0, True)) for i in range(NUM_LOGICAL_SHARDS)]
+    for node in nodes:
+        node.reset()
+    while True:
+        for shards in turns:
+            shelf.open(MICRO_BATCH)
+            yield collate([nodes[shard].next() for shard in shards])
+
+
+class ForgetfulRunner(Runner):
+    """Draws, and keeps no count of it in the table."""
+
+    def take(self, turn: Turn) -> tuple[list[Any], Any]:
+        return [self._draw(shard) for shard in turn.shards], None
+
+
+class ForgetfulStream(Stream):
+    """Hands micro batches out, and neither commits their rows nor moves the clock."""
+
+    def take(self) -> MicroBatch:
+        self.peek()
+        return self._ahead.popleft()
+
+
+def forgetful(source: rd.ArrowSource) -> Iterator[Any]:
+    """Our loader with what carries state cut out: what it delivers is right, what it would save is not."""
+    loader = loader_of(source)
+    runner = ForgetfulRunner(loader.setup.recipe, loader.setup.schema)
+    loader.stream = ForgetfulStream(loader.setup, runner, InProcess(runner, collate))
+    return iter(loader)
+
+
+def carrying(source: rd.ArrowSource, scale: Scale) -> list[Answer]:
+    """In turns of a few batches, because the rest of the machine slows down all that runs in the same moment."""
+    contenders = {"loader": iter(loader_of(source)), "forgetful": forgetful(source), "bare": bare(source)}
+    for batches in contenders.values():
+        _cpu_microseconds(batches, 400)
+    rounds: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(scale.rounds):
+        times = dict.fromkeys(contenders, 0.0)
+        for turn in range(scale.turns):
+            names = list(contenders)
+            for name in names[turn % 3 :] + names[: turn % 3]:
+                times[name] += _cpu_microseconds(contenders[name], 40) / scale.turns
+        for name, value in times.items():
+            rounds[name].append(value)
+    loader = rounds["loader"]
+
+    def share(other: str) -> list[float]:
+        return [(a - b) / a * 100 for a, b in zip(loader, rounds[other], strict=True)]
+
+    return [
+        Answer("a batch of the loader, in process", loader, "us"),
+        Answer("of it, beyond the shortest loop that draws and collates", share("bare"), "%", 3.0),
+        Answer("of it, table, commit and clock alone", share("forgetful"), "%", 3.0),
+    ]
+
+
+def _cpu_microseconds(batches: Iterator[Any], num_batches: int) -> float:
+    """Of a batch."""
+    started = time.thread_time()
+    for _ in range(num_batches):
+        next(batches)
+    return (time.thread_time() - started) / num_batches * 1e6
+
+
+# What it adds to a message
+
+
+class OneBatchAMessage(IterableDataset[Any]):
+    """How one would carry state with torch's DataLoader: each batch comes with the state of its worker, as Python dicts."""
+
+    def __init__(self, source: rd.ArrowSource, *, with_state: bool) -> None:
+        self._source, self._with_state = source, with_state
+
+    def __iter__(self) -> Iterator[tuple[Any, dict[int, Any]]]:
+        worker = get_worker_info()
+        index, count = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+        num_blocks = NUM_LOGICAL_SHARDS // MICRO_BATCH
+        blocks = [range(block, NUM_LOGICAL_SHARDS, num_blocks) for block in range(index, num_blocks, count)]
+        nodes: dict[int, Any] = {
+            i: pipeline(self._source, rd.Shard(i, NUM_LOGICAL_SHARDS, 0, True)) for block in blocks for i in block
+        }
+        for node in nodes.values():
+            node.reset()
+        while True:
+            for block in blocks:
+                batch = collate([nodes[shard].next() for shard in block])
+                yield batch, {i: node.get_state() for i, node in nodes.items()} if self._with_state else {}
+
+
+def one_batch_a_message(source: rd.ArrowSource, *, with_state: bool) -> Iterator[Any]:
+    data = OneBatchAMessage(source, with_state=with_state)
+    return iter(
+        torch.utils.data.DataLoader(
+            data,
+            batch_size=None,
+            num_workers=WORKERS,
+            collate_fn=_as_it_is,
+            multiprocessing_context="forkserver",
+        )
+    )
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def sending(source: rd.ArrowSource, scale: Scale) -> list[Answer]:
+    with loader_of(source, num_workers=WORKERS) as loader:
+        contenders = {
+            "ours": (iter(loader), scale.worker_batches),
+            "with state": (one_batch_a_message(source, with_state=True), scale.worker_batches // 4),
+            "without": (one_batch_a_message(source, with_state=False), scale.worker_batches // 4),
+        }
+        rates: dict[str, list[float]] = {name: [] for name in contenders}
+        for number in range(1 + scale.rounds // 2):
+            for name, (batches, num_batches) in contenders.items():
+                rate = _batches_a_second(batches, num_batches)
+                if number:  # the first round starts the workers
+                    rates[name].append(rate)
+    ours = rates["ours"]
+    return [
+        Answer(f"batches from {WORKERS} workers", ours, "a second"),
+        Answer("one a message, state as Python dicts", rates["with state"], "a second"),
+        Answer("one a message, no state", rates["without"], "a second"),
+        Answer(
+            "ours / one a message, state as Python dicts", _ratios(ours, rates["with state"]), "x", 4.0, at_least=True
+        ),
+        Answer("ours / one a message, no state", _ratios(ours, rates["without"]), "x"),
+    ]
+
+
+def _batches_a_second(batches: Iterator[Any], num_batches: int) -> float:
+    for _ in range(num_batches // 4):  # whatever was made ahead in the others' turn
+        next(batches)
+    started = time.perf_counter()
+    for _ in range(num_batches):
+        next(batches)
+    return num_batches / (time.perf_counter() - started)
+
+
+# Resuming
+
+
+def resuming(source: rd.ArrowSource, corpus_tokens: int, scale: Scale) -> list[Answer]:
+    epoch = corpus_tokens // 4096 // NUM_LOGICAL_SHARDS * NUM_LOGICAL_SHARDS
+    states = {percent: _state_at(source, epoch * percent // 100) for percent in (1, 99)}
+    times: dict[int, list[float]] = {percent: [] for percent in states}
+    for number in range(scale.repeats):
+        for percent in list(states)[:: 1 if number % 2 else -1]:
+            times[percent].append(_milliseconds_to_first_batch(source, states[percent]))
+    return [
+        *(Answer(f"first batch after a resume at {percent} % of an epoch", times[percent], "ms") for percent in states),
+        Answer("99 % / 1 %, of the medians", [statistics.median(times[99]) / statistics.median(times[1])], "x", 1.2),
+    ]
+
+
+def _state_at(source: rd.ArrowSource, num_samples: int) -> dict[str, Any]:
+    loader = loader_of(source)
+    loader.skip(num_samples // MICRO_BATCH * MICRO_BATCH)
+    return loader.state_dict()
+
+
+def _milliseconds_to_first_batch(source: rd.ArrowSource, state: dict[str, Any]) -> float:
+    cache().clear()
+    loader = loader_of(source)
+    started = time.perf_counter()
+    loader.load_state_dict(state)
+    next(iter(loader))
+    return (time.perf_counter() - started) * 1e3
+
+
+def _ratios(above: list[float], below: list[float]) -> list[float]:
+    return [a / b for a, b in zip(above, below, strict=True)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a small corpus and few rounds, to see that it runs")
+    scale = QUICK if parser.parse_args().quick else FULL
+    torch.set_num_threads(1)
+    logging.getLogger("rescale_data").setLevel(logging.ERROR)  # thousands of logical shards in one process are meant
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = Corpus(Path(folder), scale.files)
+        source = rd.ArrowSource(corpus.folder / "arrow")
+        corpus_tokens = sum(path.stat().st_size for path in corpus.paths("flat")) // 2
+        print(machine())
+        print(f"{'':62} {'median':>10} {'min':>10} {'max':>10} {'':8} budget")
+        questions: list[Callable[[], list[Answer]]] = [
+            lambda: saving(source, scale),
+            lambda: carrying(source, scale),
+            lambda: resuming(source, corpus_tokens, scale),
+            lambda: sending(source, scale),
+        ]
+        for question in questions:
+            print(*question(), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
