@@ -8,10 +8,12 @@ import torch.distributed as dist
 
 _GRACE = 10.0
 """Seconds that slower ranks are given after a connection broke, so that only those that never come are named."""
+_LEAST_GRACE = 2.0
+"""The same after the timeout has passed: the others see the failure a moment later."""
 
 
 class RollCall:
-    """Each rank notes in the group's store how many collectives it has come to.
+    """Each rank notes in the group's store how many collectives it has come to, and the last that it saw fail.
 
     Args:
         group: The group whose collectives are counted.
@@ -23,6 +25,7 @@ class RollCall:
         self._store = group.get_group_store()
         self._me, self._ranks, self._timeout = ranks[group.rank()], ranks, timeout
         self._came = 0
+        self._note("failed")
         self._note()
 
     def come(self) -> float:
@@ -33,13 +36,15 @@ class RollCall:
 
     def failure(self, error: RuntimeError, deadline: float) -> RuntimeError:
         """What to raise in place of ``error``: a message that names the ranks which did not come."""
-        end = min(deadline, time.monotonic() + _GRACE)
+        self._note("failed")
+        now = time.monotonic()
+        end = max(min(deadline, now + _GRACE), now + _LEAST_GRACE)
         while (missing := self._missing()) and time.monotonic() < end:
             time.sleep(0.1)
         if missing is None:
             who = "and the process that holds the store (rank 0 of the job) cannot be reached either"
         elif missing:
-            who = f"because the ranks {missing} did not come: they died, or went another way in your program"
+            who = f"because the ranks {missing} did not come to it, or died in it"
         else:
             who = "although all ranks came: the network failed"
         return RuntimeError(
@@ -47,16 +52,22 @@ class RollCall:
             f"was saved is whole; restart from it. (gloo: {error})"
         )
 
-    def _note(self) -> None:
-        self._store.set(_key(self._me), str(self._came))
+    def _note(self, what: str = "came") -> None:
+        self._store.set(_key(what, self._me), str(self._came))
 
     def _missing(self) -> list[int] | None:
-        """Ranks that are behind this one; `None` where the store is gone."""
+        """Ranks that have not come so far, else those that came and neither saw it fail nor went on; `None`: no store."""
         try:
-            return [rank for rank in self._ranks if int(self._store.get(_key(rank))) < self._came]
+            came = {rank: self._number("came", rank) for rank in self._ranks}
+            behind = [rank for rank in self._ranks if came[rank] < self._came]
+            abreast = [rank for rank in self._ranks if came[rank] == self._came]
+            return behind or [rank for rank in abreast if self._number("failed", rank) < self._came]
         except (RuntimeError, dist.DistError):
             return None
 
+    def _number(self, what: str, rank: int) -> int:
+        return int(self._store.get(_key(what, rank)))
 
-def _key(rank: int) -> str:
-    return f"rescale_data/came/{rank}"
+
+def _key(what: str, rank: int) -> str:
+    return f"rescale_data/{what}/{rank}"
