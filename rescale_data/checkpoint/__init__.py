@@ -1,0 +1,8 @@
+"""One checkpoint, kept safe: saving, loading and keeping the one DCP checkpoint of model, optimizer and data order."""
+
+from rescale_data.checkpoint.data_state import read_data_state
+from rescale_data.checkpoint.load import LoadReport, load
+from rescale_data.checkpoint.save import save
+from rescale_data.checkpoint.verify import verify
+
+__all__ = ["LoadReport", "load", "read_data_state", "save", "verify"]
