@@ -40,8 +40,8 @@ def prepare(store: Store, final: str, save_id: str, *, overwrite: bool) -> Works
     Raises:
         ValueError: ``final`` is a file, holds a checkpoint and ``overwrite`` is False, or holds something else.
     """
-    _refuse_unless_free(store, final, overwrite)
     remove_leftovers(store, final)
+    _refuse_unless_free(store, final, overwrite)
     folder, name = split(final)
     working = join(folder, f".{name}{SAVING}{save_id}") if store.renames else final
     if not store.renames:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
-from rescale_data.checkpoint.commit import SAVE_ID_PREFIX
+from rescale_data.checkpoint.commit import SAVE_ID_PREFIX, replaced_by_a_killed_save
 from rescale_data.checkpoint.manifest import MANIFEST, METADATA, Manifest, read_manifest
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.reader import CheckpointReader
@@ -27,6 +27,7 @@ def verify(path: StrPath, *, checksums: bool = True, storage_options: Mapping[st
         FileNotFoundError: there is no checkpoint at ``path``.
     """
     store, folder = open_store(path, storage_options)
+    folder = replaced_by_a_killed_save(store, folder) or folder
     return problems(store, folder, Ranks.alone(), checksums=checksums)
 
 
