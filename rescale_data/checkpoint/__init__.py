@@ -2,7 +2,8 @@
 
 from rescale_data.checkpoint.data_state import read_data_state
 from rescale_data.checkpoint.load import LoadReport, load
+from rescale_data.checkpoint.manager import CheckpointManager
 from rescale_data.checkpoint.save import save
 from rescale_data.checkpoint.verify import verify
 
-__all__ = ["LoadReport", "load", "read_data_state", "save", "verify"]
+__all__ = ["CheckpointManager", "LoadReport", "load", "read_data_state", "save", "verify"]

@@ -70,11 +70,11 @@ def _attempt(work: Callable[[], T], rank: int) -> T | _Failure:
     try:
         return work()
     except Exception as error:
-        return _Failure(_portable(error), rank)
+        return _Failure(portable(error), rank)
 
 
-def _portable(error: Exception) -> Exception:
-    """The error itself where it survives the way to another rank, else its text."""
+def portable(error: Exception) -> Exception:
+    """The error itself where it survives the way to another process, else its text."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

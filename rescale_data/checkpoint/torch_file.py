@@ -1,6 +1,6 @@
 """A file of ``torch.save`` as something that DCP loads from, on any ranks.
 
-Every rank maps the file and copies its own rows out of it. The pages are read from disk once a host, whatever the number of ranks;
+Every rank maps the file and copies its own rows out of it. The pages are read from disk once a host, however many ranks it has;
 there is no communication, so nothing hangs where ranks ask for different names.
 """
 
@@ -93,7 +93,7 @@ def map_file(file: str) -> dict[str, Any]:
         raise ValueError(
             f"{file} holds a {type(cast(object, content)).__name__}; a checkpoint is a dict of names to values."
         )
-    return cast(dict[str, Any], dict(cast(Mapping[str, Any], content)))
+    return dict(cast(Mapping[str, Any], content))
 
 
 def flatten(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
