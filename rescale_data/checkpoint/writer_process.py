@@ -141,6 +141,10 @@ def main(descriptor: int) -> None:
     multiprocessing.current_process().authkey = sys.stdin.buffer.read()
     raise_file_limit()
     torch.set_num_threads(1)
+    # Where cores are short, training goes first.
+    os.nice(10)
+    # The manifest has a checksum of every file: torch's own, half of the work of writing, would be a second one.
+    torch.serialization.set_crc32_options(False)
     pipe = Connection(descriptor)
     with contextlib.suppress(EOFError, KeyboardInterrupt, ConnectionError):
         while True:
