@@ -1,9 +1,22 @@
 """One checkpoint, kept safe: saving, loading and keeping the one DCP checkpoint of model, optimizer and data order."""
 
+from rescale_data.checkpoint.convert import from_torch_save, to_torch_save
 from rescale_data.checkpoint.data_state import read_data_state
 from rescale_data.checkpoint.load import LoadReport, load
 from rescale_data.checkpoint.manager import CheckpointManager
+from rescale_data.checkpoint.safetensors import from_safetensors, to_safetensors
 from rescale_data.checkpoint.save import save
 from rescale_data.checkpoint.verify import verify
 
-__all__ = ["CheckpointManager", "LoadReport", "load", "read_data_state", "save", "verify"]
+__all__ = [
+    "CheckpointManager",
+    "LoadReport",
+    "from_safetensors",
+    "from_torch_save",
+    "load",
+    "read_data_state",
+    "save",
+    "to_safetensors",
+    "to_torch_save",
+    "verify",
+]

@@ -128,7 +128,10 @@ def read(reader: StorageReader, path: str, state: State, ranks: Ranks, *, strict
 
 
 def _not_asked(metadata: Metadata, entries: list[Entry]) -> set[str]:
-    return {top_level(metadata, key) for key in metadata.state_dict_metadata} - {entry.path[0] for entry in entries}
+    asked = {entry.path[0] for entry in entries}
+    return {
+        top for key in metadata.state_dict_metadata if (top := top_level(metadata, key)).partition(".")[0] not in asked
+    }
 
 
 def top_level(metadata: Metadata, key: str) -> str:

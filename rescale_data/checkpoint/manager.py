@@ -38,9 +38,10 @@ class CheckpointManager:
 
     All ranks make the manager, and all call ``save``, ``load``, ``load_latest`` and ``close``. With an async mode ``save``
     returns when the state is safe: what only an optimizer's step changes is copied while the next forward and backward
-    run, and any ``optimizer.step()`` waits for the copy (or ``wait_for_staging``, for what changes parameters otherwise); the rest is
-    copied before it returns. Files are then written in the background, by a thread or by a process of the manager's own, with
-    collectives on a gloo group of the manager's own. One save runs at a time; the next one waits, and counts the wait.
+    run, and any ``optimizer.step()`` waits for the copy (or ``wait_for_staging``, for what changes parameters otherwise);
+    the rest is copied before it returns. Files are then written in the background, by a thread or by a process of the
+    manager's own, with collectives on a gloo group of the manager's own. One save runs at a time; the next one waits, and
+    counts the wait.
 
     A failed save is raised by the next call, or by ``close``, and leaves the checkpoints before it. An interpreter that
     exits without ``close`` waits for the save that runs; a killed one leaves nothing that could be taken for a checkpoint.

@@ -19,7 +19,7 @@ import torch.distributed as dist
 LIMIT = 90.0
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
-    ["torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", "rescale_data.checkpoint"]
+    ["torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", "rescale_data.checkpoint", "s3fs"]
 )
 
 
