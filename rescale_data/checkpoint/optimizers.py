@@ -68,10 +68,10 @@ def placeholder(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Layou
     Raises:
         ValueError: another number of parameter groups, or a state tensor that cannot be mapped on its parameter.
     """
-    if FullyShardedDataParallel.fsdp_modules(model):
+    if is_flat(model):
         return _flat_placeholder(model, optimizer, saved, name)
     current = named_state(model, optimizer)
-    by_name = dict(zip(_names(current), parameters_of(optimizer), strict=True))
+    by_name = dict(zip(names_of(current), parameters_of(optimizer), strict=True))
     state = {
         parameter: _entries(
             f"{name}.state.{parameter}", by_name[parameter], optimizer.state.get(by_name[parameter], {}), entries
@@ -86,10 +86,10 @@ def apply(model: nn.Module, optimizer: torch.optim.Optimizer, loaded: dict[str, 
     """Take what was loaded; ``ValueError`` where the parameters are grouped differently."""
     current = named_state(model, optimizer)
     groups = _matched_groups(current["param_groups"], loaded["param_groups"], name)
-    if FullyShardedDataParallel.fsdp_modules(model):
+    if is_flat(model):
         _apply_flat(model, optimizer, {"state": loaded["state"], "param_groups": groups})
         return
-    index = {parameter: number for number, parameter in enumerate(_names(current))}
+    index = {parameter: number for number, parameter in enumerate(names_of(current))}
     optimizer.load_state_dict(
         {
             "state": {index[parameter]: entries for parameter, entries in loaded["state"].items()},
@@ -100,19 +100,22 @@ def apply(model: nn.Module, optimizer: torch.optim.Optimizer, loaded: dict[str, 
 
 @contextmanager
 def _no_first_step(optimizer: torch.optim.Optimizer) -> Generator[None]:
-    """Keep torch from stepping an optimizer that has no state yet: it takes one that has an entry for one that has."""
-    parameters = parameters_of(optimizer)
-    mark = bool(parameters) and not optimizer.state
-    if mark:
-        optimizer.state[parameters[0]] = {}
+    """Keep torch from stepping an optimizer that has no state yet: to it, one with empty entries has.
+
+    FSDP1 wants an entry for each parameter, too.
+    """
+    marked = [parameter for parameter in parameters_of(optimizer) if parameter not in optimizer.state]
+    for parameter in marked:
+        optimizer.state[parameter] = {}
     try:
         yield
     finally:
-        if mark and not optimizer.state[parameters[0]]:
-            del optimizer.state[parameters[0]]
+        for parameter in (parameter for parameter in marked if not optimizer.state[parameter]):
+            del optimizer.state[parameter]
 
 
-def _names(state: Mapping[str, Any]) -> list[str]:
+def names_of(state: Mapping[str, Any]) -> list[str]:
+    """Parameters in the order of the optimizer's groups."""
     return [name for group in state["param_groups"] for name in group["params"]]
 
 
@@ -122,27 +125,36 @@ def _entries(name: str, parameter: torch.Tensor, live: Mapping[str, Any], saved:
         inner = entries
         for key in path[:-1]:
             inner = inner.setdefault(key, {})
-        inner[path[-1]] = _empty(".".join(map(str, (name, *path))), parameter, live.get(path[0]), meta)
+        shape, dtype = (meta.size, meta.properties.dtype) if isinstance(meta, TensorStorageMetadata) else (None, None)
+        inner[path[-1]] = empty_like_saved(
+            ".".join(map(str, (name, *path))), parameter, live.get(path[0]), shape, dtype
+        )
     return entries
 
 
-def _empty(name: str, parameter: torch.Tensor, live: Any, meta: Any) -> Any:
-    """A tensor like the one that was saved, sharded like the parameter; None for what is no tensor."""
-    if not isinstance(meta, TensorStorageMetadata):
+def empty_like_saved(
+    name: str, parameter: torch.Tensor, live: Any, shape: torch.Size | None, dtype: torch.dtype | None
+) -> torch.Tensor | None:
+    """A state tensor of the saved shape, sharded like its parameter; None for what is no tensor.
+
+    Raises:
+        ValueError: it is shaped unlike its parameter, which is sharded, so that its own sharding cannot be known.
+    """
+    if shape is None or dtype is None:
         return None
-    if isinstance(live, torch.Tensor) and live.shape == meta.size and live.dtype == meta.properties.dtype:
+    if isinstance(live, torch.Tensor) and live.shape == shape and live.dtype == dtype:
         return live
-    if parameter.shape == meta.size:
-        return torch.zeros_like(parameter, dtype=meta.properties.dtype, requires_grad=False)
-    if len(meta.size) == 0:
-        return torch.zeros((), dtype=meta.properties.dtype)
+    if parameter.shape == shape:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    if len(shape) == 0:
+        return torch.zeros((), dtype=dtype)
     if isinstance(parameter, DTensor):
         raise ValueError(
-            f"{name} has the shape {list(meta.size)} and its parameter {list(parameter.shape)}: how to shard it "
+            f"{name} has the shape {list(shape)} and its parameter {list(parameter.shape)}: how to shard it "
             f"cannot be known. "
             f"Run one optimizer step before the load, so that the state exists in its sharding, or load without a mesh."
         )
-    return torch.zeros(meta.size, dtype=meta.properties.dtype, device=parameter.device)
+    return torch.zeros(shape, dtype=dtype, device=parameter.device)
 
 
 def _groups(current: list[dict[str, Any]], saved: Layout, name: str) -> list[dict[str, Any]]:
@@ -169,6 +181,11 @@ def _matched_groups(current: list[dict[str, Any]], loaded: list[dict[str, Any]],
             )
         matched.append({**group, **found, "params": group["params"]})
     return matched
+
+
+def is_flat(model: nn.Module) -> bool:
+    """Whether FSDP1 keeps the parameters in flat pieces."""
+    return bool(FullyShardedDataParallel.fsdp_modules(model))
 
 
 def _flat_placeholder(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Layout, name: str) -> dict[str, Any]:

@@ -63,13 +63,8 @@ def wrap(model: nn.Module, how: str) -> nn.Module:
             model, auto_wrap_policy=policy, device_mesh=mesh(), device_id=torch.device("cpu")
         )
     if how == "fsdp2":
-        for child in (
-            module
-            for module in model.children()
-            if isinstance(module, nn.Linear) and module is not model.__dict__.get("head")
-        ):
-            if all(parameter.requires_grad for parameter in child.parameters()):
-                fully_shard(child, mesh=mesh())
+        for child in (module for name, module in model.named_children() if name in ("up", "down")):
+            fully_shard(child, mesh=mesh())
         return fully_shard(model, mesh=mesh())
     if how == "tp":
         return parallelize_module(model, mesh(), {"up": ColwiseParallel(), "down": RowwiseParallel()})
