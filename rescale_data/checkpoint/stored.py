@@ -10,8 +10,9 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from rescale_data.checkpoint.commit import replaced_by_a_killed_save
-from rescale_data.checkpoint.data_state import load_plain
+from rescale_data.checkpoint.data_state import data_states, load_plain
 from rescale_data.checkpoint.load import refuse_damaged
+from rescale_data.checkpoint.planner import describe
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.reader import CheckpointReader
 from rescale_data.checkpoint.store import StrPath, open_store
@@ -72,6 +73,14 @@ class StoredCheckpoint:
             load_plain(read, self._reader)
             for name in batch:
                 yield read.pop(self._keys[name])
+
+    def describe(self, name: str) -> str:
+        """``"a float32 tensor of shape [3]"`` or ``"a plain value"``."""
+        return describe(self.tensors.get(name))
+
+    def data_states(self) -> list[str]:
+        """Names of the loaders whose states are in the checkpoint."""
+        return [".".join(root) for root in data_states(self._reader.read_metadata())]
 
     def num_bytes(self, name: str) -> int:
         meta = self.tensors[name]
