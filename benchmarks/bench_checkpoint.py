@@ -2,10 +2,10 @@
 
     python benchmarks/bench_checkpoint.py [--megabytes 200 1000] [--saves 5] [--folder DIR]
 
-One process trains a model of linear layers with AdamW, whose parameters and state have the given size. "Lost" is the time of all steps
-from the call of save until the checkpoint is committed, less the time that as many undisturbed steps take (the median step before):
-the call, the wait before the optimizer's step, and every step that is slower while files are written.
-A plain memory copy of the same bytes into memory that was used before is the limit of any staging.
+One process trains a model of linear layers with AdamW, whose parameters and state have the given size. "Lost" is the time of
+all steps from the call of save until the checkpoint is committed, less the time that as many undisturbed steps take (the
+median of steps before and after): the call, the wait before the optimizer's step, and every step that is slower while files
+are written. A plain memory copy of the same bytes into memory that was used before is the limit of any staging.
 """
 
 from __future__ import annotations
@@ -146,9 +146,8 @@ def main() -> None:
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message="torch.distributed is")
     torch.set_num_threads(1)
-    print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, one thread for training"
-    )
+    machine = platform.processor() or platform.machine()
+    print(f"{machine}, {os.cpu_count()} cores, torch {torch.__version__}, one thread for training")
     folder = Path(tempfile.mkdtemp(prefix="bench-checkpoint-", dir=options.folder))
     try:
         for megabytes in options.megabytes:
