@@ -61,10 +61,16 @@ def placeholders(metadata: Metadata, root: Path) -> dict[str, Any]:
     return nested([(path, _empty(meta)) for path, meta in saved if path[: len(root)] == root])
 
 
-def load_plain(plain: dict[str, Any], reader: CheckpointReader) -> None:
-    """Read what ``plain`` has placeholders for, in this process alone and without trusting the checkpoint."""
+def load_plain(plain: dict[str, Any], reader: CheckpointReader, *, flat: bool = False) -> None:
+    """Read what ``plain`` has placeholders for, in this process alone and without trusting the checkpoint.
+
+    Args:
+        flat: The keys are flattened names, and the values no mappings.
+    """
     with quiet(Ranks.alone()):
-        load_state(plain, storage_reader=reader, planner=CheckingLoadPlanner([], trusted=False), no_dist=True)
+        load_state(
+            plain, storage_reader=reader, planner=CheckingLoadPlanner([], trusted=False, flat=flat), no_dist=True
+        )
 
 
 def _empty(meta: Any) -> Any:

@@ -44,10 +44,15 @@ class Misfits:
 
 
 class CheckingLoadPlanner(DefaultLoadPlanner):
-    """Reads what fits. ``check`` tells the rest, from the metadata alone."""
+    """Reads what fits. ``check`` tells the rest, from the metadata alone.
 
-    def __init__(self, entries: list[Entry], *, trusted: bool) -> None:
-        super().__init__(allow_partial_load=True)
+    Args:
+        flat: The state is flat already. DCP's own way to flatten one keeps its tensors alive until a garbage collection (torch
+            2.9), which a stream of them cannot afford.
+    """
+
+    def __init__(self, entries: list[Entry], *, trusted: bool, flat: bool = False) -> None:
+        super().__init__(flatten_state_dict=not flat, flatten_sharded_tensors=not flat, allow_partial_load=True)
         self.entries = entries
         self.trusted = trusted
         self.misfits = Misfits()

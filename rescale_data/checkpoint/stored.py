@@ -63,14 +63,14 @@ class StoredCheckpoint:
     def values(self) -> dict[str, Any]:
         """What is no tensor, by flattened name."""
         plain: dict[str, Any] = {self._keys[short]: None for short in self._plain}
-        load_plain(plain, self._reader)
+        load_plain(plain, self._reader, flat=True)
         return {short: plain[self._keys[short]] for short in self._plain}
 
     def stream(self, names: list[str], budget: int = BUDGET) -> Iterator[torch.Tensor]:
         """The tensors of ``names`` in order, read in batches of at most ``budget`` bytes, or of one tensor."""
         for batch in self._batches(names, budget):
             read = {self._keys[name]: self._empty(name) for name in batch}
-            load_plain(read, self._reader)
+            load_plain(read, self._reader, flat=True)
             for name in batch:
                 yield read.pop(self._keys[name])
 

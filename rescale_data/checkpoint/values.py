@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -29,8 +29,9 @@ from rescale_data.checkpoint.save import quiet
 class ValuesReader(StorageReader):
     """Loads from values in memory; tensors may be views of anything, and are copied row by row where they are asked for."""
 
-    def __init__(self, tree: Mapping[str, Any]) -> None:
+    def __init__(self, tree: Mapping[str, Any], *, flat: bool = False) -> None:
         self._tree = tree
+        self._flat = flat
         self._values: dict[str, Any] = {}
         self._metadata: Metadata | None = None
 
@@ -42,7 +43,8 @@ class ValuesReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._metadata is None:
-            self._values, paths = flatten(self.tree())
+            tree = self.tree()
+            self._values, paths = (dict(tree), {key: (key,) for key in tree}) if self._flat else flatten(tree)
             saved = {key: _metadata_of(value) for key, value in self._values.items()}
             self._metadata = Metadata(saved, planner_data=paths, storage_meta=StorageMeta())
         return self._metadata
@@ -95,8 +97,11 @@ def as_bytes(value: Any) -> io.BytesIO:
 
 def fill(target: torch.Tensor, whole: torch.Tensor) -> None:
     """Copy into this rank's part of ``target``, however it is sharded, from the whole tensor; no communication."""
+    # Flat as it is: DCP's way to flatten a state keeps its tensors alive until a garbage collection (torch 2.9).
+    reader = ValuesReader({"value": whole}, flat=True)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with quiet(Ranks.alone()):
-        load_state({"value": target}, storage_reader=ValuesReader({"value": whole}), no_dist=True)
+        load_state({"value": target}, storage_reader=reader, planner=planner, no_dist=True)
 
 
 def _metadata_of(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
