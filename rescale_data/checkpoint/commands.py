@@ -13,7 +13,7 @@ from rich.console import Console
 
 from rescale_data.checkpoint import convert as conversion
 from rescale_data.checkpoint import inspect, render, safetensors
-from rescale_data.checkpoint import verify as verify_files
+from rescale_data.checkpoint.integrity import verify as verify_files
 from rescale_data.checkpoint.retention import Retention
 from rescale_data.checkpoint.run_folder import RunFolder
 from rescale_data.checkpoint.store import open_store

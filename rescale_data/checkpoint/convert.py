@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, TypeVar
 from rescale_data.checkpoint.local import LocalStore
 from rescale_data.checkpoint.manifest import checked_metrics
 from rescale_data.checkpoint.ranks import Ranks
-from rescale_data.checkpoint.save import begin, write
+from rescale_data.checkpoint.saving import begin, write
 from rescale_data.checkpoint.store import StrPath, open_store
 from rescale_data.checkpoint.stored import BUDGET, StoredCheckpoint, tree_of
 from rescale_data.checkpoint.torch_file import map_file

@@ -11,11 +11,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 from rescale_data.checkpoint.commit import replaced_by_a_killed_save
 from rescale_data.checkpoint.entries import Path, nested, value_at
-from rescale_data.checkpoint.load import refuse_damaged
+from rescale_data.checkpoint.loading import refuse_damaged
 from rescale_data.checkpoint.planner import CheckingLoadPlanner
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.reader import CheckpointReader
-from rescale_data.checkpoint.save import quiet
+from rescale_data.checkpoint.saving import quiet
 from rescale_data.checkpoint.store import StrPath, open_store
 
 

@@ -14,17 +14,17 @@ import torch.distributed as dist
 
 from rescale_data.checkpoint.background import Background
 from rescale_data.checkpoint.entries import State, entries_of
+from rescale_data.checkpoint.integrity import problems
 from rescale_data.checkpoint.lease import reading
-from rescale_data.checkpoint.load import LoadReport, read, refuse_damaged
+from rescale_data.checkpoint.loading import LoadReport, read, refuse_damaged
 from rescale_data.checkpoint.manifest import checked_metrics
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.reader import CheckpointReader
 from rescale_data.checkpoint.retention import Retention
 from rescale_data.checkpoint.run_folder import RunFolder
-from rescale_data.checkpoint.save import begin, plain_state, write
+from rescale_data.checkpoint.saving import begin, plain_state, write
 from rescale_data.checkpoint.staging import Staged, Stager
 from rescale_data.checkpoint.store import StrPath, open_store
-from rescale_data.checkpoint.verify import problems
 from rescale_data.checkpoint.writer import CheckpointWriter, SaveInfo
 from rescale_data.checkpoint.writer_process import ProcessWriter, WriterProcess
 

@@ -102,7 +102,7 @@ class RunFolder:
 
 
 def _was_ours(store: Store, path: str) -> bool:
-    from rescale_data.checkpoint.verify import require_committed
+    from rescale_data.checkpoint.integrity import require_committed
 
     try:
         return require_committed(store, path) is not None

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from rescale_data.checkpoint.commit import replaced_by_a_killed_save
 from rescale_data.checkpoint.data_state import data_states, load_plain
-from rescale_data.checkpoint.load import refuse_damaged
+from rescale_data.checkpoint.loading import refuse_damaged
 from rescale_data.checkpoint.planner import describe
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.reader import CheckpointReader

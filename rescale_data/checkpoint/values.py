@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from rescale_data.checkpoint.ranks import Ranks
-from rescale_data.checkpoint.save import quiet
+from rescale_data.checkpoint.saving import quiet
 
 
 class ValuesReader(StorageReader):

@@ -18,9 +18,6 @@ import torch.distributed as dist
 
 LIMIT = 90.0
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(
-    ["torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", "rescale_data.checkpoint", "s3fs"]
-)
 
 
 def join_group(rank: int, world_size: int, rendezvous: str) -> None:

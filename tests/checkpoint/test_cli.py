@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from stand_in import StandInLoader
 from torch import nn
+
+from tests.checkpoint.stand_in import StandInLoader
 
 pytest.importorskip("typer", reason="needs the extra cli")
 

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Plain, mesh, whole, wrap
-from processes import run
-from stand_in import StandInLoader
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from rescale_data import checkpoint
 from rescale_data.checkpoint.safetensors import parse_size
+from tests.checkpoint.models import Plain, mesh, whole, wrap
+from tests.checkpoint.processes import run
+from tests.checkpoint.stand_in import StandInLoader
 
 
 def build(steps: int) -> dict[str, Any]:

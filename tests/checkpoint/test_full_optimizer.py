@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Net, mesh, wrap
-from processes import run
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from rescale_data import checkpoint
+from tests.checkpoint.models import Net, mesh, wrap
+from tests.checkpoint.processes import run
 
 
 class Counting(torch.optim.Optimizer):

@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from processes import run
-from stand_in import StandInLoader
 from torch import nn
 
 from rescale_data import checkpoint
 from rescale_data.checkpoint.local import LocalStore
+from tests.checkpoint.processes import run
+from tests.checkpoint.stand_in import StandInLoader
 
 
 def state(step: int = 0) -> dict[str, Any]:

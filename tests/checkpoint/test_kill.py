@@ -16,11 +16,11 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 import torch.distributed as dist
-from processes import context, start
-from stand_in import StandInLoader
 
 from rescale_data.checkpoint import CheckpointManager, local
 from rescale_data.checkpoint.local import LocalStore
+from tests.checkpoint.processes import context, start
+from tests.checkpoint.stand_in import StandInLoader
 
 KILLS = int(os.environ.get("RESCALE_DATA_KILLS", "40"))
 

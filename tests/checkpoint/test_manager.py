@@ -16,9 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from models import Plain, mesh, whole, wrap
-from processes import run
-from stand_in import StandInLoader
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
@@ -27,6 +24,9 @@ from rescale_data.checkpoint import CheckpointManager
 from rescale_data.checkpoint.lease import reading
 from rescale_data.checkpoint.local import LocalStore
 from rescale_data.checkpoint.retention import Retention
+from tests.checkpoint.models import Plain, mesh, whole, wrap
+from tests.checkpoint.processes import run
+from tests.checkpoint.stand_in import StandInLoader
 
 MODES = ["disabled", "thread", "process"]
 

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from models import mesh
-from processes import run
-from stand_in import StandInLoader
+
+from tests.checkpoint.models import mesh
+from tests.checkpoint.processes import run
+from tests.checkpoint.stand_in import StandInLoader
 
 pytest.importorskip("s3fs", reason="needs the extra s3")
 pytest.importorskip("moto", reason="needs the extra s3")
-
-from object_server import BUCKET, Fault, Server, serving
 
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager
 from rescale_data.checkpoint.lease import reading
 from rescale_data.checkpoint.store import open_store
+from tests.checkpoint.object_server import BUCKET, Fault, Server, serving
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from models import Plain, mesh, whole, wrap
-from processes import run
-from stand_in import StandInLoader
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from rescale_data import checkpoint
+from tests.checkpoint.models import Plain, mesh, whole, wrap
+from tests.checkpoint.processes import run
+from tests.checkpoint.stand_in import StandInLoader
 
 
 def trained(how: str = "none", steps: int = 3, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.storage import StorageReader
 from rescale_data.checkpoint.commit import replaced_by_a_killed_save
 from rescale_data.checkpoint.entries import Entry, State, entries_of, nested, value_at
 from rescale_data.checkpoint.failures import clear_error
+from rescale_data.checkpoint.integrity import problems
 from rescale_data.checkpoint.planner import CheckingLoadPlanner, Misfits
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.reader import CheckpointReader
-from rescale_data.checkpoint.save import quiet
+from rescale_data.checkpoint.saving import quiet
 from rescale_data.checkpoint.store import Store, StrPath, open_store
-from rescale_data.checkpoint.verify import problems
 
 logger = logging.getLogger(__name__)
 
