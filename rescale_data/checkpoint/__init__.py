@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rescale_data.checkpoint.check import check_checkpoint
     from rescale_data.checkpoint.convert import from_torch_save, to_torch_save
     from rescale_data.checkpoint.data_state import read_data_state
     from rescale_data.checkpoint.full_optimizer import (
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointManager",
     "LoadReport",
+    "check_checkpoint",
     "from_safetensors",
     "from_torch_save",
     "full_optimizer_state",
@@ -41,6 +43,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "check": ("check_checkpoint",),
     "convert": ("from_torch_save", "to_torch_save"),
     "data_state": ("read_data_state",),
     "full_optimizer": (

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from torchdata.nodes import BaseNode, ParallelMapper, PinMemory, Prefetcher
 
+from rescale_data.nodes.documents import Documents
 from rescale_data.sources.source import Source
 from rescale_data.state import Field, Ints, decode, encode, field_of, flatten, nest, offsets
 
@@ -47,6 +48,9 @@ class Node(BaseNode[T]):
 
     reads: Source | None = None
     """The source whose rows this node reads, if it reads any itself."""
+
+    repeat: bool = False
+    """Whether this node reads an endless stream (`Shard.repeat`): whoever consumes it then restarts it at an epoch's end."""
 
     def __init__(self, **children: BaseNode[Any]) -> None:
         super().__init__()
@@ -126,6 +130,14 @@ class Node(BaseNode[T]):
         del rows, shards
         return None
 
+    def documents(self, column: str) -> Documents | None:
+        """A token column of this node's samples, to be read many documents at a time; `None` where that is not possible.
+
+        It moves this node neither now nor later: it reads from positions that its caller keeps.
+        """
+        del column
+        return None
+
     def parameters(self) -> dict[str, Any]:
         """Whatever changes the order or the content of the samples, JSON values by name; checked when a state is loaded."""
         return {}
@@ -169,7 +181,6 @@ class Foreign(Node[T]):
     """A torchdata node that is not ours: its `state_dict()`, taken after every sample, is the row."""
 
     def __init__(self, node: BaseNode[T]) -> None:
-        refuse_threads(node)
         self.node = node
         self._first = flatten(node.state_dict())
         super().__init__()
@@ -193,20 +204,31 @@ class Foreign(Node[T]):
         public = {k: v for k, v in vars(self.node).items() if not k.startswith("_")}
         return {k: v for k, v in public.items() if isinstance(v, str | int | float | bool)}
 
-    def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
-        if not isinstance(self.node, ParallelMapper):
-            return None
-        below = dict(_children(self.node))["source"]  # a mapper yields one sample for each that it draws
-        return below.epoch_end(rows, shards) if isinstance(below, Node) else None
-
     def walk(self, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Node[Any]]]:
         yield path, self
         for found, node in _own_below(self.node, path):
             yield from node.walk(found)
 
 
+class Mapped(Node[Any]):
+    """A torchdata `Mapper` without threads: one sample for each that its source yields, so its position is the source's."""
+
+    def __init__(self, mapper: ParallelMapper[Any]) -> None:
+        super().__init__(source=mapper.source)
+        self._map = mapper.map_fn
+
+    def next(self) -> Any:
+        return self._map(next(self.children["source"]))
+
+    def skip(self, num_samples: int) -> None:
+        self.children["source"].skip(num_samples)
+
+    def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
+        return self.children["source"].epoch_end(rows, shards)
+
+
 def as_node(node: BaseNode[T]) -> Node[T]:
-    """``node`` itself if it is ours, else as a `Foreign` one."""
+    """``node`` itself if it is ours, else wrapped in one of ours."""
     if isinstance(node, Node):
         return node
     if not isinstance(node, BaseNode):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -214,7 +236,8 @@ def as_node(node: BaseNode[T]) -> Node[T]:
             f"A pipeline is made of nodes, but it was given a {type(node).__name__}. Return a torchdata.nodes.BaseNode, for "
             f"example rd.Reader(source, shard)."
         )
-    return Foreign(node)
+    refuse_threads(node)
+    return Mapped(node) if isinstance(node, ParallelMapper) else Foreign(node)
 
 
 def refuse_threads(node: BaseNode[Any]) -> None:

@@ -1,0 +1,85 @@
+"""From a list of samples to a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import default_collate
+
+from rescale_data.shelf import shelf
+
+Samples = Sequence[Any]
+
+
+def collate(samples: Samples) -> Any:
+    """Stack samples as torch's `default_collate` does, with an error that names the column that cannot be stacked."""
+    if not isinstance(samples[0], Mapping):
+        return default_collate(list(samples))
+    return {column: _stack(column, [sample[column] for sample in samples]) for column in samples[0]}
+
+
+def pad_collate(pad: Mapping[str, float]) -> PadCollate:
+    """A ``collate_fn`` for ragged columns: each is padded at its end to the longest of the batch.
+
+    Args:
+        pad: The value to pad with, by column: ``{"tokens": 0, "labels": -100}``. Other columns are stacked.
+
+    Returns:
+        A callable that takes b samples and returns ``{column: Tensor[b, longest, ...]}``. It pickles.
+    """
+    return PadCollate(dict(pad))
+
+
+@dataclass(frozen=True)
+class PadCollate:
+    """See `pad_collate`."""
+
+    pad: dict[str, float]
+
+    def __call__(self, samples: Samples) -> dict[str, Any]:
+        missing = sorted(set(self.pad) - set(samples[0]))
+        if missing:
+            raise ValueError(
+                f"pad_collate was given the columns {missing}, which samples lack; they have {list(samples[0])}."
+            )
+        return {column: self._column(column, [sample[column] for sample in samples]) for column in samples[0]}
+
+    def _column(self, column: str, values: list[Any]) -> Any:
+        if column not in self.pad:
+            return _stack(column, values)
+        return pad_sequence([torch.as_tensor(v) for v in values], batch_first=True, padding_value=self.pad[column])
+
+
+def _stack(column: str, values: list[Any]) -> Any:
+    try:
+        if not isinstance(values[0], torch.Tensor):
+            return default_collate(values)
+        whole = shelf.stacked(column, values)
+        return torch.stack(values) if whole is None else whole
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"The column {column!r} cannot be stacked into a batch: {_shapes(values)}. For sequences of different lengths give "
+            f"collate_fn=rd.pad_collate(pad={{{column!r}: 0}}), pack them with rd.TokenPacker, or give your own collate_fn."
+        ) from error
+
+
+def _shapes(values: list[Any]) -> str:
+    if all(isinstance(value, torch.Tensor | np.ndarray) for value in values):
+        return f"its samples have the shapes {[tuple(value.shape) for value in values]}"
+    return f"its samples are of the types {sorted({type(value).__name__ for value in values})}"
+
+
+def pin(batch: Any) -> Any:
+    """The batch with its tensors in page-locked memory; as it is where there is no accelerator."""
+    if not torch.accelerator.is_available():
+        return batch
+    if isinstance(batch, torch.Tensor):
+        return batch.pin_memory()
+    if isinstance(batch, Mapping):
+        return {key: pin(value) for key, value in batch.items()}
+    return type(batch)([pin(value) for value in batch]) if type(batch) in (list, tuple) else batch

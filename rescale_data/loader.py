@@ -1,0 +1,293 @@
+"""`DataLoader`: batches of this rank, and a position that reshards like the model."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.context import BaseContext
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from rescale_data.collate import collate, pin
+from rescale_data.nodes.base import BaseNode
+from rescale_data.nodes.feed import Feed, InProcess, MicroBatch
+from rescale_data.nodes.reader import Reader
+from rescale_data.nodes.recipe import Pipeline
+from rescale_data.nodes.runner import Runner
+from rescale_data.nodes.setup import Tail, set_up
+from rescale_data.nodes.statedict import full_state_dict, load_state_dict, state_dict
+from rescale_data.nodes.stream import Stream
+from rescale_data.shard import Shard
+from rescale_data.sources.dataset import MapStyle, as_source
+from rescale_data.sources.source import Source
+from rescale_data.workers import Pool
+
+
+class DataLoader:
+    """Micro batches of this rank, in an order that no change of ranks, workers or micro batch size disturbs.
+
+    The position belongs to the loader: ``iter(loader)`` goes on where the last batch was taken, `reset` begins again.
+    A `Stateful`: put it into the dict that ``torch.distributed.checkpoint`` saves, beside model and optimizer.
+
+    Args:
+        pipeline: ``Shard -> node``, the node graph of one logical shard; or a source, or anything with ``__len__`` and
+            ``__getitem__``: then each row is a sample, in shuffled order.
+        global_batch_size: O, samples per optimizer step over all ranks.
+        micro_batch_size: b, samples of one batch of one rank; ``W * b`` divides O. Default O / W.
+        num_logical_shards: N, fixed for the whole run. Default 4 * O.
+        mesh: `DeviceMesh` of the data-parallel ranks, several dims counted row-major as one. Default: the whole
+            process group where there is one, else a single rank.
+        dp_rank: In place of a mesh, together with ``dp_world_size``.
+        num_workers: K worker processes; 0 makes batches in this process.
+        seed: Seed of every order.
+        repeat: `False`: ``iter(loader)`` ends with the epoch. `True`: it never ends.
+        tail: What becomes of the rest of an epoch that does not fill a global batch: "drop", or "pad" with real rows again, and
+            ``batch["valid"]: Bool[b]`` in every batch.
+        collate_fn: A list of b samples -> batch, run where samples are made. Default: torch's `default_collate`.
+        prefetch_factor: Messages that each worker may be ahead.
+        pin_memory: Whether batches arrive in page-locked memory, where there is an accelerator.
+        multiprocessing_context: How workers start. The default is safe although this process has used threads.
+        timeout: Seconds to wait for a worker, or for another rank in a collective.
+
+    Raises:
+        ValueError: A topology that does not fit, an epoch without a whole global batch; the message lists what fits.
+        TypeError: With workers, a pipeline that does not pickle; a pipeline with state that cannot be a position.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline | Source | MapStyle,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int | None = None,
+        num_logical_shards: int | None = None,
+        mesh: DeviceMesh | None = None,
+        dp_rank: int | None = None,
+        dp_world_size: int | None = None,
+        num_workers: int = 0,
+        seed: int = 0,
+        repeat: bool = False,
+        tail: Tail = "drop",
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        prefetch_factor: int = 2,
+        pin_memory: bool = False,
+        multiprocessing_context: str | BaseContext = "forkserver",
+        timeout: float = 300.0,
+    ) -> None:
+        self.setup = set_up(
+            as_pipeline(pipeline),
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            num_logical_shards=num_logical_shards,
+            mesh=mesh,
+            dp_rank=dp_rank,
+            dp_world_size=dp_world_size,
+            num_workers=num_workers,
+            seed=seed,
+            repeat=repeat,
+            tail=tail,
+            timeout=timeout,
+        )
+        self.collate_fn = collate_fn or collate
+        runner = Runner(self.setup.recipe, self.setup.schema)
+        feed: Feed = InProcess(runner, self.collate_fn)
+        if num_workers:
+            feed = Pool(
+                self.setup.recipe,
+                self.collate_fn,
+                num_workers,
+                prefetch_factor=prefetch_factor,
+                pin_memory=pin_memory and torch.accelerator.is_available(),
+                context=multiprocessing_context,
+                timeout=timeout,
+            )
+        self._pin = pin_memory and not num_workers
+        self.stream = Stream(self.setup, runner, feed)
+        self._iterator: Batches | None = None
+        self._wait_seconds = 0.0
+        self._last_batch_samples = 0
+
+    # Batches
+
+    def __iter__(self) -> Batches:
+        """Go on from the position; an older iterator is invalid from now on."""
+        self.stream.begin()
+        self._iterator = Batches(self.epoch, self._next)
+        return self._iterator
+
+    def __len__(self) -> int:
+        """Micro batches left in this epoch; ``TypeError`` where it has no end or only reading would tell."""
+        left = self.stream.num_micro_batches_left() if self.setup.recipe.repeat or self.setup.counts_are_known else None
+        if left is None:
+            why = (
+                "repeat=True is endless"
+                if self.setup.recipe.repeat
+                else "the pipeline does not know its number of samples"
+            )
+            raise TypeError(f"The number of batches left has no len(): {why}.")
+        return left
+
+    def start(self) -> None:
+        """Begin to read, so that the first batch is ready when training is: call it before the model is loaded.
+
+        Worker processes start and go ahead in the background; with ``num_workers=0`` the first batch is made now. A later
+        load begins anew.
+        """
+        self.stream.start()
+        if not self.setup.layout.num_workers:
+            self.stream.peek()
+
+    def peek(self) -> Any:
+        """The next batch, which stays the next."""
+        return self._finish(self.stream.peek())
+
+    def skip(self, num_samples: int) -> None:
+        """Leave out samples, as if they had been delivered; at a constant cost where the pipeline allows it.
+
+        Args:
+            num_samples: Over all ranks, a multiple of ``W * b``.
+        """
+        whole = self.setup.layout.micro_step_samples
+        if num_samples < 0 or num_samples % whole:
+            raise ValueError(
+                f"skip(num_samples={num_samples}): give a multiple of dp_world_size * micro_batch_size = {whole}, counted over "
+                f"all ranks."
+            )
+        self.stream.skip(num_samples // whole)
+
+    def reset(self) -> None:
+        """Go back to the beginning of the run."""
+        self._iterator = None
+        self.stream.reset()
+
+    def close(self) -> None:
+        """Stop the worker processes; the position stays, and the next batch starts them again."""
+        self.stream.close()
+
+    def __enter__(self) -> DataLoader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Where the run stands
+
+    @property
+    def step(self) -> int:
+        """Global batches delivered."""
+        return self.stream.clock.global_step(self.setup.layout.global_batch_size)
+
+    @property
+    def epoch(self) -> int:
+        """Epochs that have ended; 0 with ``repeat=True``, where each shard has its own (see `progress`)."""
+        return self.stream.epoch
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """A, batches of this rank in one optimizer step."""
+        return self.setup.layout.gradient_accumulation_steps
+
+    @property
+    def last_batch_samples(self) -> int:
+        """Real samples in the batch that was delivered last on this rank, less than b only with ``tail="pad"``."""
+        return self._last_batch_samples
+
+    def progress(self) -> dict[str, float]:
+        """Counters for a logger: of the run, and of what this rank's shards have drawn."""
+        stream = self.stream
+        counts = {
+            "global_samples": float(stream.clock.samples),
+            "global_step": float(self.step),
+            "wait_seconds": self._wait_seconds,
+            "filtered_rows": 0.0,
+            "skipped_rows": 0.0,
+            "dropped_samples": float(stream.dropped_samples),
+            "padded_samples": float(stream.padded_samples),
+        }
+        return {**counts, **stream.progress()}
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that describes the batches delivered so far, a copy.
+
+        Collective over the dp ranks where W does not divide N, and in the last steps of an epoch; the other ranks then
+        have ``timeout`` seconds to join.
+
+        Returns:
+            ``{"shards": {path: tensor with N rows}, ...}``: see DESIGN, "State in the checkpoint".
+
+        Raises:
+            ValueError: Ranks are simulated, see `rescale_data.testing.full_state_dict`.
+        """
+        return state_dict(self.stream)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """`state_dict` with plain tensors of all N rows on every rank (collective over the dp ranks)."""
+        return full_state_dict(self.stream)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a state of any topology, in either form (collective over the dp ranks).
+
+        Raises:
+            DataStateError: It belongs to another seed, N, dataset or pipeline, or is incomplete. Nothing has changed then.
+        """
+        load_state_dict(self.stream, state_dict)
+        self._iterator = None
+
+    def _next(self, batches: Batches) -> Any:
+        if self._iterator is not batches:
+            raise RuntimeError(
+                "This iterator is no longer valid: a newer iter(loader), a reset or a load took its place. Use the newest."
+            )
+        if self.epoch != batches.epoch:
+            raise StopIteration
+        started = time.perf_counter()
+        micro_batch = self.stream.take()
+        self._wait_seconds += time.perf_counter() - started
+        self._last_batch_samples = micro_batch.num_real
+        return self._finish(micro_batch)
+
+    def _finish(self, micro_batch: MicroBatch) -> Any:
+        batch = micro_batch.batch
+        if self.setup.tail == "pad":
+            if not isinstance(batch, dict):
+                raise TypeError(
+                    f"tail='pad' adds batch['valid'], but collate_fn made a {type(batch).__name__}. Return a dict, or use "
+                    f"tail='drop'."
+                )
+            batch = {**batch, "valid": torch.arange(self.setup.layout.micro_batch_size) < micro_batch.num_real}
+        return pin(batch) if self._pin else batch
+
+
+class Batches(Iterator[Any]):
+    """The batches of a loader to the end of the epoch in which it was asked for them."""
+
+    def __init__(self, epoch: int, next_batch: Callable[[Batches], Any]) -> None:
+        self.epoch, self._next_batch = epoch, next_batch
+
+    def __next__(self) -> Any:
+        return self._next_batch(self)
+
+
+def as_pipeline(data: Pipeline | Source | MapStyle) -> Pipeline:
+    """A pipeline itself, or the one that makes a sample of each row of a source or a map-style dataset."""
+    if isinstance(data, Source | MapStyle):
+        return functools.partial(read_rows, as_source(data))
+    if not callable(data):
+        raise TypeError(
+            f"A {type(data).__name__} is no pipeline: give a function Shard -> node, a source, or a dataset with __len__ and "
+            f"__getitem__."
+        )
+    return data
+
+
+def read_rows(source: Source, shard: Shard) -> BaseNode[Any]:
+    """The pipeline of a loader that is given a source."""
+    return Reader(source, shard)

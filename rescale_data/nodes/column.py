@@ -1,0 +1,66 @@
+"""`ColumnDocuments`: the documents of any node that yields samples with a token column, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rescale_data.nodes.base import Node
+
+
+class ColumnDocuments:
+    """A column of a node's samples as `Documents`; the node is bound anew wherever it is not where it has to be read."""
+
+    def __init__(self, node: Node[Any], column: str) -> None:
+        self._node, self._column = node, column
+        self._ended = False
+
+    def read(self, position: memoryview) -> list[memoryview]:
+        if self._ended or self._node.position != position:
+            self._node.position[:] = position
+            self._node.bind(self._node.position)
+        try:
+            self._ended = False
+            return [_integers(next(self._node), self._column).data]
+        except StopIteration:
+            self._ended = True
+            return []
+
+    def advance(self, position: memoryview, num_documents: int) -> None:
+        del num_documents  # there was one
+        position[:] = self._node.position
+
+    def turn(self, position: memoryview) -> None:
+        position[:] = self._node.position
+
+
+def _integers(sample: Any, column: str) -> npt.NDArray[Any]:
+    if not isinstance(sample, Mapping) or column not in sample:
+        given = f"the keys {list(sample)}" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
+        raise ValueError(
+            f"TokenPacker(column={column!r}) was given a sample with {given}. Yield dicts with the tokens of one document "
+            f"under that key."
+        )
+    value: Any = sample[column]
+    array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else _array(value)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
+        raise TypeError(
+            f"TokenPacker(column={column!r}) was given {_describe(value, array)}. Tokens are a 1-D array, tensor or "
+            f"list of integers."
+        )
+    return np.ascontiguousarray(array if array.dtype.kind in "iu" else array.astype(np.int64))
+
+
+def _array(value: Any) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(value)
+    except ValueError:  # lists of lists of different lengths
+        return np.empty((0, 0), dtype=object)
+
+
+def _describe(value: Any, array: npt.NDArray[Any]) -> str:
+    return f"a {type(value).__name__} of shape {list(array.shape)} and dtype {array.dtype}"

@@ -1,0 +1,144 @@
+"""`TokenPacker`: documents end to end, cut into samples of one length."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rescale_data.nodes.base import Node
+from rescale_data.nodes.block import BlockMaker
+from rescale_data.nodes.column import ColumnDocuments
+from rescale_data.nodes.token_stream import Run, TokenStream
+from rescale_data.shelf import shelf
+from rescale_data.state import Field, Ints
+
+IGNORED = -100
+"""The label of a token without a next one, which torch's cross entropy leaves out."""
+
+_DTYPES: dict[torch.dtype, np.dtype[Any]] = {torch.int64: np.dtype(np.int64), torch.int32: np.dtype(np.int32)}
+
+
+class TokenPacker(Node[dict[str, Tensor]]):
+    """Documents, each between an optional ``bos_id`` and an ``eos_id``, end to end and cut into samples of ``seq_len`` tokens.
+
+    A document is cut where a sample ends, and goes on in the next. The position is that of the source at the document of
+    the next token, and the token's offset in it (``bos_id`` counted); what was left of a document is read again, not stored.
+    Over a `Reader` documents are read many at a time; over any other node, a sample of it is one document.
+
+    Where the streams below are endless (`Shard.repeat`), a sample may span two epochs. Else an epoch's last, partial sample is
+    dropped or padded.
+
+    Args:
+        source: A node whose samples hold the tokens of a document under ``column``, as a 1-D array, tensor or list of ints.
+        column: Which.
+        seq_len: Tokens of a sample.
+        eos_id: Put after each document; `None` for nothing.
+        bos_id: Put before each document.
+        labels: Add the next tokens as ``"labels"``: the last one is looked ahead at, and not consumed.
+        doc_ids: Add ``"doc_ids"``: 0 for the tokens of the sample's first document, 1 for those of its second, ...
+        dtype: ``torch.int64`` or ``torch.int32``, of tokens, labels and doc_ids.
+        last: Of an epoch's last, partial sample: ``"drop"`` or ``"pad"``, at the end, with the label -100 and the doc_id -1.
+        pad_id: The token to pad with; default ``eos_id``, or 0.
+
+    Yields:
+        ``{"tokens": Tensor[seq_len]}``, with ``"labels"`` and ``"doc_ids"`` as asked for; freshly allocated.
+
+    Raises:
+        ValueError: An argument is out of range, or there is no such column.
+        TypeError: The column does not hold lists of integers.
+        DataStateError: Two whole epochs of an endless stream had no token.
+    """
+
+    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("offset",)),)
+    READS_AHEAD: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        source: Node[Any],
+        *,
+        column: str,
+        seq_len: int,
+        eos_id: int | None,
+        bos_id: int | None = None,
+        labels: bool = False,
+        doc_ids: bool = False,
+        dtype: torch.dtype = torch.int64,
+        last: Literal["drop", "pad"] = "drop",
+        pad_id: int | None = None,
+    ) -> None:
+        _check(seq_len, dtype, last)
+        super().__init__(source=source)
+        child = self.children["source"]
+        self.column, self.seq_len, self.labels, self.doc_ids = column, seq_len, labels, doc_ids
+        self.dtype, self.last, self.eos_id, self.bos_id = dtype, last, eos_id, bos_id
+        self.pad_id = pad_id if pad_id is not None else eos_id or 0
+        self._numpy_dtype = _DTYPES[dtype]
+        self._stream = TokenStream(
+            child.documents(column) or ColumnDocuments(child, column),
+            BlockMaker(eos_id, bos_id, self._numpy_dtype),
+            repeat=any(node.repeat for _, node in child.walk()),
+            with_ends=doc_ids,
+        )
+
+    def seek(self) -> None:
+        self._stream.bind(self.position)
+        self._over = False
+
+    def next(self) -> dict[str, Tensor]:
+        tokens, ends = self._draw()
+        sample = {"tokens": self._tensor("tokens", tokens[: self.seq_len], self.pad_id)}
+        if self.labels:
+            sample["labels"] = self._tensor("labels", tokens[1:], IGNORED)
+        if self.doc_ids:
+            ids = _document_ids(min(len(tokens), self.seq_len), ends)
+            sample["doc_ids"] = self._tensor("doc_ids", ids, -1)
+        return sample
+
+    def skip(self, num_samples: int) -> None:
+        for _ in range(num_samples):
+            self._draw()
+
+    def parameters(self) -> dict[str, Any]:
+        names = ("column", "seq_len", "eos_id", "bos_id", "labels", "doc_ids", "last", "pad_id")
+        return {**{name: getattr(self, name) for name in names}, "dtype": str(self.dtype)}
+
+    def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
+        names = sorted({node.reads.name for _, node in self.walk() if node.reads is not None})
+        return {f"tokens/{'+'.join(names)}": float(samples.sum()) * self.seq_len}
+
+    def _draw(self) -> Run:
+        """The tokens of the next sample, and with labels one more where there is one; ends the epoch if need be."""
+        if not self._over:
+            run = self._stream.take(self.seq_len, int(self.labels))
+            length = len(run[0])
+            if length >= self.seq_len or (length and self.last == "pad"):
+                return run
+            self._stream.turn()
+            self._over = True
+        raise StopIteration
+
+    def _tensor(self, column: str, values: npt.NDArray[Any], fill: int) -> Tensor:
+        """A copy of ``values``, filled up to a sample's length."""
+        if len(values) != self.seq_len:
+            missing = np.full(self.seq_len - len(values), fill, dtype=self._numpy_dtype)
+            values = np.concatenate([values, missing], dtype=self._numpy_dtype, casting="unsafe")
+        return shelf.put(column, values, self._numpy_dtype)
+
+
+def _document_ids(length: int, ends: list[int]) -> npt.NDArray[np.int64]:
+    begins = np.zeros(length + 1, dtype=np.int64)
+    begins[ends] = 1
+    return np.cumsum(begins[:length])
+
+
+def _check(seq_len: int, dtype: torch.dtype, last: str) -> None:
+    if seq_len < 1:
+        raise ValueError(f"seq_len={seq_len}: give the tokens of a sample, at least 1.")
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype={dtype}: give one of {list(_DTYPES)}.")
+    if last not in ("drop", "pad"):
+        raise ValueError(f"last={last!r}: give 'drop' or 'pad', for the last, partial sample of an epoch.")

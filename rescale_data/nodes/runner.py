@@ -1,0 +1,139 @@
+"""Runs the pipelines of logical shards in one process, each from its row of the table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rescale_data.errors import DataStateError
+from rescale_data.nodes.base import Node
+from rescale_data.nodes.recipe import FIRST_SLOT, SAMPLES, Recipe, Schema
+from rescale_data.state import Ints
+from rescale_data.turns import Turn
+
+
+class Exhausted(Exception):
+    """With ``repeat=False``: a shard has no sample left in this epoch."""
+
+
+class Runner:
+    """Draws samples of any logical shard and keeps the table of where each stands.
+
+    Pipelines are built when first asked for and bound to their row, so that drawing moves the row by itself.
+    """
+
+    def __init__(self, recipe: Recipe, schema: Schema) -> None:
+        self._recipe, self._schema = recipe, schema
+        self.table = schema.fresh_table(recipe.num_logical_shards)
+        self._built: dict[int, Node[Any]] = {}
+        self._live: list[Node[Any] | None] = [None] * recipe.num_logical_shards
+
+    def load(self, table: Ints) -> None:
+        """Go on from the rows of ``table``, a copy of which is kept."""
+        self.table[:] = table
+        self._live = [None] * len(table)
+
+    def take(self, turn: Turn) -> tuple[list[Any], Ints]:
+        """The samples of one micro batch and the rows of the shards that it visited, ``int64[M, columns]``, a copy."""
+        if turn.numbers is None:
+            samples = [self._draw(shard) for shard in turn.shards]
+            self.table[turn.index, SAMPLES] += turn.counts
+        else:
+            samples = [self._fetch(*pick) for pick in zip(turn.shards, turn.numbers, turn.is_real, strict=True)]
+        return samples, np.array(self.table[turn.index])
+
+    def skip(self, shard: int, num_samples: int) -> None:
+        """Leave out samples of a shard, in constant time where its pipeline knows how many an epoch has."""
+        self.table[shard, SAMPLES] += num_samples
+        while num_samples:
+            node = self._live[shard]
+            if node is None:
+                node = self._wake(shard)
+            end = node.epoch_end(self._slots(shard)[None], np.array([shard]))
+            if end is None:
+                self._draw(shard)
+                num_samples -= 1
+                continue
+            step = min(num_samples, int(end[0][0]))
+            node.skip(step)
+            num_samples -= step
+            if num_samples:
+                self._slots(shard)[:] = end[1][0]
+                self._live[shard] = None
+
+    def count_to_epoch_end(self, shard: int) -> tuple[int, Ints]:
+        """How many samples a shard has left in its epoch, and the slots at which the next begins, found by drawing them."""
+        node, row = self._recipe.build(shard), self._slots(shard).copy()
+        node.bind(row.data)
+        num_samples = 0
+        try:
+            while True:
+                node.next()
+                num_samples += 1
+        except StopIteration:
+            return num_samples, row
+
+    def _slots(self, shard: int) -> Ints:
+        return self.table[shard, FIRST_SLOT:]
+
+    def _draw(self, shard: int) -> Any:
+        node = self._live[shard]
+        if node is None:
+            node = self._wake(shard)
+        try:
+            return node.next()
+        except StopIteration:
+            if not self._recipe.repeat:
+                raise Exhausted from None
+            return self._draw_from_next_epoch(shard, node)
+        except Exception as error:
+            error.add_note(f"in the pipeline of logical shard {shard}")
+            raise
+
+    def _draw_from_next_epoch(self, shard: int, node: Node[Any]) -> Any:
+        for _ in range(2):
+            node.bind(node.position)
+            try:
+                return node.next()
+            except StopIteration:
+                continue
+        raise DataStateError(
+            f"Logical shard {shard} of {self._recipe.num_logical_shards} yielded no sample in two whole epochs: all of its "
+            f"rows were filtered out, or it has none. Use fewer logical shards, more data, or a filter that keeps some of it."
+        )
+
+    def _fetch(self, shard: int, number: int, is_real: bool) -> Any:
+        """Sample ``number`` of a shard that another process may have served since our row of it was current."""
+        if not is_real:
+            return self._first(shard)
+        self.skip(shard, number - int(self.table[shard, SAMPLES]))
+        sample = self._draw(shard)
+        self.table[shard, SAMPLES] += 1
+        return sample
+
+    def _first(self, shard: int) -> Any:
+        """The first sample of a shard in the run, without a trace in the table: what fills an epoch's last batch.
+
+        It can be had from any position, and is the same in every topology. The shard has samples, if not in the first epoch.
+        """
+        node = self._recipe.build(shard)
+        node.reset(None)
+        while True:
+            try:
+                return node.next()
+            except StopIteration:
+                node.bind(node.position)
+
+    def _wake(self, shard: int) -> Node[Any]:
+        node = self._built.get(shard)
+        if node is None:
+            node = self._built[shard] = self._recipe.build(shard)
+            if node.fields != self._schema.root.fields:
+                raise TypeError(
+                    f"The pipeline of logical shard {shard} has the state {[f.key for f in node.fields]}, the first one has "
+                    f"{[f.key for f in self._schema.root.fields]}. Paths, dtypes and shapes are the same for every shard."
+                )
+        node.bind(self._slots(shard).data)
+        self._live[shard] = node
+        return node

@@ -1,0 +1,208 @@
+"""A stream's state as the nested dict that goes into a checkpoint, and back.
+
+    {"shards": {path: a tensor with N rows}, counts of the run: int, "sources", "pipeline", "fields": JSON strings}
+
+The shapes on disk depend on N alone. In memory a table is one of three forms that are interchangeable there: a plain
+tensor where one process owns all rows, a `DTensor` over the dp mesh where W divides N, else plain tensors with all rows,
+gathered. Source: DESIGN, "State in the checkpoint".
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from rescale_data.clock import Clock
+from rescale_data.errors import DataStateError
+from rescale_data.nodes.differences import differences
+from rescale_data.nodes.recipe import DEALT, SAMPLES, STAMP, UNDEALT
+from rescale_data.nodes.stream import Stream
+from rescale_data.state import Ints, from_tensors, to_tensors
+
+VERSION = 1
+INTS = (
+    "samples",
+    "origin",
+    "step",
+    "epoch",
+    "global_batch_size",
+    "micro_batch_size",
+    "dp_world_size",
+    "num_logical_shards",
+    "seed",
+    "version",
+)
+STRINGS = ("sources", "pipeline", "fields")
+
+
+def state_dict(stream: Stream) -> dict[str, Any]:
+    """The state, each rank with the rows that it owns where W divides N; else collective over the dp ranks."""
+    refuse_simulated(stream, "state_dict")
+    layout, ranks = stream.layout, stream.ranks
+    in_blocks = ranks.mesh is not None and layout.num_logical_shards % ranks.world_size == 0
+    if not in_blocks or stream.rows_are_dealt:
+        return full_state_dict(stream)
+    block = layout.owned(ranks.rank)
+    shards = _tensors(stream, stream.table[block.start : block.stop])
+    return {
+        "shards": {key: ranks.shard(rows, layout.num_logical_shards) for key, rows in shards.items()},
+        **header(stream),
+    }
+
+
+def full_state_dict(stream: Stream) -> dict[str, Any]:
+    """The state with plain tensors of all N rows (collective over the dp ranks)."""
+    refuse_simulated(stream, "full_state_dict")
+    _require_same_batch(stream)
+    return {"shards": _tensors(stream, stream.ranks.merge(stream.table)), **header(stream)}
+
+
+def merged_state_dict(streams: Sequence[Stream]) -> dict[str, Any]:
+    """The state that simulated ranks, each with its rows, would save together: one stream of each dp rank."""
+    first = streams[0]
+    given = sorted(stream.ranks.rank for stream in streams)
+    if given != list(range(first.ranks.world_size)):
+        raise ValueError(
+            f"The loaders are those of the dp ranks {given}; give one of each of {first.ranks.world_size} ranks."
+        )
+    if any(header(stream) != header(first) for stream in streams):
+        raise ValueError("The loaders of the dp ranks stand at different batches. Take the same number from each.")
+    tables = np.stack([stream.table for stream in streams])
+    newest = tables[:, :, SAMPLES].argmax(axis=0)
+    return {"shards": _tensors(first, tables[newest, np.arange(len(newest))]), **header(first)}
+
+
+def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
+    """Go on from a state in either form; ``DataStateError`` where it does not fit, and then nothing has changed."""
+    missing = sorted({"shards", *INTS, *STRINGS} - set(state))
+    if missing:
+        raise DataStateError(
+            f"The state lacks {missing}. Give what loader.state_dict() returned, or DCP loaded into it."
+        )
+    require_fit(state, header(stream))
+    table = _table(stream, state["shards"], int(state["samples"]))
+    saved = (int(state["global_batch_size"]), int(state["dp_world_size"]), int(state["micro_batch_size"]))
+    clock = Clock(**{name: int(state[name]) for name in ("samples", "origin", "step", "epoch")})
+    loaded = clock.loaded(saved, stream.layout)
+    if stream.repeat and (table[:, DEALT] != UNDEALT).any():
+        loaded = clock.restarted(saved[0])  # an endless stream has no end of an epoch to be in the middle of
+    if loaded != clock or stream.repeat:
+        table[:, DEALT] = UNDEALT
+    if loaded != clock:
+        stream.ranks.log(
+            logging.WARNING,
+            "The state was saved with global_batch_size=%d, dp_world_size=%d, micro_batch_size=%d in the middle of a step, or "
+            "with another global batch: steps are counted anew from sample %d. Nothing is lost or repeated.",
+            *saved,
+            clock.samples,
+        )
+    stream.load(table, loaded)
+
+
+def header(stream: Stream) -> dict[str, Any]:
+    """All of the state but the table: the same on every rank."""
+    layout, clock, schema = stream.layout, stream.clock, stream.schema
+    return {
+        "samples": clock.samples,
+        "origin": clock.origin,
+        "step": clock.step,
+        "epoch": clock.epoch,
+        "global_batch_size": layout.global_batch_size,
+        "micro_batch_size": layout.micro_batch_size,
+        "dp_world_size": layout.dp_world_size,
+        "num_logical_shards": layout.num_logical_shards,
+        "seed": stream.seed,
+        "version": VERSION,
+        "sources": schema.sources_json,
+        "pipeline": schema.pipeline_json,
+        "fields": schema.fields_json,
+    }
+
+
+def require_fit(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """``DataStateError`` where a state belongs to another run: format, N, seed, fields, sources or pipeline."""
+    if saved["version"] != now["version"]:
+        raise DataStateError(
+            f"The state has format version {saved['version']}, this rescale_data reads version {now['version']}. Load it with "
+            f"the release that saved it."
+        )
+    for name, cure in _FIXED.items():
+        if saved[name] != now[name]:
+            raise DataStateError(
+                f"The state was saved with {name}={saved[name]}, the loader has {name}={now[name]}. {cure}"
+            )
+    for name, cure in _DESCRIBED.items():
+        found = differences(saved[name], now[name])
+        if found:
+            raise DataStateError(f"The {name} differ from those of the checkpoint: {'; '.join(found)}. {cure}")
+
+
+_FIXED = {
+    "num_logical_shards": "It is fixed for a whole run: build the loader with the saved one (the world size, the workers, the "
+    "micro batch and the global batch may all change).",
+    "seed": "Another seed is another order: build the loader with the saved one, or begin a new run.",
+}
+_DESCRIBED = {
+    "fields": "The pipeline keeps other state than the one that was saved: build the saved pipeline, or begin a new run.",
+    "sources": "Positions in other data mean other rows: restore the files, or begin a new run.",
+    "pipeline": "These parameters change the order or the content of the samples: use the saved ones, or begin a new run.",
+}
+
+
+def refuse_simulated(stream: Stream, method: str) -> None:
+    if stream.ranks.simulated:
+        raise ValueError(
+            f"{method}() needs the rows of all {stream.ranks.world_size} dp ranks, but there is no process group (dp_rank= and "
+            f"dp_world_size= were given). Use rescale_data.testing.full_state_dict(loaders) with the loaders of all ranks."
+        )
+
+
+def _require_same_batch(stream: Stream) -> None:
+    """Gathered rows all bear one stamp: so that ranks stand at the same batch has to be seen now (collective)."""
+    first, last = stream.ranks.extremes(stream.clock.samples)
+    if first != last:
+        raise DataStateError(
+            f"The ranks save at different batches, which no state can describe: dp rank {stream.ranks.rank} after "
+            f"{stream.clock.samples} samples, others between {first} and {last}. Save on all ranks after the same batch."
+        )
+
+
+def _tensors(stream: Stream, table: Ints) -> dict[str, torch.Tensor]:
+    stamp = torch.full((len(table),), stream.clock.samples, dtype=torch.int64)
+    return {STAMP.key: stamp, **to_tensors(stream.schema.fields, table)}
+
+
+def _table(stream: Stream, shards: Mapping[str, Any], samples: int) -> Ints:
+    """The table of a state, every value checked (collective where it holds `DTensor`s)."""
+    fields, n = stream.schema.fields, stream.layout.num_logical_shards
+    missing = sorted({field.key for field in (*fields, STAMP)} - set(shards))
+    if missing:
+        raise DataStateError(f"The table of the state lacks the fields {missing}.")
+    tensors = {field.key: _whole(shards[field.key]) for field in (*fields, STAMP)}
+    for field in (*fields, STAMP):
+        want, got = (
+            ((n, *(field.shape or ())), field.dtype),
+            (tuple(tensors[field.key].shape), tensors[field.key].dtype),
+        )
+        if got != want:
+            raise DataStateError(
+                f"The field {field.key!r} of the state has shape and dtype {got}; the pipeline has {want}."
+            )
+    stale = torch.nonzero(tensors[STAMP.key] != samples).flatten().tolist()
+    if stale:
+        raise DataStateError(
+            f"The rows of {len(stale)} of {n} logical shards (the first: {stale[:5]}) are not of sample {samples}, at which "
+            f"the state was saved: some rank did not save its rows, or ranks saved at different steps. Load another checkpoint."
+        )
+    return np.ascontiguousarray(from_tensors(fields, tensors))
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor):
+        raise DataStateError(f"A field of the state is a {type(tensor).__name__}, not a tensor.")
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

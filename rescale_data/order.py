@@ -1,0 +1,166 @@
+"""The order of rows: pure functions of (seed, epoch, logical shard, position), so that no order is ever stored.
+
+    rows of the source      | fragment 0 | fragment 1 | ... |        as they lie in the files
+    virtual rows            | fragment 7 | fragment 2 | ... |        fragments permuted, once an epoch
+    rows of a logical shard [i * R // N, (i + 1) * R // N)           a range of the virtual rows
+    as they are read        | window 0 | window 1 | ... |            rows permuted inside each window
+
+Random numbers come from the raw stream of Philox, which NumPy keeps the same across versions (it does not for the methods
+of `Generator`), keyed by a hash of all that the order depends on. Any change here is a breaking change of kind ORDER.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from rescale_data.state import Ints
+
+Words: TypeAlias = npt.NDArray[np.uint64]
+
+BLOCK = 1024
+"""Rows whose order is computed at once where there is no window."""
+
+_ROUNDS = 12
+_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+
+def random_words(num_words: int, label: str, *numbers: int) -> Words:
+    """``uint64[num_words]``, a function of the label and the numbers alone."""
+    text = "/".join((label, *(str(int(number)) for number in numbers)))
+    key = np.frombuffer(hashlib.blake2b(text.encode(), digest_size=16).digest(), dtype="<u8").astype(np.uint64)
+    return np.random.Philox(key=key).random_raw(num_words)
+
+
+def permutation(size: int, label: str, *numbers: int) -> Ints:
+    """A permutation of ``0 .. size - 1`` as ``int64[size]``."""
+    return np.argsort(random_words(size, label, *numbers), kind="stable")
+
+
+def encipher(index: Ints, size: int, label: str, *numbers: int) -> Ints:
+    """Where a keyed permutation of ``0 .. size - 1`` takes each index, without an array of that size.
+
+    A Feistel network over the next power of two, walked until it falls below ``size`` again (Black and Rogaway, "Ciphers
+    with arbitrary finite domains", 2002): fewer than two steps on average. ``size`` is at most 2**62.
+    """
+    keys = random_words(_ROUNDS, label, *numbers)
+    bits = max(2, (size - 1).bit_length())
+    word = _feistel(index.astype(np.uint64), bits, keys)
+    outside = np.flatnonzero(word >= size)
+    while len(outside):
+        word[outside] = _feistel(word[outside], bits, keys)
+        outside = outside[word[outside] >= size]
+    return word.astype(np.int64)
+
+
+def _feistel(word: Words, bits: int, keys: Words) -> Words:
+    low_bits = np.uint64(bits // 2)
+    low_mask, high_mask = (np.uint64((1 << width) - 1) for width in (bits // 2, bits - bits // 2))
+    low, high = word & low_mask, word >> low_bits
+    for high_key, low_key in keys.reshape(-1, 2):
+        high = high ^ (_mix(low + high_key) & high_mask)
+        low = low ^ (_mix(high + low_key) & low_mask)
+    return high << low_bits | low
+
+
+def _mix(word: Words) -> Words:
+    """The finalizer of splitmix64 (Steele, Lea and Flood, 2014)."""
+    word = (word ^ word >> np.uint64(30)) * _MULTIPLIERS[0]
+    word = (word ^ word >> np.uint64(27)) * _MULTIPLIERS[1]
+    return word ^ word >> np.uint64(31)
+
+
+def shard_starts(shards: Ints, num_rows: int, num_logical_shards: int) -> Ints:
+    """First virtual row of each logical shard; that of ``num_logical_shards`` is ``num_rows``."""
+    whole, rest = divmod(num_rows, num_logical_shards)
+    return shards * whole + shards * rest // num_logical_shards  # i * R // N without its overflow
+
+
+def shard_sizes(shards: Ints, num_rows: int, num_logical_shards: int) -> Ints:
+    """Rows of each logical shard in one epoch; they differ by at most one."""
+    return shard_starts(shards + 1, num_rows, num_logical_shards) - shard_starts(shards, num_rows, num_logical_shards)
+
+
+@dataclass(frozen=True)
+class FragmentOrder:
+    """The fragments of a source in the order of one epoch.
+
+    Args:
+        virtual: ``int64[F + 1]``, the first virtual row of each, and the number of rows.
+        first: ``int64[F]``, the row of the source at which each begins.
+    """
+
+    virtual: Ints
+    first: Ints
+
+    @property
+    def nbytes(self) -> int:
+        return self.virtual.nbytes + self.first.nbytes
+
+    def rows(self, virtual: Ints) -> Ints:
+        """Rows of the source at the given virtual rows."""
+        at = np.searchsorted(self.virtual, virtual, side="right") - 1
+        return self.first[at] + (virtual - self.virtual[at])
+
+
+def fragment_order(fragments: Ints, seed: int, epoch: int) -> FragmentOrder:
+    """The fragments, given by their first rows and the number of rows, as the epoch permutes them."""
+    order = permutation(len(fragments) - 1, "fragments", seed, epoch)
+    virtual = np.concatenate([[0], np.cumsum(np.diff(fragments)[order])])
+    return FragmentOrder(virtual, fragments[:-1][order])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardOrder:
+    """The order in which one logical shard reads its rows.
+
+    Args:
+        num_rows: R, of the source.
+        shard, num_logical_shards, seed: Of the shard.
+        window: Rows that are permuted among themselves; 0 keeps the order of the files.
+        full: One permutation of all rows of the source in place of fragments and windows.
+    """
+
+    num_rows: int
+    shard: int
+    num_logical_shards: int
+    seed: int
+    window: int
+    full: bool = False
+
+    @property
+    def start(self) -> int:
+        return self.shard * self.num_rows // self.num_logical_shards
+
+    @property
+    def size(self) -> int:
+        return (self.shard + 1) * self.num_rows // self.num_logical_shards - self.start
+
+    def span(self, row: int) -> tuple[int, int]:
+        """The range of the shard's rows around ``row`` whose order is computed together."""
+        width = self.window or BLOCK
+        first = row - row % width
+        return first, min(first + width, self.size)
+
+    def ends(self, row: int, fragments: FragmentOrder | None) -> list[int]:
+        """First and last of the rows of the source that lie around ``row``; none at the end of the shard."""
+        if row >= self.size:
+            return []
+        first, stop = self.span(row)
+        virtual = np.array([self.start + first, self.start + stop - 1], dtype=np.int64)
+        return (virtual if fragments is None else fragments.rows(virtual)).tolist()
+
+    def rows(self, epoch: int, row: int, fragments: FragmentOrder | None) -> Ints:
+        """Rows of the source in the order in which ``span(row)`` is read; ``fragments`` is `None` for their own order."""
+        first, stop = self.span(row)
+        virtual = np.arange(self.start + first, self.start + stop, dtype=np.int64)
+        if self.full:
+            return encipher(virtual, self.num_rows, "full", self.seed, epoch)
+        if self.window:
+            window = first // self.window
+            virtual = virtual[permutation(stop - first, "window", self.seed, epoch, self.shard, window)]
+        return virtual if fragments is None else fragments.rows(virtual)

@@ -1,0 +1,62 @@
+"""Who is missing when a collective fails: gloo says that some peer is gone, not which rank."""
+
+from __future__ import annotations
+
+import time
+
+import torch.distributed as dist
+
+_GRACE = 10.0
+"""Seconds that slower ranks are given after a connection broke, so that only those that never come are named."""
+
+
+class RollCall:
+    """Each rank notes in the group's store how many collectives it has come to.
+
+    Args:
+        group: The group whose collectives are counted.
+        ranks: Names of its members in the order of the group.
+        timeout: Seconds that a rank may keep the others waiting.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, ranks: list[int], timeout: float) -> None:
+        self._store = group.get_group_store()
+        self._me, self._ranks, self._timeout = ranks[group.rank()], ranks, timeout
+        self._came = 0
+        self._note()
+
+    def come(self) -> float:
+        """Say that this rank has come to the next collective; when the others must have, as `time.monotonic`."""
+        self._came += 1
+        self._note()
+        return time.monotonic() + self._timeout
+
+    def failure(self, error: RuntimeError, deadline: float) -> RuntimeError:
+        """What to raise in place of ``error``: a message that names the ranks which did not come."""
+        end = min(deadline, time.monotonic() + _GRACE)
+        while (missing := self._missing()) and time.monotonic() < end:
+            time.sleep(0.1)
+        if missing is None:
+            who = "and the process that holds the store (rank 0 of the job) cannot be reached either"
+        elif missing:
+            who = f"because the ranks {missing} did not come: they died, or went another way in your program"
+        else:
+            who = "although all ranks came: the network failed"
+        return RuntimeError(
+            f"A collective of the data loader failed on rank {self._me} after at most {self._timeout:g} s, {who}. State that "
+            f"was saved is whole; restart from it. (gloo: {error})"
+        )
+
+    def _note(self) -> None:
+        self._store.set(_key(self._me), str(self._came))
+
+    def _missing(self) -> list[int] | None:
+        """Ranks that are behind this one; `None` where the store is gone."""
+        try:
+            return [rank for rank in self._ranks if int(self._store.get(_key(rank))) < self._came]
+        except (RuntimeError, dist.DistError):
+            return None
+
+
+def _key(rank: int) -> str:
+    return f"rescale_data/came/{rank}"

@@ -1,0 +1,10 @@
+"""Names for pyarrow's classes, which carry no types: they say what is meant, and check nothing."""
+
+from typing import Any, TypeAlias
+
+ArrowArray: TypeAlias = Any
+ArrowBuffer: TypeAlias = Any
+ArrowFile: TypeAlias = Any
+ArrowSchema: TypeAlias = Any
+ArrowTable: TypeAlias = Any
+ArrowType: TypeAlias = Any

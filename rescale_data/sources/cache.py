@@ -1,0 +1,209 @@
+"""What a process keeps decoded: one LRU with a byte budget, whatever the number of sources, shards and files."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from rescale_data.sources.source import Source
+
+V = TypeVar("V", bound="Sized")
+
+DEFAULT_BYTES = 2**30
+_owners = itertools.count()
+_warned: set[int] = set()
+_log = logging.getLogger("rescale_data")
+
+
+class Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Budgeted(Protocol):
+    @property
+    def cache_bytes(self) -> int: ...
+
+
+@runtime_checkable
+class Decoded(Protocol):
+    """A source whose fragments take memory."""
+
+    @property
+    def cache_bytes(self) -> int: ...
+
+    @property
+    def fragment_bytes(self) -> int:
+        """Bytes of the median fragment when it is decoded, as far as the footers tell."""
+        ...
+
+
+class Cache:
+    """Least recently used first out, until the rest fits the budget; safe under threads.
+
+    The budget is the largest `cache_bytes` of the sources that are alive. One entry that is larger still
+    is kept while it is in use, with an eighth of its size for what is made from it: a fragment that exceeds the budget is
+    decoded once and not once a window.
+    """
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
+        self._budgeted: weakref.WeakSet[Budgeted] = weakref.WeakSet()
+        self._lock = threading.RLock()  # a finalizer may run inside any of the methods
+        self.nbytes = 0
+
+    @property
+    def budget(self) -> int:
+        return max((source.cache_bytes for source in self._budgeted), default=DEFAULT_BYTES)
+
+    def register(self, source: Budgeted) -> None:
+        """Count the budget of a source while it is alive."""
+        with self._lock:
+            self._budgeted.add(source)
+
+    def get(self, key: Hashable) -> Any:
+        """The value at ``key``, or `None`."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                return None
+            self._entries.move_to_end(key)
+            return entry[0]
+
+    def put(self, key: Hashable, value: Sized) -> None:
+        """Keep ``value`` in place of what was at ``key``."""
+        size = value.nbytes
+        with self._lock:
+            self._pop(key)
+            self._entries[key] = value, size
+            self.nbytes += size
+            self._shrink()
+
+    def make(self, key: Hashable, maker: Callable[[], V]) -> V:
+        """The value at ``key``, made where there is none."""
+        value = self.get(key)
+        if value is None:
+            value = maker()
+            self.put(key, value)
+        return value
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._entries.clear()
+            self.nbytes = 0
+
+    def drop(self, owner: int) -> None:
+        """Forget the entries whose key is a tuple that begins with ``owner``."""
+        with self._lock:
+            for key in [key for key in self._entries if isinstance(key, tuple) and key[0] == owner]:
+                self._pop(key)
+
+    def _pop(self, key: Hashable) -> None:
+        _, size = self._entries.pop(key, (None, 0))
+        self.nbytes -= size
+
+    def _shrink(self) -> None:
+        budget = self.budget
+        if self.nbytes <= budget:
+            return
+        limit = max(budget, max(size for _, size in self._entries.values()) * 9 // 8)
+        while self.nbytes > limit and len(self._entries) > 1:
+            self._pop(next(iter(self._entries)))
+
+
+class Handles:
+    """The files that a process keeps open, the least recently used closed first.
+
+    Whoever still reads from one that has been dropped here holds a reference, and so may finish.
+    """
+
+    def __init__(self, limit: int = 64) -> None:
+        self._limit = limit
+        self._open: OrderedDict[Hashable, Any] = OrderedDict()
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def make(self, key: Hashable, opener: Callable[[], Any]) -> Any:
+        """The handle at ``key``, opened where there is none."""
+        with self._lock:
+            handle = self._open.pop(key, None)
+            self._open[key] = handle = opener() if handle is None else handle
+            while len(self._open) > self._limit:
+                self._open.popitem(last=False)
+            return handle
+
+    def drop(self, owner: int) -> None:
+        """Close what belongs to an owner."""
+        with self._lock:
+            for key in [key for key in self._open if isinstance(key, tuple) and key[0] == owner]:
+                del self._open[key]
+
+
+_cache = Cache()
+_handles = Handles()
+_owner_of: dict[int, int] = {}
+
+
+def cache() -> Cache:
+    """The cache of this process."""
+    return _cache
+
+
+def handles() -> Handles:
+    """The open files of this process."""
+    return _handles
+
+
+def owner_of(thing: object) -> int:
+    """The first element of the keys that belong to an object, whose entries go when it does."""
+    owner = _owner_of.get(id(thing))
+    if owner is None:
+        owner = _owner_of[id(thing)] = next(_owners)
+        weakref.finalize(thing, _forget, id(thing)).atexit = False
+    return owner
+
+
+def _forget(identity: int) -> None:
+    owner = _owner_of.pop(identity)
+    _cache.drop(owner)
+    _handles.drop(owner)
+
+
+def _renew() -> None:
+    """A forked child starts empty: the lock may have been held, and open files share their position."""
+    global _cache, _handles
+    _cache, _handles = Cache(), Handles()
+
+
+os.register_at_fork(after_in_child=_renew)
+
+
+def warn_if_thrashing(source: Source, owned_shards: int) -> None:
+    """Warn, once a source, where one process visits more fragments in turn than its cache holds.
+
+    Args:
+        source: Nothing is said of one without fragments.
+        owned_shards: Logical shards that this process runs.
+    """
+    if not isinstance(source, Decoded) or source.fragments is None:
+        return
+    needed, times = owned_shards * source.fragment_bytes, source.num_rows // max(1, len(source.fragments) - 1)
+    if needed <= source.cache_bytes or times < 2 or owner_of(source) in _warned:
+        return
+    _warned.add(owner_of(source))
+    _log.warning(
+        "%s: this process visits %d logical shards in turn, whose fragments of about %d bytes take %d bytes, and cache_bytes "
+        "is %d. Fragments are then decoded again at each visit, up to %d times an epoch (their rows; less under a TokenPacker, "
+        "which takes many at a visit). Give cache_bytes=%d, run fewer shards in a process (a smaller num_logical_shards, more "
+        "ranks or workers), or write smaller row groups or record batches.",
+        source.name, owned_shards, source.fragment_bytes, needed, source.cache_bytes, times, needed,
+    )  # fmt: skip

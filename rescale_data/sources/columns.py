@@ -1,0 +1,145 @@
+"""One decoded column of one fragment: Arrow arrays in, NumPy arrays and Python values out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow.types as kinds
+
+from rescale_data.sources.arrow_types import ArrowArray, ArrowSchema, ArrowTable, ArrowType
+from rescale_data.sources.source import Tokens
+
+
+class NullValueError(ValueError):
+    """A list of numbers has a hole, which no array of numbers can show; carries the row in the fragment."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__(row)
+        self.row = row
+
+
+class Column(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+    def value(self, row: int) -> Any:
+        """A copy that the caller owns; `NullValueError` where a list of numbers has a null in it."""
+        ...
+
+
+class NumberLists:
+    """Lists of numbers as flat values and offsets."""
+
+    def __init__(self, lists: Tokens) -> None:
+        self._lists = lists
+        self.nbytes = lists.nbytes
+
+    def value(self, row: int) -> Any:
+        start, stop = self._lists.offsets[row : row + 2]
+        return self._lists.values[start:stop].copy()
+
+
+class NullableLists:
+    """Lists of numbers of which some are null, or have nulls in them."""
+
+    def __init__(self, array: ArrowArray) -> None:
+        self._array = array
+        self.nbytes = array.nbytes
+
+    def value(self, row: int) -> Any:
+        scalar = self._array[row]
+        if not scalar.is_valid:
+            return None
+        if scalar.values.null_count:
+            raise NullValueError(row)
+        return np.array(scalar.values.to_numpy(zero_copy_only=False))
+
+
+class Values:
+    """Anything else, as the Python value that Arrow makes of it."""
+
+    def __init__(self, array: ArrowArray) -> None:
+        self._array: Any = array.combine_chunks() if array.num_chunks != 1 else array.chunk(0)
+        self.nbytes = array.nbytes
+
+    def value(self, row: int) -> Any:
+        return self._array[row].as_py()
+
+
+class Fragment:
+    """The decoded columns of one fragment."""
+
+    def __init__(self, table: ArrowTable) -> None:
+        self._columns = {name: decode(table.column(name)) for name in table.column_names}
+        self.nbytes = sum(column.nbytes for column in self._columns.values())
+
+    def row(self, index: int) -> dict[str, Any]:
+        return {name: column.value(index) for name, column in self._columns.items()}
+
+
+def decode(array: ArrowArray) -> Column:
+    if not is_number_list(array.type):
+        return Values(array)
+    lists = flat_lists(array)
+    return NullableLists(array) if lists is None else NumberLists(lists)
+
+
+def token_lists(array: ArrowArray) -> Tokens:
+    """A column of lists of integers as flat values and offsets; `NullValueError` at the first null."""
+    lists = flat_lists(array)
+    if lists is None:
+        raise NullValueError(_first_null(array))
+    return lists
+
+
+def flat_lists(array: ArrowArray) -> Tokens | None:
+    """Lists of numbers as flat values and offsets, without a copy where there is one chunk; `None` if any is null."""
+    parts = [_flat(chunk) for chunk in array.chunks]
+    whole = [part for part in parts if part is not None]
+    if len(whole) < len(parts):
+        return None
+    if len(whole) == 1:
+        return whole[0]
+    if not whole:
+        return Tokens(np.zeros(0, np.int64), np.zeros(1, np.int64))
+    lengths = np.concatenate([np.diff(part.offsets) for part in whole])
+    return Tokens(np.concatenate([part.values for part in whole]), np.concatenate([[0], np.cumsum(lengths)]))
+
+
+def _flat(chunk: Any) -> Tokens | None:
+    if kinds.is_fixed_size_list(chunk.type):
+        size = chunk.type.list_size
+        offsets = np.arange(len(chunk) + 1, dtype=np.int64) * size
+        values = chunk.values[chunk.offset * size : (chunk.offset + len(chunk)) * size]
+    else:
+        offsets = chunk.offsets.to_numpy().astype(np.int64)
+        values = chunk.values[offsets[0] : offsets[-1]]
+        offsets -= offsets[0]
+    if chunk.null_count or values.null_count:
+        return None
+    return Tokens(values.to_numpy(zero_copy_only=False), offsets)
+
+
+def _first_null(array: ArrowArray) -> int:
+    return next(i for i, scalar in enumerate(array) if not scalar.is_valid or scalar.values.null_count)
+
+
+def is_number_list(kind: ArrowType) -> bool:
+    return _is_list(kind) and (kinds.is_integer(kind.value_type) or kinds.is_floating(kind.value_type))
+
+
+def is_token_list(kind: ArrowType) -> bool:
+    return _is_list(kind) and kinds.is_integer(kind.value_type)
+
+
+def _is_list(kind: ArrowType) -> bool:
+    return kinds.is_list(kind) or kinds.is_large_list(kind) or kinds.is_fixed_size_list(kind)
+
+
+def check_columns(schema: ArrowSchema, columns: Sequence[str], where: str) -> None:
+    """``ValueError`` that names the first missing column, and those that there are."""
+    for column in columns:
+        if column not in schema.names:
+            raise ValueError(f"{where} has no column {column!r}. It has {', '.join(map(repr, schema.names))}.")

@@ -1,0 +1,168 @@
+"""Where the record batches of an Arrow IPC file are and how many rows each has, without reading their data.
+
+pyarrow tells neither: a footer holds the places of the batches but not their row counts, and to ask a reader for one
+is to read, and to decompress, all of a batch. So this walks the metadata itself, which is FlatBuffers:
+https://arrow.apache.org/docs/format/Columnar.html (File.fbs, Message.fbs). All messages of a file are walked at once,
+as arrays of places.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from rescale_data.sources.arrow_types import ArrowSchema
+from rescale_data.sources.ranges import Ranges
+from rescale_data.state import Ints
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+MAGIC = b"ARROW1"
+_FOOTER_RECORD_BATCHES = 3
+_MESSAGE_TYPE, _MESSAGE_HEADER, _MESSAGE_BODY = 1, 2, 3
+_BATCH_ROWS, _BATCH_NODES, _BATCH_BUFFERS, _BATCH_COMPRESSION = 0, 1, 2, 3
+_RECORD_BATCH = 3
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The record batches of a file, ``int64[B]`` each: where its message begins, and the bytes of metadata and of body."""
+
+    offset: Ints
+    metadata: Ints
+    body: Ints
+
+    def __len__(self) -> int:
+        return len(self.offset)
+
+    def __getitem__(self, part: slice) -> Blocks:
+        return Blocks(self.offset[part], self.metadata[part], self.body[part])
+
+    @property
+    def stop(self) -> Ints:
+        return self.offset + self.metadata + self.body
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """Offset and length of the bytes from the first to the last."""
+        return int(self.offset[0]), int(self.stop[-1] - self.offset[0])
+
+
+def is_file_format(file: Ranges) -> bool:
+    """Whether this is the file format, which has a footer, and not the stream format."""
+    return file.read(0, len(MAGIC)).to_pybytes() == MAGIC
+
+
+def read_blocks(file: Ranges) -> Blocks:
+    """The record batches of a file in either format; ``ValueError`` where it was cut off."""
+    blocks = _file_blocks(file) if is_file_format(file) else _stream_blocks(file)
+    if len(blocks) and int(blocks.stop.max()) > file.size:
+        raise ValueError(f"it ends before its record batches do, at byte {file.size} of {int(blocks.stop.max())}")
+    return blocks
+
+
+def read_schema(file: Ranges, blocks: Blocks) -> ArrowSchema:
+    """The schema, which lies before the first batch."""
+    start = 8 if is_file_format(file) else 0
+    stop = int(blocks.offset[0]) if len(blocks) else file.size
+    return pa.ipc.read_schema(file.read(start, stop - start))
+
+
+def read_rows(file: Ranges, blocks: Blocks) -> Ints:
+    """``int64[B]``, the rows of each batch; only the metadata is read."""
+    headers = [file.read(a, n) for a, n in zip(blocks.offset.tolist(), blocks.metadata.tolist(), strict=True)]
+    data = np.frombuffer(b"".join(headers), dtype=np.uint8)
+    starts = np.cumsum(blocks.metadata) - blocks.metadata
+    batch = record_batches(data, starts)
+    return row_counts(data, batch)
+
+
+def record_batches(data: Bytes, starts: Ints) -> Ints:
+    """Where the RecordBatch tables of the messages at ``starts`` are."""
+    marked = _number(data, starts, "<i4") == -1  # messages from before Arrow 0.15 have no continuation mark
+    root = starts + np.where(marked, 8, 4)
+    message = root + _number(data, root, "<i4")
+    if (_value(data, _field(data, message, _MESSAGE_TYPE), "<u1") != _RECORD_BATCH).any():
+        raise ValueError("a block of its footer is not a record batch")
+    return _follow(data, _field(data, message, _MESSAGE_HEADER))
+
+
+def is_compressed(data: Bytes, batches: Ints) -> bool:
+    """Whether any of the RecordBatch tables says so."""
+    return bool(_field(data, batches, _BATCH_COMPRESSION).any())
+
+
+def null_counts(data: Bytes, batches: Ints, node: int) -> Ints:
+    """Nulls of one column in each batch."""
+    return _number(data, _follow(data, _field(data, batches, _BATCH_NODES)) + 4 + 16 * node + 8, "<i8")
+
+
+def row_counts(data: Bytes, batches: Ints) -> Ints:
+    return _value(data, _field(data, batches, _BATCH_ROWS), "<i8")
+
+
+def buffers(data: Bytes, batches: Ints, buffer: int) -> Ints:
+    """Where one buffer of each batch begins in its body."""
+    return _number(data, _follow(data, _field(data, batches, _BATCH_BUFFERS)) + 4 + 16 * buffer, "<i8")
+
+
+def _file_blocks(file: Ranges) -> Blocks:
+    size = file.size
+    length, magic = struct.unpack("<i6s", file.read(max(0, size - 10), 10).to_pybytes().rjust(10, b"\0"))
+    if magic != MAGIC or not 0 < length < size:
+        raise ValueError("it has no footer at its end")
+    data = np.frombuffer(file.read(size - 10 - length, length), dtype=np.uint8)
+    footer = _number(data, np.zeros(1, np.int64), "<i4")
+    vector = _follow(data, _field(data, footer, _FOOTER_RECORD_BATCHES))
+    first, count = int(vector[0]) + 4, int(_number(data, vector, "<i4")[0])
+    kind = np.dtype([("offset", "<i8"), ("metadata", "<i4"), ("", "<i4"), ("body", "<i8")])
+    table = np.frombuffer(data[first : first + count * kind.itemsize].tobytes(), dtype=kind)
+    return Blocks(*(table[name].astype(np.int64) for name in ("offset", "metadata", "body")))
+
+
+def _stream_blocks(file: Ranges) -> Blocks:
+    at, size = 0, file.size
+    found: list[tuple[int, int, int]] = []
+    while at + 8 <= size:
+        mark, length = struct.unpack("<ii", file.read(at, 8))
+        prefix, length = (8, length) if mark == -1 else (4, mark)
+        if length == 0:
+            break
+        data = np.frombuffer(file.read(at + prefix, max(0, length)), dtype=np.uint8)
+        if not 0 < length <= len(data):
+            raise ValueError(f"it ends in the middle of a message, or is no Arrow IPC stream, at byte {at}")
+        message = _number(data, np.zeros(1, np.int64), "<i4")
+        body = int(_value(data, _field(data, message, _MESSAGE_BODY), "<i8")[0])
+        if _value(data, _field(data, message, _MESSAGE_TYPE), "<u1")[0] == _RECORD_BATCH:
+            found.append((at, prefix + length, body))
+        at += prefix + length + body
+    return Blocks(*np.array(found, dtype=np.int64).reshape(-1, 3).T)
+
+
+def _number(data: Bytes, at: Ints, kind: str) -> Ints:
+    """The numbers at the given places."""
+    width = np.dtype(kind).itemsize
+    raw = data[np.minimum(at[:, None] + np.arange(width), len(data) - 1)]
+    return np.ascontiguousarray(raw).view(kind)[:, 0].astype(np.int64)
+
+
+def _value(data: Bytes, field: Ints, kind: str) -> Ints:
+    """The numbers in the given fields, 0 in those that have been left out."""
+    return np.where(field > 0, _number(data, field, kind), 0)
+
+
+def _field(data: Bytes, table: Ints, slot: int) -> Ints:
+    """Where a field of each table is, 0 where it has been left out."""
+    vtable = table - _number(data, table, "<i4")
+    inside = 4 + 2 * slot < _number(data, vtable, "<u2")
+    offset = np.where(inside, _number(data, vtable + 4 + 2 * slot, "<u2"), 0)
+    return np.where(offset > 0, table + offset, 0)
+
+
+def _follow(data: Bytes, at: Ints) -> Ints:
+    return at + _number(data, at, "<i4")

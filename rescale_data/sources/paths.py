@@ -1,0 +1,128 @@
+"""From what a user gives (a glob, a folder, a list, a URL) to files in the same order on every machine."""
+
+from __future__ import annotations
+
+import glob
+import os
+import posixpath
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import pyarrow as pa
+
+from rescale_data.sources.arrow_types import ArrowFile
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+Paths: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of a source, sorted by path.
+
+    Args:
+        root: The folder above all of them.
+        names: Paths from the root, with forward slashes.
+        sizes: Bytes of each.
+        filesystem: Of fsspec; `None` for the local one.
+    """
+
+    root: str
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    filesystem: AbstractFileSystem | None = None
+
+    def path(self, file: int) -> str:
+        return posixpath.join(self.root, self.names[file])
+
+    def open(self, file: int) -> ArrowFile:
+        """The file, to be read at random."""
+        if self.filesystem is None:
+            return pa.OSFile(self.path(file), "rb")
+        return pa.PythonFile(self.filesystem.open(self.path(file), "rb"), mode="r")
+
+
+def find(paths: Paths, suffixes: Sequence[str], storage_options: Mapping[str, Any] | None = None) -> Files:
+    """The files that ``paths`` stands for.
+
+    Args:
+        paths: A glob (``**`` for any folders), a folder (all files below it that end in one of ``suffixes``, except names
+            that begin with a dot or an underscore), a file, or a list of these; each local or any fsspec URL.
+        suffixes: What a file in a folder must end in.
+        storage_options: For the fsspec filesystem.
+
+    Raises:
+        FileNotFoundError: One of the paths stands for no file.
+    """
+    given = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    if not given:
+        raise FileNotFoundError("No paths were given: give a glob, a folder or a list of files.")
+    remote = [path for path in given if "://" in path]
+    if not remote:
+        return _files({path: size for item in given for path, size in _local(item, suffixes)}, None)
+    if len(remote) != len(given):
+        raise ValueError(f"Local paths and URLs in one list, {given}: give a source for each.")
+    return _remote(given, suffixes, storage_options or {})
+
+
+def _files(sizes: Mapping[str, int], filesystem: AbstractFileSystem | None) -> Files:
+    root = posixpath.commonpath([posixpath.dirname(path) for path in sizes])
+    by_name = {posixpath.relpath(path, root): size for path, size in sizes.items()}
+    names = tuple(sorted(by_name))
+    return Files(root, names, tuple(by_name[name] for name in names), filesystem)
+
+
+def _local(given: str, suffixes: Sequence[str]) -> list[tuple[str, int]]:
+    path = os.path.abspath(os.path.expanduser(given))
+    if os.path.isdir(path):
+        found = _wanted((os.path.join(d, name) for d, _, names in os.walk(path) for name in names), path, suffixes)
+    elif os.path.exists(path):
+        found = [path]
+    else:
+        found = [match for match in glob.glob(path, recursive=True) if os.path.isfile(match)]
+    _refuse_none(found, given, suffixes, os.path.isdir(path))
+    return [(Path(match).as_posix(), os.path.getsize(match)) for match in found]
+
+
+def _remote(given: Sequence[str], suffixes: Sequence[str], options: Mapping[str, Any]) -> Files:
+    from fsspec.core import url_to_fs  # not needed for local files
+
+    sizes: dict[str, int] = {}
+    filesystem: Any = None
+    for url in given:
+        filesystem, path = url_to_fs(url, **options)
+        folder = filesystem.isdir(path)
+        found: dict[str, Any]
+        if folder:
+            found = filesystem.find(path, detail=True)
+            found = {match: found[match] for match in _wanted(found, path, suffixes)}
+        elif glob.has_magic(path):
+            found = {m: info for m, info in filesystem.glob(path, detail=True).items() if info["type"] == "file"}
+        else:
+            found = {path: filesystem.info(path)} if filesystem.exists(path) else {}
+        _refuse_none(found, url, suffixes, folder)
+        sizes.update((match, int(info["size"])) for match, info in found.items())
+    return _files(sizes, filesystem)
+
+
+def _wanted(paths: Iterable[str], root: str, suffixes: Sequence[str]) -> list[str]:
+    """Those with one of the suffixes and no hidden part below the root."""
+    below = len(root.rstrip("/")) + 1
+    return [
+        path
+        for path in paths
+        if path.endswith(tuple(suffixes)) and not any(part.startswith((".", "_")) for part in Path(path[below:]).parts)
+    ]
+
+
+def _refuse_none(found: Iterable[str], given: str, suffixes: Sequence[str], folder: bool) -> None:
+    if not list(found):
+        what = f"is a folder without files that end in {', '.join(suffixes)}" if folder else "matches no file"
+        raise FileNotFoundError(
+            f"{given!r} {what} (seen from {os.getcwd()}). Give a glob such as 'corpus/*{suffixes[0]}' in quotes, a folder, "
+            f"a list of files, or an fsspec URL."
+        )

@@ -1,0 +1,88 @@
+"""Files of which ranges of bytes are read: mapped into memory where they are local, else asked for range by range."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import weakref
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from rescale_data.sources.arrow_types import ArrowBuffer
+from rescale_data.sources.paths import Files
+
+
+class Ranges(Protocol):
+    @property
+    def size(self) -> int: ...
+
+    def read(self, offset: int, length: int) -> ArrowBuffer:
+        """The bytes from ``offset`` on, less where the file ends."""
+        ...
+
+    def whole(self) -> Any:
+        """The file as pyarrow takes it."""
+        ...
+
+    def release_with(self, user: object, data: ArrowBuffer) -> None:
+        """Take what was read out of the process's memory when ``user`` is gone."""
+        ...
+
+
+class Mapped:
+    """A local file. Nothing is copied, and the page cache of the machine serves all of its processes."""
+
+    def __init__(self, path: str) -> None:
+        with pa.memory_map(path) as file:  # what was read keeps the mapping, but no file descriptor
+            self._buffer = file.read_buffer()
+
+    @property
+    def size(self) -> int:
+        return self._buffer.size
+
+    def read(self, offset: int, length: int) -> ArrowBuffer:
+        return self._buffer.slice(offset, max(0, min(length, self.size - offset)))
+
+    def whole(self) -> Any:
+        return self._buffer
+
+    def release_with(self, user: object, data: ArrowBuffer) -> None:
+        weakref.finalize(user, _drop_pages, data).atexit = False
+
+
+class Remote:
+    """A file of an fsspec filesystem."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    @property
+    def size(self) -> int:
+        return self._file.size()
+
+    def read(self, offset: int, length: int) -> ArrowBuffer:
+        return pa.py_buffer(self._file.read_at(max(0, min(length, self.size - offset)), offset))
+
+    def whole(self) -> Any:
+        return self._file
+
+    def release_with(self, user: object, data: ArrowBuffer) -> None:
+        del user, data  # a copy, which goes with whoever holds it
+
+
+def open_ranges(files: Files, file: int) -> Ranges:
+    """A file of a source."""
+    return Mapped(files.path(file)) if files.filesystem is None else Remote(files.open(file))
+
+
+def _drop_pages(data: ArrowBuffer) -> None:
+    """Unload the whole pages of a mapped range, which stay in the page cache and come back if they are touched again.
+
+    Without this, what a process has ever touched of a mapped file counts as its memory until the file is closed.
+    """
+    advise, dont_need = getattr(ctypes.CDLL(None), "madvise", None), getattr(mmap, "MADV_DONTNEED", None)
+    start = -(-data.address // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (data.address + data.size) // mmap.PAGESIZE * mmap.PAGESIZE
+    if advise is not None and dont_need is not None and stop > start:
+        advise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), ctypes.c_int(dont_need))

@@ -1,0 +1,48 @@
+"""One corpus of documents in every layout that a source can read."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rescale_data.sources.arrow import ArrowSource
+from rescale_data.sources.dataset import DatasetSource
+from rescale_data.sources.parquet import ParquetSource
+from rescale_data.sources.source import Source
+
+LAYOUTS = ("parquet", "arrow", "stream", "document_per_batch", "dataset")
+
+
+def documents(lengths: list[int], *, first: int = 10) -> list[list[int]]:
+    """Documents of the given lengths in which no token occurs twice."""
+    ends = np.cumsum([first, *lengths])
+    return [list(range(a, b)) for a, b in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)]
+
+
+def write(layout: str, folder: Path, docs: list[list[int]], per_file: int = 7, per_fragment: int = 3) -> Source:
+    """The documents as files of ``per_file`` rows with fragments of ``per_fragment``, as a source with the column "tokens"."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, start in enumerate(range(0, len(docs), per_file)):
+        _write_file(layout, folder / f"{number:03d}", docs[start : start + per_file], per_fragment)
+    if layout == "parquet":
+        return ParquetSource(folder)
+    if layout == "dataset":
+        return DatasetSource([{"tokens": np.array(doc, dtype=np.uint16)} for doc in docs])
+    return ArrowSource(folder, document_per_batch=layout == "document_per_batch")
+
+
+def _write_file(layout: str, path: Path, docs: list[list[int]], per_fragment: int) -> None:
+    if layout == "document_per_batch":
+        schema = pa.schema([("tokens", pa.uint16())])
+        with pa.ipc.new_file(path.with_suffix(".arrow"), schema) as writer:
+            for doc in docs:
+                writer.write_batch(pa.record_batch([pa.array(doc, pa.uint16())], schema=schema))
+        return
+    table = pa.table({"tokens": pa.array(docs, pa.list_(pa.uint16()))})
+    if layout == "parquet":
+        pq.write_table(table, path.with_suffix(".parquet"), row_group_size=per_fragment)
+    elif layout != "dataset":
+        new = pa.ipc.new_stream if layout == "stream" else pa.ipc.new_file
+        with new(path.with_suffix(".arrow"), table.schema) as writer:
+            writer.write_table(table, max_chunksize=per_fragment)

@@ -1,0 +1,288 @@
+"""`TokenPacker`: the stream of tokens is the documents end to end, from whatever position it is resumed."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torchdata.nodes import Mapper
+
+from rescale_data.errors import DataStateError
+from rescale_data.nodes import spans
+from rescale_data.nodes.packer import TokenPacker
+from rescale_data.nodes.reader import Reader
+from rescale_data.shard import Shard
+from rescale_data.sources.cache import cache
+from tests.corpus import LAYOUTS, documents, write
+
+EOS, BOS, ONE = 2, 1, Shard()
+
+per_example = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+lengths = st.lists(st.integers(0, 9), min_size=1, max_size=24)
+
+
+def packer_of(source: Any, shard: Shard = ONE, shuffle: bool | int = 4, via_mapper: bool = False, **kwargs: Any):
+    rows = Reader(source, shard, shuffle=shuffle)
+    node = Mapper(rows, dict) if via_mapper else rows
+    return TokenPacker(node, **{"column": "tokens", "seq_len": 5, "eos_id": EOS, **kwargs})
+
+
+def naive_stream(source: Any, shard: Shard, shuffle: bool | int, bos: int | None, eos: int | None, epochs: int):
+    """(tokens, documents): what a packer's samples must be slices of."""
+    reader, tokens, owners = Reader(source, shard, shuffle=shuffle), [], []
+    for _ in range(epochs):
+        for doc in reader:
+            new = [
+                *([] if bos is None else [bos]),
+                *np.asarray(doc["tokens"]).tolist(),
+                *([] if eos is None else [eos]),
+            ]
+            tokens += new
+            owners += [len(set(owners))] * len(new)
+        reader.reset(reader.get_state())
+    return tokens, owners
+
+
+def as_lists(samples: Any) -> list[dict[str, list[int]]]:
+    return [{key: value.tolist() for key, value in sample.items()} for sample in samples]
+
+
+def many_blocks(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    """Make blocks so small that samples span several of them."""
+    monkeypatch.setattr("rescale_data.nodes.reader.block_bytes", lambda *_: num_bytes)
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+class TestStream:
+    @given(
+        lengths=lengths,
+        seq_len=st.integers(1, 12),
+        eos=st.sampled_from([EOS, None, 70_000]),
+        bos=st.sampled_from([BOS, None]),
+        labels=st.booleans(),
+        block=st.sampled_from([1, 30, 2**20]),
+        layout=st.sampled_from(LAYOUTS),
+        via_mapper=st.booleans(),
+        shard=st.sampled_from([Shard(repeat=True, seed=3), Shard(1, 2, repeat=True)]),
+    )
+    @per_example
+    def test_endless_stream_is_the_documents_end_to_end(
+        self, lengths, seq_len, eos, bos, labels, block, layout, via_mapper, shard, tmp_path_factory
+    ) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            many_blocks(patch, block)
+            docs = documents([*lengths, 4, 4])
+            source = write(layout, tmp_path_factory.mktemp("corpus"), docs)
+            kwargs = {"seq_len": seq_len, "eos_id": eos, "bos_id": bos, "labels": labels, "doc_ids": True}
+            node = packer_of(source, shard, via_mapper=via_mapper, **kwargs)
+            tokens, owners = naive_stream(source, shard, 4, bos, eos, epochs=3)
+            count = (len(tokens) - 1) // seq_len
+            samples = as_lists(itertools.islice(node, count))
+            flat = [token for sample in samples for token in sample["tokens"]]
+            assert flat == tokens[: count * seq_len]
+            if labels:
+                assert [t for s in samples for t in s["labels"]] == tokens[1 : count * seq_len + 1]
+            for i, sample in enumerate(samples):
+                mine = owners[i * seq_len : (i + 1) * seq_len]
+                names = {owner: number for number, owner in enumerate(dict.fromkeys(mine))}
+                assert sample["doc_ids"] == [names[owner] for owner in mine]
+
+    @pytest.mark.parametrize("last", ["drop", "pad"])
+    @pytest.mark.parametrize("block", [1, 40, 2**20])
+    def test_the_end_of_an_epoch(self, layout: str, last: str, block: int, tmp_path: Path, monkeypatch) -> None:
+        many_blocks(monkeypatch, block)
+        source = write(layout, tmp_path, documents([3, 0, 7, 1, 5, 9, 2, 2]))
+        node = packer_of(source, Shard(1, 2), last=last, labels=True, doc_ids=True, pad_id=0)
+        reader = Reader(source, Shard(1, 2), shuffle=4)
+        for epoch in range(3):
+            tokens = [t for row in reader for t in (*row["tokens"].tolist(), EOS)]
+            reader.reset(reader.get_state())
+            samples = as_lists(node)
+            padding = -len(tokens) % 5 if last == "pad" else 0
+            assert len(samples) == (len(tokens) + padding) // 5
+            drawn = len(samples) * 5
+            assert [t for s in samples for t in s["tokens"]] == (tokens + [0] * padding)[:drawn]
+            assert [t for s in samples for t in s["labels"]] == (tokens[1:] + [-100] * 5)[:drawn]
+            if padding:
+                assert samples[-1]["doc_ids"][-padding:] == [-1] * padding
+            for _ in range(2):
+                with pytest.raises(StopIteration):
+                    next(node)
+            assert node.get_state() == {"offset": 0, "source": {"epoch": epoch + 1, "row": 0}}
+            node.reset(node.get_state())
+
+    def test_the_label_of_the_very_last_token(self, layout: str, tmp_path: Path) -> None:
+        node = packer_of(write(layout, tmp_path, documents([4, 4])), labels=True)
+        samples = as_lists(node)
+        assert [s["labels"][-1] for s in samples] == [samples[1]["tokens"][0], -100]
+
+    def test_after_the_last_sample_the_position_still_belongs_to_the_epoch(self, layout: str, tmp_path: Path) -> None:
+        node = packer_of(write(layout, tmp_path, documents([4, 4])))
+        next(node), next(node)
+        assert node.get_state() == {"offset": 0, "source": {"epoch": 0, "row": 2}}
+
+    def test_no_token_in_two_epochs(self, layout: str, tmp_path: Path) -> None:
+        source = write(layout, tmp_path, [[], []])
+        with pytest.raises(DataStateError, match="no token in 2 whole epochs"):
+            next(packer_of(source, Shard(repeat=True), eos_id=None))
+        assert as_lists(packer_of(source, eos_id=None, last="pad")) == []
+
+
+class TestResume:
+    @pytest.mark.parametrize("via_mapper", [False, True])
+    @pytest.mark.parametrize("repeat", [False, True])
+    @pytest.mark.parametrize("block", [1, 25, 2**20])
+    def test_at_every_sample(
+        self, layout: str, via_mapper: bool, repeat: bool, block: int, tmp_path: Path, monkeypatch
+    ) -> None:
+        many_blocks(monkeypatch, block)
+        source = write(layout, tmp_path, documents([3, 0, 7, 1, 25, 9, 2, 2, 0, 1]))
+
+        def build() -> TokenPacker:
+            return packer_of(source, Shard(1, 2, repeat=repeat), via_mapper=via_mapper, labels=True, last="pad")
+
+        def stream(node: TokenPacker):
+            while True:
+                yield from node
+                node.reset(node.get_state())
+
+        whole = as_lists(itertools.islice(stream(build()), 40))
+        live = build()
+        for drawn, sample in enumerate(itertools.islice(stream(live), 30)):
+            assert as_lists([sample])[0] == whole[drawn]
+            resumed = build()
+            resumed.reset(live.get_state())
+            assert as_lists(itertools.islice(stream(resumed), 9)) == whole[drawn + 1 : drawn + 10]
+            table = np.array([live.position.tolist()] * 2)
+            bound = build()
+            bound.bind(table[1].data)
+            for sample, expected in zip(bound, whole[drawn + 1 : drawn + 3], strict=False):
+                assert as_lists([sample])[0] == expected
+            assert table[1].tolist() == bound.position.tolist()
+            assert table[0].tolist() == live.position.tolist()
+
+    def test_position_does_not_depend_on_blocks(self, tmp_path: Path, monkeypatch) -> None:
+        source = write("arrow", tmp_path, documents([3, 0, 7, 1, 25, 0, 0, 9, 2, 2, 0, 1]))
+        found = []
+        for block in (1, 11, 30, 2**20):
+            many_blocks(monkeypatch, block)
+            node = packer_of(source, Shard(repeat=True), eos_id=None, labels=True)
+            found.append([(next(node)["tokens"].tolist(), node.position.tolist()) for _ in range(25)])
+        assert found.count(found[0]) == len(found)
+
+    def test_a_bound_row_can_be_rewritten(self, tmp_path: Path) -> None:
+        source = write("arrow", tmp_path, documents([9] * 20))
+        node = packer_of(source, Shard(repeat=True))
+        first = [next(node)["tokens"].tolist() for _ in range(8)]
+        node.reset(None)
+        assert [next(node)["tokens"].tolist() for _ in range(8)] == first
+
+    def test_skip_is_as_if_drawn(self, layout: str, tmp_path: Path) -> None:
+        source = write(layout, tmp_path, documents([3, 4, 7, 1, 25, 9]))
+        whole = as_lists(packer_of(source))
+        for num in range(len(whole)):
+            node = packer_of(source)
+            node.reset(None)
+            node.skip(num)
+            assert as_lists(node) == whole[num:]
+
+    def test_what_was_evicted_is_made_again(self, tmp_path: Path) -> None:
+        source = write("arrow", tmp_path, documents([9] * 20))
+        expected = as_lists(packer_of(source, labels=True))
+        node, found = packer_of(source, labels=True), []
+        for sample in node:
+            found.append(sample)
+            cache().clear()
+        assert as_lists(found) == expected
+
+
+class TestSamples:
+    def test_are_their_callers_own(self, tmp_path: Path) -> None:
+        source = write("arrow", tmp_path, documents([40]))
+        expected = as_lists(packer_of(source, labels=True))
+        node, found = packer_of(source, labels=True), []
+        for sample in node:
+            found += as_lists([sample])
+            sample["tokens"].fill_(-1)
+            sample["labels"].fill_(-1)
+        assert found == expected
+
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+    def test_have_the_dtype_asked_for(self, dtype: torch.dtype, tmp_path: Path) -> None:
+        source = write("arrow", tmp_path, documents([8]))
+        for sample in packer_of(source, dtype=dtype, labels=True, doc_ids=True, last="pad"):
+            assert {value.dtype for value in sample.values()} == {dtype}
+            assert {value.shape for value in sample.values()} == {(5,)}
+
+    @pytest.mark.parametrize("convert", [list, torch.tensor, np.array, lambda v: np.array(v, dtype=np.uint64)])
+    def test_tokens_from_any_node(self, convert) -> None:
+        node = TokenPacker(
+            Mapper(Reader([[3, 4], [], [5, 6, 7]], Shard(), shuffle=False), lambda doc: {"ids": convert(doc)}),
+            column="ids",
+            seq_len=4,
+            eos_id=2,
+        )
+        assert as_lists(node) == [{"tokens": [3, 4, 2, 2]}, {"tokens": [5, 6, 7, 2]}]
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("document", "error", "message"),
+        [
+            ({"other": [1]}, ValueError, r"keys \['other'\]"),
+            ([1, 2], ValueError, "a sample with a list"),
+            ({"tokens": [1.5]}, TypeError, "float64"),
+            ({"tokens": [[1, 2]]}, TypeError, r"shape \[1, 2\]"),
+            ({"tokens": [[1, 2], [3]]}, TypeError, "1-D array"),
+            ({"tokens": "text"}, TypeError, "a str"),
+        ],
+    )
+    def test_a_sample_without_tokens(self, document: Any, error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message):
+            next(packer_of([document]))
+
+    @pytest.mark.parametrize(
+        "kwargs",
+        [
+            {"seq_len": 0},
+            {"dtype": torch.int16},
+            {"last": "keep"},
+            {"eos_id": -1},
+            {"bos_id": 2**40, "dtype": torch.int32},
+        ],
+    )
+    def test_an_argument_out_of_range(self, kwargs: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match=next(iter(kwargs))):
+            packer_of([{"tokens": [1]}], **kwargs)
+
+    def test_tokens_that_do_not_fit(self) -> None:
+        with pytest.raises(ValueError, match="do not fit int32"):
+            next(packer_of([{"tokens": [2**31]}], dtype=torch.int32, seq_len=1))
+
+    def test_a_column_that_is_missing_or_no_tokens_when_it_is_built(self, tmp_path: Path) -> None:
+        source = write("arrow", tmp_path, documents([3]))
+        with pytest.raises(ValueError, match=r"no column 'ids'. It has 'tokens'"):
+            packer_of(source, column="ids")
+
+
+def test_parameters_and_progress(tmp_path: Path) -> None:
+    node = packer_of(write("arrow", tmp_path / "corpus", documents([3])), bos_id=BOS)
+    assert node.parameters() == {
+        "column": "tokens", "seq_len": 5, "eos_id": EOS, "bos_id": BOS, "labels": False, "doc_ids": False,
+        "last": "drop", "pad_id": EOS, "dtype": "torch.int64",
+    }  # fmt: skip
+    assert node.progress(np.zeros((2, 3), np.int64), np.arange(2), np.array([3, 4])) == {"tokens/corpus": 35.0}
+
+
+def test_what_all_shards_put_in_order_fits_the_cache() -> None:
+    assert spans.block_bytes(2**30, 1) == 2**19
+    assert spans.block_bytes(2**30, 1024) * 1024 == 2**28
+    assert spans.block_bytes(1, 1024) == 2**16

@@ -1,0 +1,192 @@
+"""`Reader`: every row once an epoch, and the same continuation from wherever it is resumed."""
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rescale_data.nodes.reader import Reader
+from rescale_data.shard import Shard
+
+
+class Fragmented:
+    """A source of integers with fragments, and nothing else: what a user would write."""
+
+    def __init__(self, *lengths: int) -> None:
+        self.fragments = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        self.num_rows = int(self.fragments[-1])
+        self.name = "fragmented"
+
+    def manifest(self) -> dict[str, Any]:
+        return {"rows": self.num_rows}
+
+    def row(self, index: int) -> dict[str, Any]:
+        return {"x": index}
+
+    def locate(self, index: int) -> str:
+        return f"row {index}"
+
+
+lengths = st.lists(st.integers(1, 9), min_size=1, max_size=8)
+shuffles = st.sampled_from([False, True, 1, 4])
+
+
+def epoch_of(reader: Reader) -> list[int]:
+    return [row["x"] for row in reader]
+
+
+def endless(reader: Reader):
+    while True:
+        yield from reader
+        reader.reset(reader.get_state())
+
+
+@given(lengths, st.integers(1, 12), shuffles)
+@settings(max_examples=50)
+def test_every_row_once_an_epoch_over_all_shards(lengths: list[int], num_shards: int, shuffle: bool | int) -> None:
+    source = Fragmented(*lengths)
+    readers = [Reader(source, Shard(i, num_shards), shuffle=shuffle) for i in range(num_shards)]
+    for epoch in range(3):
+        rows = Counter(row for reader in readers for row in epoch_of(reader))
+        assert rows == Counter(range(source.num_rows))
+        for reader in readers:
+            assert reader.get_state() == {"epoch": epoch + 1, "row": 0}
+            reader.reset(reader.get_state())
+
+
+@given(lengths, shuffles)
+@settings(max_examples=25)
+def test_resumes_at_every_position(lengths: list[int], shuffle: bool | int) -> None:
+    source, shard = Fragmented(*lengths), Shard(1, 2, seed=4, repeat=False)
+    size = Reader(source, shard).order.size
+    if not size:
+        return
+    whole = list(itertools.islice(endless(Reader(source, shard, shuffle=shuffle)), 3 * size))
+    live = Reader(source, shard, shuffle=shuffle)
+    stream = endless(live)
+    for drawn in range(2 * size):
+        resumed = Reader(source, shard, shuffle=shuffle)
+        resumed.reset(live.get_state())
+        assert list(itertools.islice(endless(resumed), size)) == whole[drawn : drawn + size]
+        table = np.array([live.position.tolist()])
+        bound = Reader(source, shard, shuffle=shuffle)
+        bound.bind(table[0].data)
+        if drawn % size:
+            assert next(bound) == whole[drawn]
+            assert table[0, 1] == drawn % size + 1
+        next(stream)
+
+
+def test_stops_again_and_again_until_it_is_reset() -> None:
+    reader = Reader(Fragmented(3), Shard(), shuffle=False)
+    assert epoch_of(reader) == [0, 1, 2]
+    for _ in range(3):
+        with pytest.raises(StopIteration):
+            next(reader)
+        assert reader.get_state() == {"epoch": 1, "row": 0}
+    reader.reset(reader.get_state())
+    assert epoch_of(reader) == [0, 1, 2]
+    reader.reset(None)
+    assert reader.get_state() == {"epoch": 0, "row": 0}
+
+
+def test_after_the_last_row_the_position_still_belongs_to_the_epoch() -> None:
+    reader = Reader(Fragmented(3), Shard())
+    for _ in range(3):
+        next(reader)
+    assert reader.get_state() == {"epoch": 0, "row": 3}
+
+
+@pytest.mark.parametrize("shuffle", [False, True, 4])
+def test_skip_is_as_if_drawn(shuffle: bool | int) -> None:
+    source = Fragmented(7, 2, 9)
+    whole = epoch_of(Reader(source, Shard(), shuffle=shuffle))
+    for num in range(18):
+        reader = Reader(source, Shard(), shuffle=shuffle)
+        reader.reset(None)
+        reader.skip(num)
+        assert epoch_of(reader) == whole[num:]
+
+
+def test_skip_past_the_end_ends_the_epoch() -> None:
+    reader = Reader(Fragmented(3), Shard())
+    reader.reset(None)
+    with pytest.raises(StopIteration):
+        reader.skip(4)
+    assert reader.get_state() == {"epoch": 1, "row": 0}
+
+
+def test_epoch_end_tells_what_reading_would() -> None:
+    source = Fragmented(7, 2, 8)
+    shards = np.arange(5)
+    readers = [Reader(source, Shard(i, 5)) for i in range(5)]
+    for i, reader in enumerate(readers):
+        for _ in range(i % 3):
+            next(reader)
+    rows = np.array([reader.position.tolist() for reader in readers])
+    left, ends = readers[0].epoch_end(rows, shards)
+    assert left.tolist() == [len(epoch_of(reader)) for reader in readers]
+    assert ends.tolist() == [reader.position.tolist() for reader in readers]
+
+
+def test_a_shard_without_rows() -> None:
+    reader = Reader(Fragmented(2), Shard(0, 3))
+    assert epoch_of(reader) == []
+    assert reader.get_state() == {"epoch": 1, "row": 0}
+    with pytest.raises(ValueError, match="2 rows for 3 logical shards"):
+        Reader(Fragmented(2), Shard(0, 3, repeat=True))
+
+
+def test_shuffles_differently_each_epoch_seed_and_shard() -> None:
+    source = Fragmented(50, 50)
+    orders = []
+    for seed in range(2):
+        reader = Reader(source, Shard(seed=seed))
+        orders.append(epoch_of(reader))
+        reader.reset(reader.get_state())
+        orders.append(epoch_of(reader))
+    assert len({tuple(order) for order in orders}) == 4
+
+
+def test_a_window_keeps_rows_near_their_place() -> None:
+    order = epoch_of(Reader(Fragmented(100), Shard(), shuffle=10))
+    assert order != sorted(order)
+    assert all(sorted(order[i : i + 10]) == list(range(i, i + 10)) for i in range(0, 100, 10))
+
+
+@pytest.mark.parametrize("shuffle", [0, -1])
+def test_a_window_of_no_rows(shuffle: int) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        Reader(Fragmented(3), Shard(), shuffle=shuffle)
+
+
+def test_a_dataset_yields_its_own_samples_and_is_wrapped_once() -> None:
+    dataset = [("a", 0), ("b", 1), ("c", 2)]
+    first, second = Reader(dataset, Shard()), Reader(dataset, Shard())
+    assert sorted(first) == dataset
+    assert first.reads is second.reads
+    assert list(Reader(dataset, Shard(), shuffle=False)) == dataset
+
+
+def test_parameters_say_what_changes_the_order() -> None:
+    kinds = [Reader(Fragmented(9), Shard(), shuffle=s).parameters() for s in (False, True, 7)]
+    assert kinds == [{"shuffle": 0}, {"shuffle": 1024}, {"shuffle": 7}]
+    assert Reader([1, 2], Shard()).parameters() == {"shuffle": "full"}
+
+
+def test_progress_counts_rows_and_epochs() -> None:
+    reader = Reader(Fragmented(10), Shard(0, 2))
+    rows = np.array([[0, 3], [2, 1]])
+    progress = reader.progress(rows, np.arange(2), np.array([3, 11]))
+    assert progress == {"rows/fragmented": 14.0, "epoch_min/fragmented": 0.0, "epoch_max/fragmented": 2.0}
+
+
+def test_ten_billion_rows_need_no_array() -> None:
+    reader = Reader(range(10**10), Shard(5, 1000))
+    rows = list(itertools.islice(reader, 3000))
+    assert len(set(rows)) == 3000
+    assert max(rows) - min(rows) > 9 * 10**9

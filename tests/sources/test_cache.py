@@ -1,0 +1,145 @@
+"""One LRU a process, within its budget."""
+
+import gc
+import logging
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rescale_data.sources.cache import Cache, Handles, cache, owner_of, warn_if_thrashing
+
+
+class Sized:
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+
+class Budget:
+    def __init__(self, cache_bytes: int) -> None:
+        self.cache_bytes = cache_bytes
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 30)), max_size=60))
+def test_never_exceeds_the_budget_and_keeps_what_was_used_last(puts: list[tuple[int, int]]) -> None:
+    lru, source = Cache(), Budget(100)
+    lru.register(source)
+    order: list[int] = []
+    sizes: dict[int, int] = {}
+    for key, size in puts:
+        lru.put(key, Sized(size))
+        sizes[key] = size
+        order = [*(k for k in order if k != key), key]
+        kept, total = [], 0
+        for k in reversed(order):
+            if total + sizes[k] > 100:
+                break
+            kept.append(k)
+            total += sizes[k]
+        assert lru.nbytes <= 100
+        assert [k for k in order if lru._entries.get(k)] == kept[::-1]
+        order = kept[::-1]
+
+
+def test_reading_keeps_an_entry() -> None:
+    lru, source = Cache(), Budget(20)
+    lru.register(source)
+    lru.put("a", Sized(10))
+    lru.put("b", Sized(10))
+    lru.get("a")
+    lru.put("c", Sized(10))
+    assert [lru.get(key) is not None for key in "abc"] == [True, False, True]
+
+
+def test_one_entry_above_the_budget_stays_with_what_is_made_of_it() -> None:
+    lru, source = Cache(), Budget(10)
+    lru.register(source)
+    lru.put("huge", Sized(800))
+    for i in range(100):
+        lru.put(i, Sized(50))
+        assert lru.get("huge") is not None
+    lru.put("huge 2", Sized(800))
+    assert lru.get("huge") is None
+    assert lru.nbytes <= 900
+
+
+def test_the_budget_is_the_largest_of_the_living() -> None:
+    lru = Cache()
+    small, large = Budget(10), Budget(30)
+    lru.register(small)
+    lru.register(large)
+    assert lru.budget == 30
+    del large
+    gc.collect()
+    assert lru.budget == 10
+
+
+def test_entries_go_with_their_owner() -> None:
+    owner = Budget(1)
+    key = (owner_of(owner), 0)
+    assert owner_of(owner) == key[0]
+    cache().put(key, Sized(1))
+    del owner
+    gc.collect()
+    assert cache().get(key) is None
+
+
+def test_threads_may_share_it() -> None:
+    lru, source = Cache(), Budget(50)
+    lru.register(source)
+
+    def use(seed: int) -> None:
+        for key in np.random.default_rng(seed).integers(0, 20, 2000).tolist():
+            lru.make(key, lambda: Sized(10))
+
+    threads = [threading.Thread(target=use, args=(seed,)) for seed in range(4)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert lru.nbytes == sum(size for _, size in lru._entries.values()) <= 50
+
+
+def test_few_files_stay_open() -> None:
+    files, opened = Handles(limit=3), []
+
+    def open_file() -> object:
+        opened.append(object())
+        return opened[-1]
+
+    for key in (0, 1, 2, 0, 3, 0, 1):
+        files.make(key, open_file)
+    assert len(files) == 3
+    assert len(opened) == 5
+
+
+class Fragments:
+    name, num_rows = "web", 1000
+    fragments = np.arange(0, 1001, 100)
+
+    def __init__(self, fragment_bytes: int, cache_bytes: int) -> None:
+        self.fragment_bytes, self.cache_bytes = fragment_bytes, cache_bytes
+
+    def manifest(self) -> Any: ...
+    def row(self, index: int) -> Any: ...
+    def locate(self, index: int) -> Any: ...
+
+
+def test_warns_once_where_the_shards_exceed_the_cache(caplog: pytest.LogCaptureFixture) -> None:
+    source = Fragments(10, 999)
+    with caplog.at_level(logging.WARNING, "rescale_data"):
+        warn_if_thrashing(source, 99)
+        assert not caplog.records
+        warn_if_thrashing(source, 100)
+        warn_if_thrashing(source, 101)
+    (message,) = caplog.messages
+    for part in (
+        "web",
+        "100 logical shards",
+        "1000 bytes",
+        "cache_bytes is 999",
+        "up to 100 times",
+        "cache_bytes=1000",
+    ):
+        assert part in message

@@ -1,0 +1,438 @@
+"""Parquet and Arrow files: the same rows from every layout, nothing read twice, an error for whatever is wrong."""
+
+import itertools
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rescale_data.sources import arrow, files, ipc, parquet
+from rescale_data.sources.arrow import ArrowSource
+from rescale_data.sources.cache import cache, handles
+from rescale_data.sources.parquet import ParquetSource
+from rescale_data.sources.ranges import Mapped
+from rescale_data.sources.source import TokenSource
+from tests.corpus import LAYOUTS, documents, write
+
+FILE_LAYOUTS = [layout for layout in LAYOUTS if layout != "dataset"]
+ROWS: list[dict[str, Any]] = [
+    {"ids": [1, 2, 3], "text": "ä", "raw": b"\0x", "n": 1, "x": 0.5, "pair": [1.0, 2.0], "meta": {"a": [1], "b": None}},
+    {"ids": [], "text": "", "raw": b"", "n": None, "x": 1.5, "pair": [3.0, 4.0], "meta": {"a": [], "b": "c"}},
+    {"ids": [70000], "text": None, "raw": None, "n": 3, "x": None, "pair": [5.0, 6.0], "meta": None},
+]
+SCHEMA = pa.schema(
+    [
+        ("ids", pa.list_(pa.int32())),
+        ("text", pa.string()),
+        ("raw", pa.binary()),
+        ("n", pa.int64()),
+        ("x", pa.float64()),
+        ("pair", pa.list_(pa.float32(), 2)),
+        ("meta", pa.struct([("a", pa.list_(pa.int8())), ("b", pa.string())])),
+    ]
+)
+
+
+@pytest.fixture(params=FILE_LAYOUTS)
+def layout(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=["parquet", "arrow", "stream"])
+def mixed(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """A source of `ROWS`, twice, in fragments of two rows."""
+    table = pa.Table.from_pylist(ROWS * 2, SCHEMA)
+    if request.param == "parquet":
+        pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+        return ParquetSource(tmp_path)
+    new = pa.ipc.new_stream if request.param == "stream" else pa.ipc.new_file
+    with new(tmp_path / "a.arrow", SCHEMA) as writer:
+        writer.write_table(table, max_chunksize=2)
+    return ArrowSource(tmp_path)
+
+
+def save(path: Path, columns: dict[str, Any]) -> None:
+    table = pa.table(columns)
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+
+
+def source_of(path: Path, suffix: str, **kwargs: Any) -> Any:
+    return (ParquetSource if suffix == ".parquet" else ArrowSource)(path, **kwargs)
+
+
+suffixes = pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+
+
+class TestRows:
+    def test_every_layout_gives_the_same_rows(self, layout: str, tmp_path: Path) -> None:
+        docs = documents([3, 0, 7, 1, 5, 9, 2, 2, 0, 4])
+        source = write(layout, tmp_path, docs)
+        assert source.num_rows == len(docs)
+        rows = [source.row(i) for i in range(len(docs))]
+        assert [list(row) for row in rows] == [["tokens"]] * len(docs)
+        assert [row["tokens"].tolist() for row in rows] == docs
+        assert all(row["tokens"].dtype == np.uint16 for row in rows)
+
+    def test_tokens_are_the_rows_of_a_fragment(self, layout: str, tmp_path: Path) -> None:
+        docs = documents([3, 0, 7, 1, 5, 9, 2, 2, 0, 4])
+        source = write(layout, tmp_path, docs)
+        assert isinstance(source, TokenSource)
+        found = []
+        for fragment in range(len(source.fragments) - 1):
+            tokens = source.tokens("tokens", fragment)
+            assert len(tokens.offsets) - 1 == source.fragments[fragment + 1] - source.fragments[fragment]
+            found += [tokens.values[a:b].tolist() for a, b in zip(tokens.offsets[:-1], tokens.offsets[1:], strict=True)]
+        assert found == docs
+
+    def test_what_was_prepared_is_what_is_read(self, layout: str, tmp_path: Path) -> None:
+        source = write(layout, tmp_path, documents([3, 0, 7, 1, 5, 9, 2, 2, 0, 4]))
+        assert isinstance(source, TokenSource)
+        expected = [source.tokens("tokens", i).values.tolist() for i in range(len(source.fragments) - 1)]
+        cache().clear()
+        for i in range(len(expected)):
+            source.prepare("tokens", i)
+            source.prepare("tokens", i)
+        assert [source.tokens("tokens", i).values.tolist() for i in range(len(expected))] == expected
+
+    def test_an_error_in_what_was_prepared_is_raised_where_it_is_read(self, tmp_path: Path) -> None:
+        save(tmp_path / "a.parquet", {"ids": [[1], [None]]})
+        source = ParquetSource(tmp_path)
+        source.prepare("ids", 0)
+        with pytest.raises(ValueError, match=r"a\.parquet, row 1"):
+            source.tokens("ids", 0)
+
+    def test_values_are_python_and_numpy_ones(self, mixed: Any) -> None:
+        for index in range(6):
+            row, expected = mixed.row(index), ROWS[index % 3]
+            assert list(row) == list(expected)
+            assert row["ids"].dtype == np.int32
+            assert row["pair"].dtype == np.float32
+            assert {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in row.items()} == expected
+            assert all(type(v).__module__ in ("builtins", "numpy") for v in row.values())
+
+    def test_are_their_callers_own(self, mixed: Any) -> None:
+        mixed.row(0)["ids"][:] = 9
+        mixed.row(0)["pair"][:] = 9
+        assert mixed.row(0)["ids"].tolist() == [1, 2, 3]
+
+    def test_some_columns(self, mixed: Any) -> None:
+        some = type(mixed)(mixed._files.path(0), columns=["n", "ids"])
+        assert some.columns == ["n", "ids"]
+        assert [list(some.row(i)) for i in range(2)] == [["n", "ids"]] * 2
+        assert some.row(2)["ids"].tolist() == [70000]
+
+    @pytest.mark.parametrize("compression", ["lz4", "zstd"])
+    def test_compressed_arrow(self, compression: str, tmp_path: Path) -> None:
+        options = pa.ipc.IpcWriteOptions(compression=compression)
+        with pa.ipc.new_file(tmp_path / "a.arrow", SCHEMA, options=options) as writer:
+            writer.write_table(pa.Table.from_pylist(ROWS, SCHEMA), max_chunksize=1)
+        assert ArrowSource(tmp_path).row(2)["n"] == 3
+        docs = ArrowSource(tmp_path, document_per_batch=True, columns=["n", "text"])
+        assert [docs.row(i) for i in (0, 2)] == [{"n": [1], "text": ["ä"]}, {"n": [3], "text": [None]}]
+
+    def test_dictionaries(self, tmp_path: Path) -> None:
+        table = pa.table({"kind": pa.array(["a", "b", "a"]).dictionary_encode()})
+        with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+        source = ArrowSource(tmp_path)
+        assert [source.row(i)["kind"] for i in range(3)] == ["a", "b", "a"]
+        with pa.ipc.new_stream(tmp_path / "a.arrow", table.schema) as writer:
+            writer.write_table(table)
+        with pytest.raises(ValueError, match="stream with dictionaries"):
+            ArrowSource(tmp_path)
+
+    def test_urls(self, layout: str, tmp_path: Path) -> None:
+        import fsspec
+
+        docs = documents([3, 0, 7, 1, 5, 9, 2, 2])
+        local = write(layout, tmp_path / layout, docs)
+        fsspec.filesystem("memory").put(str(tmp_path / layout), f"/{layout}", recursive=True)
+        kwargs = {"document_per_batch": True} if layout == "document_per_batch" else {}
+        source = type(local)(f"memory://{layout}", **kwargs)
+        assert [source.row(i)["tokens"].tolist() for i in range(8)] == docs
+        assert source.manifest() == local.manifest()
+
+    def test_locate(self, layout: str, tmp_path: Path) -> None:
+        source = write(layout, tmp_path, documents([1] * 9))
+        suffix = "parquet" if layout == "parquet" else "arrow"
+        assert source.locate(6) == f"{tmp_path}/000.{suffix}, row 6"
+        assert source.locate(8) == f"{tmp_path}/001.{suffix}, row 1"
+
+
+class TestFragments:
+    def test_are_row_groups(self, tmp_path: Path) -> None:
+        assert write("parquet", tmp_path, documents([1] * 10)).fragments.tolist() == [0, 3, 6, 7, 10]
+
+    @given(st.lists(st.integers(0, 30), max_size=40), st.integers(1, 60))
+    @settings(max_examples=60)
+    def test_are_batches_that_fit(self, rows: list[int], limit: int) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(arrow, "FRAGMENT_ROWS", limit)
+            patch.setattr(arrow, "FRAGMENT_BYTES", 400)
+            counts = np.array(rows, dtype=np.int64)
+            cuts = arrow._cuts(counts, counts * 10).tolist()
+        assert cuts[0] == 0
+        assert cuts[-1] == len(rows)
+        for a, b in itertools.pairwise(cuts):
+            assert b == a + 1 or sum(rows[a:b]) <= min(limit, 40)
+            assert b == len(rows) or sum(rows[a : b + 1]) > min(limit, 40)
+
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize("compression", [None, "zstd"])
+    def test_batches_are_found_where_pyarrow_finds_them(
+        self, stream: bool, compression: str | None, tmp_path: Path
+    ) -> None:
+        table, path = pa.Table.from_pylist(ROWS * 40, SCHEMA), tmp_path / "a.arrow"
+        new = pa.ipc.new_stream if stream else pa.ipc.new_file
+        with new(path, SCHEMA, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
+            for start in range(0, 120, 17):
+                writer.write_batch(
+                    table.slice(start, start // 10).combine_chunks().to_batches()[0] if start > 9 else _none()
+                )
+        file = Mapped(str(path))
+        blocks = ipc.read_blocks(file)
+        rows = ipc.read_rows(file, blocks).tolist()
+        batches = list(pa.ipc.open_stream(path)) if stream else _batches(pa.ipc.open_file(path))
+        assert rows == [batch.num_rows for batch in batches]
+        assert blocks.body.tolist()[1:] == [
+            pa.ipc.read_message(path.read_bytes()[a:b]).body.size
+            for a, b in zip(blocks.offset[1:], blocks.stop[1:], strict=True)
+        ]
+
+
+def _none() -> pa.RecordBatch:
+    return pa.RecordBatch.from_pylist([], SCHEMA)
+
+
+def _batches(reader: pa.ipc.RecordBatchFileReader) -> list[pa.RecordBatch]:
+    return [reader.get_batch(i) for i in range(reader.num_record_batches)]
+
+
+class TestIndex:
+    def test_moving_the_folder_changes_nothing(self, layout: str, tmp_path: Path) -> None:
+        first = write(layout, tmp_path / "one", documents([1] * 9))
+        shutil.move(tmp_path / "one", tmp_path / "two")
+        kwargs = {"document_per_batch": True} if layout == "document_per_batch" else {}
+        second = type(first)(tmp_path / "two", **kwargs)
+        assert second.manifest() == first.manifest()
+        assert [file[0::2] for file in first.manifest()["files"]] == [
+            [f"00{i}.{'parquet' if layout == 'parquet' else 'arrow'}", rows] for i, rows in enumerate((7, 2))
+        ]
+
+    def test_other_data_is_seen(self, layout: str, tmp_path: Path) -> None:
+        manifests = [dict(write(layout, tmp_path / str(n), documents([1] * n)).manifest()) for n in (8, 9)]
+        assert manifests[0] != manifests[1]
+
+    def test_pickles_with_its_index(self, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        docs = documents([3, 0, 7, 1, 5, 9, 2, 2])
+        source = write(layout, tmp_path, docs)
+        source.row(0)
+        blob = pickle.dumps(source)
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise AssertionError("a footer was read again")
+
+        for where, name in ((files.FileSource, "_read_footers"), (pq, "read_metadata"), (ipc, "read_blocks")):
+            monkeypatch.setattr(where, name, refuse)
+        monkeypatch.setattr(pa.ipc, "open_file", refuse)
+        other = pickle.loads(blob)
+        assert [other.row(i)["tokens"].tolist() for i in range(8)] == docs
+        assert other.manifest() == source.manifest()
+        assert b"tokens" in blob
+        assert len(blob) < 20_000
+
+    def test_footers_are_all_that_opening_reads(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        write("parquet", tmp_path / "p", documents([1] * 30))
+        write("arrow", tmp_path / "a", documents([1] * 30))
+        for kind in (ParquetSource, ArrowSource):
+            monkeypatch.setattr(kind, "_table", None)
+        assert parquet.ParquetSource(tmp_path / "p").num_rows == 30
+        assert ArrowSource(tmp_path / "a").num_rows == 30
+
+
+class TestMemory:
+    def test_the_cache_stays_within_its_budget(
+        self, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(arrow, "FRAGMENT_ROWS", 4)
+        docs = documents([40] * 60)
+        kwargs = {"document_per_batch": True} if layout == "document_per_batch" else {}
+        written = write(layout, tmp_path, docs)
+        source = type(written)(tmp_path, cache_bytes=2000, **kwargs)
+        cache().clear()
+        for index in np.random.default_rng(0).permutation(60).tolist():
+            assert source.row(index)["tokens"].tolist() == docs[index]
+            assert cache().nbytes <= max(2000, cache().budget)
+        assert cache().nbytes > 0
+
+    def test_a_fragment_larger_than_the_budget(self, layout: str, tmp_path: Path) -> None:
+        docs = documents([400] * 7)
+        write(layout, tmp_path, docs, per_fragment=7)
+        kwargs = {"document_per_batch": True} if layout == "document_per_batch" else {}
+        source = (ParquetSource if layout == "parquet" else ArrowSource)(tmp_path, cache_bytes=10, **kwargs)
+        assert [source.row(i)["tokens"].tolist() for i in range(7)] == docs
+
+    @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+    def test_resident_memory_is_bounded_by_the_budget(self, layout: str, tmp_path: Path) -> None:
+        rows_a_fragment, docs = 500, 2**24 // 1000
+        values = np.arange(docs * 2000, dtype=np.int32) // 7
+        offsets = np.arange(0, len(values) + 1, 2000)
+        _write_large(layout, tmp_path, values, offsets, rows_a_fragment)
+        kwargs = {"document_per_batch": True} if layout == "document_per_batch" else {}
+        del values
+        source = (ParquetSource if layout == "parquet" else ArrowSource)(tmp_path, cache_bytes=2**23, **kwargs)
+        cache().clear()
+        source.tokens("tokens", 0)
+        before = _resident()
+        peak = before
+        for fragment in range(len(source.fragments) - 1):
+            source.tokens("tokens", fragment).values.sum()
+            peak = max(peak, _resident())
+        assert peak - before < 2**23 + 4 * source.fragment_bytes < values_bytes(docs) / 3
+
+    def test_the_estimate_is_about_what_decoding_takes(self, layout: str, tmp_path: Path) -> None:
+        source = write(layout, tmp_path, documents([300] * 14), per_fragment=7)
+        actual = source.tokens("tokens", 0).nbytes
+        assert 0.5 * actual < source.fragment_bytes < 3 * actual
+
+    def test_few_files_are_open(self, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(handles(), "_limit", 3)
+        source = write(layout, tmp_path, documents([2] * 20), per_file=2)
+        for index in range(20):
+            source.row(index)
+        assert len(handles()) <= 3
+
+
+def values_bytes(docs: int) -> int:
+    return docs * 2000 * 4
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def _write_large(layout: str, folder: Path, values: np.ndarray, offsets: np.ndarray, per_fragment: int) -> None:
+    if layout == "document_per_batch":
+        schema = pa.schema([("tokens", pa.int32())])
+        with pa.ipc.new_file(folder / "a.arrow", schema) as writer:
+            for a, b in itertools.pairwise(offsets.tolist()):
+                writer.write_batch(pa.record_batch([pa.array(values[a:b])], schema=schema))
+        return
+    table = pa.table({"tokens": pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values))})
+    if layout == "parquet":
+        pq.write_table(table, folder / "a.parquet", row_group_size=per_fragment, use_dictionary=False)
+        return
+    new = pa.ipc.new_stream if layout == "stream" else pa.ipc.new_file
+    with new(folder / "a.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=per_fragment)
+
+
+class TestErrors:
+    @suffixes
+    def test_an_empty_glob(self, suffix: str, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError, match=f"'{tmp_path}/.{suffix}' matches no file"):
+            source_of(tmp_path / f"*{suffix}", suffix)
+
+    @suffixes
+    def test_a_missing_column(self, suffix: str, tmp_path: Path) -> None:
+        save(tmp_path / f"a{suffix}", {"ids": [[1]], "text": ["a"]})
+        with pytest.raises(ValueError, match=f"a{suffix} has no column 'tokens'. It has 'ids', 'text'"):
+            source_of(tmp_path, suffix, columns=["tokens"])
+        with pytest.raises(ValueError, match="no column 'tokens'"):
+            source_of(tmp_path, suffix).check_tokens("tokens")
+
+    @suffixes
+    @pytest.mark.parametrize("column", ["text", "x", "n"])
+    def test_a_column_that_is_not_tokens(self, suffix: str, column: str, tmp_path: Path) -> None:
+        save(tmp_path / f"a{suffix}", {"text": ["a"], "x": [[0.5]], "n": [1]})
+        with pytest.raises(TypeError, match=f"column '{column}' .* is of type .*, which is not tokens"):
+            source_of(tmp_path, suffix).check_tokens(column)
+
+    @suffixes
+    @pytest.mark.parametrize("kept", [0, 3, 100, 0.5, -1, -8])
+    def test_a_truncated_file(self, suffix: str, kept: float, tmp_path: Path) -> None:
+        save(tmp_path / f"a{suffix}", {"ids": [list(range(500))]})
+        save(tmp_path / f"b{suffix}", {"ids": [list(range(500))]})
+        whole = (tmp_path / f"b{suffix}").read_bytes()
+        (tmp_path / f"b{suffix}").write_bytes(whole[: int(len(whole) * kept) if isinstance(kept, float) else kept])
+        with pytest.raises(ValueError, match=rf"b{suffix} cannot be read as .*half-written"):
+            source_of(tmp_path, suffix)
+
+    def test_a_truncated_stream(self, tmp_path: Path) -> None:
+        write("stream", tmp_path, documents([100] * 7))
+        path = tmp_path / "000.arrow"
+        whole = path.read_bytes()
+        for kept in (30, 600, len(whole) - 100):
+            path.write_bytes(whole[:kept])
+            with pytest.raises(ValueError, match=r"000\.arrow cannot be read"):
+                ArrowSource(tmp_path)
+
+    @suffixes
+    def test_a_file_of_another_kind(self, suffix: str, tmp_path: Path) -> None:
+        (tmp_path / f"a{suffix}").write_text("a,b\n1,2\n" * 50)
+        with pytest.raises(ValueError, match=f"a{suffix} cannot be read"):
+            source_of(tmp_path, suffix)
+
+    @suffixes
+    @pytest.mark.parametrize(
+        ("other", "message"),
+        [
+            ({"ids": pa.array([[1]], pa.list_(pa.int16())), "text": ["a"]}, "differ in 'ids'.*int64.*a.*int16.*b"),
+            ({"ids": [[1]]}, "differ in 'text': string in .*a.*missing in .*b"),
+            ({"ids": [[1]], "text": ["a"], "more": [1]}, "differ in 'more': missing in .*a.*int64 in .*b"),
+        ],
+    )
+    def test_files_with_different_columns(
+        self, suffix: str, other: dict[str, Any], message: str, tmp_path: Path
+    ) -> None:
+        save(tmp_path / f"a{suffix}", {"ids": [[1]], "text": ["a"]})
+        save(tmp_path / f"b{suffix}", other)
+        with pytest.raises(ValueError, match=message):
+            source_of(tmp_path, suffix)
+        if "int16" not in message:
+            assert source_of(tmp_path, suffix, columns=["ids"]).num_rows == 2
+
+    @suffixes
+    def test_columns_in_another_order_are_the_same(self, suffix: str, tmp_path: Path) -> None:
+        save(tmp_path / f"a{suffix}", {"ids": [[1]], "text": ["a"]})
+        save(tmp_path / f"b{suffix}", {"text": ["b"], "ids": [[2]]})
+        source = source_of(tmp_path, suffix)
+        assert [(row["ids"].tolist(), row["text"]) for row in map(source.row, range(2))] == [([1], "a"), ([2], "b")]
+
+    @suffixes
+    def test_no_rows(self, suffix: str, tmp_path: Path) -> None:
+        save(tmp_path / f"a{suffix}", {"ids": pa.array([], pa.list_(pa.int32()))})
+        with pytest.raises(ValueError, match="have no rows"):
+            source_of(tmp_path, suffix)
+
+    @suffixes
+    @pytest.mark.parametrize("hole", [[1, None], None])
+    def test_a_null_among_tokens(self, suffix: str, hole: Any, tmp_path: Path) -> None:
+        save(tmp_path / f"a{suffix}", {"ids": [[1], [2]], "n": [1, 2]})
+        save(tmp_path / f"b{suffix}", {"ids": [[1], hole, [3]], "n": [1, 2, 3]})
+        source = source_of(tmp_path, suffix)
+        fragment = len(source.fragments) - 2
+        with pytest.raises(ValueError, match=rf"b{suffix}, row 1: a list of numbers is null"):
+            source.tokens("ids", fragment)
+        assert source.row(4)["ids"].tolist() == [3]
+        if hole is None:
+            assert source.row(3)["ids"] is None
+        else:
+            with pytest.raises(ValueError, match=rf"b{suffix}, row 1"):
+                source.row(3)
+
+    @suffixes
+    def test_a_budget_of_nothing(self, suffix: str, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="cache_bytes=0"):
+            source_of(tmp_path, suffix, cache_bytes=0)

@@ -1,0 +1,97 @@
+"""Files from globs, folders, lists and URLs, in the same order everywhere."""
+
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from rescale_data.sources.paths import find
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in (
+        "b/2.parquet",
+        "b/10.parquet",
+        "a.parquet",
+        "B.parquet",
+        "notes.txt",
+        "_tmp/x.parquet",
+        ".hidden.parquet",
+    ):
+        path = tmp_path / "corpus" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x" * len(name))
+    return tmp_path / "corpus"
+
+
+def names(paths, suffixes=(".parquet",), **kwargs) -> list[str]:
+    return list(find(paths, suffixes, **kwargs).names)
+
+
+def test_a_folder_is_searched_through_without_hidden_names(folder: Path) -> None:
+    assert names(folder) == ["B.parquet", "a.parquet", "b/10.parquet", "b/2.parquet"]
+    assert names(str(folder) + "/") == names(folder)
+
+
+def test_a_glob_takes_what_it_matches(folder: Path) -> None:
+    assert names(f"{folder}/*.txt") == ["notes.txt"]
+    assert names(f"{folder}/b/*") == ["10.parquet", "2.parquet"]
+    assert names(f"{folder}/**/*.parquet") == sorted([*names(folder), "_tmp/x.parquet"])
+
+
+def test_a_list_is_sorted_and_has_each_file_once(folder: Path) -> None:
+    given = [folder / "b/2.parquet", f"{folder}/a.parquet", str(folder / "b")]
+    assert names(given) == ["a.parquet", "b/10.parquet", "b/2.parquet"]
+
+
+def test_sizes_and_paths(folder: Path) -> None:
+    files = find(folder, (".parquet",))
+    assert files.sizes == (9, 9, 12, 11)
+    assert files.path(3) == str(folder / "b/2.parquet")
+    with files.open(1) as file:
+        assert file.read() == b"x" * 9
+
+
+def test_relative_to_where_we_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    assert names("b/*.parquet") == ["10.parquet", "2.parquet"]
+    assert names(".") == names(folder)
+
+
+def test_a_name_with_brackets_is_a_file_first(tmp_path: Path) -> None:
+    (tmp_path / "part[1].parquet").write_bytes(b"x")
+    assert names(tmp_path / "part[1].parquet") == ["part[1].parquet"]
+
+
+def test_urls(folder: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    for path in folder.rglob("*.parquet"):
+        memory.pipe(f"/corpus/{path.relative_to(folder).as_posix()}", path.read_bytes())
+    assert names("memory://corpus") == names(folder)
+    assert names("memory://corpus/b/*.parquet") == ["10.parquet", "2.parquet"]
+    assert names(["memory://corpus/a.parquet"]) == ["a.parquet"]
+    files = find("memory://corpus", (".parquet",))
+    assert files.sizes == find(folder, (".parquet",)).sizes
+    assert files.open(1).read() == b"x" * 9
+    assert names(f"file://{folder}") == names(folder)
+    with pytest.raises(FileNotFoundError, match="memory://nowhere"):
+        find("memory://nowhere/*", (".parquet",))
+
+
+@pytest.mark.parametrize("missing", ["*.parquet", "nowhere", "nowhere.parquet"])
+def test_nothing_found(tmp_path: Path, missing: str) -> None:
+    with pytest.raises(FileNotFoundError, match=r"matches no file .*Give a glob"):
+        find(tmp_path / missing, (".parquet",))
+
+
+def test_a_folder_without_such_files(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"folder without files that end in \.arrow, \.ipc"):
+        find(tmp_path, (".arrow", ".ipc"))
+    with pytest.raises(FileNotFoundError, match="No paths"):
+        find([], (".arrow",))
+
+
+def test_local_and_remote_in_one_list(folder: Path) -> None:
+    with pytest.raises(ValueError, match="a source for each"):
+        find([str(folder), "memory://corpus"], (".parquet",))

@@ -1,0 +1,111 @@
+"""Order is a function of integers: golden values pin it (a change is an ORDER break), properties say what it must be."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rescale_data.order import (
+    ShardOrder,
+    encipher,
+    fragment_order,
+    permutation,
+    random_words,
+    shard_sizes,
+    shard_starts,
+)
+
+
+def test_golden_permutation() -> None:
+    assert permutation(12, "window", 0, 1, 2, 3).tolist() == GOLDEN["permutation"]
+
+
+def test_golden_cipher() -> None:
+    assert encipher(np.arange(6), 10**10, "full", 7, 1).tolist() == GOLDEN["cipher"]
+
+
+def test_golden_shard() -> None:
+    fragments = np.array([0, 5, 6, 12, 20])
+    order = ShardOrder(num_rows=20, shard=1, num_logical_shards=2, seed=3, window=4)
+    rows = [order.rows(2, row, fragment_order(fragments, 3, 2)).tolist() for row in (0, 4, 8)]
+    assert rows == GOLDEN["shard"]
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**70))
+def test_cipher_is_a_permutation(size: int, seed: int) -> None:
+    assert sorted(encipher(np.arange(size), size, "full", seed).tolist()) == list(range(size))
+
+
+@given(st.integers(1, 2**62), st.data())
+def test_cipher_stays_inside_whatever_the_size(size: int, data: st.DataObject) -> None:
+    index = np.array(sorted({data.draw(st.integers(0, size - 1)) for _ in range(8)}))
+    out = encipher(index, size, "full", 0)
+    assert len(set(out.tolist())) == len(index)
+    assert out.min() >= 0
+    assert out.max() < size
+
+
+@pytest.mark.parametrize("size", [3, 4, 5])
+def test_cipher_reaches_every_permutation_about_equally(size: int) -> None:
+    draws = 400 * int(np.prod(np.arange(1, size + 1)))
+    counts = Counter(tuple(encipher(np.arange(size), size, "x", seed).tolist()) for seed in range(draws // 4))
+    expected = draws / 4 / np.prod(np.arange(1, size + 1))
+    chi_square = sum((count - expected) ** 2 / expected for count in counts.values())
+    freedom = np.prod(np.arange(1, size + 1)) - 1
+    assert len(counts) == freedom + 1
+    assert chi_square < freedom + 5 * np.sqrt(2 * freedom)
+
+
+def test_seed_and_epoch_are_hashed_not_added() -> None:
+    words = {tuple(random_words(4, "fragments", seed, epoch).tolist()) for seed in range(8) for epoch in range(8)}
+    assert len(words) == 64
+
+
+@given(st.integers(0, 10**12), st.integers(1, 5000))
+def test_shards_partition_the_rows(num_rows: int, num_shards: int) -> None:
+    shards = np.arange(num_shards + 1)
+    starts = shard_starts(shards, num_rows, num_shards)
+    assert starts.tolist() == [i * num_rows // num_shards for i in range(num_shards + 1)]
+    sizes = shard_sizes(shards[:-1], num_rows, num_shards)
+    assert sizes.sum() == num_rows
+    assert sizes.max() - sizes.min() <= 1
+
+
+def test_shard_starts_do_not_overflow() -> None:
+    assert shard_starts(np.array([2**20]), 2**61, 2**20 + 1).tolist() == [2**20 * 2**61 // (2**20 + 1)]
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    st.integers(1, 7),
+    st.sampled_from([0, 1, 3, 8, 1000]),
+    st.integers(0, 3),
+)
+def test_every_row_once_an_epoch(lengths: list[int], num_shards: int, window: int, epoch: int) -> None:
+    fragments = np.concatenate([[0], np.cumsum(lengths)])
+    num_rows = int(fragments[-1])
+    orders = [
+        ShardOrder(num_rows=num_rows, shard=i, num_logical_shards=num_shards, seed=5, window=window)
+        for i in range(num_shards)
+    ]
+    permuted = fragment_order(fragments, 5, epoch) if window else None
+    rows = [row for order in orders for row in _read(order, epoch, permuted)]
+    assert sorted(rows) == list(range(num_rows))
+    if not window:
+        assert rows == list(range(num_rows))
+
+
+def _read(order: ShardOrder, epoch: int, fragments) -> list[int]:
+    rows: list[int] = []
+    while len(rows) < order.size:
+        rows += order.rows(epoch, len(rows), fragments).tolist()
+    return rows
+
+
+GOLDEN = {
+    "permutation": [10, 6, 2, 5, 11, 7, 8, 4, 1, 3, 9, 0],
+    "cipher": [5777835583, 3623993228, 8107066865, 5160644834, 3730125638, 7724282719],
+    "shard": [[13, 4, 12, 3], [14, 15, 16, 17], [19, 18]],
+}
