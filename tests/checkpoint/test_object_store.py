@@ -8,6 +8,8 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -19,6 +21,7 @@ from tests.checkpoint.stand_in import StandInLoader
 pytest.importorskip("s3fs", reason="needs the extra s3")
 pytest.importorskip("moto", reason="needs the extra s3")
 
+import rescale_data as rd
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager
 from rescale_data.checkpoint.lease import reading
@@ -191,3 +194,17 @@ def test_damage_is_found(server: Server, folder: str) -> None:
 def test_an_unknown_scheme() -> None:
     with pytest.raises(ValueError, match="or give a local path"):
         checkpoint.save("nope://bucket/c", state())
+
+
+def test_sources_read_from_the_same_server(server: Server, folder: str) -> None:
+    store, path = open_store(folder, server.options)
+    for part in range(3):
+        table = pa.table({"tokens": [[part * 100 + row] * 3 for row in range(20)]})
+        buffer = pa.BufferOutputStream()
+        pq.write_table(table, buffer, row_group_size=8)
+        store.write(f"{path}/corpus/part-{part}.parquet", buffer.getvalue().to_pybytes())
+    source = rd.ParquetSource(f"{folder}/corpus/*.parquet", columns=["tokens"], storage_options=server.options)
+    reader = rd.Reader(source, rd.Shard(), shuffle=False)
+    reader.reset()
+    rows = [int(next(reader)["tokens"][0]) for _ in range(60)]
+    assert rows == [part * 100 + row for part in range(3) for row in range(20)]
