@@ -1,5 +1,67 @@
-"""What a training loop needs around its one checkpoint."""
+"""One checkpoint, kept safe: saving, loading and keeping the one DCP checkpoint of model, optimizer and data order.
 
-from rescale_data.checkpoint.check import check_checkpoint
+Names are imported when they are used: DCP takes its time.
+"""
 
-__all__ = ["check_checkpoint"]
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rescale_data.checkpoint.check import check_checkpoint
+    from rescale_data.checkpoint.convert import from_torch_save, to_torch_save
+    from rescale_data.checkpoint.data_state import read_data_state
+    from rescale_data.checkpoint.full_optimizer import (
+        full_optimizer_state,
+        load_full_optimizer_state,
+        load_optimizer_stream,
+        stream_optimizer_state,
+    )
+    from rescale_data.checkpoint.integrity import verify
+    from rescale_data.checkpoint.loading import LoadReport, load
+    from rescale_data.checkpoint.manager import CheckpointManager
+    from rescale_data.checkpoint.safetensors import from_safetensors, to_safetensors
+    from rescale_data.checkpoint.saving import save
+
+__all__ = [
+    "CheckpointManager",
+    "LoadReport",
+    "check_checkpoint",
+    "from_safetensors",
+    "from_torch_save",
+    "full_optimizer_state",
+    "load",
+    "load_full_optimizer_state",
+    "load_optimizer_stream",
+    "read_data_state",
+    "save",
+    "stream_optimizer_state",
+    "to_safetensors",
+    "to_torch_save",
+    "verify",
+]
+
+_HOMES = {
+    "check": ("check_checkpoint",),
+    "convert": ("from_torch_save", "to_torch_save"),
+    "data_state": ("read_data_state",),
+    "full_optimizer": (
+        "full_optimizer_state",
+        "load_full_optimizer_state",
+        "load_optimizer_stream",
+        "stream_optimizer_state",
+    ),
+    "integrity": ("verify",),
+    "loading": ("LoadReport", "load"),
+    "manager": ("CheckpointManager",),
+    "safetensors": ("from_safetensors", "to_safetensors"),
+    "saving": ("save",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,160 @@
+"""What does training lose to a save?
+
+    python benchmarks/bench_checkpoint.py [--megabytes 200 1000] [--saves 5] [--folder DIR]
+
+One process trains a model of linear layers with AdamW, whose parameters and state have the given size. "Lost" is the time of
+all steps from the call of save until the checkpoint is committed, less the time that as many undisturbed steps take (the
+median of steps before and after): the call, the wait before the optimizer's step, and every step that is slower while files
+are written. A plain memory copy of the same bytes into memory that was used before is the limit of any staging.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from rescale_data import checkpoint
+from rescale_data.checkpoint import CheckpointManager
+
+WIDTH = 2048
+
+
+class Training:
+    """Steps of about the same length, whose state has ``megabytes``: parameters and the two moments of AdamW."""
+
+    def __init__(self, megabytes: int) -> None:
+        layers = max(1, round(megabytes * 1e6 / (3 * 4 * WIDTH * WIDTH)))
+        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.batch = torch.randn(64, WIDTH)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def num_bytes(self) -> int:
+        return 3 * sum(parameter.nbytes for parameter in self.model.parameters())
+
+    def step(self) -> float:
+        start = time.perf_counter()
+        self.model(self.batch).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - start
+
+
+def lost(
+    training: Training, save: Callable[[], Callable[[], bool]], saves: int, tidy: Callable[[], None]
+) -> list[float]:
+    """Seconds lost to each save; ``save`` begins one and returns whether it has ended as a function."""
+    losses: list[float] = []
+    for _ in range(saves + 1):
+        tidy()
+        before = [training.step() for _ in range(6)]
+        start, steps = time.perf_counter(), 0
+        ended = save()
+        while not ended():
+            training.step()
+            steps += 1
+        took = time.perf_counter() - start
+        after = [training.step() for _ in range(6)]
+        losses.append(took - steps * statistics.median(before + after))
+    return losses[1:]  # the first one allocates
+
+
+def modes(training: Training, folder: Path) -> dict[str, Callable[[], Callable[[], bool]]]:
+    count = iter(range(10**6))
+    managers = {
+        mode: CheckpointManager(folder / mode, keep_latest=1, async_mode=mode) for mode in ("thread", "process")
+    }  # type: ignore[arg-type]
+    buffers = [torch.empty_like(value) for value in tensors(training)]
+
+    def copy() -> Callable[[], bool]:
+        for buffer, value in zip(buffers, tensors(training), strict=True):
+            buffer.copy_(value)
+        return lambda: True
+
+    def sync() -> Callable[[], bool]:
+        checkpoint.save(folder / f"sync-{next(count)}", training.state)
+        return lambda: True
+
+    def stock() -> Callable[[], bool]:
+        model, optimizer = get_state_dict(training.model, training.optimizer)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder / f"stock-{next(count)}")
+        return lambda: True
+
+    def staged(mode: str) -> Callable[[], Callable[[], bool]]:
+        def begin() -> Callable[[], bool]:
+            step = next(count)
+            managers[mode].save(step, training.state)
+            return lambda: step in managers[mode].steps()
+
+        return begin
+
+    return {
+        "memory copy": copy,
+        "dcp.save": stock,
+        "sync": sync,
+        "staged, thread": staged("thread"),
+        "staged, process": staged("process"),
+    }
+
+
+def tensors(training: Training) -> list[torch.Tensor]:
+    moments = [state[key] for state in training.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    return [*(parameter.detach() for parameter in training.model.parameters()), *moments]
+
+
+def measure(megabytes: int, saves: int, folder: Path) -> None:
+    training = Training(megabytes)
+    usual = statistics.median(training.step() for _ in range(5))
+    size = training.num_bytes() / 1e6
+    print(
+        f"\n{size:.0f} MB of state, {usual * 1e3:.0f} ms a step, {saves} saves each: seconds lost, median (min .. max)"
+    )
+
+    def tidy() -> None:
+        for old in [*folder.glob("stock-*"), *folder.glob("sync-*")]:
+            shutil.rmtree(old)
+
+    results = {name: lost(training, save, saves, tidy) for name, save in modes(training, folder).items()}
+    reference = statistics.median(results["sync"])
+    for name, losses in results.items():
+        median = statistics.median(losses)
+        print(f"  {name:16} {median:7.3f} ({min(losses):.3f} .. {max(losses):.3f})   {median / reference:5.2f} x sync")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[200, 1000])
+    parser.add_argument("--saves", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=None)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", message="torch.distributed is")
+    torch.set_num_threads(1)
+    machine = platform.processor() or platform.machine()
+    print(f"{machine}, {os.cpu_count()} cores, torch {torch.__version__}, one thread for training")
+    folder = Path(tempfile.mkdtemp(prefix="bench-checkpoint-", dir=options.folder))
+    try:
+        for megabytes in options.megabytes:
+            measure(megabytes, options.saves, folder / str(megabytes))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

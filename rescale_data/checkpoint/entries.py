@@ -1,0 +1,186 @@
+"""What may be in a state: modules, optimizers, anything Stateful, tensors and plain values, each by its own rule.
+
+DCP knows tensors and plain values, and expands what is Stateful at the top level alone. An ``Entry`` turns one value of the
+user's state into what DCP knows, at any depth, and takes back what DCP has loaded.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, MutableMapping
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+
+from rescale_data.checkpoint import optimizers
+
+State: TypeAlias = Mapping[str, Any]
+Path: TypeAlias = tuple[str, ...]
+
+
+class Entry(ABC):
+    """One value of a state.
+
+    Args:
+        path: Keys from the root of the state down to the value.
+
+    Attributes:
+        whole: Whether a part of it may not be loaded without the rest.
+    """
+
+    whole = False
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.path)
+
+    @abstractmethod
+    def plain(self) -> Any:
+        """What DCP saves. Its tensors may be the live ones."""
+
+    def placeholder(self, metadata: Metadata) -> Any:
+        """What DCP loads into."""
+        return self.plain()
+
+    @abstractmethod
+    def apply(self, loaded: Any) -> None:
+        """Take what DCP has loaded into the placeholder."""
+
+
+class ModuleEntry(Entry):
+    def __init__(self, path: Path, module: nn.Module) -> None:
+        super().__init__(path)
+        self.module = module
+
+    def plain(self) -> Any:
+        return get_model_state_dict(self.module)
+
+    def apply(self, loaded: Any) -> None:
+        set_model_state_dict(self.module, loaded)
+
+
+class OptimizerEntry(Entry):
+    def __init__(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(path)
+        self.model = model
+        self.optimizer = optimizer
+
+    def plain(self) -> Any:
+        return optimizers.named_state(self.model, self.optimizer)
+
+    def placeholder(self, metadata: Metadata) -> Any:
+        return optimizers.placeholder(
+            self.model, self.optimizer, optimizers.saved_layout(metadata, self.path), self.name
+        )
+
+    def apply(self, loaded: Any) -> None:
+        optimizers.apply(self.model, self.optimizer, loaded, self.name)
+
+
+class StatefulEntry(Entry):
+    whole = True
+
+    def __init__(self, path: Path, value: Stateful) -> None:
+        super().__init__(path)
+        self.value = value
+
+    def plain(self) -> Any:
+        return self.value.state_dict()
+
+    def apply(self, loaded: Any) -> None:
+        self.value.load_state_dict(loaded)
+
+
+class ValueEntry(Entry):
+    """A tensor, loaded in place, or a plain value, replaced in the mapping that holds it."""
+
+    def __init__(self, path: Path, value: Any, holder: Mapping[str, Any]) -> None:
+        super().__init__(path)
+        self.value = value
+        self.holder = holder
+
+    def plain(self) -> Any:
+        return self.value
+
+    def apply(self, loaded: Any) -> None:
+        if isinstance(self.value, torch.Tensor):
+            return
+        if not isinstance(self.holder, MutableMapping):
+            raise TypeError(f"{self.name!r} is a plain value in a {type(self.holder).__name__}; load into a dict.")
+        self.holder[self.path[-1]] = loaded
+
+
+def entries_of(state: State) -> list[Entry]:
+    """The entries of a state, nested mappings included.
+
+    Raises:
+        TypeError: ``state`` is no mapping, has keys that are not strings, or a module, an optimizer or a Stateful in a list.
+        ValueError: an optimizer's parameters belong to no module of ``state``.
+    """
+    if not isinstance(cast(object, state), Mapping):
+        raise TypeError(f'state maps names to values, {{"model": model, ...}}; it is a {type(state).__name__}.')
+    values = _walk(state, ())
+    modules = [(path, value) for path, value, _ in values if isinstance(value, nn.Module)]
+    return [_entry(path, value, holder, modules) for path, value, holder in values]
+
+
+def nested(values: list[tuple[Path, Any]]) -> dict[str, Any]:
+    """Values by path as nested dicts."""
+    root: dict[str, Any] = {}
+    for path, value in values:
+        inner = root
+        for key in path[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[path[-1]] = value
+    return root
+
+
+def value_at(root: Mapping[str, Any], path: Path) -> Any:
+    value: Any = root
+    for key in path:
+        value = value[key]
+    return value
+
+
+def _walk(state: Mapping[Any, Any], path: Path) -> list[tuple[Path, Any, Mapping[str, Any]]]:
+    found: list[tuple[Path, Any, Mapping[str, Any]]] = []
+    for key, value in state.items():
+        if not isinstance(key, str):
+            raise TypeError(
+                f"{'.'.join((*path, str(key)))!r}: the key {key!r} is a {type(key).__name__}; keys are strings."
+            )
+        here = (*path, key)
+        if isinstance(value, Mapping) and value and not isinstance(value, Stateful):
+            found.extend(_walk(cast(Mapping[Any, Any], value), here))
+        else:
+            found.append((here, value, state))
+    return found
+
+
+def _entry(path: Path, value: Any, holder: Mapping[str, Any], modules: list[tuple[Path, nn.Module]]) -> Entry:
+    if isinstance(value, nn.Module):
+        return ModuleEntry(path, value)
+    if isinstance(value, torch.optim.Optimizer):
+        return OptimizerEntry(path, optimizers.owner(".".join(path), value, modules), value)
+    if isinstance(value, Stateful):
+        return StatefulEntry(path, value)
+    if isinstance(value, list | tuple):
+        _refuse_stateful_items(path, cast("list[Any] | tuple[Any, ...]", value))
+    return ValueEntry(path, value, holder)
+
+
+def _refuse_stateful_items(path: Path, items: list[Any] | tuple[Any, ...]) -> None:
+    for index, item in enumerate(items):
+        if isinstance(item, Stateful):
+            name = ".".join(path)
+            raise TypeError(
+                f"{name}[{index}] is a {type(item).__name__} in a {type(items).__name__}: it would be pickled whole and "
+                f'replaced at load. Give it a name of its own: {{"{name}_{index}": ...}}, or a dict of them.'
+            )

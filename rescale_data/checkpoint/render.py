@@ -1,0 +1,97 @@
+"""What the command line shows: tables and the shards' progress as a picture."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+_LEVELS = " ▁▂▃▄▅▆▇█"
+
+
+def show_list(console: Console, checkpoints: Sequence[Mapping[str, Any]]) -> None:
+    table = _table("checkpoint", "state", "size", "ranks", "saved", "metrics")
+    for about in checkpoints:
+        metrics = ", ".join(f"{name}={value:.4g}" for name, value in about.get("metrics", {}).items())
+        cells = [
+            about["name"],
+            about["state"],
+            size(about.get("bytes")),
+            str(about.get("world_size", "")),
+            when(about.get("created")),
+        ]
+        table.add_row(*map(escape, [*cells, metrics or about.get("detail", "")]))
+    console.print(table)
+
+
+def show_summary(console: Console, summary: Mapping[str, Any]) -> None:
+    show_list(console, [summary["checkpoint"]])
+    table = _table("entry", "tensors", "elements", "size", "dtypes", "plain values")
+    for name, entry in summary["entries"].items():
+        numbers = [str(entry["tensors"]), f"{entry['elements']:,}", size(entry["bytes"]), " ".join(entry["dtypes"])]
+        table.add_row(escape(name), *numbers, str(entry["plain_values"]))
+    console.print(table)
+    for name, data in summary["data"].items():
+        _show_data(console, name, data)
+
+
+def show_differences(console: Console, differences: Sequence[Mapping[str, str]], limit: int) -> None:
+    table = _table("name", "what", "A | B")
+    for difference in differences[:limit]:
+        table.add_row(*(escape(difference[key]) for key in ("name", "kind", "detail")))
+    if differences:
+        console.print(table)
+    more = len(differences) - limit
+    console.print(f"{len(differences)} differences" + (f", {more} not shown" if more > 0 else ""))
+
+
+def picture(shards: Sequence[int], width: int) -> str:
+    """One character a shard, or for a few shards each: how many samples it has delivered, of the most that one has."""
+    if not shards:
+        return ""
+    width = min(width, len(shards))
+    cuts = [len(shards) * column // width for column in range(width + 1)]
+    means = [sum(shards[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    top = max(*means, 1)
+    return "".join(_LEVELS[round(mean / top * (len(_LEVELS) - 1))] for mean in means)
+
+
+def size(num_bytes: float | None) -> str:
+    if num_bytes is None:
+        return ""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"
+
+
+def when(seconds: float | None) -> str:
+    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _show_data(console: Console, name: str, data: Mapping[str, Any]) -> None:
+    epochs = ", ".join(
+        f"{source or 'data'} {low}" + (f" to {high}" if high != low else "")
+        for source, (low, high) in data["epochs"].items()
+    )
+    console.print(
+        f"\n[bold]{escape(name)}[/bold]: {data.get('samples', 0):,} samples, {data['steps']:,} global batches"
+    )
+    console.print(f"  epochs: {escape(epochs) or 'none'}")
+    shards: list[int] = data["shards"]
+    if shards:
+        console.print(f"  {len(shards)} logical shards, {min(shards):,} to {max(shards):,} samples each")
+        console.print(f"  |{picture(shards, max(10, console.width - 6))}|")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table

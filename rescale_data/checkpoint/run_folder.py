@@ -1,0 +1,110 @@
+"""The folder of a run: its checkpoints by step, what killed saves left in it, and how one is deleted."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from typing import Any
+
+from rescale_data.checkpoint.commit import REPLACED, SAVING, remove_leftovers
+from rescale_data.checkpoint.lease import STEP, is_read
+from rescale_data.checkpoint.manifest import MANIFEST, METADATA, read_manifest
+from rescale_data.checkpoint.store import Store, join
+
+logger = logging.getLogger(__name__)
+
+LOCK = ".writer.lock"
+# An object store has no locks: what was not committed there is taken for abandoned after this long, in seconds.
+ABANDONED = 24 * 3600.0
+
+
+class RunFolder:
+    """Checkpoints named ``step-<number>`` in one folder."""
+
+    def __init__(self, store: Store, path: str) -> None:
+        self.store = store
+        self.path = path
+        self._lock: Any = None
+
+    def checkpoint(self, step: int) -> str:
+        return join(self.path, f"step-{step}")
+
+    def steps(self) -> list[int]:
+        """Committed steps, in order."""
+        return [step for step in self._named() if self.store.is_file(join(self.checkpoint(step), MANIFEST))]
+
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """Metrics by committed step; a damaged manifest counts as one without metrics."""
+        found: dict[int, dict[str, float]] = {}
+        for step in self.steps():
+            found[step] = {}
+            with contextlib.suppress(ValueError, OSError):
+                manifest = read_manifest(self.store, self.checkpoint(step))
+                found[step] = dict(manifest.metrics) if manifest else {}
+        return found
+
+    def open_for_writing(self) -> None:
+        """Remove what killed saves left over, unless another process saves to this folder now."""
+        self.store.make_folder(self.path)
+        if not self._take_lock():
+            logger.warning("Another process saves to %s: what killed saves left there is not removed.", self.path)
+            return
+        for name in self._names_of_leftovers():
+            remove_leftovers(self.store, join(self.path, name))
+        for step in sorted(set(self._named()) - set(self.steps())):
+            if self._is_abandoned(step):
+                self.delete(step)
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def delete(self, step: int) -> bool:
+        """Delete a checkpoint; False where someone reads it, and it is tried again later."""
+        path = self.checkpoint(step)
+        if is_read(self.store, path):
+            return False
+        self.store.remove(join(path, MANIFEST))
+        if is_read(self.store, path):
+            return False
+        self.store.remove_folder(path)
+        return True
+
+    def _named(self) -> list[int]:
+        return sorted(int(match[1]) for name in self.store.names(self.path) if (match := STEP.fullmatch(name)))
+
+    def _names_of_leftovers(self) -> set[str]:
+        hidden = [name for name in self.store.names(self.path) if SAVING in name or REPLACED in name]
+        return {name[1:].partition(SAVING)[0].partition(REPLACED)[0] for name in hidden}
+
+    def _is_abandoned(self, step: int) -> bool:
+        """Whether an uncommitted folder is the rest of a save or of a deletion: ours, and not another tool's checkpoint."""
+        path = self.checkpoint(step)
+        names = self.store.names(path)
+        if not self.store.renames:
+            return all(time.time() - self.store.modified(join(path, name)) > ABANDONED for name in names)
+        return METADATA not in names or _was_ours(self.store, path)
+
+    def _take_lock(self) -> bool:
+        if not self.store.renames:
+            return True
+        import fcntl
+
+        self._lock = open(join(self.path, LOCK), "ab")  # noqa: SIM115 - held until close, or until the process ends
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.close()
+            return False
+        return True
+
+
+def _was_ours(store: Store, path: str) -> bool:
+    from rescale_data.checkpoint.integrity import require_committed
+
+    try:
+        return require_committed(store, path) is not None
+    except ValueError:
+        return True

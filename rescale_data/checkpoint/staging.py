@@ -1,0 +1,131 @@
+"""Staging: a copy of the state that training cannot change any more, made while the next forward and backward run.
+
+What only an optimizer's step changes, parameters and optimizer state, is copied by DCP's stager in the background, and any
+``optimizer.step()`` waits for it. Everything else (buffers, the loader's rows, plain values) is copied before ``stage``
+returns.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from rescale_data.checkpoint.entries import Entry, ModuleEntry, OptimizerEntry, nested
+
+Staged = dict[str, Any]
+
+
+class Stager:
+    """Copies states for one manager, into host memory that is kept from save to save.
+
+    Args:
+        shared: Into shared memory, for another process to write from.
+    """
+
+    def __init__(self, *, shared: bool) -> None:
+        accelerated = torch.accelerator.is_available()
+        options = StagingOptions(
+            use_pinned_memory=torch.cuda.is_available(),
+            use_shared_memory=shared,
+            use_async_staging=True,
+            use_non_blocking_copy=accelerated,
+        )
+        self._stager = DefaultStager(options)
+        self._pending: Future[Any] | None = None
+        self._hook: Any = None
+        self._lock = threading.Lock()
+
+    def stage(self, entries: list[Entry]) -> Future[Staged]:
+        """The state of ``entries`` as it is now, once the copy is done. One at a time: the memory is used again."""
+        steady = _changed_by_steps_alone(entries)
+        late: dict[str, torch.Tensor] = {}
+        plain = nested([(entry.path, _copy(entry.plain(), steady, late)) for entry in entries])
+        self._pending = cast("Future[Any]", self._stager.stage(cast(Any, late)))
+        # Any optimizer's, since any optimizer may own the parameters; it is taken back as soon as the copy is waited for.
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        staged: Future[Staged] = Future()
+        self._pending.add_done_callback(lambda copied: _hand_over(copied, plain, staged))
+        return staged
+
+    def wait(self) -> None:
+        """Return when the state may change. An error of the copy belongs to the save and is raised there."""
+        with self._lock:
+            pending, self._pending = self._pending, None
+            hook, self._hook = self._hook, None
+        if hook is not None:
+            hook.remove()
+        if pending is not None:
+            pending.exception()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.wait()
+
+    def close(self) -> None:
+        self.wait()
+        self._stager.close()
+
+
+class _Late:
+    """Where in the plain state a tensor belongs that is copied in the background."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+
+def _changed_by_steps_alone(entries: list[Entry]) -> set[int]:
+    """Addresses of the memory of parameters and of optimizer states."""
+    tensors: list[torch.Tensor] = []
+    for entry in entries:
+        if isinstance(entry, ModuleEntry):
+            tensors.extend(entry.module.parameters())
+        if isinstance(entry, OptimizerEntry):
+            values = [
+                value for state in entry.optimizer.state.values() for value in cast(dict[str, Any], state).values()
+            ]
+            tensors.extend(value for value in values if isinstance(value, torch.Tensor) and value.dim() > 0)
+    return {address for tensor in tensors if (address := _address(tensor))}
+
+
+def _address(tensor: torch.Tensor) -> int:
+    with torch.no_grad():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return local.untyped_storage().data_ptr() if type(local) in (torch.Tensor, torch.nn.Parameter) else 0
+
+
+def _copy(value: Any, steady: set[int], late: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        if _address(value) in steady:
+            late[key := str(len(late))] = value.detach()
+            return _Late(key)
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: _copy(inner, steady, late) for key, inner in cast(Mapping[Any, Any], value).items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copy(inner, steady, late) for inner in value)
+    return copy.deepcopy(value)
+
+
+def _hand_over(copied: Future[Any], plain: Staged, staged: Future[Staged]) -> None:
+    error = copied.exception()
+    if error is not None:
+        staged.set_exception(error)
+    else:
+        staged.set_result(_filled(plain, copied.result()))
+
+
+def _filled(value: Any, copies: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(value, _Late):
+        return copies[value.key]
+    if isinstance(value, dict):
+        return {key: _filled(inner, copies) for key, inner in cast(dict[Any, Any], value).items()}
+    if type(value) in (list, tuple):
+        return type(value)(_filled(inner, copies) for inner in cast(Iterator[Any], value))
+    return value

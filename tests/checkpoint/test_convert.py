@@ -1,0 +1,246 @@
+"""Conversion: nothing is lost on the way, and memory is bounded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from rescale_data import checkpoint
+from rescale_data.checkpoint.safetensors import parse_size
+from tests.checkpoint.models import Plain, mesh, whole, wrap
+from tests.checkpoint.processes import run
+from tests.checkpoint.stand_in import StandInLoader
+
+
+def build(steps: int) -> dict[str, Any]:
+    torch.manual_seed(steps)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = StandInLoader()
+    for _ in range(steps):
+        model(torch.randn(3, 6)).sum().backward()
+        optimizer.step()
+    loader.advance(steps)
+    dtypes = {
+        str(dtype): torch.arange(6).reshape(2, 3).to(dtype)
+        for dtype in (torch.bfloat16, torch.bool, torch.uint16, torch.float8_e4m3fn)
+    }
+    odd = {
+        "scalar": torch.tensor(3.5),
+        "empty": torch.zeros(0, 4),
+        "list": [torch.ones(2), {"deep": torch.zeros(1)}],
+        "tuple": (1, "a"),
+    }
+    return {"model": model, "optimizer": optimizer, "loader": loader, "dtypes": dtypes, "odd": odd, "none": None}
+
+
+def blank() -> dict[str, Any]:
+    state = build(0)
+    for group in (
+        state["dtypes"],
+        {key: value for key, value in state["odd"].items() if isinstance(value, torch.Tensor)},
+    ):
+        for tensor in group.values():
+            tensor.zero_()
+    state["odd"]["list"][0].zero_()
+    return state
+
+
+def assert_loaded(state: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert state["loader"].step == expected["loader"].step
+    assert torch.equal(state["model"][1].weight, expected["model"][1].weight)
+    assert str(state["optimizer"].state_dict()) == str(expected["optimizer"].state_dict())
+    assert str(state["dtypes"]) == str(expected["dtypes"])
+    assert str(state["odd"]) == str(expected["odd"])
+
+
+def test_to_torch_save_and_back(tmp_path: Path) -> None:
+    expected = build(3)
+    checkpoint.save(tmp_path / "c", expected)
+    checkpoint.to_torch_save(tmp_path / "c", tmp_path / "file.pt", budget=100)
+    content = torch.load(tmp_path / "file.pt", mmap=True, weights_only=True)
+    assert content.keys() == expected.keys()
+    assert torch.equal(content["model"]["1.weight"], expected["model"][1].weight)
+    assert content["loader"]["num_logical_shards"] == 12
+    assert content["odd"]["tuple"] == (1, "a")
+    assert torch.equal(content["odd"]["list"][0], torch.ones(2))
+    assert content["dtypes"]["torch.bfloat16"].dtype is torch.bfloat16
+    assert zipfile.ZipFile(tmp_path / "file.pt").testzip() is None
+    checkpoint.from_torch_save(tmp_path / "file.pt", tmp_path / "back")
+    for path in ("back", "file.pt"):
+        state = blank()
+        checkpoint.load(tmp_path / path, state)
+        assert_loaded(state, expected)
+    assert checkpoint.read_data_state(tmp_path / "back")["step"] == 3
+
+
+def test_what_torch_save_wrote_loads(tmp_path: Path) -> None:
+    expected = build(2)
+    torch.save({"model": expected["model"].state_dict(), "extra": 5}, tmp_path / "file.pt")
+    state = {"model": blank()["model"], "extra": 0}
+    checkpoint.load(tmp_path / "file.pt", state)
+    assert torch.equal(state["model"][0].weight, expected["model"][0].weight)
+    assert state["extra"] == 5
+    torch.save(expected["model"].state_dict(), tmp_path / "bare.pt")
+    checkpoint.from_torch_save(tmp_path / "bare.pt", tmp_path / "c", name="model")
+    checkpoint.load(tmp_path / "c", {"model": blank()["model"]})
+    with pytest.raises(ValueError, match=r"missing in the checkpoint: model\.0\.weight"):
+        checkpoint.load(tmp_path / "bare.pt", {"model": blank()["model"]})
+
+
+def test_safetensors_and_back(tmp_path: Path) -> None:
+    expected = build(3)
+    checkpoint.save(tmp_path / "c", expected)
+    names = checkpoint.to_safetensors(tmp_path / "c", tmp_path / "st", max_shard_size=200, budget=100)
+    assert len(names) > 3
+    assert names[0] == f"model-00001-of-{len(names):05}.safetensors"
+    index = json.loads((tmp_path / "st" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == set(names)
+    checkpoint.from_safetensors(tmp_path / "st", tmp_path / "back")
+    state = blank()
+    checkpoint.load(tmp_path / "back", state)
+    assert_loaded(state, expected)
+
+
+def test_the_library_reads_and_writes_the_same(tmp_path: Path) -> None:
+    library = pytest.importorskip("safetensors.torch", reason="needs the extra safetensors")
+    expected = build(1)
+    checkpoint.save(tmp_path / "c", expected)
+    assert checkpoint.to_safetensors(tmp_path / "c", tmp_path / "st", name="model") == ["model.safetensors"]
+    read = library.load_file(tmp_path / "st" / "model.safetensors")
+    assert read.keys() == expected["model"].state_dict().keys()
+    assert all(torch.equal(read[key], value) for key, value in expected["model"].state_dict().items())
+    library.save_file(
+        {**read, "more": torch.ones(3, dtype=torch.bfloat16)},
+        tmp_path / "theirs.safetensors",
+        metadata={"format": "pt"},
+    )
+    checkpoint.from_safetensors(tmp_path / "theirs.safetensors", tmp_path / "back", name="model")
+    model = blank()["model"].float()
+    model.register_buffer("more", torch.zeros(3, dtype=torch.bfloat16))
+    checkpoint.load(tmp_path / "back", {"model": model})
+    assert torch.equal(model[0].weight, expected["model"][0].weight)
+    assert model.more.sum() == 3
+
+
+def load_file_sharded(file: str, how: str) -> dict[str, Any]:
+    model = wrap(Plain(), how)
+    loader = StandInLoader(mesh=mesh())
+    state: dict[str, Any] = {"model": model, "loader": loader, "note": None}
+    if dist.get_rank() == 1:
+        state["extra"] = {"only here": torch.zeros(2)}
+    report = checkpoint.load(file, state, strict=False)
+    assert report.missing == ("extra.only here",), "a rank that asks for something else does not hang"
+    assert state["note"] == "hello"
+    assert loader.step == 4
+    return {name: whole(value).clone() for name, value in get_model_state_dict(model).items()}
+
+
+@pytest.mark.parametrize(("how", "ranks"), [("fsdp2", 3), ("tp", 2), ("fsdp1", 2)])
+def test_a_file_loads_into_any_sharding(tmp_path: Path, how: str, ranks: int) -> None:
+    """torch's BroadcastingTorchSaveReader takes tensors only, and hangs with DTensors and on a missing name."""
+    model, loader = Plain(), StandInLoader()
+    loader.advance(4)
+    torch.save({"model": model.state_dict(), "loader": loader.state_dict(), "note": "hello"}, tmp_path / "file.pt")
+    for got in run(ranks, load_file_sharded, str(tmp_path / "file.pt"), how):
+        assert all(torch.equal(got[name], value) for name, value in model.state_dict().items())
+
+
+BOUNDED = """
+import resource, sys, threading, torch
+from rescale_data import checkpoint
+torch.set_num_threads(1)
+what, source, target, extra = sys.argv[1:]
+
+def kilobytes(key):
+    return int(next(line for line in open("/proc/self/status") if line.startswith(key)).split()[1])
+
+if what.startswith("to"):
+    checkpoint.read_data_state(source)
+    limit = kilobytes("VmData") * 1024 + int(extra)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    getattr(checkpoint, what)(source, target, budget=8 << 20)
+else:  # a private mapping of a file counts as data: look at the anonymous pages in memory instead
+    before, peak, done = kilobytes("RssAnon"), 0, threading.Event()
+    def watch():
+        global peak
+        while not done.is_set():
+            peak = max(peak, kilobytes("RssAnon"))
+    thread = threading.Thread(target=watch)
+    thread.start()
+    getattr(checkpoint, what)(source, target)
+    done.set()
+    thread.join()
+    assert (peak - before) * 1024 < int(extra), (peak - before)
+"""
+
+
+def test_memory_is_bounded_by_the_budget_and_not_by_the_checkpoint(tmp_path: Path) -> None:
+    """96 MB beside the interpreter; the checkpoint has 400."""
+    state = {"loader": StandInLoader(), "t": {str(n): torch.full((1_000_000,), float(n)) for n in range(100)}}
+    checkpoint.save(tmp_path / "c", state)
+    chain = [
+        ("to_torch_save", "c", "f.pt"),
+        ("from_torch_save", "f.pt", "c2"),
+        ("to_safetensors", "c2", "st"),
+        ("from_safetensors", "st", "c3"),
+    ]
+    for what, source, target in chain:
+        command = [sys.executable, "-c", BOUNDED, what, str(tmp_path / source), str(tmp_path / target), str(96 << 20)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{what}: {done.stderr[-2000:]}"
+    got = {"t": {str(n): torch.zeros(1_000_000) for n in range(100)}}
+    checkpoint.load(tmp_path / "c3", got)
+    assert all((value == int(n)).all() for n, value in got["t"].items())
+
+
+@pytest.mark.parametrize(("size", "expected"), [(7, 7), ("5GB", 5 * 10**9), ("1.5 MiB", 3 << 19), ("12", 12)])
+def test_sizes(size: Any, expected: int) -> None:
+    assert parse_size(size) == expected
+
+
+@pytest.mark.parametrize("size", ["", "GB", "5 parsecs", 0, "0.1", -3])
+def test_sizes_that_are_none(size: Any) -> None:
+    with pytest.raises(ValueError, match=r"such as \"5GB\""):
+        parse_size(size)
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "c", {"a": torch.zeros(2, dtype=torch.complex128), "b": 1})
+    with pytest.raises(ValueError, match=r"a is torch.complex128.*to_torch_save"):
+        checkpoint.to_safetensors(tmp_path / "c", tmp_path / "st")
+    with pytest.raises(ValueError, match=r"nothing named 'model'. It holds \['a', 'b'\]"):
+        checkpoint.to_torch_save(tmp_path / "c", tmp_path / "f.pt", name="model")
+    with pytest.raises(FileNotFoundError):
+        checkpoint.to_torch_save(tmp_path / "none", tmp_path / "f.pt")
+    with pytest.raises(FileNotFoundError, match="safetensors"):
+        checkpoint.from_safetensors(tmp_path / "c", tmp_path / "d")
+    with pytest.raises(FileNotFoundError):
+        checkpoint.from_torch_save(tmp_path / "none.pt", tmp_path / "d")
+    (tmp_path / "junk.pt").write_bytes(b"junk")
+    with pytest.raises(ValueError, match=r"junk\.pt cannot be read"):
+        checkpoint.from_torch_save(tmp_path / "junk.pt", tmp_path / "d")
+    torch.save([1], tmp_path / "list.pt")
+    with pytest.raises(ValueError, match="holds a list"):
+        checkpoint.load(tmp_path / "list.pt", {"a": 1})
+    torch.save({"a": Path("x")}, tmp_path / "code.pt")
+    with pytest.raises(ValueError, match="plain values only"):
+        checkpoint.load(tmp_path / "code.pt", {"a": 1})
+    (tmp_path / "junk.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{junk")
+    with pytest.raises(ValueError, match="no safetensors file, or is damaged"):
+        checkpoint.from_safetensors(tmp_path / "junk.safetensors", tmp_path / "d")
+    checkpoint.to_torch_save(tmp_path / "c", tmp_path / "f.pt")
+    (tmp_path / "f.pt").write_bytes((tmp_path / "f.pt").read_bytes()[:-100])
+    with pytest.raises(ValueError, match="cannot be read"):
+        checkpoint.load(tmp_path / "f.pt", {"a": 1})
+    assert not [name for name in tmp_path.iterdir() if name.name.startswith("f.pt.")]

@@ -1,0 +1,275 @@
+"""A checkpoint exists wholly or not at all, and one that was changed is not loaded."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from rescale_data import checkpoint
+from rescale_data.checkpoint.local import LocalStore
+from tests.checkpoint.processes import run
+from tests.checkpoint.stand_in import StandInLoader
+
+
+def state(step: int = 0) -> dict[str, Any]:
+    loader = StandInLoader()
+    loader.advance(step)
+    return {"weights": torch.full((300,), float(step)), "number": step, "loader": loader}
+
+
+def flip(file: Path, at: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated": (lambda c: truncate(c / "__0_0.distcp"), "__0_0.distcp has"),
+    "missing": (lambda c: (c / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+    "empty": (lambda c: (c / "__0_0.distcp").write_bytes(b""), "__0_0.distcp has 0 bytes"),
+    "a bit of the metadata": (lambda c: flip(c / ".metadata", 40), ".metadata is not what was saved"),
+    "no metadata": (lambda c: (c / ".metadata").unlink(), ".metadata is missing"),
+    "a bit of the manifest": (lambda c: flip(c / "rescale_data.json", 60), "rescale_data.json is damaged"),
+    "no manifest": (lambda c: (c / "rescale_data.json").unlink(), "never finished"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_damage_is_an_error_with_the_files_name(tmp_path: Path, how: str) -> None:
+    damage, words = DAMAGE[how]
+    checkpoint.save(tmp_path / "c", state(1))
+    assert checkpoint.verify(tmp_path / "c") == []
+    damage(tmp_path / "c")
+    target = state()
+    with pytest.raises(ValueError, match=words):
+        checkpoint.load(tmp_path / "c", target)
+    with pytest.raises(ValueError, match=words):
+        checkpoint.read_data_state(tmp_path / "c")
+    assert words in " ".join(checkpoint.verify(tmp_path / "c"))
+    assert target["loader"].loaded is None
+    assert target["weights"].sum() == 0
+
+
+def test_hazard_every_flipped_bit_is_found(tmp_path: Path) -> None:
+    """Stock DCP loads a flipped byte in a tensor or a pickled number without a word."""
+    checkpoint.save(tmp_path / "c", {"weights": torch.zeros(40), "number": 1000})
+    file = tmp_path / "c" / "__0_0.distcp"
+    silent = 0
+    for at in range(0, file.stat().st_size, 7):
+        flip(file, at)
+        assert checkpoint.verify(tmp_path / "c") != [], f"byte {at}"
+        got = {"weights": torch.ones(40), "number": 0}
+        try:
+            dcp.load(got, checkpoint_id=tmp_path / "c")
+            silent += bool(got["weights"].any()) or got["number"] != 1000
+        except BaseException:
+            pass
+        flip(file, at)
+    assert silent > 0, "the hazard is gone from torch: this test can be simpler"
+    assert checkpoint.verify(tmp_path / "c") == []
+
+
+def test_hazard_a_file_of_another_step(tmp_path: Path) -> None:
+    for step in (1, 2):
+        checkpoint.save(tmp_path / str(step), state(step))
+    shutil.copy(tmp_path / "1" / "__0_0.distcp", tmp_path / "2" / "__0_0.distcp")
+    mixed = {"weights": torch.zeros(300), "number": 0}
+    dcp.load(mixed, checkpoint_id=tmp_path / "2")
+    assert mixed["number"] == 1, "the hazard: stock DCP takes it"
+    with pytest.raises(ValueError, match="not what was saved"):
+        checkpoint.load(tmp_path / "2", state())
+
+
+def save_and_load_damaged(path: str) -> str:
+    checkpoint.save(path, {"rank": {str(dist.get_rank()): torch.full((100,), dist.get_rank())}})
+    if dist.get_rank() == 0:
+        flip(Path(path) / "__2_0.distcp", 700)
+    dist.barrier()
+    try:
+        checkpoint.load(path, {"rank": {str(dist.get_rank()): torch.zeros(100, dtype=torch.int64)}})
+    except ValueError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_all_ranks_raise_the_same_error(tmp_path: Path) -> None:
+    texts = run(3, save_and_load_damaged, str(tmp_path / "c"))
+    assert len(set(texts)) == 1
+    assert "__2_0.distcp is not what was saved" in texts[0]
+
+
+def test_sizes_are_checked_even_without_checksums(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "c", state(1))
+    flip(tmp_path / "c" / "__0_0.distcp", 3000)
+    assert checkpoint.verify(tmp_path / "c", checksums=False) == []
+    truncate(tmp_path / "c" / "__0_0.distcp")
+    with pytest.raises(ValueError, match="were saved"):
+        checkpoint.load(tmp_path / "c", state(), checksums=False)
+
+
+def test_a_stock_folder_with_a_short_file(tmp_path: Path) -> None:
+    dcp.save({"weights": torch.ones(300)}, checkpoint_id=tmp_path / "c")
+    assert checkpoint.verify(tmp_path / "c") == []
+    file = tmp_path / "c" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:900])
+    assert "has 900 bytes" in checkpoint.verify(tmp_path / "c")[0]
+    file.unlink()
+    assert "is missing" in checkpoint.verify(tmp_path / "c")[0]
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for path in (tmp_path / "none", tmp_path / "empty"):
+        for call in (lambda p: checkpoint.load(p, state()), checkpoint.read_data_state, checkpoint.verify):
+            with pytest.raises(FileNotFoundError, match="No checkpoint at"):
+                call(path)
+    with pytest.raises(TypeError, match="str or os"):
+        checkpoint.load(3, state())  # type: ignore[arg-type]
+
+
+def test_a_taken_path(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "c", state(1))
+    with pytest.raises(ValueError, match="overwrite=True"):
+        checkpoint.save(tmp_path / "c", state(2))
+    checkpoint.save(tmp_path / "c", state(3), overwrite=True)
+    assert checkpoint.read_data_state(tmp_path / "c")["step"] == 3
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match="is a file"):
+        checkpoint.save(tmp_path / "file", state())
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("x")
+    with pytest.raises(ValueError, match="is no checkpoint; it is not replaced"):
+        checkpoint.save(tmp_path / "mine", state(), overwrite=True)
+    with pytest.raises(NotADirectoryError, match="part of the path is a file"):
+        checkpoint.save(tmp_path / "file" / "c", state())
+    assert sorted(os.listdir(tmp_path)) == ["c", "file", "mine"]
+
+
+class BrokenStore(LocalStore):
+    """A disk that fails at one of its writes, as DCP's streams meet it."""
+
+    number = errno.ENOSPC
+
+    def open_write(self, path: str) -> BinaryIO:
+        if path.endswith(self.at):
+            raise OSError(self.number, os.strerror(self.number), path)
+        return super().open_write(path)
+
+    at = ".distcp"
+
+
+@pytest.mark.parametrize("at", [".distcp", ".metadata.tmp", "rescale_data.json"])
+@pytest.mark.parametrize(("number", "words"), [(errno.ENOSPC, "disk is full"), (errno.EACCES, "No permission")])
+def test_a_failing_disk_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, number: int, words: str
+) -> None:
+    checkpoint.save(tmp_path / "c", state(1))
+    with monkeypatch.context() as patch:
+        patch.setattr("rescale_data.checkpoint.local.LocalStore", BrokenStore)
+        patch.setattr(BrokenStore, "at", at)
+        patch.setattr(BrokenStore, "number", number)
+        with pytest.raises(OSError, match=words) as caught:
+            checkpoint.save(tmp_path / "c", state(2), overwrite=True)
+    assert caught.value.errno == number
+    assert os.listdir(tmp_path) == ["c"], "nothing is left over"
+    target = state()
+    checkpoint.load(tmp_path / "c", target)
+    assert target["number"] == 1
+
+
+def test_hazard_a_killed_save_into_an_old_folder_is_not_a_mix(tmp_path: Path) -> None:
+    """Stock DCP overwrites file by file: killed after the first, it loads values of two steps."""
+    for step in (1, 2):
+        dcp.save({"a": torch.full((5,), step), "b": step}, checkpoint_id=tmp_path / f"stock-{step}")
+    shutil.copy(tmp_path / "stock-2" / "__0_0.distcp", tmp_path / "stock-1")
+    got = {"a": torch.zeros(5, dtype=torch.int64), "b": 0}
+    dcp.load(got, checkpoint_id=tmp_path / "stock-1")
+    assert got["b"] == 2, "the hazard: files of step 2 under the metadata of step 1"
+    checkpoint.save(tmp_path / "c", state(1))
+    store = LocalStore()
+    from rescale_data.checkpoint import commit
+
+    workspace = commit.prepare(store, str(tmp_path / "c"), "id", overwrite=True)
+    shutil.copy(tmp_path / "stock-2" / "__0_0.distcp", workspace.working)
+    assert checkpoint.read_data_state(tmp_path / "c")["step"] == 1, "what is written aside is not seen"
+    checkpoint.save(tmp_path / "c", state(3), overwrite=True)
+    assert os.listdir(tmp_path / "c").count("rescale_data.json") == 1
+    assert not [name for name in os.listdir(tmp_path) if "saving" in name], "the killed save's files are gone"
+
+
+def test_a_kill_between_the_two_renames_of_a_replacement(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "c", state(1))
+    os.rename(tmp_path / "c", tmp_path / ".c.replaced-1234")
+    assert checkpoint.read_data_state(tmp_path / "c")["step"] == 1
+    target = state()
+    checkpoint.load(tmp_path / "c", target)
+    assert target["number"] == 1
+    with pytest.raises(ValueError, match="overwrite=True"):
+        checkpoint.save(tmp_path / "c", state(2))
+    assert os.listdir(tmp_path) == ["c"], "given back"
+
+
+class Payload:
+    def __reduce__(self) -> Any:
+        return (os.system, ("touch /tmp/rescale_data_was_here",))
+
+
+def test_untrusted_metadata_runs_no_code(tmp_path: Path) -> None:
+    dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path / "c")
+    metadata = pickle.loads((tmp_path / "c" / ".metadata").read_bytes())
+    metadata.planner_data = {"a": Payload()}
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"posix.system.*trusted=False"):
+        checkpoint.load(tmp_path / "c", {"a": torch.ones(2)}, trusted=False)
+    with pytest.raises(ValueError, match=r"posix.system"):
+        checkpoint.read_data_state(tmp_path / "c")
+    assert not os.path.exists("/tmp/rescale_data_was_here")
+
+
+def test_untrusted_values_run_no_code(tmp_path: Path) -> None:
+    dcp.save({"a": Payload(), "b": {"c": 3}}, checkpoint_id=tmp_path / "c")
+    os.path.exists("/tmp/rescale_data_was_here") and os.unlink("/tmp/rescale_data_was_here")
+    with pytest.raises(ValueError, match="a is refused with trusted=False"):
+        checkpoint.load(tmp_path / "c", {"a": None, "b": {"c": 0}}, trusted=False)
+    assert not os.path.exists("/tmp/rescale_data_was_here")
+    target: dict[str, Any] = {"b": {"c": 0}}
+    checkpoint.load(tmp_path / "c", target, trusted=False)
+    assert target["b"]["c"] == 3
+
+
+def test_untrusted_loads_what_we_save(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2).to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path / "c", {"model": model, "optimizer": optimizer, **state(4)})
+    other = nn.Linear(3, 2).to(torch.bfloat16)
+    target = {"model": other, "optimizer": torch.optim.AdamW(other.parameters()), **state()}
+    checkpoint.load(tmp_path / "c", target, trusted=False)
+    assert target["loader"].step == 4
+    assert torch.equal(other.weight, model.weight)
+
+
+def test_metadata_that_points_outside_of_the_folder(tmp_path: Path) -> None:
+    dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path / "c")
+    metadata = pickle.loads((tmp_path / "c" / ".metadata").read_bytes())
+    for place in metadata.storage_data.values():
+        place.relative_path = "../other/__0_0.distcp"
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match="outside of the folder"):
+        checkpoint.load(tmp_path / "c", {"a": torch.ones(2)})

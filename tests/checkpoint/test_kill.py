@@ -1,0 +1,161 @@
+"""Kill -9 at random moments of a save: what is found afterwards is a whole checkpoint, the newest committed one.
+
+RESCALE_DATA_KILLS sets how often ranks of a group are killed (default 40; 200 take about a minute).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rescale_data.checkpoint import CheckpointManager, local
+from rescale_data.checkpoint.local import LocalStore
+from tests.checkpoint.processes import context, start
+from tests.checkpoint.stand_in import StandInLoader
+
+KILLS = int(os.environ.get("RESCALE_DATA_KILLS", "40"))
+
+
+def state_of(step: int) -> dict[str, Any]:
+    loader = StandInLoader()
+    loader.advance(step)
+    return {"loader": loader, "weights": torch.full((1000,), float(step)), "step": step}
+
+
+def check(folder: Path, at_least: int) -> int:
+    """Load the newest checkpoint, which is whole, and not older than what was reported as committed."""
+    target = state_of(0)
+    with CheckpointManager(folder) as manager:
+        steps = manager.steps()
+        found = manager.load_latest(target) or 0
+        assert found == (steps[-1] if steps else 0), "the newest committed one"
+    assert found >= at_least
+    assert target["loader"].step == target["step"] == found
+    assert (target["weights"] == found).all()
+    assert not [name for name in os.listdir(folder) if "saving" in name or "replaced" in name]
+    return found
+
+
+class FusedStore(LocalStore):
+    """A disk that kills this process at one of its operations, or in the middle of a file."""
+
+    left = 10**9
+
+    def burn(self) -> None:
+        type(self).left -= 1
+        if type(self).left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def open_write(self, path: str) -> BinaryIO:
+        self.burn()
+        raw = super().open_write(path)
+        write = raw.write
+
+        class Stream:
+            def write(_, data: Any) -> int:
+                if self.left == 0:
+                    write(memoryview(data)[: len(data) // 2])
+                    raw.flush()
+                self.burn()
+                return write(data)
+
+            def __getattr__(_, name: str) -> Any:
+                return getattr(raw, name)
+
+        return Stream()  # type: ignore[return-value]
+
+    def rename(self, old: str, new: str) -> None:
+        self.burn()
+        super().rename(old, new)
+        self.burn()
+
+    def remove(self, path: str) -> None:
+        self.burn()
+        super().remove(path)
+
+    def remove_folder(self, path: str) -> None:
+        self.burn()
+        super().remove_folder(path)
+
+    def sync_folder(self, path: str) -> None:
+        self.burn()
+        super().sync_folder(path)
+
+
+def save_with_a_fuse(folder: str, mode: Any, first: int, fuse: int, out: Connection) -> None:
+    torch.set_num_threads(1)
+    local.LocalStore = FusedStore  # type: ignore[misc]
+    FusedStore.left = fuse
+    with CheckpointManager(folder, keep_latest=2, async_mode=mode) as manager:
+        for step in range(first, first + 4):
+            # Every second step is saved twice: a replacement is a save, too.
+            for _ in range(1 + step % 2):
+                manager.save(step, state_of(step))
+                manager.wait()
+            out.send(step)
+
+
+@pytest.mark.parametrize(("mode", "kills"), [("disabled", 60), ("thread", 40)])
+def test_a_hundred_kills_at_random_operations(tmp_path: Path, mode: str, kills: int) -> None:
+    rng, committed, survived = random.Random(kills), 0, 0
+    for _ in range(kills):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=save_with_a_fuse, args=(str(tmp_path / "run"), mode, committed + 1, rng.randrange(260), theirs)
+        )
+        process.start()
+        theirs.close()
+        try:
+            while True:
+                committed = ours.recv()
+        except EOFError:
+            process.join()
+        assert process.exitcode in (0, -signal.SIGKILL)
+        survived += process.exitcode == 0
+        committed = check(tmp_path / "run", committed)
+    assert survived < kills / 2, "most fuses burnt while saving"
+
+
+def save_for_ever(folder: str, mode: Any, reports: Any) -> None:
+    torch.manual_seed(0)
+    with CheckpointManager(folder, keep_latest=2, async_mode=mode) as manager:
+        target = state_of(0)
+        step = manager.load_latest(target) or 0
+        while True:
+            step += 1
+            manager.save(step, state_of(step))
+            manager.wait()
+            if dist.get_rank() == 0:
+                reports.send((os.getpid(), step))
+
+
+@pytest.mark.parametrize("mode", ["thread", "disabled"])
+def test_kills_of_one_rank_or_all(tmp_path: Path, mode: str) -> None:
+    rng, committed = random.Random(KILLS), 0
+    for round_ in range(KILLS // 2):
+        ours, theirs = context.Pipe(duplex=False)
+        processes, _ = start(2, save_for_ever, str(tmp_path / "run"), mode, theirs)
+        theirs.close()
+        committed = ours.recv()[1]
+        time.sleep(rng.uniform(0, 0.06))  # the random moment
+        victims = processes if round_ % 2 else [rng.choice(processes)]
+        for victim in victims:
+            os.kill(victim.pid, signal.SIGKILL)  # type: ignore[arg-type]
+        for process in processes:
+            process.join(60)  # a rank that lives raises: its group is broken
+            assert process.exitcode is not None, "hangs"
+        try:
+            while True:
+                committed = ours.recv()[1]
+        except EOFError:
+            pass
+        committed = check(tmp_path / "run", committed)

@@ -1,0 +1,446 @@
+"""The manager: what is kept, what waits for what, and what a failure leaves."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+from rescale_data import checkpoint
+from rescale_data.checkpoint import CheckpointManager
+from rescale_data.checkpoint.lease import reading
+from rescale_data.checkpoint.local import LocalStore
+from rescale_data.checkpoint.retention import Retention
+from tests.checkpoint.models import Plain, mesh, whole, wrap
+from tests.checkpoint.processes import run
+from tests.checkpoint.stand_in import StandInLoader
+
+MODES = ["disabled", "thread", "process"]
+
+
+class Training:
+    """A state in which every value says which step it is of."""
+
+    def __init__(self, how: str = "none") -> None:
+        torch.manual_seed(0)
+        self.model = wrap(nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6)) if how == "none" else Plain(), how)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.9)
+        self.loader = StandInLoader(mesh=mesh())
+        self.extra = {"tensor": torch.zeros(3), "list": [0]}
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "loader": self.loader, "extra": self.extra}
+
+    def step(self) -> None:
+        self.loader.advance()
+        self.extra["tensor"] += 1
+        self.extra["list"][0] += 1
+        self.model(
+            torch.full((4, 8 if isinstance(self.model, nn.Sequential) else 6), float(self.loader.step))
+        ).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def numbers(self) -> dict[str, Any]:
+        optimizer = get_optimizer_state_dict(self.model, self.optimizer)["state"]
+        values = get_model_state_dict(self.model) | {
+            f"{name}.{key}": v for name, s in optimizer.items() for key, v in s.items()
+        }
+        numbers = {name: whole(value).tolist() for name, value in values.items()}
+        return numbers | {
+            "loader": self.loader.step,
+            "tensor": self.extra["tensor"].tolist(),
+            "list": list(self.extra["list"]),
+        }
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_checkpoint_holds_the_step_that_was_saved(tmp_path: Path, mode: Any) -> None:
+    """However far training and the loader have gone on while it was written."""
+    training, expected = Training(), {}
+    with CheckpointManager(tmp_path / "run", keep_latest=None, async_mode=mode) as manager:
+        for step in range(1, 6):
+            training.step()
+            expected[step] = training.numbers()
+            manager.save(step, training.state)
+            training.step()
+        assert manager.load_latest(Training().state) == 5, "a load waits for the save that runs"
+    with CheckpointManager(tmp_path / "run", async_mode=mode) as manager:
+        assert manager.steps() == [1, 2, 3, 4, 5]
+        for step in manager.steps():
+            other = Training()
+            manager.load(step, other.state)
+            assert other.numbers() == expected[step]
+
+
+def train_with_collectives(folder: str, mode: Any, how: str) -> list[Any]:
+    training, seen = Training(how), []
+    with CheckpointManager(folder, keep_latest=2, async_mode=mode) as manager:
+        for step in range(1, 6):
+            training.step()
+            seen.append(training.numbers())
+            manager.save(step, training.state)
+            for _ in range(20):
+                dist.all_reduce(torch.ones(64))
+        assert manager.load_latest(Training(how).state) == 5
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("mode", "how"), [("thread", "fsdp2"), ("process", "fsdp2"), ("thread", "fsdp1"), ("process", "fsdp1-flat")]
+)
+def test_hazard_async_saves_while_training_runs_collectives(tmp_path: Path, mode: str, how: str) -> None:
+    """On the default group they hang; the manager has a gloo group of its own, and one save at a time on it."""
+    seen = run(2, train_with_collectives, str(tmp_path / "run"), mode, how)
+    assert seen[0] == seen[1]
+    assert sorted(name for name in os.listdir(tmp_path / "run") if name.startswith("step")) == ["step-4", "step-5"]
+    other = Training("unwrapped")
+    checkpoint.load(tmp_path / "run" / "step-5", other.state)
+    assert other.numbers() == seen[0][-1]
+
+
+class GatedStore(LocalStore):
+    """A disk on which data files wait for a gate."""
+
+    gate = threading.Event()
+    waiting = threading.Event()
+
+    def open_write(self, path: str) -> BinaryIO:
+        if path.endswith(".distcp"):
+            type(self).waiting.set()
+            assert type(self).gate.wait(60)
+        return super().open_write(path)
+
+
+@pytest.fixture
+def gated(monkeypatch: pytest.MonkeyPatch) -> type[GatedStore]:
+    GatedStore.gate.clear()
+    GatedStore.waiting.clear()
+    monkeypatch.setattr("rescale_data.checkpoint.local.LocalStore", GatedStore)
+    return GatedStore
+
+
+def test_hazard_a_stager_is_not_used_again_while_its_upload_runs(tmp_path: Path, gated: type[GatedStore]) -> None:
+    """With DCP's alone the first checkpoint then holds the second's values."""
+    weights = nn.Linear(4, 4, bias=False)
+    with CheckpointManager(tmp_path / "run") as manager:
+        nn.init.constant_(weights.weight, 1.0)
+        manager.save(1, {"model": weights})
+        manager.wait_for_staging()
+        nn.init.constant_(weights.weight, 2.0)
+        assert gated.waiting.wait(60)
+        assert manager.steps() == []
+        second = threading.Thread(target=manager.save, args=(2, {"model": weights}))
+        second.start()
+        second.join(0.2)
+        assert second.is_alive(), "the second save waits"
+        gated.gate.set()
+        second.join()
+        assert manager.num_waits == 1
+        assert manager.wait_seconds > 0
+    for step in (1, 2):
+        loaded = nn.Linear(4, 4, bias=False)
+        checkpoint.load(tmp_path / "run" / f"step-{step}", {"model": loaded})
+        assert loaded.weight.unique().tolist() == [float(step)]
+
+
+def test_the_next_optimizer_step_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    copying, go_on = threading.Event(), threading.Event()
+    from torch.distributed.checkpoint.staging import DefaultStager
+
+    stage = DefaultStager.stage
+
+    def slow(self: DefaultStager, state: Any, **kwargs: Any) -> Any:
+        copied = stage(self, {}, **kwargs)
+
+        def finish(_: Any) -> None:
+            assert go_on.wait(60)
+            order.append("copied")
+
+        copying.set()
+        done = type(copied)()
+        threading.Thread(
+            target=lambda: (finish(copied), done.set_result({key: value.clone() for key, value in state.items()}))
+        ).start()
+        return done
+
+    monkeypatch.setattr(DefaultStager, "stage", slow)
+    training = Training()
+    training.step()
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, training.state)
+        assert copying.wait(60)
+        order.append("saved")
+        threading.Timer(0.1, go_on.set).start()
+        expected = training.numbers()
+        training.optimizer.step()
+        order.append("stepped")
+    assert order == ["saved", "copied", "stepped"]
+    other = Training()
+    checkpoint.load(tmp_path / "run" / "step-1", other.state)
+    assert other.numbers() == expected
+
+
+def test_hazard_staging_without_an_accelerator(tmp_path: Path) -> None:
+    """``StagingOptions()`` with its defaults fails where there is none; the manager asks what there is."""
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    if not torch.accelerator.is_available():
+        with pytest.raises(AssertionError):
+            DefaultStager(StagingOptions())
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save(0, {"model": nn.Linear(1, 1)})
+
+
+class FailingStore(LocalStore):
+    fail = False
+
+    def open_write(self, path: str) -> BinaryIO:
+        if self.fail and path.endswith(".distcp"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        return super().open_write(path)
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> type[FailingStore]:
+    monkeypatch.setattr("rescale_data.checkpoint.local.LocalStore", FailingStore)
+    monkeypatch.setattr(FailingStore, "fail", False)
+    return FailingStore
+
+
+def test_a_failed_upload_is_raised_by_the_next_call(
+    tmp_path: Path, failing: type[FailingStore], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Training()
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, training.state)
+        manager.wait()
+        monkeypatch.setattr(failing, "fail", True)
+        manager.save(2, training.state)
+        with pytest.raises(OSError, match="disk is full") as caught:
+            manager.save(3, training.state)
+        assert caught.value.errno == errno.ENOSPC
+        assert "disk is full" in caplog.text, "logged when it happened, too"
+        monkeypatch.setattr(failing, "fail", False)
+        assert manager.steps() == [1]
+        manager.save(4, training.state)
+    assert sorted(os.listdir(tmp_path / "run")) == [".leases", ".writer.lock", "step-1", "step-4"][-3:]
+
+
+def test_a_failed_upload_is_raised_by_close(
+    tmp_path: Path, failing: type[FailingStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = CheckpointManager(tmp_path / "run")
+    monkeypatch.setattr(failing, "fail", True)
+    manager.save(1, {"a": torch.ones(1)})
+    with pytest.raises(OSError, match="disk is full"):
+        manager.close()
+    manager.close()
+    with pytest.raises(ValueError, match="closed"):
+        manager.save(2, {"a": 1})
+
+
+class UnsavableOnRankOne:
+    def state_dict(self) -> dict[str, Any]:
+        if dist.get_rank() == 1:
+            raise RuntimeError("no state on this rank")
+        return {"a": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def save_what_one_rank_cannot(folder: str) -> list[str]:
+    said = []
+    manager = CheckpointManager(folder)
+    for step, value in ((1, 1), (2, UnsavableOnRankOne()), (3, 3)):
+        try:
+            manager.save(step, {"value": value})
+            manager.wait()
+        except RuntimeError as error:
+            said.append(str(error))
+    manager.close()
+    return [*said, str(manager.steps())]
+
+
+def test_what_one_rank_cannot_save_fails_on_all_at_once(tmp_path: Path) -> None:
+    assert run(2, save_what_one_rank_cannot, str(tmp_path / "run")) == [["no state on this rank", "[1, 3]"]] * 2
+
+
+EXIT = """
+import sys, torch
+from rescale_data.checkpoint import CheckpointManager
+manager = CheckpointManager(sys.argv[1], async_mode=sys.argv[2])
+manager.save(1, {"a": torch.ones(1 << 22), "b": list(range(5))})
+"""
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_an_exit_without_close_waits_for_the_save(tmp_path: Path, mode: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", EXIT, str(tmp_path / "run"), mode], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Error" not in done.stderr
+    target = {"a": torch.zeros(1 << 22), "b": []}
+    checkpoint.load(tmp_path / "run" / "step-1", target)
+    assert target["a"].all()
+    assert target["b"] == list(range(5))
+
+
+def test_a_writer_process_that_dies_is_an_error_and_starts_again(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run", async_mode="process") as manager:
+        manager.save(1, {"a": torch.ones(3)})
+        manager.wait()
+        process = manager._process
+        assert process is not None
+        assert process._process is not None
+        os.kill(process._process.pid, signal.SIGKILL)
+        process._process.wait()
+        manager.save(2, {"a": torch.ones(3)})
+        manager.wait()
+        assert manager.steps() == [1, 2], "known to be dead: started again"
+
+
+@pytest.mark.parametrize(
+    ("rules", "kept"),
+    [
+        ({}, [7, 8, 9]),
+        ({"keep_latest": None}, list(range(10))),
+        ({"keep_latest": 1, "keep_every": 4}, [0, 4, 8, 9]),
+        ({"keep_latest": 1, "keep_best": ("loss", "min", 2)}, [3, 6, 9]),
+        ({"keep_latest": 1, "keep_best": ("loss", "max", 1)}, [1, 9]),
+        ({"keep_latest": 2, "keep_best": ("other", "max", 1)}, [8, 9]),
+    ],
+)
+def test_retention_is_a_pure_function(rules: dict[str, Any], kept: list[int]) -> None:
+    loss = [5.0, 9.0, float("nan"), 1.0, 4.0, 4.0, 1.5, 8.0, 7.0, 6.0]
+    metrics = {step: {"loss": loss[step]} for step in range(10)}
+    deleted = Retention(**rules).to_delete(metrics)
+    assert sorted(set(metrics) - set(deleted)) == kept
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"keep_latest": 0},
+        {"keep_every": 0},
+        {"keep_best": ("loss", "least", 1)},
+        {"keep_best": ("loss", "min", 0)},
+        {"async_mode": "fork"},
+    ],
+)
+def test_rules_that_make_no_sense(tmp_path: Path, rules: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(rules))):
+        CheckpointManager(tmp_path, **rules)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "thread"])
+def test_retention_survives_a_restart(tmp_path: Path, mode: Any) -> None:
+    rules = {"keep_latest": 2, "keep_every": 5, "keep_best": ("loss", "min", 1), "async_mode": mode}
+    for start in (0, 4, 8):
+        with CheckpointManager(tmp_path / "run", **rules) as manager:
+            for step in range(start, start + 4):
+                manager.save(step, {"a": step}, metrics={"loss": abs(step - 3)})
+    with CheckpointManager(tmp_path / "run") as manager:
+        assert manager.steps() == [0, 3, 5, 10, 11]
+
+
+def test_what_is_read_is_not_deleted(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run", keep_latest=1, async_mode="disabled") as manager:
+        manager.save(1, {"a": 1})
+        with reading(LocalStore(), str(tmp_path / "run" / "step-1")):
+            manager.save(2, {"a": 2})
+            manager.save(3, {"a": 3})
+            manager._deletions.submit(int).result()
+            assert manager.steps() == [1, 3]
+        manager.save(4, {"a": 4})
+        manager._deletions.submit(int).result()
+        assert manager.steps() == [4]
+
+
+def test_the_lease_of_a_dead_reader_is_void(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run", keep_latest=1, async_mode="disabled") as manager:
+        manager.save(1, {"a": 1})
+        dead = subprocess.run(
+            [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True
+        )
+        leases = tmp_path / "run" / ".leases"
+        leases.mkdir()
+        content = {"host": os.uname().nodename, "pid": int(dead.stdout), "expires": 1e12}
+        (leases / "step-1-abc.json").write_text(json.dumps(content))
+        (leases / "step-10-abc.json").write_text(json.dumps(content | {"pid": os.getpid()}))
+        manager.save(2, {"a": 2})
+    assert CheckpointManager(tmp_path / "run").steps() == [2]
+
+
+def test_load_latest_falls_back_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with CheckpointManager(tmp_path / "run", async_mode="disabled") as manager:
+        assert manager.load_latest({"a": 0}) is None
+        for step in (1, 2, 3):
+            manager.save(step, {"a": step})
+        (tmp_path / "run" / "step-3" / "__0_0.distcp").write_bytes(b"x")
+        (tmp_path / "run" / "step-2" / ".metadata").unlink()
+        target = {"a": 0}
+        with pytest.warns(RuntimeWarning, match="__0_0.distcp") as warned:
+            assert manager.load_latest(target) == 1
+        assert len(warned) == 2
+        assert "step-2/.metadata is missing" in caplog.text
+        assert target["a"] == 1
+        with pytest.raises(ValueError, match="damaged"):
+            manager.load(3, target)
+        manager.save(2, {"a": 22})
+        assert manager.load_latest(target) == 2, "a damaged step is saved again"
+        for step in manager.steps():
+            (tmp_path / "run" / f"step-{step}" / "__0_0.distcp").unlink()
+        with pytest.warns(RuntimeWarning), pytest.raises(ValueError, match="All checkpoints"):
+            manager.load_latest(target)
+
+
+def test_another_state_is_no_damage(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run", async_mode="disabled") as manager:
+        manager.save(1, {"a": torch.zeros(2)})
+        manager.save(2, {"a": torch.zeros(3)})
+        with pytest.raises(ValueError, match="does not fit"):
+            manager.load_latest({"a": torch.zeros(2)})
+
+
+def test_a_start_removes_what_killed_saves_left(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run", async_mode="disabled") as manager:
+        manager.save(1, {"a": 1})
+        (tmp_path / "run" / ".step-2.saving-77").mkdir()
+        os.rename(tmp_path / "run" / "step-1", tmp_path / "run" / ".step-1.replaced-78")
+        CheckpointManager(tmp_path / "run").close()
+        assert (tmp_path / "run" / ".step-2.saving-77").exists(), "another manager may be writing it"
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    dcp.save({"a": 1}, checkpoint_id=tmp_path / "run" / "step-7")
+    with CheckpointManager(tmp_path / "run") as manager:
+        assert manager.steps() == [1]
+    assert sorted(os.listdir(tmp_path / "run")) == [".writer.lock", "notes.txt", "step-1", "step-7"]
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, "1", True])
+def test_a_step_is_a_number(tmp_path: Path, step: Any) -> None:
+    with CheckpointManager(tmp_path) as manager, pytest.raises(ValueError, match="integer of at least 0"):
+        manager.save(step, {})
+
+
+def test_a_metric_is_a_number(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, async_mode="disabled") as manager:
+        with pytest.raises(TypeError, match=r"metrics\['loss'\]"):
+            manager.save(1, {"a": 1}, metrics={"loss": "low"})  # type: ignore[dict-item]
+        manager.save(1, {"a": 1}, metrics={"loss": torch.tensor(2.0)})  # type: ignore[dict-item]

@@ -1,0 +1,210 @@
+"""Checkpoints on an S3 server: committed by the last object, whatever the network does."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.checkpoint.models import mesh
+from tests.checkpoint.processes import run
+from tests.checkpoint.stand_in import StandInLoader
+
+pytest.importorskip("s3fs", reason="needs the extra s3")
+pytest.importorskip("moto", reason="needs the extra s3")
+
+import rescale_data as rd
+from rescale_data import checkpoint
+from rescale_data.checkpoint import CheckpointManager
+from rescale_data.checkpoint.lease import reading
+from rescale_data.checkpoint.store import open_store
+from tests.checkpoint.object_server import BUCKET, Fault, Server, serving
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Server]:
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def server(servers: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 2)  # its five, with growing pauses, take ten seconds
+    servers.set_fault(lambda method, path: None)
+    servers.requests.clear()
+    yield servers
+    servers.set_fault(lambda method, path: None)
+
+
+@pytest.fixture
+def folder() -> str:
+    return f"s3://{BUCKET}/{uuid.uuid4().hex}"
+
+
+def state(step: int = 0, size: int = 1000) -> dict[str, Any]:
+    loader = StandInLoader(mesh=mesh())
+    loader.advance(step)
+    return {"weights": torch.full((size,), float(step)), "loader": loader, "step": step}
+
+
+def test_a_round_trip_and_stock_dcp(server: Server, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.save(f"{folder}/c", state(3), storage_options=server.options)
+    target = state()
+    checkpoint.load(f"{folder}/c", target, storage_options=server.options)
+    assert (target["step"], target["loader"].step, target["weights"].unique().tolist()) == (3, 3, [3.0])
+    assert checkpoint.read_data_state(f"{folder}/c", storage_options=server.options)["step"] == 3
+    assert checkpoint.verify(f"{folder}/c", storage_options=server.options) == []
+    for name, value in (
+        ("ENDPOINT_URL", server.url),
+        ("ACCESS_KEY_ID", "key"),
+        ("SECRET_ACCESS_KEY", "secret"),
+        ("REGION", "us-east-1"),
+    ):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    stock = state()
+    dcp.load(stock, checkpoint_id=f"{folder}/c")
+    assert (stock["step"], stock["loader"].step) == (3, 3)
+    writes = [path for method, path in server.requests if method == "PUT"]
+    assert "rescale_data.json" in writes[-1], "the commit object is written last"
+
+
+def test_no_file_is_synced_machine_wide(server: Server, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sync", lambda: pytest.fail("os.sync flushes every disk of the machine"))
+    checkpoint.save(f"{folder}/c", state(1), storage_options=server.options)
+
+
+def save_on_ranks(folder: str, options: dict[str, Any], mode: Any) -> list[int]:
+    with CheckpointManager(folder, keep_latest=2, async_mode=mode, storage_options=options) as manager:
+        for step in range(1, 5):
+            manager.save(step, state(step))
+        target = state()
+        assert manager.load_latest(target) == 4
+        assert target["loader"].step == 4
+    return manager.steps()
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_ranks_save_and_retention_deletes(server: Server, folder: str, mode: str) -> None:
+    assert run(2, save_on_ranks, folder, server.options, mode) == [[3, 4], [3, 4]]
+    store, path = open_store(folder, server.options)
+    assert store.names(path) in (["step-3", "step-4"], [".leases", "step-3", "step-4"])
+
+
+def first(times: int, fault: str, at: str, method: str = "PUT") -> Fault:
+    """A fault that strikes the first so many requests."""
+    count = itertools.count()
+    return lambda m, path: fault if m in (method, "POST") and at in path and next(count) < times else None
+
+
+@pytest.mark.parametrize("fault", ["503", "cut", "stall"])
+@pytest.mark.parametrize("size", [3_000_000])
+def test_a_passing_fault_is_retried(server: Server, folder: str, fault: str, size: int) -> None:
+    """``size`` makes it a multipart upload, which is cut in the middle."""
+    server.set_fault(first(1, fault, ".distcp"))
+    checkpoint.save(f"{folder}/c", state(2, size), storage_options=server.options)
+    target = state(0, size)
+    server.set_fault(first(1, fault, ".distcp", method="GET"))
+    checkpoint.load(f"{folder}/c", target, storage_options=server.options)
+    assert target["weights"].unique().tolist() == [2.0]
+
+
+@pytest.mark.parametrize(("fault", "at"), [("503", ".distcp"), ("cut", "rescale_data.json")])
+def test_a_lasting_fault_leaves_the_checkpoint_before(server: Server, folder: str, fault: str, at: str) -> None:
+    options = server.options | {"config_kwargs": {"retries": {"max_attempts": 1}, "read_timeout": 1}}
+    with CheckpointManager(folder, storage_options=options) as manager:
+        manager.save(1, state(1))
+        manager.wait()
+        server.set_fault(first(10**9, fault, at))
+        manager.save(2, state(2))
+        with pytest.raises(Exception, match=r"Saving|failed|SlowDown|Connection"):
+            manager.wait()
+        server.set_fault(lambda method, path: None)
+        assert manager.steps() == [1]
+        assert manager.load_latest(state()) == 1
+        manager.save(3, state(3))
+        manager.wait()
+        assert manager.steps() == [1, 3]
+
+
+def test_a_replacement_is_not_committed_before_its_end(server: Server, folder: str) -> None:
+    options = server.options | {"config_kwargs": {"retries": {"max_attempts": 1}, "read_timeout": 1}}
+    checkpoint.save(f"{folder}/c", state(1), storage_options=options)
+    with pytest.raises(ValueError, match="overwrite=True"):
+        checkpoint.save(f"{folder}/c", state(2), storage_options=options)
+    server.set_fault(first(10**9, "cut", "rescale_data.json"))
+    with pytest.raises(Exception, match=r"Connection|Saving|failed"):
+        checkpoint.save(f"{folder}/c", state(2), overwrite=True, storage_options=options)
+    server.set_fault(lambda method, path: None)
+    with pytest.raises((FileNotFoundError, ValueError)):
+        checkpoint.load(f"{folder}/c", state(), storage_options=options)
+    checkpoint.save(f"{folder}/c", state(3), storage_options=options)
+    assert checkpoint.read_data_state(f"{folder}/c", storage_options=options)["step"] == 3
+
+
+def test_a_killed_save_is_no_checkpoint(server: Server, folder: str) -> None:
+    """A kill before the commit object: everything is there but the manifest."""
+    checkpoint.save(f"{folder}/step-1", state(1), storage_options=server.options)
+    checkpoint.save(f"{folder}/step-2", state(2), storage_options=server.options)
+    store, path = open_store(folder, server.options)
+    store.remove(f"{path}/step-2/rescale_data.json")
+    with pytest.raises(ValueError, match="never finished"):
+        checkpoint.load(f"{folder}/step-2", state(), storage_options=server.options)
+    with CheckpointManager(folder, storage_options=server.options) as manager:
+        assert manager.steps() == [1]
+        assert manager.load_latest(state()) == 1
+        assert store.is_file(f"{path}/step-2/.metadata"), "younger than a day: another job may be saving it"
+        manager.save(2, state(22))
+        manager.wait()
+        assert manager.steps() == [1, 2]
+
+
+def test_what_is_read_elsewhere_is_not_deleted(server: Server, folder: str) -> None:
+    with CheckpointManager(folder, keep_latest=1, async_mode="disabled", storage_options=server.options) as manager:
+        manager.save(1, state(1))
+        store, path = open_store(folder, server.options)
+        with reading(store, f"{path}/step-1"):
+            manager.save(2, state(2))
+            manager._deletions.submit(int).result()
+            assert manager.steps() == [1, 2]
+        manager.save(3, state(3))
+        manager._deletions.submit(int).result()
+        assert manager.steps() == [3]
+
+
+def test_damage_is_found(server: Server, folder: str) -> None:
+    checkpoint.save(f"{folder}/c", state(1), storage_options=server.options)
+    store, path = open_store(folder, server.options)
+    content = bytearray(store.read(f"{path}/c/__0_0.distcp"))
+    content[2000] ^= 4
+    store.write(f"{path}/c/__0_0.distcp", bytes(content))
+    with pytest.raises(ValueError, match=r"__0_0\.distcp is not what was saved"):
+        checkpoint.load(f"{folder}/c", state(), storage_options=server.options)
+    store.remove(f"{path}/c/__0_0.distcp")
+    assert "is missing" in checkpoint.verify(f"{folder}/c", storage_options=server.options)[0]
+
+
+def test_an_unknown_scheme() -> None:
+    with pytest.raises(ValueError, match="or give a local path"):
+        checkpoint.save("nope://bucket/c", state())
+
+
+def test_sources_read_from_the_same_server(server: Server, folder: str) -> None:
+    store, path = open_store(folder, server.options)
+    for part in range(3):
+        table = pa.table({"tokens": [[part * 100 + row] * 3 for row in range(20)]})
+        buffer = pa.BufferOutputStream()
+        pq.write_table(table, buffer, row_group_size=8)
+        store.write(f"{path}/corpus/part-{part}.parquet", buffer.getvalue().to_pybytes())
+    source = rd.ParquetSource(f"{folder}/corpus/*.parquet", columns=["tokens"], storage_options=server.options)
+    reader = rd.Reader(source, rd.Shard(), shuffle=False)
+    reader.reset()
+    rows = [int(next(reader)["tokens"][0]) for _ in range(60)]
+    assert rows == [part * 100 + row for part in range(3) for row in range(20)]

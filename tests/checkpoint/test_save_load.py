@@ -1,0 +1,264 @@
+"""Save and load: what comes back, in every wrapping, and what is said when it does not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+from rescale_data import checkpoint
+from tests.checkpoint.models import Plain, mesh, whole, wrap
+from tests.checkpoint.processes import run
+from tests.checkpoint.stand_in import StandInLoader
+
+
+def trained(how: str = "none", steps: int = 3, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = wrap(Plain(), how)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 * (seed + 1))
+    for step in range(steps):
+        torch.manual_seed(step)
+        model(torch.randn(8, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Every number of a model and its optimizer, by name, whole."""
+    state = get_optimizer_state_dict(model, optimizer)
+    found = {name: whole(value).clone() for name, value in get_model_state_dict(model).items()}
+    for name, entries in state["state"].items():
+        found.update({f"{name}.{key}": torch.as_tensor(whole(value)).clone() for key, value in entries.items()})
+    return found | {f"group.{key}": torch.tensor(state["param_groups"][0][key]) for key in ("lr", "weight_decay")}
+
+
+def assert_same(left: dict[str, Any], right: dict[str, Any]) -> None:
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert torch.equal(value, right[name]), name
+
+
+def save_as(how: str, path: str) -> dict[str, Any]:
+    model, optimizer = trained(how)
+    loader = StandInLoader(mesh=mesh())
+    loader.advance(3)
+    checkpoint.save(path, {"model": model, "optimizer": optimizer, "loader": loader, "note": "hello"})
+    return numbers(model, optimizer)
+
+
+def load_all_as(how: str, paths: list[str]) -> list[Any]:
+    return [load_as(how, path) for path in paths]
+
+
+def load_as(how: str, path: str) -> tuple[dict[str, Any], int, Any]:
+    model, optimizer = trained(how, steps=0, seed=1)
+    loader = StandInLoader(mesh=mesh())
+    state = {"model": model, "optimizer": optimizer, "loader": loader, "note": None}
+    assert checkpoint.load(path, state) == checkpoint.LoadReport()
+    return numbers(model, optimizer), loader.step, state["note"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dict[str, Any]]]:
+    """The same training, saved from every wrapping."""
+    folder = tmp_path_factory.mktemp("saved")
+    wrappings = {"none": 1, "ddp": 2, "fsdp1": 3, "fsdp1-flat": 2, "fsdp2": 4, "tp": 2}
+    return {
+        how: (str(folder / how), run(ranks, save_as, how, str(folder / how))[0]) for how, ranks in wrappings.items()
+    }
+
+
+@pytest.mark.parametrize(("how", "ranks"), [("ddp", 3), ("fsdp1", 2), ("fsdp1-flat", 3), ("fsdp2", 3), ("tp", 4)])
+def test_every_wrapping_loads_what_every_other_saved(
+    saved: dict[str, tuple[str, dict[str, Any]]], how: str, ranks: int
+) -> None:
+    for of_rank in run(ranks, load_all_as, how, [path for path, _ in saved.values()]):
+        for (got, step, note), (_, expected) in zip(of_rank, saved.values(), strict=True):
+            assert (step, note) == (3, "hello")
+            assert_same(expected, got)
+
+
+def test_no_process_group_loads_what_every_wrapping_saved(saved: dict[str, tuple[str, dict[str, Any]]]) -> None:
+    for path, expected in saved.values():
+        got, step, note = load_as("none", path)
+        assert (step, note) == (3, "hello")
+        assert_same(expected, got)
+
+
+def test_stock_dcp_reads_the_folder(saved: dict[str, tuple[str, dict[str, Any]]]) -> None:
+    path, expected = saved["fsdp2"]
+    model, optimizer = trained(steps=1, seed=5)
+    state = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+        "loader": StandInLoader(),
+    }
+    dcp.load(state, checkpoint_id=path)
+    assert state["loader"].step == 3
+    assert torch.equal(state["model"]["up.weight"], expected["up.weight"])
+    assert torch.equal(state["optimizer"]["state"]["down.bias"]["exp_avg"], expected["down.bias.exp_avg"])
+
+
+def test_a_folder_of_stock_dcp_loads(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    state = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+        "note": "x",
+        "loader": StandInLoader(),
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "stock")
+    got, step, note = load_as("none", str(tmp_path / "stock"))
+    assert (step, note) == (0, "x")
+    assert_same(numbers(model, optimizer), got)
+
+
+def test_a_save_never_steps_an_optimizer_without_state(tmp_path: Path) -> None:
+    model, optimizer = trained(steps=0)
+    checkpoint.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
+    assert not optimizer.state
+    other_model, other = trained(steps=2, seed=3)
+    checkpoint.load(tmp_path / "c", {"model": other_model, "optimizer": other})
+    assert not other.state
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+def test_two_optimizers_and_two_models(tmp_path: Path) -> None:
+    def build(scale: float) -> dict[str, Any]:
+        first, second = nn.Linear(2, 2), nn.Linear(3, 1)
+        both = torch.optim.SGD([first.weight, second.weight], lr=scale, momentum=0.9)
+        biases = torch.optim.Adam([first.bias], lr=scale)
+        (first.weight.sum() * scale + first.bias.sum() + second.weight.sum()).backward()
+        both.step()
+        biases.step()
+        return {"nets": {"first": first, "second": second}, "both": both, "biases": biases}
+
+    given, other = build(0.5), build(0.25)
+    checkpoint.save(tmp_path / "c", given)
+    checkpoint.load(tmp_path / "c", other)
+    for name in ("both", "biases"):
+        left, right = given[name].state_dict(), other[name].state_dict()
+        assert left["param_groups"] == right["param_groups"]
+        assert str(left["state"]) == str(right["state"])
+
+
+def test_everything_that_does_not_fit_is_in_one_error(tmp_path: Path) -> None:
+    checkpoint.save(
+        tmp_path / "c", {"model": nn.Linear(3, 4), "loader": StandInLoader(8), "half": torch.zeros(2), "number": 3}
+    )
+    state = {
+        "model": nn.Sequential(nn.Linear(3, 5)),
+        "loader": StandInLoader(12),
+        "half": torch.zeros(2, dtype=torch.float16),
+        "number": torch.zeros(()),
+        "gone": 1,
+    }
+    with pytest.raises(ValueError) as caught:
+        checkpoint.load(tmp_path / "c", state)
+    text = str(caught.value)
+    for part in (
+        "missing in the checkpoint: model.0.weight",
+        "not asked for: model.weight",
+        "missing in the checkpoint: gone",
+    ):
+        assert part in text
+    for part in (
+        "half, a float32 tensor of shape [2] in the checkpoint, a float16",
+        "number, a plain value in the checkpoint",
+        "[8]",
+        "[12]",
+    ):
+        assert part in text
+    assert "'model' (2 values)" in text
+    assert state["loader"].loaded is None
+    assert state["gone"] == 1
+
+
+def test_not_strict_loads_what_fits_and_says_what_did_not(tmp_path: Path) -> None:
+    given = nn.Linear(3, 4)
+    checkpoint.save(tmp_path / "c", {"model": given, "loader": StandInLoader(8), "a": 1, "b": 2})
+    other = nn.Linear(3, 4)
+    other.register_parameter("extra", nn.Parameter(torch.full((2,), 9.0)))
+    state = {"model": other, "loader": StandInLoader(12), "a": 0, "missing": torch.ones(1)}
+    report = checkpoint.load(tmp_path / "c", state, strict=False)
+    assert report.missing == ("missing", "model.extra")
+    assert "loader.shards.source.row" in report.mismatched
+    assert report.not_asked == ("b",)
+    assert torch.equal(other.weight, given.weight)
+    assert torch.equal(other.extra, torch.full((2,), 9.0))
+    assert state["loader"].loaded is None, "a Stateful is loaded whole or not at all"
+    assert state["a"] == 1
+
+
+def save_rank_local(path: str) -> None:
+    checkpoint.save(path, {"rng": {str(dist.get_rank()): torch.full((3,), float(dist.get_rank()))}})
+
+
+def load_rank_local(path: str) -> str:
+    state = {"rng": {str(dist.get_rank()): torch.zeros(3)}}
+    try:
+        checkpoint.load(path, state)
+    except ValueError as error:
+        return str(error)
+    return str(state["rng"][str(dist.get_rank())].tolist())
+
+
+def test_a_value_that_one_rank_misses_is_an_error_on_all(tmp_path: Path) -> None:
+    path = str(tmp_path / "c")
+    run(2, save_rank_local, path)
+    assert run(2, load_rank_local, path) == ["[0.0, 0.0, 0.0]", "[1.0, 1.0, 1.0]"]
+    texts = run(3, load_rank_local, path)
+    assert len(set(texts)) == 1
+    assert "missing in the checkpoint: rng.2, a float32 tensor of shape [3] in the state (on rank 2)" in texts[0]
+
+
+def test_read_data_state(saved: dict[str, tuple[str, dict[str, Any]]], tmp_path: Path) -> None:
+    expected = StandInLoader()
+    expected.advance(3)
+    for path, _ in saved.values():
+        state = checkpoint.read_data_state(path)
+        assert state.keys() == expected.state_dict().keys()
+        assert all(torch.equal(state["shards"][key], rows) for key, rows in expected.rows().items())
+        assert (state["step"], state["samples"], state["pipeline"]) == (3, 12, expected.state_dict()["pipeline"])
+    checkpoint.save(tmp_path / "two", {"train": StandInLoader(), "eval": {"loader": StandInLoader(4)}})
+    with pytest.raises(ValueError, match=r"\['eval.loader', 'train'\]"):
+        checkpoint.read_data_state(tmp_path / "two")
+    assert checkpoint.read_data_state(tmp_path / "two", name="eval.loader")["num_logical_shards"] == 4
+    checkpoint.save(tmp_path / "none", {"a": 1})
+    with pytest.raises(ValueError, match="no data state"):
+        checkpoint.read_data_state(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "words"),
+    [
+        ([1], TypeError, "maps names to values"),
+        ({1: 2}, TypeError, "keys are strings"),
+        ({"a": {"b": {3: 1}}}, TypeError, "'a.b.3'"),
+        ({"loaders": [StandInLoader()]}, TypeError, "a name of its own"),
+        ({"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())}, ValueError, "Put its model into the state"),
+    ],
+)
+def test_what_has_no_place_in_a_state(tmp_path: Path, state: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        checkpoint.save(tmp_path / "c", state)
+    assert not (tmp_path / "c").exists()
+
+
+def test_other_groups_are_an_error(tmp_path: Path) -> None:
+    model = Plain()
+    checkpoint.save(tmp_path / "c", {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)})
+    parameters = list(model.parameters())
+    two = torch.optim.SGD([{"params": parameters[:1]}, {"params": parameters[1:]}], lr=0.1)
+    with pytest.raises(ValueError, match="has 2 parameter groups and the checkpoint 1"):
+        checkpoint.load(tmp_path / "c", {"model": model, "optimizer": two})
+    fewer = torch.optim.SGD(parameters[1:], lr=0.1)
+    with pytest.raises(ValueError, match="Group the parameters as in the run that saved"):
+        checkpoint.load(tmp_path / "c", {"model": model, "optimizer": fewer})

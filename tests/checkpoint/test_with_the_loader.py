@@ -1,0 +1,81 @@
+"""The real loader in a manager's checkpoints: the rows are those of the step that was saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import rescale_data as rd
+from rescale_data import checkpoint
+from tests.checkpoint.processes import run
+
+
+class Squares:
+    def __len__(self) -> int:
+        return 480
+
+    def __getitem__(self, index: int) -> int:
+        return index * index
+
+
+def make_loader() -> rd.DataLoader:
+    distributed = dist.is_initialized()
+    rank, size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+    where: dict[str, Any] = {} if distributed else {"dp_rank": rank, "dp_world_size": size}
+    return rd.DataLoader(Squares(), global_batch_size=12, num_logical_shards=24, seed=3, repeat=True, **where)
+
+
+def batches(loader: rd.DataLoader, steps: int) -> list[list[int]]:
+    """Global batches in rank order."""
+    found, iterator = [], iter(loader)
+    for _ in range(steps):
+        batch = next(iterator).tolist()
+        parts: list[Any] = [batch]
+        if dist.is_initialized():
+            parts = [None] * dist.get_world_size()
+            dist.all_gather_object(parts, batch)
+        found.append([value for part in parts for value in part])
+    return found
+
+
+def save_and_read_on(folder: str, mode: Any) -> list[list[int]]:
+    loader = make_loader()
+    with checkpoint.CheckpointManager(folder, async_mode=mode) as manager:
+        batches(loader, 5)
+        manager.save(5, {"loader": loader})
+        return batches(loader, 6)
+
+
+def resume(folder: str) -> list[list[int]]:
+    loader = make_loader()
+    with checkpoint.CheckpointManager(folder) as manager:
+        assert manager.load_latest({"loader": loader}) == 5
+    assert loader.step == 5
+    return batches(loader, 6)
+
+
+@pytest.mark.parametrize("mode", ["thread", "disabled"])
+def test_saved_on_two_ranks_and_resumed_on_three_and_one(tmp_path: Path, mode: str) -> None:
+    expected = run(2, save_and_read_on, str(tmp_path / "run"), mode)[0]
+    assert run(3, resume, str(tmp_path / "run"))[0] == expected
+    assert resume(str(tmp_path / "run")) == expected
+    path = tmp_path / "run" / "step-5"
+    assert checkpoint.read_data_state(path)["samples"] == 60
+    loader = make_loader()
+    rd.check_checkpoint(path, loader)
+    checkpoint.load(path, {"loader": loader}, trusted=False)
+    assert batches(loader, 6) == expected
+
+
+def test_another_number_of_shards_is_one_error(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "c", {"loader": make_loader()})
+    other = rd.DataLoader(
+        Squares(), global_batch_size=12, num_logical_shards=48, seed=3, repeat=True, dp_rank=0, dp_world_size=1
+    )
+    with pytest.raises(
+        ValueError, match=r"different: loader\.shards\.\S+, a int64 tensor of shape \[24\] in the checkpoint"
+    ):
+        checkpoint.load(tmp_path / "c", {"loader": other})
