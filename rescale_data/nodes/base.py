@@ -18,6 +18,7 @@ import numpy as np
 from torchdata.nodes import BaseNode, ParallelMapper, PinMemory, Prefetcher
 
 from rescale_data.nodes.documents import Documents
+from rescale_data.shard import Shard
 from rescale_data.sources.source import Source
 from rescale_data.state import Field, Ints, decode, encode, field_of, flatten, nest, offsets
 
@@ -46,8 +47,17 @@ class Node(BaseNode[T]):
     """True where a node reads its children further than the samples it has yielded. Their live positions are then
     private, and this node writes into its own row (`bookmark`) where each child has to go on."""
 
+    MAY_CHANGE: ClassVar[frozenset[str]] = frozenset()
+    """The `parameters` that may differ when a state is loaded; `adapt` is then told."""
+    CHILDREN_MAY_CHANGE: ClassVar[bool] = False
+    """Whether children may come and go between the legs of a run (`rescale_data.load_changed`). What a node keeps for a
+    child lies in own fields whose path ends in the child's name."""
+
     reads: Source | None = None
     """The source whose rows this node reads, if it reads any itself."""
+
+    of_shard: Shard | None = None
+    """The logical shard whose rows this node reads, if it reads any itself."""
 
     repeat: bool = False
     """Whether this node reads an endless stream (`Shard.repeat`): whoever consumes it then restarts it at an epoch's end."""
@@ -141,6 +151,13 @@ class Node(BaseNode[T]):
     def parameters(self) -> dict[str, Any]:
         """Whatever changes the order or the content of the samples, JSON values by name; checked when a state is loaded."""
         return {}
+
+    def adapt(self, rows: Ints) -> None:
+        """Rewrite rows of this node, ``int64[M, slots]``, that were saved with other values of what `MAY_CHANGE` names."""
+
+    def locate(self) -> str:
+        """Where the sample that was yielded last comes from, for messages; empty where that is not known."""
+        return next(iter(self.children.values())).locate() if len(self.children) == 1 else ""
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         """What the given logical shards have drawn, for a logger; keys start with the kind of value, ``"rows/..."``.
