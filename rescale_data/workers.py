@@ -21,9 +21,10 @@ from multiprocessing.context import BaseContext
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from rescale_data.message import Message, pack, unpack
+from rescale_data.message import Inbox, Message, Part, Slabs
 from rescale_data.nodes.feed import Collate, Leg, MicroBatch, make
 from rescale_data.nodes.recipe import Recipe, Schema
 from rescale_data.nodes.runner import Exhausted, Runner
@@ -44,10 +45,18 @@ class Begin:
 
 
 @dataclass(frozen=True)
-class Made:
-    """What a worker made: a micro batch for each that was asked for, `None` from where a shard had no sample left."""
+class Make:
+    """Make these micro batches and pack them into a slab that is free."""
 
-    micro_batches: list[MicroBatch | None]
+    micro_batches: range
+    slab: int
+
+
+@dataclass(frozen=True)
+class Made:
+    """A packed micro batch for each that was asked for, `None` from where a shard had no sample left."""
+
+    message: Message
     seconds: float
 
 
@@ -58,13 +67,14 @@ class Worker(Dataset[Any]):
         self._recipe, self._collate = recipe, collate
         self._runner: Runner | None = None
         self._turns: Turns | None = None
+        self._slabs = Slabs()
 
-    def __getitem__(self, command: Begin | range) -> Message | None:
+    def __getitem__(self, command: Begin | Make) -> Made | None:
         if isinstance(command, Begin):
             return self._begin(command)
         started = time.perf_counter()
-        micro_batches = [self._make(u) for u in command]
-        return pack(Made(micro_batches, time.perf_counter() - started))
+        message = self._slabs.pack(command.slab, [self._make(u) for u in command.micro_batches])
+        return Made(message, time.perf_counter() - started)
 
     def _begin(self, command: Begin) -> None:
         if self._runner is None:
@@ -72,6 +82,7 @@ class Worker(Dataset[Any]):
             self._runner = Runner(self._recipe, Schema(self._recipe.build(shard[0] if shard else 0)))
         self._runner.load(command.table)
         self._turns = command.leg.turns(command.table)
+        self._slabs = Slabs()  # messages that nobody received may have held the old ones
 
     def _make(self, u: int) -> MicroBatch | None:
         if self._runner is None or self._turns is None:
@@ -84,26 +95,32 @@ class Worker(Dataset[Any]):
 
 
 class Commands(Sampler[Any]):
-    """The commands of the current leg."""
+    """The commands of the current leg.
 
-    def __init__(self, num_workers: int) -> None:
-        self._k = num_workers
+    Torch keeps ``prefetch_factor`` commands of a worker in flight, and issues one more when a message of it is taken. A
+    message is taken when all of the one before have been unpacked, so one slab more than that is enough.
+    """
+
+    def __init__(self, num_workers: int, prefetch_factor: int) -> None:
+        self._k, self._num_slabs = num_workers, prefetch_factor + 1
         self.begin: Begin | None = None
         self.first = 0
         self.per_message = 1
 
-    def __iter__(self) -> Iterator[Begin | range]:
+    def __iter__(self) -> Iterator[Begin | Make]:
         begin = self.begin
         if begin is None:
             return
         for _ in range(self._k):
             yield begin
         u, stop = self.first, sys.maxsize if begin.leg.stop is None else begin.leg.stop
+        slab = 0
         while u < stop:
             n = self.per_message
             for first in range(u, min(u + self._k, stop)):
-                yield range(first, min(first + n * self._k, stop), self._k)
+                yield Make(range(first, min(first + n * self._k, stop), self._k), slab)
             u += n * self._k
+            slab = (slab + 1) % self._num_slabs
 
 
 class Pool:
@@ -130,7 +147,7 @@ class Pool:
         worker = Worker(recipe, collate)
         require_pickle(recipe.pipeline, collate, worker)
         self._k = num_workers
-        self._commands = Commands(num_workers)
+        self._commands = Commands(num_workers, prefetch_factor)
         self._new_loader: Callable[[], DataLoader[Any]] = lambda: DataLoader(
             worker,
             batch_size=None,
@@ -138,12 +155,13 @@ class Pool:
             num_workers=num_workers,
             collate_fn=_as_it_is,
             prefetch_factor=prefetch_factor,
-            pin_memory=pin_memory,
             persistent_workers=True,
             multiprocessing_context=multiprocessing.get_context(context) if isinstance(context, str) else context,
             timeout=timeout,
         )
         self._loader: DataLoader[Any] | None = None
+        self._pin = pin_memory
+        self._inboxes: list[Inbox] = []
         self._made: Iterator[MicroBatch | None] = iter(())
 
     def start(self, leg: Leg, table: Ints, first: int) -> None:
@@ -151,6 +169,7 @@ class Pool:
         self._commands.begin, self._commands.first = Begin(leg, table.copy()), first
         if self._loader is None:
             self._loader = self._new_loader()
+        self._inboxes = [Inbox(self._pin) for _ in range(self._k)]
         self._made = self._receive(iter(self._loader))
 
     def take(self) -> MicroBatch:
@@ -176,27 +195,27 @@ class Pool:
     def _receive(self, answers: Iterator[Any]) -> Iterator[MicroBatch | None]:
         for _ in range(self._k):
             next(answers)
-        for message in answers:
-            yield from self._round(message, answers)
+        for made in answers:
+            yield from self._round(made, answers)
 
-    def _round(self, message: Message, answers: Iterator[Message]) -> Iterator[MicroBatch | None]:
+    def _round(self, made: Made, answers: Iterator[Made]) -> Iterator[MicroBatch | None]:
         """The micro batches of one message of each worker, in the order of u; messages are awaited when they are due."""
-        messages = [self._unpack(message)]
-        for i in range(len(messages[0])):
+        received = [self._open(0, made)]
+        for i in range(len(received[0])):
             for worker in range(self._k):
-                if worker == len(messages):
+                if worker == len(received):
                     due = next(answers, None)
-                    messages.append([] if due is None else self._unpack(due))
-                if i < len(messages[worker]):
-                    yield messages[worker][i]
+                    received.append([] if due is None else self._open(worker, due))
+                if i < len(received[worker]):
+                    yield self._inboxes[worker].unpack(*received[worker][i])
 
-    def _unpack(self, message: Message) -> list[MicroBatch | None]:
-        made: Made = unpack(message)
-        each = len(made.micro_batches)
-        by_size = _MESSAGE_BYTES * each // max(message.buffer.numel() + len(message.rest), 1)
-        by_time = int(_MESSAGE_SECONDS * each / max(made.seconds, 1e-6))
+    def _open(self, worker: int, made: Made) -> list[tuple[torch.Tensor, Part]]:
+        parts = made.message.parts
+        num_bytes = parts[-1].stop + sum(len(part.rest) for part in parts)
+        by_size = _MESSAGE_BYTES * len(parts) // max(num_bytes, 1)
+        by_time = int(_MESSAGE_SECONDS * len(parts) / max(made.seconds, 1e-6))
         self._commands.per_message = max(1, min(by_size, by_time, _MESSAGE_LIMIT))
-        return made.micro_batches
+        return self._inboxes[worker].open(made.message)
 
 
 def require_pickle(pipeline: object, collate: object, worker: Worker) -> None:

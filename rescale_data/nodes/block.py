@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -51,8 +51,10 @@ class BlockMaker:
     """
 
     def __init__(self, eos_id: int | None, bos_id: int | None, dtype: np.dtype[Any]) -> None:
-        self.eos_id, self.bos_id = eos_id, bos_id
         self.dtype = dtype
+        self._front = int(eos_id is not None)
+        self._between = [token for token in (eos_id, bos_id) if token is not None]
+        self._ways: dict[str, _Way] = {}
         for name, token in (("eos_id", eos_id), ("bos_id", bos_id)):
             if token is not None and not 0 <= token <= np.iinfo(dtype).max:
                 raise ValueError(
@@ -60,26 +62,38 @@ class BlockMaker:
                 )
 
     def make(self, documents: list[memoryview[Any]]) -> Block:
-        stored = np.dtype(documents[0].format)
-        between = [token for token in (self.eos_id, self.bos_id) if token is not None]
-        if any(token > np.iinfo(stored).max for token in between):
-            stored = self.dtype
-            documents = [np.asarray(document).astype(stored).data for document in documents]
-        added = len(between)
-        ends = np.cumsum(np.fromiter(map(len, documents), np.int64, len(documents)) + added)
-        separator = np.array(between, dtype=stored).tobytes()
+        kind = documents[0].format
+        way = self._ways.get(kind)
+        if way is None:
+            way = self._ways[kind] = self._way(np.dtype(kind))
+        if way.widened:
+            documents = [np.asarray(document).astype(way.dtype).data for document in documents]
+        ends = np.cumsum(np.fromiter(map(len, documents), np.int64, len(documents)) + len(self._between))
         # One join of [nothing, the documents, nothing]: an eos too many at the front and a bos too many at the end.
-        joined = np.frombuffer(separator.join((b"", *documents, b"")), dtype=stored)
-        front = int(self.eos_id is not None)
-        tokens = joined[front : front + int(ends[-1])]
-        self._check(tokens)
+        joined = np.frombuffer(way.separator.join((b"", *documents, b"")), dtype=way.dtype)
+        tokens = joined[self._front : self._front + int(ends[-1])]
+        if way.checked and len(tokens):
+            self._check(tokens)
         return Block(tokens, ends.tolist())
 
+    def _way(self, stored: np.dtype[Any]) -> _Way:
+        widened = any(token > np.iinfo(stored).max for token in self._between)
+        dtype = self.dtype if widened else stored
+        separator = np.array(self._between, dtype=dtype).tobytes()
+        return _Way(dtype, separator, widened, not np.can_cast(stored, self.dtype))
+
     def _check(self, tokens: TokenArray) -> None:
-        if np.can_cast(tokens.dtype, self.dtype) or not len(tokens):
-            return
         limits = np.iinfo(self.dtype)
         if int(tokens.max()) > limits.max or int(tokens.min()) < limits.min:
             raise ValueError(
                 f"The tokens from {tokens.min()} to {tokens.max()} do not fit {self.dtype}: give a wider dtype."
             )
+
+
+class _Way(NamedTuple):
+    """How to join documents of one dtype: in which, what between them, and whether they must be converted or checked."""
+
+    dtype: np.dtype[Any]
+    separator: bytes
+    widened: bool
+    checked: bool

@@ -13,6 +13,7 @@ from rescale_data.nodes.base import Node
 from rescale_data.nodes.block import BlockMaker
 from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.token_stream import Run, TokenStream
+from rescale_data.shelf import shelf
 from rescale_data.state import Field, Ints
 
 IGNORED = -100
@@ -89,11 +90,12 @@ class TokenPacker(Node[dict[str, Tensor]]):
 
     def next(self) -> dict[str, Tensor]:
         tokens, ends = self._draw()
-        sample = {"tokens": self._tensor(tokens[: self.seq_len], self.pad_id)}
+        sample = {"tokens": self._tensor("tokens", tokens[: self.seq_len], self.pad_id)}
         if self.labels:
-            sample["labels"] = self._tensor(tokens[1:], IGNORED)
+            sample["labels"] = self._tensor("labels", tokens[1:], IGNORED)
         if self.doc_ids:
-            sample["doc_ids"] = self._tensor(_document_ids(min(len(tokens), self.seq_len), ends), -1)
+            ids = _document_ids(min(len(tokens), self.seq_len), ends)
+            sample["doc_ids"] = self._tensor("doc_ids", ids, -1)
         return sample
 
     def skip(self, num_samples: int) -> None:
@@ -112,19 +114,19 @@ class TokenPacker(Node[dict[str, Tensor]]):
         """The tokens of the next sample, and with labels one more where there is one; ends the epoch if need be."""
         if not self._over:
             run = self._stream.take(self.seq_len, int(self.labels))
-            if len(run.tokens) >= self.seq_len or (len(run.tokens) and self.last == "pad"):
+            length = len(run[0])
+            if length >= self.seq_len or (length and self.last == "pad"):
                 return run
             self._stream.turn()
             self._over = True
         raise StopIteration
 
-    def _tensor(self, values: npt.NDArray[Any], fill: int) -> Tensor:
+    def _tensor(self, column: str, values: npt.NDArray[Any], fill: int) -> Tensor:
         """A copy of ``values``, filled up to a sample's length."""
-        if len(values) == self.seq_len:
-            return torch.from_numpy(values.astype(self._numpy_dtype))
-        filled = np.full(self.seq_len, fill, dtype=self._numpy_dtype)
-        filled[: len(values)] = values
-        return torch.from_numpy(filled)
+        if len(values) < self.seq_len:
+            missing = np.full(self.seq_len - len(values), fill, dtype=self._numpy_dtype)
+            values = np.concatenate([values, missing], dtype=self._numpy_dtype, casting="unsafe")
+        return shelf.put(column, values, self._numpy_dtype)
 
 
 def _document_ids(length: int, ends: list[int]) -> npt.NDArray[np.int64]:

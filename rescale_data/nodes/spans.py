@@ -42,10 +42,14 @@ class Spans:
         rows = self._rows(epoch, row)
         rows = rows[: self._num_rows(int(rows[0]))]
         fragments = np.searchsorted(self._fragments, rows, side="right") - 1
-        used = np.unique(fragments).tolist()
+        used = sorted(set(fragments.tolist()))
+        if len(used) == 1:
+            return self._cut(used[0], rows)
         cut: list[memoryview] = [_NOTHING] * len(rows)
         for fragment in used:
-            self._cut(fragment, rows, np.flatnonzero(fragments == fragment), cut, len(used) > _FEW_FRAGMENTS)
+            places = np.flatnonzero(fragments == fragment)
+            for place, view in zip(places.tolist(), self._cut(fragment, rows[places]), strict=True):
+                cut[place] = _copy(view) if len(used) > _FEW_FRAGMENTS else view  # not to hold many fragments at once
         return cut
 
     def advance(self, position: memoryview, num_documents: int) -> None:
@@ -60,14 +64,13 @@ class Spans:
         mean = tokens.values.nbytes / (len(tokens.offsets) - 1)
         return max(1, int(self._bytes / max(1.0, mean)))
 
-    def _cut(self, fragment: int, rows: Ints, places: Ints, into: list[memoryview], copied: bool) -> None:
-        """Cut the rows of one fragment; copies where there are many fragments, not to hold all of them at once."""
+    def _cut(self, fragment: int, rows: Ints) -> list[memoryview]:
+        """Rows of one fragment."""
         tokens = self._source.tokens(self._column, fragment)
-        local = rows[places] - self._fragments[fragment]
+        local = rows - self._fragments[fragment]
         starts, stops = tokens.offsets[local].tolist(), tokens.offsets[local + 1].tolist()
         values = tokens.values.data
-        for place, start, stop in zip(places.tolist(), starts, stops, strict=True):
-            into[place] = _copy(values[start:stop]) if copied else values[start:stop]
+        return [values[start:stop] for start, stop in zip(starts, stops, strict=True)]
 
 
 def block_bytes(cache_bytes: int, num_logical_shards: int) -> int:
@@ -76,7 +79,7 @@ def block_bytes(cache_bytes: int, num_logical_shards: int) -> int:
     Enough for many samples, so that a fragment is not decoded for each of them where the fragments of all shards exceed the
     cache; little enough for what all shards have put in order to take a quarter of it.
     """
-    return max(2**16, min(2**20, cache_bytes // 4 // num_logical_shards))
+    return max(2**16, min(2**18, cache_bytes // 4 // num_logical_shards))
 
 
 def _copy(view: memoryview[Any]) -> memoryview[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 
@@ -14,11 +14,8 @@ from rescale_data.sources.cache import cache, owner_of
 _SILENT_EPOCHS = 2
 
 
-class Run(NamedTuple):
-    """Tokens in a row, and the places among them at which a document has ended. Not to be written to, nor kept."""
-
-    tokens: TokenArray
-    ends: list[int]
+Run: TypeAlias = tuple[TokenArray, list[int]]
+"""Tokens in a row, and the places among them at which a document has ended. Not to be written to, nor kept."""
 
 
 class TokenStream:
@@ -49,13 +46,13 @@ class TokenStream:
 
     def take(self, num_tokens: int, num_ahead: int) -> Run:
         """The next tokens, and behind them some of those that follow, which are not consumed; less where the epoch ends."""
-        block = self._block()
-        start, stop = self._at, self._at + num_tokens
-        if block is None or stop + num_ahead > len(block.tokens):
+        start = self._at
+        block: Block | None = cache().get(self._key) if start >= 0 else None
+        if block is None or start + num_tokens + num_ahead > len(block.tokens):
             return self._gather(num_tokens, num_ahead)
-        ends = block.ends_between(start, stop) if self._with_ends else []
-        self._move(block, stop)
-        return Run(block.tokens[start : stop + num_ahead], ends)
+        ends = block.ends_between(start, start + num_tokens) if self._with_ends else _NO_ENDS
+        self._move(block, start + num_tokens)
+        return block.tokens[start : start + num_tokens + num_ahead], ends
 
     def turn(self) -> None:
         """Move to the beginning of the next epoch, after `take` has found the end of this one."""
@@ -75,7 +72,7 @@ class TokenStream:
             self._move(block, stop)
         if length == num_tokens and num_ahead and (block := self._block()) is not None:
             parts.append(block.tokens[self._at : self._at + num_ahead])
-        return Run(np.concatenate(parts, dtype=self._maker.dtype, casting="unsafe") if parts else _NONE, ends)
+        return np.concatenate(parts, dtype=self._maker.dtype, casting="unsafe") if parts else _NO_TOKENS, ends
 
     def _move(self, block: Block, stop: int) -> None:
         document, offset = block.locate(stop, self._document)
@@ -112,4 +109,5 @@ class TokenStream:
         )
 
 
-_NONE = np.zeros(0, dtype=np.int64)
+_NO_TOKENS = np.zeros(0, dtype=np.int64)
+_NO_ENDS: list[int] = []
