@@ -26,6 +26,11 @@ T = TypeVar("T")
 View = memoryview  # of int64, always over a NumPy row, so that slices copy from one into another
 
 
+def copy_of(position: View) -> View:
+    """A row of its own."""
+    return np.array(position, dtype=np.int64).data
+
+
 class Node(BaseNode[T]):
     """Base of our nodes, and of yours where `get_state()` after every sample would cost too much.
 

@@ -22,6 +22,10 @@ class Documents(Protocol):
         """Write into ``position`` where to go on after some of the documents that `read` has returned last."""
         ...
 
+    def where(self) -> str | None:
+        """Where the document comes from that `read` has returned last; `None` where nobody asks (`Reader(provenance=True)`)."""
+        ...
+
     def turn(self, position: memoryview) -> None:
         """Write the beginning of the next epoch into ``position``, after `read` has found the end of this one."""
         ...

@@ -14,6 +14,7 @@ from rescale_data.nodes.block import BlockMaker
 from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.token_stream import Run, TokenStream
 from rescale_data.shelf import shelf
+from rescale_data.provenance import joined, with_provenance
 from rescale_data.state import Field, Ints
 
 IGNORED = -100
@@ -45,7 +46,8 @@ class TokenPacker(Node[dict[str, Tensor]]):
         pad_id: The token to pad with; default ``eos_id``, or 0.
 
     Yields:
-        ``{"tokens": Tensor[seq_len]}``, with ``"labels"`` and ``"doc_ids"`` as asked for; freshly allocated.
+        ``{"tokens": Tensor[seq_len]}``, with ``"labels"`` and ``"doc_ids"`` as asked for; freshly allocated. Over a
+        ``Reader(provenance=True)`` also ``"provenance"``, a line for each document.
 
     Raises:
         ValueError: An argument is out of range, or there is no such column.
@@ -96,7 +98,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         if self.doc_ids:
             ids = _document_ids(min(len(tokens), self.seq_len), ends)
             sample["doc_ids"] = self._tensor("doc_ids", ids, -1)
-        return sample
+        return with_provenance(sample, joined(self._stream.where)) if self._stream.where else sample
 
     def skip(self, num_samples: int) -> None:
         for _ in range(num_samples):

@@ -186,7 +186,8 @@ class WeightedSampler(Node[Any]):
         if self._silent > _SILENT_EPOCHS:
             raise DataStateError(
                 f"The source {self.names[chosen]!r} of a mixture yielded no sample in {_SILENT_EPOCHS} whole epochs of a "
-                f"logical shard: all of its rows were filtered out, or it has none. Use fewer logical shards, more data, or weight 0."
+                f"logical shard: all of its rows were filtered out, or it has none. Use fewer logical shards, more data, or "
+                f"weight 0."
             )
         self._nodes[chosen].bind(self._nodes[chosen].position)
 

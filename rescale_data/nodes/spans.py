@@ -55,6 +55,9 @@ class Spans:
     def advance(self, position: memoryview, num_documents: int) -> None:
         position[1] += num_documents
 
+    def where(self) -> None:
+        return None
+
     def turn(self, position: memoryview) -> None:
         position[0], position[1] = position[0] + 1, 0
 
