@@ -165,9 +165,6 @@ class CleanedDocuments:
     def where(self) -> str | None:
         return self._documents.where()
 
-    def where(self) -> str | None:
-        return self._documents.where()
-
     def turn(self, position: memoryview) -> None:
         source = position[2:]
         source[:] = self._start
