@@ -32,7 +32,7 @@ class Deal:
         layout: The topology that serves them.
         left: ``int64[N]``, samples that each shard had left when the deal was made.
         samples: ``int64[N]``, samples that each had delivered then.
-        pad: Whether the rest that is less than a global batch is filled up with real samples again, or dropped.
+        pad: Whether the rest that is less than a global batch is filled up with first samples of its shards, or dropped.
     """
 
     layout: Layout
@@ -115,7 +115,8 @@ class Deal:
         numbers[in_time] = np.arange(len(picks)) - np.searchsorted(picks, picks)
         numbers += (self.samples + before)[picks]
         fill = np.arange(o) % len(picks)
-        return picks[fill], numbers[fill], np.arange(o) < len(picks)
+        is_real = np.arange(o) < len(picks)
+        return picks[fill], np.where(is_real, numbers[fill], 0), is_real
 
 
 class DealTurns:

@@ -156,6 +156,14 @@ class ShardOrder:
         first = row - row % width
         return first, min(first + width, self.size)
 
+    def ends(self, row: int, fragments: FragmentOrder | None) -> list[int]:
+        """First and last of the rows of the source that lie around ``row``; none at the end of the shard."""
+        if row >= self.size:
+            return []
+        first, stop = self.span(row)
+        virtual = np.array([self.start + first, self.start + stop - 1], dtype=np.int64)
+        return (virtual if fragments is None else fragments.rows(virtual)).tolist()
+
     def rows(self, epoch: int, row: int, fragments: FragmentOrder | None) -> Ints:
         """Rows of the source in the order in which ``span(row)`` is read; ``fragments`` is `None` for their own order."""
         first, stop = self.span(row)

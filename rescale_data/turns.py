@@ -21,7 +21,7 @@ class Turn:
         index: The shards that it visits, as an index into the table: a slice or ``int64[M]``.
         counts: How many samples each of them gives, a number or ``int64[M]``.
         numbers: Only at the end of an epoch, where any rank may serve any shard: the number of each sample, counted
-            from the shard's first.
+            from the shard's first; 0 for those that fill the last batch.
         num_real: How many of the samples are real; the others fill the last batch.
     """
 

@@ -114,7 +114,21 @@ class Reader(Node[Any]):
         if self.provenance or not isinstance(self.source, TokenSource):
             return None
         num_bytes = block_bytes(self.source.cache_bytes, self.shard.num_logical_shards)
-        return Spans(self.source, column, self._size, self._rows_from, num_bytes)
+        return Spans(self.source, column, self, num_bytes)
+
+    @property
+    def size(self) -> int:
+        """Rows of the shard in one epoch."""
+        return self._size
+
+    def rows_from(self, epoch: int, row: int) -> Ints:
+        """Rows of the source that the shard reads from ``row`` of an epoch on, up to the end of a window."""
+        plan = self.plan(epoch, row)
+        return plan.rows[row - plan.first :]
+
+    def rows_soon(self, epoch: int, row: int) -> list[int]:
+        """The two ends of what the next window permutes, if there is one."""
+        return self.order.ends(self.order.span(row)[1], self._fragments(epoch))
 
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
         sizes = shard_sizes(shards, self.source.num_rows, self.shard.num_logical_shards)
@@ -134,10 +148,6 @@ class Reader(Node[Any]):
             f"epoch_min/{name}": float(rows[:, 0].min()),
             f"epoch_max/{name}": float(rows[:, 0].max()),
         }
-
-    def _rows_from(self, epoch: int, row: int) -> Ints:
-        plan = self.plan(epoch, row)
-        return plan.rows[row - plan.first :]
 
     def _finish(self, epoch: int) -> None:
         if not self._over:

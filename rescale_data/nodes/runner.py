@@ -26,14 +26,12 @@ class Runner:
     def __init__(self, recipe: Recipe, schema: Schema) -> None:
         self._recipe, self._schema = recipe, schema
         self.table = schema.fresh_table(recipe.num_logical_shards)
-        self._begin = self.table
         self._built: dict[int, Node[Any]] = {}
         self._live: list[Node[Any] | None] = [None] * recipe.num_logical_shards
 
     def load(self, table: Ints) -> None:
         """Go on from the rows of ``table``, a copy of which is kept."""
         self.table[:] = table
-        self._begin = table.copy()
         self._live = [None] * len(table)
 
     def take(self, turn: Turn) -> tuple[list[Any], Ints]:
@@ -108,17 +106,24 @@ class Runner:
     def _fetch(self, shard: int, number: int, is_real: bool) -> Any:
         """Sample ``number`` of a shard that another process may have served since our row of it was current."""
         if not is_real:
-            return self._fetch_again(shard, number)
+            return self._first(shard)
         self.skip(shard, number - int(self.table[shard, SAMPLES]))
         sample = self._draw(shard)
         self.table[shard, SAMPLES] += 1
         return sample
 
-    def _fetch_again(self, shard: int, number: int) -> Any:
-        """A sample that was delivered before, without a trace in the table."""
-        other = Runner(self._recipe, self._schema)
-        other.load(self._begin)
-        return other._fetch(shard, number, is_real=True)
+    def _first(self, shard: int) -> Any:
+        """The first sample of a shard in the run, without a trace in the table: what fills an epoch's last batch.
+
+        It can be had from any position, and is the same in every topology. The shard has samples, if not in the first epoch.
+        """
+        node = self._recipe.build(shard)
+        node.reset(None)
+        while True:
+            try:
+                return node.next()
+            except StopIteration:
+                node.bind(node.position)
 
     def _wake(self, shard: int) -> Node[Any]:
         node = self._built.get(shard)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import numpy as np
 
@@ -12,6 +12,24 @@ from rescale_data.sources.source import TokenSource
 from rescale_data.state import Ints
 
 _FEW_FRAGMENTS = 4
+_LARGER = 4
+
+
+class Rows(Protocol):
+    """The order in which one logical shard reads."""
+
+    @property
+    def size(self) -> int:
+        """Rows of the shard."""
+        ...
+
+    def rows_from(self, epoch: int, row: int) -> Ints:
+        """The rows of the source that are read from a row of the shard on: one at least, up to any."""
+        ...
+
+    def rows_soon(self, epoch: int, row: int) -> list[int]:
+        """Some rows of the source that are read soon after those."""
+        ...
 
 
 class Spans:
@@ -20,27 +38,29 @@ class Spans:
     Args:
         source: The source.
         column: Its column of lists of integers.
-        size: Rows of the shard.
-        rows: The rows of the source that the shard reads from a row of an epoch on: one at least, up to any.
+        rows: The order of the shard.
         num_bytes: About as much is read at once.
     """
 
-    def __init__(
-        self, source: TokenSource, column: str, size: int, rows: Callable[[int, int], Ints], num_bytes: int
-    ) -> None:
+    def __init__(self, source: TokenSource, column: str, rows: Rows, num_bytes: int) -> None:
         source.check_tokens(column)
         if source.fragments is None:
             raise TypeError(f"{source.name} can be read a fragment at a time, but says that it has no fragments.")
-        self._source, self._column, self._size, self._rows = source, column, size, rows
+        self._source, self._column, self._rows = source, column, rows
         self._fragments = source.fragments
         self._bytes = num_bytes
+        _alive.add(self)
 
     def read(self, position: memoryview) -> list[memoryview]:
         epoch, row = position
-        if row >= self._size:
+        if row >= self._rows.size:
             return []
-        rows = self._rows(epoch, row)
+        rows = self._rows.rows_from(epoch, row)
         rows = rows[: self._num_rows(int(rows[0]))]
+        self._prepare(epoch, row)
+        return _up_to(self._bytes * _LARGER, self._cut_all(rows))
+
+    def _cut_all(self, rows: Ints) -> list[memoryview]:
         fragments = np.searchsorted(self._fragments, rows, side="right") - 1
         used = sorted(set(fragments.tolist()))
         if len(used) == 1:
@@ -63,9 +83,19 @@ class Spans:
 
     def _num_rows(self, row: int) -> int:
         """As many as fill a block, were all rows like those around ``row``."""
-        tokens = self._source.tokens(self._column, bisect_right(self._fragments.data, row) - 1)
+        tokens = self._source.tokens(self._column, self._fragment_at(row))
+        self._fragment_bytes = tokens.nbytes
         mean = tokens.values.nbytes / (len(tokens.offsets) - 1)
         return max(1, int(self._bytes / max(1.0, mean)))
+
+    def _prepare(self, epoch: int, row: int) -> None:
+        """Have the next fragments decoded, where the cache has room for those of all shards."""
+        if 2 * len(_alive) * self._fragment_bytes <= self._source.cache_bytes:
+            for soon in self._rows.rows_soon(epoch, row):
+                self._source.prepare(self._column, self._fragment_at(soon))
+
+    def _fragment_at(self, row: int) -> int:
+        return bisect_right(self._fragments.data, row) - 1
 
     def _cut(self, fragment: int, rows: Ints) -> list[memoryview]:
         """Rows of one fragment."""
@@ -74,6 +104,14 @@ class Spans:
         starts, stops = tokens.offsets[local].tolist(), tokens.offsets[local + 1].tolist()
         values = tokens.values.data
         return [values[start:stop] for start, stop in zip(starts, stops, strict=True)]
+
+
+def _up_to(num_bytes: int, documents: list[memoryview]) -> list[memoryview]:
+    """The first of the documents, where all of them are far larger than those by whose size they were counted."""
+    if sum(map(len, documents)) * documents[0].itemsize <= num_bytes:
+        return documents
+    ends = np.cumsum([len(document) * document.itemsize for document in documents])
+    return documents[: int(np.searchsorted(ends, num_bytes)) + 1]
 
 
 def block_bytes(cache_bytes: int, num_logical_shards: int) -> int:
@@ -90,3 +128,4 @@ def _copy(view: memoryview[Any]) -> memoryview[Any]:
 
 
 _NOTHING = memoryview(b"")
+_alive: WeakSet[Spans] = WeakSet()

@@ -88,14 +88,17 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
     saved = (int(state["global_batch_size"]), int(state["dp_world_size"]), int(state["micro_batch_size"]))
     clock = Clock(**{name: int(state[name]) for name in ("samples", "origin", "step", "epoch")})
     loaded = clock.loaded(saved, stream.layout)
+    if stream.repeat and (table[:, DEALT] != UNDEALT).any():
+        loaded = clock.restarted(saved[0])  # an endless stream has no end of an epoch to be in the middle of
     if loaded != clock:
         table[:, DEALT] = UNDEALT
         stream.ranks.log(
             logging.WARNING,
             "The state was saved with global_batch_size=%d, dp_world_size=%d, micro_batch_size=%d in the middle of a step, or "
             "with another global batch: steps are counted anew from sample %d. Nothing is lost or repeated.",
-            *saved, clock.samples,
-        )  # fmt: skip
+            *saved,
+            clock.samples,
+        )
     stream.load(table, loaded)
 
 

@@ -38,7 +38,7 @@ class Stream:
     def __init__(self, setup: Setup, runner: Runner, feed: Feed) -> None:
         self.schema, self.layout, self.ranks, self.seed = setup.schema, setup.layout, setup.ranks, setup.recipe.seed
         self.dropped_samples = self.padded_samples = 0
-        self._runner, self._feed, self._repeat, self._tail = runner, feed, setup.recipe.repeat, setup.tail
+        self._runner, self._feed, self.repeat, self._tail = runner, feed, setup.recipe.repeat, setup.tail
         self.reset()
 
     def reset(self) -> None:
@@ -159,14 +159,14 @@ class Stream:
     def _plan(self) -> None:
         """Begin the leg of this position, in which all rows are right."""
         self._first, self._samples = self._u, self.table[:, SAMPLES].copy()
-        end = None if self._repeat else self.schema.epoch_end(self.table)
+        end = None if self.repeat else self.schema.epoch_end(self.table)
         self._left = None if end is None else end[0]
         if (self.table[:, DEALT] != UNDEALT).any():
             self._resume_deal()
-        elif self._repeat or self._left is None:
+        elif self.repeat or self._left is None:
             self._start(None)
             self._agreement = (
-                None if self._repeat else Agreement(self.ranks, self._u, self.layout.gradient_accumulation_steps)
+                None if self.repeat else Agreement(self.ranks, self._u, self.layout.gradient_accumulation_steps)
             )
         else:
             stop = self.layout.last_whole(self._samples, self._left, self._u)

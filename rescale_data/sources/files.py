@@ -149,6 +149,9 @@ class FileSource(ABC):
             self._keep(fragment, found, column)
         return found
 
+    def prepare(self, column: str, fragment: int) -> None:
+        del column, fragment  # as a rule there is nothing to gain
+
     def _fragment_at(self, index: int) -> int:
         return bisect_right(self._fragments.data, index) - 1
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow.parquet as pq
 
+from rescale_data.sources.ahead import ahead
 from rescale_data.sources.arrow_types import ArrowFile, ArrowTable
+from rescale_data.sources.cache import cache, owner_of
 from rescale_data.sources.files import FileSource, Footer
+from rescale_data.sources.source import Tokens
 
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}
 
@@ -42,12 +47,31 @@ class ParquetSource(FileSource):
         width = _decoded_bytes(metadata.row_group(0)) / max(1, rows[0]) if len(rows) else 0.0
         return Footer(metadata.schema.to_arrow_schema(), rows, (rows * width).astype(np.int64), metadata)
 
-    def _open(self, file: int) -> ArrowFile:
-        return pq.ParquetFile(self._files.open(file), metadata=self._details[file])
+    def _open(self, file: int) -> _Handle:
+        return _Handle(pq.ParquetFile(self._files.open(file), metadata=self._details[file]))
 
     def _table(self, handle: Any, file: int, number: int, columns: Sequence[str]) -> ArrowTable:
         del file
-        return handle.read_row_group(number, columns=list(columns))
+        with handle.lock:
+            return handle.file.read_row_group(number, columns=list(columns))
+
+    def tokens(self, column: str, fragment: int) -> Tokens:
+        ahead().wait((owner_of(self), fragment, column))
+        return super().tokens(column, fragment)
+
+    def prepare(self, column: str, fragment: int) -> None:
+        """Decode it in another thread."""
+        key = (owner_of(self), fragment, column)
+        if cache().get(key) is None:
+            ahead().begin(key, partial(super().tokens, column, fragment))
+
+
+class _Handle:
+    """An open file, for one thread at a time."""
+
+    def __init__(self, file: ArrowFile) -> None:
+        self.file = file
+        self.lock = threading.Lock()
 
 
 def _decoded_bytes(group: Any) -> int:

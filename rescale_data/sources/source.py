@@ -79,3 +79,7 @@ class TokenSource(Source, Protocol):
     def tokens(self, column: str, fragment: int) -> Tokens:
         """A column of the fragment that begins at row ``fragments[fragment]``; read-only, and not to be kept."""
         ...
+
+    def prepare(self, column: str, fragment: int) -> None:
+        """A hint that the tokens of a fragment will be asked for soon. It returns at once, and raises nothing."""
+        ...

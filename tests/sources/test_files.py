@@ -95,6 +95,23 @@ class TestRows:
             found += [tokens.values[a:b].tolist() for a, b in zip(tokens.offsets[:-1], tokens.offsets[1:], strict=True)]
         assert found == docs
 
+    def test_what_was_prepared_is_what_is_read(self, layout: str, tmp_path: Path) -> None:
+        source = write(layout, tmp_path, documents([3, 0, 7, 1, 5, 9, 2, 2, 0, 4]))
+        assert isinstance(source, TokenSource)
+        expected = [source.tokens("tokens", i).values.tolist() for i in range(len(source.fragments) - 1)]
+        cache().clear()
+        for i in range(len(expected)):
+            source.prepare("tokens", i)
+            source.prepare("tokens", i)
+        assert [source.tokens("tokens", i).values.tolist() for i in range(len(expected))] == expected
+
+    def test_an_error_in_what_was_prepared_is_raised_where_it_is_read(self, tmp_path: Path) -> None:
+        save(tmp_path / "a.parquet", {"ids": [[1], [None]]})
+        source = ParquetSource(tmp_path)
+        source.prepare("ids", 0)
+        with pytest.raises(ValueError, match=r"a\.parquet, row 1"):
+            source.tokens("ids", 0)
+
     def test_values_are_python_and_numpy_ones(self, mixed: Any) -> None:
         for index in range(6):
             row, expected = mixed.row(index), ROWS[index % 3]

@@ -1,0 +1,189 @@
+"""The demo in its quick form, what it says when something is wrong, and that it leaves no process behind."""
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import rescale_data as rd
+from tests.rank_functions import fail_on_rank_1
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import rescaling_demo as demo  # noqa: E402
+from demo.corpus import build_corpus, read_rows  # noqa: E402
+from demo.ranks import RankFailedError, run_ranks  # noqa: E402
+from demo.record import read  # noqa: E402
+from demo.report import report  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Callable[[], bool], Path]:
+    """The demo, run with 2 ranks and then with 1: its check of what they wrote down, and the folder of the last leg."""
+    folder = tmp_path_factory.mktemp("demo")
+    corpus = build_corpus(None, folder / "corpus", 96)
+    legs = demo.plan_legs([2, 1], 2, corpus, folder)
+    reference = demo.plan_reference(legs, folder)
+    for number, leg in enumerate([*legs, reference]):
+        demo.run(leg, f"leg {number}")
+    pipeline = functools.partial(demo.pipeline, rd.ParquetSource(corpus.folder), corpus.eos_id)
+    check = functools.partial(report, legs, reference, pipeline, demo.SEED)
+    return check, legs[1].folder
+
+
+def test_every_batch_is_that_of_an_uninterrupted_run(finished, capsys):
+    check, _ = finished
+    assert check()
+    said = capsys.readouterr().out
+    assert "4 of 4 global batches" in said
+    assert "96 samples, each the next one of its logical shard: 0 repeated, 0 lost" in said
+
+
+def test_the_report_notices_a_sample_in_another_place(finished, capsys):
+    check, folder = finished
+    with _altered(folder, lambda samples: samples.reverse()):
+        assert not check()
+    said = capsys.readouterr().out
+    assert "FAIL  3 of 4 global batches" in said
+    assert "ok    96 samples" in said
+
+
+def test_the_report_notices_a_sample_that_comes_twice(finished, capsys):
+    check, folder = finished
+    with _altered(folder, lambda samples: samples.__setitem__(0, samples[1])):
+        assert not check()
+    assert "1 repeated, 1 lost" in capsys.readouterr().out
+
+
+class _altered:
+    """The samples of a leg's first step on rank 0, changed for a while."""
+
+    def __init__(self, folder: Path, change: Callable[[list[str]], None]) -> None:
+        self._file, self._found, self._change = folder / "rank000.json", read(folder)[0], change
+
+    def __enter__(self) -> None:
+        self._before = self._file.read_text()
+        self._change(self._found["steps"][0]["samples"])
+        self._file.write_text(json.dumps(self._found))
+
+    def __exit__(self, *_: object) -> None:
+        self._file.write_text(self._before)
+
+
+def test_legs_whose_world_size_does_not_divide_the_global_batch_change_it(tmp_path):
+    legs = demo.plan_legs([4, 3, 5, 5], 8, demo.Corpus("", 256, ""), tmp_path)
+    assert [leg.global_batch_size for leg in legs] == [24, 24, 25, 25]
+    assert {leg.num_logical_shards for leg in legs} == {96}
+    assert all(leg.global_batch_size % (leg.world_size * leg.micro_batch_size) == 0 for leg in legs)
+    assert demo.plan_reference(legs, tmp_path).stop == 16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--world-sizes", "0"], "'0' is not a whole number from 1 on"),
+        (["--world-sizes", "4,"], "'' is not a whole number"),
+        (["--world-sizes", "64"], "at most 16"),
+        (["--steps", "many"], "'many' is not a whole number"),
+        (["--data", "/nonexistent"], "there is no '/nonexistent'"),
+        (["--data", ""], "there is no ''"),
+    ],
+)
+def test_arguments_that_cannot_be_meant(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        demo.parse(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_without_documents(tmp_path):
+    (tmp_path / "data").mkdir()
+    with pytest.raises(ValueError, match="holds 0 different documents, and the demo needs at least 96"):
+        build_corpus(tmp_path / "data", tmp_path / "corpus", 96)
+
+
+def test_own_text_parquet_and_arrow(tmp_path):
+    documents = [np.arange(3 + i, dtype=np.uint16) for i in range(9)]
+    table = pa.table(
+        {"id": pa.array(range(9)), "tokens": pa.array([d.tolist() for d in documents], pa.list_(pa.uint16()))}
+    )
+    for kind in ("text", "parquet", "arrow", "batches"):
+        (tmp_path / kind).mkdir()
+    for i, document in enumerate(documents):
+        (tmp_path / "text" / f"{i}.txt").write_bytes(bytes((document + 1).tolist()))
+    pq.write_table(table, tmp_path / "parquet" / "a.parquet")
+    with pa.ipc.new_file(tmp_path / "arrow" / "a.arrow", table.schema) as writer:
+        writer.write_table(table)
+    schema = pa.schema([("tokens", pa.uint16())])
+    with pa.ipc.new_file(tmp_path / "batches" / "a.arrow", schema) as writer:
+        for document in documents:
+            writer.write_batch(pa.record_batch([pa.array(document)], schema=schema))
+    expected = [document.astype(np.int32).tobytes() for document in documents]
+    for kind in ("parquet", "arrow", "batches"):
+        assert read_rows(build_corpus(tmp_path / kind, tmp_path / f"{kind}-corpus", 9)) == expected
+    assert len(read_rows(build_corpus(tmp_path / "text", tmp_path / "text-corpus", 9))) == 9
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [("raise", r"rank 1 failed:[\s\S]*ValueError: no such luck"), ("die", "rank 1 died with exit code -9")],
+)
+def test_a_rank_that_fails_ends_all_and_is_named(how, message):
+    started = time.monotonic()
+    with pytest.raises(RankFailedError, match=message):
+        run_ranks(2, fail_on_rank_1, how)
+    assert time.monotonic() - started < 30
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds processes in /proc")
+@pytest.mark.parametrize("whole_group", [True, False])
+def test_ctrl_c_leaves_no_process(whole_group):
+    mark = uuid.uuid4().hex
+    process = subprocess.Popen(
+        [sys.executable, str(EXAMPLES / "rescaling_demo.py"), "--world-sizes", "2"],
+        env={**os.environ, "DEMO_TEST": mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        _until(lambda: len(_processes(mark)) >= 7)  # itself, a tracker, two ranks with a server and a worker each
+        (os.killpg if whole_group else os.kill)(process.pid, signal.SIGINT)
+        said, _ = process.communicate(timeout=30)
+        assert process.returncode == 130
+        assert said.endswith("interrupted; all processes are stopped\n")
+        assert "Traceback" not in said
+        _until(lambda: not _processes(mark))
+    finally:
+        process.kill()
+
+
+def _processes(mark: str) -> list[int]:
+    """Those with ``mark`` in their environment."""
+    found: list[int] = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def _until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
