@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from rescale_data.clock import Clock
 from rescale_data.errors import DataStateError
+from rescale_data.nodes.change import Changed, adapt, fit, without_free
 from rescale_data.nodes.differences import differences
-from rescale_data.nodes.recipe import DEALT, SAMPLES, STAMP, UNDEALT
+from rescale_data.nodes.recipe import DEALT, SAMPLES, STAMP, STRINGS, UNDEALT
 from rescale_data.nodes.stream import Stream
 from rescale_data.state import Ints, from_tensors, to_tensors
 
@@ -37,7 +38,6 @@ INTS = (
     "seed",
     "version",
 )
-STRINGS = ("sources", "pipeline", "fields")
 
 
 def state_dict(stream: Stream) -> dict[str, Any]:
@@ -83,8 +83,9 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
         raise DataStateError(
             f"The state lacks {missing}. Give what loader.state_dict() returned, or DCP loaded into it."
         )
-    require_fit(state, header(stream))
+    state, added, removed = require_fit(stream, state)
     table = _table(stream, state["shards"], int(state["samples"]))
+    adapt(stream.schema, table, state["pipeline"])
     saved = (int(state["global_batch_size"]), int(state["dp_world_size"]), int(state["micro_batch_size"]))
     clock = Clock(**{name: int(state[name]) for name in ("samples", "origin", "step", "epoch")})
     loaded = clock.loaded(saved, stream.layout)
@@ -98,6 +99,14 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
             "with another global batch: steps are counted anew from sample %d. Nothing is lost or repeated.",
             *saved,
             clock.samples,
+        )
+    if added or removed:
+        stream.ranks.log(
+            logging.WARNING,
+            "The pipeline has changed since the state was saved. These sources begin with their first row: %s. These are gone, "
+            "with their positions: %s.",
+            [child.name for child in added],
+            [child.name for child in removed],
         )
     stream.load(table, loaded)
 
@@ -122,8 +131,13 @@ def header(stream: Stream) -> dict[str, Any]:
     }
 
 
-def require_fit(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """``DataStateError`` where a state belongs to another run: format, N, seed, fields, sources or pipeline."""
+def require_fit(stream: Stream, saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[Changed], list[Changed]]:
+    """``DataStateError`` where a state belongs to another run: format, N, seed, fields, sources or pipeline.
+
+    Returns:
+        The state as the pipeline of now would have saved it, and what has come and gone in that: see `change`.
+    """
+    now = header(stream)
     if saved["version"] != now["version"]:
         raise DataStateError(
             f"The state has format version {saved['version']}, this rescale_data reads version {now['version']}. Load it with "
@@ -134,10 +148,15 @@ def require_fit(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             raise DataStateError(
                 f"The state was saved with {name}={saved[name]}, the loader has {name}={now[name]}. {cure}"
             )
+    fitted, added, removed = fit(stream.schema, saved)
     for name, cure in _DESCRIBED.items():
-        found = differences(saved[name], now[name])
+        documents = fitted[name], now[name]
+        if name == "pipeline" and documents[0] != documents[1]:
+            documents = tuple(without_free(stream.schema, document) for document in documents)
+        found = differences(*documents)
         if found:
             raise DataStateError(f"The {name} differ from those of the checkpoint: {'; '.join(found)}. {cure}")
+    return fitted, added, removed
 
 
 _FIXED = {
