@@ -12,8 +12,8 @@ from rescale_data.provenance import PROVENANCE
 def step_documents(loader: DataLoader, step: int) -> list[list[str]]:
     """Where each sample of this rank comes from in the global batch of a step: a line for each of its documents.
 
-    The loader goes to the step without training, and then back to where it was; an iterator over it is invalid then. With a single rank that is the whole global
-    batch, whatever the ranks of the run were.
+    The loader goes to the step without training, and then back to where it was; an iterator over it is invalid then. With
+    a single rank that is the whole global batch, whatever the ranks of the run were.
 
     Args:
         loader: Its readers have ``provenance=True``, which leaves the order as it is; give it the seed, ``num_logical_shards``
