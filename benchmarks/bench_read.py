@@ -32,6 +32,7 @@ import rescale_data as rd
 MICRO_BATCH, SEQ_LEN, EOS = 8, 4096, 2
 TOKENS = MICRO_BATCH * SEQ_LEN
 ROW_GROUP = 1024
+CACHE = 2**26  # less than the corpus, so that what is decoded is decoded in every epoch
 
 
 @dataclass(frozen=True)
@@ -137,13 +138,11 @@ def ours(source: Any) -> Iterator[Any]:
 
 
 def arrow(corpus: Corpus) -> Iterator[Any]:
-    return ours(rd.ArrowSource(corpus.folder / "arrow"))
+    return ours(rd.ArrowSource(corpus.folder / "arrow", cache_bytes=CACHE))
 
 
 def parquet(corpus: Corpus) -> Iterator[Any]:
-    return ours(
-        rd.ParquetSource(corpus.folder / "parquet", cache_bytes=2**26)
-    )  # less than the corpus: decoded every epoch
+    return ours(rd.ParquetSource(corpus.folder / "parquet", cache_bytes=CACHE))
 
 
 # Measuring

@@ -34,10 +34,11 @@ class Block:
 
     def locate(self, stop: int, document: int) -> tuple[int, int]:
         """The document and the offset in it at which to go on after ``stop`` tokens, searched from ``document`` on."""
-        document = bisect_left(self.ends, stop, document)
-        if self.ends[document] == stop:
+        ends = self.ends
+        document = bisect_left(ends, stop, document)
+        if ends[document] == stop:
             return document + 1, 0
-        return document, stop - (self.ends[document - 1] if document else 0)
+        return document, stop - (ends[document - 1] if document else 0)
 
     def ends_between(self, start: int, stop: int) -> list[int]:
         """Where documents end in ``tokens[start:stop]``, counted from ``start``."""

@@ -125,7 +125,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
 
     def _tensor(self, column: str, values: npt.NDArray[Any], fill: int) -> Tensor:
         """A copy of ``values``, filled up to a sample's length."""
-        if len(values) < self.seq_len:
+        if len(values) != self.seq_len:
             missing = np.full(self.seq_len - len(values), fill, dtype=self._numpy_dtype)
             values = np.concatenate([values, missing], dtype=self._numpy_dtype, casting="unsafe")
         return shelf.put(column, values, self._numpy_dtype)

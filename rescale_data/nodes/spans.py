@@ -120,7 +120,7 @@ def block_bytes(cache_bytes: int, num_logical_shards: int) -> int:
     Enough for many samples, so that a fragment is not decoded for each of them where the fragments of all shards exceed the
     cache; little enough for what all shards have put in order to take a quarter of it.
     """
-    return max(2**16, min(2**18, cache_bytes // 4 // num_logical_shards))
+    return max(2**16, min(2**19, cache_bytes // 4 // num_logical_shards))
 
 
 def _copy(view: memoryview[Any]) -> memoryview[Any]:

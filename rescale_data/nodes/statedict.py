@@ -91,8 +91,9 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
     loaded = clock.loaded(saved, stream.layout)
     if stream.repeat and (table[:, DEALT] != UNDEALT).any():
         loaded = clock.restarted(saved[0])  # an endless stream has no end of an epoch to be in the middle of
-    if loaded != clock:
+    if loaded != clock or stream.repeat:
         table[:, DEALT] = UNDEALT
+    if loaded != clock:
         stream.ranks.log(
             logging.WARNING,
             "The state was saved with global_batch_size=%d, dp_world_size=%d, micro_batch_size=%d in the middle of a step, or "

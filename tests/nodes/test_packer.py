@@ -283,6 +283,6 @@ def test_parameters_and_progress(tmp_path: Path) -> None:
 
 
 def test_what_all_shards_put_in_order_fits_the_cache() -> None:
-    assert spans.block_bytes(2**30, 1) == 2**18
+    assert spans.block_bytes(2**30, 1) == 2**19
     assert spans.block_bytes(2**30, 1024) * 1024 == 2**28
     assert spans.block_bytes(1, 1024) == 2**16
