@@ -80,7 +80,7 @@ changes = st.sampled_from(
 
 
 @given(changes, changes, st.lists(st.sampled_from(TOPOLOGIES), min_size=4, max_size=4), st.integers(1, 9))
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_all_topologies_agree_after_a_change(
     second: dict[str, float], third: dict[str, float], topologies: list[tuple[int, int]], num_steps: int
 ) -> None:

@@ -149,12 +149,10 @@ class Tokenize(Node[dict[str, Any]]):
         if not texts:
             return []
         try:
-            return self._call(texts)
-        except Exception as error:
-            if len(texts) == 1:
-                self._guard.caught(error, self._locate(self._bookmark, after[0]), self.position[0])
-                return [None]
-        return self._one_by_one(texts, after)
+            tokens = self.tokenizer(texts)
+        except Exception:
+            return self._one_by_one(texts, after)
+        return _checked(tokens, len(texts))
 
     def _one_by_one(self, texts: list[str], after: list[View]) -> list[Tokens | None]:
         """To find which of the texts the tokenizer raises for."""
@@ -162,22 +160,15 @@ class Tokenize(Node[dict[str, Any]]):
         num_failed = self.position[0]
         for i, text in enumerate(texts):
             try:
-                found += self._call([text])
+                tokens = self.tokenizer([text])
             except Exception as error:
                 where = self._locate(after[i - 1] if i else self._bookmark, after[len(texts) - 1])
                 self._guard.caught(error, where, num_failed)
                 num_failed += 1
                 found.append(None)
+                continue
+            found += _checked(tokens, 1)
         return found
-
-    def _call(self, texts: list[str]) -> list[Tokens]:
-        tokens = self.tokenizer(texts)
-        if len(tokens) != len(texts):
-            raise ValueError(
-                f"The tokenizer returned {len(tokens)} values for {len(texts)} texts. Give a function from a list of strings "
-                f"to a list of as many lists of token ids."
-            )
-        return [_integers(ids) for ids in tokens]
 
     def _text(self, sample: Any) -> str:
         text = sample.get(self.column) if isinstance(sample, Mapping) else None
@@ -208,10 +199,19 @@ class Tokenize(Node[dict[str, Any]]):
 
     def _fingerprint(self) -> str:
         try:
-            tokens = self._call(list(_PROBE))
+            tokens = _checked(self.tokenizer(list(_PROBE)), len(_PROBE))
         except Exception:  # a tokenizer of something else than text
             return "unknown"
         return hashlib.blake2b(repr([ids.tolist() for ids in tokens]).encode(), digest_size=8).hexdigest()
+
+
+def _checked(tokens: Sequence[Any], num_texts: int) -> list[Tokens]:
+    if len(tokens) != num_texts:
+        raise ValueError(
+            f"The tokenizer returned {len(tokens)} values for {num_texts} texts. Give a function from a list of strings to a "
+            f"list of as many lists of token ids."
+        )
+    return [_integers(ids) for ids in tokens]
 
 
 def _integers(ids: Any) -> Tokens:
