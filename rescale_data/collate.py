@@ -11,6 +11,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
+from rescale_data.shelf import shelf
+
 Samples = Sequence[Any]
 
 
@@ -55,7 +57,10 @@ class PadCollate:
 
 def _stack(column: str, values: list[Any]) -> Any:
     try:
-        return torch.stack(values) if isinstance(values[0], torch.Tensor) else default_collate(values)
+        if not isinstance(values[0], torch.Tensor):
+            return default_collate(values)
+        whole = shelf.stacked(column, values)
+        return torch.stack(values) if whole is None else whole
     except (RuntimeError, TypeError) as error:
         raise ValueError(
             f"The column {column!r} cannot be stacked into a batch: {_shapes(values)}. For sequences of different lengths give "

@@ -34,7 +34,7 @@ class Ranks:
         world_size: W.
         group: The loader's own gloo group; `None` without a process group.
         roll_call: Tells who is missing in that group.
-        mesh: One-dimensional CPU mesh of exactly the W ranks; `None` where the group has other members too.
+        mesh: One-dimensional CPU mesh of exactly the W ranks; `None` where the group has other members too, or another order.
     """
 
     rank: int = 0
@@ -174,8 +174,11 @@ def _from_ranks(ranks: list[int], timeout: float) -> Ranks:
         )
     if len(ranks) == 1:
         return Ranks()
-    group, roll_call = _own_group(ranks, timeout)
-    mesh = DeviceMesh.from_group(group, "cpu", mesh=ranks, mesh_dim_names=("dp",)) if group is not None else None
+    in_order = sorted(ranks)
+    group, roll_call = _own_group(in_order, timeout)
+    mesh = None  # of ranks in another order than the group's torch makes none: they gather their rows
+    if group is not None and ranks == in_order:
+        mesh = DeviceMesh.from_group(group, "cpu", mesh=ranks, mesh_dim_names=("dp",))
     return Ranks(ranks.index(me), len(ranks), group, roll_call, mesh)
 
 

@@ -93,8 +93,10 @@ def encode(field: Field, value: Any) -> list[int]:
 def decode(field: Field, slots: Sequence[int]) -> Any:
     """The value that ``encode`` made the slots of."""
     if field.shape is not None:
-        raw = np.array(list(slots), dtype=np.int64).view(np.uint8)[: field.num_bytes].copy()
-        return torch.from_numpy(raw).view(field.dtype).reshape(field.shape)
+        raw = np.array(list(slots), dtype=np.int64).view(np.uint8)[: field.num_bytes]
+        value = torch.empty(field.shape, dtype=field.dtype)
+        value.view(-1).view(torch.uint8).copy_(torch.from_numpy(raw))
+        return value
     if field.dtype is torch.float64:
         return struct.unpack("<d", struct.pack("<q", slots[0]))[0]
     return bool(slots[0]) if field.dtype is torch.bool else int(slots[0])

@@ -10,6 +10,7 @@ from rescale_data.deal import Deal, DealTurns
 from rescale_data.layout import Layout
 from rescale_data.nodes.recipe import SAMPLES
 from rescale_data.nodes.runner import Exhausted, Runner
+from rescale_data.shelf import shelf
 from rescale_data.state import Ints
 from rescale_data.turns import AlignedTurns, BalancedTurns, Turns
 
@@ -70,6 +71,7 @@ class Feed(Protocol):
 def make(runner: Runner, turns: Turns, collate: Collate, u: int) -> MicroBatch:
     """Micro batch u of one rank."""
     turn = turns.turn(u)
+    shelf.open(len(turn.shards))
     samples, rows = runner.take(turn)
     num_real = len(samples) if turn.num_real < 0 else turn.num_real
     return MicroBatch(collate(samples), turn.index, rows, turn.shards, num_real)

@@ -1,0 +1,1 @@
+"""Real gloo processes: DCP, meshes, the end of an epoch, ranks that die."""

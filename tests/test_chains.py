@@ -1,0 +1,203 @@
+"""R1, R2, R3 and R4 over chains of topologies, with a save at any micro batch of any leg."""
+
+import itertools
+from typing import NamedTuple, TypeAlias
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rescale_data as rd
+from tests.pipelines import KNOWN, PIPELINES, as_samples, data_for, pipeline_of, plain
+from tests.promises import Begin, Case, check_epochs, check_exactly_once, check_load, check_same_batches, run_of
+from tests.simulate import Run, Topology, same_state
+
+
+class Leg(NamedTuple):
+    """Micro batches taken in one topology, with a peek or a new iterator before some of them."""
+
+    topology: Topology
+    micro_batches: int
+    peeks_at: int
+    iterates_at: int
+
+
+Chain: TypeAlias = tuple[Case, list[Leg]]
+
+
+def play(case: Case, legs: list[Leg]) -> tuple[Run, list[Begin]]:
+    """Run a chain; also where the count of steps began, and with which state."""
+    run, state = run_of(case), None
+    begins: list[Begin] = []
+    for leg in legs:
+        run.resume(leg.topology, state)
+        if state is not None:
+            check_load(state, run.loaded, leg.topology)
+        if state is None or run.loaded["origin"] != state["origin"]:
+            begins.append((len(run.global_batches), state))
+        for i in range(leg.micro_batches):
+            if i == leg.peeks_at:
+                peek(run)
+            if i == leg.iterates_at:
+                run.iterate()
+            run.take(1)
+        state = run.save()
+        assert same_state(state, run.save())
+    return run, begins
+
+
+def peek(run: Run) -> None:
+    """On every rank, which changes nothing."""
+    before = run.save()
+    shown = [plain(loader.peek()["samples"]) for loader in run.loaders]
+    assert shown == [plain(loader.peek()["samples"]) for loader in run.loaders]
+    assert same_state(before, run.save())
+
+
+def legs_of(topologies: st.SearchStrategy[Topology]) -> st.SearchStrategy[list[Leg]]:
+    counts = st.integers(0, 9)
+    return st.lists(st.builds(Leg, topologies, counts, counts, counts), min_size=1, max_size=5)
+
+
+@st.composite
+def any_chain(draw: st.DrawFn, kinds: list[str], *, repeat: bool, max_ranks: int = 5) -> Chain:
+    """W, b and O of each leg are free: most are not aligned."""
+    sizes = st.tuples(st.integers(1, max_ranks), st.integers(1, 4), st.integers(1, 3))
+    topologies = sizes.map(lambda size: Topology(size[0], size[1], size[0] * size[1] * size[2]))
+    n = draw(st.sampled_from([5, 7, 12, 20, 24]))
+    tail = draw(st.sampled_from(["drop", "pad"]))
+    num_rows = draw(st.integers(4 * n, 4 * n + 40)) if repeat else draw(st.integers(120, 150))
+    return Case(draw(st.sampled_from(kinds)), num_rows, n, repeat, tail), draw(legs_of(topologies))
+
+
+@st.composite
+def aligned_chain(draw: st.DrawFn, kinds: list[str], *, repeat: bool, max_ranks: int = 6) -> Chain:
+    n, o = draw(st.sampled_from([(24, 24), (24, 12), (12, 36), (12, 12), (30, 60), (48, 12), (8, 32)]))
+    plan = rd.plan(o, num_logical_shards=n, num_workers=0)
+    options = [Topology(p.dp_world_size, p.micro_batch_size, o) for p in plan if p.dp_world_size <= max_ranks]
+    tail = draw(st.sampled_from(["drop", "pad"]))
+    num_rows = draw(st.integers(4 * n, 4 * n + 40)) if repeat else draw(st.integers(150, 190))
+    return Case(draw(st.sampled_from(kinds)), num_rows, n, repeat, tail), draw(legs_of(st.sampled_from(options)))
+
+
+some = settings(max_examples=settings().max_examples * 2 // 5)  # each example is a whole run
+ALL, UNKNOWN = list(PIPELINES), sorted(set(PIPELINES) - KNOWN)
+
+
+class TestAnyChain:
+    """Whatever the topologies: each shard delivers its samples in order, and all ranks end an epoch together."""
+
+    @given(any_chain(ALL, repeat=True))
+    @some
+    def test_endless(self, chain: Chain) -> None:
+        case, legs = chain
+        run, _ = play(case, legs)
+        check_exactly_once(case, run)
+
+    @given(any_chain(["rows"], repeat=False))
+    @some
+    def test_epochs(self, chain: Chain) -> None:
+        case, legs = chain
+        run, _ = play(case, legs)
+        run.take_epoch()
+        check_exactly_once(case, run)
+        check_epochs(case, run)
+
+    @given(any_chain(UNKNOWN, repeat=False, max_ranks=1))
+    @some
+    def test_epochs_whose_samples_must_be_counted(self, chain: Chain) -> None:
+        case, legs = chain
+        run, _ = play(case, legs)
+        run.take_epoch()
+        check_exactly_once(case, run)
+        check_epochs(case, run)
+
+
+class TestAlignedChain:
+    """Where the case is aligned, the global batches are those of one rank that nothing interrupted, bit by bit."""
+
+    @given(aligned_chain(ALL, repeat=True))
+    @some
+    def test_endless(self, chain: Chain) -> None:
+        case, legs = chain
+        run, begins = play(case, legs)
+        check_exactly_once(case, run)
+        check_same_batches(case, run, legs[0].topology.o, begins)
+
+    @given(aligned_chain(["rows"], repeat=False))
+    @some
+    def test_epochs(self, chain: Chain) -> None:
+        case, legs = chain
+        run, begins = play(case, legs)
+        run.take_epoch()
+        check_exactly_once(case, run)
+        check_epochs(case, run)
+        check_same_batches(case, run, legs[0].topology.o, begins)
+
+    @given(aligned_chain(UNKNOWN, repeat=False, max_ranks=1))
+    @some
+    def test_epochs_whose_samples_must_be_counted(self, chain: Chain) -> None:
+        case, legs = chain
+        run, begins = play(case, legs)
+        run.take_epoch()
+        check_exactly_once(case, run)
+        check_epochs(case, run)
+        check_same_batches(case, run, legs[0].topology.o, begins)
+
+
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("tail", ["drop", "pad"])
+def test_a_save_at_every_micro_batch_of_two_epochs(kind: str, tail: str) -> None:
+    """On the same topology a resume is exact wherever it is: in mid-step, in the deal, at an epoch's end, in the next."""
+    topology = Topology(2 if kind in KNOWN else 1, 2, 12)
+    case = Case(kind, 90, 9, False, tail)
+    whole = run_of(case)
+    whole.resume(topology)
+    whole.take_epoch()
+    whole.iterate()
+    whole.take_epoch()
+    run = run_of(case)
+    run.resume(topology)
+    while len(run.global_batches) < len(whole.global_batches):
+        run.take(1)
+        state = run.save()
+        run.resume(topology, state)
+        assert same_state(state, run.loaded)
+    assert run.global_batches == whole.global_batches
+    assert run.delivered == whole.delivered
+    check_epochs(case, run)
+
+
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("w", [1, 3])
+def test_the_first_batch_after_a_resume_reads_as_many_rows_wherever_it_is(kind: str, w: int) -> None:
+    """R4: nothing is replayed."""
+    data = data_for(kind, 2000)
+    epoch = 2000 // 12
+
+    def make(rank: int) -> rd.DataLoader:
+        return rd.DataLoader(
+            pipeline_of(kind, data),
+            global_batch_size=12,
+            num_logical_shards=12,
+            dp_rank=rank,
+            dp_world_size=w,
+            repeat=True,
+            collate_fn=as_samples,
+        )
+
+    read: list[list[int]] = []
+    for step in (epoch // 100, epoch // 2, epoch * 99 // 100, 5 * epoch):
+        loaders = [make(rank) for rank in range(w)]
+        for loader in loaders:
+            loader.skip(step * 12)
+        state = rd.testing.full_state_dict(loaders)
+        read.append([])
+        for rank in range(w):
+            loader = make(rank)
+            loader.load_state_dict(state)
+            before = data.num_read
+            next(iter(loader))
+            read[-1].append(data.num_read - before)
+    per_sample = {"packed": 20}.get(kind, 6)
+    assert max(itertools.chain(*read)) <= 12 // w * per_sample, read

@@ -1,0 +1,629 @@
+"""The surface of `DataLoader`, one behaviour a test."""
+
+import collections
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchdata.nodes import Batcher, Loader, Mapper, Prefetcher
+
+import rescale_data as rd
+from rescale_data.testing import assert_rescalable, full_state_dict
+from tests.pipelines import Rows, data_for, pipeline_of, rows, tagged
+from tests.simulate import same_state
+
+ROWS = Rows(100)
+MakeLoader = Callable[..., rd.DataLoader]
+
+
+def loader_of(data: Any = ROWS, **kwargs: Any) -> rd.DataLoader:
+    """O = 12, b = 4, so A = 3; N = 24."""
+    given = {"global_batch_size": 12, "micro_batch_size": 4, "num_logical_shards": 24, "seed": 5}
+    return rd.DataLoader(data, **{**given, **kwargs})
+
+
+def packed_loader(**kwargs: Any) -> rd.DataLoader:
+    pipeline = pipeline_of("packed", data_for("packed", 100))
+    return loader_of(pipeline, **kwargs)
+
+
+def rows_of(batches: Any) -> list[list[int]]:
+    return [batch["row"].tolist() for batch in batches]
+
+
+def tagged_loader(**kwargs: Any) -> rd.DataLoader:
+    return loader_of(rows_pipeline, **kwargs)
+
+
+def take(loader: rd.DataLoader, num: int) -> list[list[int]]:
+    return rows_of(itertools.islice(iter(loader), num))
+
+
+def take_over_epochs(loader: rd.DataLoader, num: int) -> None:
+    """Take micro batches one by one, from as many epochs as it needs."""
+    for _ in range(num):
+        loader.peek()
+        next(iter(loader))
+
+
+EPOCH = rows_of(loader_of())  # 24 micro batches: 8 steps of 12; 4 of 100 rows are left
+
+
+class TestIteration:
+    def test_a_batch_is_a_dict_of_tensors(self) -> None:
+        batch = next(iter(loader_of([{"x": i, "y": np.arange(3, dtype=np.float32), "name": "a"} for i in range(48)])))
+        assert batch["x"].dtype == torch.int64
+        assert batch["y"].dtype == torch.float32
+        assert batch["y"].shape == (4, 3)
+        assert batch["name"] == ["a"] * 4
+
+    def test_iter_ends_with_the_epoch_and_then_goes_on_with_the_next(self) -> None:
+        loader = loader_of()
+        epochs = [rows_of(loader) for _ in range(3)]
+        assert [len(epoch) for epoch in epochs] == [24, 24, 24]
+        assert epochs[0] == EPOCH
+        assert len({str(epoch) for epoch in epochs}) == 3
+        assert loader.epoch == 3
+
+    def test_an_iterator_that_has_ended_stays_so(self) -> None:
+        batches = iter(loader_of())
+        assert len(list(batches)) == 24
+        for _ in range(3):
+            assert next(batches, None) is None
+
+    def test_iter_goes_on_after_break(self) -> None:
+        loader = loader_of()
+        found = []
+        for batch in loader:
+            found.append(batch)
+            if len(found) == 5:
+                break
+        assert rows_of(found) + rows_of(loader) == EPOCH
+        assert loader.epoch == 1
+
+    def test_repeat_never_ends(self) -> None:
+        loader = loader_of(repeat=True)
+        assert len(take(loader, 100)) == 100
+        assert loader.epoch == 0
+        assert loader.progress()["epoch_min/Rows"] == 3.0
+
+    def test_a_row_is_a_sample_of_a_dataset_of_numbers(self) -> None:
+        found = [row for batch in loader_of(list(range(50, 98))) for row in batch.tolist()]
+        assert sorted(found) == list(range(50, 98))
+
+    def test_seeds_give_other_orders_of_the_same_rows(self) -> None:
+        one, other = rows_of(loader_of(seed=0)), rows_of(loader_of(seed=1))
+        assert one != other
+        assert sorted(map(len, one)) == sorted(map(len, other))
+
+    def test_defaults(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO, "rescale_data")
+        loader = rd.DataLoader(ROWS, global_batch_size=8, dp_rank=1, dp_world_size=2)
+        assert loader.setup.layout.num_logical_shards == 32
+        assert loader.gradient_accumulation_steps == 1
+        assert len(next(iter(loader))["row"]) == 4
+        rd.DataLoader(ROWS, global_batch_size=8)
+        assert [record.message for record in caplog.records].count(
+            "num_logical_shards=32 (4 * global_batch_size), fixed from here on for the whole run: name it if the global batch "
+            "may change."
+        ) == 1, "said once, by dp rank 0"
+
+    @pytest.mark.parametrize(
+        "disturb",
+        [
+            pytest.param(iter, id="a newer iterator"),
+            pytest.param(rd.DataLoader.reset, id="reset"),
+            pytest.param(lambda loader: loader.load_state_dict(loader_of().state_dict()), id="a load"),
+        ],
+    )
+    def test_an_iterator_is_invalid_after(self, disturb: Callable[[rd.DataLoader], Any]) -> None:
+        loader = loader_of()
+        old = iter(loader)
+        next(old)
+        disturb(loader)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"no longer valid.*Use the newest"):
+                next(old)
+        next(iter(loader))
+
+    def test_an_error_of_the_pipeline_says_where_and_can_be_gone_past(self) -> None:
+        data = Fragile(48, broken={7})
+        loader, found = loader_of(data), []
+        with pytest.raises(OSError, match="cannot read row 7") as raised:
+            collections.deque(map(found.append, loader))
+        assert any("in the pipeline of logical shard" in note for note in raised.value.__notes__)
+        assert loader.state_dict()["samples"] == len(found) * 4
+        data.broken = set()
+        assert rows_of(found) + rows_of(loader) == rows_of(loader_of(Fragile(48, broken=set())))
+
+
+class Fragile(Rows):
+    def __init__(self, num_rows: int, broken: set[int]) -> None:
+        super().__init__(num_rows)
+        self.broken = broken
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index in self.broken:
+            raise OSError(f"cannot read row {index}")
+        return super().__getitem__(index)
+
+
+class TestWhereTheRunStands:
+    def test_step_counts_whole_global_batches_over_all_epochs(self) -> None:
+        loader = loader_of()
+        steps = []
+        for _ in range(2):
+            for _batch in loader:
+                steps.append(loader.step)
+        assert steps == [(i + 1) // 3 for i in range(48)]
+
+    def test_a_training_loop_in_steps(self) -> None:
+        loader, found = loader_of(repeat=True), []
+        batches = iter(loader)
+        for step in range(loader.step, 5):
+            assert loader.step == step
+            for _ in range(loader.gradient_accumulation_steps):
+                found.append(next(batches))
+        assert loader.step == 5
+        assert len(found) == 15
+
+    def test_step_goes_on_where_the_global_batch_changes(self) -> None:
+        loader = loader_of(repeat=True)
+        take(loader, 7)  # two steps of 12, and 4 samples
+        other = loader_of(repeat=True, global_batch_size=24)
+        other.load_state_dict(loader.state_dict())
+        assert other.step == 2
+        take(other, 6)
+        assert other.step == 3
+
+    def test_len_is_what_is_left_of_the_epoch(self) -> None:
+        for tail in ("drop", "pad"):
+            loader = loader_of(tail=tail)
+            for epoch in range(2):
+                left = [len(loader), *(len(loader) for _ in loader)]
+                whole = len(left) - 1
+                assert whole == (24 if tail == "drop" else 27)
+                assert left == [*range(whole, 0, -1), whole], epoch
+
+    @pytest.mark.parametrize(
+        ("make", "why"), [(lambda: loader_of(repeat=True), "repeat=True"), (packed_loader, "does not know")]
+    )
+    def test_len_where_it_cannot_be_known(self, make: MakeLoader, why: str) -> None:
+        with pytest.raises(TypeError, match=why):
+            len(make())
+
+    def test_last_batch_samples(self) -> None:
+        loader = loader_of(tail="pad")
+        assert loader.last_batch_samples == 0
+        real = [(loader.last_batch_samples, batch["valid"].sum().item()) for batch in loader]
+        assert real == [(4, 4)] * 25 + [(0, 0)] * 2
+
+    def test_padding_is_real_rows_and_marked(self) -> None:
+        loader = loader_of(tail="pad")
+        batches = list(loader)
+        assert {batch["valid"].dtype for batch in batches} == {torch.bool}
+        real = [row for batch in batches for row in batch["row"][batch["valid"]].tolist()]
+        assert sorted(real) == list(range(100))
+        assert all(0 <= row < 100 for batch in batches for row in batch["row"].tolist())
+        assert loader.progress()["padded_samples"] == 8.0
+        assert loader.progress()["dropped_samples"] == 0.0
+
+    def test_the_rest_that_is_dropped_is_counted_and_logged(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO, "rescale_data")
+        loader = loader_of()
+        for epoch in range(2):
+            assert len(list(loader)) == 24
+            assert loader.progress()["dropped_samples"] == 4.0 * (epoch + 1)
+        assert "Epoch 0 ended with less than a global batch of 12 samples: 4 dropped" in caplog.text
+
+    def test_progress(self) -> None:
+        loaders = [loader_of(dp_rank=rank, dp_world_size=3) for rank in range(3)]
+        for loader in loaders:
+            take(loader, 2)
+        keys = {
+            "global_samples", "global_step", "wait_seconds", "filtered_rows", "skipped_rows", "dropped_samples",
+            "padded_samples", "rows/Rows", "epoch_min/Rows", "epoch_max/Rows",
+        }  # fmt: skip
+        found = [loader.progress() for loader in loaders]
+        assert all(progress.keys() == keys for progress in found)
+        assert all(type(value) is float for progress in found for value in progress.values())
+        assert {progress["global_samples"] for progress in found} == {24.0}
+        assert {progress["global_step"] for progress in found} == {2.0}
+        assert [progress["rows/Rows"] for progress in found] == [8.0, 8.0, 8.0]
+        assert all(progress["wait_seconds"] > 0 for progress in found)
+
+    def test_progress_of_a_packer_counts_tokens(self) -> None:
+        loader = packed_loader(repeat=True)
+        batches = iter(loader)
+        for _ in range(3):
+            next(batches)
+        assert loader.progress()["tokens/Documents"] == 3 * 4 * 5
+        assert loader.progress()["rows/Documents"] > 0
+
+
+class TestPeek:
+    @pytest.mark.parametrize("make", [loader_of, packed_loader])
+    def test_shows_the_next_batch_and_changes_nothing(self, make: MakeLoader) -> None:
+        loader, other = make(), make()
+        for expected in other:
+            before = loader.state_dict()
+            shown = [loader.peek(), loader.peek()]
+            assert same_state(before, loader.state_dict())
+            taken = next(iter(loader))
+            for batch in (*shown, taken):
+                assert all(torch.equal(batch[key], expected[key]) for key in expected)
+
+    def test_past_the_end_of_an_epoch_shows_the_next_one(self) -> None:
+        loader, other = loader_of(), loader_of()
+        list(loader), list(other)
+        assert loader.peek()["row"].tolist() == next(iter(other))["row"].tolist()
+        assert rows_of(loader)[1:] == rows_of(other)
+
+    def test_does_not_invalidate_the_iterator(self) -> None:
+        loader = loader_of()
+        batches = iter(loader)
+        found = [next(batches), loader.peek(), next(batches)]
+        assert rows_of(found) == [EPOCH[0], EPOCH[1], EPOCH[1]]
+
+    def test_start_makes_the_first_batch_and_changes_nothing(self) -> None:
+        data = Rows(100)
+        loader = loader_of(data)
+        before = loader.state_dict()
+        loader.start()
+        assert data.num_read == 4
+        assert same_state(before, loader.state_dict())
+        assert rows_of(loader) == EPOCH
+
+
+class TestSkip:
+    @pytest.mark.parametrize("make", [tagged_loader, packed_loader])
+    @pytest.mark.parametrize("repeat", [False, True])
+    @pytest.mark.parametrize(("first", "num"), [(0, 1), (0, 23), (0, 24), (0, 60), (2, 0), (2, 4), (23, 5), (5, 50)])
+    def test_is_as_if_they_had_been_delivered(self, make: MakeLoader, repeat: bool, first: int, num: int) -> None:
+        taken, skipped = make(repeat=repeat), make(repeat=repeat)
+        for loader in (taken, skipped):
+            take_over_epochs(loader, first)
+        take_over_epochs(taken, num)
+        skipped.skip(num * 4)
+        assert same_state(skipped.state_dict(), taken.state_dict())
+        assert skipped.progress()["dropped_samples"] == taken.progress()["dropped_samples"]
+        assert torch.equal(next(iter(skipped))["shard"], next(iter(taken))["shard"])
+
+    def test_reads_nothing_where_counts_are_known(self) -> None:
+        data = Rows(100_000)
+        loader = loader_of(data, repeat=True)
+        loader.skip(12 * 50_000)
+        assert data.num_read == 0
+        assert loader.step == 50_000
+        take(loader, 1)
+        assert data.num_read == 4
+
+    @pytest.mark.parametrize(("w", "n"), [(4, 24), (2, 7)])
+    def test_on_all_ranks(self, w: int, n: int) -> None:
+        def make() -> list[rd.DataLoader]:
+            return [
+                loader_of(dp_rank=rank, dp_world_size=w, micro_batch_size=3, num_logical_shards=n) for rank in range(w)
+            ]
+
+        taken, skipped = make(), make()
+        for one, other in zip(taken, skipped, strict=True):
+            take(one, 5)
+            other.skip(5 * 3 * w)
+        assert same_state(full_state_dict(taken), full_state_dict(skipped))
+
+    @pytest.mark.parametrize("num_samples", [-4, 3, 5])
+    def test_of_no_whole_micro_batches(self, num_samples: int) -> None:
+        with pytest.raises(ValueError, match=rf"num_samples={num_samples}\): give a multiple of .* = 4"):
+            loader_of().skip(num_samples)
+
+    def test_invalidates_no_iterator(self) -> None:
+        loader = loader_of()
+        batches = iter(loader)
+        next(batches)
+        loader.skip(8)
+        assert next(batches)["row"].tolist() == EPOCH[3]
+
+
+class TestResetAndClose:
+    def test_reset_begins_again(self) -> None:
+        loader = loader_of()
+        take(loader, 30)
+        loader.reset()
+        assert (loader.step, loader.epoch) == (0, 0)
+        assert same_state(loader.state_dict(), loader_of().state_dict())
+        assert rows_of(loader) == EPOCH
+
+    def test_close_keeps_the_position(self) -> None:
+        loader = loader_of()
+        found = take(loader, 5)
+        loader.peek()
+        state = loader.state_dict()
+        loader.close()
+        loader.close()
+        assert same_state(state, loader.state_dict())
+        assert found + rows_of(loader) == EPOCH
+
+    def test_with_closes(self) -> None:
+        with loader_of() as loader:
+            found = take(loader, 7)
+        assert found + rows_of(loader) == EPOCH
+
+
+class TestState:
+    def test_is_a_copy(self) -> None:
+        loader = loader_of()
+        states = []
+        for i, _ in enumerate(loader):
+            states.append(loader.state_dict())
+            if i == 3:
+                break
+        assert [state["samples"] for state in states] == [4, 8, 12, 16]
+        assert [state["shards"]["samples"].sum().item() for state in states] == [4, 8, 12, 16]
+        for tensor in states[-1]["shards"].values():
+            tensor.fill_(77)
+        assert rows_of(loader) == EPOCH[4:]
+
+    def test_is_copied_in(self) -> None:
+        loader, other = loader_of(), loader_of()
+        take(loader, 4)
+        state = loader.state_dict()
+        other.load_state_dict(state)
+        for tensor in state["shards"].values():
+            tensor.fill_(77)
+        assert rows_of(other) == EPOCH[4:]
+
+    def test_before_the_first_batch(self) -> None:
+        loader = loader_of()
+        state = loader.state_dict()
+        iter(loader)
+        assert same_state(state, loader.state_dict())
+        other = loader_of()
+        other.load_state_dict(state)
+        assert rows_of(other) == EPOCH
+
+    def test_right_after_a_load_and_twice_in_a_row(self) -> None:
+        loader = loader_of()
+        for num in (1, 6, 23, 24, 30):
+            loader.reset()
+            loader.skip(4 * num)
+            state = loader.state_dict()
+            other = loader_of()
+            other.load_state_dict(state)
+            assert same_state(state, other.state_dict())
+            assert same_state(state, other.state_dict())
+            other.load_state_dict(other.state_dict())
+            assert same_state(state, other.state_dict())
+
+    def test_after_the_last_batch_is_the_beginning_of_the_next_epoch(self) -> None:
+        loader = loader_of()
+        batches = iter(loader)
+        for _ in range(24):
+            next(batches)
+        other = loader_of()
+        other.load_state_dict(loader.state_dict())
+        assert other.epoch == 1
+        assert next(batches, None) is None
+        assert rows_of(other) == rows_of(loader)
+
+    def test_describes_what_was_taken_though_more_was_shown(self) -> None:
+        loader, other = loader_of(), loader_of()
+        take(loader, 2)
+        loader.peek()
+        other.load_state_dict(loader.state_dict())
+        assert rows_of(other) == EPOCH[2:]
+
+    def test_loads_while_it_iterates(self) -> None:
+        loader = loader_of()
+        states = [loader.state_dict()]
+        for _ in loader:
+            states.append(loader.state_dict())
+        for num in (20, 3, 0, 24, 11):
+            loader.load_state_dict(states[num])
+            assert rows_of(loader)[:3] == (EPOCH[num : num + 3] if num < 24 else rows_of_second_epoch())
+
+    def test_full_state_dict_is_the_same_on_one_rank(self) -> None:
+        loader = loader_of()
+        take(loader, 3)
+        assert same_state(loader.state_dict(), loader.full_state_dict())
+
+    @pytest.mark.parametrize(
+        "spoil",
+        [
+            lambda state: state.pop("samples"),
+            lambda state: state.update(version=99),
+            lambda state: state.update(seed=1),
+            lambda state: state["shards"].pop("row"),
+            lambda state: state["shards"]["stamp"].fill_(3),
+            lambda state: state["shards"].update(row=torch.zeros(24)),
+            lambda state: state["shards"].update(row=torch.zeros(23, dtype=torch.int64)),
+            lambda state: state["shards"].update(row=[0] * 24),
+        ],
+    )
+    def test_a_bad_one_changes_nothing(self, spoil: Callable[[dict[str, Any]], Any]) -> None:
+        loader = loader_of()
+        batches = iter(loader)
+        next(batches)
+        before = loader.state_dict()
+        bad = loader_of().state_dict()
+        spoil(bad)
+        with pytest.raises(rd.DataStateError):
+            loader.load_state_dict(bad)
+        assert same_state(before, loader.state_dict())
+        assert next(batches)["row"].tolist() == EPOCH[1]
+
+    def test_of_simulated_ranks(self) -> None:
+        loaders = [loader_of(dp_rank=rank, dp_world_size=3) for rank in range(3)]
+        for method in (rd.DataLoader.state_dict, rd.DataLoader.full_state_dict):
+            with pytest.raises(ValueError, match=r"rescale_data\.testing\.full_state_dict\(loaders\)"):
+                method(loaders[0])
+        with pytest.raises(ValueError, match=r"dp ranks \[0, 1\]; give one of each of 3 ranks"):
+            full_state_dict(loaders[:2])
+        take(loaders[0], 1)
+        with pytest.raises(ValueError, match="stand at different batches"):
+            full_state_dict(loaders)
+        take(loaders[1], 1), take(loaders[2], 1)
+        assert full_state_dict(loaders[::-1])["samples"] == 12
+
+
+def rows_of_second_epoch() -> list[list[int]]:
+    loader = loader_of()
+    list(loader)
+    return take(loader, 3)
+
+
+class TestCollate:
+    def test_your_own(self) -> None:
+        batch = next(iter(loader_of(collate_fn=lambda samples: [sample["row"] for sample in samples])))
+        assert batch == EPOCH[0]
+
+    def test_ragged_samples_name_the_column_and_the_cures(self) -> None:
+        ragged = [{"id": i, "tokens": np.arange(i % 5)} for i in range(48)]
+        with pytest.raises(
+            ValueError, match=r"The column 'tokens' cannot be stacked.*shapes \[\(\d,\).*pad_collate.*TokenPacker"
+        ):
+            list(loader_of(ragged))
+
+    def test_pad_collate(self) -> None:
+        ragged = [{"id": i, "tokens": np.arange(i % 5), "labels": torch.ones(i % 5)} for i in range(48)]
+        loader = loader_of(ragged, collate_fn=rd.pad_collate(pad={"tokens": 9, "labels": -1}))
+        for batch in loader:
+            lengths = (batch["id"] % 5).tolist()
+            assert batch["tokens"].shape == batch["labels"].shape == (4, max(lengths))
+            for tokens, labels, length in zip(batch["tokens"].tolist(), batch["labels"].tolist(), lengths, strict=True):
+                assert tokens == list(range(length)) + [9] * (max(lengths) - length)
+                assert labels == [1.0] * length + [-1.0] * (max(lengths) - length)
+
+    def test_pad_collate_of_a_column_that_is_not_there(self) -> None:
+        with pytest.raises(ValueError, match=r"the columns \['labels'\], which samples lack; they have \['row'\]"):
+            list(loader_of(collate_fn=rd.pad_collate(pad={"labels": 0})))
+
+    def test_padding_needs_a_dict(self) -> None:
+        with pytest.raises(TypeError, match=r"tail='pad' adds batch\['valid'\], but collate_fn made a list"):
+            list(loader_of(tail="pad", collate_fn=list))
+
+
+def to_float(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"x": torch.tensor([sample["row"] / 2]), "row": sample["row"]}
+
+
+class TestTorchdata:
+    """Pipelines of stock nodes, and this library under stock nodes."""
+
+    def test_a_mapper_in_a_pipeline(self) -> None:
+        """The whole of what a user writes: a function of one logical shard, made of any torchdata nodes."""
+        source = rd.DatasetSource(ROWS)
+
+        def pipeline(shard: rd.Shard) -> rd.BaseNode:
+            rows = rd.Reader(source, shard, shuffle=True)
+            return Mapper(rows, to_float)
+
+        loader = loader_of(pipeline)
+        assert len(loader) == 24, "a mapper keeps the count of its source"
+        batch = next(iter(loader))
+        assert batch["x"].tolist() == [[row / 2] for row in batch["row"].tolist()]
+        state = loader.state_dict()
+
+        resumed = loader_of(pipeline)
+        resumed.load_state_dict(state)
+        assert rows_of(resumed) == rows_of(loader)
+
+    def test_a_batcher_in_a_pipeline(self) -> None:
+        loader = loader_of(lambda shard: Batcher(rd.Reader(ROWS, shard), 2), repeat=True, collate_fn=list)
+        batch = next(iter(loader))
+        assert [len(sample) for sample in batch] == [2] * 4
+        assert sorted(loader.state_dict()["shards"]) == ["dealt", "samples", "source.epoch", "source.row", "stamp"]
+
+    @pytest.mark.parametrize(
+        "above", [lambda node: node, lambda node: Prefetcher(node, prefetch_factor=4, snapshot_frequency=3)]
+    )
+    @pytest.mark.parametrize("repeat", [False, True])
+    def test_logical_shards_under_a_torchdata_loader(self, above: Callable[[Any], Any], repeat: bool) -> None:
+        def make() -> Loader[Any]:
+            shards = rd.LogicalShards(
+                pipeline_of("rows", ROWS),
+                num_logical_shards=24,
+                global_batch_size=12,
+                micro_batch_size=4,
+                seed=5,
+                repeat=repeat,
+            )
+            return Loader(above(shards))
+
+        def rows_in(batches: Any) -> list[list[int]]:
+            return [[sample["row"] for sample in batch] for batch in batches]
+
+        whole = rows_in(itertools.islice(iter(make()), 24))
+        assert whole == rows_of(itertools.islice(iter(loader_of(rows_pipeline, repeat=repeat)), 24))
+        for num in (1, 5, 12, 23):
+            loader = make()
+            found = rows_in(itertools.islice(iter(loader), num))
+            resumed = make()
+            resumed.load_state_dict(loader.state_dict())
+            assert found + rows_in(itertools.islice(iter(resumed), 24 - num)) == whole
+
+    def test_epochs_of_logical_shards(self) -> None:
+        shards = rd.LogicalShards(pipeline_of("rows", ROWS), num_logical_shards=24, global_batch_size=12, repeat=False)
+        loader = Loader(shards)
+        epochs = [[[s["row"] for s in batch] for batch in loader] for _ in range(3)]
+        assert [len(epoch) for epoch in epochs] == [8, 8, 8]
+        assert len({str(epoch) for epoch in epochs}) == 3
+
+    def test_logical_shards_of_simulated_ranks(self) -> None:
+        def make(rank: int, w: int) -> rd.LogicalShards:
+            return rd.LogicalShards(
+                pipeline_of("rows", ROWS), num_logical_shards=24, global_batch_size=12, dp_rank=rank, dp_world_size=w
+            )
+
+        ranks = [make(rank, 3) for rank in range(3)]
+        first = [sample for node in ranks for sample in next(node)]
+        state = full_state_dict(ranks)
+        alone, resumed = make(0, 1), make(0, 1)
+        assert [sample["row"] for sample in first] == [sample["row"] for sample in next(alone)]
+        resumed.reset(state)
+        assert [s["row"] for s in next(resumed)] == [s["row"] for s in next(alone)]
+
+
+def rows_pipeline(shard: rd.Shard) -> rd.BaseNode:
+    return rows(ROWS, shard)
+
+
+class TestAssertRescalable:
+    def make(self, rank: int, w: int, b: int, k: int, **kwargs: Any) -> rd.DataLoader:
+        pipeline = kwargs.pop("pipeline", rows_pipeline)
+        return loader_of(
+            pipeline, dp_rank=rank, dp_world_size=w, micro_batch_size=b, num_workers=k, repeat=True, **kwargs
+        )
+
+    def test_holds_for_a_pipeline_of_our_nodes(self) -> None:
+        assert_rescalable(self.make, [(4, 3, 0), (2, 2, 0), (6, 1, 0), (1, 12, 0)])
+
+    def test_holds_over_epochs(self) -> None:
+        def make(rank: int, w: int, b: int, k: int) -> rd.DataLoader:
+            return loader_of(
+                rows_pipeline, dp_rank=rank, dp_world_size=w, micro_batch_size=b, num_workers=k, tail="pad"
+            )
+
+        assert_rescalable(make, [(4, 3, 0), (2, 2, 0), (6, 1, 0)], steps=7)
+
+    def test_finds_a_node_that_forgets(self) -> None:
+        def make(rank: int, w: int, b: int, k: int) -> rd.DataLoader:
+            return self.make(rank, w, b, k, pipeline=lambda shard: tagged(Forgetful(rd.Reader(ROWS, shard)), shard))
+
+        with pytest.raises(AssertionError, match=r"leg 1 \(W=2, b=2, K=0\), micro batch \d+, rank \d, 'count'"):
+            assert_rescalable(make, [(4, 3, 0), (2, 2, 0)])
+
+
+class Forgetful(rd.Node[Any]):
+    """Counts its samples, and keeps the count for itself."""
+
+    def __init__(self, source: rd.BaseNode) -> None:
+        super().__init__(source=source)
+        self.count = 0
+
+    def next(self) -> Any:
+        self.count += 1
+        return {**next(self.children["source"]), "count": self.count}

@@ -1,0 +1,170 @@
+"""A node's state as slots of a row, the table as tensors, and what both cost in a checkpoint."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import rescale_data as rd
+from rescale_data.state import decode, encode, field_of, flatten, from_tensors, nest, offsets, to_tensors
+from tests.pipelines import PIPELINES, data_for, pipeline_of
+
+DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64,
+]  # fmt: skip
+
+numbers = st.one_of(
+    st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False), st.sampled_from([math.inf, -0.0])
+)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Any bytes, in shapes of an odd number of them too, and of none."""
+    dtype, shape = draw(st.sampled_from(DTYPES)), draw(st.lists(st.integers(0, 3), max_size=3))
+    if dtype is torch.bool:
+        return torch.tensor(
+            draw(st.lists(st.booleans(), min_size=math.prod(shape), max_size=math.prod(shape))), dtype=dtype
+        ).reshape(shape)
+    raw = draw(st.binary(min_size=math.prod(shape) * dtype.itemsize, max_size=math.prod(shape) * dtype.itemsize))
+    return (
+        torch.frombuffer(bytearray(raw) or bytearray(1), dtype=torch.uint8)[: len(raw)]
+        .clone()
+        .view(dtype)
+        .reshape(shape)
+    )
+
+
+values = st.one_of(numbers, tensors())
+keys = st.text("abc", min_size=1, max_size=3)
+states = st.recursive(
+    st.dictionaries(keys, values, min_size=1, max_size=4),
+    lambda inner: st.dictionaries(keys, st.one_of(values, inner), min_size=1, max_size=3),
+    max_leaves=8,
+)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal in type, shape and every bit."""
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and bits(one) == bits(other)
+    return type(one) is type(other) and one == other and math.copysign(1, one) == math.copysign(1, other)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@given(values)
+def test_a_value_comes_back_from_its_slots(value: Any) -> None:
+    field = field_of(("at",), value)
+    slots = encode(field, value)
+    assert len(slots) == field.num_slots
+    assert same(decode(field, slots), value)
+
+
+@given(states)
+def test_a_nested_state_comes_back_from_its_leaves(state: dict[str, Any]) -> None:
+    assert same(nest(flatten(state)), state)
+
+
+@given(st.lists(values, min_size=1, max_size=4), st.integers(1, 3))
+def test_a_table_comes_back_from_its_tensors(row: list[Any], num_rows: int) -> None:
+    fields = [field_of((f"f{i}",), value) for i, value in enumerate(row)]
+    slots = [slot for field, value in zip(fields, row, strict=True) for slot in encode(field, value)]
+    assert offsets(fields)[-1] == len(slots)
+    table = np.array([slots] * num_rows, dtype=np.int64).reshape(num_rows, len(slots))
+    columns = to_tensors(fields, table)
+    for field, value in zip(fields, row, strict=True):
+        assert columns[field.key].dtype is field.dtype
+        assert columns[field.key].shape == (num_rows, *(field.shape or ()))
+        if isinstance(value, torch.Tensor):
+            assert all(same(columns[field.key][i], value) for i in range(num_rows))
+    assert np.array_equal(from_tensors(fields, columns), table)
+    for column in columns.values():
+        column.zero_()
+    assert table.tolist() == [slots] * num_rows, "the tensors are copies"
+
+
+@given(tensors())
+def test_a_tensor_that_is_not_contiguous(tensor: torch.Tensor) -> None:
+    turned = tensor.expand(2, *tensor.shape).transpose(0, -1)
+    field = field_of(("at",), turned)
+    assert same(decode(field, encode(field, turned)), turned.contiguous())
+
+
+def test_numpy_values_and_whole_numbers_are_taken_as_what_they_are() -> None:
+    for value, plain in [(np.int32(4), 4), (np.float32(0.5), 0.5), (np.bool_(True), True)]:
+        field = field_of(("at",), value)
+        assert same(decode(field, encode(field, value)), plain)
+    field = field_of(("at",), np.arange(3, dtype=np.uint8))
+    assert same(decode(field, encode(field, np.arange(3, dtype=np.uint8))), torch.arange(3, dtype=torch.uint8))
+    mean = field_of(("mean",), 0.0)
+    assert same(decode(mean, encode(mean, 3)), 3.0)
+
+
+@pytest.mark.parametrize("value", ["text", None, [1, 2], b"bytes", object(), {1, 2}])
+def test_what_is_no_position(value: Any) -> None:
+    with pytest.raises(TypeError, match=rf"'source\.buffer' is a {type(value).__name__}.*int, float, bool and tensors"):
+        field_of(("source", "buffer"), value)
+
+
+@pytest.mark.parametrize(
+    ("first", "later"), [(1, 1.5), (1, True), (torch.zeros(2), torch.zeros(3)), (0, torch.zeros(()))]
+)
+def test_a_state_that_changes_its_type(first: Any, later: Any) -> None:
+    with pytest.raises(TypeError, match=r"'at' was .* when the pipeline was built and is .* now"):
+        encode(field_of(("at",), first), later)
+
+
+class TestSize:
+    """R5: bytes per logical shard depend on the pipeline alone."""
+
+    def loader(self, kind: str, n: int = 32, num_rows: int = 300, **kwargs: Any) -> rd.DataLoader:
+        pipeline = pipeline_of(kind, data_for(kind, num_rows))
+        given = {"global_batch_size": 8, "num_logical_shards": n, "repeat": True, "collate_fn": list}
+        return rd.DataLoader(pipeline, **{**given, **kwargs})
+
+    def num_bytes(self, loader: rd.DataLoader) -> float:
+        """Of the table, per logical shard."""
+        tensors = loader.state_dict()["shards"].values()
+        return sum(t.numel() * t.element_size() for t in tensors) / loader.setup.layout.num_logical_shards
+
+    @pytest.mark.parametrize(("kind", "limit"), [("rows", 40), ("packed", 48)])
+    def test_at_most_64_bytes_a_shard_and_source(self, kind: str, limit: int) -> None:
+        assert self.num_bytes(self.loader(kind)) == limit <= 64
+
+    @pytest.mark.parametrize("kind", PIPELINES)
+    def test_whatever_the_data_the_topology_and_the_time(self, kind: str) -> None:
+        expected = self.num_bytes(self.loader(kind))
+        for n, num_rows, kwargs in [(16, 300, {}), (64, 900, {"micro_batch_size": 2}), (32, 300, {"repeat": False})]:
+            assert self.num_bytes(self.loader(kind, n, num_rows, **kwargs)) == expected
+        old = self.loader(kind)
+        old.skip(8 * 200)
+        assert self.num_bytes(old) == expected
+
+    def test_what_is_beside_the_table_does_not_grow_with_the_shards(self) -> None:
+        sizes = []
+        for n in (16, 128):
+            state = self.loader("packed", n).state_dict()
+            sizes.append({key: type(value) for key, value in state.items()})
+            assert sum(len(value) for value in state.values() if isinstance(value, str)) < 2000
+        assert sizes[0] == sizes[1]
+
+
+def test_the_keys_of_a_state() -> None:
+    state = TestSize().loader("packed").state_dict()
+    assert sorted(state) == [
+        "dp_world_size", "epoch", "fields", "global_batch_size", "micro_batch_size", "num_logical_shards", "origin",
+        "pipeline", "samples", "seed", "shards", "sources", "step", "version",
+    ]  # fmt: skip
+    assert sorted(state["shards"]) == [
+        "dealt", "samples", "source.offset", "source.source.epoch", "source.source.row", "stamp",
+    ]  # fmt: skip
