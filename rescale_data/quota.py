@@ -27,7 +27,8 @@ _TABLE = 1024
 _VARIANTS = 16
 
 
-def shares(weights: Sequence[float]) -> Shares:
+@lru_cache(maxsize=1024)
+def shares(weights: tuple[float, ...]) -> Shares:
     """The weights as whole numbers in the same proportion, 0.7 being 7/10."""
     exact = [Fraction(repr(float(weight))) for weight in weights]
     denominator = math.lcm(*(weight.denominator for weight in exact))
@@ -36,12 +37,11 @@ def shares(weights: Sequence[float]) -> Shares:
 
 
 def by_samples(shares: Shares, counts: Sequence[int]) -> int:
-    """The next source, when ``counts`` samples have been drawn from each."""
-    k = sum(share > 0 for share in shares)
-    total, n, slack = sum(shares), sum(counts) + 1, max(1, 2 * k - 2)
+    """The next source, when ``counts`` samples have been drawn from each; no share is 0."""
+    total, n, slack = sum(shares), sum(counts) + 1, max(1, 2 * len(shares) - 2)
     best, best_late = -1, 0
     for i, (share, count) in enumerate(zip(shares, counts, strict=True)):
-        if slack * (n * share - count * total) < total or (k == 1 and not share):
+        if slack * (n * share - count * total) < total:
             continue
         late = (count + 1) * slack - 1  # over share: when it would be late
         if best < 0 or late * shares[best] < best_late * share:
@@ -53,14 +53,15 @@ class Order:
     """The order by samples of one logical shard.
 
     Every order keeps the bound of one sample. Which of them a logical shard follows depends on its index: so that
-    what all shards draw at a time, a global batch, is a mixture too.
+    what all shards draw at a time, a global batch, is a mixture too. Sources of share 0 do not change it.
 
     Args:
         shard: Seed and index; `None` for an order that does not depend on them.
     """
 
     def __init__(self, shares: Shares, shard: tuple[int, int] | None) -> None:
-        self._shares = shares
+        self._sources = [i for i, share in enumerate(shares) if share]
+        self._shares = shares = tuple(share for share in shares if share)
         which, at, back = (0, 0, 0) if shard is None else random_words(3, "mixture", *shard).tolist()
         self._cycle: tuple[int, ...] = ()
         if sum(shares) <= _TABLE:
@@ -75,8 +76,9 @@ class Order:
     def next(self, counts: Sequence[int]) -> int:
         """The next source, when ``counts`` samples have been drawn from each."""
         if self._cycle:
-            return self._cycle[sum(counts) % len(self._cycle)]
-        return by_samples(self._shares, [a + b for a, b in zip(counts, self._begin, strict=True)])
+            return self._sources[self._cycle[sum(counts) % len(self._cycle)]]
+        drawn = [counts[i] + begin for i, begin in zip(self._sources, self._begin, strict=True)]
+        return self._sources[by_samples(self._shares, drawn)]
 
 
 class TokenOrder:
@@ -112,7 +114,7 @@ def _cycle(shares: Shares, variant: int) -> tuple[tuple[int, ...], list[int]]:
 @lru_cache(maxsize=64)
 def _beginnings(shares: Shares) -> list[tuple[int, ...]]:
     """Counts with which one may begin in an order that repeats late: so little ahead or behind as the bound leaves room for."""
-    total, slack = sum(shares), max(1, 2 * sum(share > 0 for share in shares) - 2)
+    total, slack = sum(shares), max(1, 2 * len(shares) - 2)
     _, counts = _draw(shares, _TABLE)
     return [
         tuple(row)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -169,6 +170,116 @@ def test_another_order_of_a_source_that_stays_is_an_error() -> None:
 
     with pytest.raises(rd.DataStateError, match=r"source.web: shuffle: saved 4, now 5"):
         make(5, "new").load_state_dict(make(4, "old").state_dict())
+
+
+class Packed:
+    """A mixture below a packer, with or without something that cuts documents in between."""
+
+    def __init__(self, weights: dict[str, float], packer: str) -> None:
+        self.weights, self.packer = weights, packer
+
+    def __call__(self, shard: rd.Shard) -> rd.BaseNode[Any]:
+        nodes = {
+            name: rd.Filter(read(SOURCES[name], shard), lambda row: len(row["tokens"]) > 0) for name in self.weights
+        }
+        rows: rd.BaseNode[Any] = rd.WeightedSampler(nodes, self.weights)
+        if "clean" in self.packer:
+            rows = rd.CleanDocuments(rows, "tokens", max_length=4)
+        if "whole" in self.packer:
+            return rd.WholeDocumentPacker(rows, column="tokens", seq_len=16, window=7, pad_id=0)
+        if "cut" in self.packer:
+            return rd.TokenPacker(rows, column="tokens", seq_len=5, eos_id=None, labels=True)
+        return rd.Map(rows, _first_tokens)
+
+
+def _first_tokens(row: dict[str, Any]) -> dict[str, Any]:
+    return {"tokens": torch.nn.functional.pad(torch.from_numpy(row["tokens"].astype(int)), (0, 4 - len(row["tokens"])))}
+
+
+PACKERS = ("whole", "cut", "clean whole", "clean cut", "clean")
+
+
+def packed(weights: dict[str, float], packer: str) -> rd.DataLoader:
+    return rd.DataLoader(
+        Packed(weights, packer), global_batch_size=1, num_logical_shards=1, dp_rank=0, dp_world_size=1, repeat=True
+    )  # fmt: skip
+
+
+def drawn_before(state: dict[str, Any], source: str) -> Counter[int]:
+    """The tokens of the rows that lie before the position of a source."""
+    at = {key.rpartition(".")[2]: int(v[0]) for key, v in state["shards"].items() if f"{source}.source." in key}
+    reader = read(SOURCES[source], rd.Shard(0, 1, repeat=True))
+    counts: Counter[int] = Counter()
+    for epoch in range(at["epoch"] + 1):
+        rows = [row["tokens"].tolist() for row in reader]
+        reader.reset(reader.get_state())
+        counts.update(token for row in (rows[: at["row"]] if epoch == at["epoch"] else rows) for token in row)
+    return counts
+
+
+def is_between_documents(state: dict[str, Any]) -> bool:
+    return not any(
+        int(v[0]) for key, v in state["shards"].items() if key.split(".")[-1] in ("emitted", "offset", "piece")
+    )
+
+
+@pytest.mark.parametrize("packer", PACKERS)
+@pytest.mark.parametrize("at", [1, 4, 9, 14])
+def test_a_packer_goes_on_within_what_it_has_begun(packer: str, at: int) -> None:
+    """New weights and an added source wait for the end of a document or window: no token is lost, none comes twice."""
+    delivered: Counter[int] = Counter()
+    state: dict[str, Any] | None = None
+    loader = None
+    legs = ({"web": 0.8, "code": 0.2}, {"web": 0.1, "code": 0.9}, ALL, {"web": 0.0, "code": 0.5, "books": 1.5})
+    for number, weights in enumerate(legs):
+        loader = packed(weights, packer)
+        if state is not None:
+            loader.load_state_dict(state)
+        for count, batch in enumerate(loader, 1):
+            delivered.update(batch["tokens"].flatten().tolist())
+            state = loader.state_dict()
+            if count >= at + number and (number < len(legs) - 1 or (count > 60 and is_between_documents(state))):
+                break
+    assert loader is not None
+    assert state is not None
+    for name, weight in legs[-1].items():
+        assert state["shards"][next(key for key in state["shards"] if f"weight.{name}" in key)].item() == weight
+    del delivered[0]
+    assert delivered == drawn_before(state, "web") + drawn_before(state, "code") + drawn_before(state, "books")
+
+
+@pytest.mark.parametrize("packer", PACKERS)
+@pytest.mark.parametrize("rested", [False, True])
+def test_a_source_that_goes_while_a_packer_is_within_a_window(
+    packer: str, rested: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was begun is begun again, with a warning; not where the source had weight 0 for a while."""
+    delivered: Counter[int] = Counter()
+    legs = [({"web": 0.5, "code": 0.5}, 10), ({"code": 0.5}, 60)]
+    if rested:
+        legs.insert(1, ({"web": 0.0, "code": 0.5}, 41))
+    state: dict[str, Any] | None = None
+    for weights, num_samples in legs:
+        loader = packed(weights, packer)
+        if state is not None:
+            begun = not is_between_documents(state)
+            with caplog.at_level(logging.WARNING, "rescale_data"):
+                loader.load_state_dict(state)
+        for count, batch in enumerate(loader, 1):
+            delivered.update(batch["tokens"].flatten().tolist())
+            state = loader.state_dict()
+            if count >= num_samples and ("web" in weights or is_between_documents(state)):
+                break
+    assert "are gone, with their positions" in caplog.text
+    assert ("begin it again" in caplog.text) == (begun and not rested)
+    assert state is not None
+    code = Counter({token: n for token, n in delivered.items() if 4000 <= token < 5000})
+    expected = drawn_before(state, "code")
+    if rested or not begun:
+        assert code == expected
+    else:
+        assert not expected - code  # none is lost
+        assert (code - expected).total() <= 7 * 12
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

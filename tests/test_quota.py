@@ -20,7 +20,7 @@ shards = st.none() | st.tuples(st.integers(0, 5), st.integers(0, 200))
 def test_samples_deviate_by_less_than_one_in_every_prefix(
     weights: list[float], shard: tuple[int, int] | None, length: int
 ) -> None:
-    order, counts = Order(shares(weights), shard), [0] * len(weights)
+    order, counts = Order(shares(tuple(weights)), shard), [0] * len(weights)
     total = sum(Fraction(repr(float(w))) for w in weights)
     for n in range(1, length + 1):
         counts[order.next(counts)] += 1
@@ -31,7 +31,7 @@ def test_samples_deviate_by_less_than_one_in_every_prefix(
 @given(weights, st.lists(st.sampled_from([0, 1, 3, 40, 1000]) | st.integers(1, 90), min_size=1, max_size=300))
 @settings(max_examples=150)
 def test_tokens_deviate_by_at_most_twice_the_longest_so_far(weights: list[float], lengths: list[int]) -> None:
-    order, counts, longest = TokenOrder(shares(weights)), [0] * len(weights), 0
+    order, counts, longest = TokenOrder(shares(tuple(weights))), [0] * len(weights), 0
     total = sum(Fraction(repr(float(w))) for w in weights)
     for length in lengths:
         counts[order.next([*counts, longest])] += length
@@ -44,10 +44,10 @@ def test_tokens_deviate_by_at_most_twice_the_longest_so_far(weights: list[float]
 @given(weights, st.integers(0, 3))
 @settings(max_examples=30)
 def test_the_order_follows_from_counts_alone(weights: list[float], seed: int) -> None:
-    kept, counts = Order(shares(weights), (seed, 1)), [0] * len(weights)
+    kept, counts = Order(shares(tuple(weights)), (seed, 1)), [0] * len(weights)
     for _ in range(60):
         chosen = kept.next(counts)
-        assert Order(shares(weights), (seed, 1)).next(counts) == chosen
+        assert Order(shares(tuple(weights)), (seed, 1)).next(counts) == chosen
         counts[chosen] += 1
 
 
@@ -56,7 +56,7 @@ def test_the_order_follows_from_counts_alone(weights: list[float], seed: int) ->
 )
 def test_what_all_shards_draw_at_a_time_is_a_mixture(weights: list[float], tolerance: float) -> None:
     """Not all of one source, as it would be if all logical shards followed one order."""
-    orders = [Order(shares(weights), (0, shard)) for shard in range(256)]
+    orders = [Order(shares(tuple(weights)), (0, shard)) for shard in range(256)]
     all_counts = [[0] * len(weights) for _ in orders]
     for _ in range(50):
         drawn: Counter[int] = Counter()
@@ -69,14 +69,14 @@ def test_what_all_shards_draw_at_a_time_is_a_mixture(weights: list[float], toler
 
 
 def test_weights_are_what_is_written() -> None:
-    assert shares([0.7, 0.2, 0.1]) == (7, 2, 1)
-    assert shares([3, 0, 6]) == (1, 0, 2)
+    assert shares((0.7, 0.2, 0.1)) == (7, 2, 1)
+    assert shares((3, 0, 6)) == (1, 0, 2)
 
 
 @given(weights)
 def test_a_source_of_weight_0_rests(weights: list[float]) -> None:
     weights = [*weights, 0]
-    order, counts = Order(shares(weights), (0, 0)), [0] * len(weights)
+    order, counts = Order(shares(tuple(weights)), (0, 0)), [0] * len(weights)
     for _ in range(40):
         counts[order.next(counts)] += 1
     assert all(count == 0 for weight, count in zip(weights, counts, strict=True) if weight == 0)

@@ -51,11 +51,11 @@ def check_checkpoint(
     }
     _check_num_logical_shards(saved, stream.layout.num_logical_shards)
     head = {**read_header(reader, prefix), "shards": {}}
-    _, added, removed = fit(stream.schema, head)
+    fitted = fit(stream.schema, head)
     fields = {field.key: field for field in (*stream.schema.fields, STAMP)}
-    _check_fields(_without(saved, removed), _without(fields, added))
+    _check_fields(_without(saved, fitted.removed), _without(fields, fitted.added))
     require_fit(stream, head)
-    _check_added(added)
+    _check_added(fitted.added)
 
 
 def open_checkpoint(path: str | os.PathLike[str] | StorageReader) -> tuple[StorageReader, dict[str, Any]]:

@@ -53,13 +53,16 @@ class Node(BaseNode[T]):
     private, and this node writes into its own row (`bookmark`) where each child has to go on."""
 
     MAY_CHANGE: ClassVar[frozenset[str]] = frozenset()
-    """The `parameters` that may differ when a state is loaded; `adapt` is then told."""
+    """The `parameters` that may differ when a state is loaded. Those in use are then part of the position; see `settle`."""
     CHILDREN_MAY_CHANGE: ClassVar[bool] = False
     """Whether children may come and go between the legs of a run (`rescale_data.load_changed`). What a node keeps for a
     child lies in own fields whose path ends in the child's name."""
 
     reads: Source | None = None
     """The source whose rows this node reads, if it reads any itself."""
+
+    reread: bool = False
+    """Whether a node above goes back behind the samples that it has drawn from this one, to go on within them."""
 
     of_shard: Shard | None = None
     """The logical shard whose rows this node reads, if it reads any itself."""
@@ -157,8 +160,30 @@ class Node(BaseNode[T]):
         """Whatever changes the order or the content of the samples, JSON values by name; checked when a state is loaded."""
         return {}
 
-    def adapt(self, rows: Ints) -> None:
-        """Rewrite rows of this node, ``int64[M, slots]``, that were saved with other values of what `MAY_CHANGE` names."""
+    def settle(self, position: View) -> bool:
+        """Let what has changed between legs (`MAY_CHANGE`) take effect in a row of this node, behind which nobody goes back.
+
+        A node that reads again from a position, to go on within a document, hands this on where it is not within one
+        (`settle_within`), and in `next` whenever it begins one.
+
+        Returns:
+            Whether something that was begun is begun again, because it needs a child that is gone.
+        """
+        if self.READS_AHEAD:
+            return False
+        return sum(child.settle(position[self._slots(name)]) for name, child in self.children.items()) > 0
+
+    def settle_within(self, position: View, slot: int) -> bool:
+        """`settle` of a node that is within something that it reads again, where ``position[slot]`` is not 0."""
+        source, below = self.children["source"], position[self._slots("source")]
+        again = bool(position[slot]) and source.is_stuck(below)
+        if again:
+            position[slot] = 0
+        return again if position[slot] else source.settle(below) or again
+
+    def is_stuck(self, position: View) -> bool:
+        """Whether a row of this node needs a child that is gone, to yield what it would have yielded."""
+        return any(child.is_stuck(position[self._slots(name)]) for name, child in self.children.items())
 
     def locate(self) -> str:
         """Where the sample that was yielded last comes from, for messages; empty where that is not known."""

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from rescale_data.nodes.base import Node
 from rescale_data.nodes.recipe import FIRST_SLOT, STRINGS, Schema, path_name
 from rescale_data.state import Ints, to_tensors
@@ -38,35 +40,60 @@ class Changed:
         return key in self.own or key == self.name or key.startswith(self.name + ".")
 
 
-def fit(schema: Schema, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[Changed], list[Changed]]:
-    """The state as the pipeline of now would have saved it, and the children that have come and that have gone.
+@dataclass(frozen=True)
+class Fitted:
+    """A state as the pipeline of now would have saved it.
 
-    Those that have come are where they are in a run that has delivered nothing. What differs otherwise is as it was.
+    Args:
+        added, removed: The children that have come and gone. Those that have come have delivered nothing.
     """
+
+    state: dict[str, Any]
+    added: list[Changed]
+    removed: list[Changed]
+
+
+def fit(schema: Schema, state: Mapping[str, Any]) -> Fitted:
+    """Take children that are gone out of a state, and put in those that are new; what differs otherwise stays."""
     removed, added = _changes(schema, json.loads(state["pipeline"]))
+    shards = {key: value for key, value in state["shards"].items() if not any(child.has(key) for child in removed)}
     fresh = to_tensors(schema.fields, schema.fresh_table(int(state["num_logical_shards"]))) if added else {}
-    shards = {key: value for key, value in state["shards"].items() if not any(c.has(key) for c in removed)}
-    missing = {key: value for key, value in fresh.items() if any(c.has(key) for c in added) and key not in shards}
+    for child in added:
+        for key in fresh:
+            if child.has(key) and key not in shards:
+                shards[key] = torch.zeros_like(fresh[key]) if key in child.own else fresh[key]
     strings = {name: _merged(state[name], getattr(schema, f"{name}_json"), removed, added) for name in STRINGS}
-    return {**state, **strings, "shards": {**shards, **missing}}, added, removed
+    return Fitted({**state, **strings, "shards": shards}, added, removed)
 
 
 def without_free(schema: Schema, pipeline: str) -> str:
     """A pipeline's parameters without those that may change."""
     nodes = json.loads(pipeline)
     for path, node in schema.root.walk():
-        for parameter in node.MAY_CHANGE:
-            nodes.get(path_name(path), {}).pop(parameter, None)
+        if node.MAY_CHANGE and _is_settled(schema.root, path):
+            for parameter in node.MAY_CHANGE:
+                nodes.get(path_name(path), {}).pop(parameter, None)
     return json.dumps(nodes, sort_keys=True)
 
 
-def adapt(schema: Schema, table: Ints, pipeline: str) -> None:
-    """Tell the nodes whose parameters have changed since ``table`` was saved."""
-    saved, now = json.loads(pipeline), json.loads(schema.pipeline_json)
-    for path, node in schema.root.walk():
-        name = path_name(path)
-        if any(saved[name].get(parameter) != now[name][parameter] for parameter in node.MAY_CHANGE):
-            node.adapt(schema.root.columns(table[:, FIRST_SLOT:], path))
+def settle(schema: Schema, table: Ints) -> int:
+    """Let what has changed take effect where a logical shard is not within a document or a window.
+
+    Returns:
+        How many logical shards begin a document or window again, because they cannot go on in it without what is gone.
+    """
+    return sum(schema.root.settle(row.data) for row in table[:, FIRST_SLOT:])
+
+
+def _is_settled(root: Node[Any], path: Path) -> bool:
+    """Whether every node above the one at ``path`` hands on that something has changed."""
+    node = root
+    for name in path:
+        silent = node.READS_AHEAD and type(node).settle is Node.settle
+        if silent or name not in node.children:  # as in a torchdata node, whose state is its own affair
+            return False
+        node = node.children[name]
+    return True
 
 
 def _changes(schema: Schema, saved: Mapping[str, Any]) -> tuple[list[Changed], list[Changed]]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rescale_data.nodes.base import BaseNode, Node, copy_of
+from rescale_data.nodes.base import BaseNode, Node, View, copy_of
 from rescale_data.nodes.column import integers
 from rescale_data.nodes.documents import Documents
 from rescale_data.state import Field, Ints
@@ -98,6 +98,9 @@ class CleanDocuments(Node[dict[str, Any]]):
                 return {**self._sample, self.column: self._tokens[pieces[piece]]}
         raise StopIteration
 
+    def settle(self, position: View) -> bool:
+        return self.settle_within(position, _PIECE)
+
     def documents(self, column: str) -> Documents | None:
         inner = self._source.documents(column) if column == self.column else None
         return None if inner is None else CleanedDocuments(inner, self.cleaning)
@@ -116,6 +119,11 @@ class CleanDocuments(Node[dict[str, Any]]):
     def _open(self) -> list[slice]:
         """The pieces of the document at the bookmark; none where it is too short, or the epoch has ended."""
         if self._pieces is None:
+            if not (self.reread or self.position[_PIECE]):
+                self._source.settle(self._bookmark)
+            if self._source.position != self._bookmark:
+                self._source.position[:] = self._bookmark
+                self._source.bind(self._source.position)
             try:
                 self._sample = next(self._source)
             except StopIteration:
@@ -161,6 +169,10 @@ class CleanedDocuments:
         position[_PIECE] = piece
         position[_SHORT] += num_short - self._counted
         self._counted = num_short
+
+    def settle(self, position: memoryview) -> None:
+        if not position[_PIECE]:
+            self._documents.settle(position[2:])
 
     def where(self) -> str | None:
         return self._documents.where()

@@ -18,6 +18,9 @@ class ColumnDocuments:
 
     def __init__(self, node: Node[Any], column: str) -> None:
         self._node, self._column = node, column
+        self._settles = any(below.MAY_CHANGE for _, below in node.walk())
+        for _, below in node.walk():
+            below.reread = True
         self._ended = False
         self._where: str | None = None
 
@@ -37,6 +40,10 @@ class ColumnDocuments:
     def advance(self, position: memoryview, num_documents: int) -> None:
         del num_documents  # there was one
         position[:] = self._node.position
+
+    def settle(self, position: memoryview) -> None:
+        if self._settles:
+            self._node.settle(position)
 
     def where(self) -> str | None:
         return self._where

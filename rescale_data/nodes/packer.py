@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rescale_data.nodes.base import Node
+from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.block import BlockMaker
 from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.token_stream import Run, TokenStream
@@ -103,6 +103,9 @@ class TokenPacker(Node[dict[str, Tensor]]):
     def skip(self, num_samples: int) -> None:
         for _ in range(num_samples):
             self._draw()
+
+    def settle(self, position: View) -> bool:
+        return self.settle_within(position, 0)
 
     def parameters(self) -> dict[str, Any]:
         names = ("column", "seq_len", "eos_id", "bos_id", "labels", "doc_ids", "last", "pad_id")

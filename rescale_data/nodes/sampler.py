@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
+import torch
 
 from rescale_data import quota
 from rescale_data.errors import DataStateError
-from rescale_data.nodes.base import BaseNode, Node
+from rescale_data.nodes.base import BaseNode, Node, View
 from rescale_data.nodes.shard_of import find_shard
 from rescale_data.state import Field, Ints
 
@@ -19,7 +20,7 @@ Stop: TypeAlias = Literal["never", "first", "all"]
 
 _ENDED = -1
 _SILENT_EPOCHS = 2
-_DRAWN, _LONGEST = "drawn", "longest"
+_DRAWN, _LONGEST, _WEIGHT, _TOTAL = "drawn", "longest", "weight", "total"
 
 
 class WeightedSampler(Node[Any]):
@@ -30,7 +31,10 @@ class WeightedSampler(Node[Any]):
     sample so far. Logical shards follow different orders of this kind, so that a global batch is a mixture as well.
 
     Each source keeps its own epoch, ``<name>.<...>.epoch`` in the state. Between the legs of a run the weights may change:
-    they count from then on. Sources may be added and removed with `rescale_data.load_changed`.
+    they count from then on; under a packer, from the end of the document or window that a logical shard is within, which
+    goes on with the weights it was begun with. Sources may be removed, and added with `rescale_data.load_changed`. What a
+    packer has begun with a source that is gone is begun again without it, with a warning: give such a source weight 0 for a
+    while before.
 
     Args:
         nodes: The sources by name. Names are part of the state's paths.
@@ -62,25 +66,28 @@ class WeightedSampler(Node[Any]):
         self.names = sorted(nodes)
         self.unit, self.column, self.stop = unit, column, stop
         self.weights = {name: float(weights[name]) for name in self.names}
+        self._num_counts = len(self.names) + (unit == "tokens")
+        self._weights = slice(self._num_counts, self._num_counts + len(self.names) + 1)
+        kept = list(self.weights.values())
+        self._target = np.array([*kept, math.fsum(kept)]).view(np.int64).data
         super().__init__(**{name: nodes[name] for name in self.names})
         self._nodes = [self.children[name] for name in self.names]
-        self._shares = quota.shares(list(self.weights.values()))
         shard = find_shard(self)
         self._shard = (shard.seed, shard.index) if shard else None
-        self._num_own = len(self.own_fields())
         self._chosen = 0
 
     def own_fields(self) -> tuple[Field, ...]:
         drawn = tuple(Field((_DRAWN, name)) for name in self.names)
-        return (*drawn, Field((_LONGEST,))) if self.unit == "tokens" else drawn
+        longest = (Field((_LONGEST,)),) if self.unit == "tokens" else ()
+        weights = tuple(Field((_WEIGHT, name), torch.float64) for name in self.names)
+        return (*drawn, *longest, *weights, Field((_TOTAL,), torch.float64))
 
     def seek(self) -> None:
         self._over = False
         self._plan()
 
     def next(self) -> Any:
-        while not self._over:
-            chosen = self._choose()
+        while (chosen := self._choose()) is not None:
             try:
                 sample = next(self._nodes[chosen])
             except StopIteration:
@@ -108,15 +115,28 @@ class WeightedSampler(Node[Any]):
             end = self.children[name].epoch_end(rows[:, slots], shards)
             if end is None:
                 return None
-            going = (rows[:, i] != _ENDED) & (self._shares[i] > 0)
+            going = (rows[:, i] != _ENDED) & (rows[:, self._weights][:, i] != 0)
             left += np.where(going, end[0], 0)
             after[:, slots] = np.where(going[:, None], end[1], rows[:, slots])
         return left, after
 
-    def adapt(self, rows: Ints) -> None:
-        """Other weights count from now on. A source that has ended in this epoch stays so."""
-        counts = rows[:, : len(self.names)]
-        counts[:] = np.where(counts == _ENDED, _ENDED, 0)
+    def initial(self) -> View:
+        row = super().initial()
+        row[self._weights] = self._target
+        return row
+
+    def settle(self, position: View) -> bool:
+        """Other weights count from here on. A source that has ended in this epoch stays so."""
+        if position[self._weights] != self._target:
+            position[self._weights] = self._target
+            for i in range(len(self.names)):
+                position[i] = min(position[i], 0)
+        return super().settle(position)
+
+    def is_stuck(self, position: View) -> bool:
+        """Some of the weight is that of a source that is gone."""
+        *weights, total = _floats(position[self._weights])
+        return math.fsum(weights) != total or super().is_stuck(position)
 
     def locate(self) -> str:
         return self._nodes[self._chosen].locate()
@@ -134,18 +154,23 @@ class WeightedSampler(Node[Any]):
     def _plan(self) -> None:
         """Choose from the sources that have not ended."""
         self._silent = 0
-        own = zip(self.position, self._shares, strict=False)
-        going = tuple(0 if drawn == _ENDED else share for drawn, share in own)
-        if self.unit == "tokens":
-            self._order = quota.TokenOrder(going)
-        else:
-            self._order = quota.Order(going, self._shard)
+        weights, drawn = _floats(self.position[self._weights]), self.position
+        going = [0.0 if drawn[i] == _ENDED else weights[i] for i in range(len(self.names))]
+        self._order = None
+        if any(going):
+            shares = quota.shares(tuple(going))
+            self._order = quota.TokenOrder(shares) if self.unit == "tokens" else quota.Order(shares, self._shard)
 
-    def _choose(self) -> int:
-        own = self.position[: self._num_own].tolist()
+    def _choose(self) -> int | None:
+        """The next source; `None` at the end of the epoch."""
+        if self._order is None and not self._over:
+            self._finish()
+        if self._order is None or self._over:
+            return None
+        counts = self.position[: self._num_counts].tolist()
         if self.stop == "all":
-            own = [max(drawn, 0) for drawn in own]
-        self._chosen = self._order.next(own)
+            counts = [max(count, 0) for count in counts]
+        self._chosen = self._order.next(counts)
         return self._chosen
 
     def _count(self, chosen: int, sample: Any) -> None:
@@ -155,11 +180,10 @@ class WeightedSampler(Node[Any]):
             return
         length = len(sample[self.column])
         self.position[chosen] += length
-        self.position[self._num_own - 1] = max(self.position[self._num_own - 1], length)
+        self.position[self._num_counts - 1] = max(self.position[self._num_counts - 1], length)
 
     def _skip_one(self) -> None:
-        while not self._over:
-            chosen = self._choose()
+        while (chosen := self._choose()) is not None:
             try:
                 self._nodes[chosen].skip(1)
             except StopIteration:
@@ -192,16 +216,20 @@ class WeightedSampler(Node[Any]):
         self._nodes[chosen].bind(self._nodes[chosen].position)
 
     def _rest(self, chosen: int) -> None:
+        for i in range(len(self.names)):
+            self.position[i] = min(self.position[i], 0)
         self.position[chosen] = _ENDED
-        for i, share in enumerate(self._shares):
-            if share and self.position[i] != _ENDED:
-                self.position[i] = 0
-        self._over = all(not share or self.position[i] == _ENDED for i, share in enumerate(self._shares))
-        if not self._over:
-            self._plan()
-            return
+        self._plan()
+
+    def _finish(self) -> None:
+        """All sources have ended: the next epoch begins with all."""
+        self._over = True
         for i in range(len(self.names)):
             self.position[i] = 0
+
+
+def _floats(slots: View) -> list[float]:
+    return np.array(slots).view(np.float64).tolist()
 
 
 def _check(
@@ -211,7 +239,7 @@ def _check(
         raise ValueError(
             f"WeightedSampler was given the nodes {sorted(nodes)} and the weights {sorted(weights)}: give a weight for each."
         )
-    bad = [name for name in nodes if not name or "." in name or name in (_DRAWN, _LONGEST, "self")]
+    bad = [name for name in nodes if not name or "." in name or name in (_DRAWN, _LONGEST, _WEIGHT, _TOTAL, "self")]
     if bad:
         raise ValueError(f"The names {bad} of sources cannot be part of a state's path: without dots, and others.")
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights.values()) or not any(weights.values()):

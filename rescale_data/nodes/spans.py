@@ -75,6 +75,9 @@ class Spans:
     def advance(self, position: memoryview, num_documents: int) -> None:
         position[1] += num_documents
 
+    def settle(self, position: memoryview) -> None:
+        pass
+
     def where(self) -> None:
         return None
 

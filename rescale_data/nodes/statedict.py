@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from rescale_data.clock import Clock
 from rescale_data.errors import DataStateError
-from rescale_data.nodes.change import Changed, adapt, fit, without_free
+from rescale_data.nodes.change import Fitted, fit, settle, without_free
 from rescale_data.nodes.differences import differences
 from rescale_data.nodes.recipe import DEALT, SAMPLES, STAMP, STRINGS, UNDEALT
 from rescale_data.nodes.stream import Stream
@@ -83,9 +83,12 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
         raise DataStateError(
             f"The state lacks {missing}. Give what loader.state_dict() returned, or DCP loaded into it."
         )
-    state, added, removed = require_fit(stream, state)
+    fitted = require_fit(stream, state)
+    changed = state["pipeline"] != stream.schema.pipeline_json
+    state = fitted.state
     table = _table(stream, state["shards"], int(state["samples"]))
-    adapt(stream.schema, table, state["pipeline"])
+    if changed:
+        _report(stream, fitted, settle(stream.schema, table))
     saved = (int(state["global_batch_size"]), int(state["dp_world_size"]), int(state["micro_batch_size"]))
     clock = Clock(**{name: int(state[name]) for name in ("samples", "origin", "step", "epoch")})
     loaded = clock.loaded(saved, stream.layout)
@@ -100,14 +103,6 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
             "with another global batch: steps are counted anew from sample %d. Nothing is lost or repeated.",
             *saved,
             clock.samples,
-        )
-    if added or removed:
-        stream.ranks.log(
-            logging.WARNING,
-            "The pipeline has changed since the state was saved. These sources begin with their first row: %s. These are gone, "
-            "with their positions: %s.",
-            [child.name for child in added],
-            [child.name for child in removed],
         )
     stream.load(table, loaded)
 
@@ -132,11 +127,11 @@ def header(stream: Stream) -> dict[str, Any]:
     }
 
 
-def require_fit(stream: Stream, saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[Changed], list[Changed]]:
+def require_fit(stream: Stream, saved: Mapping[str, Any]) -> Fitted:
     """``DataStateError`` where a state belongs to another run: format, N, seed, fields, sources or pipeline.
 
     Returns:
-        The state as the pipeline of now would have saved it, and what has come and gone in that: see `change`.
+        The state as the pipeline of now would have saved it.
     """
     now = header(stream)
     if saved["version"] != now["version"]:
@@ -149,15 +144,15 @@ def require_fit(stream: Stream, saved: Mapping[str, Any]) -> tuple[dict[str, Any
             raise DataStateError(
                 f"The state was saved with {name}={saved[name]}, the loader has {name}={now[name]}. {cure}"
             )
-    fitted, added, removed = fit(stream.schema, saved)
+    fitted = fit(stream.schema, saved)
     for name, cure in _DESCRIBED.items():
-        documents = fitted[name], now[name]
+        documents = fitted.state[name], now[name]
         if name == "pipeline" and documents[0] != documents[1]:
             documents = tuple(without_free(stream.schema, document) for document in documents)
         found = differences(*documents)
         if found:
             raise DataStateError(f"The {name} differ from those of the checkpoint: {'; '.join(found)}. {cure}")
-    return fitted, added, removed
+    return fitted
 
 
 _FIXED = {
@@ -214,3 +209,23 @@ def _whole(tensor: Any) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise DataStateError(f"A field of the state is a {type(tensor).__name__}, not a tensor.")
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _report(stream: Stream, fitted: Fitted, num_begun_again: int) -> None:
+    if fitted.added or fitted.removed:
+        stream.ranks.log(
+            logging.WARNING,
+            "The pipeline has changed since the state was saved. These sources begin with their first row: %s. These are gone, "
+            "with their positions: %s.",
+            [child.name for child in fitted.added],
+            [child.name for child in fitted.removed],
+        )
+    if num_begun_again:
+        stream.ranks.log(
+            logging.WARNING,
+            "%d of %d logical shards were within a document or window that they cannot go on in without the sources that are "
+            "gone: they begin it again, so some documents are repeated. To avoid this give a source weight 0, train on until "
+            "those windows have passed, and remove it then.",
+            num_begun_again,
+            stream.layout.num_logical_shards,
+        )

@@ -96,6 +96,8 @@ class TokenStream:
     def _load(self) -> Block | None:
         turns = 0
         while turns <= _SILENT_EPOCHS:
+            if not self._position[0]:
+                self._documents.settle(self._bookmark)
             documents = self._documents.read(self._bookmark)
             if documents and (block := self._maker.make(documents, self._documents.where())).ends[-1]:
                 cache().put(self._key, block)

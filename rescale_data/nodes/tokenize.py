@@ -113,6 +113,9 @@ class Tokenize(Node[dict[str, Any]]):
             self._bookmark[:] = self._source.position
         return None
 
+    def settle(self, position: View) -> bool:
+        return self._source.settle(position[self._slots("source")])
+
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
         return None if self._guard.skips else epoch_end_of_source(self, rows, shards)
 

@@ -139,6 +139,9 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         for _ in range(num_samples):
             self._go_on(self._window())
 
+    def settle(self, position: View) -> bool:
+        return self.settle_within(position, _EMITTED)
+
     def parameters(self) -> dict[str, Any]:
         names = ("column", "seq_len", "eos_id", "bos_id", "window", "long", "labels", "max_documents", "pad_id")
         return {**{name: getattr(self, name) for name in names}, "dtype": str(self.dtype)}
@@ -194,6 +197,8 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
 
     def _pack(self) -> Window | None:
         """The window at the bookmark; `None` where the epoch has ended."""
+        if not self.position[_EMITTED]:
+            self._documents.settle(self._bookmark)
         position = copy_of(self._bookmark)
         blocks = self._blocks(position)
         if not blocks:
