@@ -22,7 +22,7 @@ from mixture_parts.tokenizer import EOS, Tokenize, train
 import rescale_data as rd
 from rescale_data.testing import full_state_dict
 
-GLOBAL_BATCH, SHARDS, SEQ_LEN, STEPS = 24, 24, 256, 6
+GLOBAL_BATCH, SHARDS, SEQ_LEN, STEPS = 24, 24, 256, 12
 LEGS = [  # ranks, weights
     (4, {"code": 0.7, "prose": 0.3}),
     (3, {"code": 0.5, "prose": 0.5}),
@@ -38,10 +38,11 @@ def pipeline(
     def documents(name: str) -> rd.BaseNode[Any]:
         rows = rd.Reader(sources[name], shard, shuffle=64, provenance=provenance)
         rows = rd.Filter(rows, lambda row: len(row["text"]) > 80)
-        return rd.Tokenize(rows, tokenizer, "text")
+        rows = rd.Tokenize(rows, tokenizer, "text")
+        return rd.CleanDocuments(rows, "tokens", min_length=16, max_length=SEQ_LEN - 1)
 
     mixture = rd.WeightedSampler({name: documents(name) for name in weights}, weights, unit="tokens", column="tokens")
-    return rd.WholeDocumentPacker(mixture, column="tokens", seq_len=SEQ_LEN, eos_id=EOS, window=32, labels=True)
+    return rd.WholeDocumentPacker(mixture, column="tokens", seq_len=SEQ_LEN, eos_id=EOS, window=8, labels=True)
 
 
 def make_loaders(world_size: int, pipeline: Any) -> list[rd.DataLoader]:
@@ -89,14 +90,14 @@ def main() -> int:
         tokenizer = train([*texts["code"][:40], *texts["prose"]])
         state = reference_state = None
         same = True
-        for world_size, weights in LEGS:
+        for leg, (world_size, weights) in enumerate(LEGS):
             with_weights = functools.partial(pipeline, sources, tokenizer, weights, False)
             loaders = make_loaders(world_size, with_weights)
             hashes, state_after = run(loaders, state)
             expected, reference_state_after = run(make_loaders(1, with_weights), reference_state)
             same = same and hashes == expected
             print(f"{world_size} ranks, weights {weights}: {shares(loaders)}")
-            for step, (got, want) in enumerate(zip(hashes, expected, strict=True), int(state["step"] if state else 0)):
+            for step, (got, want) in enumerate(zip(hashes, expected, strict=True), leg * STEPS):
                 print(f"  step {step:2d}   {got}   one rank {want}   {'same' if got == want else 'DIFFERENT'}")
             last_state, state, reference_state = state, state_after, reference_state_after
 

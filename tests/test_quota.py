@@ -4,7 +4,7 @@ from collections import Counter
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rescale_data.quota import Order, TokenOrder, shares
@@ -29,6 +29,7 @@ def test_samples_deviate_by_less_than_one_in_every_prefix(
 
 
 @given(weights, st.lists(st.sampled_from([0, 1, 3, 40, 1000]) | st.integers(1, 90), min_size=1, max_size=300))
+@example([11] + [1] * 11, [1] * 300)
 @settings(max_examples=150)
 def test_tokens_deviate_by_at_most_twice_the_longest_so_far(weights: list[float], lengths: list[int]) -> None:
     order, counts, longest = TokenOrder(shares(tuple(weights))), [0] * len(weights), 0
@@ -39,6 +40,18 @@ def test_tokens_deviate_by_at_most_twice_the_longest_so_far(weights: list[float]
         drawn = sum(counts)
         for weight, count in zip(weights, counts, strict=True):
             assert abs(count - drawn * Fraction(repr(float(weight))) / total) <= 2 * longest
+
+
+@pytest.mark.parametrize("weights", [(0.5, 0.3, 0.2), (0.45, 0.25, 0.15, 0.1, 0.05), (6, 3, 1), (0.41234, 0.3333, 0.2)])
+def test_so_it_is_wherever_a_logical_shard_begins(weights: tuple[float, ...]) -> None:
+    whole = shares(weights)
+    for shard in range(150):
+        order, counts = Order(whole, (0, shard)), [0] * len(whole)
+        for n in range(1, 41):
+            counts[order.next(counts)] += 1
+            assert all(
+                abs(count * sum(whole) - n * share) < sum(whole) for count, share in zip(counts, whole, strict=True)
+            )
 
 
 @given(weights, st.integers(0, 3))

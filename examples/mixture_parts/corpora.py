@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-MAX_FILES, MAX_CHARACTERS, MIN_PROSE = 120, 20_000, 120
+MAX_FILES, MAX_CHARACTERS, MIN_PROSE = 90, 20_000, 120
 
 
 def write_corpora(folder: Path) -> dict[str, list[str]]:
