@@ -54,15 +54,20 @@ def epoch_of(kind: str, num_rows: int, n: int, shard: int, epoch: int) -> list[A
     return [plain(sample) for sample in node]
 
 
-@functools.cache
 def endless(kind: str, num_rows: int, n: int, shard: int, count: int) -> list[Any]:
     """The first samples of a shard's endless stream."""
-    node = pipeline_of(kind, data_for(kind, num_rows))(rd.Shard(shard, n, seed=7, repeat=True))
-    found: list[Any] = []
+    node, found = _endless(kind, num_rows, n, shard)
     while len(found) < count:
-        found += map(plain, itertools.islice(node, count - len(found)))
-        node.reset(node.get_state())
-    return found
+        before = len(found)
+        found += map(plain, itertools.islice(node, count - before))
+        if len(found) == before:
+            node.reset(node.get_state())
+    return found[:count]
+
+
+@functools.cache
+def _endless(kind: str, num_rows: int, n: int, shard: int) -> tuple[rd.BaseNode[Any], list[Any]]:
+    return pipeline_of(kind, data_for(kind, num_rows))(rd.Shard(shard, n, seed=7, repeat=True)), []
 
 
 def check_load(saved: dict[str, Any], loaded: dict[str, Any], topology: Topology) -> None:

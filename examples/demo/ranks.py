@@ -14,7 +14,7 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import SimpleQueue
-from typing import Any
+from typing import Any, cast
 
 GRACE_SECONDS = 3.0
 
@@ -63,17 +63,15 @@ def _end_with_parent() -> None:
 
 
 def _wait_for_all(processes: list[BaseProcess], failures: SimpleQueue[str]) -> None:
-    running = list(processes)
+    running = {process.sentinel: rank for rank, process in enumerate(processes)}
     while running:
-        wait([process.sentinel for process in running])
-        failed = [process for process in running if process.exitcode]
-        if failed:
-            code = failed[0].exitcode
-            rank = processes.index(failed[0])
-            raise RankFailedError(
-                failures.get() if not failures.empty() else f"rank {rank} died with exit code {code}."
-            )
-        running = [process for process in running if process.exitcode is None]
+        for sentinel in wait(list(running)):
+            rank = running.pop(cast(int, sentinel))
+            processes[rank].join()
+            if code := processes[rank].exitcode:
+                raise RankFailedError(
+                    failures.get() if not failures.empty() else f"rank {rank} died with exit code {code}."
+                )
 
 
 def _stop(processes: list[BaseProcess]) -> None:

@@ -1,0 +1,76 @@
+"""What can be imported, and what importing it does not do."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rescale_data as rd
+
+
+def test_the_public_names() -> None:
+    assert rd.__all__ == sorted(rd.__all__)
+    assert all(hasattr(rd, name) for name in rd.__all__)
+    assert {
+        "ArrowSource", "BaseNode", "DataLoader", "DataStateError", "DatasetSource", "LogicalShards", "ParquetSource", "Reader",
+        "Shard", "TokenPacker", "check_checkpoint", "pad_collate", "plan",
+    } <= set(rd.__all__)  # fmt: skip
+
+
+def test_a_pipeline_runs_by_itself() -> None:
+    """In a notebook or a debugger: one shard, no loader."""
+    documents = [{"tokens": [i] * 3} for i in range(4)]
+
+    def pipeline(shard: rd.Shard) -> rd.BaseNode:
+        return rd.TokenPacker(rd.Reader(documents, shard, shuffle=False), column="tokens", seq_len=4, eos_id=9)
+
+    assert next(pipeline(rd.Shard()))["tokens"].tolist() == [0, 0, 0, 9]
+
+
+def test_importing_starts_no_process_group_thread_or_log() -> None:
+    code = (
+        "import threading, logging, torch.distributed as dist, rescale_data\n"
+        "assert threading.active_count() == 1 and not logging.getLogger().handlers and not dist.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+PACKAGE = Path(rd.__path__[0])
+LEVELS = {"sources": 1, "nodes": 2, "loader": 3, "workers": 3, "checkpoint": 3, "testing": 3, "cli": 4, "__init__": 5}
+"""DESIGN 8: a module imports from its own level or from those below; what is not named is 0."""
+
+
+def imports(path: Path) -> list[str]:
+    """Modules and names that a file imports, dotted."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_down_and_are_public(path: Path) -> None:
+    own = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] == "rescale_data":
+            assert LEVELS.get(parts[1], 0) <= LEVELS.get(own, 0), name
+        elif parts[0] in ("torch", "torchdata"):
+            assert not any(part.startswith("_") for part in parts), name
+        assert parts[0] != "torchdata" or path.match("nodes/base.py"), name
+
+
+@pytest.mark.parametrize("name", ["order", "layout", "state", "balance", "turns", "deal", "clock"])
+def test_the_bottom_is_pure(name: str) -> None:
+    """Integers and tensors: no I/O, no processes, no collectives."""
+    outside = {module.split(".")[0] for module in imports(PACKAGE / f"{name}.py")} - set(sys.stdlib_module_names)
+    assert outside <= {"numpy", "torch", "rescale_data"}
+    assert not any(
+        module.startswith(("torch.distributed", "os", "io", "multiprocessing"))
+        for module in imports(PACKAGE / f"{name}.py")
+    )
