@@ -78,7 +78,7 @@ def shares(loaders: list[rd.DataLoader]) -> str:
     progress = [loader.progress() for loader in loaders]
     drawn = {name: sum(p[f"drawn_tokens/{name}"] for p in progress) for name in ("code", "prose")}
     padding = sum(p["padding_share/code+prose"] for p in progress) / len(progress)
-    text = ", ".join(f"{name} {tokens / sum(drawn.values()):.0%}" for name, tokens in drawn.items())
+    text = ", ".join(f"{name} {tokens / max(1, sum(drawn.values())):.0%}" for name, tokens in drawn.items())
     return f"tokens drawn: {text}; padding {padding:.1%}"
 
 
