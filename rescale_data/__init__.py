@@ -1,34 +1,54 @@
 """A training run's data order that reshards like its model."""
 
+from rescale_data.checkpoint.changed import load_changed
 from rescale_data.checkpoint.check import check_checkpoint
 from rescale_data.collate import pad_collate
 from rescale_data.errors import DataStateError
 from rescale_data.loader import DataLoader
 from rescale_data.nodes.base import BaseNode, Node
+from rescale_data.nodes.clean import CleanDocuments
+from rescale_data.nodes.filter import Filter
+from rescale_data.nodes.map import Map
 from rescale_data.nodes.packer import TokenPacker
+from rescale_data.nodes.random_map import RandomMap
 from rescale_data.nodes.reader import Reader
+from rescale_data.nodes.sampler import WeightedSampler
 from rescale_data.nodes.shards import LogicalShards
+from rescale_data.nodes.tokenize import Tokenize
+from rescale_data.nodes.whole import WholeDocumentPacker
 from rescale_data.plan import plan
 from rescale_data.shard import Shard
 from rescale_data.sources.arrow import ArrowSource
 from rescale_data.sources.dataset import DatasetSource
 from rescale_data.sources.parquet import ParquetSource
 from rescale_data.sources.source import Source
+from rescale_data.step_documents import step_documents
+from rescale_data.varlen import flat_cu_seqlens
 
 __all__ = [
     "ArrowSource",
     "BaseNode",
+    "CleanDocuments",
     "DataLoader",
     "DataStateError",
     "DatasetSource",
+    "Filter",
     "LogicalShards",
+    "Map",
     "Node",
     "ParquetSource",
+    "RandomMap",
     "Reader",
     "Shard",
     "Source",
     "TokenPacker",
+    "Tokenize",
+    "WeightedSampler",
+    "WholeDocumentPacker",
     "check_checkpoint",
+    "flat_cu_seqlens",
+    "load_changed",
     "pad_collate",
     "plan",
+    "step_documents",
 ]

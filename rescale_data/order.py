@@ -12,6 +12,7 @@ of `Generator`), keyed by a hash of all that the order depends on. Any change he
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -31,9 +32,18 @@ _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 def random_words(num_words: int, label: str, *numbers: int) -> Words:
     """``uint64[num_words]``, a function of the label and the numbers alone."""
+    return _philox(label, numbers).random_raw(num_words)
+
+
+def generator(label: str, *numbers: int) -> np.random.Generator:
+    """A generator for users' functions, whose stream is a function of the label and the numbers alone."""
+    return np.random.Generator(_philox(label, numbers))
+
+
+def _philox(label: str, numbers: Sequence[int]) -> np.random.Philox:
     text = "/".join((label, *(str(int(number)) for number in numbers)))
     key = np.frombuffer(hashlib.blake2b(text.encode(), digest_size=16).digest(), dtype="<u8").astype(np.uint64)
-    return np.random.Philox(key=key).random_raw(num_words)
+    return np.random.Philox(key=key)
 
 
 def permutation(size: int, label: str, *numbers: int) -> Ints:

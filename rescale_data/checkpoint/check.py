@@ -8,7 +8,8 @@ tell nobody what to do.
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -17,12 +18,14 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from rescale_data.errors import DataStateError
 from rescale_data.loader import DataLoader
-from rescale_data.nodes.recipe import STAMP
+from rescale_data.nodes.change import Changed, fit
+from rescale_data.nodes.recipe import STAMP, STRINGS
 from rescale_data.nodes.shards import LogicalShards
-from rescale_data.nodes.statedict import INTS, STRINGS, header, require_fit
+from rescale_data.nodes.statedict import INTS, require_fit
 from rescale_data.state import Field
 
-_TABLE = "shards."
+TABLE = "shards."
+V = TypeVar("V")
 
 
 def check_checkpoint(
@@ -40,23 +43,46 @@ def check_checkpoint(
         FileNotFoundError: There is no DCP checkpoint.
         DataStateError: It holds no data state, or one of another N, seed, dataset or pipeline.
     """
+    reader, entries = open_checkpoint(path)
+    prefix = find_prefix(entries, key)
+    stream = loader.stream
+    saved = {
+        name.removeprefix(prefix + TABLE): entry for name, entry in entries.items() if name.startswith(prefix + TABLE)
+    }
+    _check_num_logical_shards(saved, stream.layout.num_logical_shards)
+    head = {**read_header(reader, prefix), "shards": {}}
+    fitted = fit(stream.schema, head)
+    fields = {field.key: field for field in (*stream.schema.fields, STAMP)}
+    _check_fields(_without(saved, fitted.removed), _without(fields, fitted.added))
+    require_fit(stream, head)
+    _check_added(fitted.added)
+
+
+def open_checkpoint(path: str | os.PathLike[str] | StorageReader) -> tuple[StorageReader, dict[str, Any]]:
+    """A reader of a DCP checkpoint, and what the checkpoint holds by name; ``FileNotFoundError`` where there is none."""
     reader = path if isinstance(path, StorageReader) else FileSystemReader(path)
     try:
         entries = reader.read_metadata().state_dict_metadata
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{path} holds no DCP checkpoint (a folder with a .metadata file).") from error
-    prefix = _prefix(entries, key)
-    stream = loader.stream
-    saved = {
-        name.removeprefix(prefix + _TABLE): entry for name, entry in entries.items() if name.startswith(prefix + _TABLE)
-    }
-    _check_num_logical_shards(saved, stream.layout.num_logical_shards)
-    _check_fields(saved, {field.key: field for field in (*stream.schema.fields, STAMP)})
-    require_fit(_read_header(reader, prefix), header(stream))
+    return reader, dict(entries)
 
 
-def _prefix(entries: dict[str, Any], key: str | None) -> str:
-    mark = _TABLE + STAMP.key
+def _without(by_key: Mapping[str, V], children: Sequence[Changed]) -> dict[str, V]:
+    return {key: value for key, value in by_key.items() if not any(child.has(key) for child in children)}
+
+
+def _check_added(children: Sequence[Changed]) -> None:
+    if children:
+        raise DataStateError(
+            f"The loader's pipeline has the sources {[child.name for child in children]}, which the checkpoint lacks; dcp.load "
+            f'refuses that ("Missing key in checkpoint state_dict"). Leave the loader out of the dict that dcp.load is given, '
+            f"and call rescale_data.load_changed(path, loader): these sources then begin with their first row."
+        )
+
+
+def find_prefix(entries: dict[str, Any], key: str | None) -> str:
+    mark = TABLE + STAMP.key
     found = [name.removesuffix(mark) for name in entries if name == mark or name.endswith("." + mark)]
     wanted = found if key is None else [prefix for prefix in found if prefix == f"{key}."]
     if len(wanted) != 1:
@@ -95,7 +121,7 @@ def _check_fields(saved: dict[str, Any], fields: dict[str, Field]) -> None:
             )
 
 
-def _read_header(reader: StorageReader, prefix: str) -> dict[str, Any]:
+def read_header(reader: StorageReader, prefix: str) -> dict[str, Any]:
     names = [prefix + name for name in (*INTS, *STRINGS)]
     state: dict[str, Any] = {name: "" if name.endswith(STRINGS) else 0 for name in names}
     load(state, storage_reader=reader, no_dist=True)

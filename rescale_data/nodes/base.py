@@ -18,11 +18,17 @@ import numpy as np
 from torchdata.nodes import BaseNode, ParallelMapper, PinMemory, Prefetcher
 
 from rescale_data.nodes.documents import Documents
+from rescale_data.shard import Shard
 from rescale_data.sources.source import Source
 from rescale_data.state import Field, Ints, decode, encode, field_of, flatten, nest, offsets
 
 T = TypeVar("T")
 View = memoryview  # of int64, always over a NumPy row, so that slices copy from one into another
+
+
+def copy_of(position: View) -> View:
+    """A row of its own."""
+    return np.array(position, dtype=np.int64).data
 
 
 class Node(BaseNode[T]):
@@ -46,8 +52,20 @@ class Node(BaseNode[T]):
     """True where a node reads its children further than the samples it has yielded. Their live positions are then
     private, and this node writes into its own row (`bookmark`) where each child has to go on."""
 
+    MAY_CHANGE: ClassVar[frozenset[str]] = frozenset()
+    """The `parameters` that may differ when a state is loaded. Those in use are then part of the position; see `settle`."""
+    CHILDREN_MAY_CHANGE: ClassVar[bool] = False
+    """Whether children may come and go between the legs of a run (`rescale_data.load_changed`). What a node keeps for a
+    child lies in own fields whose path ends in the child's name."""
+
     reads: Source | None = None
     """The source whose rows this node reads, if it reads any itself."""
+
+    reread: bool = False
+    """Whether a node above goes back behind the samples that it has drawn from this one, to go on within them."""
+
+    of_shard: Shard | None = None
+    """The logical shard whose rows this node reads, if it reads any itself."""
 
     repeat: bool = False
     """Whether this node reads an endless stream (`Shard.repeat`): whoever consumes it then restarts it at an epoch's end."""
@@ -141,6 +159,35 @@ class Node(BaseNode[T]):
     def parameters(self) -> dict[str, Any]:
         """Whatever changes the order or the content of the samples, JSON values by name; checked when a state is loaded."""
         return {}
+
+    def settle(self, position: View) -> bool:
+        """Let what has changed between legs (`MAY_CHANGE`) take effect in a row of this node, behind which nobody goes back.
+
+        A node that reads again from a position, to go on within a document, hands this on where it is not within one
+        (`settle_within`), and in `next` whenever it begins one.
+
+        Returns:
+            Whether something that was begun is begun again, because it needs a child that is gone.
+        """
+        if self.READS_AHEAD:
+            return False
+        return sum(child.settle(position[self._slots(name)]) for name, child in self.children.items()) > 0
+
+    def settle_within(self, position: View, slot: int) -> bool:
+        """`settle` of a node that is within something that it reads again, where ``position[slot]`` is not 0."""
+        source, below = self.children["source"], position[self._slots("source")]
+        again = bool(position[slot]) and source.is_stuck(below)
+        if again:
+            position[slot] = 0
+        return again if position[slot] else source.settle(below) or again
+
+    def is_stuck(self, position: View) -> bool:
+        """Whether a row of this node needs a child that is gone, to yield what it would have yielded."""
+        return any(child.is_stuck(position[self._slots(name)]) for name, child in self.children.items())
+
+    def locate(self) -> str:
+        """Where the sample that was yielded last comes from, for messages; empty where that is not known."""
+        return next(iter(self.children.values())).locate() if len(self.children) == 1 else ""
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         """What the given logical shards have drawn, for a logger; keys start with the kind of value, ``"rows/..."``.

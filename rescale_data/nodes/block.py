@@ -21,10 +21,12 @@ class Block:
     Args:
         tokens: With ``bos_id`` and ``eos_id`` in their places.
         ends: For each document, the tokens up to its end.
+        where: Where the document comes from, of which a block has then one only.
     """
 
     tokens: TokenArray
     ends: list[int]
+    where: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -62,7 +64,7 @@ class BlockMaker:
                     f"{name}={token}: give a token from 0 to {np.iinfo(dtype).max}, or None for no such token."
                 )
 
-    def make(self, documents: list[memoryview[Any]]) -> Block:
+    def make(self, documents: list[memoryview[Any]], where: str | None = None) -> Block:
         kind = documents[0].format
         way = self._ways.get(kind)
         if way is None:
@@ -75,7 +77,7 @@ class BlockMaker:
         tokens = joined[self._front : self._front + int(ends[-1])]
         if way.checked and len(tokens):
             self._check(tokens)
-        return Block(tokens, ends.tolist())
+        return Block(tokens, ends.tolist(), where)
 
     def _way(self, stored: np.dtype[Any]) -> _Way:
         widened = any(token > np.iinfo(stored).max for token in self._between)

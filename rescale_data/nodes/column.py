@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from rescale_data.nodes.base import Node
+from rescale_data.provenance import PROVENANCE
 
 
 class ColumnDocuments:
@@ -17,7 +18,11 @@ class ColumnDocuments:
 
     def __init__(self, node: Node[Any], column: str) -> None:
         self._node, self._column = node, column
+        self._settles = any(below.MAY_CHANGE for _, below in node.walk())
+        for _, below in node.walk():
+            below.reread = True
         self._ended = False
+        self._where: str | None = None
 
     def read(self, position: memoryview) -> list[memoryview]:
         if self._ended or self._node.position != position:
@@ -25,7 +30,9 @@ class ColumnDocuments:
             self._node.bind(self._node.position)
         try:
             self._ended = False
-            return [_integers(next(self._node), self._column).data]
+            sample = next(self._node)
+            self._where = sample.get(PROVENANCE) if isinstance(sample, Mapping) else None
+            return [integers(sample, self._column).data]
         except StopIteration:
             self._ended = True
             return []
@@ -34,22 +41,30 @@ class ColumnDocuments:
         del num_documents  # there was one
         position[:] = self._node.position
 
+    def settle(self, position: memoryview) -> None:
+        if self._settles:
+            self._node.settle(position)
+
+    def where(self) -> str | None:
+        return self._where
+
     def turn(self, position: memoryview) -> None:
         position[:] = self._node.position
 
 
-def _integers(sample: Any, column: str) -> npt.NDArray[Any]:
+def integers(sample: Any, column: str, node: str = "TokenPacker") -> npt.NDArray[Any]:
+    """The tokens of a sample; an error that names the node that asks for them."""
     if not isinstance(sample, Mapping) or column not in sample:
         given = f"the keys {list(sample)}" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
         raise ValueError(
-            f"TokenPacker(column={column!r}) was given a sample with {given}. Yield dicts with the tokens of one document "
+            f"{node}(column={column!r}) was given a sample with {given}. Yield dicts with the tokens of one document "
             f"under that key."
         )
     value: Any = sample[column]
     array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else _array(value)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
         raise TypeError(
-            f"TokenPacker(column={column!r}) was given {_describe(value, array)}. Tokens are a 1-D array, tensor or "
+            f"{node}(column={column!r}) was given {_describe(value, array)}. Tokens are a 1-D array, tensor or "
             f"list of integers."
         )
     return np.ascontiguousarray(array if array.dtype.kind in "iu" else array.astype(np.int64))

@@ -22,6 +22,14 @@ class Documents(Protocol):
         """Write into ``position`` where to go on after some of the documents that `read` has returned last."""
         ...
 
+    def settle(self, position: memoryview) -> None:
+        """Let what has changed between legs take effect in ``position``, the beginning of a document: `Node.settle`."""
+        ...
+
+    def where(self) -> str | None:
+        """Where the document comes from that `read` has returned last; `None` where nobody asks (`Reader(provenance=True)`)."""
+        ...
+
     def turn(self, position: memoryview) -> None:
         """Write the beginning of the next epoch into ``position``, after `read` has found the end of this one."""
         ...

@@ -9,17 +9,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rescale_data.nodes.base import Node
+from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.block import BlockMaker
 from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.token_stream import Run, TokenStream
+from rescale_data.provenance import joined, with_provenance
 from rescale_data.shelf import shelf
 from rescale_data.state import Field, Ints
 
 IGNORED = -100
 """The label of a token without a next one, which torch's cross entropy leaves out."""
 
-_DTYPES: dict[torch.dtype, np.dtype[Any]] = {torch.int64: np.dtype(np.int64), torch.int32: np.dtype(np.int32)}
+DTYPES: dict[torch.dtype, np.dtype[Any]] = {torch.int64: np.dtype(np.int64), torch.int32: np.dtype(np.int32)}
 
 
 class TokenPacker(Node[dict[str, Tensor]]):
@@ -45,7 +46,8 @@ class TokenPacker(Node[dict[str, Tensor]]):
         pad_id: The token to pad with; default ``eos_id``, or 0.
 
     Yields:
-        ``{"tokens": Tensor[seq_len]}``, with ``"labels"`` and ``"doc_ids"`` as asked for; freshly allocated.
+        ``{"tokens": Tensor[seq_len]}``, with ``"labels"`` and ``"doc_ids"`` as asked for; freshly allocated. Over a
+        ``Reader(provenance=True)`` also ``"provenance"``, a line for each document.
 
     Raises:
         ValueError: An argument is out of range, or there is no such column.
@@ -76,7 +78,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         self.column, self.seq_len, self.labels, self.doc_ids = column, seq_len, labels, doc_ids
         self.dtype, self.last, self.eos_id, self.bos_id = dtype, last, eos_id, bos_id
         self.pad_id = pad_id if pad_id is not None else eos_id or 0
-        self._numpy_dtype = _DTYPES[dtype]
+        self._numpy_dtype = DTYPES[dtype]
         self._stream = TokenStream(
             child.documents(column) or ColumnDocuments(child, column),
             BlockMaker(eos_id, bos_id, self._numpy_dtype),
@@ -96,11 +98,14 @@ class TokenPacker(Node[dict[str, Tensor]]):
         if self.doc_ids:
             ids = _document_ids(min(len(tokens), self.seq_len), ends)
             sample["doc_ids"] = self._tensor("doc_ids", ids, -1)
-        return sample
+        return with_provenance(sample, joined(self._stream.where)) if self._stream.where else sample
 
     def skip(self, num_samples: int) -> None:
         for _ in range(num_samples):
             self._draw()
+
+    def settle(self, position: View) -> bool:
+        return self.settle_within(position, 0)
 
     def parameters(self) -> dict[str, Any]:
         names = ("column", "seq_len", "eos_id", "bos_id", "labels", "doc_ids", "last", "pad_id")
@@ -138,7 +143,7 @@ def _document_ids(length: int, ends: list[int]) -> npt.NDArray[np.int64]:
 def _check(seq_len: int, dtype: torch.dtype, last: str) -> None:
     if seq_len < 1:
         raise ValueError(f"seq_len={seq_len}: give the tokens of a sample, at least 1.")
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype={dtype}: give one of {list(_DTYPES)}.")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype}: give one of {list(DTYPES)}.")
     if last not in ("drop", "pad"):
         raise ValueError(f"last={last!r}: give 'drop' or 'pad', for the last, partial sample of an epoch.")

@@ -11,6 +11,7 @@ from rescale_data.nodes.base import Node
 from rescale_data.nodes.documents import Documents
 from rescale_data.nodes.spans import Spans, block_bytes
 from rescale_data.order import FragmentOrder, ShardOrder, fragment_order, shard_sizes
+from rescale_data.provenance import with_provenance
 from rescale_data.shard import Shard
 from rescale_data.sources.cache import cache, owner_of
 from rescale_data.sources.dataset import MapStyle, as_source
@@ -44,22 +45,28 @@ class Reader(Node[Any]):
         shard: The logical shard to read.
         shuffle: `False`: the order of the files. A number: fragments are permuted, and so are the rows in windows of that
             many. `True`: windows of 1024 rows; map-style data is permuted as a whole.
+        provenance: Add ``"provenance"`` to each sample, a line that says which row of which file of which source it is.
+            `Map`, `Tokenize` and packers hand it on. The order stays the same, but packers read a row at a time.
 
     Yields:
         ``{column: value}`` of arrays, bytes, strings or numbers; from a map-style dataset, its own samples.
 
     Raises:
         ValueError: ``shuffle`` is no window, or the stream is endless and the shard owns no row.
+        TypeError: ``provenance`` of samples that are no dicts.
     """
 
     FIELDS: ClassVar[tuple[Field, ...]] = (Field(("epoch",)), Field(("row",)))
 
-    def __init__(self, source: Source | MapStyle, shard: Shard, *, shuffle: bool | int = True) -> None:
+    def __init__(
+        self, source: Source | MapStyle, shard: Shard, *, shuffle: bool | int = True, provenance: bool = False
+    ) -> None:
         super().__init__()
         self.reads = self.source = as_source(source)
         self.repeat = shard.repeat
-        self.shard = shard
+        self.shard = self.of_shard = shard
         self.shuffle = shuffle
+        self.provenance = provenance
         full = shuffle is True and self.source.fragments is None
         self.order = ShardOrder(
             num_rows=self.source.num_rows,
@@ -71,6 +78,7 @@ class Reader(Node[Any]):
         )
         self._size = self.order.size
         self._over = False
+        self._drawn = -1
         self._plan_key = (owner_of(self), "plan")
         self._source_key = owner_of(self.source)
         _refuse_empty(self.source, shard)
@@ -83,9 +91,10 @@ class Reader(Node[Any]):
         if self._over or row >= self._size:
             self._finish(epoch)
         plan = self.plan(epoch, row)
-        value = self.source.row(int(plan.rows[row - plan.first]))
+        self._drawn = index = int(plan.rows[row - plan.first])
+        value = self.source.row(index)
         self.position[1] = row + 1
-        return value
+        return with_provenance(value, self.locate()) if self.provenance else value
 
     def skip(self, num_samples: int) -> None:
         epoch, row = self.position
@@ -102,7 +111,7 @@ class Reader(Node[Any]):
         return plan
 
     def documents(self, column: str) -> Documents | None:
-        if not isinstance(self.source, TokenSource):
+        if self.provenance or not isinstance(self.source, TokenSource):
             return None
         num_bytes = block_bytes(self.source.cache_bytes, self.shard.num_logical_shards)
         return Spans(self.source, column, self, num_bytes)
@@ -124,6 +133,9 @@ class Reader(Node[Any]):
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
         sizes = shard_sizes(shards, self.source.num_rows, self.shard.num_logical_shards)
         return sizes - rows[:, 1], np.stack([rows[:, 0] + 1, np.zeros_like(shards)], axis=1)
+
+    def locate(self) -> str:
+        return f"{self.source.name}: {self.source.locate(self._drawn)}" if self._drawn >= 0 else ""
 
     def parameters(self) -> dict[str, Any]:
         return {"shuffle": "full" if self.order.full else self.order.window}

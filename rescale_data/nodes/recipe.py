@@ -21,6 +21,8 @@ SAMPLES, DEALT, FIRST_SLOT = 0, 1, 2  # columns of the table: two of the loader'
 OWN_FIELDS = (Field(("samples",)), Field(("dealt",)))
 STAMP = Field(("stamp",))
 UNDEALT = -1
+STRINGS = ("sources", "pipeline", "fields")
+"""What `Schema` says in JSON, part of a state under these names."""
 
 
 @dataclass(frozen=True)

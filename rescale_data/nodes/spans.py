@@ -75,6 +75,12 @@ class Spans:
     def advance(self, position: memoryview, num_documents: int) -> None:
         position[1] += num_documents
 
+    def settle(self, position: memoryview) -> None:
+        pass
+
+    def where(self) -> None:
+        return None
+
     def turn(self, position: memoryview) -> None:
         position[0], position[1] = position[0] + 1, 0
 

@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from rescale_data.clock import Clock
 from rescale_data.errors import DataStateError
+from rescale_data.nodes.change import Fitted, fit, settle, without_free
 from rescale_data.nodes.differences import differences
-from rescale_data.nodes.recipe import DEALT, SAMPLES, STAMP, UNDEALT
+from rescale_data.nodes.recipe import DEALT, SAMPLES, STAMP, STRINGS, UNDEALT
 from rescale_data.nodes.stream import Stream
 from rescale_data.state import Ints, from_tensors, to_tensors
 
@@ -37,7 +38,6 @@ INTS = (
     "seed",
     "version",
 )
-STRINGS = ("sources", "pipeline", "fields")
 
 
 def state_dict(stream: Stream) -> dict[str, Any]:
@@ -84,8 +84,12 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
         raise DataStateError(
             f"The state lacks {missing}. Give what loader.state_dict() returned, or DCP loaded into it."
         )
-    require_fit(state, header(stream))
+    fitted = require_fit(stream, state)
+    changed = state["pipeline"] != stream.schema.pipeline_json
+    state = fitted.state
     table = _table(stream, state["shards"], int(state["samples"]))
+    if changed:
+        _report(stream, fitted, settle(stream.schema, table))
     saved = (int(state["global_batch_size"]), int(state["dp_world_size"]), int(state["micro_batch_size"]))
     clock = Clock(**{name: int(state[name]) for name in ("samples", "origin", "step", "epoch")})
     loaded = clock.loaded(saved, stream.layout)
@@ -124,8 +128,13 @@ def header(stream: Stream) -> dict[str, Any]:
     }
 
 
-def require_fit(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """``DataStateError`` where a state belongs to another run: format, N, seed, fields, sources or pipeline."""
+def require_fit(stream: Stream, saved: Mapping[str, Any]) -> Fitted:
+    """``DataStateError`` where a state belongs to another run: format, N, seed, fields, sources or pipeline.
+
+    Returns:
+        The state as the pipeline of now would have saved it.
+    """
+    now = header(stream)
     if saved["version"] != now["version"]:
         raise DataStateError(
             f"The state has format version {saved['version']}, this rescale_data reads version {now['version']}. Load it with "
@@ -136,10 +145,15 @@ def require_fit(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             raise DataStateError(
                 f"The state was saved with {name}={saved[name]}, the loader has {name}={now[name]}. {cure}"
             )
+    fitted = fit(stream.schema, saved)
     for name, cure in _DESCRIBED.items():
-        found = differences(saved[name], now[name])
+        documents = fitted.state[name], now[name]
+        if name == "pipeline" and documents[0] != documents[1]:
+            documents = tuple(without_free(stream.schema, document) for document in documents)
+        found = differences(*documents)
         if found:
             raise DataStateError(f"The {name} differ from those of the checkpoint: {'; '.join(found)}. {cure}")
+    return fitted
 
 
 _FIXED = {
@@ -206,3 +220,23 @@ def _whole(tensor: Any) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise DataStateError(f"A field of the state is a {type(tensor).__name__}, not a tensor.")
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _report(stream: Stream, fitted: Fitted, num_begun_again: int) -> None:
+    if fitted.added or fitted.removed:
+        stream.ranks.log(
+            logging.WARNING,
+            "The pipeline has changed since the state was saved. These sources begin with their first row: %s. These are gone, "
+            "with their positions: %s.",
+            [child.name for child in fitted.added],
+            [child.name for child in fitted.removed],
+        )
+    if num_begun_again:
+        stream.ranks.log(
+            logging.WARNING,
+            "%d of %d logical shards were within a document or window that they cannot go on in without the sources that are "
+            "gone: they begin it again, so some documents are repeated. To avoid this give a source weight 0, train on until "
+            "those windows have passed, and remove it then.",
+            num_begun_again,
+            stream.layout.num_logical_shards,
+        )

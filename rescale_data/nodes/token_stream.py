@@ -35,6 +35,8 @@ class TokenStream:
         self._documents, self._maker = documents, maker
         self._repeat, self._with_ends = repeat, with_ends
         self._key = (owner_of(self), "block")
+        self.where: list[str] = []
+        """Where the documents of the run that was taken last come from, where that is asked for."""
 
     def bind(self, position: memoryview) -> None:
         """Go on from ``position``, and keep it up to date."""
@@ -48,7 +50,7 @@ class TokenStream:
         """The next tokens, and behind them some of those that follow, which are not consumed; less where the epoch ends."""
         start = self._at
         block: Block | None = cache().get(self._key) if start >= 0 else None
-        if block is None or start + num_tokens + num_ahead > len(block.tokens):
+        if block is None or block.where is not None or start + num_tokens + num_ahead > len(block.tokens):
             return self._gather(num_tokens, num_ahead)
         ends = block.ends_between(start, start + num_tokens) if self._with_ends else _NO_ENDS
         self._move(block, start + num_tokens)
@@ -63,12 +65,15 @@ class TokenStream:
     def _gather(self, num_tokens: int, num_ahead: int) -> Run:
         parts: list[TokenArray] = []
         ends: list[int] = []
+        self.where = []
         length = 0
         while length < num_tokens and (block := self._block()) is not None:
             start, stop = self._at, min(self._at + num_tokens - length, len(block.tokens))
             parts.append(block.tokens[start:stop])
             ends += [length + end for end in block.ends_between(start, stop)]
             length += stop - start
+            if block.where is not None:
+                self.where.append(block.where)
             self._move(block, stop)
         if length == num_tokens and num_ahead and (block := self._block()) is not None:
             parts.append(block.tokens[self._at : self._at + num_ahead])
@@ -91,8 +96,10 @@ class TokenStream:
     def _load(self) -> Block | None:
         turns = 0
         while turns <= _SILENT_EPOCHS:
+            if not self._position[0]:
+                self._documents.settle(self._bookmark)
             documents = self._documents.read(self._bookmark)
-            if documents and (block := self._maker.make(documents)).ends[-1]:
+            if documents and (block := self._maker.make(documents, self._documents.where())).ends[-1]:
                 cache().put(self._key, block)
                 self._at, self._document = self._position[0], 0
                 return block

@@ -1,0 +1,1 @@
+"""What the mixture example needs besides its pipeline: two corpora and a tokenizer."""

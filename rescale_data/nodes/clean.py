@@ -1,0 +1,200 @@
+"""`CleanDocuments`: what tokenized corpora need before they are packed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rescale_data.nodes.base import BaseNode, Node, View, copy_of
+from rescale_data.nodes.column import integers
+from rescale_data.nodes.documents import Documents
+from rescale_data.state import Field, Ints
+
+_PIECE, _SHORT = 0, 1
+
+
+@dataclass(frozen=True)
+class Cleaning:
+    """What is left of a document, in one piece or several.
+
+    Args:
+        strip: Tokens that are taken off at both ends.
+        min_length: What is then shorter is left out.
+        max_length: What is longer comes in pieces of so many, the last one of what is left; `None` for one piece.
+    """
+
+    strip: frozenset[int]
+    min_length: int
+    max_length: int | None
+
+    def pieces(self, tokens: Sequence[int]) -> list[slice]:
+        """Where they lie in the document."""
+        start, stop = 0, len(tokens)
+        while start < stop and int(tokens[start]) in self.strip:
+            start += 1
+        while start < stop and int(tokens[stop - 1]) in self.strip:
+            stop -= 1
+        if stop - start < self.min_length:
+            return []
+        step = self.max_length or max(1, stop - start)
+        return [slice(first, min(first + step, stop)) for first in range(start, max(stop, start + 1), step)]
+
+
+class CleanDocuments(Node[dict[str, Any]]):
+    """Documents without given tokens at their ends, without the short ones, and with the long ones in pieces.
+
+    Over a `Reader` and below a packer, documents are cleaned many at a time. The position is that of the source at the
+    document of the next piece, and which piece that is.
+
+    Args:
+        source: A node whose samples hold tokens under ``column``.
+        column: Which.
+        strip: Token ids to take off at both ends of a document, such as a BOS or EOS that the packer puts there itself.
+        min_length: Documents with fewer tokens are left out and counted (``short_documents``).
+        max_length: Longer documents are yielded in pieces of so many tokens, the last one of what is left. Every piece keeps
+            the other columns.
+
+    Raises:
+        ValueError: Lengths out of range, a sample without that column.
+        TypeError: The column does not hold lists of integers.
+    """
+
+    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("piece",)), Field(("short",)))
+    READS_AHEAD: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        source: BaseNode[Any],
+        column: str,
+        *,
+        strip: Sequence[int] = (),
+        min_length: int = 1,
+        max_length: int | None = None,
+    ) -> None:
+        if min_length < 0 or (max_length is not None and max_length < max(1, min_length)):
+            raise ValueError(
+                f"min_length={min_length}, max_length={max_length}: give at least 0, and None or at least min_length and 1."
+            )
+        super().__init__(source=source)
+        self.column = column
+        self.cleaning = Cleaning(frozenset(int(token) for token in strip), min_length, max_length)
+        self._source = self.children["source"]
+
+    def seek(self) -> None:
+        self._bookmark = self.bookmark("source")
+        self._pieces: list[slice] | None = None
+        self._over = False
+
+    def next(self) -> dict[str, Any]:
+        while not self._over:
+            pieces = self._open()
+            piece = self.position[_PIECE]
+            if piece + 1 >= len(pieces):
+                self._go_on()
+            else:
+                self.position[_PIECE] = piece + 1
+            if piece < len(pieces):
+                return {**self._sample, self.column: self._tokens[pieces[piece]]}
+        raise StopIteration
+
+    def settle(self, position: View) -> bool:
+        return self.settle_within(position, _PIECE)
+
+    def documents(self, column: str) -> Documents | None:
+        inner = self._source.documents(column) if column == self.column else None
+        return None if inner is None else CleanedDocuments(inner, self.cleaning)
+
+    def parameters(self) -> dict[str, Any]:
+        return {
+            "column": self.column,
+            "strip": sorted(self.cleaning.strip),
+            "min_length": self.cleaning.min_length,
+            "max_length": self.cleaning.max_length,
+        }
+
+    def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
+        return {"short_documents": float(rows[:, _SHORT].sum())}
+
+    def _open(self) -> list[slice]:
+        """The pieces of the document at the bookmark; none where it is too short, or the epoch has ended."""
+        if self._pieces is None:
+            if not (self.reread or self.position[_PIECE]):
+                self._source.settle(self._bookmark)
+            if self._source.position != self._bookmark:
+                self._source.position[:] = self._bookmark
+                self._source.bind(self._source.position)
+            try:
+                self._sample = next(self._source)
+            except StopIteration:
+                self._over = True
+                return []
+            self._tokens = integers(self._sample, self.column, type(self).__name__)
+            self._pieces = self.cleaning.pieces(self._tokens.data)
+            self.position[_SHORT] += not self._pieces
+        return self._pieces
+
+    def _go_on(self) -> None:
+        self._bookmark[:] = self._source.position
+        self.position[_PIECE] = 0
+        self._pieces = None
+
+
+class CleanedDocuments:
+    """The pieces of documents as `Documents`; positions are those of `CleanDocuments`, (piece, short, *source)."""
+
+    def __init__(self, documents: Documents, cleaning: Cleaning) -> None:
+        self._documents, self._cleaning = documents, cleaning
+
+    def read(self, position: memoryview) -> list[memoryview]:
+        self._start = copy_of(position[2:])
+        self._advanced = 0
+        passed = self._num_short = 0  # of documents before those that are returned
+        while documents := self._documents.read(self._start):
+            found = self._cut(documents, position[_PIECE] if not passed else 0)
+            if found:
+                return found
+            passed += len(documents)
+            self._num_short += len(documents)
+            self._documents.advance(self._start, len(documents))
+        return []
+
+    def advance(self, position: memoryview, num_documents: int) -> None:
+        self._advanced += num_documents
+        num_read, piece, num_short = self._after[self._advanced - 1]
+        source = position[2:]
+        source[:] = self._start
+        if num_read:
+            self._documents.advance(source, num_read)
+        position[_PIECE] = piece
+        position[_SHORT] += num_short - self._counted
+        self._counted = num_short
+
+    def settle(self, position: memoryview) -> None:
+        if not position[_PIECE]:
+            self._documents.settle(position[2:])
+
+    def where(self) -> str | None:
+        return self._documents.where()
+
+    def turn(self, position: memoryview) -> None:
+        source = position[2:]
+        source[:] = self._start
+        self._documents.turn(source)
+        position[_PIECE] = 0
+        position[_SHORT] += self._num_short
+
+    def _cut(self, documents: list[memoryview], first_piece: int) -> list[memoryview]:
+        """The pieces of documents, and where to go on after each: documents read, piece of the next, short ones passed."""
+        cut: list[memoryview] = []
+        self._after: list[tuple[int, int, int]] = []
+        self._counted, num_short = 0, self._num_short
+        for number, document in enumerate(documents):
+            pieces = self._cleaning.pieces(document)
+            num_short += not pieces
+            begin = first_piece if not number else 0
+            for piece in range(begin, len(pieces)):
+                cut.append(document[pieces[piece]])
+                last = piece + 1 == len(pieces)
+                self._after.append((number + last, 0 if last else piece + 1, num_short))
+        return cut

@@ -1,0 +1,54 @@
+"""`Map`: a function of each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from rescale_data.nodes.base import BaseNode, Node
+from rescale_data.nodes.counted import epoch_end_of_source
+from rescale_data.nodes.guard import Guard, OnError
+from rescale_data.provenance import carried
+from rescale_data.state import Field, Ints
+
+
+class Map(Node[Any]):
+    """``fn`` of each sample.
+
+    The function itself is not compared when a state is loaded: another one makes other samples of the same rows.
+
+    Args:
+        source: A node.
+        fn: From a sample to a sample, without a memory of its own. An error in it names the row.
+        on_error: "raise", or "skip": leave out samples for which ``fn`` raises, log and count them (``skipped_rows``).
+            The number of samples of an epoch is then unknown.
+    """
+
+    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("skipped",)),)
+
+    def __init__(self, source: BaseNode[Any], fn: Callable[[Any], Any], *, on_error: OnError = "raise") -> None:
+        super().__init__(source=source)
+        self.fn = fn
+        self._source = self.children["source"]
+        self._guard = Guard(self, on_error)
+
+    def next(self) -> Any:
+        while True:
+            sample = next(self._source)
+            try:
+                return carried(sample, self.fn(sample))
+            except Exception as error:
+                self._guard.caught(error, self.locate(), self.position[0])
+                self.position[0] += 1
+
+    def skip(self, num_samples: int) -> None:
+        if self._guard.skips:
+            super().skip(num_samples)
+        else:
+            self._source.skip(num_samples)
+
+    def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
+        return None if self._guard.skips else epoch_end_of_source(self, rows, shards)
+
+    def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
+        return {"skipped_rows": float(rows[:, 0].sum())}

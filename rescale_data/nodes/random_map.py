@@ -1,0 +1,81 @@
+"""`RandomMap`: a function of each sample and a random generator that belongs to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+
+from rescale_data.nodes.base import BaseNode, Node
+from rescale_data.nodes.counted import epoch_end_of_source
+from rescale_data.nodes.guard import Guard, OnError
+from rescale_data.nodes.shard_of import shard_of
+from rescale_data.order import generator
+from rescale_data.provenance import carried
+from rescale_data.shard import Shard
+from rescale_data.state import Field, Ints
+
+
+class RandomMap(Node[Any]):
+    """``fn(sample, rng)`` of each sample: augmentation that is the same at any topology and after any resume.
+
+    The generator is made anew for each sample, from the seed, the logical shard and the position of the source (epoch and
+    row) at the sample: nothing random is state. Its raw stream is the same in every version of NumPy; what the methods of
+    `numpy.random.Generator` make of it may change with NumPy.
+
+    Args:
+        source: A node.
+        fn: From a sample and a `numpy.random.Generator` to a sample. It draws from nothing else.
+        label: Tells this node from others that see the same positions, as in the branches of a mixture, which else draw
+            alike. One RandomMap over another is told apart by itself.
+        shard: Default: that of the `Reader` below.
+        on_error: As in `Map`.
+
+    Raises:
+        ValueError: No node below reads a logical shard, and none is given.
+    """
+
+    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("skipped",)),)
+
+    def __init__(
+        self,
+        source: BaseNode[Any],
+        fn: Callable[[Any, np.random.Generator], Any],
+        *,
+        label: str = "",
+        shard: Shard | None = None,
+        on_error: OnError = "raise",
+    ) -> None:
+        super().__init__(source=source)
+        self.fn, self.label = fn, label
+        self._source = self.children["source"]
+        shard = shard_of(self._source, shard)
+        depth = sum(isinstance(node, RandomMap) for _, node in self._source.walk())
+        self._key = (shard.seed, shard.index, depth)
+        self._guard = Guard(self, on_error)
+
+    def next(self) -> Any:
+        while True:
+            rng = generator(f"random_map/{self.label}", *self._key, *self._source.position)
+            sample = next(self._source)
+            try:
+                return carried(sample, self.fn(sample, rng))
+            except Exception as error:
+                self._guard.caught(error, self.locate(), self.position[0])
+                self.position[0] += 1
+
+    def skip(self, num_samples: int) -> None:
+        if self._guard.skips:
+            super().skip(num_samples)
+        else:
+            self._source.skip(num_samples)
+
+    def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
+        return None if self._guard.skips else epoch_end_of_source(self, rows, shards)
+
+    def parameters(self) -> dict[str, Any]:
+        return {"label": self.label}
+
+    def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
+        return {"skipped_rows": float(rows[:, 0].sum())}

@@ -1,0 +1,229 @@
+"""`Tokenize`: text to tokens, many documents at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from rescale_data.nodes.base import BaseNode, Node, View, copy_of
+from rescale_data.nodes.counted import epoch_end_of_source
+from rescale_data.nodes.guard import Guard, OnError
+from rescale_data.sources.cache import cache, owner_of
+from rescale_data.state import Field, Ints
+
+Tokenizer: TypeAlias = Callable[[list[str]], Sequence[Any]]
+Tokens: TypeAlias = npt.NDArray[np.integer[Any]]
+
+_BYTES_OF_A_SAMPLE = 512
+
+_PROBE = ["Tokens of 2 texts, to know a tokenizer by: naïve façade, 東京, x = [1.5e-3];\n\t", " 'a' \"b\" <c/> #d"]
+
+
+class _Mark(Enum):
+    FAILED = 1
+    END = 2
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples that were made together, or why there is none, each with the position of the source after it."""
+
+    entries: list[tuple[dict[str, Any] | _Mark, View]]
+    nbytes: int
+
+
+class Tokenize(Node[dict[str, Any]]):
+    """Samples with the tokens of their text in place of the text.
+
+    The tokenizer is given the texts of up to ``batch_size`` samples at a time, which must not make a difference: the
+    tokens of a text depend on that text alone. The position is that of the source after the sample that was yielded last; so
+    a packer that resumes within a document has that one tokenized again and no other that has been used.
+
+    A state knows the tokenizer by its tokens of a short text, so that a changed one is an error.
+
+    Args:
+        source: A node whose samples hold a string under ``column``.
+        tokenizer: From a list of strings to as many sequences of token ids. For Hugging Face tokenizers a function that returns
+            ``[e.ids for e in tokenizer.encode_batch(texts)]``, for tiktoken ``encoding.encode_ordinary_batch``.
+        column: Of the text; it is left out of what is yielded.
+        into: The column of the tokens, an ``int64`` array.
+        batch_size: Texts at a time. What has been made and not yielded lies in the process's cache.
+        on_error: "raise", or "skip": leave out texts for which the tokenizer raises, log and count them (``skipped_rows``).
+
+    Raises:
+        ValueError: A sample without such a column; a tokenizer that returns another number of sequences.
+    """
+
+    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("skipped",)),)
+    READS_AHEAD: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        source: BaseNode[Any],
+        tokenizer: Tokenizer,
+        column: str,
+        *,
+        into: str = "tokens",
+        batch_size: int = 32,
+        on_error: OnError = "raise",
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: give the number of texts to tokenize at a time, at least 1.")
+        super().__init__(source=source)
+        self.tokenizer, self.column, self.into, self.batch_size = tokenizer, column, into, batch_size
+        self._source = self.children["source"]
+        self._guard = Guard(self, on_error)
+        self._key = (owner_of(self), "batch")
+
+    def seek(self) -> None:
+        self._bookmark = self.bookmark("source")
+        self._at = -1  # in the cached batch; -1 before there is one
+        self._over = False
+
+    def next(self) -> dict[str, Any]:
+        while not self._over:
+            sample, after = self._entry()
+            self._bookmark[:] = after
+            if sample is _Mark.END:
+                self._over = True
+            elif sample is _Mark.FAILED:
+                self.position[0] += 1
+            else:
+                return sample
+        raise StopIteration
+
+    def skip(self, num_samples: int) -> None:
+        if self._guard.skips:
+            return super().skip(num_samples)
+        self._rewind(self._bookmark)
+        self._at = -1
+        try:
+            self._source.skip(num_samples)
+        except StopIteration:
+            self._over = True
+            raise
+        finally:
+            self._bookmark[:] = self._source.position
+        return None
+
+    def settle(self, position: View) -> bool:
+        return self._source.settle(position[self._slots("source")])
+
+    def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
+        return None if self._guard.skips else epoch_end_of_source(self, rows, shards)
+
+    def parameters(self) -> dict[str, Any]:
+        return {"column": self.column, "into": self.into, "tokenizer": self._fingerprint()}
+
+    def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
+        return {"skipped_rows": float(rows[:, 0].sum())}
+
+    def _entry(self) -> tuple[dict[str, Any] | _Mark, View]:
+        batch: Batch | None = cache().get(self._key) if self._at >= 0 else None
+        if batch is None or self._at == len(batch.entries):
+            batch, self._at = self._load(), 0
+            cache().put(self._key, batch)
+        self._at += 1
+        return batch.entries[self._at - 1]
+
+    def _load(self) -> Batch:
+        """What comes after the sample that was yielded last."""
+        if self._source.position != self._bookmark:
+            self._rewind(self._bookmark)
+        samples: list[Any] = []
+        after: list[View] = []
+        while len(after) < self.batch_size and len(samples) == len(after):
+            with suppress(StopIteration):
+                samples.append(next(self._source))
+            after.append(copy_of(self._source.position))
+        tokens = self._tokenize([self._text(sample) for sample in samples], after)
+        made = [self._sample(*pair) for pair in zip(samples, tokens, strict=True)]
+        entries = list(zip([*made, _Mark.END], after, strict=False))
+        return Batch(entries, sum(_BYTES_OF_A_SAMPLE + ids.nbytes for ids in tokens if ids is not None))
+
+    def _tokenize(self, texts: list[str], after: list[View]) -> Sequence[Tokens | None]:
+        if not texts:
+            return []
+        try:
+            tokens = self.tokenizer(texts)
+        except Exception:
+            return self._one_by_one(texts, after)
+        return _checked(tokens, len(texts))
+
+    def _one_by_one(self, texts: list[str], after: list[View]) -> list[Tokens | None]:
+        """To find which of the texts the tokenizer raises for."""
+        found: list[Tokens | None] = []
+        num_failed = self.position[0]
+        for i, text in enumerate(texts):
+            try:
+                tokens = self.tokenizer([text])
+            except Exception as error:
+                where = self._locate(after[i - 1] if i else self._bookmark, after[len(texts) - 1])
+                self._guard.caught(error, where, num_failed)
+                num_failed += 1
+                found.append(None)
+                continue
+            found += _checked(tokens, 1)
+        return found
+
+    def _text(self, sample: Any) -> str:
+        text = sample.get(self.column) if isinstance(sample, Mapping) else None
+        if not isinstance(text, str):
+            given = f"the keys {list(sample)}" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
+            raise ValueError(
+                f"Tokenize(column={self.column!r}) was given a sample with {given}, and under that key a "
+                f"{type(text).__name__}. Yield dicts with a string there."
+            )
+        return text
+
+    def _sample(self, sample: Mapping[str, Any], tokens: Tokens | None) -> dict[str, Any] | _Mark:
+        if tokens is None:
+            return _Mark.FAILED
+        return {**{key: value for key, value in sample.items() if key != self.column}, self.into: tokens}
+
+    def _locate(self, before: View, then: View) -> str:
+        """Where the sample after a position comes from; the source is moved there and on to ``then``."""
+        self._rewind(before)
+        next(self._source)
+        where = self._source.locate()
+        self._rewind(then)
+        return where
+
+    def _rewind(self, position: View) -> None:
+        self._source.position[:] = position
+        self._source.bind(self._source.position)
+
+    def _fingerprint(self) -> str:
+        try:
+            tokens = _checked(self.tokenizer(list(_PROBE)), len(_PROBE))
+        except Exception:  # a tokenizer of something else than text
+            return "unknown"
+        return hashlib.blake2b(repr([ids.tolist() for ids in tokens]).encode(), digest_size=8).hexdigest()
+
+
+def _checked(tokens: Sequence[Any], num_texts: int) -> list[Tokens]:
+    if len(tokens) != num_texts:
+        raise ValueError(
+            f"The tokenizer returned {len(tokens)} values for {num_texts} texts. Give a function from a list of strings to a "
+            f"list of as many lists of token ids."
+        )
+    return [_integers(ids) for ids in tokens]
+
+
+def _integers(ids: Any) -> Tokens:
+    array = np.asarray(ids)
+    if array.ndim == 1 and not len(array):
+        return np.zeros(0, dtype=np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise TypeError(
+            f"The tokenizer returned a {type(ids).__name__} for a text: give a list of token ids. Of Hugging Face encodings "
+            f"those are the .ids."
+        )
+    return array

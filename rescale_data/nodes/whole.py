@@ -1,0 +1,282 @@
+"""`WholeDocumentPacker`: samples of documents that are not cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rescale_data.bins import best_fit
+from rescale_data.errors import DataStateError
+from rescale_data.nodes.base import Node, View, copy_of
+from rescale_data.nodes.block import Block, BlockMaker, TokenArray
+from rescale_data.nodes.column import ColumnDocuments
+from rescale_data.nodes.packer import DTYPES, IGNORED
+from rescale_data.provenance import joined, with_provenance
+from rescale_data.shelf import shelf
+from rescale_data.sources.cache import cache, owner_of
+from rescale_data.state import Field, Ints
+
+Long: TypeAlias = Literal["split", "truncate", "drop"]
+
+_EMITTED, _PADDING, _LONG, _NUM_OWN = 0, 1, 2, 3
+_COUNTED = {"split": "split_documents", "truncate": "truncated_documents", "drop": "dropped_documents"}
+_SILENT_EPOCHS = 2
+_BYTES_OF_A_PIECE = 250
+
+
+@dataclass(frozen=True)
+class Window:
+    """Some documents in a row, and which of them share a sample.
+
+    Args:
+        tokens: Of all of them, end to end.
+        pieces: Where each lies in ``tokens``, and its number.
+        bins: The pieces of each sample.
+        used: How many tokens each sample has.
+        num_long: Documents longer than a sample.
+        after: The position of the source after them.
+        where: Where each document comes from, where that is asked for.
+    """
+
+    tokens: TokenArray
+    pieces: list[tuple[int, int, int]]
+    bins: list[list[int]]
+    used: list[int]
+    num_long: int
+    after: View
+    where: list[str]
+
+    @property
+    def nbytes(self) -> int:
+        return self.tokens.nbytes + _BYTES_OF_A_PIECE * (len(self.pieces) + len(self.where))
+
+
+class WholeDocumentPacker(Node[dict[str, Any]]):
+    """Documents, each whole, packed by best fit into samples of ``seq_len`` tokens.
+
+    Documents are taken in windows of ``window``; those of one window share samples among themselves, and the rest of a sample
+    is padding. The position is that of the source at the beginning of the window and the samples of it that have been yielded:
+    who resumes reads the window again. A window lies in the process's cache; a larger one pads less, and takes more to resume.
+
+    Args:
+        source: A node whose samples hold the tokens of a document under ``column``.
+        column: Which.
+        seq_len: Tokens of a sample.
+        eos_id: Put after each document, and counted in its length; `None` for nothing.
+        bos_id: Put before each document.
+        window: Documents that are packed together.
+        long: Of documents longer than ``seq_len``: "split" into several of that length and a rest, "truncate" to their first
+            tokens, or "drop". They are counted: ``split_documents``, ``truncated_documents`` or ``dropped_documents``.
+        labels: Add ``"labels"``: the next token of the same document, -100 where there is none.
+        dtype: ``torch.int64`` or ``torch.int32``, of all but the loss mask and the cumulative lengths.
+        max_documents: Of one sample; default 64, or a 32nd of ``seq_len`` if that is more.
+        pad_id: The token to pad with; default ``eos_id``, or 0.
+
+    Yields:
+        | ``"tokens": Tensor[seq_len]``
+        | ``"positions": Tensor[seq_len]``, of each token in its document, 0 where padded
+        | ``"doc_ids": Tensor[seq_len]``, 0 for the first document of the sample, 1 for the second, ..., -1 where padded
+        | ``"loss_mask": Bool[seq_len]``, whether the next token is of the same document
+        | ``"cu_seqlens": Int32[max_documents + 2]``: 0, the end of each document, and ``seq_len`` from there on, so what is
+          padded counts as a sequence; `rescale_data.flat_cu_seqlens` makes of a batch what flash attention takes
+
+        Over a ``Reader(provenance=True)`` also ``"provenance"``, a line for each document.
+
+    Raises:
+        ValueError: An argument is out of range, or there is no such column.
+        TypeError: The column does not hold lists of integers.
+        DataStateError: Two whole epochs of an endless stream had no token.
+    """
+
+    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("emitted",)), Field(("padding",)), Field(("long",)))
+    READS_AHEAD: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        source: Node[Any],
+        *,
+        column: str,
+        seq_len: int,
+        eos_id: int | None = None,
+        bos_id: int | None = None,
+        window: int = 256,
+        long: Long = "split",
+        labels: bool = False,
+        dtype: torch.dtype = torch.int64,
+        max_documents: int | None = None,
+        pad_id: int | None = None,
+    ) -> None:
+        self.max_documents = max(64, seq_len // 32) if max_documents is None else max_documents
+        _check(seq_len, window, self.max_documents, long, dtype)
+        super().__init__(source=source)
+        self.column, self.seq_len, self.eos_id, self.bos_id, self.window = column, seq_len, eos_id, bos_id, window
+        self.long, self.labels, self.dtype = long, labels, dtype
+        self.pad_id = pad_id if pad_id is not None else eos_id or 0
+        self._numpy_dtype = DTYPES[dtype]
+        child = self.children["source"]
+        self._documents = child.documents(column) or ColumnDocuments(child, column)
+        self._maker = BlockMaker(eos_id, bos_id, self._numpy_dtype)
+        self._repeat = any(node.repeat for _, node in child.walk())
+        self._key = (owner_of(self), "window")
+
+    def seek(self) -> None:
+        self._bookmark = self.bookmark("source")
+        self._read = False  # whether the cached window is the one at the bookmark
+        self._over = False
+
+    def next(self) -> dict[str, Any]:
+        window = self._window()
+        number = self.position[_EMITTED]
+        self._go_on(window)
+        return self._sample(window, window.bins[number], window.used[number])
+
+    def skip(self, num_samples: int) -> None:
+        for _ in range(num_samples):
+            self._go_on(self._window())
+
+    def settle(self, position: View) -> bool:
+        return self.settle_within(position, _EMITTED)
+
+    def parameters(self) -> dict[str, Any]:
+        names = ("column", "seq_len", "eos_id", "bos_id", "window", "long", "labels", "max_documents", "pad_id")
+        return {**{name: getattr(self, name) for name in names}, "dtype": str(self.dtype)}
+
+    def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
+        names = "+".join(sorted({node.reads.name for _, node in self.walk() if node.reads is not None}))
+        total, padding = float(samples.sum()) * self.seq_len, float(rows[:, _PADDING].sum())
+        return {
+            f"tokens/{names}": total - padding,
+            f"padding_share/{names}": padding / total if total else 0.0,
+            _COUNTED[self.long]: float(rows[:, _LONG].sum()),
+        }
+
+    # Windows
+
+    def _window(self) -> Window:
+        """The window of the next sample; ends the epoch if need be."""
+        window: Window | None = cache().get(self._key) if self._read else None
+        num_turns = 0
+        while window is None and not self._over:
+            window = self._pack()
+            if window is None:
+                self._documents.turn(self._bookmark)
+                num_turns += 1
+                self._over = not self._repeat
+            elif not window.bins:
+                self._leave(window)
+                window = None
+            if num_turns > _SILENT_EPOCHS:
+                raise DataStateError(
+                    f"A logical shard had no token in {_SILENT_EPOCHS} whole epochs: its documents are empty, filtered out or "
+                    f"dropped. Check the column and the filters, or give fewer logical shards."
+                )
+        if window is None:
+            raise StopIteration
+        if not self._read:
+            cache().put(self._key, window)
+            self._read = True
+        return window
+
+    def _go_on(self, window: Window) -> None:
+        number = self.position[_EMITTED]
+        self.position[_PADDING] += self.seq_len - window.used[number]
+        self.position[_EMITTED] = number + 1
+        if number + 1 == len(window.bins):
+            self._leave(window)
+
+    def _leave(self, window: Window) -> None:
+        self._bookmark[:] = window.after
+        self.position[_EMITTED] = 0
+        self.position[_LONG] += window.num_long
+        self._read = False
+
+    def _pack(self) -> Window | None:
+        """The window at the bookmark; `None` where the epoch has ended."""
+        if not self.position[_EMITTED]:
+            self._documents.settle(self._bookmark)
+        position = copy_of(self._bookmark)
+        blocks = self._blocks(position)
+        if not blocks:
+            return None
+        dtypes = {block.tokens.dtype for block in blocks}
+        dtype = dtypes.pop() if len(dtypes) == 1 else self._numpy_dtype
+        tokens = np.concatenate([block.tokens for block in blocks], dtype=dtype, casting="unsafe")
+        starts = np.cumsum([0, *(len(block.tokens) for block in blocks)]).tolist()
+        ends = [start + end for start, block in zip(starts, blocks, strict=False) for end in block.ends]
+        bounds = list(zip([0, *ends[:-1]], ends, range(len(ends)), strict=True))
+        pieces = [piece for document in bounds for piece in self._pieces(*document)]
+        bins = best_fit([stop - start for start, stop, _ in pieces], self.seq_len, self.max_documents)
+        used = [sum(pieces[i][1] - pieces[i][0] for i in items) for items in bins]
+        num_long = sum(stop - start > self.seq_len for start, stop, _ in bounds)
+        where = [block.where for block in blocks if block.where is not None]
+        return Window(tokens, pieces, bins, used, num_long, position, where)
+
+    def _blocks(self, position: View) -> list[Block]:
+        """The documents of a window from a position on, which moves behind them."""
+        blocks: list[Block] = []
+        left = self.window
+        while left and (documents := self._documents.read(position)[:left]):
+            blocks.append(self._maker.make(documents, self._documents.where()))
+            self._documents.advance(position, len(documents))
+            left -= len(documents)
+        return blocks
+
+    def _pieces(self, start: int, stop: int, document: int) -> list[tuple[int, int, int]]:
+        """What is packed of a document."""
+        step = self.seq_len
+        if stop - start <= step:
+            return [(start, stop, document)] if stop > start else []
+        if self.long == "split":
+            return [(first, min(first + step, stop), document) for first in range(start, stop, step)]
+        return [(start, start + step, document)] if self.long == "truncate" else []
+
+    # Samples
+
+    def _sample(self, window: Window, items: list[int], used: int) -> dict[str, Any]:
+        pieces = [window.pieces[item] for item in items]
+        lengths = np.array([stop - start for start, stop, _ in pieces])
+        ends = np.cumsum(lengths)
+        tokens = np.concatenate([window.tokens[start:stop] for start, stop, _ in pieces])
+        last = np.zeros(used, dtype=np.bool_)
+        last[ends - 1] = True
+        sample: dict[str, Any] = {
+            "tokens": self._put("tokens", tokens, self.pad_id),
+            "positions": self._put("positions", np.arange(used) - np.repeat(ends - lengths, lengths), 0),
+            "doc_ids": self._put("doc_ids", np.repeat(np.arange(len(items)), lengths), -1),
+            "loss_mask": self._put("loss_mask", ~last, fill=False, dtype=np.dtype(np.bool_)),
+            "cu_seqlens": self._cu_seqlens(ends),
+        }
+        if self.labels:
+            following = np.where(last, IGNORED, np.append(tokens[1:], tokens[:1]).astype(np.int64))
+            sample["labels"] = self._put("labels", following, IGNORED)
+        if window.where:
+            return with_provenance(sample, joined(window.where[document] for _, _, document in pieces))
+        return sample
+
+    def _cu_seqlens(self, ends: npt.NDArray[Any]) -> Tensor:
+        values = np.full(self.max_documents + 2, self.seq_len, dtype=np.int32)
+        values[0] = 0
+        values[1 : len(ends) + 1] = ends
+        return shelf.put("cu_seqlens", values, values.dtype)
+
+    def _put(self, column: str, values: npt.NDArray[Any], fill: int, dtype: np.dtype[Any] | None = None) -> Tensor:
+        """A copy of ``values``, filled up to a sample's length."""
+        kind = dtype or self._numpy_dtype
+        filled = np.full(self.seq_len, fill, dtype=kind)
+        filled[: len(values)] = values
+        return shelf.put(column, filled, kind)
+
+
+def _check(seq_len: int, window: int, max_documents: int, long: str, dtype: torch.dtype) -> None:
+    for name, value in (("seq_len", seq_len), ("window", window), ("max_documents", max_documents)):
+        if value < 1:
+            raise ValueError(f"{name}={value}: give at least 1.")
+    if long not in _COUNTED:
+        raise ValueError(f"long={long!r}: give 'split', 'truncate' or 'drop', for documents longer than seq_len.")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype}: give one of {list(DTYPES)}.")

@@ -1,0 +1,33 @@
+"""Where samples come from, as a value that travels with them.
+
+It is text, one line a document, so that it passes through every collate function and between processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+PROVENANCE = "provenance"
+
+
+def with_provenance(sample: Any, where: str) -> dict[str, Any]:
+    """The sample and where it comes from; ``TypeError`` where it has no room for that."""
+    if not isinstance(sample, Mapping):
+        raise TypeError(
+            f"Reader(provenance=True) adds the key {PROVENANCE!r} to each sample, but a sample is a {type(sample).__name__}. "
+            f"Let the dataset return dicts, or leave provenance out."
+        )
+    return {**sample, PROVENANCE: where}
+
+
+def carried(sample: Any, result: Any) -> Any:
+    """What a function made of a sample, with the provenance of that sample unless it has its own."""
+    if not (isinstance(sample, Mapping) and isinstance(result, Mapping)) or PROVENANCE not in sample:
+        return result
+    return {PROVENANCE: sample[PROVENANCE], **result}
+
+
+def joined(lines: Iterable[str]) -> str:
+    """The provenance of a sample that is made of several documents."""
+    return "\n".join(lines)

@@ -1,0 +1,25 @@
+"""Cumulative lengths of a batch as variable-length attention takes them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def flat_cu_seqlens(cu_seqlens: Tensor) -> tuple[Tensor, int]:
+    """The cumulative lengths of a batch whose samples are laid end to end, and the longest length.
+
+        q = q.flatten(0, 1)  # [b, seq_len, heads, dim] -> [b * seq_len, heads, dim]
+        cu, longest = rd.flat_cu_seqlens(batch["cu_seqlens"])
+        flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, causal=True)
+
+    Args:
+        cu_seqlens: ``int32[b, M]`` of `WholeDocumentPacker`: from 0 to ``seq_len`` in each row, which is then repeated.
+
+    Returns:
+        ``int32[num_sequences + 1]`` from 0 to ``b * seq_len``, strictly increasing; what pads a sample is a sequence too.
+    """
+    seq_len = int(cu_seqlens[0, -1])
+    begins = torch.arange(len(cu_seqlens), dtype=cu_seqlens.dtype, device=cu_seqlens.device) * seq_len
+    flat = torch.unique_consecutive((cu_seqlens + begins[:, None]).flatten())
+    return flat, int(flat.diff().max())

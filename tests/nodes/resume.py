@@ -1,0 +1,97 @@
+"""The contract of a node, checked at every position of its stream."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from rescale_data.nodes.base import Node
+from rescale_data.sources.cache import cache
+
+
+def plain(value: Any) -> Any:
+    """A sample as Python values, which compare."""
+    if isinstance(value, dict):
+        return {key: plain(v) for key, v in value.items()}
+    return value.tolist() if isinstance(value, torch.Tensor | np.ndarray | np.generic) else value
+
+
+def endless(node: Node[Any]) -> Iterator[Any]:
+    """The samples of a node, epoch after epoch."""
+    silent = 0
+    while silent < 3:
+        silent += 1
+        for sample in node:
+            silent = 0
+            yield sample
+        node.reset(node.get_state())
+
+
+def take(node: Node[Any], num_samples: int) -> list[Any]:
+    return [plain(sample) for sample in itertools.islice(endless(node), num_samples)]
+
+
+def assert_resumes(build: Callable[[], Node[Any]], num_samples: int, ahead: int = 6) -> list[Any]:
+    """From every position of the first samples the stream goes on as if it had not been left; returns the stream.
+
+    By ``reset(get_state())``, twice in a row; bound to a row of a table; after what was cached is gone; and by `skip`.
+    """
+    whole = take(build(), num_samples + ahead)
+    live = build()
+    stream = endless(live)
+    rows = [live.position.tolist()]
+    for drawn in range(num_samples):
+        expected = whole[drawn : drawn + ahead]
+        resumed = build()
+        resumed.reset(live.get_state())
+        assert resumed.get_state() == live.get_state()
+        again = build()
+        again.reset(resumed.get_state())
+        assert take(again, ahead) == expected, drawn
+        if drawn % 3 == 1:
+            cache().clear()
+        assert plain(next(stream)) == whole[drawn], drawn
+        rows.append(live.position.tolist())
+    _assert_binds(build, rows, whole)
+    return whole
+
+
+def _assert_binds(build: Callable[[], Node[Any]], rows: list[list[int]], whole: list[Any]) -> None:
+    """One node that is moved from row to row of a table, forwards and back, writes the position after each sample there."""
+    node, table = build(), np.array(rows)
+    for i in [*range(len(rows) - 1), *reversed(range(len(rows) - 1))]:
+        row = table[i].copy()
+        node.bind(row.data)
+        found = list(itertools.islice(node, 1))
+        if found:  # else the epoch ends here
+            assert plain(found[0]) == whole[i], i
+            assert row.tolist() == rows[i + 1], i
+
+
+def assert_ends(build: Callable[[], Node[Any]], epochs: int = 2) -> None:
+    """At an epoch's end a node raises until it is bound, its position is the beginning of the next, and skip ends there too."""
+    node = build()
+    for _ in range(epochs):
+        before = node.get_state()
+        count = sum(1 for _ in node)
+        end = node.get_state()
+        for _ in range(2):
+            assert next(node, None) is None
+            assert node.get_state() == end
+        skipping = build()
+        skipping.reset(before)
+        skipping.skip(count)
+        assert next(skipping, None) is None
+        assert skipping.get_state() == end
+        skipping.reset(before)
+        if (known := skipping.epoch_end(np.array([skipping.position.tolist()]), _shards(skipping))) is not None:
+            assert known[0].tolist() == [count]
+            assert known[1].tolist() == [node.position.tolist()]
+        node.reset(end)
+
+
+def _shards(node: Node[Any]) -> Any:
+    shard = next(below.of_shard for _, below in node.walk() if below.of_shard is not None)
+    return np.array([shard.index])

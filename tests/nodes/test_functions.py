@@ -1,0 +1,188 @@
+"""`Map`, `Filter` and `RandomMap`: whose random numbers, and what becomes of errors."""
+
+import itertools
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rescale_data as rd
+from tests.corpus import documents, write
+from tests.nodes.resume import take
+from tests.nodes.zoo import WEB, fails_on_some, is_kept, mixture, noisy, read, without_arrays
+
+ROWS = [row["id"] for row in WEB.dataset]
+BAD = [i for i in ROWS if i % 5 == 2]
+
+
+def fails(sample: Any, *_: Any) -> Any:
+    raise ZeroDivisionError("by hand")
+
+
+class TestErrors:
+    @pytest.mark.parametrize("node", [rd.Map, rd.Filter, rd.RandomMap])
+    def test_carry_source_file_and_row(self, node: Any, tmp_path: Path) -> None:
+        source = write("parquet", tmp_path / "corpus", documents([3] * 20))
+        nodes = node(
+            rd.Map(rd.Reader(source, rd.Shard(), shuffle=False), lambda sample: sample),
+            _fails_at(documents([3] * 20)[9]),
+        )
+        with pytest.raises(ZeroDivisionError) as caught:
+            list(nodes)
+        assert caught.value.__notes__ == [
+            f"in the function of {node.__name__}, given corpus: {tmp_path / 'corpus' / '001.parquet'}, row 2"
+        ]
+
+    def test_name_the_source_of_a_mixture(self) -> None:
+        with pytest.raises(ValueError, match="bad row") as caught:
+            list(rd.Map(mixture(rd.Shard()), fails_on_some))
+        row = int(str(caught.value).split()[-1])
+        source = {3: "web", 4: "code", 5: "books"}[row // 1000]
+        assert f"given {source}: {source}[{row % 1000}]" in caught.value.__notes__[0]
+
+    @pytest.mark.parametrize("on_error", ["raise", "skip"])
+    def test_stop_iteration_does_not_end_the_epoch(self, on_error: Any, caplog: pytest.LogCaptureFixture) -> None:
+        def ends(sample: Any) -> Any:
+            return next(iter(())) if sample["id"] == ROWS[3] else sample
+
+        node = rd.Map(read(WEB, rd.Shard()), ends, on_error=on_error)
+        if on_error == "raise":
+            with pytest.raises(RuntimeError, match="StopIteration"):
+                list(node)
+        else:
+            assert len(list(node)) == len(ROWS) - 1
+
+    def test_of_a_source_are_not_skipped(self) -> None:
+        class Broken(list[Any]):
+            def __getitem__(self, index: Any) -> Any:
+                raise OSError("disk")
+
+        with pytest.raises(OSError, match="disk"):
+            next(rd.Map(rd.Reader(Broken([1, 2]), rd.Shard()), without_arrays, on_error="skip"))
+
+    def test_bad_argument(self) -> None:
+        with pytest.raises(ValueError, match="'raise', or 'skip'"):
+            rd.Map(read(WEB, rd.Shard()), fails, on_error="ignore")  # type: ignore[arg-type]
+
+
+class TestSkip:
+    @pytest.mark.parametrize("node", [rd.Map, rd.RandomMap, rd.Filter])
+    def test_leaves_out_logs_and_counts(self, node: Any, caplog: pytest.LogCaptureFixture) -> None:
+        nodes = node(read(WEB, rd.Shard()), fails_on_some, on_error="skip")
+        for epoch in range(1, 3):
+            with caplog.at_level(logging.WARNING, "rescale_data"):
+                assert sorted(row["id"] for row in nodes) == [i for i in ROWS if i not in BAD]
+            assert nodes.get_state()["skipped"] == epoch * len(BAD)
+            nodes.reset(nodes.get_state())
+        row = np.array([nodes.position.tolist()])
+        assert nodes.progress(row, np.array([0]), np.array([0]))["skipped_rows"] == 2 * len(BAD)
+        assert f"{node.__name__} left out web: web[{BAD[0] - 3000}]" in caplog.text
+        assert caplog.text.count("left out") == 10 + sum(n & (n - 1) == 0 for n in range(11, 2 * len(BAD) + 1))
+
+    def test_a_loader_counts_and_may_switch_between_legs(self) -> None:
+        """The first bad row stops a run; it is resumed with on_error="skip", and nothing else is left out."""
+
+        def make(on_error: Any) -> rd.DataLoader:
+            def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+                return rd.Map(rd.Map(read(WEB, shard), fails_on_some, on_error=on_error), without_arrays)
+
+            return rd.DataLoader(pipeline, global_batch_size=2, num_logical_shards=4, dp_rank=0, dp_world_size=1)
+
+        first, ids = make("raise"), []
+        with pytest.raises(ValueError, match="bad row"):
+            ids.extend(i for batch in first for i in batch["id"].tolist())
+        second = make("skip")
+        second.load_state_dict(first.state_dict())
+        for batch in second:
+            ids += batch["id"].tolist()
+        good = [i for i in ROWS if i not in BAD]
+        assert len(ids) == len(set(ids)) == len(good) // 2 * 2
+        assert set(ids) <= set(good)
+        assert second.progress()["skipped_rows"] == len(BAD)
+
+    def test_counts_are_known_only_without(self) -> None:
+        for node in (rd.Map, rd.RandomMap):
+            raising, skipping = (node(read(WEB, rd.Shard()), fails, on_error=how) for how in ("raise", "skip"))
+            row = np.array([raising.position.tolist()])
+            assert raising.epoch_end(row, np.array([0]))[0].tolist() == [len(ROWS)]
+            assert skipping.epoch_end(row, np.array([0])) is None
+
+
+def test_filtered_rows_are_counted() -> None:
+    loader = rd.DataLoader(
+        lambda shard: rd.Map(rd.Filter(read(WEB, shard), is_kept), without_arrays),
+        global_batch_size=4, num_logical_shards=4, dp_rank=0, dp_world_size=1,
+    )  # fmt: skip
+    kept = [i for i in ROWS if i % 3 != 1]
+    ids = [i for batch in loader for i in batch["id"].tolist()]
+    assert set(ids) <= set(kept)
+    progress = loader.progress()
+    assert progress["filtered_rows"] == len(ROWS) - len(kept)
+    assert len(ids) + progress["dropped_samples"] == len(kept)
+
+
+def test_everything_filtered_is_an_error() -> None:
+    loader = rd.DataLoader(
+        lambda shard: rd.Filter(read(WEB, shard), lambda _: False),
+        global_batch_size=4, num_logical_shards=4, dp_rank=0, dp_world_size=1, repeat=True,
+    )  # fmt: skip
+    with pytest.raises(rd.DataStateError, match="yielded no sample in two whole epochs"):
+        next(iter(loader))
+
+
+class TestRandom:
+    def draws(self, shard: rd.Shard, num: int = 80, **kwargs: Any) -> dict[tuple[int, int], float]:
+        """The noise by epoch and row."""
+        node = rd.RandomMap(rd.Map(read(WEB, shard), without_arrays), noisy, **kwargs)
+        found: dict[tuple[int, int], float] = {}
+        for epoch in itertools.count():
+            for sample in node:
+                found[epoch, sample["id"]] = sample["noise"]
+                if len(found) == num:
+                    return found
+            node.reset(node.get_state())
+        raise AssertionError
+
+    def test_differs_by_sample_epoch_seed_shard_and_label(self) -> None:
+        found = [
+            self.draws(rd.Shard()),
+            self.draws(rd.Shard(seed=1)),
+            self.draws(rd.Shard(1, 2)),
+            self.draws(rd.Shard(), label="other"),
+        ]
+        values = [value for draws in found for value in draws.values()]
+        assert len(set(values)) == len(values)
+
+    def test_one_over_another_draws_other_numbers(self) -> None:
+        node = rd.RandomMap(
+            rd.RandomMap(rd.Map(read(WEB, rd.Shard()), without_arrays), noisy),
+            lambda sample, rng: {**sample, "second": float(rng.random())},
+        )
+        assert all(sample["noise"] != sample["second"] for sample in node)
+
+    def test_golden(self) -> None:
+        """What a sample's generator draws is part of the order: a change is breaking (ORDER)."""
+        node = rd.RandomMap(
+            rd.Reader(range(5), rd.Shard(seed=7), shuffle=False), lambda row, rng: int(rng.bit_generator.random_raw())
+        )
+        assert take(node, 3) == [17037928987797882018, 3321875924685502156, 2862076565703001268]
+
+    def test_needs_a_shard(self) -> None:
+        class Source(rd.Node[int]):
+            def next(self) -> int:
+                return 1
+
+        with pytest.raises(ValueError, match="No node below reads a logical shard"):
+            rd.RandomMap(Source(), noisy)
+        assert next(rd.RandomMap(Source(), lambda _, rng: rng.integers(3), shard=rd.Shard())) in (0, 1, 2)
+
+
+def _fails_at(document: list[int]) -> Any:
+    def fn(sample: Any, *_: Any) -> Any:
+        if sample["tokens"].tolist() == document:
+            raise ZeroDivisionError("by hand")
+        return sample
+
+    return fn

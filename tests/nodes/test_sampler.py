@@ -1,0 +1,163 @@
+"""`WeightedSampler`: shares, epochs of each source, and what becomes of the ends."""
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rescale_data as rd
+from tests.nodes.resume import endless, take
+from tests.nodes.zoo import BOOKS, CODE, WEB, mixture, read
+
+
+def source_of(sample: dict[str, Any]) -> str:
+    return {3: "web", 4: "code", 5: "books"}[sample["id"] // 1000]
+
+
+@pytest.mark.parametrize("shard", [rd.Shard(), rd.Shard(3, 5, repeat=True)])
+@pytest.mark.parametrize("weights", [{"web": 0.6, "code": 0.1, "books": 0.3}, {"web": 1, "books": 2.71828}])
+def test_every_prefix_is_near_the_weights(shard: rd.Shard, weights: dict[str, float]) -> None:
+    counts: Counter[str] = Counter()
+    for n, sample in enumerate(itertools.islice(mixture(shard, weights), 300), 1):
+        counts[source_of(sample)] += 1
+        assert all(abs(counts[name] - n * w / sum(weights.values())) < 1 for name, w in weights.items())
+
+
+def test_tokens_are_near_the_weights() -> None:
+    weights = {"web": 0.6, "code": 0.1, "books": 0.3}
+    tokens: Counter[str] = Counter()
+    longest = 0
+    for sample in itertools.islice(mixture(rd.Shard(), weights, unit="tokens", column="tokens"), 400):
+        tokens[source_of(sample)] += len(sample["tokens"])
+        longest = max(longest, len(sample["tokens"]))
+        total = tokens.total()
+        assert all(abs(tokens[name] - total * w) <= 2 * longest for name, w in weights.items())
+
+
+@pytest.mark.parametrize("repeat", [False, True])
+def test_each_source_keeps_its_own_epoch(repeat: bool) -> None:
+    node = mixture(rd.Shard(repeat=repeat))
+    ids = [sample["id"] for sample in itertools.islice(node, 700)]
+    state = node.get_state()
+    assert state["drawn"] == {"web": 350, "code": 210, "books": 140}
+    for name, source, drawn in (("web", WEB, 350), ("code", CODE, 210), ("books", BOOKS, 140)):
+        epoch, row = divmod(drawn, source.num_rows)
+        assert state[name] == {"epoch": epoch, "row": row}
+        mine = Counter(i for i in ids if i in {r["id"] for r in source.dataset})
+        assert Counter(mine.values()) == {epoch: source.num_rows - row, epoch + 1: row}
+
+
+def test_stop_at_the_first_end_and_go_on_where_the_others_are() -> None:
+    node = mixture(rd.Shard(), {"web": 0.5, "code": 0.5}, stop="first")
+    first = [sample["id"] for sample in node]
+    assert sum(i // 1000 == 4 for i in first) == CODE.num_rows
+    rest = WEB.num_rows - sum(i // 1000 == 3 for i in first)
+    assert rest > 0
+    node.reset(node.get_state())
+    second = [sample["id"] for sample in node]
+    web = [i for i in (*first, *second) if i // 1000 == 3]
+    assert len(set(web[: WEB.num_rows])) == WEB.num_rows
+
+
+def test_stop_when_all_have_ended_yields_each_row_once_an_epoch() -> None:
+    node = mixture(rd.Shard(), stop="all")
+    everything = Counter(row["id"] for source in (WEB, CODE, BOOKS) for row in source.dataset)
+    for epoch in range(3):
+        assert Counter(sample["id"] for sample in node) == everything
+        state = node.get_state()
+        assert state["drawn"] == {"web": 0, "code": 0, "books": 0}
+        assert all(state[name] == {"epoch": epoch + 1, "row": 0} for name in ("web", "code", "books"))
+        node.reset(state)
+
+
+def test_when_one_has_ended_the_others_keep_their_proportions() -> None:
+    node = mixture(rd.Shard(), {"web": 0.5, "code": 0.3, "books": 0.2}, stop="all")
+    sources = [source_of(sample) for sample in node]
+    last_of = {name: max(i for i, s in enumerate(sources) if s == name) for name in ("web", "code", "books")}
+    first = min(last_of, key=lambda name: last_of[name])
+    assert first == "web"
+    after = Counter(sources[last_of[first] + 1 : last_of[first] + 21])
+    assert abs(after["code"] - 20 * 0.6) <= 2
+    assert after["web"] == 0
+
+
+def test_counts_of_an_epoch_are_known_where_sources_end() -> None:
+    loader = rd.DataLoader(
+        lambda shard: rd.Map(mixture(shard, stop="all"), lambda sample: {"id": sample["id"]}),
+        global_batch_size=6,
+        num_logical_shards=6,
+        dp_rank=0,
+        dp_world_size=1,
+    )
+    total = WEB.num_rows + CODE.num_rows + BOOKS.num_rows
+    assert len(loader) == total // 6
+    assert len(list(loader)) == total // 6
+    with pytest.raises(TypeError, match="no len"):
+        len(rd.DataLoader(mixture, global_batch_size=6, num_logical_shards=6, dp_rank=0, dp_world_size=1))
+
+
+def test_skip_without_reading() -> None:
+    read_rows: list[int] = []
+
+    class Seen(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            read_rows.append(index)
+            return super().__getitem__(index)
+
+    data = Seen({"id": i} for i in range(40))
+    shard = rd.Shard()
+    nodes = {"a": rd.Reader(data, shard), "b": rd.Reader(range(30), shard)}
+    node = rd.WeightedSampler(nodes, {"a": 2, "b": 1}, stop="all")
+    node.reset(None)
+    node.skip(50)
+    assert not read_rows
+    assert node.get_state()["a"]["row"] + node.get_state()["b"]["row"] == 50
+
+
+def test_a_silent_source_is_an_error() -> None:
+    node = rd.WeightedSampler(
+        {"web": read(WEB, rd.Shard()), "none": rd.Filter(read(CODE, rd.Shard()), lambda _: False)},
+        {"web": 1, "none": 1},
+    )
+    with pytest.raises(rd.DataStateError, match="'none' of a mixture yielded no sample in 2 whole epochs"):
+        take(node, 5)
+
+
+@pytest.mark.parametrize(
+    ("names", "kwargs", "message"),
+    [
+        (["a"], {"weights": {"b": 1}}, r"nodes \['a'\] and the weights \['b'\]"),
+        ([], {"weights": {}}, "a weight for each"),
+        (["a.b"], {"weights": {"a.b": 1}}, "cannot be part of a state's path"),
+        (["drawn"], {"weights": {"drawn": 1}}, "cannot be part of a state's path"),
+        (["a"], {"weights": {"a": 0}}, "not all 0"),
+        (["a"], {"weights": {"a": -1}}, "none negative"),
+        (["a"], {"weights": {"a": float("nan")}}, "finite"),
+        (["a"], {"weights": {"a": 1}, "unit": "words"}, "'samples' or 'tokens'"),
+        (["a"], {"weights": {"a": 1}, "stop": "now"}, "'never', 'first' or 'all'"),
+        (["a"], {"weights": {"a": 1}, "unit": "tokens"}, "column=None"),
+        (["a"], {"weights": {"a": 1}, "column": "tokens"}, "column='tokens'"),
+    ],
+)
+def test_bad_arguments(names: list[str], kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rd.WeightedSampler({name: read(WEB, rd.Shard()) for name in names}, **kwargs)
+
+
+def test_the_order_of_names_does_not_matter() -> None:
+    weights = {"web": 0.2, "code": 0.3, "books": 0.5}
+    turned = dict(reversed(weights.items()))
+    assert take(mixture(rd.Shard(), weights), 50) == take(mixture(rd.Shard(), turned), 50)
+
+
+def test_progress() -> None:
+    node = mixture(rd.Shard())
+    list(itertools.islice(endless(node), 10))
+    row = np.array([node.position.tolist()])
+    assert node.progress(row, np.array([0]), np.array([10])) == {
+        "drawn_samples/books": 2.0,
+        "drawn_samples/code": 3.0,
+        "drawn_samples/web": 5.0,
+    }

@@ -1,0 +1,153 @@
+"""`Tokenize`: batches that nobody sees, and no text tokenized again that has been used."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rescale_data as rd
+from rescale_data.sources.cache import cache
+from tests.nodes.resume import endless
+from tests.nodes.zoo import by_letters
+
+TEXTS = [{"id": i, "text": f"{i:02d}" * (1 + i % 5)} for i in range(30)]
+
+
+class Counting:
+    """A tokenizer that remembers what it was given."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.sizes: list[int] = []
+
+    def __call__(self, texts: list[str]) -> list[list[int]]:
+        self.texts += texts
+        self.sizes.append(len(texts))
+        return by_letters(texts)
+
+
+def tokenize(tokenizer: Any, shuffle: bool | int = 4, shard: rd.Shard | None = None, **kwargs: Any) -> rd.Tokenize:
+    return rd.Tokenize(rd.Reader(TEXTS, shard or rd.Shard(), shuffle=shuffle), tokenizer, "text", **kwargs)
+
+
+def packed(tokenizer: Any, **kwargs: Any) -> rd.TokenPacker:
+    return rd.TokenPacker(tokenize(tokenizer, **kwargs), column="tokens", seq_len=7, eos_id=1)
+
+
+def test_yields_tokens_in_place_of_text_and_keeps_the_rest() -> None:
+    samples = list(tokenize(by_letters, shuffle=False, batch_size=7))
+    assert [sample["id"] for sample in samples] == list(range(30))
+    assert all(set(sample) == {"id", "tokens"} for sample in samples)
+    assert [sample["tokens"].tolist() for sample in samples] == by_letters([row["text"] for row in TEXTS])
+
+
+def test_texts_go_in_batches() -> None:
+    tokenizer = Counting()
+    list(tokenize(tokenizer, batch_size=8))
+    assert tokenizer.sizes == [8, 8, 8, 6]
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 64])
+def test_a_resumed_packer_tokenizes_one_used_document_again_at_most(batch_size: int) -> None:
+    whole = Counting()
+    live = packed(whole, batch_size=batch_size)
+    order = [row["text"] for row in rd.Reader(TEXTS, rd.Shard(), shuffle=4)]
+    for _ in itertools.islice(endless(live), 20):
+        state = live.get_state()
+        used = order[: state["source"]["source"]["row"]]
+        tokenizer = Counting()
+        resumed = packed(tokenizer, batch_size=batch_size)
+        resumed.reset(state)
+        next(endless(resumed))
+        assert tokenizer.texts[0] == order[len(used)]  # the one of the next token
+        assert not set(tokenizer.texts) & set(used)
+    assert len(whole.texts) <= 20 * 7 + 64
+    assert len(whole.texts) == len(set(whole.texts))
+
+
+def test_evicted_batches_are_made_again_from_where_they_are_needed() -> None:
+    tokenizer = Counting()
+    node = tokenize(tokenizer, batch_size=5)
+    texts = []
+    for sample in node:
+        texts.append(sample["id"])
+        cache().clear()
+    assert sorted(texts) == list(range(30))
+
+
+def test_skip_tokenizes_nothing_that_is_skipped() -> None:
+    tokenizer = Counting()
+    node = tokenize(tokenizer, batch_size=5)
+    node.reset(None)
+    next(node)
+    tokenizer.texts.clear()
+    node.skip(20)
+    order = [row["id"] for row in rd.Reader(TEXTS, rd.Shard(), shuffle=4)]
+    assert [sample["id"] for sample in node] == order[21:]
+    assert len(tokenizer.texts) == 9
+
+
+def fails(texts: list[str]) -> list[list[int]]:
+    if any(text.startswith(("13", "21")) for text in texts):
+        raise ValueError("no such letter")
+    return by_letters(texts)
+
+
+@pytest.mark.parametrize("batch_size", [1, 6])
+def test_an_error_names_the_row(batch_size: int) -> None:
+    with pytest.raises(ValueError, match="no such letter") as caught:
+        list(tokenize(fails, batch_size=batch_size, shuffle=False))
+    assert caught.value.__notes__ == ["in the function of Tokenize, given list: list[13]"]
+
+
+@pytest.mark.parametrize("batch_size", [1, 6, 64])
+def test_errors_are_skipped_and_counted(batch_size: int, caplog: pytest.LogCaptureFixture) -> None:
+    node = tokenize(fails, batch_size=batch_size, on_error="skip", shuffle=False)
+    assert [sample["id"] for sample in node] == [i for i in range(30) if i not in (13, 21)]
+    assert node.get_state() == {"skipped": 2, "source": {"epoch": 1, "row": 0}}
+    assert "list[13] (number 1" in caplog.text
+    assert "list[21] (number 2" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "error", "message"),
+    [
+        (lambda texts: [[1]], ValueError, "returned 1 values for 8 texts"),
+        (lambda texts: [object() for _ in texts], TypeError, "those are the .ids"),
+        (lambda texts: [[1.5] for _ in texts], TypeError, "a list of token ids"),
+    ],
+)
+def test_a_tokenizer_that_is_none(tokenizer: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        next(tokenize(tokenizer, batch_size=8, on_error="skip"))
+
+
+def test_a_sample_without_text() -> None:
+    with pytest.raises(ValueError, match=r"column='body'.*keys \['id', 'text'\].*NoneType"):
+        next(rd.Tokenize(rd.Reader(TEXTS, rd.Shard()), by_letters, "body"))
+    with pytest.raises(ValueError, match="batch_size=0"):
+        tokenize(by_letters, batch_size=0)
+
+
+def test_another_tokenizer_is_an_error_when_a_state_is_loaded() -> None:
+    def loader(tokenizer: Any) -> rd.DataLoader:
+        return rd.DataLoader(
+            lambda shard: rd.TokenPacker(tokenize(tokenizer, shard=shard), column="tokens", seq_len=4, eos_id=1),
+            global_batch_size=2, num_logical_shards=2, dp_rank=0, dp_world_size=1,
+        )  # fmt: skip
+
+    state = loader(by_letters).state_dict()
+    loader(by_letters).load_state_dict(state)
+    with pytest.raises(rd.DataStateError, match="tokenizer: saved"):
+        loader(lambda texts: [ids[1:] for ids in by_letters(texts)]).load_state_dict(state)
+
+
+def test_empty_texts_and_narrow_ids() -> None:
+    node = rd.Tokenize(rd.Reader([{"text": ""}, {"text": "ab"}], rd.Shard(), shuffle=False), _narrow, "text")
+    found = [sample["tokens"] for sample in node]
+    assert [ids.tolist() for ids in found] == [[], [97, 98]]
+
+
+def _narrow(texts: list[str]) -> list[Any]:
+    return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]

@@ -1,0 +1,165 @@
+"""`WholeDocumentPacker`: every document whole, once, and what attention needs to know of it."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rescale_data as rd
+from tests.corpus import LAYOUTS, documents, write
+from tests.nodes.resume import assert_ends, assert_resumes, plain
+
+EOS, BOS = 2, 1
+lengths = st.lists(st.integers(0, 14), min_size=1, max_size=30)
+
+
+def packer(source: Any, shard: rd.Shard | None = None, **kwargs: Any) -> rd.WholeDocumentPacker:
+    rows = rd.Reader(source, shard or rd.Shard(), shuffle=4)
+    return rd.WholeDocumentPacker(rows, **{"column": "tokens", "seq_len": 8, "window": 6, **kwargs})
+
+
+def rows_of(lengths: list[int]) -> list[dict[str, Any]]:
+    return [{"tokens": np.array(doc, dtype=np.uint16)} for doc in documents(lengths)]
+
+
+def parts(sample: dict[str, Any]) -> list[list[int]]:
+    """The documents of a sample, by its cumulative lengths; the last may be padding."""
+    cu, tokens = sample["cu_seqlens"].tolist(), sample["tokens"].tolist()
+    return [tokens[a:b] for a, b in itertools.pairwise(cu) if b > a]
+
+
+@given(
+    lengths=lengths,
+    long=st.sampled_from(["split", "truncate", "drop"]),
+    eos=st.sampled_from([None, EOS]),
+    bos=st.sampled_from([None, BOS]),
+    window=st.integers(1, 9),
+    max_documents=st.integers(1, 4),
+)
+@settings(max_examples=120)
+def test_every_document_is_whole_and_there_once(
+    lengths: list[int], long: Any, eos: int | None, bos: int | None, window: int, max_documents: int
+) -> None:
+    data = rows_of(lengths)
+    node = packer(data, long=long, eos_id=eos, bos_id=bos, window=window, max_documents=max_documents, pad_id=0)
+    expected, num_long = [], 0
+    for row in data:
+        doc = [*([] if bos is None else [bos]), *row["tokens"].tolist(), *([] if eos is None else [eos])]
+        num_long += len(doc) > 8
+        if len(doc) <= 8 or long == "split":
+            expected += [doc[i : i + 8] for i in range(0, len(doc), 8)]
+        elif long == "truncate":
+            expected.append(doc[:8])
+    found, padding = [], 0
+    for sample in node:
+        here = parts(sample)
+        used = int((sample["doc_ids"] >= 0).sum())
+        if used < 8:
+            assert here.pop() == [0] * (8 - used)
+        assert 1 <= len(here) <= max_documents
+        found += here
+        padding += 8 - used
+    assert sorted(found) == sorted(expected)
+    state = node.get_state()
+    assert (state["padding"], state["long"]) == (padding, num_long)
+
+
+@given(lengths)
+@settings(max_examples=60)
+def test_columns_agree(lengths: list[int]) -> None:
+    for sample in packer(rows_of(lengths), eos_id=EOS, labels=True):
+        cu = sample["cu_seqlens"]
+        assert (cu.dtype, cu.shape) == (torch.int32, (66,))
+        assert cu[0] == 0
+        assert cu[-1] == 8
+        values = plain(sample)
+        used = sum(doc >= 0 for doc in values["doc_ids"])
+        for doc in range(max(values["doc_ids"]) + 1):
+            a, b = values["cu_seqlens"][doc : doc + 2]
+            assert values["doc_ids"][a:b] == [doc] * (b - a)
+            assert values["positions"][a:b] == list(range(b - a))
+            assert values["labels"][a:b] == [*values["tokens"][a + 1 : b], -100]
+            assert values["loss_mask"][a:b] == [True] * (b - a - 1) + [False]
+        rest = 8 - used
+        assert values["tokens"][used:] == [EOS] * rest
+        assert values["labels"][used:] == [-100] * rest
+        assert values["loss_mask"][used:] == [False] * rest
+        assert values["positions"][used:] == [0] * rest
+        assert values["doc_ids"][used:] == [-1] * rest
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_resumes_at_every_position_of_every_layout(layout: str, tmp_path: Path) -> None:
+    source = write(layout, tmp_path, documents([3, 0, 7, 1, 25, 6, 2, 2, 0, 1, 4, 5, 3, 9, 2, 2, 1, 6]))
+    for repeat in (False, True):
+        shard = rd.Shard(1, 2, repeat=repeat)
+        assert_resumes(lambda shard=shard: packer(source, shard, labels=True, eos_id=EOS), 16)
+    assert_ends(lambda: packer(source, rd.Shard(0, 2)))
+
+
+def test_one_document_at_a_time_is_many_at_a_time(tmp_path: Path) -> None:
+    source = write("arrow", tmp_path, documents([3, 7, 1, 25, 6, 2, 2, 1, 4, 5, 3, 9]))
+    many = packer(source)
+    rows = rd.Map(rd.Reader(source, rd.Shard(), shuffle=4), lambda row: row)
+    one = rd.WholeDocumentPacker(rows, column="tokens", seq_len=8, window=6)
+    assert [plain(sample) for sample in many] == [plain(sample) for sample in one]
+
+
+def test_a_window_without_a_sample_is_passed() -> None:
+    data = rows_of([20, 20, 20, 20, 20, 20, 3])
+    node = rd.WholeDocumentPacker(
+        rd.Reader(data, rd.Shard(), shuffle=False), column="tokens", seq_len=8, window=2, long="drop"
+    )
+    assert len(list(node)) == 1
+    assert node.get_state()["long"] == 6
+
+
+def test_nothing_to_pack_is_an_error_or_an_empty_epoch() -> None:
+    data = rows_of([20, 20])
+    assert list(packer(data, long="drop")) == []
+    with pytest.raises(rd.DataStateError, match="no token in 2 whole epochs"):
+        next(packer(data, rd.Shard(repeat=True), long="drop"))
+
+
+def test_progress_reports_padding_and_long_documents() -> None:
+    loader = rd.DataLoader(
+        lambda shard: packer(rows_of([5, 5, 20, 5] * 6), shard, long="truncate"),
+        global_batch_size=2, num_logical_shards=2, dp_rank=0, dp_world_size=1,
+    )  # fmt: skip
+    samples = list(loader)
+    assert {batch["cu_seqlens"].shape for batch in samples} == {(2, 66)}
+    progress = loader.progress()
+    assert progress["truncated_documents"] == 6
+    assert progress["tokens/list"] == 6 * 8 + 18 * 5
+    assert progress["padding_share/list"] == pytest.approx(18 * 3 / (24 * 8))
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"seq_len": 0}, {"window": 0}, {"max_documents": 0}, {"long": "keep"}, {"dtype": torch.int16}]
+)
+def test_bad_arguments(kwargs: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(kwargs))}="):
+        packer(rows_of([3]), **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_attention_by_cumulative_lengths_is_attention_within_documents(dtype: torch.dtype) -> None:
+    """What varlen attention computes from the batch is what each document gives alone."""
+    loader = rd.DataLoader(
+        lambda shard: packer(rows_of([5, 3, 2, 7, 1, 4, 6, 2]), shard, dtype=dtype),
+        global_batch_size=3, num_logical_shards=1, dp_rank=0, dp_world_size=1,
+    )  # fmt: skip
+    batch = next(iter(loader))
+    assert batch["tokens"].dtype == dtype
+    cu, longest = rd.flat_cu_seqlens(batch["cu_seqlens"])
+    flat = batch["doc_ids"].flatten()
+    row = torch.arange(len(flat)) // 8
+    same = (flat[:, None] == flat[None, :]) & (row[:, None] == row[None, :])
+    by_cu = torch.bucketize(torch.arange(len(flat)), cu[1:], right=True)
+    assert torch.equal(same, by_cu[:, None] == by_cu[None, :])
+    assert longest == max((cu[1:] - cu[:-1]).tolist())

@@ -1,0 +1,101 @@
+"""Which documents were in the batch of a step."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rescale_data as rd
+from tests.corpus import documents, write
+from tests.nodes.zoo import WEB, by_letters, read
+
+LENGTHS = [3, 1, 7, 1, 12, 6, 2, 2, 3, 1, 4, 5, 3, 9, 2, 2, 1, 6, 5, 5] * 3
+
+
+class Pipeline:
+    """Two corpora, cleaned, mixed and packed."""
+
+    def __init__(self, folder: Path, packer: str, provenance: bool) -> None:
+        self.sources = {
+            name: write("parquet", folder / name, documents(LENGTHS, first=at)) for name, at in (("a", 10), ("b", 9000))
+        }
+        self.packer, self.provenance = packer, provenance
+
+    def __call__(self, shard: rd.Shard) -> rd.BaseNode[Any]:
+        nodes = {
+            name: rd.Map(
+                rd.Reader(source, shard, shuffle=4, provenance=self.provenance), lambda row: {"ids": row["tokens"]}
+            )
+            for name, source in self.sources.items()
+        }
+        rows = rd.CleanDocuments(rd.WeightedSampler(nodes, {"a": 2, "b": 1}), "ids", max_length=5)
+        if self.packer == "cut":
+            return rd.TokenPacker(rows, column="ids", seq_len=8, eos_id=None)
+        return rd.WholeDocumentPacker(rows, column="ids", seq_len=8, window=5)
+
+
+def loader(pipeline: Any, dp_rank: int = 0, dp_world_size: int = 1) -> rd.DataLoader:
+    return rd.DataLoader(
+        pipeline, global_batch_size=4, num_logical_shards=4, dp_rank=dp_rank, dp_world_size=dp_world_size, repeat=True
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("packer", ["cut", "whole"])
+def test_a_step_is_answered_by_another_run_without_training(packer: str, tmp_path: Path) -> None:
+    trained = loader(Pipeline(tmp_path, packer, provenance=False))
+    token_of = {
+        token: f"{source.name}: {source.locate(i)}"
+        for source in trained.setup.schema.sources().values()
+        for i in range(source.num_rows)
+        for token in source.row(i)["tokens"].tolist()
+    }
+    batches = iter(trained)
+    for _ in range(5):
+        next(batches)
+    saved = trained.state_dict()
+    seen = [next(batches)["tokens"].tolist() for _ in range(4)]
+    asked = loader(Pipeline(tmp_path, packer, provenance=True))
+    asked.load_state_dict(saved)
+    for step in (8, 5, 7):
+        found = [
+            list(dict.fromkeys(lines)) for lines in rd.step_documents(asked, step)
+        ]  # pieces of one come side by side
+        assert found == [list(dict.fromkeys(token_of[t] for t in row if t)) for row in seen[step - 5]]
+        assert asked.step == 5
+    with pytest.raises(ValueError, match="at step 5, past step 4"):
+        rd.step_documents(asked, 4)
+    assert rd.step_documents(loader(Pipeline(tmp_path, packer, provenance=True)), 6) == rd.step_documents(asked, 6)
+
+
+def test_lines_name_source_file_and_row(tmp_path: Path) -> None:
+    source = write("parquet", tmp_path / "corpus", documents([3] * 9))
+    rows = list(rd.Reader(source, rd.Shard(), shuffle=False, provenance=True))
+    assert rows[8]["provenance"] == f"corpus: {tmp_path / 'corpus' / '001.parquet'}, row 1"
+    node = rd.TokenPacker(
+        rd.Reader(source, rd.Shard(), shuffle=False, provenance=True), column="tokens", seq_len=7, eos_id=None
+    )
+    assert [line.rpartition(" ")[2] for line in next(node)["provenance"].splitlines()] == ["0", "1", "2"]
+    assert [line.rpartition(" ")[2] for line in next(node)["provenance"].splitlines()] == ["2", "3", "4"]
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_functions_hand_it_on(on_error: Any) -> None:
+    rows = rd.Map(read(WEB, rd.Shard(), provenance=True), lambda row: {"text": row["text"]}, on_error=on_error)
+    rows = rd.Tokenize(rd.RandomMap(rows, lambda row, rng: {"text": row["text"]}), by_letters, "text")
+    assert sorted(row["provenance"] for row in rows) == sorted(f"web: web[{i}]" for i in range(WEB.num_rows))
+
+
+def test_a_function_may_set_its_own() -> None:
+    rows = rd.Map(read(WEB, rd.Shard(), provenance=True), lambda row: {"provenance": "mine"})
+    assert next(rows) == {"provenance": "mine"}
+
+
+def test_of_samples_that_are_no_dicts() -> None:
+    with pytest.raises(TypeError, match="a sample is a int"):
+        next(rd.Reader(range(3), rd.Shard(), provenance=True))
+
+
+def test_batches_without_provenance() -> None:
+    with pytest.raises(ValueError, match="provenance=True"):
+        rd.step_documents(loader([{"a": i} for i in range(20)]), 2)
+    assert loader([{"a": i} for i in range(20)]).step == 0
