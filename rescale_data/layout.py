@@ -105,43 +105,44 @@ class Layout:
         """Micro batches after which an aligned layout asks the same shards again."""
         return self.num_tracks * self.gradient_accumulation_steps
 
-    @property
+    @cached_property
     def aligned(self) -> bool:
         """Whether each shard has one worker for good, so that the order does not depend on the topology."""
-        return self.misfit is None
+        return _is_aligned(**self._sizes())
 
     @cached_property
     def misfit(self) -> str | None:
         """Which divisibility keeps the layout from being aligned, and what would cure it; `None` where it is."""
-        n, o, w, k = self.num_logical_shards, self.global_batch_size, self.dp_world_size, self.workers
-        b, a, c = self.micro_batch_size, self.gradient_accumulation_steps, self.samples_per_visit
+        n, o, w, k = self.num_logical_shards, self.global_batch_size, self.dp_world_size, self.num_workers
+        b, c = self.micro_batch_size, self.samples_per_visit
+        if self.aligned:
+            return None
         if n % o == 0:
-            return None if self.period % k == 0 else self._workers_misfit(self.period, "(N/O) * A")
+            return f"num_workers={k} does not divide (N/O) * A = {self.period}; {self._cure('num_workers')}"
         if o % n:
-            return (
-                f"num_logical_shards={n} and global_batch_size={o}: neither is a multiple of the other; the nearest "
-                f"global_batch_size that keep the order are {_nearest(o, lambda x: n % x == 0 or x % n == 0)}"
-            )
+            neither = f"num_logical_shards={n} and global_batch_size={o}: neither is a multiple of the other"
+            return f"{neither}; {self._cure('global_batch_size')}"
         if n % w:
             return f"num_logical_shards={n} is not a multiple of dp_world_size={w}; W that keep the order divide {n}"
         if b % c == 0:
-            return None if a % k == 0 else self._workers_misfit(a, "A")
-        if c % b:
             return (
-                f"micro_batch_size={b} and the {c} samples that a shard gives to a step: neither is a multiple of the other; "
-                f"the nearest micro_batch_size that keep the order are {_nearest(b, lambda x: x % c == 0 or c % x == 0)}"
+                f"num_workers={k} does not divide A = {self.gradient_accumulation_steps}; {self._cure('num_workers')}"
             )
+        if c % b:
+            neither = f"micro_batch_size={b} and the {c} samples of a shard a step: neither is a multiple of the other"
+            return f"{neither}; {self._cure('micro_batch_size')}"
+        return f"num_workers={k}: with micro_batch_size={b} < {c} samples of a shard a step, 0 or 1 fit"
+
+    def _cure(self, name: str) -> str:
+        sizes = self._sizes()
+        near = _nearest(sizes[name], lambda size: _is_aligned(**{**sizes, name: size}))
         return (
-            None
-            if k == 1
-            else f"num_workers={k}: with micro_batch_size={b} < {c} samples of a shard a step, 0 or 1 fit"
+            f"the nearest {name} that keep the order are {near}" if near else f"no other {name} alone keeps the order"
         )
 
-    def _workers_misfit(self, micro_batches: int, formula: str) -> str:
-        return (
-            f"num_workers={self.num_workers} does not divide {formula} = {micro_batches}; the nearest that keep the order are "
-            f"{_nearest(self.workers, lambda x: micro_batches % x == 0)}"
-        )
+    def _sizes(self) -> dict[str, int]:
+        names = ("num_logical_shards", "global_batch_size", "dp_world_size", "micro_batch_size")
+        return {**{name: getattr(self, name) for name in names}, "num_workers": self.workers}
 
     def owned(self, rank: int, worker: int | None = None) -> range:
         """The contiguous block of shards of a rank, or, where the layout is not aligned, of one of its workers."""
@@ -215,6 +216,21 @@ class Layout:
 def _turns(worker: int, workers: int, u: int) -> int:
     """How many of the micro batches ``0 .. u-1`` a worker makes."""
     return (u - worker + workers - 1) // workers
+
+
+def _is_aligned(
+    *, num_logical_shards: int, global_batch_size: int, dp_world_size: int, micro_batch_size: int, num_workers: int
+) -> bool:
+    n, o, w, b, k = num_logical_shards, global_batch_size, dp_world_size, micro_batch_size, num_workers
+    a = o // (w * b)
+    if o % (w * b):
+        return False
+    if n % o == 0:
+        return n // o * a % k == 0
+    if o % n or n % w:
+        return False
+    c = o // n
+    return (b % c == 0 and a % k == 0) or (c % b == 0 and k == 1)
 
 
 def _nearest(value: int, fits: Callable[[int], bool]) -> list[int]:

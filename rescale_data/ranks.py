@@ -79,6 +79,12 @@ class Ranks:
 
         return result
 
+    def extremes(self, value: int) -> tuple[int, int]:
+        """The smallest and the largest of all ranks' values (collective)."""
+        ends = torch.tensor([-value, value], dtype=torch.int64)
+        self._all_reduce(ends, dist.ReduceOp.MAX)
+        return -int(ends[0]), int(ends[1])
+
     def require_same(self, what: dict[str, Any]) -> None:
         """``ValueError`` on every rank where some value differs between ranks, which names it (collective)."""
         if self.group is None:

@@ -177,12 +177,13 @@ class Pool:
             micro_batch = next(self._made, None)
         except Exception as error:
             self.close()  # torch's workers do not go on after an error: the next leg starts new ones
-            if "exited unexpectedly" in str(error):
-                error.add_note(
-                    "A worker died. If none ever started, the script needs an `if __name__ == '__main__':` guard, because "
-                    "workers import it; else look for its traceback above, or for a process killed for want of memory."
-                )
-            raise
+            if not _is_death(error):
+                raise
+            raise RuntimeError(
+                f"A worker process exited unexpectedly ({error}). If none ever started, the script needs an `if __name__ == "
+                f"'__main__':` guard, because workers import it; else look for its traceback above, or for a process killed "
+                f"for want of memory."
+            ) from error
         if micro_batch is None:
             raise Exhausted
         return micro_batch
@@ -233,6 +234,14 @@ def require_pickle(pipeline: object, collate: object, worker: Worker) -> None:
     for name, value in (("pipeline", pipeline), ("collate_fn", collate)):
         if getattr(value, "__module__", None) == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
             raise TypeError(f"Worker processes cannot import the {name} from an interactive session. {cures}")
+
+
+def _is_death(error: Exception) -> bool:
+    """Whether a worker is gone. Torch says so, unless it was about to fetch the memory of a message from that worker."""
+    raised_in_worker = "in DataLoader worker process" in str(error)
+    return "exited unexpectedly" in str(error) or (
+        isinstance(error, ConnectionError | EOFError) and not raised_in_worker
+    )
 
 
 def _as_it_is(value: Any) -> Any:

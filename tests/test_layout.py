@@ -1,6 +1,8 @@
 """The arithmetic of who serves what, against its definition and against runs that are played out sample by sample."""
 
+import dataclasses
 import itertools
+import re
 from collections import Counter, defaultdict
 
 import numpy as np
@@ -119,6 +121,26 @@ def layouts(draw: st.DrawFn, max_ranks: int = 6) -> Layout:
     except ValueError:
         assume(False)
         raise
+
+
+@given(layouts())
+def test_a_misfit_names_values_that_keep_the_order(layout: Layout) -> None:
+    """The cure that a warning names works: nothing else has to change with it."""
+    assert layout.aligned == (layout.misfit is None)
+    found = re.search(r"the nearest (\w+) that keep the order are \[(.*)\]", layout.misfit or "")
+    if found is not None:
+        name, values = found[1], [int(value) for value in found[2].split(",")]
+        assert 1 <= len(values) <= 2
+        assert all(dataclasses.replace(layout, **{name: value}).aligned for value in values)
+        between = range(min(values) + 1, max(values)) if len(values) == 2 else []
+        assert not any(fits(layout, name, value) for value in between)
+
+
+def fits(layout: Layout, name: str, value: int) -> bool:
+    try:
+        return dataclasses.replace(layout, **{name: value}).aligned
+    except ValueError:
+        return False
 
 
 class TestOwnership:

@@ -58,6 +58,7 @@ def state_dict(stream: Stream) -> dict[str, Any]:
 def full_state_dict(stream: Stream) -> dict[str, Any]:
     """The state with plain tensors of all N rows (collective over the dp ranks)."""
     refuse_simulated(stream, "full_state_dict")
+    _require_same_batch(stream)
     return {"shards": _tensors(stream, stream.ranks.merge(stream.table)), **header(stream)}
 
 
@@ -177,6 +178,16 @@ def refuse_simulated(stream: Stream, method: str) -> None:
         raise ValueError(
             f"{method}() needs the rows of all {stream.ranks.world_size} dp ranks, but there is no process group (dp_rank= and "
             f"dp_world_size= were given). Use rescale_data.testing.full_state_dict(loaders) with the loaders of all ranks."
+        )
+
+
+def _require_same_batch(stream: Stream) -> None:
+    """Gathered rows all bear one stamp: so that ranks stand at the same batch has to be seen now (collective)."""
+    first, last = stream.ranks.extremes(stream.clock.samples)
+    if first != last:
+        raise DataStateError(
+            f"The ranks save at different batches, which no state can describe: dp rank {stream.ranks.rank} after "
+            f"{stream.clock.samples} samples, others between {first} and {last}. Save on all ranks after the same batch."
         )
 
 

@@ -98,8 +98,9 @@ def take(loader: rd.DataLoader, num_micro_batches: int) -> list[Taken]:
 
 def take_epoch(loader: rd.DataLoader) -> list[Taken]:
     """What is left of the epoch on this rank."""
-    epoch = loader.epoch
-    return [_taken(loader, epoch, batch) for batch in loader]
+    batches = iter(loader)
+    epoch = loader.epoch  # a load in mid-step may have left less than a global batch of the one before
+    return [_taken(loader, epoch, batch) for batch in batches]
 
 
 def _taken(loader: rd.DataLoader, epoch: int, batch: Any) -> Taken:

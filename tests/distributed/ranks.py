@@ -24,7 +24,7 @@ def run_ranks(world_size: int, folder: Path, function: Callable[..., Any], *args
         function: Of a module, so that a rank can import it.
 
     Returns:
-        What it returned, by rank.
+        What it returned, by rank; `None` for a rank that ended before it returned, but without an error.
     """
     own = Path(tempfile.mkdtemp(dir=folder))
     started = start_processes(_rank, (world_size, own, function, args), world_size, False, start_method="forkserver")
@@ -35,12 +35,20 @@ def run_ranks(world_size: int, folder: Path, function: Callable[..., Any], *args
     finally:
         for process in started.processes:
             process.kill()
-    return [pickle.loads((own / str(rank)).read_bytes()) for rank in range(world_size)]
+    files = [own / str(rank) for rank in range(world_size)]
+    return [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
 
 
 def _rank(rank: int, world_size: int, own: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{own}/rendezvous", rank=rank, world_size=world_size)
-    result = function(*args)
+    try:
+        result = function(*args)
+    except BaseException as failure:
+        if isinstance(failure, Exception):
+            raise
+        raise RuntimeError(
+            str(failure)
+        ) from failure  # DCP's and pytest's failures would end the process without a word
     (own / str(rank)).write_bytes(pickle.dumps(result))
     dist.destroy_process_group()

@@ -1,0 +1,155 @@
+"""The end of an epoch where nobody knows beforehand how many samples it has: ranks agree, and all of them end together."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+from tests.distributed.legs import (
+    ByRank,
+    Data,
+    Taken,
+    check_exactly_once,
+    global_batches,
+    num_real,
+    take,
+    take_epoch,
+)
+from tests.distributed.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+ROWS = {"packed": 120, "kept": 90, "every": 90}
+
+
+class Case(NamedTuple):
+    data: Data
+    o: int
+    num_workers: int = 0
+
+    @property
+    def b(self) -> int:
+        """At W = 2 and at W = 3 several micro batches make a step."""
+        return 2
+
+
+CASES = {
+    f"{kind}, {tail}, {n} shards": Case(Data(kind, rows, n, repeat=False, tail=tail), 12)
+    for kind, rows in ROWS.items()
+    for tail, n in (("drop", 12), ("pad", 12), ("pad", 7))
+} | {"packed, worker": Case(Data("packed", 120, 12, repeat=False), 12, num_workers=1)}
+
+
+class Seen(NamedTuple):
+    """What a rank took.
+
+    Args:
+        epochs: Two whole epochs, one after the other.
+        saves: What it took before a save, and after it from the checkpoint to the end of the next epoch.
+        dropped, padded: Samples after the two epochs.
+    """
+
+    epochs: list[Taken]
+    saves: dict[int, tuple[list[Taken], list[Taken]]]
+    dropped: float
+    padded: float
+
+
+def on_ranks(folder: Path) -> dict[str, Seen]:
+    return {name: _run(case, folder / name) for name, case in CASES.items()}
+
+
+def _run(case: Case, folder: Path) -> Seen:
+    with case.data.loader(case.o, case.b, num_workers=case.num_workers) as loader:
+        epochs = take_epoch(loader)
+        in_first = len(epochs)
+        epochs += take_epoch(loader)
+        assert loader.epoch == 2
+        progress = loader.progress()
+    points = [] if case.num_workers else [in_first - 4, in_first - 1, in_first]
+    saves = {point: _save_and_resume(case, point, folder / str(point)) for point in points}
+    return Seen(epochs, saves, progress["dropped_samples"], progress["padded_samples"])
+
+
+def _save_and_resume(case: Case, point: int, folder: Path) -> tuple[list[Taken], list[Taken]]:
+    loader = case.data.loader(case.o, case.b)
+    before = take(loader, point)
+    dcp.save({"loader": loader}, checkpoint_id=folder)
+    again = case.data.loader(case.o, case.b)
+    dcp.load({"loader": again}, checkpoint_id=folder)
+    after: list[Taken] = []
+    while again.epoch < 2:
+        after += take_epoch(again)
+    return before, after
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=lambda w: f"W={w}")
+def ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[dict[str, Seen]]]:
+    folder = tmp_path_factory.mktemp("epochs")
+    return folder, run_ranks(request.param, folder, on_ranks, folder)
+
+
+def of(ranks: Any, name: str) -> list[Seen]:
+    return [rank[name] for rank in ranks[1]]
+
+
+in_all_cases = pytest.mark.parametrize("name", CASES)
+in_process = pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.num_workers])
+
+
+@in_all_cases
+def test_two_epochs_end_on_all_ranks_at_once_and_every_sample_is_accounted_for(ranks: Any, name: str) -> None:
+    case, seen = CASES[name], of(ranks, name)
+    taken: ByRank = [rank.epochs for rank in seen]
+    check_exactly_once(case.data, taken)  # micro batch by micro batch, in the same epoch on all ranks
+    left_out = 0
+    for epoch in (0, 1):
+        left_out += case.data.num_samples(epoch) - num_real(taken, epoch=epoch)
+    assert {(rank.dropped, rank.padded) for rank in seen} == {(float(left_out), float(_num_fills(taken)))}
+    assert left_out < 2 * case.o
+    assert case.data.tail == "drop" or not left_out
+    assert len(taken[0]) * case.b * len(taken) % case.o == 0
+
+
+@in_process
+def test_a_save_near_the_end_resumes_exactly(ranks: Any, name: str) -> None:
+    """In the tail, in mid-step, and after the last micro batch."""
+    for rank in of(ranks, name):
+        for before, after in rank.saves.values():
+            assert before + after == rank.epochs
+
+
+@in_process
+def test_such_a_save_goes_on_in_one_process(ranks: Any, name: str) -> None:
+    """With another micro batch, so that a step may be left in the middle: then nothing is lost or repeated all the same."""
+    case, folder = CASES[name], ranks[0]
+    for point in of(ranks, name)[0].saves:
+        before: ByRank = [rank.saves[point][0] for rank in of(ranks, name)]
+        alone = case.data.loader(case.o, case.o)
+        dcp.load({"loader": alone}, checkpoint_id=folder / name / str(point))
+        after: list[Taken] = []
+        while alone.epoch < 2:
+            after += take_epoch(alone)
+        check_exactly_once(case.data, before, [after])
+        whole = case.data.num_samples(0) - num_real(before, [after], epoch=0)
+        assert whole < case.o
+        assert case.data.tail == "drop" or not whole
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.data.n == case.o])
+def test_batches_are_those_of_one_rank_until_the_first_shard_ends(ranks: Any, name: str) -> None:
+    """R2 to the step before it; later batches may hold the same samples in another order."""
+    case = CASES[name]
+    shortest = min(len(case.data.stream(shard, 0, 1000)) for shard in range(case.data.n))
+    steps = shortest * case.data.n // case.o
+    assert steps > 2
+    taken: ByRank = [rank.epochs for rank in of(ranks, name)]
+    alone = take_epoch(case.data.loader(case.o, case.o))
+    assert global_batches(taken, case.o)[:steps] == global_batches([alone], case.o)[:steps]
+
+
+def _num_fills(ranks: ByRank) -> int:
+    return sum(len(taken.samples) - taken.num_real for rank in ranks for taken in rank)

@@ -1,0 +1,49 @@
+"""Ranks that die, or go another way in the program: an error on the others, soon, that names them."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.legs import Data, take, take_epoch
+from tests.distributed.ranks import run_ranks
+
+TIMEOUT = 3.0
+UNEVEN = Data("rows", 100, 7)
+PACKED = Data("packed", 200, 12, repeat=False)
+
+
+def on_3_ranks() -> list[tuple[str, float]]:
+    """What each failure says and the seconds it took, on the ranks that see it."""
+    saved = UNEVEN.loader(12, 2, timeout=TIMEOUT)
+    take(saved, 1)
+    said = [] if dist.get_rank() == 1 else [_failure(saved.state_dict)]
+    dist.barrier()
+    packed = PACKED.loader(12, 2, timeout=TIMEOUT)
+    if dist.get_rank() == 1:
+        take(packed, 2)
+        os._exit(0)
+    return [*said, _failure(lambda: take_epoch(packed))]
+
+
+def _failure(call: Any) -> tuple[str, float]:
+    started = time.monotonic()
+    with pytest.raises(RuntimeError) as error:
+        call()
+    return str(error.value), time.monotonic() - started
+
+
+def test_a_rank_that_does_not_join_and_one_that_dies_are_named(tmp_path: Path) -> None:
+    found = run_ranks(3, tmp_path, on_3_ranks)
+    assert found[1] is None
+    for rank in (0, 2):
+        assert len(found[rank]) == 2
+        for said, seconds in found[rank]:
+            assert (
+                f"A collective of the data loader failed on rank {rank} after at most 3 s, because the ranks [1] did"
+                in said
+            )
+            assert seconds < 4 * TIMEOUT

@@ -1,0 +1,226 @@
+"""Checkpoints that do not fit or are not whole: what `dcp.load` says by itself, what we say, and that nothing is silent."""
+
+import functools
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+
+import rescale_data as rd
+from rescale_data.state import Field
+from tests.distributed.legs import Data, take
+from tests.distributed.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+ROWS, UNEVEN, FILTERED = Data("rows", 200, 24), Data("rows", 200, 25), Data("every", 200, 24)
+O = 12  # noqa: E741
+
+
+def _said(call: Any, kind: type[BaseException]) -> str:
+    with pytest.raises(kind) as error:
+        call()
+    return str(error.value)
+
+
+# Ranks that do not save together
+
+
+def on_2_ranks(folder: Path) -> dict[str, str]:
+    """Saves that go wrong, and what is said of them on this rank."""
+    rank = dist.get_rank()
+    said: dict[str, str] = {}
+    loader = ROWS.loader(O, 6)
+    take(loader, 2)
+    if rank == 0:
+        dcp.save({"loader": loader}, checkpoint_id=folder / "rank 0 alone", no_dist=True)
+    dist.barrier()
+
+    saves: dict[str, Any] = {"loader": loader} if rank == 0 else {}
+    said["a rank without its loader"] = _said(
+        lambda: dcp.save(saves, checkpoint_id=folder / "lost"), CheckpointException
+    )
+
+    dcp.save({"loader": loader}, checkpoint_id=folder / "whole")
+    if rank == 1:
+        take(loader, 1)
+    dcp.save({"loader": loader}, checkpoint_id=folder / "different steps")
+    for name in ("rank 0 alone", "different steps"):
+        said[name] = _said(functools.partial(_load, ROWS.loader(O, 6), folder / name), rd.DataStateError)
+
+    uneven = UNEVEN.loader(O, 6)
+    take(uneven, 1 + rank)
+    said["different steps, gathered"] = _said(uneven.full_state_dict, rd.DataStateError)
+
+    said["another N"] = _said(lambda: _load(Data("rows", 200, 48).loader(O, 6), folder / "whole"), CheckpointException)
+    said["another field"] = _said(lambda: _load(FILTERED.loader(O, 6), folder / "whole"), CheckpointException)
+    said["another seed"] = _said(lambda: _load(ROWS.loader(O, 6, seed=8), folder / "whole"), rd.DataStateError)
+    return said
+
+
+def _load(loader: rd.DataLoader, path: Path) -> None:
+    dcp.load({"loader": loader}, checkpoint_id=path)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, str]]]:
+    folder = tmp_path_factory.mktemp("refusals")
+    return folder, run_ranks(2, folder, on_2_ranks, folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        (
+            "rank 0 alone",
+            ["The rows of 12 of 24 logical shards (the first: [12, 13, 14, 15, 16])", "some rank did not save"],
+        ),
+        ("a rank without its loader", ["Failed to validate global plan", "tensor-volume: 24 chunks-volume: 12"]),
+        ("different steps", ["are not of sample", "ranks saved at different steps"]),
+        ("different steps, gathered", ["The ranks save at different batches", "others between 12 and 24"]),
+        ("another N", ["Size mismatch between saved torch.Size([24]) and current: torch.Size([48])"]),
+        ("another field", ["Missing key in checkpoint state_dict: loader.shards."]),
+        ("another seed", ["The state was saved with seed=7, the loader has seed=8. Another seed is another order"]),
+    ],
+)
+def test_all_ranks_are_told(ranks: Any, name: str, parts: list[str]) -> None:
+    for rank in ranks[1]:
+        assert all(part in rank[name] for part in parts), rank[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "rank 0 alone",
+            r"The rows of 12 of 24 logical shards \(the first: \[12, 13, 14, 15, 16\]\) are not of sample 24",
+        ),
+        ("different steps", r"The rows of (12|24) of 24 logical shards .* ranks saved at different steps"),
+    ],
+)
+def test_one_process_is_told_too(ranks: Any, name: str, message: str) -> None:
+    loader = ROWS.loader(O)
+    with pytest.raises(rd.DataStateError, match=message):
+        _load(loader, ranks[0] / name)
+    assert loader.step == 0  # nothing has changed
+
+
+# A checkpoint of another run: what `check_checkpoint` says
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two loaders, saved in one process."""
+    path = tmp_path_factory.mktemp("whole") / "checkpoint"
+    loader, other = ROWS.loader(O), FILTERED.loader(O)
+    take(loader, 2)
+    dcp.save({"loader": loader}, checkpoint_id=path)
+    dcp.save({"train": loader, "validation": other}, checkpoint_id=path.with_name("two"))
+    dcp.save({"step": 3}, checkpoint_id=path.with_name("none"))
+    return path
+
+
+class Scaled(rd.Node[Any]):
+    """The last node of a pipeline, without state and with a parameter."""
+
+    def __init__(self, source: rd.BaseNode[Any], factor: int) -> None:
+        super().__init__(source=source)
+        self.factor = factor
+
+    def next(self) -> Any:
+        return self.factor * next(self.children["source"])
+
+    def parameters(self) -> dict[str, Any]:
+        return {"factor": self.factor}
+
+
+class Counted(Scaled):
+    """The same with a field."""
+
+    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("count",)),)
+
+
+def loader_of(node: type[Scaled], factor: int) -> rd.DataLoader:
+    return rd.DataLoader(lambda shard: node(rd.Reader(list(range(100)), shard), factor), global_batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("data", "arguments", "message"),
+    [
+        (
+            Data("rows", 200, 48),
+            {},
+            "The checkpoint has num_logical_shards=24, the loader 48. It is fixed for a whole run",
+        ),
+        (FILTERED, {}, r"keeps the fields \['source.kept', .*\] that the checkpoint lacks, and the checkpoint has \['"),
+        (ROWS, {"seed": 8}, "saved with seed=7, the loader has seed=8. Another seed is another order"),
+        (Data("rows", 201, 24), {}, "The sources differ from those of the checkpoint: .*200.*201.*restore the files"),
+    ],
+    ids=["N", "fields", "seed", "dataset"],
+)
+def test_check_checkpoint_explains(whole: Path, data: Data, arguments: dict[str, Any], message: str) -> None:
+    loader = data.loader(O, **arguments)
+    with pytest.raises(rd.DataStateError, match=message):
+        rd.check_checkpoint(whole, loader)
+    with pytest.raises((CheckpointException, rd.DataStateError)):
+        _load(loader, whole)
+    assert loader.step == 0
+
+
+def test_another_parameter(tmp_path: Path) -> None:
+    dcp.save({"loader": loader_of(Scaled, 2)}, checkpoint_id=tmp_path)
+    rd.check_checkpoint(tmp_path, loader_of(Scaled, 2))
+    message = r"The pipeline differ.*factor: saved 2, now 3.*use the saved ones, or begin a new run"
+    with pytest.raises(rd.DataStateError, match=message):
+        rd.check_checkpoint(tmp_path, loader_of(Scaled, 3))
+    with pytest.raises(rd.DataStateError, match=message):
+        _load(loader_of(Scaled, 3), tmp_path)
+
+
+def test_a_field_too_many(tmp_path: Path) -> None:
+    """DCP reads on without a word, we do not."""
+    dcp.save({"loader": loader_of(Counted, 2)}, checkpoint_id=tmp_path)
+    with pytest.raises(rd.DataStateError, match=r"the checkpoint has \['count'\] that the pipeline lacks"):
+        rd.check_checkpoint(tmp_path, loader_of(Scaled, 2))
+    with pytest.raises(rd.DataStateError, match=r"The fields differ.*count"):
+        _load(loader_of(Scaled, 2), tmp_path)
+
+
+def test_check_checkpoint_accepts_what_may_change(whole: Path) -> None:
+    for o, b in ((O, 3), (2 * O, 8), (1, 1)):
+        rd.check_checkpoint(whole, ROWS.loader(o, b, repeat=False, tail="pad"))
+    rd.check_checkpoint(str(whole), ROWS.loader(O), key="loader")
+    rd.check_checkpoint(dcp.FileSystemReader(whole), ROWS.loader(O))
+    rd.check_checkpoint(whole.with_name("two"), FILTERED.loader(O), key="validation")
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "message"),
+    [
+        ("none", None, r"holds 0 states of a rescale_data loader; they are under \[\]"),
+        ("two", None, r"holds 2 states of a rescale_data loader; they are under \['train', 'validation'\]"),
+        ("two", "loader", r"holds 0 states of a rescale_data loader under key='loader'"),
+    ],
+)
+def test_a_checkpoint_without_the_data_state(whole: Path, name: str, key: str | None, message: str) -> None:
+    with pytest.raises(rd.DataStateError, match=message):
+        rd.check_checkpoint(whole.with_name(name), ROWS.loader(O), key=key)
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"holds no DCP checkpoint \(a folder with a \.metadata file\)"):
+        rd.check_checkpoint(tmp_path / "nothing", ROWS.loader(O))
+
+
+def test_a_row_with_another_stamp() -> None:
+    loader = ROWS.loader(O)
+    take(loader, 2)
+    state = loader.state_dict()
+    state["shards"]["stamp"][5] -= 12
+    with pytest.raises(
+        rd.DataStateError, match=r"The rows of 1 of 24 logical shards \(the first: \[5\]\) are not of sample 24"
+    ):
+        ROWS.loader(O).load_state_dict(state)

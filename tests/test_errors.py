@@ -1,0 +1,348 @@
+"""What bad input gets: one clear error each, which names the value and the cure. Those of files are in tests/sources."""
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torchdata.nodes import BaseNode, Mapper, ParallelMapper, Prefetcher
+
+import rescale_data as rd
+from rescale_data.layout import Layout
+from rescale_data.state import Field
+from tests.pipelines import Documents, Every, Rows, pipeline_of
+
+ROWS = Rows(48)
+
+
+def loader_of(data: Any = ROWS, **kwargs: Any) -> rd.DataLoader:
+    return rd.DataLoader(data, **{"global_batch_size": 12, "num_logical_shards": 24, **kwargs})
+
+
+class TestTopology:
+    def test_a_global_batch_that_ranks_and_micro_batch_do_not_divide(self) -> None:
+        """The nearest O, and every b that fits."""
+        with pytest.raises(ValueError, match=r"global_batch_size=768 is not a multiple .* 48 \* 5 = 240") as raised:
+            loader_of(global_batch_size=768, micro_batch_size=5, dp_rank=0, dp_world_size=48)
+        assert "micro_batch_size is one of [1, 2, 4, 8, 16]" in str(raised.value)
+        assert "the nearest global_batch_size are [720, 960]" in str(raised.value)
+
+    def test_ranks_that_no_micro_batch_fits(self) -> None:
+        with pytest.raises(ValueError, match="no micro_batch_size fits, as 5 ranks do not divide it") as raised:
+            loader_of(global_batch_size=768, micro_batch_size=3, dp_rank=0, dp_world_size=5)
+        assert "the nearest global_batch_size are [765, 780]" in str(raised.value)
+
+    def test_a_global_batch_smaller_than_the_ranks(self) -> None:
+        with pytest.raises(ValueError, match=r"global_batch_size=4 .*nearest global_batch_size are \[8\]"):
+            loader_of(global_batch_size=4, dp_rank=0, dp_world_size=8)
+
+    @pytest.mark.parametrize(("o", "w", "b"), [(768, 48, 5), (100, 3, 7), (12, 2, 5), (7, 2, 3), (5, 8, 2)])
+    def test_what_is_listed_fits(self, o: int, w: int, b: int) -> None:
+        with pytest.raises(ValueError) as raised:
+            Layout(num_logical_shards=4 * o, global_batch_size=o, dp_world_size=w, micro_batch_size=b)
+        sizes, nearest = listed(str(raised.value))
+        assert sizes == [size for size in range(1, o + 1) if o % (w * size) == 0]
+        assert all(
+            Layout(num_logical_shards=4 * n, global_batch_size=n, dp_world_size=w, micro_batch_size=b) for n in nearest
+        )
+        assert {n // (w * b) for n in nearest} <= {o // (w * b), o // (w * b) + 1}
+
+    def test_fewer_shards_than_ranks_times_workers(self) -> None:
+        with pytest.raises(
+            ValueError,
+            match=r"num_logical_shards=5 is less than dp_world_size=3 times 2 worker.*fewer workers or ranks",
+        ):
+            loader_of(num_logical_shards=5, dp_rank=0, dp_world_size=3, num_workers=2)
+        assert loader_of(num_logical_shards=6, dp_rank=0, dp_world_size=3, num_workers=2)
+
+    @pytest.mark.parametrize(
+        ("kwargs", "message"),
+        [
+            ({"num_workers": 5}, r"num_workers=5 does not divide \(N/O\) \* A = 2; .* keep the order are \[2\]"),
+            (
+                {"num_logical_shards": 18, "micro_batch_size": 3},
+                r"num_logical_shards=18 and global_batch_size=12: .* are \[9, 18\]",
+            ),
+            ({"num_logical_shards": 6, "dp_rank": 0, "dp_world_size": 4}, r"=6 is not a multiple of dp_world_size=4"),
+            (
+                {"num_logical_shards": 3, "global_batch_size": 24, "micro_batch_size": 12},
+                r"micro_batch_size=12 and the 8 samples .* are \[8, 24\]",
+            ),
+            (
+                {"num_logical_shards": 3, "micro_batch_size": 1, "num_workers": 2},
+                "num_workers=2: with micro_batch_size=1 < 4 .* 0 or 1 fit",
+            ),
+        ],
+    )
+    def test_a_topology_that_is_not_aligned_is_warned_of_once(
+        self, kwargs: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        loader_of(**kwargs)
+        warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert len(warnings) == 1
+        assert re.match(rf"Not aligned: .*{message}", warnings[0])
+
+    @pytest.mark.parametrize("name", ["global_batch_size", "micro_batch_size", "num_logical_shards"])
+    def test_numbers_below_one(self, name: str) -> None:
+        with pytest.raises(ValueError, match=rf"{name}=0: it is at least 1"):
+            loader_of(**{name: 0})
+
+    @pytest.mark.parametrize(
+        ("kwargs", "error", "message"),
+        [
+            ({"num_workers": -1}, ValueError, "num_workers=-1: it is at least 0"),
+            ({"global_batch_size": 12.0}, TypeError, "global_batch_size=12.0 is a float; give an int"),
+            ({"seed": "7"}, TypeError, "seed='7' is a str; give an int"),
+            ({"tail": "keep"}, ValueError, "tail='keep': give 'drop' or 'pad'"),
+            ({"dp_rank": 1}, ValueError, "dp_rank=1 and dp_world_size=None: give both, or neither"),
+            (
+                {"dp_rank": 2, "dp_world_size": 2},
+                ValueError,
+                "dp_rank=2, dp_world_size=2: a rank is at least 0 and less than",
+            ),
+        ],
+    )
+    def test_arguments(self, kwargs: dict[str, Any], error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message):
+            loader_of(**kwargs)
+
+
+def listed(message: str) -> tuple[list[int], list[int]]:
+    """The micro batches and the global batches of a message."""
+    found = re.search(
+        r"(?:is one of \[(.*?)\]|no micro_batch_size fits).*nearest global_batch_size are \[(.*?)\]", message
+    )
+    assert found is not None
+    sizes, nearest = ([int(n) for n in part.split(",")] if part else [] for part in found.groups())
+    return sizes, nearest
+
+
+class TestData:
+    def test_a_shard_without_rows_in_an_endless_stream(self) -> None:
+        with pytest.raises(
+            ValueError, match=r"Rows has 20 rows for 24 logical shards.*num_logical_shards of at most 20, or more data"
+        ):
+            loader_of(Rows(20), repeat=True)
+
+    def test_an_epoch_without_a_whole_global_batch(self) -> None:
+        with pytest.raises(
+            ValueError, match=r"11 samples, less than one global batch of 12.*smaller global_batch_size, tail='pad'"
+        ):
+            loader_of(Rows(11))
+        assert len(list(loader_of(Rows(11), tail="pad"))) == 1
+
+    def test_epochs_without_a_whole_global_batch_that_must_be_counted(self) -> None:
+        loader = loader_of(lambda shard: Every(rd.Reader(Rows(24), shard), 1), global_batch_size=12)
+        with pytest.raises(rd.DataStateError, match="Two epochs in a row hold less than one global batch of 12"):
+            next(iter(loader))
+
+    def test_a_filter_that_keeps_nothing(self) -> None:
+        loader = loader_of(lambda shard: Every(rd.Reader(Rows(24), shard), 1), repeat=True)
+        with pytest.raises(
+            rd.DataStateError, match=r"Logical shard \d+ of 24 yielded no sample in two whole epochs.*filtered"
+        ):
+            next(iter(loader))
+
+    def test_an_epoch_end_that_ranks_cannot_agree_on(self) -> None:
+        pipeline = pipeline_of("packed", Documents(96))
+        with pytest.raises(ValueError, match=r"needs a process group.*dp_rank=0 and dp_world_size=2.*repeat=True"):
+            loader_of(pipeline, dp_rank=0, dp_world_size=2)
+        next(iter(loader_of(pipeline, dp_rank=0, dp_world_size=2, repeat=True)))
+
+    def test_a_source_made_for_each_shard_is_warned_of(self, caplog: pytest.LogCaptureFixture) -> None:
+        loader_of(lambda shard: rd.Reader(Rows(48), shard))
+        assert "makes a new source for each of 24 logical shards" in caplog.text
+        assert "Make the source once, outside of the pipeline" in caplog.text
+
+    def test_an_epoch_that_is_shorter_than_it_says(self) -> None:
+        class Liar(Mapped):
+            def epoch_end(self, rows: Any, shards: Any) -> Any:
+                left, after = self.children["source"].epoch_end(rows, shards)
+                return left + 1, after
+
+        loader = loader_of(lambda shard: Liar(rd.Reader(ROWS, shard)))
+        with pytest.raises(rd.DataStateError, match=r"ended before its pipeline's epoch_end\(\) said.*Return None"):
+            list(loader)
+
+
+class Mapped(rd.Node[Any]):
+    """As its source is."""
+
+    def __init__(self, source: BaseNode[Any]) -> None:
+        super().__init__(source=source)
+
+    def next(self) -> Any:
+        return next(self.children["source"])
+
+
+class Stateful(BaseNode[Any]):
+    """A torchdata node with any state, which may change as it goes on."""
+
+    def __init__(self, source: BaseNode[Any], *values: Any) -> None:
+        super().__init__()
+        self.source, self.values, self.num = source, values, 0
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        super().reset(initial_state)
+        self.source.reset(None if initial_state is None else initial_state["source"])
+
+    def next(self) -> Any:
+        self.num = min(self.num + 1, len(self.values) - 1)
+        return next(self.source)
+
+    def get_state(self) -> dict[str, Any]:
+        return {"source": self.source.state_dict(), "deep": {"value": self.values[self.num]}}
+
+
+class TestPipelines:
+    @pytest.mark.parametrize("data", [3, None, object()])
+    def test_what_is_no_pipeline(self, data: Any) -> None:
+        with pytest.raises(
+            TypeError, match=rf"A {type(data).__name__} is no pipeline: give a function Shard -> node, a source"
+        ):
+            loader_of(data)
+
+    def test_a_pipeline_that_returns_no_node(self) -> None:
+        with pytest.raises(TypeError, match=r"it was given a list\. Return a torchdata\.nodes\.BaseNode") as raised:
+            loader_of(lambda shard: [shard.index])
+        assert "while the pipeline of logical shard 0 was built" in raised.value.__notes__
+
+    @pytest.mark.parametrize(
+        "node",
+        [
+            pytest.param(lambda rows: Prefetcher(rows, 2), id="Prefetcher"),
+            pytest.param(lambda rows: ParallelMapper(rows, str, num_workers=2), id="ParallelMapper"),
+            pytest.param(lambda rows: Mapper(Stateful(Prefetcher(rows, 2), 0), str), id="deep inside"),
+        ],
+    )
+    def test_nodes_with_threads_inside_a_shard(self, node: Callable[[Any], BaseNode[Any]]) -> None:
+        with pytest.raises(
+            TypeError, match=r"owns threads or processes.*above rd\.LogicalShards, or use rd\.DataLoader\(num_workers"
+        ):
+            loader_of(lambda shard: node(rd.Reader(ROWS, shard)))
+        with pytest.raises(TypeError, match="owns threads or processes"):
+            rd.LogicalShards(lambda shard: node(rd.Reader(ROWS, shard)), num_logical_shards=24, global_batch_size=12)
+
+    @pytest.mark.parametrize("value", ["text", None, [1, 2], b"bytes"])
+    def test_a_state_that_is_no_position(self, value: Any) -> None:
+        with pytest.raises(
+            TypeError, match=rf"'deep\.value' is a {type(value).__name__}\. .*keep a position"
+        ) as raised:
+            loader_of(lambda shard: Stateful(rd.Reader(ROWS, shard), value))
+        assert "while the pipeline of logical shard 0 was built" in raised.value.__notes__
+
+    @pytest.mark.parametrize("later", [1.5, torch.zeros(3), "text"])
+    def test_a_state_that_changes_its_type(self, later: Any) -> None:
+        loader = loader_of(lambda shard: Stateful(rd.Reader(ROWS, shard), 1, later), repeat=True)
+        with pytest.raises(TypeError, match=r"'deep\.value'") as raised:
+            next(iter(loader))
+        assert "in the pipeline of logical shard" in raised.value.__notes__[0]
+
+    def test_shards_that_keep_different_states(self) -> None:
+        loader = loader_of(lambda shard: Stateful(rd.Reader(ROWS, shard), 1 if shard.index < 3 else 1.5), repeat=True)
+        with pytest.raises(TypeError, match=r"logical shard \d+ has the state .*the same for every shard"):
+            list(zip(range(2), loader, strict=False))
+
+    @pytest.mark.parametrize("name", ["samples", "stamp", "dealt"])
+    def test_a_field_with_a_name_of_the_table(self, name: str) -> None:
+        class Clash(Mapped):
+            FIELDS = (Field((name,)),)
+
+        with pytest.raises(TypeError, match=rf"the paths \['{name}'\], which the table .*Rename"):
+            loader_of(lambda shard: Clash(rd.Reader(ROWS, shard)))
+
+    def test_a_shard_out_of_range(self) -> None:
+        with pytest.raises(ValueError, match=r"index=4, num_logical_shards=4"):
+            rd.Shard(4, 4)
+
+
+class TestStates:
+    """R6: a state of another run says what differs and what to do."""
+
+    def saved(self, data: Any = ROWS, **kwargs: Any) -> dict[str, Any]:
+        return loader_of(data, **kwargs).state_dict()
+
+    @pytest.mark.parametrize(
+        ("saved", "message"),
+        [
+            (
+                {"num_logical_shards": 12},
+                "num_logical_shards=12, the loader has num_logical_shards=24. It is fixed for a whole run",
+            ),
+            ({"seed": 3}, "seed=3, the loader has seed=0. Another seed is another order"),
+            (
+                {"data": Rows(50)},
+                "The sources differ .*root: rows: saved 50, now 48.*restore the files, or begin a new run",
+            ),
+            ({"data": Documents(48)}, 'The sources differ .*root: class: saved "Documents", now "Rows"'),
+            (
+                {"data": lambda shard: rd.Reader(ROWS, shard, shuffle=8)},
+                'The pipeline differ.*root: shuffle: saved 8, now "full".*use the saved',
+            ),
+            ({"data": lambda shard: Every(rd.Reader(ROWS, shard), 3)}, "The fields differ.*build the saved pipeline"),
+        ],
+    )
+    def test_of_another_run(self, saved: dict[str, Any], message: str) -> None:
+        state = self.saved(**saved)
+        with pytest.raises(rd.DataStateError, match=message):
+            loader_of().load_state_dict(state)
+
+    def test_of_another_parameter_deep_in_the_pipeline(self) -> None:
+        def pipeline(seq_len: int) -> Any:
+            return lambda shard: Mapper(
+                rd.TokenPacker(rd.Reader(DOCUMENTS, shard), column="tokens", seq_len=seq_len, eos_id=2), dict
+            )
+
+        state = self.saved(pipeline(8), repeat=True)
+        with pytest.raises(rd.DataStateError, match=r"The pipeline differ.*source: seq_len: saved 8, now 16"):
+            loader_of(pipeline(16), repeat=True).load_state_dict(state)
+
+    def test_of_a_newer_format(self) -> None:
+        with pytest.raises(
+            rd.DataStateError, match=r"format version 7, this rescale_data reads version 1. Load it with the release"
+        ):
+            loader_of().load_state_dict({**self.saved(), "version": 7})
+
+    def test_without_some_keys(self) -> None:
+        state = self.saved()
+        with pytest.raises(
+            rd.DataStateError, match=r"The state lacks \['pipeline', 'samples'\]\. Give what loader\.state_dict"
+        ):
+            loader_of().load_state_dict(
+                {key: value for key, value in state.items() if key not in ("samples", "pipeline")}
+            )
+        with pytest.raises(rd.DataStateError, match=r"The table of the state lacks the fields \['row'\]"):
+            loader_of().load_state_dict({**state, "shards": {k: v for k, v in state["shards"].items() if k != "row"}})
+
+    def test_with_rows_that_nobody_saved(self) -> None:
+        """What DCP leaves in the placeholders of a rank that was lost: its old rows, with another stamp."""
+        loader = loader_of()
+        next(iter(loader))
+        state = loader.state_dict()
+        state["shards"]["stamp"][6:12] = 0
+        with pytest.raises(
+            rd.DataStateError,
+            match=r"rows of 6 of 24 logical shards \(the first: \[6, 7, 8, 9, 10\]\) are not of sample 12",
+        ):
+            loader_of().load_state_dict(state)
+
+    def test_with_a_tensor_of_another_shape_or_dtype(self) -> None:
+        for tensor in (torch.zeros(23, dtype=torch.int64), torch.zeros(24), torch.zeros(24, 2, dtype=torch.int64)):
+            state = self.saved()
+            state["shards"]["row"] = tensor
+            with pytest.raises(rd.DataStateError, match="The field 'row' of the state has shape and dtype"):
+                loader_of().load_state_dict(state)
+
+    def test_in_mid_step_on_another_topology_is_warned_of(self, caplog: pytest.LogCaptureFixture) -> None:
+        loader = loader_of(micro_batch_size=4)
+        next(iter(loader))
+        loader_of(micro_batch_size=4).load_state_dict(loader.state_dict())
+        assert not caplog.records
+        loader_of(micro_batch_size=2).load_state_dict(loader.state_dict())
+        assert "in the middle of a step" in caplog.text
+        assert "steps are counted anew from sample 4. Nothing is lost or repeated" in caplog.text
+
+
+DOCUMENTS = Documents(48)
