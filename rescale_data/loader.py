@@ -52,6 +52,8 @@ class DataLoader:
         pin_memory: Whether batches arrive in page-locked memory, where there is an accelerator.
         multiprocessing_context: How workers start. The default is safe although this process has used threads.
         timeout: Seconds to wait for a worker, or for another rank in a collective.
+        verify: Keep a digest of the rows that each logical shard has delivered, 8 bytes a shard and source in the state, and
+            prove at the end of each epoch that every row was delivered once, across all legs of the run: else `DataStateError`.
 
     Raises:
         ValueError: A topology that does not fit, an epoch without a whole global batch; the message lists what fits.
@@ -77,6 +79,7 @@ class DataLoader:
         pin_memory: bool = False,
         multiprocessing_context: str | BaseContext = "forkserver",
         timeout: float = 300.0,
+        verify: bool = False,
     ) -> None:
         self.setup = set_up(
             as_pipeline(pipeline),
@@ -91,6 +94,7 @@ class DataLoader:
             repeat=repeat,
             tail=tail,
             timeout=timeout,
+            verify=verify,
         )
         self.collate_fn = collate_fn or collate
         runner = Runner(self.setup.recipe, self.setup.schema)

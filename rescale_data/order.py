@@ -72,12 +72,12 @@ def _feistel(word: Words, bits: int, keys: Words) -> Words:
     low_mask, high_mask = (np.uint64((1 << width) - 1) for width in (bits // 2, bits - bits // 2))
     low, high = word & low_mask, word >> low_bits
     for high_key, low_key in keys.reshape(-1, 2):
-        high = high ^ (_mix(low + high_key) & high_mask)
-        low = low ^ (_mix(high + low_key) & low_mask)
+        high = high ^ (mix(low + high_key) & high_mask)
+        low = low ^ (mix(high + low_key) & low_mask)
     return high << low_bits | low
 
 
-def _mix(word: Words) -> Words:
+def mix(word: Words) -> Words:
     """The finalizer of splitmix64 (Steele, Lea and Flood, 2014)."""
     word = (word ^ word >> np.uint64(30)) * _MULTIPLIERS[0]
     word = (word ^ word >> np.uint64(27)) * _MULTIPLIERS[1]
@@ -163,6 +163,13 @@ class ShardOrder:
         first, stop = self.span(row)
         virtual = np.array([self.start + first, self.start + stop - 1], dtype=np.int64)
         return (virtual if fragments is None else fragments.rows(virtual)).tolist()
+
+    def owned(self, epoch: int, first: int, stop: int, fragments: FragmentOrder | None) -> Ints:
+        """Rows of the source that the shard's rows ``first .. stop-1`` are, windows not permuted."""
+        virtual = np.arange(self.start + first, self.start + stop, dtype=np.int64)
+        if self.full:
+            return encipher(virtual, self.num_rows, "full", self.seed, epoch)
+        return virtual if fragments is None else fragments.rows(virtual)
 
     def rows(self, epoch: int, row: int, fragments: FragmentOrder | None) -> Ints:
         """Rows of the source in the order in which ``span(row)`` is read; ``fragments`` is `None` for their own order."""

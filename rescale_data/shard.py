@@ -16,6 +16,9 @@ class Shard:
         repeat: Whether the stream is endless. If so a packed sample may span two epochs; if not, the root of the
             pipeline raises ``StopIteration`` at the end of each epoch.
 
+        verify: Whether readers keep a digest of the rows that they have delivered, and prove at an epoch's end that each
+            was delivered once.
+
     Raises:
         ValueError: ``index`` is not in ``[0, num_logical_shards)``.
     """
@@ -24,6 +27,7 @@ class Shard:
     num_logical_shards: int = 1
     seed: int = 0
     repeat: bool = False
+    verify: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.num_logical_shards:

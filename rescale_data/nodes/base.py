@@ -189,6 +189,9 @@ class Node(BaseNode[T]):
         """Where the sample that was yielded last comes from, for messages; empty where that is not known."""
         return next(iter(self.children.values())).locate() if len(self.children) == 1 else ""
 
+    def verify(self) -> None:
+        """``DataStateError`` where what was read is not what the position says, as far as this node keeps account of it."""
+
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         """What the given logical shards have drawn, for a logger; keys start with the kind of value, ``"rows/..."``.
 

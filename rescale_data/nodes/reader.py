@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rescale_data.nodes.base import Node
+from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.documents import Documents
+from rescale_data.nodes.proof import Proof
 from rescale_data.nodes.spans import Spans, block_bytes
 from rescale_data.order import FragmentOrder, ShardOrder, fragment_order, shard_sizes
 from rescale_data.provenance import with_provenance
@@ -57,14 +58,16 @@ class Reader(Node[Any]):
     """
 
     FIELDS: ClassVar[tuple[Field, ...]] = (Field(("epoch",)), Field(("row",)))
+    PROOF: ClassVar[Field] = Field(("digest",))
+    """What is kept in addition where `Shard.verify` asks for it."""
 
     def __init__(
         self, source: Source | MapStyle, shard: Shard, *, shuffle: bool | int = True, provenance: bool = False
     ) -> None:
+        self.shard = self.of_shard = shard
         super().__init__()
         self.reads = self.source = as_source(source)
         self.repeat = shard.repeat
-        self.shard = self.of_shard = shard
         self.shuffle = shuffle
         self.provenance = provenance
         full = shuffle is True and self.source.fragments is None
@@ -82,25 +85,46 @@ class Reader(Node[Any]):
         self._plan_key = (owner_of(self), "plan")
         self._source_key = owner_of(self.source)
         _refuse_empty(self.source, shard)
+        name = f"{self.source.name}, logical shard {shard.index} of {shard.num_logical_shards}"
+        self._proof = Proof(name, self._size, self.rows_from, self._owned, self._window_of) if shard.verify else None
+
+    def own_fields(self) -> tuple[Field, ...]:
+        return (*self.FIELDS, self.PROOF) if self.shard.verify else self.FIELDS
 
     def seek(self) -> None:
         self._over = False
 
     def next(self) -> Any:
-        epoch, row = self.position
+        epoch, row = self.position[0], self.position[1]
         if self._over or row >= self._size:
-            self._finish(epoch)
+            self._finish()
         plan = self.plan(epoch, row)
         self._drawn = index = int(plan.rows[row - plan.first])
         value = self.source.row(index)
-        self.position[1] = row + 1
+        self.advance(self.position, 1)
         return with_provenance(value, self.locate()) if self.provenance else value
 
     def skip(self, num_samples: int) -> None:
-        epoch, row = self.position
-        if self._over or row + num_samples > self._size:
-            self._finish(epoch)
-        self.position[1] = row + num_samples
+        if self._over or self.position[1] + num_samples > self._size:
+            self._finish()
+        self.advance(self.position, num_samples)
+
+    def advance(self, position: View, num_rows: int) -> None:
+        """Write into a position where to go on after so many rows more."""
+        if self._proof is not None:
+            position[2] = self._proof.read(position[2], position[0], position[1], num_rows)
+        position[1] += num_rows
+
+    def turn(self, position: View) -> None:
+        """Write the beginning of the next epoch into a position of one; what was left of it, a packer has dropped."""
+        if self._proof is not None:
+            self._proof.check(position[0], position[1], position[2])
+            position[2] = 0
+        position[0], position[1] = position[0] + 1, 0
+
+    def verify(self) -> None:
+        if self._proof is not None:
+            self._proof.check(self.position[0], self.position[1], self.position[2])
 
     def plan(self, epoch: int, row: int) -> Plan:
         """Which rows of the source the shard reads around ``row``."""
@@ -132,7 +156,9 @@ class Reader(Node[Any]):
 
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
         sizes = shard_sizes(shards, self.source.num_rows, self.shard.num_logical_shards)
-        return sizes - rows[:, 1], np.stack([rows[:, 0] + 1, np.zeros_like(shards)], axis=1)
+        end = np.zeros_like(rows)
+        end[:, 0] = rows[:, 0] + 1
+        return sizes - rows[:, 1], end
 
     def locate(self) -> str:
         return f"{self.source.name}: {self.source.locate(self._drawn)}" if self._drawn >= 0 else ""
@@ -149,11 +175,17 @@ class Reader(Node[Any]):
             f"epoch_max/{name}": float(rows[:, 0].max()),
         }
 
-    def _finish(self, epoch: int) -> None:
+    def _finish(self) -> None:
         if not self._over:
             self._over = True
-            self.position[0], self.position[1] = epoch + 1, 0
+            self.turn(self.position)
         raise StopIteration
+
+    def _window_of(self, row: int) -> int:
+        return self.order.span(row)[0]
+
+    def _owned(self, epoch: int, first: int, stop: int) -> Ints:
+        return self.order.owned(epoch, first, stop, self._fragments(epoch))
 
     def _fragments(self, epoch: int) -> FragmentOrder | None:
         fragments = self.source.fragments

@@ -33,11 +33,12 @@ class Recipe:
     num_logical_shards: int
     seed: int
     repeat: bool
+    verify: bool = False
 
     def build(self, shard: int) -> Node[Any]:
         """The root node of one logical shard."""
         try:
-            return as_node(self.pipeline(Shard(shard, self.num_logical_shards, self.seed, self.repeat)))
+            return as_node(self.pipeline(Shard(shard, self.num_logical_shards, self.seed, self.repeat, self.verify)))
         except TypeError as error:
             error.add_note(f"while the pipeline of logical shard {shard} was built")
             raise

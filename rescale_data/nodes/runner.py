@@ -74,6 +74,13 @@ class Runner:
         except StopIteration:
             return num_samples, row
 
+    def verify(self, shard: int) -> None:
+        """``DataStateError`` where a shard's readers did not deliver each row once, as far as its position goes."""
+        node = self._recipe.build(shard)
+        node.bind(self._slots(shard).copy().data)
+        for _, below in node.walk():
+            below.verify()
+
     def _slots(self, shard: int) -> Ints:
         return self.table[shard, FIRST_SLOT:]
 

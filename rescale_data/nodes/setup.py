@@ -47,6 +47,7 @@ def set_up(
     repeat: bool = False,
     tail: Tail = "drop",
     timeout: float = 300.0,
+    verify: bool = False,
 ) -> Setup:
     """Resolve the defaults and refuse what cannot run (collective where there is a process group)."""
     if tail not in ("drop", "pad"):
@@ -60,7 +61,7 @@ def set_up(
         micro_batch_size=_micro_batch_size(micro_batch_size, global_batch_size, ranks.world_size),
         num_workers=num_workers,
     )
-    recipe = Recipe(pipeline, layout.num_logical_shards, seed, repeat)
+    recipe = Recipe(pipeline, layout.num_logical_shards, seed, repeat, verify)
     schema = Schema(recipe.build(layout.owned(ranks.rank)[0] if layout.owned(ranks.rank) else 0))
     setup = Setup(recipe, schema, layout, ranks, tail)
     _check_epoch(setup)

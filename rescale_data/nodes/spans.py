@@ -31,6 +31,9 @@ class Rows(Protocol):
         """Some rows of the source that are read soon after those."""
         ...
 
+    def advance(self, position: memoryview, num_rows: int) -> None: ...
+    def turn(self, position: memoryview) -> None: ...
+
 
 class Spans:
     """A token column of one logical shard as `Documents`; positions are those of its `Reader`, (epoch, row).
@@ -52,7 +55,7 @@ class Spans:
         _alive.add(self)
 
     def read(self, position: memoryview) -> list[memoryview]:
-        epoch, row = position
+        epoch, row = position[0], position[1]
         if row >= self._rows.size:
             return []
         rows = self._rows.rows_from(epoch, row)
@@ -73,7 +76,7 @@ class Spans:
         return cut
 
     def advance(self, position: memoryview, num_documents: int) -> None:
-        position[1] += num_documents
+        self._rows.advance(position, num_documents)
 
     def settle(self, position: memoryview) -> None:
         pass
@@ -82,7 +85,7 @@ class Spans:
         return None
 
     def turn(self, position: memoryview) -> None:
-        position[0], position[1] = position[0] + 1, 0
+        self._rows.turn(position)
 
     def _num_rows(self, row: int) -> int:
         """As many as fill a block, were all rows like those around ``row``."""

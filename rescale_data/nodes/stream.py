@@ -39,6 +39,7 @@ class Stream:
         self.schema, self.layout, self.ranks, self.seed = setup.schema, setup.layout, setup.ranks, setup.recipe.seed
         self.dropped_samples = self.padded_samples = 0
         self._runner, self._feed, self.repeat, self._tail = runner, feed, setup.recipe.repeat, setup.tail
+        self._verify = setup.recipe.verify
         self.reset()
 
     def reset(self) -> None:
@@ -214,6 +215,8 @@ class Stream:
             self._end_epoch(deal)
 
     def _end_epoch(self, deal: Deal) -> None:
+        if self._verify:
+            self._prove()
         end = self.schema.epoch_end(self.table)
         self.table[:, FIRST_SLOT:] = self._epoch_end if end is None else end[1]
         self.table[:, SAMPLES] = deal.samples + deal.delivered(deal.num_micro_batches)
@@ -222,6 +225,13 @@ class Stream:
         self.clock = self.clock.next_epoch(self.layout.global_batch_size)
         self._leg = self._agreement = None
         self._rewind()
+
+    def _prove(self) -> None:
+        """That every row of the epoch was delivered once, over all legs of the run (collective)."""
+        self._runner.load(self.ranks.merge(self.table))
+        for shard in self.layout.owned(self.ranks.rank):
+            self._runner.verify(shard)
+        self.ranks.log(logging.INFO, "Epoch %d: every row was delivered once, across all legs of the run.", self.epoch)
 
     def _count_tail(self, deal: Deal) -> None:
         self.dropped_samples += deal.num_dropped

@@ -1,0 +1,106 @@
+"""`verify=True`: each row once an epoch, over all legs of a run, or an error that says which shard."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import rescale_data as rd
+from rescale_data.testing import assert_rescalable, full_state_dict
+
+TOPOLOGIES = [(2, 3, 0), (3, 2, 0), (1, 12, 0), (4, 1, 0), (6, 2, 0)]
+
+
+class Rows:
+    """101 rows that know their number."""
+
+    def __len__(self) -> int:
+        return 101
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        return {"row": index}
+
+
+ROWS = rd.DatasetSource(Rows())
+
+
+def rows(shuffle: bool | int, shard: rd.Shard) -> rd.BaseNode[Any]:
+    return rd.Reader(ROWS, shard, shuffle=shuffle)
+
+
+def packed(source: rd.Source, shard: rd.Shard) -> rd.BaseNode[Any]:
+    return rd.TokenPacker(rd.Reader(source, shard, shuffle=8), column="tokens", seq_len=16, eos_id=0)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> rd.ParquetSource:
+    folder: Path = tmp_path_factory.mktemp("corpus")
+    documents = [list(range(1, 1 + i % 40)) for i in range(300)]
+    table = pa.table({"tokens": pa.array(documents, pa.list_(pa.int32()))})
+    pq.write_table(table, folder / "a.parquet", row_group_size=50)
+    return rd.ParquetSource(folder)
+
+
+def loader(pipeline: Any, rank: int, world_size: int, b: int, k: int, **options: Any) -> rd.DataLoader:
+    where = {"dp_rank": rank, "dp_world_size": world_size, "micro_batch_size": b, "num_workers": k}
+    return rd.DataLoader(pipeline, global_batch_size=12, **where, **{"verify": True, **options})
+
+
+@pytest.mark.parametrize("repeat", [False, True])
+@pytest.mark.parametrize("shuffle", [True, False, 7])
+def test_an_undisturbed_chain_over_several_epochs_passes(shuffle: bool | int, repeat: bool) -> None:
+    make = functools.partial(loader, functools.partial(rows, shuffle), repeat=repeat)
+    assert_rescalable(make, TOPOLOGIES * 3, steps=4)
+
+
+@pytest.mark.parametrize("tail", ["drop", "pad"])
+def test_a_whole_epoch_passes_with_either_tail(tail: Any) -> None:
+    with loader(functools.partial(rows, True), 0, 1, 12, 0, tail=tail) as whole:
+        for epoch in range(2):
+            assert sum(1 for _ in whole) == (8 if tail == "drop" else 9)
+            assert whole.epoch == epoch + 1
+
+
+def test_packed_chains_pass(corpus: rd.ParquetSource) -> None:
+    assert_rescalable(functools.partial(loader, functools.partial(packed, corpus), repeat=True), TOPOLOGIES * 3, steps=4)
+    with loader(functools.partial(packed, corpus), 0, 1, 12, 0) as whole:
+        assert len(list(whole)) > 10
+        assert whole.epoch == 1
+
+
+def test_the_order_is_the_same_as_without() -> None:
+    with loader(functools.partial(rows, True), 0, 1, 12, 0) as one:
+        with loader(functools.partial(rows, True), 0, 1, 12, 0, verify=False) as other:
+            assert [b["row"].tolist() for b in one] == [b["row"].tolist() for b in other]
+
+
+@pytest.mark.parametrize("moved", [1, -1])
+@pytest.mark.parametrize("repeat", [False, True])
+def test_rows_that_a_leg_lost_or_repeated_are_an_error_at_the_end_of_the_epoch(moved: int, repeat: bool) -> None:
+    """The position of one shard is moved behind the loader's back, as a wrong resume would."""
+    make = functools.partial(loader, functools.partial(rows, True), 0, 1, 12, 0, repeat=repeat, num_logical_shards=12)
+    first = make()
+    batches = iter(first)
+    for _ in range(3):
+        next(batches)
+    state = full_state_dict([first])
+    state["shards"]["row"][5] += moved
+    second = make()
+    second.load_state_dict(state)
+    with pytest.raises(rd.DataStateError, match=r"logical shard 5 of 12.*lost or repeated"):
+        for _, _ in zip(range(20), second, strict=False):
+            pass
+
+
+def test_the_digest_is_eight_bytes_a_shard() -> None:
+    with_digest = loader(functools.partial(rows, True), 0, 1, 12, 0).state_dict()["shards"]
+    without = loader(functools.partial(rows, True), 0, 1, 12, 0, verify=False).state_dict()["shards"]
+    assert with_digest.keys() - without.keys() == {"digest"}
+    assert with_digest["digest"].nbytes == 8 * 48
+    assert np.all(with_digest["digest"].numpy() == 0)
