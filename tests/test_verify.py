@@ -68,16 +68,18 @@ def test_a_whole_epoch_passes_with_either_tail(tail: Any) -> None:
 
 
 def test_packed_chains_pass(corpus: rd.ParquetSource) -> None:
-    assert_rescalable(functools.partial(loader, functools.partial(packed, corpus), repeat=True), TOPOLOGIES * 3, steps=4)
+    assert_rescalable(
+        functools.partial(loader, functools.partial(packed, corpus), repeat=True), TOPOLOGIES * 3, steps=4
+    )
     with loader(functools.partial(packed, corpus), 0, 1, 12, 0) as whole:
         assert len(list(whole)) > 10
         assert whole.epoch == 1
 
 
 def test_the_order_is_the_same_as_without() -> None:
-    with loader(functools.partial(rows, True), 0, 1, 12, 0) as one:
-        with loader(functools.partial(rows, True), 0, 1, 12, 0, verify=False) as other:
-            assert [b["row"].tolist() for b in one] == [b["row"].tolist() for b in other]
+    pipeline = functools.partial(rows, True)
+    with loader(pipeline, 0, 1, 12, 0) as one, loader(pipeline, 0, 1, 12, 0, verify=False) as other:
+        assert [b["row"].tolist() for b in one] == [b["row"].tolist() for b in other]
 
 
 @pytest.mark.parametrize("moved", [1, -1])
