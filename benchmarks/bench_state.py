@@ -143,7 +143,12 @@ def forgetful(source: rd.ArrowSource) -> Iterator[Any]:
 
 def carrying(source: rd.ArrowSource, scale: Scale) -> list[Answer]:
     """In turns of a few batches, because the rest of the machine slows down all that runs in the same moment."""
-    contenders = {"loader": iter(loader_of(source)), "forgetful": forgetful(source), "bare": bare(source)}
+    contenders = {
+        "loader": iter(loader_of(source)),
+        "forgetful": forgetful(source),
+        "bare": bare(source),
+        "verify": iter(loader_of(source, verify=True)),
+    }
     for batches in contenders.values():
         _cpu_microseconds(batches, 400)
     rounds: dict[str, list[float]] = {name: [] for name in contenders}
@@ -151,7 +156,7 @@ def carrying(source: rd.ArrowSource, scale: Scale) -> list[Answer]:
         times = dict.fromkeys(contenders, 0.0)
         for turn in range(scale.turns):
             names = list(contenders)
-            for name in names[turn % 3 :] + names[: turn % 3]:
+            for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 times[name] += _cpu_microseconds(contenders[name], 40) / scale.turns
         for name, value in times.items():
             rounds[name].append(value)
@@ -164,6 +169,7 @@ def carrying(source: rd.ArrowSource, scale: Scale) -> list[Answer]:
         Answer("a batch of the loader, in process", loader, "us"),
         Answer("of it, beyond the shortest loop that draws and collates", share("bare"), "%", 3.0),
         Answer("of it, table, commit and clock alone", share("forgetful"), "%", 3.0),
+        Answer("what verify=True adds to it", [-value for value in share("verify")], "%"),
     ]
 
 

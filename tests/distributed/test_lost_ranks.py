@@ -1,7 +1,6 @@
 """Ranks that die, or go another way in the program: an error on the others, soon, that names them."""
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ UNEVEN = Data("rows", 100, 7)
 PACKED = Data("packed", 200, 12, repeat=False)
 
 
-def on_3_ranks() -> list[tuple[str, float]]:
-    """What each failure says and the seconds it took, on the ranks that see it."""
+def on_3_ranks() -> list[str]:
+    """What each failure says, on the ranks that see it."""
     saved = UNEVEN.loader(12, 2, timeout=TIMEOUT)
     take(saved, 1)
     said = [] if dist.get_rank() == 1 else [_failure(saved.state_dict)]
@@ -29,11 +28,10 @@ def on_3_ranks() -> list[tuple[str, float]]:
     return [*said, _failure(lambda: take_epoch(packed))]
 
 
-def _failure(call: Any) -> tuple[str, float]:
-    started = time.monotonic()
+def _failure(call: Any) -> str:
     with pytest.raises(RuntimeError) as error:
         call()
-    return str(error.value), time.monotonic() - started
+    return str(error.value)
 
 
 def test_a_rank_that_does_not_join_and_one_that_dies_are_named(tmp_path: Path) -> None:
@@ -41,9 +39,8 @@ def test_a_rank_that_does_not_join_and_one_that_dies_are_named(tmp_path: Path) -
     assert found[1] is None
     for rank in (0, 2):
         assert len(found[rank]) == 2
-        for said, seconds in found[rank]:
+        for said in found[rank]:
             assert (
                 f"A collective of the data loader failed on rank {rank} after at most 3 s, because the ranks [1] did"
                 in said
             )
-            assert seconds < 4 * TIMEOUT
