@@ -10,18 +10,18 @@ import torch.distributed as dist
 from tests.distributed.legs import Data, take, take_epoch
 from tests.distributed.ranks import run_ranks
 
-TIMEOUT = 3.0
+TIMEOUT = 5.0
 UNEVEN = Data("rows", 100, 7)
 PACKED = Data("packed", 200, 12, repeat=False)
 
 
 def on_3_ranks() -> list[str]:
     """What each failure says, on the ranks that see it."""
-    saved = UNEVEN.loader(12, 2, timeout=TIMEOUT)
+    saved, packed = (data.loader(12, 2, timeout=TIMEOUT) for data in (UNEVEN, PACKED))
     take(saved, 1)
+    dist.barrier()
     said = [] if dist.get_rank() == 1 else [_failure(saved.state_dict)]
     dist.barrier()
-    packed = PACKED.loader(12, 2, timeout=TIMEOUT)
     if dist.get_rank() == 1:
         take(packed, 2)
         os._exit(0)
@@ -41,6 +41,6 @@ def test_a_rank_that_does_not_join_and_one_that_dies_are_named(tmp_path: Path) -
         assert len(found[rank]) == 2
         for said in found[rank]:
             assert (
-                f"A collective of the data loader failed on rank {rank} after at most 3 s, because the ranks [1] did"
+                f"A collective of the data loader failed on rank {rank} after at most 5 s, because the ranks [1] did"
                 in said
             )
