@@ -1,4 +1,4 @@
-"""`Ahead`: one thread a process that decodes what will be needed next, while the rest works on what is there."""
+"""`Ahead`: threads that decode or fetch what will be needed next, while the process works on what is there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 class Ahead:
     """Work that was begun before its result is asked for. Its errors are those of whoever asks."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
         self._pool: ThreadPoolExecutor | None = None
         self._begun: dict[Hashable, Future[Any]] = {}
         self._lock = threading.Lock()
@@ -23,29 +24,35 @@ class Ahead:
             if key in self._begun:
                 return
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(1, thread_name_prefix="rescale_data")
+                self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="rescale_data")
             self._begun[key] = future = self._pool.submit(work)
         future.add_done_callback(lambda _: self._begun.pop(key, None))
 
-    def wait(self, key: Hashable) -> None:
-        """Until the work is done, if it was begun."""
+    def wait(self, key: Hashable) -> bool:
+        """Until the work is done, if it was begun; whether it was, and is done now without an error."""
         future = self._begun.get(key)
-        if future is not None:
-            future.exception()
+        return future is not None and future.exception() is None
 
 
-_ahead = Ahead()
+_FETCHING_THREADS = 16
+
+_ahead, _far_ahead = Ahead(1), Ahead(_FETCHING_THREADS)
 
 
 def ahead() -> Ahead:
-    """That of this process."""
+    """That of this process for what takes a core: one thread."""
     return _ahead
+
+
+def far_ahead() -> Ahead:
+    """That of this process for what waits for a network and not for a core."""
+    return _far_ahead
 
 
 def _renew() -> None:
     """A forked child has no thread."""
-    global _ahead
-    _ahead = Ahead()
+    global _ahead, _far_ahead
+    _ahead, _far_ahead = Ahead(1), Ahead(_FETCHING_THREADS)
 
 
 os.register_at_fork(after_in_child=_renew)

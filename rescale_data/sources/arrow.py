@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,9 +15,12 @@ from rescale_data.sources import ipc
 from rescale_data.sources.arrow_types import ArrowBuffer, ArrowSchema, ArrowTable, ArrowType
 from rescale_data.sources.cache import DEFAULT_BYTES, handles, owner_of
 from rescale_data.sources.documents import document_table, one_row_each
-from rescale_data.sources.files import FileSource, Footer
-from rescale_data.sources.paths import Paths
+from rescale_data.sources.files import Footer
+from rescale_data.sources.paths import Files, Paths
 from rescale_data.sources.ranges import Ranges, open_ranges
+from rescale_data.sources.remote import Remote
+from rescale_data.sources.saved_dataset import data_files
+from rescale_data.sources.tables import SPILL_BYTES, TableSource
 from rescale_data.state import Ints
 
 FRAGMENT_ROWS = 1024
@@ -31,6 +35,7 @@ class Batches:
     blocks: ipc.Blocks
     cuts: Ints
     has_footer: bool
+    is_compressed: bool
 
     def part(self, fragment: int) -> ipc.Blocks:
         """The record batches of one fragment."""
@@ -41,7 +46,7 @@ class Batches:
         return np.add.reduceat(self.blocks.body, self.cuts[:-1]) if len(self.blocks) else np.zeros(0, np.int64)
 
 
-class ArrowSource(FileSource):
+class ArrowSource(TableSource):
     """Rows of Arrow IPC files, of the file format or of the stream format.
 
     Opening reads the footers and the metadata of the record batches, of several files at a time, and no data. Small batches are
@@ -49,10 +54,14 @@ class ArrowSource(FileSource):
 
     Args:
         paths: A glob, a folder (``*.arrow`` below it), a file, or a list of these; local or any fsspec URL. Files are
-            ordered by path.
+            ordered by path. A folder may be what ``save_to_disk`` of Hugging Face ``datasets`` wrote for one split.
         columns: Which to read; default all.
         cache_bytes: What this process may keep decoded, over all sources.
         storage_options: For fsspec.
+        remote: How to read files of URLs: retries, a local cache, reading ahead.
+        spill_dir: A local folder for what is decoded and does not fit ``cache_bytes``, where this process serves so many
+            logical shards that their fragments do not: each is then decoded once an epoch, and not again and again.
+        spill_bytes: What this process may write there.
         document_per_batch: Each record batch is one row, and what a column holds in it is the row's value, an array: the
             layout of existing pre-tokenized corpora.
 
@@ -71,10 +80,28 @@ class ArrowSource(FileSource):
         columns: Sequence[str] | None = None,
         cache_bytes: int = DEFAULT_BYTES,
         storage_options: Mapping[str, Any] | None = None,
+        remote: Remote | None = None,
         document_per_batch: bool = False,
+        spill_dir: str | os.PathLike[str] | None = None,
+        spill_bytes: int = SPILL_BYTES,
     ) -> None:
         self.document_per_batch = document_per_batch
-        super().__init__(paths, columns=columns, cache_bytes=cache_bytes, storage_options=storage_options)
+        super().__init__(
+            paths,
+            columns=columns,
+            cache_bytes=cache_bytes,
+            storage_options=storage_options,
+            remote=remote,
+            spill_dir=spill_dir,
+            spill_bytes=spill_bytes,
+        )
+
+    @property
+    def decoding_costs(self) -> bool:
+        return self._files.filesystem is not None or any(detail.is_compressed for detail in self._details)
+
+    def _find(self, paths: Paths, storage_options: Mapping[str, Any] | None, remote: Remote | None) -> Files:
+        return super()._find(data_files(paths), storage_options, remote)
 
     def manifest(self) -> Mapping[str, Any]:
         return {**super().manifest(), "document_per_batch": self.document_per_batch}
@@ -85,10 +112,10 @@ class ArrowSource(FileSource):
         schema = ipc.read_schema(ranges, blocks)
         _refuse_dictionaries(schema, has_footer)
         rows = np.ones_like(blocks.body) if self.document_per_batch else ipc.read_rows(ranges, blocks)
-        detail = Batches(schema, blocks, _cuts(rows, blocks.body), has_footer)
+        detail = Batches(schema, blocks, _cuts(rows, blocks.body), has_footer, ipc.starts_compressed(ranges, blocks))
         rows = np.add.reduceat(rows, detail.cuts[:-1]) if len(rows) else rows
         shown = one_row_each(schema) if self.document_per_batch else schema
-        return Footer(shown, rows, detail.fragment_bytes, detail)
+        return Footer(rows, detail.fragment_bytes, detail, shown)
 
     def _open(self, file: int) -> Ranges:
         return open_ranges(self._files, file)
@@ -104,6 +131,8 @@ class ArrowSource(FileSource):
         return _read_messages(data, index.schema, blocks).select(list(columns))
 
     def _release_with(self, decoded: object, handle: Any, file: int, number: int) -> None:
+        if self._files.filesystem is not None:
+            return  # what was fetched is a copy, and goes with what was decoded of it
         handle.release_with(decoded, handle.read(*self._details[file].part(number).extent))
 
     def _needs_reader(self, index: Batches, columns: Sequence[str]) -> bool:

@@ -11,7 +11,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from rescale_data.sources.source import Source
+from rescale_data.sources.source import Described
+from rescale_data.state import Ints
 
 V = TypeVar("V", bound="Sized")
 
@@ -26,6 +27,13 @@ class Sized(Protocol):
     def nbytes(self) -> int: ...
 
 
+@runtime_checkable
+class Evicted(Protocol):
+    """A value that wants to know that there was no room for it."""
+
+    def evicted(self) -> None: ...
+
+
 class Budgeted(Protocol):
     @property
     def cache_bytes(self) -> int: ...
@@ -36,7 +44,18 @@ class Decoded(Protocol):
     """A source whose fragments take memory."""
 
     @property
+    def num_rows(self) -> int: ...
+
+    @property
+    def fragments(self) -> Ints | None: ...
+
+    @property
     def cache_bytes(self) -> int: ...
+
+    @property
+    def spill_bytes(self) -> int:
+        """What may lie on disk beside them."""
+        ...
 
     @property
     def fragment_bytes(self) -> int:
@@ -115,7 +134,10 @@ class Cache:
             return
         limit = max(budget, max(size for _, size in self._entries.values()) * 9 // 8)
         while self.nbytes > limit and len(self._entries) > 1:
-            self._pop(next(iter(self._entries)))
+            value, _ = self._entries[key := next(iter(self._entries))]
+            self._pop(key)
+            if isinstance(value, Evicted):
+                value.evicted()
 
 
 class Handles:
@@ -187,7 +209,7 @@ def _renew() -> None:
 os.register_at_fork(after_in_child=_renew)
 
 
-def warn_if_thrashing(source: Source, owned_shards: int) -> None:
+def warn_if_thrashing(source: Described, owned_shards: int) -> None:
     """Warn, once a source, where one process visits more fragments in turn than its cache holds.
 
     Args:
@@ -196,14 +218,17 @@ def warn_if_thrashing(source: Source, owned_shards: int) -> None:
     """
     if not isinstance(source, Decoded) or source.fragments is None:
         return
-    needed, times = owned_shards * source.fragment_bytes, source.num_rows // max(1, len(source.fragments) - 1)
-    if needed <= source.cache_bytes or times < 2 or owner_of(source) in _warned:
+    num_fragments = len(source.fragments) - 1
+    needed, times = min(owned_shards, num_fragments) * source.fragment_bytes, source.num_rows // max(1, num_fragments)
+    room = source.cache_bytes + source.spill_bytes
+    if needed <= room or times < 2 or owner_of(source) in _warned:
         return
     _warned.add(owner_of(source))
     _log.warning(
         "%s: this process visits %d logical shards in turn, whose fragments of about %d bytes take %d bytes, and cache_bytes "
-        "is %d. Fragments are then decoded again at each visit, up to %d times an epoch (their rows; less under a TokenPacker, "
-        "which takes many at a visit). Give cache_bytes=%d, run fewer shards in a process (a smaller num_logical_shards, more "
-        "ranks or workers), or write smaller row groups or record batches.",
-        source.name, owned_shards, source.fragment_bytes, needed, source.cache_bytes, times, needed,
+        "and spill_bytes are %d. Fragments are then decoded again at each visit, up to %d times an epoch (their rows; less "
+        "under a TokenPacker, which takes many at a visit). Give cache_bytes=%d, or spill_dir=, a local folder with as much "
+        "room, run fewer shards in a process (a smaller num_logical_shards, more ranks or workers), or write smaller row "
+        "groups or record batches.",
+        source.name, owned_shards, source.fragment_bytes, needed, room, times, needed,
     )  # fmt: skip

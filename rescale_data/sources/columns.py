@@ -9,15 +9,8 @@ import numpy as np
 import pyarrow.types as kinds
 
 from rescale_data.sources.arrow_types import ArrowArray, ArrowSchema, ArrowTable, ArrowType
+from rescale_data.sources.bad_row import NullValueError
 from rescale_data.sources.source import Tokens
-
-
-class NullValueError(ValueError):
-    """A list of numbers has a hole, which no array of numbers can show; carries the row in the fragment."""
-
-    def __init__(self, row: int) -> None:
-        super().__init__(row)
-        self.row = row
 
 
 class Column(Protocol):
@@ -143,3 +136,10 @@ def check_columns(schema: ArrowSchema, columns: Sequence[str], where: str) -> No
     for column in columns:
         if column not in schema.names:
             raise ValueError(f"{where} has no column {column!r}. It has {', '.join(map(repr, schema.names))}.")
+
+
+def chosen_columns(columns: Sequence[str] | None) -> list[str] | None:
+    """The argument ``columns`` of a source as a list, or `None` for all; ``TypeError`` where it is one name, or none at all."""
+    if isinstance(columns, str) or (columns is not None and not len(columns)):
+        raise TypeError(f"columns={columns!r}: give a list with at least one name, or None for all columns.")
+    return None if columns is None else list(columns)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from rescale_data.sources.cache import DEFAULT_BYTES
 from rescale_data.sources.source import Source
 
 
@@ -17,25 +19,48 @@ class MapStyle(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
+@runtime_checkable
+class Batched(Protocol):
+    """A dataset that fetches many rows at once, as torch's samplers and Hugging Face's ``Dataset`` know it."""
+
+    def __getitems__(self, indices: list[int], /) -> Sequence[Any]: ...
+
+
 class DatasetSource:
-    """Rows of anything with ``__len__`` and ``__getitem__``, as the dataset returns them.
+    """Rows of anything with ``__len__`` and ``__getitem__``, as the dataset returns them, decoded where they are read.
+
+    Rows of a dataset with ``__getitems__`` are fetched many at a time. Format and transformations of a Hugging Face ``Dataset``
+    apply. Rows may be of any kind and of any length: what makes a batch of them is ``collate_fn``. A row that raises does
+    so with its number, or is left out: see ``on_error`` of `Reader`.
 
     Args:
         dataset: It must pickle where there are worker processes, and return the same row for the same index.
         name: For logs and counters; default: the name of its class.
+        batch_rows: At most so many rows of a shard are fetched together, where the dataset has ``__getitems__``.
+        cache_bytes: What this process may keep of rows that were fetched ahead, over all sources.
 
     Raises:
         TypeError: ``dataset`` has no ``__len__`` or no ``__getitem__``.
-        ValueError: It has no rows.
+        ValueError: It has no rows, or an argument is out of range.
     """
 
-    def __init__(self, dataset: MapStyle, name: str | None = None) -> None:
+    def __init__(
+        self,
+        dataset: MapStyle,
+        name: str | None = None,
+        *,
+        batch_rows: int = 16,
+        cache_bytes: int = DEFAULT_BYTES,
+    ) -> None:
         if not isinstance(dataset, MapStyle):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
                 f"A {type(dataset).__name__} is neither a source nor a map-style dataset. Give a rescale_data source, or "
-                f"anything with __len__ and __getitem__: rows are read in an order of our own, so an iterable is not enough."
+                f"anything with __len__ and __getitem__; a stream that has neither is an rd.IterableSource."
             )
-        self.dataset = dataset
+        if batch_rows < 1 or cache_bytes < 1:
+            raise ValueError(f"{batch_rows=}, {cache_bytes=}: each is at least 1.")
+        self.dataset, self.cache_bytes = dataset, cache_bytes
+        self.batch_rows = batch_rows if isinstance(dataset, Batched) else 1
         self._name = name or type(dataset).__name__
         self._num_rows = len(dataset)
         if not self._num_rows:
@@ -62,6 +87,11 @@ class DatasetSource:
     def row(self, index: int) -> Any:
         return self.dataset[index]
 
+    def rows(self, indices: Sequence[int]) -> Sequence[Any]:
+        if self.batch_rows > 1 and isinstance(self.dataset, Batched):
+            return self.dataset.__getitems__(list(indices))
+        return [self.dataset[index] for index in indices]
+
     def locate(self, index: int) -> str:
         return f"{self._name}[{index}]"
 
@@ -69,11 +99,25 @@ class DatasetSource:
 _wrapped: weakref.WeakValueDictionary[int, DatasetSource] = weakref.WeakValueDictionary()
 
 
-def as_source(data: Source | MapStyle) -> Source:
-    """``data`` itself if it is a source, else the one `DatasetSource` of this dataset object."""
+def as_source(data: Source | MapStyle | os.PathLike[str]) -> Source:
+    """``data`` itself if it is a source, else the one `DatasetSource` of this dataset object.
+
+    Raises:
+        TypeError: A path, or a dict: they have a length and items, but these are no rows.
+    """
     if isinstance(data, Source):
         return data
+    if isinstance(data, str | bytes | os.PathLike | Mapping):
+        raise TypeError(
+            f"{_shown(data)} is no data set: give rd.ParquetSource(...) or rd.ArrowSource(...) for files, and one split of a "
+            f"dict of data sets."
+        )
     source = _wrapped.get(id(data))  # the source holds its dataset, so the id cannot be that of another
     if source is None:
         source = _wrapped[id(data)] = DatasetSource(data)
     return source
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return f"The {type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

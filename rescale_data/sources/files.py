@@ -1,26 +1,47 @@
-"""What Parquet and Arrow sources share: an index of fragments made from footers, and rows read through the cache."""
+"""What the sources of files share: an index of fragments made when it is opened, and rows read through the cache."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
-from rescale_data.sources.arrow_types import ArrowSchema, ArrowTable
-from rescale_data.sources.cache import DEFAULT_BYTES, cache, handles, owner_of
-from rescale_data.sources.columns import Fragment, NullValueError, check_columns, is_token_list, token_lists
-from rescale_data.sources.paths import Paths, find
-from rescale_data.sources.source import Tokens
+from rescale_data.sources.ahead import far_ahead
+from rescale_data.sources.arrow_types import ArrowSchema
+from rescale_data.sources.bad_row import BadRow
+from rescale_data.sources.cache import DEFAULT_BYTES, Sized, cache, handles, owner_of
+from rescale_data.sources.paths import Files, Paths, find
+from rescale_data.sources.pieces import Share
+from rescale_data.sources.remote import Remote, RemoteError
 from rescale_data.state import Ints
+
+V = TypeVar("V", bound=Sized)
 
 _OPENING_THREADS = 16
 _DAMAGE = (OSError, ValueError, IndexError, pa.ArrowException)
+
+
+class Explained(ValueError):
+    """An error that names the file and the cure already."""
+
+
+class Rows(Protocol):
+    """The rows of one fragment in memory."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def row(self, index: int) -> dict[str, Any]:
+        """A copy that the caller owns; `BadRow` where there is something wrong with it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -28,20 +49,20 @@ class Footer:
     """What is known of a file before any of its data is read.
 
     Args:
-        schema: As its rows are read.
         rows: ``int64[F]``, rows of each of its fragments.
-        nbytes: ``int64[F]``, about as many bytes as each takes when all columns are decoded.
+        nbytes: ``int64[F]``, about as many bytes as each takes in memory.
         detail: Whatever the format needs to read a fragment without the footer; it must pickle.
+        schema: Of its rows, where they have one.
     """
 
-    schema: ArrowSchema
     rows: Ints
     nbytes: Ints
     detail: Any
+    schema: ArrowSchema = None
 
 
 class FileSource(ABC):
-    """Rows of files that have a schema and fragments. A format says how to read a footer and a fragment."""
+    """Rows of files that have fragments. A format says how to read a footer and a fragment."""
 
     FORMAT: ClassVar[str]
     SUFFIXES: ClassVar[tuple[str, ...]]
@@ -50,16 +71,16 @@ class FileSource(ABC):
         self,
         paths: Paths,
         *,
-        columns: Sequence[str] | None = None,
         cache_bytes: int = DEFAULT_BYTES,
         storage_options: Mapping[str, Any] | None = None,
+        remote: Remote | None = None,
     ) -> None:
         if cache_bytes < 1:
             raise ValueError(f"cache_bytes={cache_bytes}: give a number of bytes, at least 1.")
-        self.cache_bytes = cache_bytes
-        self._files = find(paths, self.SUFFIXES, storage_options)
+        self.cache_bytes, self.spill_bytes = cache_bytes, 0
+        self._files = self._find(paths, storage_options, remote)
         footers = self._read_footers()
-        self._schema = self._one_schema([footer.schema for footer in footers], columns)
+        self._accept(footers)
         self._details = [footer.detail for footer in footers]
         self._file_rows = [int(footer.rows.sum()) for footer in footers]
         counts = np.concatenate([footer.rows for footer in footers])
@@ -74,6 +95,9 @@ class FileSource(ABC):
                 f"The {len(footers)} files below {self._files.root} have no rows. Give files that have some."
             )
 
+    def _find(self, paths: Paths, storage_options: Mapping[str, Any] | None, remote: Remote | None) -> Files:
+        return find(paths, self.SUFFIXES, storage_options, remote)
+
     @abstractmethod
     def _footer(self, file: int) -> Footer:
         """Read a footer; most errors mean that the file is damaged, and are made to say so."""
@@ -83,12 +107,12 @@ class FileSource(ABC):
         """A handle to read fragments of a file from; the process keeps some of them."""
 
     @abstractmethod
-    def _table(self, handle: Any, file: int, number: int, columns: Sequence[str]) -> ArrowTable:
-        """Decode columns of the fragment ``number`` of a file."""
+    def _load(self, fragment: int) -> Rows:
+        """Read a fragment."""
 
-    def _release_with(self, decoded: object, handle: Any, file: int, number: int) -> None:
-        """Let go of what a fragment takes beyond what was decoded of it, as soon as the latter is gone."""
-        del decoded, handle, file, number
+    def _accept(self, footers: Sequence[Footer]) -> None:
+        """Look at the footers of all files; ``ValueError`` where they do not go together."""
+        del footers
 
     @property
     def name(self) -> str:
@@ -103,118 +127,97 @@ class FileSource(ABC):
     def fragments(self) -> Ints:
         return self._fragments
 
-    @property
-    def columns(self) -> list[str]:
-        """The columns of a row, in their order."""
-        return list(self._schema.names)
-
     def manifest(self) -> Mapping[str, Any]:
         files = zip(self._files.names, self._files.sizes, self._file_rows, strict=True)
         return {"format": self.FORMAT, "files": [list(file) for file in files]}
 
+    def subset(self, manifest: Mapping[str, Any]) -> Ints:
+        named = {name for name, *_ in manifest["files"]}
+        files = np.array([name in named for name in self._files.names])
+        return np.flatnonzero(files[self._file_of])
+
     def locate(self, index: int) -> str:
-        file = int(self._file_of[self._fragment_at(index)])
-        first = int(self._fragments[np.searchsorted(self._file_of, file)])
-        return f"{self._files.path(file)}, row {index - first}"
+        file, row = self._in_file(index)
+        return f"{self._files.path(file)}, row {row}"
 
     def row(self, index: int) -> dict[str, Any]:
         at = self._fragment_at(index)
-        fragment = cache().get((owner_of(self), at))
-        if fragment is None:
-            fragment = Fragment(self._decode(at, self._schema.names))
-            self._keep(at, fragment)
+        rows = self._rows(at)
         try:
-            return fragment.row(index - int(self._fragments[at]))
-        except NullValueError:
-            raise self._null(index) from None
+            return rows.row(index - int(self._fragments[at]))
+        except BadRow as bad:
+            raise self._bad(index, bad) from None
 
-    def check_tokens(self, column: str) -> None:
-        check_columns(self._schema, [column], f"{self.name} (columns={self._schema.names})")
-        kind = self._schema.field(column).type
-        if not is_token_list(kind):
-            raise TypeError(
-                f"The column {column!r} of {self.name} is of type {kind}, which is not tokens: those are lists of integers. "
-                f"Tokenize it in the pipeline (torchdata.nodes.Mapper over rd.Reader), or name another column of "
-                f"{self._schema.names}."
-            )
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether `prepare` begins anything."""
+        return self._files.filesystem is not None and self._files.remote.read_ahead
 
-    def tokens(self, column: str, fragment: int) -> Tokens:
-        found = cache().get((owner_of(self), fragment, column))
-        if found is None:
-            table = self._decode(fragment, [column])
-            try:
-                found = token_lists(table.column(column))
-            except NullValueError as null:
-                raise self._null(int(self._fragments[fragment]) + null.row) from None
-            self._keep(fragment, found, column)
-        return found
+    def prepare(self, column: str | None, fragment: int, share: Share | None = None) -> None:
+        """A hint that a fragment will be needed soon: its rows, the tokens of a column, or the piece of a share."""
+        if self.reads_ahead:
+            key = self._key(fragment, column, share)
+            if cache().get(key) is None:
+                far_ahead().begin(key, partial(self._fill, column, fragment, share))
 
-    def prepare(self, column: str, fragment: int) -> None:
-        del column, fragment  # as a rule there is nothing to gain
+    def _fill(self, column: str | None, fragment: int, share: Share | None) -> None:
+        """Bring into the cache what will be needed; run by another thread, for which nobody else does so."""
+        del column, share  # a format that has more than rows brings that
+        self._keep(self._key(fragment), self._load(fragment))
+
+    def _rows(self, fragment: int) -> Rows:
+        key = self._key(fragment)
+        return cache().get(key) or self._awaited(key) or self._keep(key, self._load(fragment))
+
+    def _awaited(self, key: tuple[Any, ...]) -> Any:
+        """What another thread has begun to bring, if one has."""
+        return cache().get(key) if self.reads_ahead and far_ahead().wait(key) else None
+
+    def _key(self, fragment: int, column: str | None = None, share: Share | None = None) -> tuple[Any, ...]:
+        """Where something of a fragment is in the cache."""
+        named = () if column is None else (column,)
+        return (owner_of(self), fragment, *named, *(() if share is None else ("piece", share.key)))
 
     def _fragment_at(self, index: int) -> int:
         return bisect_right(self._fragments.data, index) - 1
 
-    def _keep(self, fragment: int, decoded: Fragment | Tokens, *column: str) -> None:
-        self._release_with(
-            decoded, self._handle(fragment), int(self._file_of[fragment]), int(self._number_of[fragment])
-        )
+    def _in_file(self, index: int) -> tuple[int, int]:
+        """The file of a row, and the row in it."""
+        file = int(self._file_of[self._fragment_at(index)])
+        return file, index - int(self._fragments[np.searchsorted(self._file_of, file)])
+
+    def _place(self, fragment: int) -> tuple[int, int]:
+        """The file of a fragment, and its number in it."""
+        return int(self._file_of[fragment]), int(self._number_of[fragment])
+
+    def _keep(self, key: tuple[Any, ...], decoded: V) -> V:
         cache().register(self)
-        cache().put((owner_of(self), fragment, *column), decoded)
+        cache().put(key, decoded)
+        return decoded
 
-    def _decode(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
-        file = int(self._file_of[fragment])
-        try:
-            return self._table(self._handle(fragment), file, int(self._number_of[fragment]), columns)
-        except _DAMAGE as error:
-            raise self._damaged(file, error) from error
-
-    def _handle(self, fragment: int) -> Any:
-        file = int(self._file_of[fragment])
+    def _handle(self, file: int) -> Any:
         return handles().make((owner_of(self), file), lambda: self._open(file))
 
-    def _null(self, index: int) -> ValueError:
-        return ValueError(
-            f"{self.locate(index)}: a list of numbers is null or has a null in it. Fill or drop such rows where the files "
-            f"are made, or read the other columns only (columns=...)."
-        )
+    def _bad(self, index: int, why: BadRow) -> ValueError:
+        return ValueError(f"{self.locate(index)}: {why}")
 
-    def _damaged(self, file: int, error: Exception) -> Exception:
-        if isinstance(error, FileNotFoundError | PermissionError):
-            return error
-        return ValueError(
-            f"{self._files.path(file)} cannot be read as {self.FORMAT}: {error}. It may be half-written or of another "
-            f"format: write it again, or leave it out."
-        )
+    @contextmanager
+    def _blaming(self, file: int) -> Generator[None]:
+        """Errors of reading a file name it."""
+        try:
+            yield
+        except (FileNotFoundError, PermissionError, RemoteError, Explained):
+            raise
+        except _DAMAGE as error:
+            raise ValueError(
+                f"{self._files.path(file)} cannot be read as {self.FORMAT}: {error}. It may be half-written or of another "
+                f"format: write it again, or leave it out."
+            ) from error
 
     def _read_footers(self) -> list[Footer]:
         with ThreadPoolExecutor(_OPENING_THREADS) as pool:
             return list(pool.map(self._try_footer, range(len(self._files.names))))
 
     def _try_footer(self, file: int) -> Footer:
-        try:
+        with self._blaming(file):
             return self._footer(file)
-        except _DAMAGE as error:
-            raise self._damaged(file, error) from error
-
-    def _one_schema(self, schemas: Sequence[ArrowSchema], columns: Sequence[str] | None) -> ArrowSchema:
-        """The columns that all files have; ``ValueError`` names two files and the field in which they differ."""
-        first = schemas[0]
-        wanted = list(first.names if columns is None else columns)
-        check_columns(first, wanted, self._files.path(0))
-        for file, schema in enumerate(schemas):
-            if not schema.equals(first) and (field := _difference(first, schema, wanted, columns is None)):
-                raise ValueError(
-                    f"The files differ in {field!r}: {_type(first, field)} in {self._files.path(0)}, {_type(schema, field)} in "
-                    f"{self._files.path(file)}. Give columns=[...] that all files share, or a source for each kind of file."
-                )
-        return pa.schema([first.field(name) for name in wanted])
-
-
-def _difference(first: ArrowSchema, other: ArrowSchema, wanted: Sequence[str], whole: bool) -> str | None:
-    names = [*wanted, *(name for name in other.names if whole and name not in wanted)]
-    return next((name for name in names if _type(first, name) != _type(other, name)), None)
-
-
-def _type(schema: ArrowSchema, name: str) -> str:
-    return str(schema.field(name).type) if name in schema.names else "missing"

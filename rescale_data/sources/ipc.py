@@ -75,11 +75,19 @@ def read_schema(file: Ranges, blocks: Blocks) -> ArrowSchema:
 
 def read_rows(file: Ranges, blocks: Blocks) -> Ints:
     """``int64[B]``, the rows of each batch; only the metadata is read."""
-    headers = [file.read(a, n) for a, n in zip(blocks.offset.tolist(), blocks.metadata.tolist(), strict=True)]
+    headers = file.read_many(list(zip(blocks.offset.tolist(), blocks.metadata.tolist(), strict=True)))
     data = np.frombuffer(b"".join(headers), dtype=np.uint8)
     starts = np.cumsum(blocks.metadata) - blocks.metadata
     batch = record_batches(data, starts)
     return row_counts(data, batch)
+
+
+def starts_compressed(file: Ranges, blocks: Blocks) -> bool:
+    """Whether the first batch is."""
+    if not len(blocks):
+        return False
+    data = np.frombuffer(file.read(int(blocks.offset[0]), int(blocks.metadata[0])), dtype=np.uint8)
+    return is_compressed(data, record_batches(data, np.zeros(1, np.int64)))
 
 
 def record_batches(data: Bytes, starts: Ints) -> Ints:

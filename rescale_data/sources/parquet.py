@@ -12,14 +12,15 @@ import pyarrow.parquet as pq
 
 from rescale_data.sources.ahead import ahead
 from rescale_data.sources.arrow_types import ArrowFile, ArrowTable
-from rescale_data.sources.cache import cache, owner_of
-from rescale_data.sources.files import FileSource, Footer
+from rescale_data.sources.cache import cache
+from rescale_data.sources.files import Footer
 from rescale_data.sources.source import Tokens
+from rescale_data.sources.tables import TableSource
 
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}
 
 
-class ParquetSource(FileSource):
+class ParquetSource(TableSource):
     """Rows of Parquet files, ``{column: value}``: arrays for lists of numbers, else Python values.
 
     Opening reads the footers, several at a time, and nothing else. It pickles with them.
@@ -30,6 +31,10 @@ class ParquetSource(FileSource):
         columns: Which to read; default all.
         cache_bytes: What this process may keep decoded, over all sources.
         storage_options: For fsspec.
+        remote: How to read files of URLs: retries, a local cache, reading ahead.
+        spill_dir: A local folder for what is decoded and does not fit ``cache_bytes``, where this process serves so many
+            logical shards that their fragments do not: each is then decoded once an epoch, and not again and again.
+        spill_bytes: What this process may write there.
 
     Raises:
         FileNotFoundError: ``paths`` stand for no file.
@@ -45,24 +50,33 @@ class ParquetSource(FileSource):
         groups = range(metadata.num_row_groups)
         rows = np.array([metadata.row_group(i).num_rows for i in groups], dtype=np.int64)
         width = _decoded_bytes(metadata.row_group(0)) / max(1, rows[0]) if len(rows) else 0.0
-        return Footer(metadata.schema.to_arrow_schema(), rows, (rows * width).astype(np.int64), metadata)
+        return Footer(rows, (rows * width).astype(np.int64), metadata, metadata.schema.to_arrow_schema())
 
     def _open(self, file: int) -> _Handle:
-        return _Handle(pq.ParquetFile(self._files.open(file), metadata=self._details[file]))
+        opened = self._files.open(file)
+        # pre_buffer=True, the default, would keep the bytes of the last row group while it is open
+        return _Handle(pq.ParquetFile(opened, metadata=self._details[file], pre_buffer=False))
 
     def _table(self, handle: Any, file: int, number: int, columns: Sequence[str]) -> ArrowTable:
-        del file
+        if self._files.filesystem is not None:
+            return self._fetch(file, number, columns)
         with handle.lock:
             return handle.file.read_row_group(number, columns=list(columns))
 
+    def _fetch(self, file: int, number: int, columns: Sequence[str]) -> ArrowTable:
+        """As one request for columns that lie side by side; any number of threads may do so at once."""
+        opened = pq.ParquetFile(self._files.open(file), metadata=self._details[file], pre_buffer=True)
+        return opened.read_row_group(number, columns=list(columns), use_threads=False)
+
     def tokens(self, column: str, fragment: int) -> Tokens:
-        ahead().wait((owner_of(self), fragment, column))
+        if not self.reads_ahead:
+            ahead().wait(self._key(fragment, column))
         return super().tokens(column, fragment)
 
-    def prepare(self, column: str, fragment: int) -> None:
-        """Decode it in another thread."""
-        key = (owner_of(self), fragment, column)
-        if cache().get(key) is None:
+    def decode_ahead(self, column: str, fragment: int) -> None:
+        """The tokens of a fragment will be asked for soon. It returns at once, and raises nothing."""
+        key = self._key(fragment, column)
+        if not self.reads_ahead and cache().get(key) is None:
             ahead().begin(key, partial(super().tokens, column, fragment))
 
 

@@ -6,13 +6,15 @@ import glob
 import os
 import posixpath
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pyarrow as pa
 
 from rescale_data.sources.arrow_types import ArrowFile
+from rescale_data.sources.remote import Remote, RemoteFile
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -29,24 +31,50 @@ class Files:
         names: Paths from the root, with forward slashes.
         sizes: Bytes of each.
         filesystem: Of fsspec; `None` for the local one.
+        remote: How to read them, where they are not local.
+        stamps: What changes when each of them does, as far as a filesystem of fsspec has told with the sizes.
     """
 
     root: str
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     filesystem: AbstractFileSystem | None = None
+    remote: Remote = field(default_factory=Remote)
+    stamps: tuple[str, ...] = ()
 
     def path(self, file: int) -> str:
         return posixpath.join(self.root, self.names[file])
+
+    def stamp(self, file: int) -> str:
+        """What changes when the file does: when it was written, as far as its filesystem tells."""
+        return str(os.stat(self.path(file)).st_mtime_ns) if self.filesystem is None else self.stamps[file]
 
     def open(self, file: int) -> ArrowFile:
         """The file, to be read at random."""
         if self.filesystem is None:
             return pa.OSFile(self.path(file), "rb")
-        return pa.PythonFile(self.filesystem.open(self.path(file), "rb"), mode="r")
+        return self.remote_file(self.path(file)).whole()
+
+    def remote_file(self, path: str) -> RemoteFile:
+        """One of them, or another file of their filesystem."""
+        if self.filesystem is None:
+            raise ValueError(f"{path} is a local file")
+        known = self._number.get(path)
+        if known is None:
+            return RemoteFile(self.filesystem, path, self.remote)
+        return RemoteFile(self.filesystem, path, self.remote, self.sizes[known], self.stamps[known])
+
+    @cached_property
+    def _number(self) -> dict[str, int]:
+        return {self.path(file): file for file in range(len(self.names))}
 
 
-def find(paths: Paths, suffixes: Sequence[str], storage_options: Mapping[str, Any] | None = None) -> Files:
+def find(
+    paths: Paths,
+    suffixes: Sequence[str],
+    storage_options: Mapping[str, Any] | None = None,
+    remote: Remote | None = None,
+) -> Files:
     """The files that ``paths`` stands for.
 
     Args:
@@ -54,6 +82,7 @@ def find(paths: Paths, suffixes: Sequence[str], storage_options: Mapping[str, An
             that begin with a dot or an underscore), a file, or a list of these; each local or any fsspec URL.
         suffixes: What a file in a folder must end in.
         storage_options: For the fsspec filesystem.
+        remote: How to read files of URLs.
 
     Raises:
         FileNotFoundError: One of the paths stands for no file.
@@ -61,19 +90,19 @@ def find(paths: Paths, suffixes: Sequence[str], storage_options: Mapping[str, An
     given = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
     if not given:
         raise FileNotFoundError("No paths were given: give a glob, a folder or a list of files.")
-    remote = [path for path in given if "://" in path]
-    if not remote:
-        return _files({path: size for item in given for path, size in _local(item, suffixes)}, None)
-    if len(remote) != len(given):
+    urls = [path for path in given if "://" in path]
+    if not urls:
+        return _files({path: size for item in given for path, size in _local(item, suffixes)})
+    if len(urls) != len(given):
         raise ValueError(f"Local paths and URLs in one list, {given}: give a source for each.")
-    return _remote(given, suffixes, storage_options or {})
+    return _remote(given, suffixes, storage_options or {}, remote or Remote())
 
 
-def _files(sizes: Mapping[str, int], filesystem: AbstractFileSystem | None) -> Files:
+def _files(sizes: Mapping[str, int]) -> Files:
     root = posixpath.commonpath([posixpath.dirname(path) for path in sizes])
     by_name = {posixpath.relpath(path, root): size for path, size in sizes.items()}
     names = tuple(sorted(by_name))
-    return Files(root, names, tuple(by_name[name] for name in names), filesystem)
+    return Files(root, names, tuple(by_name[name] for name in names))
 
 
 def _local(given: str, suffixes: Sequence[str]) -> list[tuple[str, int]]:
@@ -88,10 +117,10 @@ def _local(given: str, suffixes: Sequence[str]) -> list[tuple[str, int]]:
     return [(Path(match).as_posix(), os.path.getsize(match)) for match in found]
 
 
-def _remote(given: Sequence[str], suffixes: Sequence[str], options: Mapping[str, Any]) -> Files:
+def _remote(given: Sequence[str], suffixes: Sequence[str], options: Mapping[str, Any], remote: Remote) -> Files:
     from fsspec.core import url_to_fs  # not needed for local files
 
-    sizes: dict[str, int] = {}
+    infos: dict[str, Any] = {}
     filesystem: Any = None
     for url in given:
         filesystem, path = url_to_fs(url, **options)
@@ -105,8 +134,14 @@ def _remote(given: Sequence[str], suffixes: Sequence[str], options: Mapping[str,
         else:
             found = {path: filesystem.info(path)} if filesystem.exists(path) else {}
         _refuse_none(found, url, suffixes, folder)
-        sizes.update((match, int(info["size"])) for match, info in found.items())
-    return _files(sizes, filesystem)
+        infos.update(found)
+    files = _files({path: int(info["size"]) for path, info in infos.items()})
+    stamps = tuple(_stamp(infos[files.path(file)]) for file in range(len(files.names)))
+    return replace(files, filesystem=filesystem, remote=remote, stamps=stamps)
+
+
+def _stamp(info: Mapping[str, Any]) -> str:
+    return str(next((info[key] for key in ("ETag", "etag", "mtime", "LastModified", "created") if key in info), ""))
 
 
 def _wanted(paths: Iterable[str], root: str, suffixes: Sequence[str]) -> list[str]:

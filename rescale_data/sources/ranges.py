@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import weakref
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import pyarrow as pa
@@ -21,6 +23,10 @@ class Ranges(Protocol):
         """The bytes from ``offset`` on, less where the file ends."""
         ...
 
+    def read_many(self, places: Sequence[tuple[int, int]]) -> list[ArrowBuffer]:
+        """Several ranges, ``(offset, length)`` each, in the time of one."""
+        ...
+
     def whole(self) -> Any:
         """The file as pyarrow takes it."""
         ...
@@ -34,6 +40,9 @@ class Mapped:
     """A local file. Nothing is copied, and the page cache of the machine serves all of its processes."""
 
     def __init__(self, path: str) -> None:
+        if not os.path.getsize(path):  # there is nothing to map
+            self._buffer = pa.py_buffer(b"")
+            return
         with pa.memory_map(path) as file:  # what was read keeps the mapping, but no file descriptor
             self._buffer = file.read_buffer()
 
@@ -44,6 +53,9 @@ class Mapped:
     def read(self, offset: int, length: int) -> ArrowBuffer:
         return self._buffer.slice(offset, max(0, min(length, self.size - offset)))
 
+    def read_many(self, places: Sequence[tuple[int, int]]) -> list[ArrowBuffer]:
+        return [self.read(offset, length) for offset, length in places]
+
     def whole(self) -> Any:
         return self._buffer
 
@@ -51,29 +63,14 @@ class Mapped:
         weakref.finalize(user, _drop_pages, data).atexit = False
 
 
-class Remote:
-    """A file of an fsspec filesystem."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-
-    @property
-    def size(self) -> int:
-        return self._file.size()
-
-    def read(self, offset: int, length: int) -> ArrowBuffer:
-        return pa.py_buffer(self._file.read_at(max(0, min(length, self.size - offset)), offset))
-
-    def whole(self) -> Any:
-        return self._file
-
-    def release_with(self, user: object, data: ArrowBuffer) -> None:
-        del user, data  # a copy, which goes with whoever holds it
-
-
 def open_ranges(files: Files, file: int) -> Ranges:
     """A file of a source."""
-    return Mapped(files.path(file)) if files.filesystem is None else Remote(files.open(file))
+    return open_path(files, files.path(file))
+
+
+def open_path(files: Files, path: str) -> Ranges:
+    """Another file where those of a source are."""
+    return Mapped(path) if files.filesystem is None else files.remote_file(path)
 
 
 def _drop_pages(data: ArrowBuffer) -> None:

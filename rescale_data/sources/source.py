@@ -1,8 +1,34 @@
-"""The protocol of a source: rows at rest."""
+"""The protocol of a source: rows at rest. Yours may be as short as this:
+
+    class LogLines:
+        '''The lines of one log file.'''
+
+        name, fragments = "log", None  # no fragments: any line is read as cheaply as the next
+
+        def __init__(self, path: str) -> None:
+            self.path, lines = path, Path(path).read_bytes().split(b"\\n")
+            self.ends = np.cumsum([len(line) + 1 for line in lines])
+            self.num_rows = len(lines)
+
+        def manifest(self):
+            return {"format": "log", "rows": self.num_rows, "bytes": int(self.ends[-1])}
+
+        def row(self, index):
+            start = int(self.ends[index - 1]) if index else 0
+            with open(self.path, "rb") as file:
+                file.seek(start)
+                return {"line": file.read(int(self.ends[index]) - start - 1).decode()}
+
+        def locate(self, index):
+            return f"{self.path}, line {index + 1}"
+
+Then ``rescale_data.testing.assert_source(LogLines("log.txt"))`` says whether it keeps the contract, and `Reader` shuffles,
+shards, resumes and rescales it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,6 +36,28 @@ import numpy as np
 import numpy.typing as npt
 
 from rescale_data.state import Ints
+
+
+class Described(Protocol):
+    """Data that a node reads, of whatever kind."""
+
+    @property
+    def name(self) -> str:
+        """A short name for logs and counters."""
+        ...
+
+    def manifest(self) -> Mapping[str, Any]:
+        """What identifies the data, as JSON values: paths relative to the root, sizes, row counts."""
+        ...
+
+
+@runtime_checkable
+class Saveable(Protocol):
+    """Data of which it is not certain that a position in it can be saved."""
+
+    def require_saveable(self) -> None:
+        """`DataStateError` where it cannot."""
+        ...
 
 
 @runtime_checkable
@@ -51,12 +99,58 @@ class Source(Protocol):
         ...
 
 
+@runtime_checkable
+class BatchSource(Source, Protocol):
+    """A source of which many rows at once cost less than one by one."""
+
+    @property
+    def cache_bytes(self) -> int:
+        """The byte budget of what this process keeps of them."""
+        ...
+
+    @property
+    def batch_rows(self) -> int:
+        """As many are worth fetching together."""
+        ...
+
+    def rows(self, indices: Sequence[int]) -> Sequence[Any]:
+        """What `row` would return for each."""
+        ...
+
+
+@runtime_checkable
+class ColumnSource(Source, Protocol):
+    """A source of which some columns may be chosen."""
+
+    @property
+    def columns(self) -> list[str] | None:
+        """Those of a row; `None` for whatever each row has."""
+        ...
+
+
+@runtime_checkable
+class GrowingSource(Source, Protocol):
+    """A source of files, to which others may be added in the course of a run.
+
+    Its manifest has ``"files": [[name, ...], ...]``, and tells nothing of them elsewhere.
+    """
+
+    def subset(self, manifest: Mapping[str, Any]) -> Ints:
+        """``int64[G]``, the fragments of the files that a manifest names and that are there."""
+        ...
+
+
 @dataclass(frozen=True)
 class Tokens:
-    """A token column of one fragment: document i is ``values[offsets[i] : offsets[i + 1]]``."""
+    """A token column of one fragment: document i is ``values[offsets[i] : offsets[i + 1]]``.
+
+    Args:
+        first: The row of the fragment at which they begin, where they are a part of it.
+    """
 
     values: npt.NDArray[np.integer[Any]]
     offsets: Ints
+    first: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -80,6 +174,11 @@ class TokenSource(Source, Protocol):
         """A column of the fragment that begins at row ``fragments[fragment]``; read-only, and not to be kept."""
         ...
 
-    def prepare(self, column: str, fragment: int) -> None:
-        """A hint that the tokens of a fragment will be asked for soon. It returns at once, and raises nothing."""
+
+@runtime_checkable
+class DecodingSource(TokenSource, Protocol):
+    """A source whose fragments take so long to decode that another thread should have begun."""
+
+    def decode_ahead(self, column: str, fragment: int) -> None:
+        """The tokens of a fragment will be asked for soon. It returns at once, and raises nothing."""
         ...

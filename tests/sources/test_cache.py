@@ -87,6 +87,20 @@ def test_entries_go_with_their_owner() -> None:
     assert cache().get(key) is None
 
 
+def test_a_value_is_told_that_there_was_no_room() -> None:
+    class Leaving(Sized):
+        def evicted(self) -> None:
+            left.append(self.nbytes)
+
+    lru, source, left = Cache(), Budget(30), []
+    lru.register(source)
+    for size in (11, 12, 13, 14):
+        lru.put(size, Leaving(size))
+    assert left == [11, 12]
+    lru.clear()
+    assert left == [11, 12]
+
+
 def test_threads_may_share_it() -> None:
     lru, source = Cache(), Budget(50)
     lru.register(source)
@@ -116,10 +130,10 @@ def test_few_files_stay_open() -> None:
 
 class Fragments:
     name, num_rows = "web", 1000
-    fragments = np.arange(0, 1001, 100)
+    fragments = np.arange(0, 1001, 10)
 
-    def __init__(self, fragment_bytes: int, cache_bytes: int) -> None:
-        self.fragment_bytes, self.cache_bytes = fragment_bytes, cache_bytes
+    def __init__(self, fragment_bytes: int, cache_bytes: int, spill_bytes: int = 0) -> None:
+        self.fragment_bytes, self.cache_bytes, self.spill_bytes = fragment_bytes, cache_bytes, spill_bytes
 
     def manifest(self) -> Any: ...
     def row(self, index: int) -> Any: ...
@@ -130,6 +144,7 @@ def test_warns_once_where_the_shards_exceed_the_cache(caplog: pytest.LogCaptureF
     source = Fragments(10, 999)
     with caplog.at_level(logging.WARNING, "rescale_data"):
         warn_if_thrashing(source, 99)
+        warn_if_thrashing(Fragments(10, 999, 1), 5000)
         assert not caplog.records
         warn_if_thrashing(source, 100)
         warn_if_thrashing(source, 101)
@@ -138,8 +153,8 @@ def test_warns_once_where_the_shards_exceed_the_cache(caplog: pytest.LogCaptureF
         "web",
         "100 logical shards",
         "1000 bytes",
-        "cache_bytes is 999",
-        "up to 100 times",
+        "are 999",
+        "up to 10 times",
         "cache_bytes=1000",
     ):
         assert part in message

@@ -1,11 +1,24 @@
 """`DatasetSource`: a map-style dataset's own rows."""
 
+import gc
 import pickle
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+import rescale_data as rd
+from rescale_data.nodes.chunks import _alive
+from rescale_data.nodes.reader import Reader
+from rescale_data.shard import Shard
+from rescale_data.sources.cache import cache
 from rescale_data.sources.dataset import DatasetSource, as_source
 from rescale_data.sources.source import Source
+from rescale_data.testing import assert_rescalable, assert_source
 
 
 class Squares:
@@ -42,3 +55,135 @@ def test_what_is_no_dataset() -> None:
         as_source(i for i in range(3))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="list has no rows"):
         DatasetSource([])
+
+
+class Fetching:
+    """Rows of some bytes; remembers what was asked for at once."""
+
+    def __init__(self, num_rows: int = 100, num_bytes: int = 10, broken: tuple[int, ...] = ()) -> None:
+        self.num_rows, self.num_bytes, self.broken = num_rows, num_bytes, broken
+        self.asked: list[list[int]] = []
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        self.asked.append(indices)
+        if set(indices) & set(self.broken):
+            raise OSError(f"cannot decode one of {indices}")
+        return [{"i": i, "x": np.full(self.num_bytes, i % 200, np.uint8)} for i in indices]
+
+
+class TestMany:
+    def test_are_fetched_at_once(self) -> None:
+        dataset = Fetching()
+        rows = [row["i"] for row in Reader(DatasetSource(dataset, batch_rows=10), Shard())]
+        assert sorted(rows) == list(range(100))
+        assert [len(asked) for asked in dataset.asked] == [1, *[10] * 9, 9]
+        assert rows == [row["i"] for row in Reader(DatasetSource([{"i": i} for i in range(100)]), Shard())]
+        assert_source(DatasetSource(dataset))
+
+    def test_resume_anywhere(self) -> None:
+        source = DatasetSource(Fetching(30), batch_rows=4)
+        whole = [row["i"] for row in Reader(source, Shard())]
+        reader = Reader(source, Shard())
+        for drawn in range(29):
+            next(reader)
+            other = Reader(source, Shard())
+            other.reset(reader.get_state())
+            assert next(other)["i"] == whole[drawn + 1]
+            reader.reset(reader.get_state())
+
+    def test_fit_the_cache(self) -> None:
+        gc.collect()
+        dataset = Fetching(400, 1000)
+        source = DatasetSource(dataset, batch_rows=16, cache_bytes=40_000)
+        readers = [Reader(source, Shard(i, 8)) for i in range(8)]
+        cache().clear()
+        for _ in range(50):
+            for reader in readers:
+                next(reader)
+        counts = Counter(i for asked in dataset.asked for i in asked)
+        assert sorted(counts) == list(range(400))
+        assert max(map(len, dataset.asked)) == max(1, 20 // len(_alive))
+        assert cache().nbytes <= max(40_000, cache().budget)
+
+    def test_a_row_that_raises_is_the_one_that_is_blamed(self) -> None:
+        source = DatasetSource(Fetching(30, broken=(7, 11)), batch_rows=8)
+        reader = Reader(source, Shard(), shuffle=False)
+        assert [next(reader)["i"] for _ in range(7)] == list(range(7))
+        with pytest.raises(OSError, match=r"one of \[7\]") as caught:
+            next(reader)
+        assert caught.value.__notes__[0] == "while reading Fetching: Fetching[7]"
+        reader = Reader(source, Shard(), shuffle=False, on_error="skip")
+        assert [row["i"] for row in reader] == [i for i in range(30) if i not in (7, 11)]
+        assert reader.get_state()["skipped"] == 2
+
+    def test_of_nothing(self) -> None:
+        with pytest.raises(ValueError, match="batch_rows=0"):
+            DatasetSource([1], batch_rows=0)
+
+
+def test_rows_of_different_lengths() -> None:
+    dataset = [{"tokens": torch.arange(i % 5 + 1)} for i in range(40)]
+    loader = rd.DataLoader(dataset, global_batch_size=4)
+    with pytest.raises(ValueError, match=r"'tokens' cannot be stacked.*pad_collate"):
+        next(iter(loader))
+    loader = rd.DataLoader(dataset, global_batch_size=4, collate_fn=rd.pad_collate({"tokens": -1}))
+    assert next(iter(loader))["tokens"].shape[0] == 4
+
+
+class TestHuggingFace:
+    @pytest.fixture
+    def saved(self, tmp_path: Path) -> Any:
+        datasets = pytest.importorskip("datasets")
+        image = pytest.importorskip("PIL.Image").new
+        rows = {"image": [image("L", (4, 3), i) for i in range(48)], "n": list(range(48))}
+        dataset = datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image())
+        dataset.save_to_disk(tmp_path / "saved")
+        return datasets.load_from_disk(tmp_path / "saved")
+
+    def test_images_are_decoded_when_they_are_read(self, saved: Any) -> None:
+        row = DatasetSource(saved).rows([3, 5])[1]
+        assert row["image"].getpixel((0, 0)) == row["n"] == 5
+        assert DatasetSource(saved).batch_rows == 16
+
+    def test_its_format_applies(self, saved: Any) -> None:
+        rows = list(Reader(saved.select_columns(["n"]).with_format("torch"), Shard(), shuffle=False))
+        assert [row["n"] for row in rows] == list(range(48))
+        assert isinstance(rows[0]["n"], torch.Tensor)
+        scaled = saved.select_columns(["n"]).with_transform(lambda batch: {"n": [2 * n for n in batch["n"]]})
+        assert next(Reader(scaled, Shard(), shuffle=False)) == {"n": 0}
+
+    def test_rescales_with_and_without_workers(self, saved: Any) -> None:
+        make = partial(_image_loader, saved)
+        assert_rescalable(make, [(1, 4, 0), (2, 2, 2), (3, 4, 0)], steps=2)
+
+    def test_is_known_again_wherever_it_lies(self, saved: Any, tmp_path: Path) -> None:
+        import datasets
+
+        (tmp_path / "saved").rename(tmp_path / "moved")
+        moved = datasets.load_from_disk(tmp_path / "moved")
+        assert DatasetSource(moved).manifest() == DatasetSource(saved).manifest()
+        assert DatasetSource(moved.select(range(40))).manifest() != DatasetSource(saved).manifest()
+
+
+def pixels(samples: list[Any]) -> torch.Tensor:
+    return torch.stack([torch.from_numpy(np.array(sample["image"])) for sample in samples])
+
+
+def _image_loader(dataset: Any, rank: int, world: int, micro: int, workers: int) -> rd.DataLoader:
+    return rd.DataLoader(
+        dataset,
+        global_batch_size=12,
+        micro_batch_size=micro,
+        num_logical_shards=24,
+        dp_rank=rank,
+        dp_world_size=world,
+        num_workers=workers,
+        repeat=True,
+        collate_fn=pixels,
+    )

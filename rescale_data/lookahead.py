@@ -1,0 +1,98 @@
+"""For whoever reads ahead of the trainer: batches in hand, and the state of those that the trainer has received.
+
+    loader    ... 5 6 7 | 8        the next that the loader makes
+    in hand         [6 7]          read, on their way to the trainer
+    trainer   ... 5                the state says: 5 was delivered
+
+A `DataLoader`'s own state describes the batches that it has handed out. Where these go into a queue first, a checkpoint
+would leave out for ever what is in that queue.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rescale_data.loader import DataLoader
+from rescale_data.nodes.moment import Moment
+from rescale_data.nodes.statedict import state_dict
+
+
+class LookAhead:
+    """Batches of a loader, read some batches before the trainer wants them. One thread calls it.
+
+    Args:
+        loader: From now on read by this object alone.
+        num_batches: How many may be in hand, at least 1.
+    """
+
+    def __init__(self, loader: DataLoader, num_batches: int) -> None:
+        if num_batches < 1:
+            raise ValueError(f"num_batches={num_batches}: one batch at least must be in hand.")
+        self._loader, self._num_batches = loader, num_batches
+        self._forget()
+
+    @property
+    def in_hand(self) -> list[Any]:
+        """Batches that were read and not taken, in order."""
+        return [batch for batch, _ in self._in_hand]
+
+    @property
+    def step(self) -> int:
+        """Global batches that the trainer has received."""
+        return self._moment.clock.global_step(self._moment.layout.global_batch_size)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in which the trainer is."""
+        return self._moment.clock.epoch
+
+    def begin(self) -> None:
+        """Go on in the trainer's epoch, or with the next where that has ended."""
+        if not self._in_hand:
+            self._batches = iter(self._loader)
+            self._moment = Moment.of(self._loader.stream)
+
+    def read(self) -> list[Any]:
+        """Fill the hand, and return what is new in it. An error of the loader is raised when the trainer comes to it."""
+        new: list[Any] = []
+        while self._failure is None and len(self._in_hand) < self._num_batches:
+            try:
+                batch = next(self._batches)
+            except StopIteration:
+                break
+            except Exception as error:
+                self._failure = error
+                break
+            new.append(batch)
+            self._in_hand.append((batch, Moment.of(self._loader.stream)))
+        if self._failure is not None and not self._in_hand:
+            failure, self._failure = self._failure, None
+            raise failure
+        return new
+
+    def take(self) -> Any:
+        """The oldest batch in hand; from here on the state says that the trainer has it."""
+        batch, self._moment = self._in_hand.popleft()
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `DataLoader.state_dict`, of the batches that were taken."""
+        return state_dict(self._moment)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As `DataLoader.load_state_dict`; what is in hand is forgotten."""
+        self._loader.load_state_dict(state)
+        self._forget()
+
+    def reset(self) -> None:
+        """Go back to the beginning of the run."""
+        self._loader.reset()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._in_hand: deque[tuple[Any, Moment]] = deque()
+        self._batches: Iterator[Any] = iter(())
+        self._failure: Exception | None = None
+        self._moment = Moment.of(self._loader.stream)

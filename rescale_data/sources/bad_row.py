@@ -1,0 +1,16 @@
+"""What is wrong with one row, before anybody has said where the row is."""
+
+
+class BadRow(ValueError):
+    """The message says what is wrong and the cure; the source adds the file and the row."""
+
+
+class NullValueError(BadRow):
+    """A list of numbers has a hole, which no array of numbers can show; carries the row in the fragment."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__(
+            "a list of numbers is null or has a null in it. Fill or drop such rows where the files are made, or read the other "
+            "columns only (columns=...)."
+        )
+        self.row = row

@@ -1,0 +1,61 @@
+"""An index on disk: named arrays and a JSON header in one file, read a slice at a time and shared through the page cache.
+
+"RDINDEX1" | int64 length of the header | header, JSON | array | array | ...      arrays begin at multiples of 8
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+_MAGIC = b"RDINDEX1"
+
+
+class Bundle:
+    """An open one; ``ValueError`` where the file is not whole."""
+
+    def __init__(self, path: str) -> None:
+        self._data = np.memmap(path, dtype=np.uint8, mode="r")
+        if len(self._data) < 16 or self._data[:8].tobytes() != _MAGIC:
+            raise ValueError(f"{path} is no index")
+        length = int(self._data[8:16].view(np.int64)[0])
+        self._header: dict[str, Any] = json.loads(self._data[16 : 16 + length].tobytes())
+        self._begin = _aligned(16 + length)
+        if self._begin + self._header["bytes"] != len(self._data):
+            raise ValueError(f"{path} is not whole")
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What was written beside the arrays."""
+        return self._header["facts"]
+
+    def array(self, name: str) -> npt.NDArray[Any]:
+        """One of the arrays, mapped."""
+        dtype, offset, length = self._header["arrays"][name]
+        start = self._begin + offset
+        return self._data[start : start + length * np.dtype(dtype).itemsize].view(dtype)
+
+
+def write_bundle(path: str, facts: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Write one; whoever reads at the same time may find half of it."""
+    places: dict[str, tuple[str, int, int]] = {}
+    total = 0
+    for name, array in arrays.items():
+        places[name] = (array.dtype.str, total, len(array))
+        total += _aligned(array.nbytes)
+    header = json.dumps({"facts": dict(facts), "arrays": places, "bytes": total}).encode()
+    with open(path, "wb") as file:
+        file.write(_MAGIC + struct.pack("<q", len(header)) + header)
+        file.write(bytes(_aligned(16 + len(header)) - 16 - len(header)))
+        for array in arrays.values():
+            file.write(cast(Any, np.ascontiguousarray(array)).data)
+            file.write(bytes(_aligned(array.nbytes) - array.nbytes))
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 8) * 8

@@ -1,0 +1,92 @@
+"""`DiskCache`: ranges of remote files on a local disk, shared by all processes of a machine, with a bound.
+
+Each range is a file of its own, written aside and renamed. Nobody waits for anybody: two processes that miss the same range
+both fetch it. What was not used for longest is deleted first, by whoever has written enough to look.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from contextlib import suppress
+
+from rescale_data.sources.once import write_aside
+
+_LOOK_AFTER = 64  # of the bound, in what one process has written
+_FULL, _TRIMMED = 7 / 8, 3 / 4
+
+
+class DiskCache:
+    """One folder.
+
+    Args:
+        folder: Made where it is missing.
+        max_bytes: What may lie there.
+    """
+
+    def __init__(self, folder: str, max_bytes: int) -> None:
+        self._folder, self.max_bytes = folder, max_bytes
+        self._written = max_bytes  # look at once: others may have left much
+        os.makedirs(folder, exist_ok=True)
+
+    def read(self, name: str, length: int, fetch: Callable[[], bytes]) -> bytes:
+        """The bytes called ``name``, fetched where they are not there."""
+        path = self._path(name)
+        with suppress(FileNotFoundError):
+            with open(path, "rb") as file:
+                data = file.read()
+            if len(data) == length:
+                with suppress(OSError):
+                    os.utime(path)
+                return data
+        data = fetch()
+        if length <= self.max_bytes // 8:
+            self._keep(path, data)
+        return data
+
+    def _keep(self, path: str, data: bytes) -> None:
+        if self._written + len(data) > self.max_bytes // _LOOK_AFTER:
+            self._trim()
+            self._written = 0
+        self._written += len(data)
+
+        def write(aside: str) -> None:
+            with open(aside, "wb") as file:
+                file.write(data)
+
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        write_aside(path, write)
+
+    def _trim(self) -> None:
+        """Delete the oldest files where the folder is nearly full."""
+        found: list[tuple[float, int, str]] = []
+        for folder, _, names in os.walk(self._folder):
+            for name in names:
+                with suppress(FileNotFoundError):
+                    info = os.stat(path := os.path.join(folder, name))
+                    found.append((info.st_mtime, info.st_size, path))
+        total = sum(size for _, size, _ in found)
+        if total <= self.max_bytes * _FULL:
+            return
+        for _, size, path in sorted(found):
+            if total <= self.max_bytes * _TRIMMED:
+                return
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            total -= size
+
+    def _path(self, name: str) -> str:
+        key = hashlib.blake2b(name.encode(), digest_size=20).hexdigest()
+        return os.path.join(self._folder, key[:2], key)
+
+
+_caches: dict[str, DiskCache] = {}
+
+
+def disk_cache(folder: str, max_bytes: int) -> DiskCache:
+    """That of this process in a folder."""
+    found = _caches.get(folder)
+    if found is None or found.max_bytes != max_bytes:
+        found = _caches[folder] = DiskCache(folder, max_bytes)
+    return found

@@ -1,0 +1,140 @@
+"""`IterableSource`: streams that cannot be indexed, dealt to logical shards whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias, cast, runtime_checkable
+
+from rescale_data.errors import DataStateError
+
+Factory: TypeAlias = Callable[[int], Iterable[Any]]
+Keeps: TypeAlias = Literal["state", "count", "nothing"]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A stream that says where it stands: Hugging Face's ``IterableDataset``, an iterator of torchdata, yours."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+    def load_state_dict(self, state_dict: Any, /) -> None: ...
+
+
+@runtime_checkable
+class Shardable(Protocol):
+    """A stream that splits itself, as Hugging Face's ``IterableDataset`` does."""
+
+    @property
+    def num_shards(self) -> int: ...
+    def shard(self, num_shards: int, index: int) -> Any: ...
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The parts of a stream that splits itself."""
+
+    whole: Shardable
+
+    def __call__(self, index: int) -> Iterable[Any]:
+        return self.whole.shard(num_shards=self.whole.num_shards, index=index)
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """Streams that were given one by one."""
+
+    streams: Sequence[Iterable[Any]]
+
+    def __call__(self, index: int) -> Iterable[Any]:
+        stream = self.streams[index]
+        return copy.deepcopy(stream) if isinstance(stream, Stateful) else stream  # each reader has a state of its own
+
+
+class IterableSource:
+    """Streams that can only be read from their beginning to their end; each belongs to one logical shard.
+
+    A stream whose iterator or which itself has ``state_dict`` and ``load_state_dict`` is resumed with them; its state is kept
+    in the loader's, as JSON in a row of fixed width. Any other stream is read again up to the number of rows that were drawn,
+    which takes longer the later it is (R4 does not hold), and must then yield the same rows. An iterator that can be
+    read once, such as a generator over a queue, can do neither: then a checkpoint is refused when it is saved.
+
+    Args:
+        streams: Iterables, one that splits itself (``num_shards`` and ``shard(num_shards, index)``, as ``IterableDataset`` of
+            Hugging Face ``datasets``), or a function from the number of a stream to an iterable, made anew each epoch.
+        num_streams: How many there are, with a function.
+        name: For logs and counters.
+        state_bytes: What the state of one stream may take as JSON. 0: count rows although the streams have a state.
+
+    Raises:
+        TypeError: ``streams`` is none of these, or ``num_streams`` is missing.
+        ValueError: There is no stream.
+    """
+
+    def __init__(
+        self,
+        streams: Sequence[Iterable[Any]] | Shardable | Factory,
+        *,
+        num_streams: int | None = None,
+        name: str = "stream",
+        state_bytes: int = 1024,
+    ) -> None:
+        self._make, self.num_streams = _resolve(streams, num_streams)
+        self._name, self.state_bytes = name, state_bytes
+        if self.num_streams < 1 or state_bytes < 0:
+            raise ValueError(
+                f"num_streams={self.num_streams}, {state_bytes=}: give one stream at least, and no negative bytes."
+            )
+        self.keeps: Keeps = _kept(self._make, state_bytes)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def manifest(self) -> Mapping[str, Any]:
+        return {"format": "streams", "name": self._name, "streams": self.num_streams}
+
+    def stream(self, index: int, epoch: int) -> Iterable[Any]:
+        """One of the streams, at its beginning."""
+        stream = self._make(index)
+        set_epoch = getattr(stream, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+        return stream
+
+    def require_saveable(self) -> None:
+        """``DataStateError`` where no state can say where the streams stand."""
+        if self.keeps == "nothing":
+            raise DataStateError(
+                f"The position in {self._name} cannot be saved: its streams are iterators that can be read once, and have no "
+                f"state_dict(), so that a resumed run could neither go on nor begin again. Give IterableSource a function that "
+                f"makes each stream anew, iterables that begin again, or iterators with state_dict and load_state_dict; or "
+                f"save without the loader."
+            )
+
+
+def stateful(stream: Iterable[Any], iterator: Iterator[Any]) -> Stateful | None:
+    """Whichever of the two says where it stands."""
+    found = [each for each in (iterator, stream) if isinstance(each, Stateful)]
+    return found[0] if found else None
+
+
+def _kept(make: Factory, state_bytes: int) -> Keeps:
+    stream = make(0)
+    iterator = iter(stream)
+    if state_bytes and stateful(stream, iterator) is not None:
+        return "state"
+    return "nothing" if iterator is stream and make(0) is stream else "count"
+
+
+def _resolve(streams: Any, num_streams: int | None) -> tuple[Factory, int]:
+    if isinstance(streams, Shardable):
+        return _Parts(streams), int(streams.num_shards)
+    if isinstance(streams, Sequence) and not isinstance(streams, str | bytes):
+        return _Listed(streams), len(streams)
+    if not callable(streams) or num_streams is None:
+        raise TypeError(
+            f"IterableSource was given a {type(streams).__name__} and num_streams={num_streams}. Give a list of iterables, an "
+            f"IterableDataset, or a function from the number of a stream to an iterable, with num_streams=."
+        )
+    return cast(Factory, streams), num_streams

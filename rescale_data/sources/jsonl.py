@@ -1,0 +1,152 @@
+"""`JsonlSource`: rows of files with one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from rescale_data.sources.arrow_types import ArrowBuffer
+from rescale_data.sources.bad_row import BadRow
+from rescale_data.sources.cache import DEFAULT_BYTES
+from rescale_data.sources.columns import chosen_columns
+from rescale_data.sources.files import Rows
+from rescale_data.sources.indexed import IndexedSource, Scan
+from rescale_data.sources.paths import Paths
+from rescale_data.sources.ranges import Ranges
+from rescale_data.sources.remote import Remote
+from rescale_data.state import Ints
+
+_CHUNK_BYTES = 2**24
+_SHORT = 8
+_NEWLINE = 10
+_NUMBERS = frozenset((int, float))
+_MARK = b"\xef\xbb\xbf"
+
+
+class JsonlSource(IndexedSource):
+    """Rows of JSON-lines files: each line is an object, ``{column: value}``; lists of numbers become arrays.
+
+    Where lines begin is found in one scan of each file, whichever rank comes first, and kept in an index beside it. Empty lines
+    are no rows.
+
+    Args:
+        paths: A glob, a folder (``*.jsonl``, ``*.jsonl.gz``, ``*.jsonl.zst`` below it), a file, or a list; local or any URL.
+        columns: Which to keep; a row without one of them is an error. Default: whatever a line holds.
+        cache_bytes: What this process may keep of them, over all sources.
+        storage_options: For fsspec.
+        remote: How to read files of URLs: retries, a local cache, reading ahead.
+        index_dir: Where indices are kept, a folder that all ranks share; default beside each file. Needed for URLs.
+        transcode: Whether files that are compressed as a whole may be copied once, beside the index, in a form that can
+            be read at random. `False` refuses them.
+
+    Raises:
+        FileNotFoundError: ``paths`` stand for no file.
+        ValueError: A file is damaged, or there is no row. A line that does not parse is one when it is read.
+    """
+
+    FORMAT: ClassVar[str] = "jsonl"
+    SUFFIXES: ClassVar[tuple[str, ...]] = tuple(
+        f".{name}{packed}" for name in ("jsonl", "ndjson") for packed in ("", ".gz", ".zst")
+    )
+
+    def __init__(
+        self,
+        paths: Paths,
+        *,
+        columns: Sequence[str] | None = None,
+        cache_bytes: int = DEFAULT_BYTES,
+        storage_options: Mapping[str, Any] | None = None,
+        remote: Remote | None = None,
+        index_dir: str | os.PathLike[str] | None = None,
+        transcode: bool = True,
+    ) -> None:
+        self._columns = chosen_columns(columns)
+        super().__init__(
+            paths,
+            cache_bytes=cache_bytes,
+            storage_options=storage_options,
+            remote=remote,
+            index_dir=index_dir,
+            transcode=transcode,
+        )
+
+    @property
+    def columns(self) -> list[str] | None:
+        """The columns that were chosen; `None` for whatever a line holds."""
+        return None if self._columns is None else list(self._columns)
+
+    def locate(self, index: int) -> str:
+        file, row = self._in_file(index)
+        empty = self._handle(file).index.array("empty")
+        return f"{self._files.path(file)}, line {row + 1 + int(np.searchsorted(empty, row, side='right'))}"
+
+    def _scan(self, ranges: Ranges) -> Scan:
+        starts, empty = find_lines(ranges)
+        return Scan(starts, {"empty": empty})
+
+    def _load(self, fragment: int) -> Rows:
+        opened, _, starts = self._fragment(fragment)
+        data = opened.ranges.read(int(starts[0]), int(starts[-1] - starts[0]))
+        lines = _Lines(data, starts - starts[0], self._columns)
+        opened.ranges.release_with(lines, data)
+        return lines
+
+
+class _Lines:
+    """Some lines, parsed when they are asked for."""
+
+    def __init__(self, data: ArrowBuffer, starts: Ints, columns: Sequence[str] | None) -> None:
+        self._data, self._starts, self._columns = data, starts, columns
+        self.nbytes: int = data.size
+
+    def row(self, index: int) -> dict[str, Any]:
+        start, stop = self._starts[index : index + 2].tolist()
+        row = parse(self._data.slice(start, stop - start).to_pybytes().strip())
+        if self._columns is not None:
+            missing = [name for name in self._columns if name not in row]
+            if missing:
+                raise BadRow(f"the line has no {missing}; it has {list(row)}. Fix it, or leave such rows out.")
+            row = {name: row[name] for name in self._columns}
+        return {name: _value(value) for name, value in row.items()}
+
+
+def parse(line: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        shown = line[:60].decode(errors="replace")
+        raise BadRow(f"it is not JSON: {error}. It begins with {shown!r}. Fix it, or leave such rows out.") from None
+    if not isinstance(value, dict):
+        raise BadRow(f"it is a JSON {type(value).__name__}, not an object. Write each row as {{column: value}}.")
+    return value
+
+
+def _value(value: Any) -> Any:
+    """Lists of numbers as arrays, int64 or float64, the rest as it is."""
+    if not isinstance(value, list) or not _NUMBERS.issuperset(map(type, value)):
+        return value
+    array = np.array(value, dtype=None if value else np.int64)
+    return array if array.dtype.kind in "if" else value
+
+
+def find_lines(ranges: Ranges) -> tuple[Ints, Ints]:
+    """Where the lines that are not empty begin, with the end of the file, and how many of them stand before each empty one."""
+    begin = 3 if ranges.size and ranges.read(0, 3).to_pybytes() == _MARK else 0
+    edges = [np.array([begin], dtype=np.int64)]
+    for at in range(0, ranges.size, _CHUNK_BYTES):
+        chunk = np.frombuffer(ranges.read(at, _CHUNK_BYTES), dtype=np.uint8)
+        edges.append(np.flatnonzero(chunk == _NEWLINE) + (at + 1))
+    found = np.concatenate(edges)
+    if found[-1] < ranges.size:
+        found = np.append(found, ranges.size)
+    short = np.flatnonzero(np.diff(found) <= _SHORT)
+    is_empty = [
+        not ranges.read(int(found[i]), int(found[i + 1] - found[i])).to_pybytes().strip() for i in short.tolist()
+    ]
+    empty = short[np.array(is_empty, dtype=bool)]
+    starts = np.append(np.delete(found[:-1], empty), found[-1])
+    return starts, empty - np.arange(len(empty))

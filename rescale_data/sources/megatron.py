@@ -1,0 +1,177 @@
+"""`MegatronSource`: documents of Megatron-LM's indexed datasets, a ``.bin`` of tokens beside an ``.idx`` of where they are.
+
+Layout of the index: ``megatron/core/datasets/indexed_dataset.py`` of Megatron-LM.
+
+    "MMIDIDX\\0\\0" | int64 1 | uint8 dtype | int64 S sequences | int64 D + 1 documents
+    int32[S] lengths | int64[S] places in the .bin | int64[D + 1] first sequence of each document | ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from rescale_data.sources.arrow_types import ArrowBuffer
+from rescale_data.sources.cache import DEFAULT_BYTES
+from rescale_data.sources.cuts import cut_rows
+from rescale_data.sources.files import FileSource, Footer
+from rescale_data.sources.paths import Files, Paths
+from rescale_data.sources.pieces import Share
+from rescale_data.sources.ranges import Ranges, open_path, open_ranges
+from rescale_data.sources.remote import Remote
+from rescale_data.sources.source import Tokens
+from rescale_data.state import Ints
+
+COLUMN = "tokens"
+FRAGMENT_ROWS = 1024
+FRAGMENT_BYTES = 2**24
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER_BYTES = 34
+_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+
+
+class MegatronSource(FileSource):
+    """Documents of Megatron-LM's ``.bin`` and ``.idx`` files, memory-mapped: ``{"tokens": array}`` in the stored dtype.
+
+    Tokens that mark the end of a document are usually stored with it: then pack with ``eos_id=None``.
+
+    Args:
+        paths: A glob of ``.bin`` files, a folder, a file, or a list; local or any fsspec URL. The ``.idx`` is beside each.
+        cache_bytes: What this process may keep of them, over all sources.
+        storage_options: For fsspec.
+        remote: How to read files of URLs: retries, a local cache, reading ahead.
+
+    Raises:
+        FileNotFoundError: ``paths`` stand for no file, or an ``.idx`` is missing.
+        ValueError: A file is damaged, two differ in their dtype, or there is no row; the file is named.
+    """
+
+    FORMAT: ClassVar[str] = "megatron"
+    SUFFIXES: ClassVar[tuple[str, ...]] = (".bin",)
+
+    def __init__(
+        self,
+        paths: Paths,
+        *,
+        cache_bytes: int = DEFAULT_BYTES,
+        storage_options: Mapping[str, Any] | None = None,
+        remote: Remote | None = None,
+    ) -> None:
+        super().__init__(paths, cache_bytes=cache_bytes, storage_options=storage_options, remote=remote)
+
+    def _accept(self, footers: Sequence[Footer]) -> None:
+        dtypes = [footer.detail.dtype for footer in footers]
+        other = next((file for file, dtype in enumerate(dtypes) if dtype != dtypes[0]), None)
+        if other is not None:
+            raise ValueError(
+                f"The files differ in their dtype: {dtypes[0]} in {self._files.path(0)}, {dtypes[other]} in "
+                f"{self._files.path(other)}. Give a source for each kind of file."
+            )
+
+    def check_tokens(self, column: str) -> None:
+        if column != COLUMN:
+            raise ValueError(f"{self.name} has no column {column!r}. A MegatronSource has {COLUMN!r}.")
+
+    def tokens(self, column: str, fragment: int) -> Tokens:
+        del column  # there is one
+        documents: Any = self._rows(fragment)
+        return documents.tokens
+
+    def prepare(self, column: str | None, fragment: int, share: Share | None = None) -> None:
+        super().prepare(None, fragment, share)
+
+    def _footer(self, file: int) -> Footer:
+        index = _Index(open_index(self._files, file))
+        starts = index.starts(0, index.num_documents)
+        if int(starts[-1]) != self._files.sizes[file]:
+            raise ValueError(
+                f"its index speaks of {int(starts[-1])} bytes of tokens, and it has {self._files.sizes[file]}"
+            )
+        if index.dtype.kind not in "iu":
+            raise ValueError(f"it holds numbers of type {index.dtype}, not tokens")
+        cuts = cut_rows(starts, FRAGMENT_ROWS, FRAGMENT_BYTES)
+        return Footer(np.diff(cuts), np.diff(starts[cuts]), _Detail(cuts, index.dtype.str))
+
+    def _open(self, file: int) -> _Opened:
+        return _Opened(open_ranges(self._files, file), _Index(open_index(self._files, file)))
+
+    def _load(self, fragment: int) -> _Documents:
+        file, number = self._place(fragment)
+        detail: _Detail = self._details[file]
+        opened: _Opened = self._handle(file)
+        starts = opened.index.starts(*detail.cuts[number : number + 2].tolist())
+        data = opened.ranges.read(int(starts[0]), int(starts[-1] - starts[0]))
+        dtype = np.dtype(detail.dtype)
+        tokens = Tokens(np.frombuffer(data, dtype=dtype), (starts - starts[0]) // dtype.itemsize)
+        documents = _Documents(tokens)
+        opened.ranges.release_with(documents, data)
+        return documents
+
+
+@dataclass(frozen=True)
+class _Detail:
+    """First documents of the fragments, ``int64[F + 1]``, and the dtype of the tokens."""
+
+    cuts: Ints
+    dtype: str
+
+
+@dataclass(frozen=True)
+class _Opened:
+    ranges: Ranges
+    index: _Index
+
+
+class _Documents:
+    """Some documents as rows."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self.tokens = tokens
+        self.nbytes = tokens.nbytes
+
+    def row(self, index: int) -> dict[str, Any]:
+        start, stop = self.tokens.offsets[index : index + 2]
+        return {COLUMN: self.tokens.values[start:stop].copy()}
+
+
+class _Index:
+    """An open ``.idx``; ``ValueError`` where it is not whole, or its documents do not lie end to end."""
+
+    def __init__(self, data: ArrowBuffer) -> None:
+        raw = np.frombuffer(data, dtype=np.uint8)
+        if raw[:9].tobytes() != _MAGIC or len(raw) < _HEADER_BYTES:
+            raise ValueError("its .idx is not one of Megatron's, or ends in its header")
+        code = int(raw[17])
+        sequences, documents = (int.from_bytes(raw[at : at + 8].tobytes(), "little") for at in (18, 26))
+        ends = np.cumsum([_HEADER_BYTES, 4 * sequences, 8 * sequences, 8 * documents]).tolist()
+        if code not in _DTYPES or documents < 1 or ends[-1] > len(raw):
+            raise ValueError(f"its .idx ends at byte {len(raw)} of {ends[-1]}, or has an unknown dtype ({code})")
+        self.dtype = np.dtype(_DTYPES[code])
+        self.num_documents = documents - 1
+        self._lengths = raw[ends[0] : ends[1]].view("<i4")
+        self._places = raw[ends[1] : ends[2]].view("<i8")
+        self._first = raw[ends[2] : ends[3]].view("<i8")
+
+    def starts(self, first: int, stop: int) -> Ints:
+        """Where documents begin in the ``.bin``, and where the last one ends."""
+        sequences = np.array(self._first[first : stop + 1], dtype=np.int64)
+        begin, end = int(sequences[0]), int(sequences[-1])
+        places = np.array(self._places[begin:end], dtype=np.int64)
+        nbytes = self._lengths[begin:end].astype(np.int64) * self.dtype.itemsize
+        whole = np.append(places, places[-1] + nbytes[-1]) if len(places) else np.zeros(1, np.int64)
+        if (np.diff(whole) != nbytes).any() or (np.diff(sequences) < 0).any():
+            raise ValueError("its sequences do not lie end to end in the order of the index; write them anew")
+        return whole[sequences - begin]
+
+
+def open_index(files: Files, file: int) -> ArrowBuffer:
+    """The bytes of the ``.idx`` beside a ``.bin``."""
+    path = files.path(file).removesuffix(".bin") + ".idx"
+    try:
+        ranges = open_path(files, path)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{files.path(file)} has no index: there is no {path}.") from error
+    return ranges.read(0, ranges.size)

@@ -1,0 +1,29 @@
+"""About how much memory a sample takes, whatever it is made of."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def size_of(value: Any) -> int:
+    """Bytes of a sample: exact for arrays, tensors, text and bytes and what holds them, a guess for the rest."""
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return value.nbytes
+    if isinstance(value, str | bytes | bytearray):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(size_of(item) for item in value.values())
+    if isinstance(value, list | tuple):
+        return sum(size_of(item) for item in value) + 8 * len(value)
+    return sys.getsizeof(value) + _pixels(value)
+
+
+def _pixels(value: Any) -> int:
+    """Of a PIL image, whose pixels are not Python's."""
+    bands = getattr(value, "getbands", None)
+    return value.width * value.height * len(bands()) if bands is not None else 0

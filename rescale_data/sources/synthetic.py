@@ -1,0 +1,96 @@
+"""`SyntheticSource`: rows computed from their number, for smoke tests and benchmarks without files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rescale_data.order import random_words
+from rescale_data.sources.cache import DEFAULT_BYTES, cache, owner_of
+from rescale_data.sources.source import Tokens
+from rescale_data.state import Ints
+
+FRAGMENT_ROWS = 1024
+COLUMN = "tokens"
+
+
+class SyntheticSource:
+    """Documents of random tokens: row i is a function of (seed, i) alone, the same on every machine.
+
+    Args:
+        num_rows: How many.
+        length: Tokens of a document, or the least and the most.
+        vocab_size: Tokens are from 0 up to it, int32.
+        seed: Another seed is other data.
+        cache_bytes: What this process may keep computed, over all sources.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        *,
+        length: int | tuple[int, int] = (1, 1024),
+        vocab_size: int = 32_000,
+        seed: int = 0,
+        cache_bytes: int = DEFAULT_BYTES,
+    ) -> None:
+        least, most = (length, length) if isinstance(length, int) else length
+        if num_rows < 1 or vocab_size < 1 or not 0 <= least <= most:
+            raise ValueError(
+                f"SyntheticSource({num_rows=}, {length=}, {vocab_size=}): give at least one row and one token of the "
+                f"vocabulary, and a length of at least 0 or a range of lengths."
+            )
+        self.num_rows, self.vocab_size, self.seed, self.cache_bytes = num_rows, vocab_size, seed, cache_bytes
+        self._least, self._most = least, most
+        self._fragments = np.append(np.arange(0, num_rows, FRAGMENT_ROWS, dtype=np.int64), num_rows)
+
+    @property
+    def name(self) -> str:
+        return "synthetic"
+
+    @property
+    def fragments(self) -> Ints:
+        return self._fragments
+
+    @property
+    def fragment_bytes(self) -> int:
+        return min(FRAGMENT_ROWS, self.num_rows) * (2 * (self._least + self._most) + 8)
+
+    def manifest(self) -> Mapping[str, Any]:
+        return {
+            "format": "synthetic",
+            "rows": self.num_rows,
+            "length": [self._least, self._most],
+            "vocab_size": self.vocab_size,
+            "seed": self.seed,
+        }
+
+    def row(self, index: int) -> dict[str, Any]:
+        fragment, row = divmod(index, FRAGMENT_ROWS)
+        tokens = self.tokens(COLUMN, fragment)
+        return {COLUMN: tokens.values[tokens.offsets[row] : tokens.offsets[row + 1]].copy()}
+
+    def locate(self, index: int) -> str:
+        return f"synthetic row {index}"
+
+    def check_tokens(self, column: str) -> None:
+        if column != COLUMN:
+            raise ValueError(f"A SyntheticSource has no column {column!r}. It has {COLUMN!r}.")
+
+    def tokens(self, column: str, fragment: int) -> Tokens:
+        del column  # there is one
+        cache().register(self)
+        return cache().make((owner_of(self), fragment), lambda: self._compute(fragment))
+
+    def _compute(self, fragment: int) -> Tokens:
+        num_rows = int(self._fragments[fragment + 1] - self._fragments[fragment])
+        words = random_words(num_rows, "synthetic lengths", self.seed, fragment)
+        lengths = self._least + (words % np.uint64(self._most - self._least + 1)).astype(np.int64)
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        values = random_words(int(offsets[-1]), "synthetic tokens", self.seed, fragment) % np.uint64(self.vocab_size)
+        return Tokens(values.astype(np.int32), offsets)

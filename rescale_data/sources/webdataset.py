@@ -1,0 +1,195 @@
+"""`WebDatasetSource`: rows of tar files, the members of one key to a row."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from rescale_data.sources.arrow_types import ArrowBuffer
+from rescale_data.sources.as_file import AsFile
+from rescale_data.sources.bad_row import BadRow
+from rescale_data.sources.cache import DEFAULT_BYTES
+from rescale_data.sources.columns import chosen_columns
+from rescale_data.sources.files import Footer, Rows
+from rescale_data.sources.indexed import Indexed, IndexedSource, Scan
+from rescale_data.sources.paths import Paths
+from rescale_data.sources.ranges import Ranges
+from rescale_data.sources.remote import Remote
+from rescale_data.state import Ints
+
+KEY = "__key__"
+_NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
+_READ_BYTES = 2**22
+_log = logging.getLogger("rescale_data")
+
+
+class WebDatasetSource(IndexedSource):
+    """Rows of tar files in the layout of WebDataset: ``{"__key__": key, extension: bytes, ...}``.
+
+    Members that follow each other and have the same name up to its first dot are one row; what is behind that dot, in
+    lower case, is the column. Where members are is found in one scan of each file, whichever rank comes first, and kept
+    in an index beside it.
+
+    Args:
+        paths: A glob, a folder (``*.tar``, ``*.tar.gz``, ``*.tar.zst`` below it), a file, or a list; local or any URL.
+        columns: Which to read; default: all that occur. A row without one of them is an error when it is read.
+        cache_bytes: What this process may keep of them, over all sources.
+        storage_options: For fsspec.
+        remote: How to read files of URLs: retries, a local cache, reading ahead.
+        index_dir: Where indices are kept, a folder that all ranks share; default beside each file. Needed for URLs.
+        transcode: Whether files that are compressed as a whole may be copied once, beside the index, in a form that can
+            be read at random. `False` refuses them.
+
+    Raises:
+        FileNotFoundError: ``paths`` stand for no file.
+        ValueError: A file is damaged, has no such column, or there is no row.
+    """
+
+    FORMAT: ClassVar[str] = "tar"
+    SUFFIXES: ClassVar[tuple[str, ...]] = (".tar", ".tar.gz", ".tar.zst")
+
+    def __init__(
+        self,
+        paths: Paths,
+        *,
+        columns: Sequence[str] | None = None,
+        cache_bytes: int = DEFAULT_BYTES,
+        storage_options: Mapping[str, Any] | None = None,
+        remote: Remote | None = None,
+        index_dir: str | os.PathLike[str] | None = None,
+        transcode: bool = True,
+    ) -> None:
+        self._columns = chosen_columns(columns) or []
+        super().__init__(
+            paths,
+            cache_bytes=cache_bytes,
+            storage_options=storage_options,
+            remote=remote,
+            index_dir=index_dir,
+            transcode=transcode,
+        )
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns of a row beside ``"__key__"``."""
+        return list(self._columns)
+
+    def _accept(self, footers: Sequence[Footer]) -> None:
+        details: list[Indexed] = [footer.detail for footer in footers]
+        found = list(dict.fromkeys(name for detail in details for name in detail.facts["counts"]))
+        missing = [name for name in self._columns if name not in found]
+        if missing:
+            raise ValueError(f"The files below {self._files.root} have no column {missing[0]!r}. They have {found}.")
+        self._columns = self._columns or found
+        self._warn_of_holes(footers)
+
+    def _warn_of_holes(self, footers: Sequence[Footer]) -> None:
+        for file, footer in enumerate(footers):
+            rows, counts = int(footer.rows.sum()), footer.detail.facts["counts"]
+            lacking = {name: rows - counts.get(name, 0) for name in self._columns if counts.get(name, 0) < rows}
+            if lacking:
+                _log.warning(
+                    "%s: of %d rows, %s have no such member. They are errors when they are read: give columns=[...] that all "
+                    "rows have, or rd.Reader(..., on_error='skip').", self._files.path(file), rows, lacking,
+                )  # fmt: skip
+
+    def _scan(self, ranges: Ranges) -> Scan:
+        return _group(members(ranges))
+
+    def _load(self, fragment: int) -> Rows:
+        opened, rows, starts = self._fragment(fragment)
+        index, names = opened.index, list(self._details[self._place(fragment)[0]].facts["counts"])
+        first = np.array(index.array("first")[rows.start : rows.stop + 1])
+        part = slice(int(first[0]), int(first[-1]))
+        ends = np.array(index.array("key_ends")[max(0, rows.start - 1) : rows.stop])
+        ends = ends if rows.start else np.append(0, ends)
+        keys = index.array("keys")[int(ends[0]) : int(ends[-1])].tobytes()
+        data = opened.ranges.read(int(starts[0]), int(starts[-1] - starts[0]))
+        places = np.stack([np.array(index.array(name)[part], dtype=np.int64) for name in ("column", "offset", "size")])
+        places[1] -= starts[0]
+        samples = _Samples(data, keys, ends - ends[0], first - first[0], places, names, self._columns)
+        opened.ranges.release_with(samples, data)
+        return samples
+
+
+class _Samples:
+    """The rows of one fragment, cut out when they are asked for."""
+
+    def __init__(
+        self,
+        data: ArrowBuffer,
+        keys: bytes,
+        key_ends: Ints,
+        first: Ints,
+        places: Ints,
+        names: Sequence[str],
+        columns: Sequence[str],
+    ) -> None:
+        self._data, self._keys, self._key_ends = data, keys, key_ends
+        self._first, self._places, self._names, self._columns = first, places, names, columns
+        self.nbytes: int = data.size + len(keys) + places.nbytes
+
+    def row(self, index: int) -> dict[str, Any]:
+        key = self._keys[slice(*self._key_ends[index : index + 2].tolist())].decode()
+        members = self._places[:, slice(*self._first[index : index + 2].tolist())].T.tolist()
+        found = {self._names[column]: (offset, size) for column, offset, size in members}
+        missing = [name for name in self._columns if name not in found]
+        if missing:
+            raise BadRow(f"the sample {key!r} has no member {missing}; it has {list(found)}. Add it, or leave it out.")
+        return {KEY: key, **{name: self._data.slice(*found[name]).to_pybytes() for name in self._columns}}
+
+
+def members(ranges: Ranges) -> Iterator[tuple[str, str, int, int, int]]:
+    """Key, column, and the places of header, data and end of each file in a tar; ``ValueError`` where it is cut off."""
+    try:
+        with tarfile.open(fileobj=cast(Any, io.BufferedReader(AsFile(ranges), _READ_BYTES)), mode="r:") as tar:
+            for member in tar:
+                named = _NAME.match(member.name)
+                if member.isreg() and named and not member.name.rpartition("/")[2].startswith("__"):
+                    yield named[1], named[2].lower(), member.offset, member.offset_data, member.size
+                tar.members = []  # pyright: ignore[reportAttributeAccessIssue]  # else it keeps all of them
+            end = tar.offset
+    except tarfile.TarError as error:
+        raise ValueError(str(error)) from error
+    if ranges.read(end, 512).to_pybytes() != bytes(512):
+        raise ValueError(f"it ends at byte {ranges.size} without the mark of its end")
+
+
+def _group(found: Iterator[tuple[str, str, int, int, int]]) -> Scan:
+    counts: dict[str, int] = {}
+    keys: list[str] = []
+    starts, first, last = [], [0], 0
+    places: list[tuple[int, int, int]] = []
+    seen: set[str] = set()
+    for key, column, header, offset, size in found:
+        if not keys or key != keys[-1]:
+            keys.append(key)
+            starts.append(header)
+            first.append(first[-1])
+            seen.clear()
+        if column in seen:
+            raise ValueError(f"the sample {key!r} has two members {column!r}")
+        seen.add(column)
+        counts[column] = counts.get(column, 0) + 1
+        places.append((list(counts).index(column), offset, size))
+        first[-1] += 1
+        last = offset + size
+    columns, offsets, sizes = np.array(places, dtype=np.int64).reshape(-1, 3).T
+    encoded = [key.encode() for key in keys]
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "first": np.array(first, dtype=np.int64),
+        "column": columns.astype(np.int32),
+        "offset": offsets,
+        "size": sizes,
+        "keys": np.frombuffer(b"".join(encoded), dtype=np.uint8),
+        "key_ends": np.cumsum([len(key) for key in encoded], dtype=np.int64),
+    }
+    return Scan(np.array([*starts, last], dtype=np.int64), arrays, {"counts": counts})

@@ -1,0 +1,225 @@
+"""Data that grows, moves, shrinks and changes between the legs of a run."""
+
+import logging
+import shutil
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import rescale_data as rd
+from rescale_data.testing import assert_rescalable, full_state_dict
+from tests.formats import write_jsonl
+
+SHARDS, BATCH = 6, 6
+
+
+def write(folder: Path, kind: str, name: str, rows: range) -> None:
+    folder.mkdir(exist_ok=True)
+    if kind == "jsonl":
+        write_jsonl(folder / f"{name}.jsonl", [{"x": i} for i in rows])
+    else:
+        pq.write_table(pa.table({"x": list(rows)}), folder / f"{name}.parquet", row_group_size=7)
+
+
+def source_of(folder: Path, kind: str) -> Any:
+    return (rd.JsonlSource if kind == "jsonl" else rd.ParquetSource)(folder)
+
+
+def make_loader(source: Any, rank: int, world: int, micro: int, workers: int = 0, **kwargs: Any) -> rd.DataLoader:
+    return rd.DataLoader(
+        kwargs.pop("pipeline", None) or source,
+        global_batch_size=BATCH,
+        micro_batch_size=micro,
+        num_logical_shards=SHARDS,
+        dp_rank=rank,
+        dp_world_size=world,
+        num_workers=workers,
+        **kwargs,
+    )
+
+
+def leg(
+    source: Any, state: Any, steps: int, world: int = 1, **kwargs: Any
+) -> tuple[Counter[int], dict[str, Any], list[int]]:
+    """What some steps deliver, the state after them, and the loader's epochs at each."""
+    loaders = [make_loader(source, r, world, 1, **kwargs) for r in range(world)]
+    if state is not None:
+        [loader.load_state_dict(state) for loader in loaders]
+    seen: Counter[int] = Counter()
+    for _ in range(steps * loaders[0].gradient_accumulation_steps):
+        for loader in loaders:
+            seen.update(loader.stream.take().batch["x"].tolist())
+    state = full_state_dict(loaders)
+    [loader.close() for loader in loaders]
+    return seen, state, state["shards"]["epoch"].tolist()
+
+
+@pytest.fixture(params=["parquet", "jsonl"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def data(kind: str, tmp_path: Path) -> Path:
+    write(tmp_path / "data", kind, "b", range(30))
+    write(tmp_path / "data", kind, "d", range(30, 60))
+    return tmp_path / "data"
+
+
+@pytest.mark.parametrize("repeat", [False, True])
+@pytest.mark.parametrize("world", [1, 3])
+def test_added_files_join_at_the_next_epoch(
+    kind: str, data: Path, repeat: bool, world: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """60 rows, then 84: the epoch that has begun ends without the new ones, and the next has them all."""
+    first, state, _ = leg(source_of(data, kind), None, 4, repeat=repeat)
+    write(data, kind, "a", range(100, 112))
+    write(data, kind, "c", range(200, 212))
+    source = source_of(data, kind)
+    with caplog.at_level(logging.WARNING, "rescale_data"):
+        rest, state, _ = leg(source, state, 6, world, repeat=repeat)
+    assert "2 files were added" in caplog.text
+    assert "they join at epoch 1" in caplog.text
+    assert first + rest == Counter(range(60))
+    second, state, _ = leg(source, state, 14, repeat=repeat)
+    assert second == Counter([*range(60), *range(100, 112), *range(200, 212)])
+    write(data, kind, "e", range(300, 312))
+    third, state, _ = leg(source_of(data, kind), state, 16 if not repeat else 14, repeat=repeat)
+    if repeat:  # the shards stand in the second epoch's last position, so a third may have begun for none
+        assert sum(third.values()) == 14 * BATCH
+    else:  # an epoch had just ended, so that the next had not begun
+        assert third == Counter([*range(60), *range(100, 112), *range(200, 212), *range(300, 312)])
+
+
+def test_added_files_rescale(kind: str, data: Path) -> None:
+    state = leg(source_of(data, kind), None, 7, repeat=True)[1]
+    write(data, kind, "a", range(100, 112))
+    source = source_of(data, kind)
+    expected, merged, _ = leg(source, state, 9, repeat=True)
+    for world in (2, 3, 6):
+        found, again, _ = leg(source, state, 9, world, repeat=True)
+        assert found == expected
+        assert {k: v.tolist() for k, v in again["shards"].items()} == {
+            k: v.tolist() for k, v in merged["shards"].items()
+        }
+
+
+def test_the_order_of_the_epoch_that_has_begun_stays(kind: str, data: Path) -> None:
+    old = source_of(data, kind)
+    state = leg(old, None, 3, repeat=True)[1]
+    loader = make_loader(old, 0, 1, 6, repeat=True)
+    loader.load_state_dict(state)
+    batches = iter(loader)
+    expected = [next(batches)["x"].tolist() for _ in range(6)]
+    write(data, kind, "a", range(100, 112))
+    grown = make_loader(source_of(data, kind), 0, 1, 6, repeat=True)
+    grown.load_state_dict(state)
+    batches = iter(grown)
+    assert [next(batches)["x"].tolist() for _ in range(6)] == expected
+
+
+def test_packers_and_workers_follow(data: Path, tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "tokens"
+    folder.mkdir()
+
+    def add(name: str, rows: range) -> None:
+        table = pa.table({"tokens": pa.array([[i] * 5 for i in rows], pa.list_(pa.int32()))})
+        pq.write_table(table, folder / f"{name}.parquet", row_group_size=7)
+
+    add("b", range(60))
+    before = make_loader(None, 0, 1, 6, pipeline=partial(packed, source=rd.ParquetSource(folder)), repeat=True)
+    [next(iter(before)) for _ in range(4)]
+    state = before.state_dict()
+    add("a", range(100, 160))
+    pipeline = partial(packed, source=rd.ParquetSource(folder))
+    tokens = []
+    for workers in (0, 1):
+        loader = make_loader(None, 0, 1, 6, workers, pipeline=pipeline, repeat=True)
+        loader.load_state_dict(state)
+        batches = iter(loader)
+        tokens.append([next(batches)["tokens"].tolist() for _ in range(30)])
+        loader.close()
+    assert tokens[0] == tokens[1]
+    assert any(token >= 100 for batch in tokens[0] for sample in batch for token in sample)
+    make = partial(make_loader, None, pipeline=pipeline, repeat=True)
+    assert_rescalable(make, [(1, 6, 0), (3, 2, 0)], steps=3)
+
+
+def packed(shard: rd.Shard, source: Any) -> Any:
+    return rd.TokenPacker(rd.Reader(source, shard, shuffle=8), column="tokens", seq_len=5, eos_id=None)
+
+
+def test_verify_proves_the_grown_epochs(kind: str, data: Path) -> None:
+    state = leg(source_of(data, kind), None, 7, repeat=True, verify=True)[1]
+    write(data, kind, "a", range(100, 112))
+    leg(source_of(data, kind), state, 40, repeat=True, verify=True)
+
+
+def test_before_anything_was_drawn_they_join_at_once(kind: str, data: Path) -> None:
+    state = leg(source_of(data, kind), None, 0)[1]
+    write(data, kind, "a", range(100, 112))
+    seen = leg(source_of(data, kind), state, 12)[0]
+    assert seen == Counter([*range(60), *range(100, 112)])
+
+
+def test_reset_begins_with_the_data_of_now(kind: str, data: Path) -> None:
+    state = leg(source_of(data, kind), None, 3)[1]
+    write(data, kind, "a", range(100, 112))
+    loader = make_loader(source_of(data, kind), 0, 1, 6)
+    loader.load_state_dict(state)
+    loader.reset()
+    assert sum(len(batch["x"]) for batch in loader) == 72
+
+
+def test_a_moved_folder(kind: str, data: Path, tmp_path: Path) -> None:
+    first, state, _ = leg(source_of(data, kind), None, 4)
+    shutil.copytree(data, tmp_path / "elsewhere" / "data")
+    shutil.rmtree(data)
+    assert first + leg(source_of(tmp_path / "elsewhere" / "data", kind), state, 6)[0] == Counter(range(60))
+
+
+class TestChanges:
+    @pytest.mark.parametrize("change", ["removed", "changed"])
+    def test_are_errors(self, kind: str, data: Path, change: str) -> None:
+        state = leg(source_of(data, kind), None, 4)[1]
+        self.make(change, kind, data)
+        with pytest.raises(rd.DataStateError, match=rf"d\.{kind}.*on_source_change='next_epoch'"):
+            leg(source_of(data, kind), state, 1)
+
+    @pytest.mark.parametrize("change", ["removed", "changed"])
+    @pytest.mark.parametrize("repeat", [False, True])
+    def test_begin_the_next_epoch(
+        self, kind: str, data: Path, change: str, repeat: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        state = leg(source_of(data, kind), None, 4, repeat=repeat)[1]
+        self.make(change, kind, data)
+        write(data, kind, "e", range(300, 312))
+        source = source_of(data, kind)
+        with caplog.at_level(logging.WARNING, "rescale_data"):
+            seen, state, _ = leg(source, state, source.num_rows // BATCH, repeat=repeat, on_source_change="next_epoch")
+        assert f"d.{kind}" in caplog.text
+        assert "36 rows, is left out" in caplog.text
+        assert seen == Counter([*range(30), *(range(30, 54) if change == "changed" else ()), *range(300, 312)])
+        assert sum(leg(source, state, 3, repeat=repeat)[0].values()) == 18
+
+    def make(self, change: str, kind: str, data: Path) -> None:
+        time.sleep(0.01)
+        (data / f"d.{kind}").unlink()
+        if change == "changed":
+            write(data, kind, "d", range(30, 54))
+
+    def test_an_unknown_answer(self, kind: str, data: Path) -> None:
+        with pytest.raises(ValueError, match="on_source_change='ignore'"):
+            make_loader(source_of(data, kind), 0, 1, 6, on_source_change="ignore")
+
+
+def test_another_source_is_an_error(kind: str, data: Path) -> None:
+    state = leg(source_of(data, kind), None, 4)[1]
+    with pytest.raises(rd.DataStateError, match="sources differ"):
+        make_loader(rd.SyntheticSource(60), 0, 1, 6).load_state_dict(state)

@@ -1,0 +1,183 @@
+"""Streams that cannot be indexed: resumed by their own state or by counting, or refused when they are saved."""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rescale_data as rd
+from rescale_data.nodes import stream_reader
+from rescale_data.testing import assert_rescalable, full_state_dict
+
+NUM_STREAMS, LENGTH = 12, 17
+
+
+def numbers(stream: int) -> Iterator[dict[str, int]]:
+    """A stream that is made anew at each call."""
+    yield from ({"x": 1000 * stream + i} for i in range(LENGTH + stream % 3))
+
+
+class Counting:
+    """An iterator that says where it stands."""
+
+    def __init__(self, stream: int, padding: int = 0) -> None:
+        self.stream, self.at, self.padding = stream, 0, padding
+
+    def __iter__(self) -> "Counting":
+        return self
+
+    def __next__(self) -> dict[str, int]:
+        if self.at >= LENGTH + self.stream % 3:
+            raise StopIteration
+        self.at += 1
+        return {"x": 1000 * self.stream + self.at - 1}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "padding": "x" * self.padding}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+SOURCES = {
+    "factory": lambda: rd.IterableSource(numbers, num_streams=NUM_STREAMS),
+    "list": lambda: rd.IterableSource([list(numbers(i)) for i in range(NUM_STREAMS)]),
+    "stateful": lambda: rd.IterableSource(Counting, num_streams=NUM_STREAMS),
+    "counted": lambda: rd.IterableSource(Counting, num_streams=NUM_STREAMS, state_bytes=0),
+}
+
+
+def make_loader(source: Any, rank: int, world: int, micro: int, workers: int, **kwargs: Any) -> rd.DataLoader:
+    return rd.DataLoader(
+        source,
+        global_batch_size=12,
+        micro_batch_size=micro,
+        num_logical_shards=6,
+        dp_rank=rank,
+        dp_world_size=world,
+        num_workers=workers,
+        **{"repeat": True, **kwargs},
+    )
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_rescales(kind: str) -> None:
+    source = SOURCES[kind]()
+    chain = [(1, 4, 0), (3, 2, 0), (2, 6, 0), (1, 12, 0), (6, 1, 0)]
+    assert_rescalable(partial(make_loader, source), chain, steps=5)
+
+
+def test_rescales_in_worker_processes() -> None:
+    assert_rescalable(partial(make_loader, SOURCES["stateful"]()), [(1, 4, 1), (3, 2, 0)], steps=3)
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_each_stream_once_an_epoch(kind: str) -> None:
+    source = SOURCES[kind]()
+    readers = [rd.StreamReader(source, rd.Shard(i, 5)) for i in range(5)]
+    for epoch in range(2):
+        rows = Counter(row["x"] for reader in readers for row in reader)
+        assert rows == Counter(row["x"] for i in range(NUM_STREAMS) for row in numbers(i))
+        for reader in readers:
+            assert reader.get_state()["epoch"] == epoch + 1
+            reader.reset(reader.get_state())
+
+
+def test_resuming_with_a_state_reads_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = rd.StreamReader(SOURCES["stateful"](), rd.Shard(1, 6))
+    rows = [next(reader)["x"] for _ in range(25)]
+    drawn: list[int] = []
+    following = Counting.__next__
+
+    def count(self: Counting) -> Any:
+        drawn.append(self.at)
+        return following(self)
+
+    monkeypatch.setattr(Counting, "__next__", count)
+    other = rd.StreamReader(SOURCES["stateful"](), rd.Shard(1, 6))
+    other.reset(reader.get_state())
+    assert next(other)["x"] == next(reader)["x"] == rows[-1] + 1
+    assert len(drawn) == 2
+
+
+def test_counting_is_announced_once(caplog: pytest.LogCaptureFixture) -> None:
+    stream_reader._warned.clear()
+    source = rd.IterableSource(numbers, num_streams=4, name="web")
+    with caplog.at_level(logging.WARNING, "rescale_data"):
+        [rd.StreamReader(source, rd.Shard(i, 4)) for i in range(4)]
+        rd.StreamReader(SOURCES["stateful"](), rd.Shard())
+    (message,) = caplog.messages
+    assert "web: its streams have no state_dict()" in message
+
+
+def test_what_cannot_be_resumed_is_refused_when_it_is_saved() -> None:
+    source = rd.IterableSource([iter(list(numbers(i))) for i in range(6)], name="queue")
+    loader = make_loader(source, 0, 1, 4, 0)
+    next(iter(loader))
+    for save in (loader.state_dict, loader.full_state_dict, lambda: full_state_dict([loader])):
+        with pytest.raises(
+            rd.DataStateError, match="queue cannot be saved: its streams are iterators that can be read once"
+        ):
+            save()
+
+
+class TestErrors:
+    def test_a_state_that_is_too_large(self) -> None:
+        source = rd.IterableSource(partial(Counting, padding=100), num_streams=2, state_bytes=64)
+        with pytest.raises(rd.DataStateError, match=r"takes 1\d\d bytes, 5\d more than state_bytes=64"):
+            next(rd.StreamReader(source, rd.Shard()))
+
+    def test_a_state_that_is_no_json(self) -> None:
+        class Odd(Counting):
+            def state_dict(self) -> dict[str, Any]:
+                return {"at": {1, 2}}
+
+        with pytest.raises(rd.DataStateError, match=r"not made of JSON values.*state_bytes=0"):
+            next(rd.StreamReader(rd.IterableSource(Odd, num_streams=2), rd.Shard()))
+
+    def test_a_stream_that_is_shorter_when_it_is_read_again(self) -> None:
+        reader = rd.StreamReader(rd.IterableSource([list(range(3))]), rd.Shard())
+        reader.reset({"epoch": 0, "stream": 0, "count": 5})
+        with pytest.raises(rd.DataStateError, match="stream 0 ended before row 5"):
+            next(reader)
+
+    def test_fewer_streams_than_shards(self) -> None:
+        source = rd.IterableSource([[1], [2]])
+        with pytest.raises(ValueError, match="2 streams for 3 logical shards"):
+            rd.StreamReader(source, rd.Shard(0, 3, repeat=True))
+        assert list(rd.StreamReader(source, rd.Shard(2, 3))) == []
+
+    @pytest.mark.parametrize("given", [numbers, 3, "text"])
+    def test_what_is_no_stream(self, given: Any) -> None:
+        with pytest.raises(TypeError, match="num_streams="):
+            rd.IterableSource(given)
+
+    def test_no_streams(self) -> None:
+        with pytest.raises((ValueError, IndexError)):
+            rd.IterableSource([])
+
+
+class TestHuggingFace:
+    @pytest.fixture
+    def stream(self, tmp_path: Path) -> Any:
+        datasets = pytest.importorskip("datasets")
+        for number in range(6):
+            datasets.Dataset.from_list(list(numbers(number))).to_parquet(tmp_path / f"{number}.parquet")
+        files = sorted(str(path) for path in tmp_path.glob("*.parquet"))
+        return datasets.load_dataset(
+            "parquet", data_files=files, split="train", streaming=True, cache_dir=str(tmp_path)
+        )
+
+    def test_is_resumed_by_its_own_state(self, stream: Any) -> None:
+        source = rd.IterableSource(stream)
+        assert (source.num_streams, source.keeps) == (6, "state")
+        assert_rescalable(partial(make_loader, source), [(1, 4, 0), (3, 2, 0), (2, 6, 0)], steps=3)
+
+    def test_each_row_once(self, stream: Any) -> None:
+        source = rd.IterableSource(stream)
+        rows = Counter(row["x"] for i in range(3) for row in rd.StreamReader(source, rd.Shard(i, 3)))
+        assert rows == Counter(row["x"] for i in range(6) for row in numbers(i))

@@ -1,0 +1,265 @@
+"""JSON lines: plain and compressed, with an index that is written once."""
+
+import json
+import logging
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rescale_data.sources import indexed, jsonl
+from rescale_data.sources.jsonl import JsonlSource, find_lines
+from rescale_data.testing import assert_source
+from tests.formats import lines, pack, write_jsonl
+
+PACKED = ["", ".gz", ".zst"]
+ROWS: list[dict[str, Any]] = [
+    {"text": f"zeile {i} ü\n", "n": i, "ids": list(range(i % 5)), "x": [0.5, i], "meta": {"a": [1, "b"]}, "none": None}
+    for i in range(50)
+]
+
+
+def plain(row: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in row.items()}
+
+
+def rows_of(source: JsonlSource) -> list[dict[str, Any]]:
+    return [plain(source.row(i)) for i in range(source.num_rows)]
+
+
+@pytest.fixture(params=PACKED)
+def packed(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def small_fragments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexed, "FRAGMENT_ROWS", 7)
+
+
+class TestRows:
+    def test_are_those_of_the_files(self, packed: str, tmp_path: Path) -> None:
+        write_jsonl(tmp_path / f"a.jsonl{packed}", ROWS[:30])
+        write_jsonl(tmp_path / f"b.jsonl{packed}", ROWS[30:])
+        source = JsonlSource(tmp_path)
+        assert rows_of(source) == ROWS
+        assert source.fragments.tolist() == [0, 7, 14, 21, 28, 30, 37, 44, 50]
+        assert [source.row(4)[name].dtype for name in ("ids", "x")] == [np.int64, np.float64]
+        assert source.locate(33) == f"{tmp_path}/b.jsonl{packed}, line 4"
+        assert_source(source)
+
+    def test_some_columns(self, tmp_path: Path) -> None:
+        source = JsonlSource(write_jsonl(tmp_path / "a.jsonl", [*ROWS[:2], {"n": 9}]), columns=["n", "text"])
+        assert source.row(1) == {"n": 1, "text": "zeile 1 ü\n"}
+        with pytest.raises(ValueError, match=r"a\.jsonl, line 3: the line has no \['text'\]; it has \['n'\]"):
+            source.row(2)
+
+    def test_urls(self, packed: str, tmp_path: Path) -> None:
+        memory = fsspec.filesystem("memory")
+        memory.pipe(f"/lines{packed}/a.jsonl{packed}", pack(lines(ROWS), packed))
+        url = f"memory://lines{packed}"
+        with pytest.raises(ValueError, match="Give index_dir="):
+            JsonlSource(url)
+        assert rows_of(JsonlSource(url, index_dir=tmp_path)) == ROWS
+
+    def test_without_rows(self, packed: str, tmp_path: Path) -> None:
+        write_jsonl(tmp_path / f"a.jsonl{packed}", [])
+        with pytest.raises(ValueError, match="have no rows"):
+            JsonlSource(tmp_path)
+        write_jsonl(tmp_path / f"b.jsonl{packed}", ROWS[:2])
+        assert JsonlSource(tmp_path).num_rows == 2
+
+
+class TestLines:
+    @given(
+        st.lists(st.sampled_from(["{}", '{"a": 1}', "", "  ", "\r", "\t"]), max_size=30), st.booleans(), st.booleans()
+    )
+    def test_empty_ones_are_no_rows(self, given_lines: list[str], end: bool, crlf: bool) -> None:
+        text = ("\r\n" if crlf else "\n").join(given_lines) + ("\n" if end and given_lines else "")
+        data = text.encode()
+        starts, empty = find_lines(_Bytes(data))
+        found = [data[a:b].strip() for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)]
+        wanted = [(i + 1, line.strip().encode()) for i, line in enumerate(text.split("\n")) if line.strip()]
+        assert found == [line for _, line in wanted]
+        numbers = [row + 1 + int(np.searchsorted(empty, row, side="right")) for row in range(len(found))]
+        assert numbers == [number for number, _ in wanted]
+
+    def test_across_chunks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        data = lines(ROWS)
+        whole = find_lines(_Bytes(data))[0].tolist()
+        monkeypatch.setattr(jsonl, "_CHUNK_BYTES", 13)
+        assert find_lines(_Bytes(data))[0].tolist() == whole
+
+    def test_a_byte_order_mark(self, tmp_path: Path) -> None:
+        (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + lines(ROWS[:3]))
+        assert rows_of(JsonlSource(tmp_path)) == ROWS[:3]
+
+
+class _Bytes:
+    def __init__(self, data: bytes) -> None:
+        self._data, self.size = data, len(data)
+
+    def read(self, offset: int, length: int) -> Any:
+        import pyarrow as pa
+
+        return pa.py_buffer(self._data[offset : offset + length])
+
+    def whole(self) -> Any: ...
+    def release_with(self, user: object, data: Any) -> None: ...
+
+
+class TestIndex:
+    def test_is_read_and_not_made_again(self, packed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        write_jsonl(tmp_path / f"a.jsonl{packed}", ROWS)
+        first = JsonlSource(tmp_path)
+        names = sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("."))
+        copies = [f".a.jsonl{packed}.rdblocks"] if packed else []
+        assert names == [*copies, f".a.jsonl{packed}.rdindex"]
+        monkeypatch.setattr(JsonlSource, "_scan", None)
+        again = JsonlSource(tmp_path)
+        assert rows_of(again) == ROWS
+        assert again.manifest() == first.manifest()
+
+    @pytest.mark.parametrize("damage", ["index", "copy", "gone"])
+    def test_is_made_again_where_it_is_not_whole(self, packed: str, damage: str, tmp_path: Path) -> None:
+        path = write_jsonl(tmp_path / f"a.jsonl{packed}", ROWS)
+        JsonlSource(path)
+        hurt = tmp_path / f".a.jsonl{packed}.{'rdblocks' if damage == 'copy' else 'rdindex'}"
+        if damage == "gone":
+            hurt.unlink()
+        elif hurt.exists():
+            hurt.write_bytes(hurt.read_bytes()[:-3])
+        assert rows_of(JsonlSource(path)) == ROWS
+
+    def test_is_made_again_where_the_file_has_changed(self, packed: str, tmp_path: Path) -> None:
+        path = write_jsonl(tmp_path / f"a.jsonl{packed}", ROWS)
+        before = JsonlSource(path).manifest()
+        time.sleep(0.01)
+        write_jsonl(path, [*ROWS[1:], ROWS[0]])  # as long as it was
+        assert rows_of(JsonlSource(path)) == [*ROWS[1:], ROWS[0]]
+        write_jsonl(path, ROWS[:3])
+        assert JsonlSource(path).num_rows == 3
+        assert JsonlSource(path).manifest() != before
+
+    def test_in_a_folder_of_its_own(self, packed: str, tmp_path: Path) -> None:
+        data = tmp_path / "data"
+        write_jsonl(data / "x" / f"a.jsonl{packed}", ROWS[:5])
+        write_jsonl(data / "y" / f"a.jsonl{packed}", ROWS[5:9])
+        before = sorted(data.rglob("*"))
+        assert rows_of(JsonlSource(data, index_dir=tmp_path / "index")) == ROWS[:9]
+        assert sorted(data.rglob("*")) == before
+        write_jsonl(tmp_path / "data 2" / "x" / f"a.jsonl{packed}", ROWS[9:12])
+        assert rows_of(JsonlSource(tmp_path / "data 2" / "x", index_dir=tmp_path / "index")) == ROWS[9:12]
+
+    @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+    def test_where_nothing_may_be_written(self, tmp_path: Path) -> None:
+        write_jsonl(tmp_path / "data" / "a.jsonl", ROWS)
+        (tmp_path / "data").chmod(0o555)
+        with pytest.raises(PermissionError, match="index_dir="):
+            JsonlSource(tmp_path / "data")
+
+    def test_many_processes_scan_each_file_once(self, packed: str, tmp_path: Path) -> None:
+        for number in range(6):
+            write_jsonl(tmp_path / f"{number}.jsonl{packed}", ROWS * 20)
+        context = multiprocessing.get_context("fork")
+        counter = context.Value("i", 0)
+        processes = [context.Process(target=_open_and_count, args=(tmp_path, counter)) for _ in range(4)]
+        [process.start() for process in processes]
+        [process.join() for process in processes]
+        assert [process.exitcode for process in processes] == [0] * 4
+        assert counter.value == 6
+        assert not [path for path in tmp_path.iterdir() if path.suffix in (".tmp", ".claim")]
+
+    def test_the_claim_of_a_dead_process_is_taken_over(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from rescale_data.sources import once
+
+        monkeypatch.setattr(once, "_DEAD_SECONDS", 0.2)
+        write_jsonl(tmp_path / "a.jsonl", ROWS)
+        (tmp_path / ".a.jsonl.rdindex.claim").touch()
+        assert JsonlSource(tmp_path).num_rows == 50
+
+    def test_a_copy_is_announced(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        path = write_jsonl(tmp_path / "a.jsonl.gz", ROWS)
+        with caplog.at_level(logging.WARNING, "rescale_data"):
+            JsonlSource(path)
+        (message,) = caplog.messages
+        assert f"a.jsonl.gz ({path.stat().st_size} bytes)" in message
+        assert ".a.jsonl.gz.rdblocks" in message
+
+    def test_a_copy_is_refused(self, tmp_path: Path) -> None:
+        write_jsonl(tmp_path / "a.jsonl.gz", ROWS)
+        with pytest.raises(ValueError, match=r"a\.jsonl\.gz is compressed as a whole.*transcode=True"):
+            JsonlSource(tmp_path, transcode=False)
+        assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl.gz"]
+
+    def test_files_of_several_compressed_parts(self, tmp_path: Path) -> None:
+        for packed in (".gz", ".zst"):
+            path = tmp_path / f"a.jsonl{packed}"
+            path.write_bytes(pack(lines(ROWS[:20]), packed) + pack(lines(ROWS[20:]), packed))
+            assert rows_of(JsonlSource(path)) == ROWS
+
+
+def _open_and_count(folder: Path, counter: Any) -> None:
+    scan = JsonlSource._scan
+
+    def count(self: JsonlSource, ranges: Any) -> Any:
+        with counter.get_lock():
+            counter.value += 1
+        time.sleep(0.05)
+        return scan(self, ranges)
+
+    JsonlSource._scan = count  # type: ignore[method-assign]
+    assert JsonlSource(folder).num_rows == 6000
+
+
+class TestBadData:
+    @pytest.mark.parametrize(
+        ("line", "message"),
+        [
+            ('{"text": "cut o', "it is not JSON: Unterminated string.*begins with"),
+            ("\x00\x01", "it is not JSON"),
+            ("[1, 2]", "it is a JSON list, not an object"),
+            ("3", "it is a JSON int"),
+        ],
+    )
+    def test_a_line_that_does_not_parse(self, line: str, message: str, packed: str, tmp_path: Path) -> None:
+        data = lines(ROWS[:9]) + b"\n" + line.encode() + b"\n" + lines(ROWS[9:])
+        (tmp_path / f"a.jsonl{packed}").write_bytes(pack(data, packed))
+        source = JsonlSource(tmp_path)
+        with pytest.raises(ValueError, match=rf"a\.jsonl{packed}, line 11: {message}"):
+            source.row(9)
+        assert plain(source.row(10)) == ROWS[9]
+
+    def test_a_half_written_last_line(self, tmp_path: Path) -> None:
+        (tmp_path / "a.jsonl").write_bytes(lines(ROWS[:5])[:-20])
+        source = JsonlSource(tmp_path)
+        assert plain(source.row(3)) == ROWS[3]
+        with pytest.raises(ValueError, match="line 5: it is not JSON"):
+            source.row(4)
+
+    def test_bytes_that_are_no_text(self, tmp_path: Path) -> None:
+        (tmp_path / "a.jsonl").write_bytes(b'{"a": "\xff\xfe"}\n')
+        with pytest.raises(ValueError, match="line 1: it is not JSON"):
+            JsonlSource(tmp_path).row(0)
+
+    @pytest.mark.parametrize("packed", [".gz", ".zst"])
+    @pytest.mark.parametrize("kept", [0, 5, 0.5, -4])
+    def test_a_compressed_file_that_was_cut_off(self, packed: str, kept: float, tmp_path: Path) -> None:
+        write_jsonl(tmp_path / f"a.jsonl{packed}", ROWS)
+        path = write_jsonl(tmp_path / f"b.jsonl{packed}", [{"x": os.urandom(50).hex()} for _ in range(200)])
+        data = path.read_bytes()
+        path.write_bytes(data[: int(len(data) * kept) if isinstance(kept, float) else kept])
+        with pytest.raises(ValueError, match=rf"b\.jsonl{packed} cannot be read as jsonl.*half-written"):
+            JsonlSource(tmp_path)
+        assert not list(tmp_path.glob(".b*"))
+
+    def test_a_number_that_is_too_large_for_an_array(self, tmp_path: Path) -> None:
+        (tmp_path / "a.jsonl").write_text(json.dumps({"ids": [2**70, 1]}) + "\n")
+        assert JsonlSource(tmp_path).row(0) == {"ids": [2**70, 1]}

@@ -1,0 +1,255 @@
+"""Files behind URLs: slow, failing, kept on disk, and read ahead."""
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+
+import rescale_data as rd
+from rescale_data.sources import remote
+from rescale_data.sources.cache import cache
+from rescale_data.sources.disk_cache import DiskCache
+from rescale_data.sources.paths import find
+from rescale_data.sources.remote import RemoteError, RemoteFile
+from rescale_data.testing import assert_rescalable
+from tests.sources.test_rescalable import DOCS, loader_of, make_source, packed
+
+FORMATS = ["parquet", "arrow", "jsonl", "tar", "megatron"]
+
+
+class Flaky(LocalFileSystem):
+    """Local files, as if they were far away: requests may wait for each other, and some fail."""
+
+    protocol = "flaky"
+    cachable = False
+    together: ClassVar[int] = 1  # so many requests are answered together, if so many come
+    failures: ClassVar[list[Exception]] = []
+    requests: ClassVar[int] = 0
+    at_once: ClassVar[int] = 0
+    most_at_once: ClassVar[int] = 0
+    lock: ClassVar[threading.Condition] = threading.Condition()
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+        kind = type(self)
+        with kind.lock:
+            kind.requests += 1
+            kind.at_once += 1
+            kind.most_at_once = max(kind.at_once, kind.most_at_once)
+            failure = kind.failures.pop(0) if kind.failures else None
+            kind.lock.notify_all()
+            kind.lock.wait_for(lambda: kind.most_at_once >= kind.together, timeout=0.5)
+            kind.at_once -= 1
+        if failure is not None:
+            raise failure
+        return super().cat_file(path, start, end, **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def flaky() -> Iterator[None]:
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    Flaky.together, Flaky.failures, Flaky.requests, Flaky.most_at_once = 1, [], 0, 0
+    yield
+    Flaky.together, Flaky.failures = 1, []
+
+
+def far(kind: str, folder: Path, **kwargs: Any) -> Any:
+    """The source of a local folder, read through URLs."""
+    local = type(make_source(kind, folder / kind))
+    index = {"index_dir": folder / "index"} if kind in ("jsonl", "tar") else {}
+    return local(f"flaky://{folder / kind}", **index, **kwargs)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_rescales(kind: str, tmp_path: Path) -> None:
+    source = far(kind, tmp_path, remote=rd.Remote(cache_dir=tmp_path / "cache"))
+    assert source.num_rows == len(DOCS)
+    assert_rescalable(partial(loader_of, partial(packed, source=source, kind=kind)), [(1, 4, 0), (3, 4, 0)], steps=2)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_requests_that_fail_are_made_again(kind: str, tmp_path: Path) -> None:
+    remote = rd.Remote(backoff_seconds=0.001, retries=2, read_ahead=False)
+    Flaky.failures = [ConnectionResetError("reset by peer"), TimeoutError()]
+    source = far(kind, tmp_path, remote=remote)
+    cache().clear()
+    for index in (0, 150, 40):
+        Flaky.failures = [OSError("503 slow down"), TimeoutError()]
+        assert source.row(index)
+        cache().clear()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_the_error_when_retries_are_spent(kind: str, tmp_path: Path) -> None:
+    source = far(kind, tmp_path, remote=rd.Remote(backoff_seconds=0.001, retries=2))
+    cache().clear()
+    Flaky.failures = [OSError("503 slow down")] * 50
+    with pytest.raises(
+        RemoteError, match=r"flaky://.*/b\..* in 3 attempts over .*: OSError: 503 slow down.*rd\.Remote"
+    ):
+        source.row(150)
+    Flaky.failures = []
+    assert source.row(150)
+
+
+def test_what_does_not_help_is_not_tried_again(tmp_path: Path) -> None:
+    source = far("parquet", tmp_path)
+    cache().clear()
+    before = Flaky.requests
+    Flaky.failures = [PermissionError("403 forbidden")]
+    with pytest.raises(PermissionError, match="403"):
+        source.row(0)
+    assert Flaky.requests == before + 1
+    Flaky.failures = []
+    (tmp_path / "parquet" / "a.parquet").unlink()
+    with pytest.raises(FileNotFoundError):
+        source.row(0)
+
+
+def test_a_short_answer_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x").write_bytes(bytes(range(100)))
+    answers = [b"too short", bytes(range(10, 100))]
+    monkeypatch.setattr(Flaky, "cat_file", lambda *_, **__: answers.pop(0))
+    file = RemoteFile(Flaky(), str(tmp_path / "x"), rd.Remote(backoff_seconds=0.001), 100)
+    assert file.read(10, 5).to_pybytes() == bytes(range(10, 15))
+    assert not answers
+
+
+def test_small_reads_near_each_other_are_one_request(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(bytes(range(256)) * 1000)
+    file = RemoteFile(Flaky(), str(tmp_path / "x"), rd.Remote())
+    assert [file.read(i * 100, 50).size for i in range(300)] == [50] * 300
+    assert Flaky.requests == 1
+    assert file.read(255_990, 50).size == 10
+
+
+@pytest.mark.parametrize("bad", [{"retries": -1}, {"backoff_seconds": -1.0}, {"cache_dir_bytes": 0}])
+def test_options_out_of_range(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        rd.Remote(**bad)
+
+
+class TestAhead:
+    """Sixteen row groups, and a server that likes to answer several requests together."""
+
+    def write(self, folder: Path, groups: int = 16) -> None:
+        folder.mkdir()
+        for number in range(4):
+            rows = [[number * 1000 + i] * 50 for i in range(groups // 4 * 100)]
+            table = pa.table({"tokens": pa.array(rows, pa.list_(pa.int32()))})
+            pq.write_table(table, folder / f"{number}.parquet", row_group_size=100)
+
+    @pytest.mark.parametrize("pack", [False, True])
+    def test_many_requests_are_under_way(self, pack: bool, tmp_path: Path) -> None:
+        self.write(tmp_path / "data")
+        source = rd.ParquetSource(f"flaky://{tmp_path}/data")
+        cache().clear()
+        Flaky.together, Flaky.most_at_once = 6, 0
+        pipeline = partial(_packed if pack else _rows, source=source)
+        loader = rd.DataLoader(pipeline, global_batch_size=8, num_logical_shards=8)
+        seen = [batch["tokens"] for batch in loader]
+        assert Flaky.most_at_once >= 6
+        assert len(seen) >= 190
+
+    @pytest.mark.parametrize("kind", FORMATS)
+    @pytest.mark.parametrize("read_ahead", [True, False])
+    def test_fetches_nothing_twice(self, kind: str, read_ahead: bool, tmp_path: Path) -> None:
+        source = far(kind, tmp_path, remote=rd.Remote(read_ahead=read_ahead))
+        cache().clear()
+        ranges: list[tuple[Any, ...]] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(remote, "_SMALL", 1)  # else small files are one request
+            request = RemoteFile._request
+            patch.setattr(
+                RemoteFile, "_request", lambda file, *place: ranges.append((file.url, *place)) or request(file, *place)
+            )
+            assert len(list(rd.DataLoader(source, global_batch_size=8, num_logical_shards=8, collate_fn=list))) == 25
+        assert ranges
+        assert len(ranges) == len(set(ranges))
+
+    def test_may_be_switched_off(self, tmp_path: Path) -> None:
+        self.write(tmp_path / "data")
+        source = rd.ParquetSource(f"flaky://{tmp_path}/data", remote=rd.Remote(read_ahead=False))
+        Flaky.most_at_once = 0
+        list(rd.DataLoader(source, global_batch_size=8, num_logical_shards=8))
+        assert Flaky.most_at_once == 1
+
+    def test_does_not_exceed_the_cache(self, tmp_path: Path) -> None:
+        self.write(tmp_path / "data")
+        source = rd.ParquetSource(f"flaky://{tmp_path}/data", cache_bytes=50_000, spill_dir=tmp_path / "spill")
+        loader = rd.DataLoader(source, global_batch_size=8, num_logical_shards=8)
+        cache().clear()
+        tokens = np.concatenate([batch["tokens"][:, 0].numpy() for batch in loader])
+        assert len(set(tokens.tolist())) == 1600
+        assert cache().nbytes <= max(50_000, cache().budget)
+
+
+def _rows(shard: rd.Shard, source: Any) -> Any:
+    return rd.Reader(source, shard, shuffle=64)
+
+
+def _packed(shard: rd.Shard, source: Any) -> Any:
+    return rd.TokenPacker(_rows(shard, source), column="tokens", seq_len=50, eos_id=None)
+
+
+class TestDiskCache:
+    def test_keeps_what_was_read(self, tmp_path: Path) -> None:
+        remote = rd.Remote(cache_dir=tmp_path / "cache")
+        source = far("parquet", tmp_path, remote=remote)
+        rows = [source.row(i)["tokens"].tolist() for i in range(200)]
+        cache().clear()
+        Flaky.requests = 0
+        again = type(source)(f"flaky://{tmp_path / 'parquet'}", remote=remote)
+        assert [again.row(i)["tokens"].tolist() for i in range(200)] == rows
+        assert Flaky.requests == 0
+
+    def test_of_a_file_that_has_changed(self, tmp_path: Path) -> None:
+        remote = rd.Remote(cache_dir=tmp_path / "cache")
+        path = tmp_path / "x"
+        for text in (b"before", b"behind"):
+            path.write_bytes(text)
+            os.utime(path, (1, len(list(tmp_path.rglob("*")))))
+            found = find(f"flaky://{path}", ("x",), None, remote)
+            assert found.open(0).read() == text
+
+    def test_has_a_bound(self, tmp_path: Path) -> None:
+        kept = DiskCache(str(tmp_path), 10_000)
+        for i in range(200):
+            assert kept.read(str(i), 500, lambda: bytes(500)) == bytes(500)
+            assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) <= 10_000
+        fetched: list[int] = []
+        kept.read("199", 500, lambda: fetched.append(1) or bytes(500))
+        assert not fetched
+        kept.read("large", 5000, lambda: bytes(5000))
+        assert not any(path.stat().st_size == 5000 for path in tmp_path.rglob("*"))
+
+    def test_a_damaged_file_is_fetched_again(self, tmp_path: Path) -> None:
+        kept = DiskCache(str(tmp_path), 10_000)
+        kept.read("a", 100, lambda: bytes(100))
+        (path,) = [path for path in tmp_path.rglob("*") if path.is_file()]
+        path.write_bytes(b"short")
+        assert kept.read("a", 100, lambda: bytes(range(100))) == bytes(range(100))
+
+    def test_many_processes_share_it(self, tmp_path: Path) -> None:
+        context = multiprocessing.get_context("fork")
+        processes = [context.Process(target=_use, args=(str(tmp_path), seed)) for seed in range(4)]
+        [process.start() for process in processes]
+        [process.join() for process in processes]
+        assert [process.exitcode for process in processes] == [0] * 4
+        assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) <= 20_000
+
+
+def _use(folder: str, seed: int) -> None:
+    kept = DiskCache(folder, 20_000)
+    for number in np.random.default_rng(seed).integers(0, 60, 300).tolist():
+        data = kept.read(str(number), 500, lambda number=number: bytes([number]) * 500)
+        assert data == bytes([number]) * 500

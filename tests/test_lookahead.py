@@ -1,0 +1,111 @@
+"""Whoever reads ahead has the state of the batches that were taken, and loses nothing."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rescale_data as rd
+from rescale_data.lookahead import LookAhead
+
+ROWS = list(range(70))
+
+
+def make(rows: Any = ROWS, **arguments: Any) -> rd.DataLoader:
+    return rd.DataLoader(rows, **{"global_batch_size": 8, "micro_batch_size": 4, **arguments})
+
+
+def take_epoch(ahead: LookAhead) -> list[list[int]]:
+    taken: list[list[int]] = []
+    ahead.begin()
+    while ahead.read() or ahead.in_hand:
+        taken.append(ahead.take().tolist())
+    return taken
+
+
+@settings(max_examples=40, deadline=None)
+@given(num_batches=st.integers(1, 9), stop=st.integers(0, 30), tail=st.sampled_from(["drop", "pad"]))
+def test_the_state_is_that_of_a_loader_that_took_the_same(num_batches: int, stop: int, tail: str) -> None:
+    rows = [{"row": row} for row in ROWS]
+    ahead, plain = LookAhead(make(rows, tail=tail), num_batches), make(rows, tail=tail)
+    for _ in range(stop):
+        expected = next(iter(plain))
+        ahead.begin()
+        ahead.read()
+        assert torch.equal(ahead.take()["row"], expected["row"])
+    state, other = ahead.state_dict(), plain.state_dict()
+    assert {key: value for key, value in state.items() if key != "shards"} == {
+        key: value for key, value in other.items() if key != "shards"
+    }
+    for field, table in other["shards"].items():
+        assert torch.equal(state["shards"][field], table), field
+    assert (ahead.step, ahead.epoch) == (plain.step, plain.epoch)
+    fresh = make(rows, tail=tail)
+    fresh.load_state_dict(state)
+    assert torch.equal(next(iter(fresh))["row"], next(iter(plain))["row"])
+
+
+def test_epochs_follow_each_other_and_a_load_forgets_what_is_in_hand() -> None:
+    loader = make()
+    expected = [[batch.tolist() for batch in loader] for _ in range(2)]
+    ahead = LookAhead(make(), 3)
+    assert [take_epoch(ahead) for _ in range(2)] == expected
+    ahead.reset()
+    ahead.begin()
+    ahead.read()
+    state = ahead.state_dict()
+    ahead.take()
+    ahead.load_state_dict(state)
+    assert ahead.in_hand == []
+    assert take_epoch(ahead) == expected[0]
+
+
+def test_an_error_waits_until_what_came_before_it_was_taken() -> None:
+    class Broken:
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, row: int) -> int:
+            if row == bad:
+                raise OSError("corrupt")
+            return row
+
+    bad = [batch.tolist() for batch in make(ROWS[:64])][2][0]
+    ahead = LookAhead(make(Broken()), 5)
+    ahead.begin()
+    assert len(ahead.read()) == 2
+    ahead.take()
+    ahead.take()
+    with pytest.raises(OSError, match="corrupt"):
+        ahead.read()
+    assert ahead.state_dict()["samples"] == 8
+
+
+def test_a_hand_holds_one_batch_at_least() -> None:
+    with pytest.raises(ValueError, match="num_batches=0"):
+        LookAhead(make(), 0)
+
+
+def test_a_state_taken_beside_another_thread_warns(caplog: pytest.LogCaptureFixture) -> None:
+    loader = make()
+    batches = iter(loader)
+    next(batches)
+    with caplog.at_level(logging.WARNING):
+        loader.state_dict()
+        assert not caplog.records
+        thread = threading.Thread(target=lambda: next(batches))
+        thread.start()
+        thread.join()
+        loader.state_dict()
+        loader.full_state_dict()
+        assert ["LookAhead" in record.getMessage() for record in caplog.records] == [True, True]
+        loader.load_state_dict(loader.state_dict())
+        caplog.clear()
+        loader.state_dict()
+        assert not caplog.records, "after a load nobody has taken anything"
