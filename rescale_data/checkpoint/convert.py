@@ -43,12 +43,12 @@ def to_torch_save(
         FileNotFoundError: no checkpoint at ``path``.
         ValueError: damaged files, nothing named ``name``, or values that only unpickling code could read.
     """
-    stored = StoredCheckpoint(path, name=name, checksums=checksums, storage_options=storage_options)
-    leaves = stored.values() | {key: Pending(meta.size, meta.properties.dtype) for key, meta in stored.tensors.items()}
-    tree = tree_of(stored.paths, leaves)
-    names = {id(leaf): key for key, leaf in leaves.items()}
-    order = [names[id(leaf)] for leaf in _pending_in(tree)]
-    write_aside(file, lambda stream: write_torch_file(stream, tree, stored.stream(order, budget)))
+    with StoredCheckpoint(path, name=name, checksums=checksums, storage_options=storage_options) as stored:
+        pending = {key: Pending(meta.size, meta.properties.dtype) for key, meta in stored.tensors.items()}
+        tree = tree_of(stored.paths, stored.values() | pending)
+        names = {id(leaf): key for key, leaf in pending.items()}
+        order = [names[id(leaf)] for leaf in _pending_in(tree)]
+        write_aside(file, lambda stream: write_torch_file(stream, tree, stored.stream(order, budget)))
 
 
 def from_torch_save(

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 from rescale_data.checkpoint.commit import replaced_by_a_killed_save
 from rescale_data.checkpoint.entries import Path, nested, value_at
+from rescale_data.checkpoint.lease import reading
 from rescale_data.checkpoint.loading import refuse_damaged
 from rescale_data.checkpoint.planner import CheckingLoadPlanner
 from rescale_data.checkpoint.ranks import Ranks
@@ -38,12 +39,13 @@ def read_data_state(
     """
     store, folder = open_store(path, storage_options)
     folder = replaced_by_a_killed_save(store, folder) or folder
-    refuse_damaged(store, folder, Ranks.alone(), checksums=checksums)
-    reader = CheckpointReader(store, folder, trusted=False)
-    metadata = reader.read_metadata()
-    root = _root(folder, metadata, name)
-    plain = placeholders(metadata, root)
-    load_plain(plain, reader)
+    with reading(store, folder):
+        refuse_damaged(store, folder, Ranks.alone(), checksums=checksums)
+        reader = CheckpointReader(store, folder, trusted=False)
+        metadata = reader.read_metadata()
+        root = _root(folder, metadata, name)
+        plain = placeholders(metadata, root)
+        load_plain(plain, reader)
     return dict(value_at(plain, root))
 
 

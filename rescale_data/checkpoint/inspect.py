@@ -38,8 +38,16 @@ def summarize(path: StrPath, *, checksums: bool = False, storage_options: Option
         FileNotFoundError: no checkpoint at ``path``.
         ValueError: damaged files.
     """
-    stored = StoredCheckpoint(path, name=None, checksums=checksums, storage_options=storage_options)
     store, _ = open_store(path, storage_options)
+    with _opened(path, storage_options, checksums=checksums) as stored:
+        data = {
+            name: data_summary(read_data_state(path, name=name, checksums=False, storage_options=storage_options))
+            for name in stored.data_states()
+        }
+        return {"checkpoint": _about(store, stored.folder), "entries": _entries(stored), "data": data}
+
+
+def _entries(stored: StoredCheckpoint) -> dict[str, dict[str, Any]]:
     entries: dict[str, dict[str, Any]] = {}
     for key, where in stored.paths.items():
         entry = entries.setdefault(
@@ -54,19 +62,16 @@ def summarize(path: StrPath, *, checksums: bool = False, storage_options: Option
         entry["elements"] += math.prod(meta.size)
         entry["bytes"] += stored.num_bytes(key)
         entry["dtypes"] = sorted({*entry["dtypes"], dtype})
-    loaders = stored.data_states()
-    data = {
-        name: data_summary(read_data_state(path, name=name, checksums=False, storage_options=storage_options))
-        for name in loaders
-    }
-    return {"checkpoint": _about(store, stored.folder), "entries": entries, "data": data}
+    return entries
 
 
 def data_summary(state: Mapping[str, Any]) -> dict[str, Any]:
     """How far a loader is: ``samples``, ``step``, ``epochs`` by source as (lowest, highest), ``shards``: samples of each."""
     shards: Mapping[str, torch.Tensor] = state["shards"]
     epochs = {
-        key.removesuffix(".epoch"): rows for key, rows in shards.items() if key.endswith(".epoch") or key == "epoch"
+        key.removesuffix("epoch").rstrip("."): rows
+        for key, rows in shards.items()
+        if key.endswith(".epoch") or key == "epoch"
     }
     plain = {key: value for key, value in state.items() if isinstance(value, int)}
     return {
@@ -85,9 +90,16 @@ def differences(
     Args:
         values: Compare the content of tensors, too, a bounded number of bytes at a time.
     """
-    left, right = (
-        StoredCheckpoint(path, name=None, checksums=False, storage_options=storage_options) for path in (a, b)
-    )
+    with _opened(a, storage_options) as left, _opened(b, storage_options) as right:
+        found = _differences(left, right, values)
+    return sorted(found, key=lambda difference: difference["name"])
+
+
+def _opened(path: StrPath, storage_options: Options, *, checksums: bool = False) -> StoredCheckpoint:
+    return StoredCheckpoint(path, name=None, checksums=checksums, storage_options=storage_options)
+
+
+def _differences(left: StoredCheckpoint, right: StoredCheckpoint, values: bool) -> list[dict[str, str]]:
     found = [
         {"name": key, "kind": "only in A", "detail": left.describe(key)} for key in left.paths if key not in right.paths
     ]
@@ -108,7 +120,7 @@ def differences(
     same = [key for key in both if key in left.tensors and key not in odd]
     pairs = zip(same, left.stream(same), right.stream(same), strict=True) if values else ()
     found += [{"name": key, "kind": "value", "detail": text} for key, x, y in pairs if (text := _distance(x, y))]
-    return sorted(found, key=lambda difference: difference["name"])
+    return found
 
 
 def _about(store: Store, path: str) -> dict[str, Any] | None:

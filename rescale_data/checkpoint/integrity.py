@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 from rescale_data.checkpoint.commit import SAVE_ID_PREFIX, replaced_by_a_killed_save
+from rescale_data.checkpoint.lease import reading
 from rescale_data.checkpoint.manifest import MANIFEST, METADATA, Manifest, read_manifest
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.reader import CheckpointReader
@@ -28,7 +29,8 @@ def verify(path: StrPath, *, checksums: bool = True, storage_options: Mapping[st
     """
     store, folder = open_store(path, storage_options)
     folder = replaced_by_a_killed_save(store, folder) or folder
-    return problems(store, folder, Ranks.alone(), checksums=checksums)
+    with reading(store, folder):
+        return problems(store, folder, Ranks.alone(), checksums=checksums)
 
 
 def problems(store: Store, path: str, ranks: Ranks, *, checksums: bool) -> list[str]:

@@ -13,9 +13,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.storage import StorageReader
 
 from rescale_data.checkpoint.commit import replaced_by_a_killed_save
+from rescale_data.checkpoint.devices import settle
 from rescale_data.checkpoint.entries import Entry, State, entries_of, nested, value_at
 from rescale_data.checkpoint.failures import clear_error
 from rescale_data.checkpoint.integrity import problems
+from rescale_data.checkpoint.lease import reading
 from rescale_data.checkpoint.planner import CheckingLoadPlanner, Misfits
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.reader import CheckpointReader
@@ -78,8 +80,10 @@ def load(
 
         return read(TorchFileReader(folder), folder, state, ranks, strict=strict, trusted=trusted)
     folder = ranks.on_first(lambda: replaced_by_a_killed_save(store, folder) or folder)
-    refuse_damaged(store, folder, ranks, checksums=checksums)
-    return read(CheckpointReader(store, folder, trusted=trusted), folder, state, ranks, strict=strict, trusted=trusted)
+    with reading(store, folder, wanted=ranks.is_first):
+        refuse_damaged(store, folder, ranks, checksums=checksums)
+        reader = CheckpointReader(store, folder, trusted=trusted)
+        return read(reader, folder, state, ranks, strict=strict, trusted=trusted)
 
 
 def refuse_damaged(store: Store, path: str, ranks: Ranks, *, checksums: bool) -> None:
@@ -119,6 +123,7 @@ def read(reader: StorageReader, path: str, state: State, ranks: Ranks, *, strict
         raise clear_error(error, f"Loading {path}") from error
     skipped = planner.skipped()
     ranks.on_each(lambda: [entry.apply(value_at(plain, entry.path)) for entry in entries if entry not in skipped])
+    settle(plain)
     return LoadReport(
         missing=tuple(sorted(misfits.missing)),
         unexpected=tuple(sorted(misfits.unexpected)),

@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Generator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import new_group
 
 from rescale_data.checkpoint.background import Background
+from rescale_data.checkpoint.deletions import Deletions
 from rescale_data.checkpoint.entries import State, entries_of
 from rescale_data.checkpoint.integrity import problems
-from rescale_data.checkpoint.lease import reading
 from rescale_data.checkpoint.loading import LoadReport, read, refuse_damaged
 from rescale_data.checkpoint.manifest import checked_metrics
 from rescale_data.checkpoint.ranks import Ranks
@@ -72,7 +73,7 @@ class CheckpointManager:
     ) -> None:
         if async_mode not in get_args(AsyncMode):
             raise ValueError(f"async_mode={async_mode!r}: choose one of {', '.join(map(repr, get_args(AsyncMode)))}.")
-        self._retention = Retention(keep_latest=keep_latest, keep_every=keep_every, keep_best=keep_best)
+        retention = Retention(keep_latest=keep_latest, keep_every=keep_every, keep_best=keep_best)
         self._store, path = open_store(folder, storage_options)
         self._folder = RunFolder(self._store, path)
         self._options = storage_options
@@ -81,8 +82,7 @@ class CheckpointManager:
         self._process = WriterProcess() if async_mode == "process" else None
         self._stager = Stager(shared=async_mode == "process") if async_mode != "disabled" else None
         self._uploads = Background("checkpoint-upload")
-        self._deletions = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-deletion")
-        self._being_read: set[int] = set()
+        self._deletions = Deletions(self._folder, retention)
         self._closed = False
 
     def save(self, step: int, state: State, *, metrics: Mapping[str, float] | None = None) -> None:
@@ -131,7 +131,7 @@ class CheckpointManager:
         """Load the checkpoint of ``step`` into ``state``: ``rescale_data.checkpoint.load``."""
         self._settle()
         path = self._folder.checkpoint(step)
-        with self._reading(step):
+        with self._deletions.held_off(step, lease=self._ranks.is_first):
             refuse_damaged(self._store, path, self._ranks, checksums=checksums)
             return self._read(path, state, strict, trusted)
 
@@ -150,7 +150,7 @@ class CheckpointManager:
         steps = self._ranks.on_first(self._folder.steps)
         for step in reversed(steps):
             path = self._folder.checkpoint(step)
-            with self._reading(step):
+            with self._deletions.held_off(step, lease=self._ranks.is_first):
                 found = self._problems(path, checksums)
                 if not found:
                     self._read(path, state, strict, trusted)
@@ -181,7 +181,7 @@ class CheckpointManager:
         self._closed = True
         with contextlib.ExitStack() as stack:
             stack.callback(self._folder.close)
-            stack.callback(self._deletions.shutdown)
+            stack.callback(self._deletions.close)
             if self._process is not None:
                 stack.callback(self._process.close)
             if self._stager is not None:
@@ -210,25 +210,16 @@ class CheckpointManager:
         self._write(staged.result(), info)
 
     def _write(self, plain: Staged, info: SaveInfo) -> None:
-        workspace = begin(self._store, self._folder.checkpoint(info.step or 0), self._ranks, overwrite=True)
+        step = info.step or 0
+        self._deletions.spare(step)
+        workspace = begin(self._store, self._folder.checkpoint(step), self._ranks, overwrite=True)
         if self._process is None:
             writer = CheckpointWriter(self._store, workspace, info)
         else:
             writer = ProcessWriter(self._store, workspace, info, self._process, self._options)
         write(plain, writer, self._ranks)
         if self._ranks.is_first:
-            with contextlib.suppress(RuntimeError):  # the interpreter exits: the next run deletes
-                self._deletions.submit(self._delete_what_no_rule_keeps)
-
-    def _delete_what_no_rule_keeps(self) -> None:
-        try:
-            for step in self._retention.to_delete(self._folder.metrics()):
-                if step not in self._being_read and self._folder.delete(step):
-                    logger.info("Deleted %s.", self._folder.checkpoint(step))
-        except Exception as error:
-            logger.warning(
-                "Old checkpoints in %s were not deleted; the next save tries again: %s", self._folder.path, error
-            )
+            self._deletions.start()
 
     def _read(self, path: str, state: State, strict: bool, trusted: bool) -> LoadReport:
         reader = CheckpointReader(self._store, path, trusted=trusted)
@@ -239,15 +230,6 @@ class CheckpointManager:
             return problems(self._store, path, self._ranks, checksums=checksums)
         except FileNotFoundError as error:
             return [str(error)]
-
-    @contextlib.contextmanager
-    def _reading(self, step: int) -> Generator[None]:
-        with reading(self._store, self._folder.checkpoint(step), wanted=self._ranks.is_first):
-            self._being_read.add(step)
-            try:
-                yield
-            finally:
-                self._being_read.discard(step)
 
     def _warn_of_damage(self, path: str, found: list[str]) -> None:
         listed = "\n  ".join(found)
@@ -262,5 +244,6 @@ def _own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     if not (dist.is_available() and dist.is_initialized()):
         return None
     ranks = None if group is None else dist.get_process_group_ranks(group)
-    own = dist.new_group(ranks, backend="gloo", use_local_synchronization=ranks is not None)
+    # Not dist.new_group, which torch_xla replaces by one that takes less.
+    own = new_group(ranks, backend="gloo", use_local_synchronization=ranks is not None)
     return cast(dist.ProcessGroup, own)

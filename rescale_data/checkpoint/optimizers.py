@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from rescale_data.checkpoint.devices import first_state
+
 Layout: TypeAlias = dict[str, Any]
 """``{"state": {parameter: {entry: metadata}}, "param_groups": [{key: metadata}]}``."""
 
@@ -72,12 +74,16 @@ def placeholder(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Layou
         return _flat_placeholder(model, optimizer, saved, name)
     current = named_state(model, optimizer)
     by_name = dict(zip(names_of(current), parameters_of(optimizer), strict=True))
+    wanted = {parameter: entries for parameter, entries in saved["state"].items() if parameter in by_name}
+    first = first_state(optimizer, [by_name[parameter] for parameter in wanted])
     state = {
         parameter: _entries(
-            f"{name}.state.{parameter}", by_name[parameter], optimizer.state.get(by_name[parameter], {}), entries
+            f"{name}.state.{parameter}",
+            by_name[parameter],
+            optimizer.state.get(by_name[parameter]) or first.get(by_name[parameter], {}),
+            entries,
         )
-        for parameter, entries in saved["state"].items()
-        if parameter in by_name
+        for parameter, entries in wanted.items()
     }
     return {"state": state, "param_groups": _groups(current["param_groups"], saved, name)}
 

@@ -9,8 +9,9 @@ from typing import Any, cast
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
+from rescale_data.checkpoint.devices import adapter_of, divided
 from rescale_data.checkpoint.entries import Entry
 
 
@@ -56,6 +57,8 @@ class CheckingLoadPlanner(DefaultLoadPlanner):
         self.entries = entries
         self.trusted = trusted
         self.misfits = Misfits()
+        self.sharded: LoadPlanner | None = None  # of the device that has cut some of the tensors
+        self.sharded_names: set[str] = set()
 
     def check(self, plain: dict[str, Any], metadata: Metadata) -> Misfits:
         self.set_up_planner(plain, metadata, is_coordinator=False)
@@ -83,13 +86,46 @@ class CheckingLoadPlanner(DefaultLoadPlanner):
         fitting = {
             key: value
             for key, value in self.state_dict.items()
-            if key not in self.misfits.mismatched and not any(_is_under(key, name) for name in skipped)
+            if not (key in self.misfits.missing or key in self.misfits.mismatched)
+            and not any(_is_under(key, name) for name in skipped)
         }
+        items = self._plan_sharded(fitting)
         # Not super(): it looks for the names of torch 2.3 where some are missing, and so finds again what was left out here.
-        return create_default_local_load_plan(fitting, cast(Metadata, self.metadata), strict=False)
+        plan = create_default_local_load_plan(fitting, cast(Metadata, self.metadata), strict=False)
+        return LoadPlan([*plan.items, *items])
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        sharded = self._sharded_planner(read_item)
+        return super().resolve_tensor(read_item) if sharded is None else sharded.resolve_tensor(read_item)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        sharded = self._sharded_planner(read_item)
+        if sharded is None:
+            super().commit_tensor(read_item, tensor)
+        else:
+            sharded.commit_tensor(read_item, tensor)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         super().load_bytes(read_item, value if self.trusted else _harmless(read_item.dest_index.fqn, value))
+
+    def _plan_sharded(self, fitting: dict[str, Any]) -> list[ReadItem]:
+        """What the planner of the device reads, taken out of ``fitting``."""
+        adapter = adapter_of(fitting.values())
+        if adapter is None:
+            return []
+        adapter.settle()
+        sharded, whole = divided(fitting, adapter)
+        fitting.update(whole)
+        self.state_dict.update(whole)
+        self.sharded_names = set(sharded)
+        self.sharded = adapter.load_planner()
+        self.sharded.set_up_planner(sharded, cast(Metadata, self.metadata), is_coordinator=False)
+        for key in sharded:
+            del fitting[key]
+        return self.sharded.create_local_plan().items
+
+    def _sharded_planner(self, read_item: ReadItem) -> LoadPlanner | None:
+        return self.sharded if read_item.dest_index.fqn in self.sharded_names else None
 
     def _is_loaded(self, key: str) -> bool:
         return any(_is_under(key, entry.path[0]) for entry in self.entries)

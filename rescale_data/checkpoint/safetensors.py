@@ -83,24 +83,8 @@ def to_safetensors(
         ValueError: damaged files, nothing named ``name``, a size that cannot be read, or a dtype that the format does not know.
     """
     limit = parse_size(max_shard_size)
-    stored = StoredCheckpoint(path, name=name, checksums=checksums, storage_options=storage_options)
-    shards = _shards(stored, limit)
-    target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
-    several = len(shards) > 1
-    files = {
-        f"model-{n:05}-of-{len(shards):05}.safetensors" if several else "model.safetensors": s
-        for n, s in enumerate(shards, 1)
-    }
-    for file, names in files.items():
-        write_aside(target / file, lambda stream, names=names: _write(stream, stored, names, budget))
-    if several:
-        weight_map = {key: file for file, names in files.items() for key in names}
-        index = {"metadata": {"total_size": sum(map(stored.num_bytes, weight_map))}, "weight_map": weight_map}
-        write_aside(target / INDEX, lambda stream: stream.write(json.dumps(index, indent=2).encode()))
-    content = {"values": stored.values(), "paths": stored.paths}
-    write_aside(target / NON_TENSORS, lambda stream: torch.save(content, stream))
-    return list(files)
+    with StoredCheckpoint(path, name=name, checksums=checksums, storage_options=storage_options) as stored:
+        return _write_files(stored, Path(folder), _shards(stored, limit), budget)
 
 
 def from_safetensors(
@@ -158,6 +142,24 @@ def parse_size(size: int | str) -> int:
             f'max_shard_size={size!r}: give bytes, or a number with one of {", ".join(_UNITS)[2:]}, such as "5GB".'
         )
     return int(float(match[1]) * _UNITS[unit])
+
+
+def _write_files(stored: StoredCheckpoint, target: Path, shards: list[list[str]], budget: int) -> list[str]:
+    target.mkdir(parents=True, exist_ok=True)
+    several = len(shards) > 1
+    files = {
+        f"model-{n:05}-of-{len(shards):05}.safetensors" if several else "model.safetensors": s
+        for n, s in enumerate(shards, 1)
+    }
+    for file, names in files.items():
+        write_aside(target / file, lambda stream, names=names: _write(stream, stored, names, budget))
+    if several:
+        weight_map = {key: file for file, names in files.items() for key in names}
+        index = {"metadata": {"total_size": sum(map(stored.num_bytes, weight_map))}, "weight_map": weight_map}
+        write_aside(target / INDEX, lambda stream: stream.write(json.dumps(index, indent=2).encode()))
+    content = {"values": stored.values(), "paths": stored.paths}
+    write_aside(target / NON_TENSORS, lambda stream: torch.save(content, stream))
+    return list(files)
 
 
 def _shards(stored: StoredCheckpoint, limit: int) -> list[list[str]]:

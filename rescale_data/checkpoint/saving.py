@@ -9,7 +9,6 @@ from collections.abc import Generator, Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from rescale_data.checkpoint.commit import Workspace, abandon, prepare
@@ -17,6 +16,7 @@ from rescale_data.checkpoint.entries import State, entries_of, nested
 from rescale_data.checkpoint.failures import clear_error
 from rescale_data.checkpoint.manifest import checked_metrics
 from rescale_data.checkpoint.ranks import Ranks
+from rescale_data.checkpoint.save_planner import CheckpointSavePlanner
 from rescale_data.checkpoint.store import Store, StrPath, open_store
 from rescale_data.checkpoint.writer import CheckpointWriter, SaveInfo
 
@@ -81,7 +81,7 @@ def write(plain: dict[str, Any], writer: CheckpointWriter, ranks: Ranks) -> None
             save_state(
                 plain,
                 storage_writer=writer,
-                planner=DefaultSavePlanner(),
+                planner=CheckpointSavePlanner(),
                 process_group=ranks.group,
                 no_dist=not ranks.distributed,
             )

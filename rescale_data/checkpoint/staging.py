@@ -18,7 +18,9 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from rescale_data.checkpoint.devices import adapter_of, settle
 from rescale_data.checkpoint.entries import Entry, ModuleEntry, OptimizerEntry, nested
+from rescale_data.checkpoint.save_planner import host_copy
 
 Staged = dict[str, Any]
 
@@ -47,7 +49,9 @@ class Stager:
         """The state of ``entries`` as it is now, once the copy is done. One at a time: the memory is used again."""
         steady = _changed_by_steps_alone(entries)
         late: dict[str, torch.Tensor] = {}
-        plain = nested([(entry.path, _copy(entry.plain(), steady, late)) for entry in entries])
+        live = [(entry.path, entry.plain()) for entry in entries]
+        settle(live)
+        plain = nested([(path, _copy(value, steady, late)) for path, value in live])
         self._pending = cast("Future[Any]", self._stager.stage(cast(Any, late)))
         # Any optimizer's, since any optimizer may own the parameters; it is taken back as soon as the copy is waited for.
         self._hook = register_optimizer_step_pre_hook(self._before_step)
@@ -95,6 +99,8 @@ def _changed_by_steps_alone(entries: list[Entry]) -> set[int]:
 
 
 def _address(tensor: torch.Tensor) -> int:
+    if adapter_of([tensor]) is not None:
+        return 0  # no memory of this process
     with torch.no_grad():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         return local.untyped_storage().data_ptr() if type(local) in (torch.Tensor, torch.nn.Parameter) else 0
@@ -102,6 +108,9 @@ def _address(tensor: torch.Tensor) -> int:
 
 def _copy(value: Any, steady: set[int], late: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
+        adapter = adapter_of([value])
+        if adapter is not None:
+            return host_copy(value, adapter)
         if _address(value) in steady:
             late[key := str(len(late))] = value.detach()
             return _Late(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,17 +12,18 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from rescale_data.checkpoint.commit import replaced_by_a_killed_save
 from rescale_data.checkpoint.data_state import data_states, load_plain
+from rescale_data.checkpoint.lease import reading
 from rescale_data.checkpoint.loading import refuse_damaged
 from rescale_data.checkpoint.planner import describe
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.reader import CheckpointReader
-from rescale_data.checkpoint.store import StrPath, open_store
+from rescale_data.checkpoint.store import Store, StrPath, open_store
 
 BUDGET = 256 << 20
 
 
 class StoredCheckpoint:
-    """A DCP folder that is read on this process alone, without running code from it.
+    """A DCP folder that is read on this process alone, without running code from it; retention spares it until ``close``.
 
     Args:
         path: Of the folder.
@@ -41,9 +43,14 @@ class StoredCheckpoint:
         self, path: StrPath, *, name: str | None, checksums: bool, storage_options: Mapping[str, Any] | None
     ) -> None:
         store, folder = open_store(path, storage_options)
-        folder = replaced_by_a_killed_save(store, folder) or folder
-        refuse_damaged(store, folder, Ranks.alone(), checksums=checksums)
-        self.folder = folder
+        self.folder = folder = replaced_by_a_killed_save(store, folder) or folder
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(reading(store, folder))
+            refuse_damaged(store, folder, Ranks.alone(), checksums=checksums)
+            self._open(store, folder, name)
+            self._lease = stack.pop_all()
+
+    def _open(self, store: Store, folder: str, name: str | None) -> None:
         self._reader = CheckpointReader(store, folder, trusted=False)
         metadata = self._reader.read_metadata()
         paths = {key: tuple((metadata.planner_data or {}).get(key, (key,))) for key in metadata.state_dict_metadata}
@@ -59,6 +66,15 @@ class StoredCheckpoint:
         self.paths = {short: paths[key][0 if name is None else 1 :] for short, key in self._keys.items()}
         self.tensors = {short: meta for short, meta in saved.items() if isinstance(meta, TensorStorageMetadata)}
         self._plain = [short for short in saved if short not in self.tensors]
+
+    def close(self) -> None:
+        self._lease.close()
+
+    def __enter__(self) -> StoredCheckpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def values(self) -> dict[str, Any]:
         """What is no tensor, by flattened name."""

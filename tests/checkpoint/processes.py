@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import pickle
+import shutil
 import tempfile
 import traceback
 import warnings
@@ -44,7 +46,9 @@ def _main(
 
 def start(world_size: int, work: Callable[..., Any], *args: Any) -> tuple[list[Any], list[Connection]]:
     """Processes and the ends of their pipes."""
-    rendezvous = os.path.join(tempfile.mkdtemp(prefix="rendezvous-"), "file")
+    folder = tempfile.mkdtemp(prefix="rendezvous-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    rendezvous = os.path.join(folder, "file")
     processes, ends = [], []
     for rank in range(world_size):
         ours, theirs = context.Pipe(duplex=False)

@@ -18,7 +18,8 @@ pytest.importorskip("typer", reason="needs the extra cli")
 
 from typer.testing import CliRunner
 
-from rescale_data.checkpoint import CheckpointManager, load
+import rescale_data as rd
+from rescale_data.checkpoint import CheckpointManager, load, save
 from rescale_data.checkpoint.commands import app
 from rescale_data.checkpoint.render import picture, size
 
@@ -72,6 +73,13 @@ def test_show(run_folder: Path) -> None:
     assert summary["data"]["loader"]["shards"] == [20] * 12
     assert summary["data"]["loader"]["epochs"] == {"source": [2, 2]}
     assert "No checkpoint" in call("show", run_folder, code=2)
+
+
+def test_show_of_a_loader_with_a_single_source(tmp_path: Path) -> None:
+    """Its epoch is at the top of the state, without a name."""
+    loader = rd.DataLoader(list(range(40)), global_batch_size=4, num_logical_shards=4, dp_rank=0, dp_world_size=1)
+    save(tmp_path / "c", {"loader": loader})
+    assert "epochs: data 0" in call("show", tmp_path / "c")
 
 
 def test_verify(run_folder: Path) -> None:

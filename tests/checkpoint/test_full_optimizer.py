@@ -90,13 +90,17 @@ def train_and_save(how: str, folder: str, names: list[str]) -> None:
             torch.save(states, f"{folder}/{name}.pt")
 
 
-def resume(how: str, folder: str, names: list[str]) -> dict[str, dict[str, list[float]]]:
+FORMS = ("name", "index", "stream")
+
+
+def resume(how: str, folder: str, names: list[str], all_forms: bool = True) -> dict[str, dict[str, list[float]]]:
+    """Losses by optimizer and form; without ``all_forms`` each optimizer in one of them, in turn."""
     found: dict[str, dict[str, list[float]]] = {}
-    for name in names:
+    for number, name in enumerate(names):
         first = not dist.is_initialized() or dist.get_rank() == 0
         states = torch.load(f"{folder}/{name}.pt", weights_only=True) if first else {}
         found[name] = {}
-        for form in ("name", "index", "stream"):
+        for form in FORMS if all_forms else [FORMS[number % 3]]:
             model, optimizer = build(how, name)
             losses(model, optimizer, 100, 1)  # what was there before is overwritten
             checkpoint.load(f"{folder}/{name}", {"model": model})
@@ -122,7 +126,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize(("how", "ranks"), [("fsdp2", 2), ("fsdp2", 1), ("ddp", 2)])
 def test_saved_at_four_ranks_and_continued(folder: str, expected: dict[str, list[float]], how: str, ranks: int) -> None:
-    for found in run(ranks, resume, how, folder, list(OPTIMIZERS)):
+    for found in run(ranks, resume, how, folder, list(OPTIMIZERS), (how, ranks) == ("fsdp2", 2)):
         for name, forms in found.items():
             for form, got in forms.items():
                 assert got == pytest.approx(expected[name], rel=1e-5), (name, form)

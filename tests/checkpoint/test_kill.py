@@ -46,7 +46,7 @@ def check(folder: Path, at_least: int) -> int:
 
 
 class FusedStore(LocalStore):
-    """A disk that kills this process at one of its operations, or in the middle of a file."""
+    """A disk that kills this process at one of its operations, or in the middle of a file: some 15 to a save."""
 
     left = 10**9
 
@@ -61,11 +61,15 @@ class FusedStore(LocalStore):
         write = raw.write
 
         class Stream:
-            def write(_, data: Any) -> int:
-                if self.left == 0:
+            whole = True
+
+            def write(stream, data: Any) -> int:
+                if stream.whole and self.left == 0:
                     write(memoryview(data)[: len(data) // 2])
                     raw.flush()
-                self.burn()
+                if stream.whole:  # once a file: DCP's many small writes would leave no kill for what comes after them
+                    self.burn()
+                stream.whole = False
                 return write(data)
 
             def __getattr__(_, name: str) -> Any:
@@ -91,6 +95,10 @@ class FusedStore(LocalStore):
         super().sync_folder(path)
 
 
+FUSE = 90
+"""Operations of four steps, of which two are saved twice, and of the deletions: all are struck."""
+
+
 def save_with_a_fuse(folder: str, mode: Any, first: int, fuse: int, out: Connection) -> None:
     torch.set_num_threads(1)
     local.LocalStore = FusedStore  # type: ignore[misc]
@@ -101,16 +109,17 @@ def save_with_a_fuse(folder: str, mode: Any, first: int, fuse: int, out: Connect
             for _ in range(1 + step % 2):
                 manager.save(step, state_of(step))
                 manager.wait()
-            out.send(step)
+                out.send(step)
 
 
-@pytest.mark.parametrize(("mode", "kills"), [("disabled", 60), ("thread", 40)])
+@pytest.mark.parametrize(("mode", "kills"), [("disabled", FUSE), ("thread", 30)])
 def test_a_hundred_kills_at_random_operations(tmp_path: Path, mode: str, kills: int) -> None:
-    rng, committed, survived = random.Random(kills), 0, 0
-    for _ in range(kills):
+    """Without a thread, at each of them."""
+    committed, survived = 0, 0
+    for fuse in random.Random(kills).sample(range(FUSE), kills):
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(
-            target=save_with_a_fuse, args=(str(tmp_path / "run"), mode, committed + 1, rng.randrange(260), theirs)
+            target=save_with_a_fuse, args=(str(tmp_path / "run"), mode, committed + 1, fuse, theirs)
         )
         process.start()
         theirs.close()
@@ -122,7 +131,8 @@ def test_a_hundred_kills_at_random_operations(tmp_path: Path, mode: str, kills: 
         assert process.exitcode in (0, -signal.SIGKILL)
         survived += process.exitcode == 0
         committed = check(tmp_path / "run", committed)
-    assert survived < kills / 2, "most fuses burnt while saving"
+    assert survived < kills / 3, "most fuses burnt while saving"
+    assert committed > kills, "and after a commit, in replacements and in deletions, too"
 
 
 def save_for_ever(folder: str, mode: Any, reports: Any) -> None:

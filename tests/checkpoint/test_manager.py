@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,7 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from rescale_data import checkpoint
-from rescale_data.checkpoint import CheckpointManager
+from rescale_data.checkpoint import CheckpointManager, inspect
 from rescale_data.checkpoint.lease import reading
 from rescale_data.checkpoint.local import LocalStore
 from rescale_data.checkpoint.retention import Retention
@@ -79,7 +80,7 @@ def test_a_checkpoint_holds_the_step_that_was_saved(tmp_path: Path, mode: Any) -
             manager.save(step, training.state)
             training.step()
         assert manager.load_latest(Training().state) == 5, "a load waits for the save that runs"
-    with CheckpointManager(tmp_path / "run", async_mode=mode) as manager:
+    with CheckpointManager(tmp_path / "run", async_mode="disabled") as manager:
         assert manager.steps() == [1, 2, 3, 4, 5]
         for step in manager.steps():
             other = Training()
@@ -111,6 +112,27 @@ def test_hazard_async_saves_while_training_runs_collectives(tmp_path: Path, mode
     other = Training("unwrapped")
     checkpoint.load(tmp_path / "run" / "step-5", other.state)
     assert other.numbers() == seen[0][-1]
+
+
+def save_both_ways(folder: str) -> list[Any]:
+    training, seen = Training("fsdp2"), []
+    with CheckpointManager(f"{folder}/run", keep_latest=None) as manager:
+        for step in range(1, 5):
+            training.step()
+            seen.append(training.numbers())
+            manager.save(step, training.state)
+            checkpoint.save(f"{folder}/whole-{step}", training.state)
+    return seen
+
+
+def test_synchronous_saves_while_one_of_a_manager_runs(tmp_path: Path) -> None:
+    """One on the default group, one on the manager's; and both read the state that it was."""
+    seen = run(2, save_both_ways, str(tmp_path))[0]
+    for step, expected in enumerate(seen, 1):
+        for path in (tmp_path / "run" / f"step-{step}", tmp_path / f"whole-{step}"):
+            other = Training("unwrapped")
+            checkpoint.load(path, other.state)
+            assert other.numbers() == expected
 
 
 class GatedStore(LocalStore):
@@ -283,23 +305,22 @@ def test_what_one_rank_cannot_save_fails_on_all_at_once(tmp_path: Path) -> None:
 
 EXIT = """
 import sys, torch
-from rescale_data.checkpoint import CheckpointManager
-manager = CheckpointManager(sys.argv[1], async_mode=sys.argv[2])
-manager.save(1, {"a": torch.ones(1 << 22), "b": list(range(5))})
+from rescale_data.checkpoint import CheckpointManager, inspect
+managers = [CheckpointManager(f"{sys.argv[1]}/{mode}", async_mode=mode) for mode in ("process", "thread")]
+for manager in managers:
+    manager.save(1, {"a": torch.ones(1 << 22), "b": list(range(5))})
 """
 
 
-@pytest.mark.parametrize("mode", ["thread", "process"])
-def test_an_exit_without_close_waits_for_the_save(tmp_path: Path, mode: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", EXIT, str(tmp_path / "run"), mode], capture_output=True, text=True, check=False
-    )
+def test_an_exit_without_close_waits_for_the_save(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", EXIT, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "Error" not in done.stderr
-    target = {"a": torch.zeros(1 << 22), "b": []}
-    checkpoint.load(tmp_path / "run" / "step-1", target)
-    assert target["a"].all()
-    assert target["b"] == list(range(5))
+    for mode in ("thread", "process"):
+        target = {"a": torch.zeros(1 << 22), "b": []}
+        checkpoint.load(tmp_path / mode / "step-1", target)
+        assert target["a"].all()
+        assert target["b"] == list(range(5))
 
 
 def test_a_writer_process_that_dies_is_an_error_and_starts_again(tmp_path: Path) -> None:
@@ -366,11 +387,72 @@ def test_what_is_read_is_not_deleted(tmp_path: Path) -> None:
         with reading(LocalStore(), str(tmp_path / "run" / "step-1")):
             manager.save(2, {"a": 2})
             manager.save(3, {"a": 3})
-            manager._deletions.submit(int).result()
+            manager._deletions.wait()
             assert manager.steps() == [1, 3]
         manager.save(4, {"a": 4})
-        manager._deletions.submit(int).result()
+        manager._deletions.wait()
         assert manager.steps() == [4]
+
+
+READS: dict[str, Callable[[Path, Path], Any]] = {
+    "load": lambda path, _: checkpoint.load(path, {"a": torch.zeros(3)}),
+    "read_data_state": lambda path, _: checkpoint.read_data_state(path),
+    "verify": lambda path, _: checkpoint.verify(path),
+    "to_torch_save": lambda path, target: checkpoint.to_torch_save(path, target / "f.pt"),
+    "to_safetensors": lambda path, target: checkpoint.to_safetensors(path, target / "st"),
+    "summarize": lambda path, _: inspect.summarize(path),
+    "differences": lambda path, _: inspect.differences(path, path),
+}
+
+
+@pytest.mark.parametrize("how", READS)
+def test_whatever_reads_a_checkpoint_keeps_it_from_retention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Each file that is read is read while step 1 has a lease, and a manager that wants to delete it leaves it."""
+    path, opened = tmp_path / "run" / "step-1", []
+    with CheckpointManager(tmp_path / "run", keep_latest=1, async_mode="disabled") as manager:
+        manager.save(1, {"a": torch.ones(3), "loader": StandInLoader()})
+        manager._deletions.wait()
+        open_read = LocalStore.open_read
+
+        def noted(store: LocalStore, name: str) -> BinaryIO:
+            if "step-1/" in name and not opened:
+                opened.append(name)
+                manager.save(2, {"a": torch.ones(3)})
+                manager._deletions.wait()
+            return open_read(store, name)
+
+        monkeypatch.setattr(LocalStore, "open_read", noted)
+        READS[how](path, tmp_path)
+        assert opened
+        assert manager.steps() == [1, 2]
+        assert os.listdir(tmp_path / "run" / ".leases") == []
+        manager.save(3, {"a": torch.ones(3)})
+        manager._deletions.wait()
+        assert manager.steps() == [3]
+
+
+def test_a_path_without_a_checkpoint_gets_no_lease(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        checkpoint.load(tmp_path / "none" / "step-1", {"a": 1})
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_was_saved_last_stays_though_later_steps_are_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run that went back to step 5."""
+    with CheckpointManager(tmp_path / "run", keep_latest=2, async_mode="disabled") as manager:
+        for step in (5, 8, 9):
+            manager.save(step, {"a": step})
+        manager._deletions.wait()
+        assert "later steps" not in caplog.text
+        for step in (6, 7):
+            manager.save(step, {"a": step})
+        manager._deletions.wait()
+        assert manager.steps() == [7, 8, 9]
+    assert "holds the later steps [8, 9]: load_latest loads the last of them" in caplog.text
 
 
 def test_the_lease_of_a_dead_reader_is_void(tmp_path: Path) -> None:
