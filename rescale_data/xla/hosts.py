@@ -1,0 +1,63 @@
+"""The loader's ranks are the hosts: in SPMD mode one process feeds all devices of its host.
+
+host 0  process_index 0  devices 0 1 2 3  ◄── dp rank 0
+host 1  process_index 1  devices 4 5 6 7  ◄── dp rank 1
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch.distributed as dist
+import torch_xla.runtime as xr
+from torch.distributed.device_mesh import DeviceMesh
+
+from rescale_data.xla.adapter import require_spmd
+
+_logger = logging.getLogger("rescale_data")
+
+
+def host_mesh() -> DeviceMesh | None:
+    """What to pass as ``mesh=`` to a loader: one dp rank a host, in the order of their devices; `None` on a single host.
+
+    Collective over the hosts, where there are several.
+
+    Raises:
+        ValueError: SPMD mode is off; several hosts and no process group, or one that does not have one rank a host.
+    """
+    require_spmd()
+    index, count = xr.process_index(), xr.process_count()
+    if count == 1:
+        return None
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            f"{count} hosts share their state, for which they need a process group on the CPU. After "
+            f"`import torch_xla.distributed.xla_backend` call torch.distributed.init_process_group('gloo', init_method='xla://')."
+        )
+    gathered: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(gathered, index)
+    return DeviceMesh("cpu", ranks_in_order(gathered, count), mesh_dim_names=("dp",))
+
+
+def warn_if_hosts_share_samples(num_ranks: int) -> None:
+    """One warning where several hosts would train on the same samples, because nobody told the loader of them."""
+    if num_ranks == 1 and xr.process_count() > 1:
+        _logger.warning(
+            "The loader has a single dp rank on %d hosts: all of them read the same samples. That is right where the model "
+            "spans the hosts; else build it with mesh=rescale_data.xla.host_mesh().",
+            xr.process_count(),
+        )
+
+
+def ranks_in_order(process_indices: list[int], num_hosts: int) -> list[int]:
+    """The ranks of the process group in the order of the hosts.
+
+    Args:
+        process_indices: The host of each rank, in rank order.
+    """
+    if sorted(process_indices) != list(range(num_hosts)):
+        raise ValueError(
+            f"The process group has {len(process_indices)} ranks, which run on the hosts {process_indices}; SPMD has one "
+            f"process on each of {num_hosts} hosts. Start the group with world_size={num_hosts}, one rank a host."
+        )
+    return sorted(range(num_hosts), key=process_indices.__getitem__)

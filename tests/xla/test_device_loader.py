@@ -1,0 +1,150 @@
+"""Batches on devices, and a state of those that training has received."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import rescale_data as rd
+from tests.xla.processes import on_devices
+
+ROWS = [{"x": np.float32(np.arange(3) + row), "id": row} for row in range(64)]
+
+
+def make(rows: Any = ROWS, **arguments: Any) -> rd.DataLoader:
+    return rd.DataLoader(rows, **{"global_batch_size": 8, "micro_batch_size": 4, **arguments})
+
+
+def ids(batches: Any) -> list[list[int]]:
+    return [batch["id"].tolist() for batch in batches]
+
+
+def sharding(spec: tuple[Any, ...] = (0, None), **arguments: Any) -> Any:
+    import torch_xla.distributed.spmd as xs
+
+    return xs.ShardingSpec(xs.Mesh(list(range(4)), (4,)), spec, **arguments)
+
+
+@on_devices(4)
+def test_the_state_is_that_of_what_training_has_at_every_batch() -> None:
+    from rescale_data.xla import DeviceLoader
+
+    reference = make()
+    expected = [ids(reference) for _ in range(2)]
+    for read_ahead in (1, 2, 5):
+        loader, plain = DeviceLoader(make(), input_sharding=sharding(), read_ahead=read_ahead), make()
+        for epoch in range(2):
+            got = []
+            for batch, _ in zip(loader, plain, strict=True):
+                got.append(batch["id"].cpu().tolist())
+                assert batch["x"].device.type == "xla"
+                _assert_same_state(loader.state_dict(), plain.state_dict())
+                assert (loader.step, loader.epoch) == (plain.step, plain.epoch)
+            assert got == expected[epoch]
+        loader.close()
+
+
+@on_devices(4)
+def test_break_close_load_and_reset_lose_nothing() -> None:
+    from rescale_data.xla import DeviceLoader
+
+    expected = ids(make())
+    loader = DeviceLoader(make(num_workers=2), input_sharding=sharding(), read_ahead=3)
+    first = iter(loader)
+    got = ids([next(first), next(first)])
+    second = iter(loader)
+    with pytest.raises(RuntimeError, match="no longer valid"):
+        next(first)
+    got += ids([next(second)])
+    state = loader.state_dict()
+    loader.close()
+    for thread in set(threading.enumerate()) - {threading.main_thread()}:
+        thread.join(60)  # those of torch_xla may be in their last lines
+    assert threading.active_count() == 1
+    got += ids(second)
+    assert got == expected
+    loader.load_state_dict(state)
+    assert ids(loader) == expected[3:]
+    loader.reset()
+    assert ids(loader) == expected
+    other = make()
+    other.load_state_dict(state)
+    assert ids(other) == expected[3:], "the state of either loads into the other"
+    loader.close()
+
+
+@on_devices(4)
+def test_an_error_of_the_data_comes_when_training_comes_to_it() -> None:
+    from rescale_data.xla import DeviceLoader
+
+    class Broken:
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, row: int) -> Any:
+            if row == bad:
+                raise OSError("corrupt file")
+            return ROWS[row]
+
+    order = ids(make())
+    bad = order[5][1]
+    loader = DeviceLoader(make(Broken()), read_ahead=4)
+    batches = iter(loader)
+    assert ids([next(batches) for _ in range(5)]) == order[:5]
+    with pytest.raises(OSError, match="corrupt file"):
+        next(batches)
+    assert loader.state_dict()["samples"] == 20
+
+
+@on_devices(4)
+def test_batches_that_cannot_be_placed_are_named() -> None:
+    from rescale_data.xla import DeviceLoader
+
+    def first(input_sharding: Any, **arguments: Any) -> Any:
+        return next(iter(DeviceLoader(make(**arguments), input_sharding=input_sharding)))
+
+    with pytest.raises(ValueError, match=r"'x' has 2 rows, which do not divide over the 4 devices .* multiple of 4"):
+        first({"x": sharding(minibatch=True), "id": None}, micro_batch_size=2)
+    with pytest.raises(ValueError, match=r"'id' has the shape \[4\], input_sharding is for 2 dims"):
+        first(sharding(minibatch=True))
+    with pytest.raises(ValueError, match=r"the columns \['id', 'x'\], input_sharding is for \['x'\]"):
+        first({"x": sharding()})
+    texts = DeviceLoader(make([{"x": np.zeros(2), "text": "a"}] * 64), input_sharding={"x": sharding(), "text": None})
+    with pytest.raises(ValueError, match=r"columns \['text'\] are no tensors"):
+        next(iter(texts))
+    batch = first({"x": sharding(minibatch=True), "id": sharding((0,))}, micro_batch_size=8)
+    assert len(batch["x"]) == 8
+
+
+@on_devices(4)
+def test_a_loader_read_by_torch_xlas_threads_warns_that_its_state_is_ahead() -> None:
+    import torch_xla
+    from torch_xla.distributed.parallel_loader import MpDeviceLoader
+
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("rescale_data").addHandler(handler)
+    loader = make()
+    batches: Iterator[Any] = iter(MpDeviceLoader(loader, torch_xla.device()))
+    torch.testing.assert_close(next(batches)["x"].shape, torch.Size([4, 3]))
+    assert loader.state_dict()["samples"] > 4, "if this fails, torch_xla no longer reads ahead"
+    assert any("rescale_data.xla.DeviceLoader" in record for record in records)
+    for _ in batches:
+        pass  # its threads crash an interpreter that ends before them
+
+
+def _assert_same_state(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        if key == "shards":
+            for field, rows in value.items():
+                assert torch.equal(got["shards"][field], rows), field
+        else:
+            assert got[key] == value, key

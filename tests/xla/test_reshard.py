@@ -1,0 +1,192 @@
+"""Saved on one mesh, loaded on any other: bit for bit, in place and in the sharding of the run that loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+from rescale_data import checkpoint
+from tests.xla import training
+from tests.xla.processes import needs_torch_xla, on_devices, run, run_ranks
+from tests.xla.training import LAYOUTS, NUM_MARKED, adamw, assert_equal, loader, tensors
+
+
+@on_devices(4)
+def test_every_layout_loads_what_every_other_saved(tmp_path: Path) -> None:
+    reference = training.xla_run("unsharded")
+    reference.train(3)
+    runs = {}
+    for layout in LAYOUTS:
+        runs[layout] = training.xla_run(layout)
+        runs[layout].train(3)
+        checkpoint.save(tmp_path / layout, runs[layout].state)
+    next_losses = reference.train(3)
+    for saved, source in runs.items():
+        expected, samples = tensors(source), source.loader.state_dict()["samples"]
+        for layout in LAYOUTS:
+            target = training.xla_run(layout, seed=1)
+            before = _shardings(target.model)
+            checkpoint.load(tmp_path / saved, target.state)
+            assert_equal(tensors(target), expected)
+            _assert_still_sharded(target.model, before, f"{saved} -> {layout}")
+            assert target.loader.state_dict()["samples"] == samples
+            np.testing.assert_allclose(target.train(3), next_losses, rtol=1e-5)
+            _assert_still_sharded(target.model, before, f"{saved} -> {layout}, trained")
+
+
+@on_devices(4)
+def test_the_state_of_the_optimizer_is_sharded_as_if_it_had_stepped(tmp_path: Path) -> None:
+    source = training.xla_run("(2,2)")
+    source.train(1)
+    checkpoint.save(tmp_path / "c", source.state)
+    target = training.xla_run("(2,2)", seed=1)
+    checkpoint.load(tmp_path / "c", target.state)
+    assert _optimizer_shardings(target) == _optimizer_shardings(source)
+    assert "devices=[2,2]0,1,2,3" in str(_optimizer_shardings(target))
+
+
+@on_devices(4)
+def test_padding_and_copies_of_a_piece_never_reach_the_checkpoint(tmp_path: Path) -> None:
+    for layout in LAYOUTS:
+        source = training.xla_run(layout)
+        source.train(1)
+        checkpoint.save(tmp_path / layout, source.state)
+        metadata = dcp.FileSystemReader(tmp_path / layout).read_metadata()
+        assert metadata.storage_data is not None
+        for name, entry in metadata.state_dict_metadata.items():
+            if hasattr(entry, "chunks"):
+                volumes = [chunk.sizes.numel() for chunk in entry.chunks]
+                assert sum(volumes) == entry.size.numel(), (layout, name)
+                assert all(volumes), "no piece is padding alone"
+                assert len(volumes) == len([index for index in metadata.storage_data if index.fqn == name])
+
+
+@on_devices(4)
+def test_a_coarser_mesh_reads_what_overlaps_and_no_more(tmp_path: Path) -> None:
+    import torch_xla.distributed.spmd as xs
+
+    from rescale_data.checkpoint.planner import CheckingLoadPlanner
+
+    def sharded(shape: tuple[int, ...], spec: tuple[Any, ...]) -> torch.Tensor:
+        tensor = torch.arange(64.0).reshape(16, 4).to("xla")
+        xs.mark_sharding(tensor, xs.Mesh(list(range(4)), shape), spec)
+        return tensor
+
+    def num_reads(tensor: torch.Tensor) -> int:
+        planner = CheckingLoadPlanner([], trusted=True)
+        planner.check({"t": tensor}, dcp.FileSystemReader(tmp_path / "c").read_metadata())
+        return len(planner.create_local_plan().items)
+
+    checkpoint.save(tmp_path / "c", {"t": sharded((4,), (0, None))})  # rows 0-3, 4-7, 8-11, 12-15
+    assert num_reads(sharded((4,), (0, None))) == 4, "the same pieces"
+    assert num_reads(sharded((2, 2), (0, 1))) == 8, "each of 4 pieces overlaps 2 of the saved ones"
+    assert num_reads(sharded((2, 2), (0, None))) == 8, "coarser: each of 4 devices has a half, of 2 saved pieces"
+    assert num_reads(sharded((4,), (None, 0))) == 16, "columns: each overlaps all"
+    assert num_reads(torch.zeros(16, 4).to("xla")) == 4, "whole"
+    assert num_reads(torch.zeros(16, 4)) == 4, "whole, on the CPU"
+
+
+@needs_torch_xla
+def test_another_number_of_devices(tmp_path: Path) -> None:
+    """One checkpoint from 4 devices goes to 3, from there to 1, to 2 and back to 4."""
+    expected, previous = run(_save, devices=4, path=tmp_path / "0"), tmp_path / "0"
+    for leg, devices in enumerate((3, 1, 2, 4), start=1):
+        path = tmp_path / str(leg)
+        got = run(_load_and_save, devices=devices, path=previous, to=path, shape=(devices,))
+        np.testing.assert_allclose(got, expected, rtol=1e-5)
+        previous = path
+
+
+def _save(path: Path) -> list[float]:
+    source = training.xla_run("(4,)")
+    source.train(3)
+    checkpoint.save(path, source.state)
+    return source.train(3)
+
+
+def _load_and_save(path: Path, to: Path, shape: tuple[int, ...]) -> list[float]:
+    """The losses after a load, and the same state saved again from this mesh."""
+    target = training.xla_run("(4,)", seed=1, shape=shape)
+    checkpoint.load(path, target.state)
+    checkpoint.save(to, target.state)
+    return target.train(3)
+
+
+@needs_torch_xla
+@pytest.mark.timeout(900)
+def test_fsdp2_to_xla_and_back_by_name_with_the_data(tmp_path: Path) -> None:
+    run_ranks(_fsdp2, 2, tmp_path, load_from=None, save_to=tmp_path / "a", steps=3)
+    run(_xla, devices=4, load_from=tmp_path / "a", save_to=tmp_path / "b", steps=2)
+    run_ranks(_fsdp2, 3, tmp_path, load_from=tmp_path / "b", save_to=tmp_path / "c", steps=2)
+    run(_xla, devices=4, load_from=tmp_path / "c", save_to=tmp_path / "d", steps=1)
+    run_ranks(_uninterrupted, 1, tmp_path, checkpoint_path=tmp_path / "d", steps=8)
+
+
+def _fsdp2(rank: int, world_size: int, load_from: Path | None, save_to: Path, steps: int) -> None:
+    """One rank of a leg without XLA, saved and loaded by stock DCP."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+    net = fully_shard(training.model(seed=0 if load_from is None else 1), mesh=mesh)
+    leg = training.Run(net, adamw(net), loader(mesh=mesh))
+    if load_from is not None:
+        checkpoint.load(load_from, leg.state)
+    leg.train(steps)
+    model_state, optimizer_state = get_model_state_dict(net), get_optimizer_state_dict(net, leg.optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state, "loader": leg.loader}, checkpoint_id=save_to)
+
+
+def _xla(load_from: Path, save_to: Path, steps: int) -> None:
+    leg = training.xla_run("(2,2)", seed=1)
+    checkpoint.load(load_from, leg.state)
+    leg.train(steps)
+    checkpoint.save(save_to, leg.state)
+
+
+def _uninterrupted(rank: int, world_size: int, checkpoint_path: Path, steps: int) -> None:
+    """The chain of legs ends where one process that never stopped does."""
+    net = training.model(seed=0)
+    reference = training.Run(net, adamw(net), loader())
+    reference.train(steps)
+    other = training.model(seed=1)
+    chain = training.Run(other, adamw(other), loader())
+    checkpoint.load(checkpoint_path, chain.state)
+    for name, expected in tensors(reference).items():
+        torch.testing.assert_close(tensors(chain)[name], expected, rtol=1e-4, atol=1e-5)
+    got, expected = chain.loader.state_dict(), reference.loader.state_dict()
+    assert got["samples"] == expected["samples"] == steps * 12
+    for key, rows in expected["shards"].items():
+        assert torch.equal(got["shards"][key], rows), key
+
+
+def _assert_still_sharded(net: torch.nn.Module, before: list[str], where: str) -> None:
+    """XLA keeps the marks of what is cut; what is whole it may cut in any step."""
+    after = _shardings(net)
+    lost = [(mark, now) for now, mark in zip(after, before, strict=True) if mark and mark != now]
+    assert not lost, (where, lost)
+
+
+def _shardings(net: torch.nn.Module) -> list[str]:
+    """Of the marked parameters."""
+    return [_sharding(parameter) for parameter in net.parameters()][:NUM_MARKED]
+
+
+def _optimizer_shardings(of: training.Run) -> list[str]:
+    marked = list(of.model.parameters())[:NUM_MARKED]
+    return [_sharding(value) for parameter in marked for value in of.optimizer.state[parameter].values()]
+
+
+def _sharding(tensor: torch.Tensor) -> str:
+    """Replicated and unmarked are the same to XLA."""
+    import torch_xla.distributed.spmd as xs
+
+    wrapped = xs.wrap_if_sharded(tensor)
+    spec = str(wrapped.sharding_spec) if isinstance(wrapped, xs.XLAShardedTensor) else ""
+    return "" if spec == "{replicated}" else spec

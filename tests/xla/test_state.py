@@ -1,0 +1,155 @@
+"""What may be in a state beside sharded parameters, what an optimizer is left with, and what the errors say."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from rescale_data import checkpoint
+from tests.xla import training
+from tests.xla.processes import on_devices
+
+
+@on_devices(4)
+def test_every_kind_of_value_comes_back_as_it_was(tmp_path: Path) -> None:
+    import torch_xla.distributed.spmd as xs
+
+    def state(scale: float) -> dict[str, Any]:
+        mesh = xs.Mesh(list(range(4)), (2, 2))
+        values = (torch.arange(24.0).reshape(6, 4) * scale).to("xla")
+        return {
+            "sharded": xs.mark_sharding(values.clone(), mesh, (0, 1)),
+            "wrapped": xs.wrap_if_sharded(xs.mark_sharding(values.clone(), mesh, (0, None)).global_tensor),
+            "replicated": xs.mark_sharding(values.clone(), mesh, (None, None)),
+            "unwrapped": values.clone(),
+            "scalar": torch.tensor(scale).to("xla"),
+            "half": xs.mark_sharding(values.bfloat16(), mesh, ((0, 1), None)).global_tensor,
+            "empty": torch.zeros(0, 3).to("xla"),
+            "cpu": torch.arange(3) * int(scale),
+            "subclass": nn.Parameter(torch.ones(2) * scale),
+            "number": scale,
+            "nested": {"list": [int(scale), {"text": str(scale), "deep": [[scale], None]}], "tuple": (1, int(scale))},
+            "bytes": io.BytesIO(str(scale).encode()).getvalue(),
+            "none": None,
+        }
+
+    saved, loaded = state(3.0), state(1.0)
+    checkpoint.save(tmp_path / "c", {"extra": saved})
+    checkpoint.load(tmp_path / "c", {"extra": loaded})
+    _same(loaded, saved)
+    stock = {"extra": {"sharded": torch.zeros(6, 4), "half": torch.zeros(6, 4, dtype=torch.bfloat16)}}
+    dcp.load(stock, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert torch.equal(stock["extra"]["sharded"], saved["sharded"].cpu())
+    assert torch.equal(stock["extra"]["half"], saved["half"].cpu())
+
+
+def _same(got: Any, expected: Any) -> None:
+    if isinstance(expected, torch.Tensor):
+        assert got.device == expected.device
+        assert torch.equal(got.cpu(), expected.cpu())
+    elif isinstance(expected, dict):
+        assert got.keys() == expected.keys()
+        for key, value in expected.items():
+            _same(got[key], value)
+    elif isinstance(expected, list | tuple):
+        assert type(got) is type(expected)
+        for one, other in zip(got, expected, strict=True):
+            _same(one, other)
+    else:
+        assert got == expected
+
+
+@on_devices(4)
+def test_a_load_that_fails_leaves_model_and_optimizer_as_they_were(tmp_path: Path) -> None:
+    source = training.xla_run("(2,2)")
+    source.train(2)
+    checkpoint.save(tmp_path / "c", source.state)
+    target = training.xla_run("(2,2)", seed=1)
+    state = {**target.state, "more": nn.Linear(3, 3).to("xla")}
+    before = {name: parameter.cpu() for name, parameter in target.model.named_parameters()}
+    with pytest.raises(ValueError, match=r"missing in the checkpoint: more\.weight"):
+        checkpoint.load(tmp_path / "c", state)
+    assert not target.optimizer.state
+    for name, parameter in target.model.named_parameters():
+        assert torch.equal(parameter.cpu(), before[name]), name
+        assert parameter.grad is None
+    assert target.optimizer.param_groups[0]["lr"] == 0.05
+
+
+@on_devices(4)
+def test_a_checkpoint_that_lacks_a_parameter_is_named(tmp_path: Path) -> None:
+    source = training.xla_run("(2,2)")
+    model_state = dict(source.model.state_dict())
+    del model_state["2.weight"]
+    checkpoint.save(tmp_path / "c", {"model": model_state})
+    with pytest.raises(
+        ValueError, match=r"missing in the checkpoint: model\.2\.weight, a float32 tensor of shape \[7, 6\]"
+    ):
+        checkpoint.load(tmp_path / "c", {"model": source.model})
+    report = checkpoint.load(tmp_path / "c", {"model": source.model}, strict=False)
+    assert report.missing == ("model.2.weight",)
+
+
+@on_devices(4)
+def test_optimizers_of_every_kind_are_given_what_they_lack(tmp_path: Path) -> None:
+    kinds = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+        "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+        "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+        "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+        "groups": lambda p: torch.optim.AdamW([{"params": p[:1], "lr": 0.1}, {"params": p[1:]}], lr=0.01),
+    }
+    for name, make in kinds.items():
+        source, target = training.xla_run("(2,2)"), training.xla_run("(4,)", seed=1)
+        for leg in (source, target):
+            next(iter(leg.model.parameters())).requires_grad_(False)  # frozen: it never has state
+            leg.optimizer = make(list(leg.model.parameters()))
+        source.train(2)
+        checkpoint.save(tmp_path / name, source.state)
+        checkpoint.load(tmp_path / name, target.state)
+        expected = training.tensors(source)
+        training.assert_equal(training.tensors(target), expected)
+        assert len(target.optimizer.param_groups) == len(source.optimizer.param_groups)
+        torch.testing.assert_close(target.train(2), source.train(2), rtol=1e-5, atol=0.0)
+
+
+@on_devices(1, spmd=False)
+def test_without_spmd_the_cure_is_named(tmp_path: Path) -> None:
+    from rescale_data.xla import host_mesh
+
+    with pytest.raises(ValueError, match=r"torch_xla\.runtime\.use_spmd\(\) at the beginning"):
+        checkpoint.save(tmp_path / "c", {"model": nn.Linear(2, 2).to("xla")})
+    assert not (tmp_path / "c").exists()
+    checkpoint.save(tmp_path / "c", {"model": nn.Linear(2, 2)})
+    with pytest.raises(ValueError, match=r"use_spmd"):
+        checkpoint.load(tmp_path / "c", {"model": nn.Linear(2, 2).to("xla")})
+    with pytest.raises(ValueError, match=r"use_spmd"):
+        host_mesh()
+
+
+@on_devices(4)
+def test_async_saves_hold_the_step_that_was_saved(tmp_path: Path) -> None:
+    for mode in ("thread", "process"):
+        source = training.xla_run("(2,2)")
+        expected = {}
+        with checkpoint.CheckpointManager(tmp_path / mode, async_mode=mode, keep_latest=None) as manager:
+            for step in range(6):
+                source.train(1)
+                if step in (1, 2, 4):
+                    expected[step] = training.tensors(source)
+                    manager.save(step, source.state)
+        losses = source.train(2)
+        target = training.xla_run("(2,2)", seed=1)
+        with checkpoint.CheckpointManager(tmp_path / mode, keep_latest=None) as manager:
+            for step, values in expected.items():
+                manager.load(step, target.state)
+                training.assert_equal(training.tensors(target), values)
+                assert target.loader.step == step + 1
+        target.batches = None
+        assert target.train(3)[1:] == losses
