@@ -14,14 +14,21 @@ from rescale_data.nodes.random_map import RandomMap
 from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.sampler import WeightedSampler
 from rescale_data.nodes.shards import LogicalShards
+from rescale_data.nodes.stream_reader import StreamReader
 from rescale_data.nodes.tokenize import Tokenize
 from rescale_data.nodes.whole import WholeDocumentPacker
 from rescale_data.plan import plan
 from rescale_data.shard import Shard
 from rescale_data.sources.arrow import ArrowSource
 from rescale_data.sources.dataset import DatasetSource
+from rescale_data.sources.iterable import IterableSource
+from rescale_data.sources.jsonl import JsonlSource
+from rescale_data.sources.megatron import MegatronSource
 from rescale_data.sources.parquet import ParquetSource
+from rescale_data.sources.remote import Remote
 from rescale_data.sources.source import Source
+from rescale_data.sources.synthetic import SyntheticSource
+from rescale_data.sources.webdataset import WebDatasetSource
 from rescale_data.step_documents import step_documents
 from rescale_data.varlen import flat_cu_seqlens
 
@@ -33,16 +40,23 @@ __all__ = [
     "DataStateError",
     "DatasetSource",
     "Filter",
+    "IterableSource",
+    "JsonlSource",
     "LogicalShards",
     "Map",
+    "MegatronSource",
     "Node",
     "ParquetSource",
     "RandomMap",
     "Reader",
+    "Remote",
     "Shard",
     "Source",
+    "StreamReader",
+    "SyntheticSource",
     "TokenPacker",
     "Tokenize",
+    "WebDatasetSource",
     "WeightedSampler",
     "WholeDocumentPacker",
     "check_checkpoint",

@@ -11,8 +11,6 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
-from rescale_data.shelf import shelf
-
 Samples = Sequence[Any]
 
 
@@ -20,6 +18,7 @@ def collate(samples: Samples) -> Any:
     """Stack samples as torch's `default_collate` does, with an error that names the column that cannot be stacked."""
     if not isinstance(samples[0], Mapping):
         return default_collate(list(samples))
+    _require_same_columns(samples)
     return {column: _stack(column, [sample[column] for sample in samples]) for column in samples[0]}
 
 
@@ -47,20 +46,37 @@ class PadCollate:
             raise ValueError(
                 f"pad_collate was given the columns {missing}, which samples lack; they have {list(samples[0])}."
             )
+        _require_same_columns(samples)
         return {column: self._column(column, [sample[column] for sample in samples]) for column in samples[0]}
 
     def _column(self, column: str, values: list[Any]) -> Any:
         if column not in self.pad:
             return _stack(column, values)
-        return pad_sequence([torch.as_tensor(v) for v in values], batch_first=True, padding_value=self.pad[column])
+        try:
+            return pad_sequence([torch.as_tensor(v) for v in values], batch_first=True, padding_value=self.pad[column])
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            raise ValueError(
+                f"pad_collate cannot pad the column {column!r}: {_shapes(values)}. It pads sequences of numbers whose shapes "
+                f"differ in the first dim alone; leave other columns out of pad=."
+            ) from error
+
+
+def _require_same_columns(samples: Samples) -> None:
+    """``ValueError`` where a sample has other columns than the first: those would be left out without a word."""
+    columns = samples[0].keys()
+    for sample in samples:
+        if sample.keys() != columns:
+            raise ValueError(
+                f"The samples of a batch have different columns, {sorted(columns)} and {sorted(sample)}. Give all samples the "
+                f"same ones in the pipeline, or your own collate_fn."
+            )
 
 
 def _stack(column: str, values: list[Any]) -> Any:
     try:
         if not isinstance(values[0], torch.Tensor):
             return default_collate(values)
-        whole = shelf.stacked(column, values)
-        return torch.stack(values) if whole is None else whole
+        return torch.stack(values)
     except (RuntimeError, TypeError) as error:
         raise ValueError(
             f"The column {column!r} cannot be stacked into a batch: {_shapes(values)}. For sequences of different lengths give "

@@ -1,4 +1,4 @@
-"""The one exception class of our own."""
+"""The one exception class of our own, and the check of arguments that are counts."""
 
 
 class DataStateError(ValueError):
@@ -6,3 +6,10 @@ class DataStateError(ValueError):
 
     The message says what was given, what is allowed, and the cure.
     """
+
+
+def require_int(**values: object) -> None:
+    """``TypeError`` where an argument, by name, is no int."""
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give an int.")

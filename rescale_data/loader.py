@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.context import BaseContext
@@ -13,18 +14,20 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from rescale_data.collate import collate, pin
-from rescale_data.nodes.base import BaseNode
+from rescale_data.errors import require_int
+from rescale_data.nodes.as_pipeline import as_pipeline
 from rescale_data.nodes.feed import Feed, InProcess, MicroBatch
-from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.recipe import Pipeline
 from rescale_data.nodes.runner import Runner
 from rescale_data.nodes.setup import Tail, set_up
 from rescale_data.nodes.statedict import full_state_dict, load_state_dict, state_dict
-from rescale_data.nodes.stream import Stream
-from rescale_data.shard import Shard
-from rescale_data.sources.dataset import MapStyle, as_source
+from rescale_data.nodes.stream import OnSourceChange, Stream
+from rescale_data.sources.dataset import MapStyle
+from rescale_data.sources.iterable import IterableSource
 from rescale_data.sources.source import Source
 from rescale_data.workers import Pool
+
+_logger = logging.getLogger("rescale_data")
 
 
 class DataLoader:
@@ -54,6 +57,9 @@ class DataLoader:
         timeout: Seconds to wait for a worker, or for another rank in a collective.
         verify: Keep a digest of the rows that each logical shard has delivered, 8 bytes a shard and source in the state, and
             prove at the end of each epoch that every row was delivered once, across all legs of the run: else `DataStateError`.
+        on_source_change: Of a state whose files were removed or changed since: "error", or "next_epoch": leave out what was
+            left of the epoch, log how many rows that is, and begin the next one. Files that were only added join at the next
+            epoch that no logical shard has begun, in either case.
 
     Raises:
         ValueError: A topology that does not fit, an epoch without a whole global batch; the message lists what fits.
@@ -62,7 +68,7 @@ class DataLoader:
 
     def __init__(
         self,
-        pipeline: Pipeline | Source | MapStyle,
+        pipeline: Pipeline | Source | IterableSource | MapStyle,
         *,
         global_batch_size: int,
         micro_batch_size: int | None = None,
@@ -80,7 +86,10 @@ class DataLoader:
         multiprocessing_context: str | BaseContext = "forkserver",
         timeout: float = 300.0,
         verify: bool = False,
+        on_source_change: OnSourceChange = "error",
     ) -> None:
+        if on_source_change not in ("error", "next_epoch"):
+            raise ValueError(f"on_source_change={on_source_change!r}: give 'error' or 'next_epoch'.")
         self.setup = set_up(
             as_pipeline(pipeline),
             global_batch_size=global_batch_size,
@@ -98,11 +107,11 @@ class DataLoader:
         )
         self.collate_fn = collate_fn or collate
         runner = Runner(self.setup.recipe, self.setup.schema)
-        feed: Feed = InProcess(runner, self.collate_fn)
+        feed: Feed = InProcess(runner, collate_fn)
         if num_workers:
             feed = Pool(
                 self.setup.recipe,
-                self.collate_fn,
+                collate_fn,
                 num_workers,
                 prefetch_factor=prefetch_factor,
                 pin_memory=pin_memory and torch.accelerator.is_available(),
@@ -111,7 +120,9 @@ class DataLoader:
             )
         self._pin = pin_memory and not num_workers
         self.stream = Stream(self.setup, runner, feed)
-        self._iterator: Batches | None = None
+        self.stream.on_source_change = on_source_change
+        self._num_iterators = 0  # the newest is the valid one
+        self._last_taken = (-1, 0)  # from which iterator, and in which thread
         self._wait_seconds = 0.0
         self._last_batch_samples = 0
 
@@ -120,8 +131,8 @@ class DataLoader:
     def __iter__(self) -> Batches:
         """Go on from the position; an older iterator is invalid from now on."""
         self.stream.begin()
-        self._iterator = Batches(self.epoch, self._next)
-        return self._iterator
+        self._num_iterators += 1
+        return Batches(self.epoch, self._num_iterators, self._next)
 
     def __len__(self) -> int:
         """Micro batches left in this epoch; ``TypeError`` where it has no end or only reading would tell."""
@@ -146,7 +157,7 @@ class DataLoader:
             self.stream.peek()
 
     def peek(self) -> Any:
-        """The next batch, which stays the next."""
+        """The next batch, which stays the next: it is the object that ``next`` will return, so leave it as it is."""
         return self._finish(self.stream.peek())
 
     def skip(self, num_samples: int) -> None:
@@ -156,6 +167,7 @@ class DataLoader:
             num_samples: Over all ranks, a multiple of ``W * b``.
         """
         whole = self.setup.layout.micro_step_samples
+        require_int(num_samples=num_samples)
         if num_samples < 0 or num_samples % whole:
             raise ValueError(
                 f"skip(num_samples={num_samples}): give a multiple of dp_world_size * micro_batch_size = {whole}, counted over "
@@ -165,7 +177,7 @@ class DataLoader:
 
     def reset(self) -> None:
         """Go back to the beginning of the run."""
-        self._iterator = None
+        self._num_iterators += 1
         self.stream.reset()
 
     def close(self) -> None:
@@ -230,10 +242,12 @@ class DataLoader:
         Raises:
             ValueError: Ranks are simulated, see `rescale_data.testing.full_state_dict`.
         """
+        self._warn_if_read_ahead()
         return state_dict(self.stream)
 
     def full_state_dict(self) -> dict[str, Any]:
         """`state_dict` with plain tensors of all N rows on every rank (collective over the dp ranks)."""
+        self._warn_if_read_ahead()
         return full_state_dict(self.stream)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -243,10 +257,21 @@ class DataLoader:
             DataStateError: It belongs to another seed, N, dataset or pipeline, or is incomplete. Nothing has changed then.
         """
         load_state_dict(self.stream, state_dict)
-        self._iterator = None
+        self._num_iterators += 1
+
+    def _warn_if_read_ahead(self) -> None:
+        """Who takes batches in another thread than training's is perhaps a queue, whose batches a checkpoint would lose."""
+        iterator, thread = self._last_taken
+        if iterator == self._num_iterators and thread != threading.get_ident():
+            _logger.warning(
+                "Another thread takes the batches of this loader, perhaps ahead of training: its state describes what that "
+                "thread has taken, and a checkpoint leaves out for good what training has not received by then. Take the "
+                "state in that thread, or read ahead with rescale_data.lookahead.LookAhead (XLA: rescale_data.xla."
+                "DeviceLoader), whose state is that of training."
+            )
 
     def _next(self, batches: Batches) -> Any:
-        if self._iterator is not batches:
+        if batches.number != self._num_iterators:
             raise RuntimeError(
                 "This iterator is no longer valid: a newer iter(loader), a reset or a load took its place. Use the newest."
             )
@@ -254,6 +279,7 @@ class DataLoader:
             raise StopIteration
         started = time.perf_counter()
         micro_batch = self.stream.take()
+        self._last_taken = (batches.number, threading.get_ident())
         self._wait_seconds += time.perf_counter() - started
         self._last_batch_samples = micro_batch.num_real
         return self._finish(micro_batch)
@@ -266,6 +292,8 @@ class DataLoader:
                     f"tail='pad' adds batch['valid'], but collate_fn made a {type(batch).__name__}. Return a dict, or use "
                     f"tail='drop'."
                 )
+            if "valid" in batch:
+                raise ValueError("tail='pad' adds batch['valid'], but samples have a column 'valid': rename theirs.")
             batch = {**batch, "valid": torch.arange(self.setup.layout.micro_batch_size) < micro_batch.num_real}
         return pin(batch) if self._pin else batch
 
@@ -273,25 +301,8 @@ class DataLoader:
 class Batches(Iterator[Any]):
     """The batches of a loader to the end of the epoch in which it was asked for them."""
 
-    def __init__(self, epoch: int, next_batch: Callable[[Batches], Any]) -> None:
-        self.epoch, self._next_batch = epoch, next_batch
+    def __init__(self, epoch: int, number: int, next_batch: Callable[[Batches], Any]) -> None:
+        self.epoch, self.number, self._next_batch = epoch, number, next_batch
 
     def __next__(self) -> Any:
         return self._next_batch(self)
-
-
-def as_pipeline(data: Pipeline | Source | MapStyle) -> Pipeline:
-    """A pipeline itself, or the one that makes a sample of each row of a source or a map-style dataset."""
-    if isinstance(data, Source | MapStyle):
-        return functools.partial(read_rows, as_source(data))
-    if not callable(data):
-        raise TypeError(
-            f"A {type(data).__name__} is no pipeline: give a function Shard -> node, a source, or a dataset with __len__ and "
-            f"__getitem__."
-        )
-    return data
-
-
-def read_rows(source: Source, shard: Shard) -> BaseNode[Any]:
-    """The pipeline of a loader that is given a source."""
-    return Reader(source, shard)

@@ -119,9 +119,18 @@ class FragmentOrder:
 
 def fragment_order(fragments: Ints, seed: int, epoch: int) -> FragmentOrder:
     """The fragments, given by their first rows and the number of rows, as the epoch permutes them."""
-    order = permutation(len(fragments) - 1, "fragments", seed, epoch)
-    virtual = np.concatenate([[0], np.cumsum(np.diff(fragments)[order])])
-    return FragmentOrder(virtual, fragments[:-1][order])
+    return some_fragments_order(fragments[:-1], np.diff(fragments), seed, epoch)
+
+
+def some_fragments_order(starts: Ints, lengths: Ints, seed: int, epoch: int) -> FragmentOrder:
+    """Fragments, given by their first rows and their numbers of rows, as the epoch permutes them."""
+    order = permutation(len(starts), "fragments", seed, epoch)
+    return fragments_in_order(starts[order], lengths[order])
+
+
+def fragments_in_order(starts: Ints, lengths: Ints) -> FragmentOrder:
+    """Fragments in the order in which they are given."""
+    return FragmentOrder(np.concatenate([[0], np.cumsum(lengths)]), starts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,11 +159,15 @@ class ShardOrder:
     def size(self) -> int:
         return (self.shard + 1) * self.num_rows // self.num_logical_shards - self.start
 
+    @property
+    def width(self) -> int:
+        """Rows whose order is computed together."""
+        return self.window or BLOCK
+
     def span(self, row: int) -> tuple[int, int]:
         """The range of the shard's rows around ``row`` whose order is computed together."""
-        width = self.window or BLOCK
-        first = row - row % width
-        return first, min(first + width, self.size)
+        first = row - row % self.width
+        return first, min(first + self.width, self.size)
 
     def ends(self, row: int, fragments: FragmentOrder | None) -> list[int]:
         """First and last of the rows of the source that lie around ``row``; none at the end of the shard."""

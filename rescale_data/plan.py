@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from rescale_data.errors import require_int
 from rescale_data.layout import Layout, default_num_logical_shards
 
 
@@ -37,7 +38,8 @@ class Plan(Sequence[Option]):
     def __str__(self) -> str:
         title = (
             f"global_batch_size={self.global_batch_size}, num_logical_shards={self.num_logical_shards}: "
-            f"these keep the same global batches\n"
+            f"{'these' if self._options else 'no ranks, micro batch and workers that were asked for'} keep the same global "
+            f"batches\n"
         )
         rows = ["  ranks W  micro batch b  accumulation A  workers K"]
         rows += [f"{w:9}{b:15}{a:16}  {', '.join(map(str, ks))}" for (w, b, a), ks in self._by_topology().items()]
@@ -67,13 +69,25 @@ def plan(
         num_logical_shards: N; default 4 * O.
         num_workers: The K to look at, one or several.
 
+    Raises:
+        ValueError: A number is out of range.
+
     Returns:
         A sequence of `Option` that prints as a table.
     """
+    require_int(global_batch_size=global_batch_size)
     o = global_batch_size
     n = default_num_logical_shards(o) if num_logical_shards is None else num_logical_shards
-    sizes = range(1, o + 1) if micro_batch_size is None else [micro_batch_size]
     workers = [num_workers] if isinstance(num_workers, int) else num_workers
+    _check(
+        1,
+        global_batch_size=o,
+        num_logical_shards=n,
+        micro_batch_size=1 if micro_batch_size is None else micro_batch_size,
+    )
+    sizes = range(1, o + 1) if micro_batch_size is None else [micro_batch_size]
+    for k in workers:
+        _check(0, num_workers=k)
     options = [
         Option(w, b, k, o // (w * b))
         for w in _divisors(o)
@@ -83,6 +97,13 @@ def plan(
         if _aligned(n, o, w, b, k)
     ]
     return Plan(o, n, options)
+
+
+def _check(least: int, **values: int) -> None:
+    require_int(**values)
+    for name, value in values.items():
+        if value < least:
+            raise ValueError(f"{name}={value}: it is at least {least}.")
 
 
 def _aligned(n: int, o: int, w: int, b: int, k: int) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 PROVENANCE = "provenance"
 
 
-def with_provenance(sample: Any, where: str) -> dict[str, Any]:
+def with_provenance(sample: Any, where: str | list[str]) -> dict[str, Any]:
     """The sample and where it comes from; ``TypeError`` where it has no room for that."""
     if not isinstance(sample, Mapping):
         raise TypeError(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import new_group
 from torch.distributed.tensor import DTensor, Shard
 
 from rescale_data.rollcall import RollCall
@@ -101,6 +102,20 @@ class Ranks:
                 f"All ranks need the same arguments and the same files."
             )
 
+    def require_complete(self) -> None:
+        """``ValueError`` on every rank where some dp rank has no process: its shards would be read by nobody (collective)."""
+        self.require_same({"dp_world_size": self.world_size})
+        present = torch.zeros(self.world_size, dtype=torch.int64)
+        present[self.rank] = 1
+        self._all_reduce(present, dist.ReduceOp.MAX)
+        missing = torch.nonzero(present == 0).flatten().tolist()
+        if missing and self.group is not None:
+            raise ValueError(
+                f"dp_world_size={self.world_size}, but no process of the group was given dp_rank={missing[0]} ({len(missing)} "
+                f"of the dp ranks are missing), so their logical shards would never be read. Give each dp rank to a process "
+                f"at least, or pass mesh= in place of dp_rank= and dp_world_size=."
+            )
+
     def shard(self, tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
         """This rank's block of rows as a `DTensor` over all ranks; ``num_rows`` is a multiple of W."""
         if self.mesh is None:
@@ -150,8 +165,11 @@ def find_ranks(mesh: DeviceMesh | None, dp_rank: int | None, dp_world_size: int 
             raise ValueError(
                 f"dp_rank={dp_rank}, dp_world_size={dp_world_size}: a rank is at least 0 and less than the size."
             )
-        everyone = list(range(dist.get_world_size())) if distributed and dp_world_size > 1 else []
-        return Ranks(dp_rank, dp_world_size, *_own_group(everyone, timeout))
+        reachable = distributed and dp_world_size > 1 and dist.get_world_size() > 1
+        everyone = list(range(dist.get_world_size())) if reachable else []
+        ranks = Ranks(dp_rank, dp_world_size, *_own_group(everyone, timeout))
+        ranks.require_complete()
+        return ranks
     if not distributed:
         return Ranks()
     _logger.info(
@@ -192,7 +210,9 @@ def _own_group(ranks: list[int], timeout: float) -> tuple[dist.ProcessGroup | No
     if not ranks:
         return None, None
     wait = datetime.timedelta(seconds=timeout)
-    group = dist.new_group(ranks, timeout=wait, backend="gloo", use_local_synchronization=True)
+    group = new_group(  # not dist.new_group, which torch_xla replaces by one that takes less
+        ranks, timeout=wait, backend="gloo", use_local_synchronization=True
+    )
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"This process is not one of the ranks {ranks}.")
     return group, RollCall(group, ranks, timeout)

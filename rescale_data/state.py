@@ -7,10 +7,11 @@ and a table of N rows becomes one tensor a field without a Python object a shard
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -30,11 +31,13 @@ class Field:
         path: Keys from the root of the nested state down to the value.
         dtype: ``torch.int64``, ``float64`` or ``bool`` for numbers; any dtype for tensors.
         shape: ``None`` for a number, else the shape of the tensor.
+        counts: Whether it tells what was done on the way and not where the stream stands: rows skipped, a digest.
     """
 
     path: tuple[str, ...]
     dtype: torch.dtype = torch.int64
     shape: tuple[int, ...] | None = None
+    counts: bool = dataclasses.field(default=False, compare=False)
 
     @property
     def key(self) -> str:
@@ -51,7 +54,7 @@ class Field:
 
     def under(self, *parents: str) -> Field:
         """The same field, seen from the node above."""
-        return Field((*parents, *self.path), self.dtype, self.shape)
+        return replace(self, path=(*parents, *self.path))
 
     def describe(self) -> dict[str, Any]:
         """Dtype and shape, for the checkpoint's ``fields``."""
@@ -128,6 +131,12 @@ def offsets(fields: Sequence[Field]) -> list[int]:
     for field in fields:
         starts.append(starts[-1] + field.num_slots)
     return starts
+
+
+def place_slots(fields: Sequence[Field]) -> list[int]:
+    """The slots that say where a stream stands, without those that count."""
+    places = zip(fields, offsets(fields), strict=False)
+    return [slot for f, start in places if not f.counts for slot in range(start, start + f.num_slots)]
 
 
 def to_tensors(fields: Sequence[Field], table: Ints) -> dict[str, torch.Tensor]:

@@ -13,6 +13,9 @@ from rescale_data.nodes.base import Node
 from rescale_data.nodes.recipe import Recipe
 from rescale_data.nodes.shards import LogicalShards
 from rescale_data.nodes.statedict import merged_state_dict
+from rescale_data.source_contract import assert_source
+
+__all__ = ["assert_rescalable", "assert_source", "full_state_dict"]
 
 Topology: TypeAlias = tuple[int, int, int]
 MakeLoader: TypeAlias = Callable[[int, int, int, int], DataLoader]
@@ -43,6 +46,7 @@ def assert_rescalable(make_loader: MakeLoader, topologies: Iterable[Topology], *
 
     Raises:
         AssertionError: A batch differs; the message names leg, rank, micro batch and column.
+        ValueError: There is no topology.
     """
     reference: _Reference | None = None
     state: dict[str, Any] | None = None
@@ -59,6 +63,8 @@ def assert_rescalable(make_loader: MakeLoader, topologies: Iterable[Topology], *
         state = full_state_dict(loaders)
         for loader in loaders:
             loader.close()
+    if reference is None:
+        raise ValueError("topologies is empty: give at least one (dp_world_size, micro_batch_size, num_workers).")
 
 
 class _Reference:

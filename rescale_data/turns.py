@@ -46,11 +46,11 @@ class AlignedTurns:
     """Rows of the global batch have their shards by arithmetic alone, so a turn is a function of u."""
 
     def __init__(self, layout: Layout, rank: int) -> None:
-        self._layout, self._rank = layout, rank
+        self._layout, self._rank, self._period = layout, rank, layout.period
         self._turns: dict[int, Turn] = {}
 
     def turn(self, u: int) -> Turn:
-        u %= self._layout.period
+        u %= self._period
         found = self._turns.get(u)
         if found is None:
             found = self._turns[u] = self._make(u)

@@ -63,7 +63,7 @@ class Made:
 class Worker(Dataset[Any]):
     """The loader's part in a worker process: a "dataset" whose items are the answers to commands."""
 
-    def __init__(self, recipe: Recipe, collate: Collate) -> None:
+    def __init__(self, recipe: Recipe, collate: Collate | None) -> None:
         self._recipe, self._collate = recipe, collate
         self._runner: Runner | None = None
         self._turns: Turns | None = None
@@ -78,9 +78,9 @@ class Worker(Dataset[Any]):
 
     def _begin(self, command: Begin) -> None:
         if self._runner is None:
-            shard = command.leg.layout.owned(command.leg.rank)
-            self._runner = Runner(self._recipe, Schema(self._recipe.build(shard[0] if shard else 0)))
-        self._runner.load(command.table)
+            self._runner = Runner(self._recipe, Schema(self._recipe.build(0)))  # as in the trainer's process
+        owned = command.leg.layout.owned(command.leg.rank)
+        self._runner.load(command.table, owned, command.leg.histories)
         self._turns = command.leg.turns(command.table)
         self._slabs = Slabs()  # messages that nobody received may have held the old ones
 
@@ -136,7 +136,7 @@ class Pool:
     def __init__(
         self,
         recipe: Recipe,
-        collate: Collate,
+        collate: Collate | None,
         num_workers: int,
         *,
         prefetch_factor: int,
@@ -144,10 +144,18 @@ class Pool:
         context: str | BaseContext,
         timeout: float,
     ) -> None:
+        if prefetch_factor < 1:
+            raise ValueError(
+                f"prefetch_factor={prefetch_factor}: give the messages that a worker may be ahead, at least 1."
+            )
         worker = Worker(recipe, collate)
         require_pickle(recipe.pipeline, collate, worker)
         self._k = num_workers
         self._commands = Commands(num_workers, prefetch_factor)
+        # Without a generator of its own torch seeds workers with a number that it draws from the trainer's.
+        generator = torch.Generator().manual_seed(torch.initial_seed())
+        start_method = _context(context)
+        self._timeout = timeout
         self._new_loader: Callable[[], DataLoader[Any]] = lambda: DataLoader(
             worker,
             batch_size=None,
@@ -156,8 +164,9 @@ class Pool:
             collate_fn=_as_it_is,
             prefetch_factor=prefetch_factor,
             persistent_workers=True,
-            multiprocessing_context=multiprocessing.get_context(context) if isinstance(context, str) else context,
+            multiprocessing_context=start_method,
             timeout=timeout,
+            generator=generator,
         )
         self._loader: DataLoader[Any] | None = None
         self._pin = pin_memory
@@ -177,6 +186,11 @@ class Pool:
             micro_batch = next(self._made, None)
         except Exception as error:
             self.close()  # torch's workers do not go on after an error: the next leg starts new ones
+            if "DataLoader timed out" in str(error):
+                raise TimeoutError(
+                    f"Worker processes made no batch within timeout={self._timeout:g} s. Give a longer one to DataLoader, or "
+                    f"look for what the pipeline waits for."
+                ) from error
             if not _is_death(error):
                 raise
             raise RuntimeError(
@@ -217,6 +231,13 @@ class Pool:
         by_time = int(_MESSAGE_SECONDS * len(parts) / max(made.seconds, 1e-6))
         self._commands.per_message = max(1, min(by_size, by_time, _MESSAGE_LIMIT))
         return self._inboxes[worker].open(made.message)
+
+
+def _context(given: str | BaseContext) -> BaseContext:
+    known = multiprocessing.get_all_start_methods()
+    if isinstance(given, str) and given not in known:
+        raise ValueError(f"multiprocessing_context={given!r}: give one of {known}, or a multiprocessing context.")
+    return multiprocessing.get_context(given) if isinstance(given, str) else given
 
 
 def require_pickle(pipeline: object, collate: object, worker: Worker) -> None:

@@ -11,7 +11,8 @@ This is the only module that imports torchdata.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -19,8 +20,9 @@ from torchdata.nodes import BaseNode, ParallelMapper, PinMemory, Prefetcher
 
 from rescale_data.nodes.documents import Documents
 from rescale_data.shard import Shard
-from rescale_data.sources.source import Source
+from rescale_data.sources.source import Described
 from rescale_data.state import Field, Ints, decode, encode, field_of, flatten, nest, offsets
+from rescale_data.tray import Columns, Tray
 
 T = TypeVar("T")
 View = memoryview  # of int64, always over a NumPy row, so that slices copy from one into another
@@ -58,11 +60,14 @@ class Node(BaseNode[T]):
     """Whether children may come and go between the legs of a run (`rescale_data.load_changed`). What a node keeps for a
     child lies in own fields whose path ends in the child's name."""
 
-    reads: Source | None = None
+    reads: Described | None = None
     """The source whose rows this node reads, if it reads any itself."""
 
     reread: bool = False
     """Whether a node above goes back behind the samples that it has drawn from this one, to go on within them."""
+
+    writes: Columns = MappingProxyType({})
+    """Where samples are dicts of 1-D arrays whose length and dtype are known: which. Such a node implements `write`."""
 
     of_shard: Shard | None = None
     """The logical shard whose rows this node reads, if it reads any itself."""
@@ -130,6 +135,10 @@ class Node(BaseNode[T]):
             )
         return np.array([slot for f in self.fields for slot in encode(f, values[f.path])], dtype=np.int64).data
 
+    def write(self, tray: Tray, place: int) -> None:
+        """Draw the next sample into row ``place`` of a tray of `writes`; at the end of an epoch as `next`."""
+        raise NotImplementedError(f"{type(self).__name__} writes {list(self.writes)}, and so needs a write method.")
+
     def skip(self, num_samples: int) -> None:
         """Leave out the next samples, as if they had been drawn."""
         for _ in range(num_samples):
@@ -147,6 +156,21 @@ class Node(BaseNode[T]):
         """
         del rows, shards
         return None
+
+    def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+        """From now on the source that this node reads consists of what the manifests say, each from its epoch on.
+
+        Args:
+            history: ``(epoch, manifest)`` in order, the last of what there is now; empty for that alone.
+        """
+
+    def prepare(self, rows: Ints, shards: Ints) -> None:
+        """This process is about to draw from these positions: begin to bring what is needed there. It returns at once.
+
+        Args:
+            rows: ``int64[M, slots]``, positions of this node in any logical shards; not changed.
+            shards: ``int64[M]``, their indices.
+        """
 
     def documents(self, column: str) -> Documents | None:
         """A token column of this node's samples, to be read many documents at a time; `None` where that is not possible.
@@ -287,6 +311,11 @@ def as_node(node: BaseNode[T]) -> Node[T]:
             f"example rd.Reader(source, shard)."
         )
     refuse_threads(node)
+    if isinstance(node, ParallelMapper) and node.prebatch is not None:
+        raise TypeError(
+            f"ParallelMapper(prebatch={node.prebatch}) maps in batches for the sake of its threads, which a logical shard's "
+            f"pipeline has none of. Leave prebatch out."
+        )
     return Mapped(node) if isinstance(node, ParallelMapper) else Foreign(node)
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-TokenArray: TypeAlias = npt.NDArray[np.integer[Any]]
+from rescale_data.errors import require_int
+from rescale_data.state import Ints
 
-_BYTES_OF_AN_END = 40  # of a Python int and its place in a list
+TokenArray: TypeAlias = npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,29 +20,22 @@ class Block:
 
     Args:
         tokens: With ``bos_id`` and ``eos_id`` in their places.
-        ends: For each document, the tokens up to its end.
+        bounds: ``int64[D + 1]``, where each document begins, and the end of the last.
         where: Where the document comes from, of which a block has then one only.
     """
 
     tokens: TokenArray
-    ends: list[int]
+    bounds: Ints
     where: str | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.tokens.nbytes + _BYTES_OF_AN_END * len(self.ends)
+        return self.tokens.nbytes + self.bounds.nbytes
 
-    def locate(self, stop: int, document: int) -> tuple[int, int]:
-        """The document and the offset in it at which to go on after ``stop`` tokens, searched from ``document`` on."""
-        ends = self.ends
-        document = bisect_left(ends, stop, document)
-        if ends[document] == stop:
-            return document + 1, 0
-        return document, stop - (ends[document - 1] if document else 0)
-
-    def ends_between(self, start: int, stop: int) -> list[int]:
-        """Where documents end in ``tokens[start:stop]``, counted from ``start``."""
-        return [end - start for end in self.ends[bisect_right(self.ends, start) : bisect_right(self.ends, stop)]]
+    def locate(self, stops: Ints | int) -> tuple[Any, Any]:
+        """Where to go on after so many tokens: which document, and the offset in it; where one ends, in the next."""
+        documents = self.bounds.searchsorted(stops, side="right") - 1
+        return documents, stops - self.bounds[documents]
 
 
 class BlockMaker:
@@ -59,6 +52,8 @@ class BlockMaker:
         self._between = [token for token in (eos_id, bos_id) if token is not None]
         self._ways: dict[str, _Way] = {}
         for name, token in (("eos_id", eos_id), ("bos_id", bos_id)):
+            if token is not None:
+                require_int(**{name: token})
             if token is not None and not 0 <= token <= np.iinfo(dtype).max:
                 raise ValueError(
                     f"{name}={token}: give a token from 0 to {np.iinfo(dtype).max}, or None for no such token."
@@ -71,13 +66,15 @@ class BlockMaker:
             way = self._ways[kind] = self._way(np.dtype(kind))
         if way.widened:
             documents = [np.asarray(document).astype(way.dtype).data for document in documents]
-        ends = np.cumsum(np.fromiter(map(len, documents), np.int64, len(documents)) + len(self._between))
+        bounds = np.zeros(len(documents) + 1, dtype=np.int64)
+        lengths = np.fromiter(map(len, documents), np.int64, len(documents))
+        np.cumsum(lengths + len(self._between), out=bounds[1:])
         # One join of [nothing, the documents, nothing]: an eos too many at the front and a bos too many at the end.
         joined = np.frombuffer(way.separator.join((b"", *documents, b"")), dtype=way.dtype)
-        tokens = joined[self._front : self._front + int(ends[-1])]
+        tokens = joined[self._front : self._front + int(bounds[-1])]
         if way.checked and len(tokens):
             self._check(tokens)
-        return Block(tokens, ends.tolist(), where)
+        return Block(tokens, bounds, where)
 
     def _way(self, stored: np.dtype[Any]) -> _Way:
         widened = any(token > np.iinfo(stored).max for token in self._between)

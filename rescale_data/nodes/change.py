@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from rescale_data.nodes.base import Node
+from rescale_data.nodes.growth import Growth
 from rescale_data.nodes.recipe import FIRST_SLOT, STRINGS, Schema, path_name
 from rescale_data.state import Ints, to_tensors
 
@@ -46,11 +47,13 @@ class Fitted:
 
     Args:
         added, removed: The children that have come and gone. Those that have come have delivered nothing.
+        growth: What has become of the data.
     """
 
     state: dict[str, Any]
     added: list[Changed]
     removed: list[Changed]
+    growth: Growth = field(default_factory=lambda: Growth({}, [], []))
 
 
 def fit(schema: Schema, state: Mapping[str, Any]) -> Fitted:

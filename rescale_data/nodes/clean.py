@@ -60,7 +60,7 @@ class CleanDocuments(Node[dict[str, Any]]):
         TypeError: The column does not hold lists of integers.
     """
 
-    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("piece",)), Field(("short",)))
+    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("piece",)), Field(("short",), counts=True))
     READS_AHEAD: ClassVar[bool] = True
 
     def __init__(

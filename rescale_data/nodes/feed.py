@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from rescale_data.deal import Deal, DealTurns
 from rescale_data.layout import Layout
-from rescale_data.nodes.recipe import SAMPLES
-from rescale_data.nodes.runner import Exhausted, Runner
-from rescale_data.shelf import shelf
+from rescale_data.nodes.recipe import SAMPLES, Histories, History
+from rescale_data.nodes.runner import Collate, Exhausted, Runner
 from rescale_data.state import Ints
 from rescale_data.turns import AlignedTurns, BalancedTurns, Turns
-
-Collate = Callable[[list[Any]], Any]
 
 
 class MicroBatch(NamedTuple):
@@ -39,12 +35,14 @@ class Leg:
     Args:
         stop: The micro batch after the last, counted from `origin`; `None` where there is none or only reading tells.
         deal: At the end of an epoch, what serves the shards; else the layout does.
+        histories: Of what the sources consist.
     """
 
     layout: Layout
     rank: int
     stop: int | None
     deal: Deal | None = None
+    histories: Histories = field(default_factory=dict[str, History])
 
     def turns(self, table: Ints) -> Turns:
         if self.deal is not None:
@@ -68,25 +66,24 @@ class Feed(Protocol):
     def close(self) -> None: ...
 
 
-def make(runner: Runner, turns: Turns, collate: Collate, u: int) -> MicroBatch:
+def make(runner: Runner, turns: Turns, collate: Collate | None, u: int) -> MicroBatch:
     """Micro batch u of one rank."""
     turn = turns.turn(u)
-    shelf.open(len(turn.shards))
-    samples, rows = runner.take(turn)
-    num_real = len(samples) if turn.num_real < 0 else turn.num_real
-    return MicroBatch(collate(samples), turn.index, rows, turn.shards, num_real)
+    batch, rows = runner.take(turn, collate)
+    num_real = len(turn.shards) if turn.num_real < 0 else turn.num_real
+    return MicroBatch(batch, turn.index, rows, turn.shards, num_real)
 
 
 class InProcess:
     """Makes each micro batch when it is asked for, in the trainer's process."""
 
-    def __init__(self, runner: Runner, collate: Collate) -> None:
+    def __init__(self, runner: Runner, collate: Collate | None) -> None:
         self._runner, self._collate = runner, collate
         self._turns: Turns | None = None
         self._u = 0
 
     def start(self, leg: Leg, table: Ints, first: int) -> None:
-        self._runner.load(table)
+        self._runner.load(table, leg.layout.owned(leg.rank), leg.histories)
         self._turns, self._u = leg.turns(table), first
 
     def take(self) -> MicroBatch:

@@ -19,7 +19,7 @@ class Filter(Node[Any]):
         on_error: "raise", or "skip": leave out samples for which it raises, log and count them (``skipped_rows``).
     """
 
-    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("filtered",)), Field(("skipped",)))
+    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("filtered",), counts=True), Field(("skipped",), counts=True))
 
     def __init__(self, source: BaseNode[Any], predicate: Callable[[Any], bool], *, on_error: OnError = "raise") -> None:
         super().__init__(source=source)

@@ -1,4 +1,4 @@
-"""`Guard`: what becomes of an error in a function of the user's, and where its sample came from."""
+"""`Guard`: what becomes of an error in a function of the user's or in reading a row, and where its sample came from."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ class Guard:
     Args:
         node: The node that called the function.
         on_error: "raise", or "skip" to leave out the sample. Then `caught` returns and the node counts.
+        note: What was done with the sample, for the error's note; default: it was given to the node's function.
     """
 
-    def __init__(self, node: Node[Any], on_error: OnError) -> None:
+    def __init__(self, node: Node[Any], on_error: OnError, note: str = "") -> None:
         if on_error not in ("raise", "skip"):
             raise ValueError(f"on_error={on_error!r}: give 'raise', or 'skip' to leave out samples that raise.")
         self.skips = on_error == "skip"
         self._name = type(node).__name__
+        self._note = note or f"in the function of {self._name}, given"
 
     def caught(self, error: Exception, where: str, num_before: int) -> None:
         """Raise ``error``, or log that its sample is left out.
@@ -36,7 +38,7 @@ class Guard:
         """
         where = where or "a sample whose place is not known"
         if not self.skips:
-            _raise(error, f"in the function of {self._name}, given {where}")
+            _raise(error, f"{self._note} {where}")
         number = num_before + 1
         if number <= _LOGGED_IN_FULL or not number & num_before:
             _log.warning(
@@ -47,6 +49,6 @@ class Guard:
 
 def _raise(error: Exception, note: str) -> NoReturn:
     if isinstance(error, StopIteration):  # it would end the epoch
-        error = RuntimeError("the function raised StopIteration")
+        error = RuntimeError("it raised StopIteration")
     error.add_note(note)
     raise error

@@ -24,7 +24,7 @@ class Map(Node[Any]):
             The number of samples of an epoch is then unknown.
     """
 
-    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("skipped",)),)
+    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("skipped",), counts=True),)
 
     def __init__(self, source: BaseNode[Any], fn: Callable[[Any], Any], *, on_error: OnError = "raise") -> None:
         super().__init__(source=source)

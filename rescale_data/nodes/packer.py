@@ -9,13 +9,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rescale_data.errors import require_int
 from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.block import BlockMaker
 from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.token_stream import Run, TokenStream
-from rescale_data.provenance import joined, with_provenance
-from rescale_data.shelf import shelf
+from rescale_data.provenance import joined
 from rescale_data.state import Field, Ints
+from rescale_data.tray import Tray
 
 IGNORED = -100
 """The label of a token without a next one, which torch's cross entropy leaves out."""
@@ -78,10 +79,13 @@ class TokenPacker(Node[dict[str, Tensor]]):
         self.column, self.seq_len, self.labels, self.doc_ids = column, seq_len, labels, doc_ids
         self.dtype, self.last, self.eos_id, self.bos_id = dtype, last, eos_id, bos_id
         self.pad_id = pad_id if pad_id is not None else eos_id or 0
-        self._numpy_dtype = DTYPES[dtype]
+        names = ["tokens", *["labels"] * labels, *["doc_ids"] * doc_ids]
+        self.writes = dict.fromkeys(names, (seq_len, DTYPES[dtype]))
         self._stream = TokenStream(
             child.documents(column) or ColumnDocuments(child, column),
-            BlockMaker(eos_id, bos_id, self._numpy_dtype),
+            BlockMaker(eos_id, bos_id, DTYPES[dtype]),
+            num_tokens=seq_len,
+            num_ahead=int(labels),
             repeat=any(node.repeat for _, node in child.walk()),
             with_ends=doc_ids,
         )
@@ -91,14 +95,19 @@ class TokenPacker(Node[dict[str, Tensor]]):
         self._over = False
 
     def next(self) -> dict[str, Tensor]:
+        tray = Tray(self.writes, 1)
+        self.write(tray, 0)
+        return tray.sample()
+
+    def write(self, tray: Tray, place: int) -> None:
         tokens, ends = self._draw()
-        sample = {"tokens": self._tensor("tokens", tokens[: self.seq_len], self.pad_id)}
+        tray.put("tokens", place, tokens[: self.seq_len] if self.labels else tokens, self.pad_id)
         if self.labels:
-            sample["labels"] = self._tensor("labels", tokens[1:], IGNORED)
+            tray.put("labels", place, tokens[1:], IGNORED)
         if self.doc_ids:
-            ids = _document_ids(min(len(tokens), self.seq_len), ends)
-            sample["doc_ids"] = self._tensor("doc_ids", ids, -1)
-        return with_provenance(sample, joined(self._stream.where)) if self._stream.where else sample
+            tray.put("doc_ids", place, _document_ids(min(len(tokens), self.seq_len), ends), -1)
+        if self._stream.where:
+            tray.where.append(joined(self._stream.where))
 
     def skip(self, num_samples: int) -> None:
         for _ in range(num_samples):
@@ -118,7 +127,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
     def _draw(self) -> Run:
         """The tokens of the next sample, and with labels one more where there is one; ends the epoch if need be."""
         if not self._over:
-            run = self._stream.take(self.seq_len, int(self.labels))
+            run = self._stream.take()
             length = len(run[0])
             if length >= self.seq_len or (length and self.last == "pad"):
                 return run
@@ -126,21 +135,15 @@ class TokenPacker(Node[dict[str, Tensor]]):
             self._over = True
         raise StopIteration
 
-    def _tensor(self, column: str, values: npt.NDArray[Any], fill: int) -> Tensor:
-        """A copy of ``values``, filled up to a sample's length."""
-        if len(values) != self.seq_len:
-            missing = np.full(self.seq_len - len(values), fill, dtype=self._numpy_dtype)
-            values = np.concatenate([values, missing], dtype=self._numpy_dtype, casting="unsafe")
-        return shelf.put(column, values, self._numpy_dtype)
 
-
-def _document_ids(length: int, ends: list[int]) -> npt.NDArray[np.int64]:
+def _document_ids(length: int, ends: Ints) -> npt.NDArray[np.int64]:
     begins = np.zeros(length + 1, dtype=np.int64)
     begins[ends] = 1
     return np.cumsum(begins[:length])
 
 
 def _check(seq_len: int, dtype: torch.dtype, last: str) -> None:
+    require_int(seq_len=seq_len)
     if seq_len < 1:
         raise ValueError(f"seq_len={seq_len}: give the tokens of a sample, at least 1.")
     if dtype not in DTYPES:

@@ -14,15 +14,15 @@ from rescale_data.nodes.shard_of import shard_of
 from rescale_data.order import generator
 from rescale_data.provenance import carried
 from rescale_data.shard import Shard
-from rescale_data.state import Field, Ints
+from rescale_data.state import Field, Ints, place_slots
 
 
 class RandomMap(Node[Any]):
     """``fn(sample, rng)`` of each sample: augmentation that is the same at any topology and after any resume.
 
     The generator is made anew for each sample, from the seed, the logical shard and the position of the source (epoch and
-    row) at the sample: nothing random is state. Its raw stream is the same in every version of NumPy; what the methods of
-    `numpy.random.Generator` make of it may change with NumPy.
+    row, not what was counted on the way) at the sample: nothing random is state. Its raw stream is the same in every
+    version of NumPy; what the methods of `numpy.random.Generator` make of it may change with NumPy.
 
     Args:
         source: A node.
@@ -36,7 +36,7 @@ class RandomMap(Node[Any]):
         ValueError: No node below reads a logical shard, and none is given.
     """
 
-    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("skipped",)),)
+    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("skipped",), counts=True),)
 
     def __init__(
         self,
@@ -53,17 +53,22 @@ class RandomMap(Node[Any]):
         shard = shard_of(self._source, shard)
         depth = sum(isinstance(node, RandomMap) for _, node in self._source.walk())
         self._key = (shard.seed, shard.index, depth)
+        self._slots_of_place = place_slots(self._source.fields)
         self._guard = Guard(self, on_error)
 
     def next(self) -> Any:
         while True:
-            rng = generator(f"random_map/{self.label}", *self._key, *self._source.position)
+            rng = generator(f"random_map/{self.label}", *self._key, *self._place())
             sample = next(self._source)
             try:
                 return carried(sample, self.fn(sample, rng))
             except Exception as error:
                 self._guard.caught(error, self.locate(), self.position[0])
                 self.position[0] += 1
+
+    def _place(self) -> list[int]:
+        position = self._source.position
+        return [position[slot] for slot in self._slots_of_place]
 
     def skip(self, num_samples: int) -> None:
         if self._guard.skips:

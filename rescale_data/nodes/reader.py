@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from rescale_data.nodes.base import Node, View
+from rescale_data.nodes.chunks import Chunks
 from rescale_data.nodes.documents import Documents
+from rescale_data.nodes.fetching import Fetching
+from rescale_data.nodes.guard import Guard, OnError
 from rescale_data.nodes.proof import Proof
+from rescale_data.nodes.rows import DEFAULT_WINDOW, Plan, ShardRows
+from rescale_data.nodes.rows import View as SourceView
+from rescale_data.nodes.share import ShardShare
 from rescale_data.nodes.spans import Spans, block_bytes
-from rescale_data.order import FragmentOrder, ShardOrder, fragment_order, shard_sizes
 from rescale_data.provenance import with_provenance
 from rescale_data.shard import Shard
-from rescale_data.sources.cache import cache, owner_of
+from rescale_data.sources.cache import owner_of
 from rescale_data.sources.dataset import MapStyle, as_source
-from rescale_data.sources.source import Source, TokenSource
+from rescale_data.sources.interest import shards_of
+from rescale_data.sources.pieces import AheadSource, PieceSource
+from rescale_data.sources.source import BatchSource, ColumnSource, GrowingSource, Source, TokenSource
 from rescale_data.state import Field, Ints
 
-DEFAULT_WINDOW = 1024
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Rows of the source for the shard's rows ``first ..`` of an epoch, in the order in which they are read."""
-
-    epoch: int
-    first: int
-    rows: Ints
-
-    @property
-    def nbytes(self) -> int:
-        return self.rows.nbytes
-
-    def covers(self, epoch: int, row: int) -> bool:
-        return self.epoch == epoch and 0 <= row - self.first < len(self.rows)
+__all__ = ["DEFAULT_WINDOW", "Reader"]
 
 
 class Reader(Node[Any]):
@@ -48,132 +39,194 @@ class Reader(Node[Any]):
             many. `True`: windows of 1024 rows; map-style data is permuted as a whole.
         provenance: Add ``"provenance"`` to each sample, a line that says which row of which file of which source it is.
             `Map`, `Tokenize` and packers hand it on. The order stays the same, but packers read a row at a time.
+        on_error: Of a row that cannot be read: "raise", or "skip": leave it out, log and count it (``skipped_rows``). Then the
+            number of samples of an epoch is not known before it has been read.
 
     Yields:
         ``{column: value}`` of arrays, bytes, strings or numbers; from a map-style dataset, its own samples.
 
     Raises:
-        ValueError: ``shuffle`` is no window, or the stream is endless and the shard owns no row.
+        ValueError: ``shuffle`` is no window, or the stream is endless and the shard owns no row. Whatever reading a row raises
+            comes with the file and the row.
         TypeError: ``provenance`` of samples that are no dicts.
     """
 
-    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("epoch",)), Field(("row",)))
-    PROOF: ClassVar[Field] = Field(("digest",))
+    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("epoch",)), Field(("row",)), Field(("skipped",), counts=True))
+    PROOF: ClassVar[Field] = Field(("digest",), counts=True)
     """What is kept in addition where `Shard.verify` asks for it."""
 
     def __init__(
-        self, source: Source | MapStyle, shard: Shard, *, shuffle: bool | int = True, provenance: bool = False
+        self,
+        source: Source | MapStyle,
+        shard: Shard,
+        *,
+        shuffle: bool | int = True,
+        provenance: bool = False,
+        on_error: OnError = "raise",
     ) -> None:
         self.shard = self.of_shard = shard
         super().__init__()
         self.reads = self.source = as_source(source)
         self.repeat = shard.repeat
-        self.shuffle = shuffle
-        self.provenance = provenance
-        full = shuffle is True and self.source.fragments is None
-        self.order = ShardOrder(
-            num_rows=self.source.num_rows,
-            shard=shard.index,
-            num_logical_shards=shard.num_logical_shards,
-            seed=shard.seed,
-            window=0 if full else _window(shuffle),
-            full=full,
-        )
-        self._size = self.order.size
-        self._over = False
+        self.shuffle, self.provenance, self.on_error = shuffle, provenance, on_error
+        self._guard = Guard(self, on_error, "while reading")
+        self.rows = ShardRows(self.source, shard, shuffle)
+        self._over = self._cuts = False
         self._drawn = -1
-        self._plan_key = (owner_of(self), "plan")
+        self._share: ShardShare | None = None
+        self._chunks = _chunks(self.source)
+        self._fetching = _fetching(self.source)
+        self._pieces = self.source if isinstance(self.source, PieceSource) else None
+        self._column: str | None = None
         self._source_key = owner_of(self.source)
         _refuse_empty(self.source, shard)
         name = f"{self.source.name}, logical shard {shard.index} of {shard.num_logical_shards}"
-        self._proof = Proof(name, self._size, self.rows_from, self._owned, self._window_of) if shard.verify else None
+        self._proof = (
+            Proof(name, self.rows.size, self._sums, self._numbers_owned, self._window_of) if shard.verify else None
+        )
 
     def own_fields(self) -> tuple[Field, ...]:
         return (*self.FIELDS, self.PROOF) if self.shard.verify else self.FIELDS
 
     def seek(self) -> None:
         self._over = False
+        if self._pieces is not None:
+            here = len(shards_of(self._source_key, self.shard.num_logical_shards))
+            self._cuts = self._pieces.cuts_pay(here)
 
     def next(self) -> Any:
-        epoch, row = self.position[0], self.position[1]
-        if self._over or row >= self._size:
-            self._finish()
-        plan = self.plan(epoch, row)
-        self._drawn = index = int(plan.rows[row - plan.first])
-        value = self.source.row(index)
-        self.advance(self.position, 1)
-        return with_provenance(value, self.locate()) if self.provenance else value
+        while True:
+            epoch, row = self.position[0], self.position[1]
+            if self._over or row >= self.rows.size(epoch):
+                self._finish()
+            plan = self._plan(epoch, row)
+            self._drawn = int(plan.rows[row - plan.first])
+            try:
+                value = self._read(plan, row - plan.first)
+            except Exception as error:
+                self._guard.caught(error, self.locate(), self.position[2])
+                self.advance(self.position, 1)
+                self.position[2] += 1
+                continue
+            self.advance(self.position, 1)
+            return with_provenance(value, self.locate()) if self.provenance else value
 
     def skip(self, num_samples: int) -> None:
-        if self._over or self.position[1] + num_samples > self._size:
+        if self._over or self.position[1] + num_samples > self.rows.size(self.position[0]):
             self._finish()
         self.advance(self.position, num_samples)
 
     def advance(self, position: View, num_rows: int) -> None:
         """Write into a position where to go on after so many rows more."""
         if self._proof is not None:
-            position[2] = self._proof.read(position[2], position[0], position[1], num_rows)
+            position[3] = self._proof.read(position[3], position[0], position[1], num_rows)
         position[1] += num_rows
 
     def turn(self, position: View) -> None:
         """Write the beginning of the next epoch into a position of one; what was left of it, a packer has dropped."""
         if self._proof is not None:
-            self._proof.check(position[0], position[1], position[2])
-            position[2] = 0
+            self._proof.check(position[0], position[1], position[3])
+            position[3] = 0
         position[0], position[1] = position[0] + 1, 0
 
     def verify(self) -> None:
         if self._proof is not None:
-            self._proof.check(self.position[0], self.position[1], self.position[2])
+            self._proof.check(self.position[0], self.position[1], self.position[3])
 
-    def plan(self, epoch: int, row: int) -> Plan:
-        """Which rows of the source the shard reads around ``row``."""
-        plan: Plan | None = cache().get(self._plan_key)
-        if plan is None or not plan.covers(epoch, row):
-            plan = Plan(epoch, self.order.span(row)[0], self.order.rows(epoch, row, self._fragments(epoch)))
-            cache().put(self._plan_key, plan)
-        return plan
+    def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+        source = self.source
+        views = [SourceView(0, source.num_rows)]
+        if len(history) > 1 and isinstance(source, GrowingSource) and source.fragments is not None:
+            lengths = np.diff(source.fragments)
+            chosen = [source.subset(manifest) for _, manifest in history]
+            views = [SourceView(epoch, int(lengths[c].sum()), c) for (epoch, _), c in zip(history, chosen, strict=True)]
+        self.rows.adopt(views)
+        self._share = None
 
     def documents(self, column: str) -> Documents | None:
-        if self.provenance or not isinstance(self.source, TokenSource):
+        if self.on_error == "skip" or self.provenance or not isinstance(self.source, TokenSource):
             return None
+        self._column = column
         num_bytes = block_bytes(self.source.cache_bytes, self.shard.num_logical_shards)
         return Spans(self.source, column, self, num_bytes)
 
-    @property
-    def size(self) -> int:
-        """Rows of the shard in one epoch."""
-        return self._size
+    def prepare(self, rows: Ints, shards: Ints) -> None:
+        if self._fetching is None:
+            return
+        self.seek()
+        for (epoch, row, *_), shard in zip(rows.tolist(), shards.tolist(), strict=True):
+            if row < self.rows.order(epoch, shard).size:
+                share = self.rows.share(epoch, shard) if self._cuts else None
+                self._fetching.begin(self._column, self.rows.unordered(epoch, row, shard), share)
+
+    def size(self, epoch: int) -> int:
+        """Rows of the shard in an epoch."""
+        return self.rows.size(epoch)
+
+    def share(self, epoch: int) -> ShardShare | None:
+        """How fragments are cut up for this shard; `None` where they stay whole."""
+        if not self._cuts:
+            return None
+        if self._share is None or self._share.epoch != epoch:
+            self._share = self.rows.share(epoch)
+        return self._share
 
     def rows_from(self, epoch: int, row: int) -> Ints:
         """Rows of the source that the shard reads from ``row`` of an epoch on, up to the end of a window."""
-        plan = self.plan(epoch, row)
+        plan = self._plan(epoch, row)
         return plan.rows[row - plan.first :]
 
     def rows_soon(self, epoch: int, row: int) -> list[int]:
         """The two ends of what the next window permutes, if there is one."""
-        return self.order.ends(self.order.span(row)[1], self._fragments(epoch))
+        return self.rows.ends(epoch, row)
 
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
-        sizes = shard_sizes(shards, self.source.num_rows, self.shard.num_logical_shards)
+        if self.on_error == "skip":
+            return None
         end = np.zeros_like(rows)
-        end[:, 0] = rows[:, 0] + 1
-        return sizes - rows[:, 1], end
+        end[:, 0], end[:, 2] = rows[:, 0] + 1, rows[:, 2]
+        return self.rows.sizes(rows[:, 0], shards) - rows[:, 1], end
 
     def locate(self) -> str:
         return f"{self.source.name}: {self.source.locate(self._drawn)}" if self._drawn >= 0 else ""
 
     def parameters(self) -> dict[str, Any]:
-        return {"shuffle": "full" if self.order.full else self.order.window}
+        chosen = self.source.columns if isinstance(self.source, ColumnSource) else None
+        columns = [self._column] if self._column is not None else chosen
+        return {
+            "shuffle": "full" if self.rows.is_full else self.rows.window,
+            **({"columns": columns} if columns is not None else {}),
+        }
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
-        sizes = shard_sizes(shards, self.source.num_rows, self.shard.num_logical_shards)
         name = self.source.name
         return {
-            f"rows/{name}": float((rows[:, 0] * sizes + rows[:, 1]).sum()),
+            f"rows/{name}": float((self.rows.sizes_before(rows[:, 0], shards) + rows[:, 1]).sum()),
             f"epoch_min/{name}": float(rows[:, 0].min()),
             f"epoch_max/{name}": float(rows[:, 0].max()),
+            "skipped_rows": float(rows[:, 2].sum()),
         }
+
+    def _plan(self, epoch: int, row: int) -> Plan:
+        plan, is_new = self.rows.plan(epoch, row)
+        if is_new and self._fetching is not None:
+            self._fetch_ahead(self._fetching, epoch, row)
+        return plan
+
+    def _fetch_ahead(self, fetching: Fetching, epoch: int, row: int) -> None:
+        """Begin to bring what the windows behind the one at ``row`` need."""
+        for _ in range(1 if self._cuts else fetching.num_windows):
+            epoch, row = self.rows.after(epoch, row)
+            share = self.rows.share(epoch) if self._cuts else None
+            fetching.begin(self._column, self.rows.unordered(epoch, row), share)
+
+    def _read(self, plan: Plan, at: int) -> Any:
+        if self._chunks is not None:
+            return self._chunks.take(plan.rows, at)
+        share = self.share(plan.epoch)
+        if share is None or self._pieces is None:
+            return self.source.row(self._drawn)
+        return self._pieces.row_of(self._drawn, share)
 
     def _finish(self) -> None:
         if not self._over:
@@ -181,28 +234,25 @@ class Reader(Node[Any]):
             self.turn(self.position)
         raise StopIteration
 
+    def _sums(self, epoch: int, row: int) -> tuple[int, memoryview]:
+        plan = self._plan(epoch, row)
+        return plan.first, plan.sums
+
+    def _numbers_owned(self, epoch: int, first: int, stop: int) -> Ints:
+        return self.rows.numbered(epoch, self.rows.owned(epoch, first, stop))
+
     def _window_of(self, row: int) -> int:
-        return self.order.span(row)[0]
-
-    def _owned(self, epoch: int, first: int, stop: int) -> Ints:
-        return self.order.owned(epoch, first, stop, self._fragments(epoch))
-
-    def _fragments(self, epoch: int) -> FragmentOrder | None:
-        fragments = self.source.fragments
-        if fragments is None or not self.order.window:
-            return None
-        key = (self._source_key, "order", self.shard.seed, epoch)
-        return cache().make(key, lambda: fragment_order(fragments, self.shard.seed, epoch))
+        return row - row % self.rows.width
 
 
-def _window(shuffle: bool | int) -> int:
-    if isinstance(shuffle, bool):
-        return DEFAULT_WINDOW if shuffle else 0
-    if shuffle < 1:
-        raise ValueError(
-            f"shuffle={shuffle!r}: give the window in rows (at least 1), True, or False for the files' order."
-        )
-    return int(shuffle)
+def _chunks(source: Source) -> Chunks | None:
+    return Chunks(source) if isinstance(source, BatchSource) and source.batch_rows > 1 else None
+
+
+def _fetching(source: Source) -> Fetching | None:
+    if not isinstance(source, AheadSource) or not source.reads_ahead or source.fragments is None:
+        return None
+    return Fetching(source, source.fragments, owner_of(source))
 
 
 def _refuse_empty(source: Source, shard: Shard) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -12,10 +12,14 @@ import numpy as np
 
 from rescale_data.nodes.base import BaseNode, Node, as_node
 from rescale_data.shard import Shard
-from rescale_data.sources.source import Source
-from rescale_data.state import Field, Ints
+from rescale_data.sources.source import Described
+from rescale_data.state import Field, Ints, encode, field_of, flatten
 
 Pipeline: TypeAlias = Callable[[Shard], BaseNode[Any]]
+
+History: TypeAlias = list[tuple[int, Mapping[str, Any]]]
+Histories: TypeAlias = Mapping[str, History]
+"""Of what a source consists, ``(epoch, manifest)`` by the epoch from which that holds; by the path of its reader."""
 
 SAMPLES, DEALT, FIRST_SLOT = 0, 1, 2  # columns of the table: two of the loader's own, then the slots of the pipeline
 OWN_FIELDS = (Field(("samples",)), Field(("dealt",)))
@@ -38,10 +42,23 @@ class Recipe:
     def build(self, shard: int) -> Node[Any]:
         """The root node of one logical shard."""
         try:
-            return as_node(self.pipeline(Shard(shard, self.num_logical_shards, self.seed, self.repeat, self.verify)))
+            root = as_node(self.pipeline(Shard(shard, self.num_logical_shards, self.seed, self.repeat, self.verify)))
+            if self.num_logical_shards > 1:
+                _refuse_whole(root)
+            return root
         except TypeError as error:
             error.add_note(f"while the pipeline of logical shard {shard} was built")
             raise
+
+
+def _refuse_whole(root: Node[Any]) -> None:
+    """``ValueError`` where a node reads the only shard of one: each logical shard would yield the same rows."""
+    for path, node in root.walk():
+        if node.of_shard is not None and node.of_shard.num_logical_shards == 1:
+            raise ValueError(
+                f"{type(node).__name__} ({path_name(path)}) reads rd.Shard(), so every logical shard would yield all rows. "
+                f"Give it the shard that the pipeline is called with: rd.Reader(source, shard)."
+            )
 
 
 class Schema:
@@ -53,6 +70,7 @@ class Schema:
 
     def __init__(self, root: Node[Any]) -> None:
         self.root = root
+        self.histories: Histories = {}
         self.fields = (*OWN_FIELDS, *root.fields)
         keys = [field.key for field in (*self.fields, STAMP)]
         twice = sorted({key for key in keys if keys.count(key) > 1})
@@ -67,11 +85,27 @@ class Schema:
         row = np.concatenate([[0, UNDEALT], np.array(self.root.initial(), dtype=np.int64)])
         return np.tile(row, (num_logical_shards, 1))
 
+    def require_same_state(self, node: Node[Any], shard: int) -> None:
+        """``TypeError`` where the pipeline of another logical shard has other fields, or begins in another state."""
+        if node.fields != self.root.fields:
+            raise TypeError(
+                f"The pipeline of logical shard {shard} has the state {_described(node)}, the first one has "
+                f"{_described(self.root)}. Paths, dtypes and shapes are the same for every shard."
+            )
+        first, here = flatten(self.root.decode(self.root.initial())), flatten(node.decode(node.initial()))
+        for (path, one), (_, other) in zip(first, here, strict=True):
+            if encode(field_of(path, one), one) != encode(field_of(path, other), other):
+                raise TypeError(
+                    f"The state {'.'.join(path)!r} begins as {other} in logical shard {shard} and as {one} in shard 0, but is "
+                    f"the same for every shard. Count from the shard's own beginning, and keep what depends on the shard in "
+                    f"your node."
+                )
+
     def epoch_end(self, table: Ints) -> tuple[Ints, Ints] | None:
         """Samples left in the epoch and the slots at which the next begins, of all shards; `None` where it must be read."""
         return self.root.epoch_end(table[:, FIRST_SLOT:], np.arange(len(table), dtype=np.int64))
 
-    def sources(self) -> dict[str, Source]:
+    def sources(self) -> dict[str, Described]:
         """The sources of the pipeline by the path of the node that reads each."""
         return {path_name(path): node.reads for path, node in self.root.walk() if node.reads is not None}
 
@@ -87,19 +121,51 @@ class Schema:
                 total[key] = merge(total[key], float(value)) if key in total else float(value)
         return total
 
-    @cached_property
+    def adopt(self, histories: Histories) -> None:
+        """From now on the sources consist of what the histories say."""
+        self.histories = histories
+        adopt(self.root, histories)
+
+    def slots_at(self, table: Ints, path: tuple[str, ...]) -> Ints | None:
+        """The slots of the node at ``path``, a view; `None` where it lives inside a foreign node."""
+        return _slots_at(self.root, table[:, FIRST_SLOT:], path)
+
+    def prepare(self, table: Ints, shards: Ints) -> None:
+        """The given shards are about to be served: begin to bring what they need first."""
+        for path, node in self.root.walk():
+            rows = _slots_at(self.root, table[shards, FIRST_SLOT:], path)
+            if rows is not None:
+                node.prepare(rows, shards)
+
+    @property
     def sources_json(self) -> str:
-        return _json({path: dict(source.manifest()) for path, source in self.sources().items()})
+        now = {path: dict(source.manifest()) for path, source in self.sources().items()}
+        grown = {path: {"by_epoch": history} for path, history in self.histories.items() if len(history) > 1}
+        return to_json({**now, **grown})
 
     @cached_property
     def pipeline_json(self) -> str:
-        return _json(
-            {path_name(path): {"node": type(node).__name__, **node.parameters()} for path, node in self.root.walk()}
-        )
+        return to_json({path_name(path): _parameters(path, node) for path, node in self.root.walk()})
 
     @cached_property
     def fields_json(self) -> str:
-        return _json({field.key: field.describe() for field in (*self.fields, STAMP)})
+        return to_json({field.key: field.describe() for field in (*self.fields, STAMP)})
+
+
+def _described(node: Node[Any]) -> dict[str, str]:
+    return {field.key: "{dtype}{shape}".format(**field.describe()) for field in node.fields}
+
+
+def _parameters(path: tuple[str, ...], node: Node[Any]) -> dict[str, Any]:
+    parameters = {"node": type(node).__name__, **node.parameters()}
+    try:
+        to_json(parameters)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{type(node).__name__} ({path_name(path)}) has parameters() that JSON cannot hold: {error}. Return strings, "
+            f"numbers, and lists and dicts of these."
+        ) from error
+    return parameters
 
 
 def _slots_at(root: Node[Any], rows: Ints, path: tuple[str, ...]) -> Ints | None:
@@ -115,5 +181,11 @@ def path_name(path: tuple[str, ...]) -> str:
     return ".".join(path) or "root"
 
 
-def _json(value: Any) -> str:
+def adopt(root: Node[Any], histories: Histories) -> None:
+    """Tell the nodes of a pipeline of what their sources consist."""
+    for path, node in root.walk():
+        node.adopt(histories.get(path_name(path), ()))
+
+
+def to_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from rescale_data.collate import collate as stack
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import Node
-from rescale_data.nodes.recipe import FIRST_SLOT, SAMPLES, Recipe, Schema
+from rescale_data.nodes.recipe import FIRST_SLOT, SAMPLES, Histories, Recipe, Schema, adopt
+from rescale_data.sources.interest import serve
 from rescale_data.state import Ints
+from rescale_data.tray import Columns, Tray
 from rescale_data.turns import Turn
+
+Collate: TypeAlias = Callable[[list[Any]], Any]
 
 
 class Exhausted(Exception):
@@ -26,22 +32,46 @@ class Runner:
     def __init__(self, recipe: Recipe, schema: Schema) -> None:
         self._recipe, self._schema = recipe, schema
         self.table = schema.fresh_table(recipe.num_logical_shards)
+        self._histories: Histories = {}
         self._built: dict[int, Node[Any]] = {}
         self._live: list[Node[Any] | None] = [None] * recipe.num_logical_shards
+        self._columns = schema.root.writes
+        self._samples = self.table[:, SAMPLES]  # a view
 
-    def load(self, table: Ints) -> None:
-        """Go on from the rows of ``table``, a copy of which is kept."""
+    def load(self, table: Ints, owned: range | None = None, histories: Histories | None = None) -> None:
+        """Go on from a table.
+
+        Args:
+            table: A copy of which is kept.
+            owned: The shards that will be served.
+            histories: Of what the sources consist, where that may have changed.
+        """
+        if histories is not None and histories != self._histories:
+            self._histories, self._built = histories, {}
+            self._schema.adopt(histories)
+        if owned is not None:
+            serve(self._schema.sources().values(), owned)
+            self._schema.prepare(table, np.array(owned, dtype=np.int64))
         self.table[:] = table
         self._live = [None] * len(table)
 
-    def take(self, turn: Turn) -> tuple[list[Any], Ints]:
-        """The samples of one micro batch and the rows of the shards that it visited, ``int64[M, columns]``, a copy."""
-        if turn.numbers is None:
-            samples = [self._draw(shard) for shard in turn.shards]
-            self.table[turn.index, SAMPLES] += turn.counts
+    def take(self, turn: Turn, collate: Collate | None) -> tuple[Any, Ints]:
+        """One micro batch and the rows of the shards that it visited, ``int64[M, columns]``, a copy.
+
+        Args:
+            collate: `None` stacks; where the pipelines can write, they then do so in place.
+        """
+        if turn.numbers is not None:
+            batch = (collate or stack)(
+                [self._fetch(*p) for p in zip(turn.shards, turn.numbers, turn.is_real, strict=True)]
+            )
+        elif collate is None and self._columns:
+            batch = self._write(turn.shards, self._columns)
         else:
-            samples = [self._fetch(*pick) for pick in zip(turn.shards, turn.numbers, turn.is_real, strict=True)]
-        return samples, np.array(self.table[turn.index])
+            batch = (collate or stack)([self._draw(shard) for shard in turn.shards])
+        if turn.numbers is None:  # else each was counted when it was fetched
+            self._samples[turn.index] += turn.counts
+        return batch, np.array(self.table[turn.index])
 
     def skip(self, shard: int, num_samples: int) -> None:
         """Leave out samples of a shard, in constant time where its pipeline knows how many an epoch has."""
@@ -64,7 +94,7 @@ class Runner:
 
     def count_to_epoch_end(self, shard: int) -> tuple[int, Ints]:
         """How many samples a shard has left in its epoch, and the slots at which the next begins, found by drawing them."""
-        node, row = self._recipe.build(shard), self._slots(shard).copy()
+        node, row = self._build(shard), self._slots(shard).copy()
         node.bind(row.data)
         num_samples = 0
         try:
@@ -76,7 +106,7 @@ class Runner:
 
     def verify(self, shard: int) -> None:
         """``DataStateError`` where a shard's readers did not deliver each row once, as far as its position goes."""
-        node = self._recipe.build(shard)
+        node = self._build(shard)
         node.bind(self._slots(shard).copy().data)
         for _, below in node.walk():
             below.verify()
@@ -84,25 +114,32 @@ class Runner:
     def _slots(self, shard: int) -> Ints:
         return self.table[shard, FIRST_SLOT:]
 
-    def _draw(self, shard: int) -> Any:
+    def _write(self, shards: list[int], columns: Columns) -> Any:
+        tray = Tray(columns, len(shards))
+        for place, shard in enumerate(shards):
+            self._draw(shard, tray, place)
+        return tray.batch()
+
+    def _draw(self, shard: int, tray: Tray | None = None, place: int = 0) -> Any:
+        """The next sample of a shard, or nothing where it is written into a tray."""
         node = self._live[shard]
         if node is None:
             node = self._wake(shard)
         try:
-            return node.next()
+            return node.next() if tray is None else node.write(tray, place)
         except StopIteration:
             if not self._recipe.repeat:
                 raise Exhausted from None
-            return self._draw_from_next_epoch(shard, node)
+            return self._draw_from_next_epoch(shard, node, tray, place)
         except Exception as error:
             error.add_note(f"in the pipeline of logical shard {shard}")
             raise
 
-    def _draw_from_next_epoch(self, shard: int, node: Node[Any]) -> Any:
+    def _draw_from_next_epoch(self, shard: int, node: Node[Any], tray: Tray | None, place: int) -> Any:
         for _ in range(2):
             node.bind(node.position)
             try:
-                return node.next()
+                return node.next() if tray is None else node.write(tray, place)
             except StopIteration:
                 continue
         raise DataStateError(
@@ -124,7 +161,7 @@ class Runner:
 
         It can be had from any position, and is the same in every topology. The shard has samples, if not in the first epoch.
         """
-        node = self._recipe.build(shard)
+        node = self._build(shard)
         node.reset(None)
         while True:
             try:
@@ -132,14 +169,24 @@ class Runner:
             except StopIteration:
                 node.bind(node.position)
 
+    def _build(self, shard: int) -> Node[Any]:
+        node = self._recipe.build(shard)
+        adopt(node, self._histories)
+        return node
+
     def _wake(self, shard: int) -> Node[Any]:
         node = self._built.get(shard)
         if node is None:
-            node = self._built[shard] = self._recipe.build(shard)
+            node = self._built[shard] = self._build(shard)
             if node.fields != self._schema.root.fields:
                 raise TypeError(
                     f"The pipeline of logical shard {shard} has the state {[f.key for f in node.fields]}, the first one has "
                     f"{[f.key for f in self._schema.root.fields]}. Paths, dtypes and shapes are the same for every shard."
+                )
+            if node.writes != self._columns:
+                raise TypeError(
+                    f"The pipeline of logical shard {shard} yields the columns {node.writes}, the first one {self._columns}. "
+                    f"Samples of all shards make up one batch, so they are alike."
                 )
         node.bind(self._slots(shard).data)
         self._live[shard] = node

@@ -6,9 +6,9 @@ import logging
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-import numpy as np
 from torch.distributed.device_mesh import DeviceMesh
 
+from rescale_data.errors import require_int
 from rescale_data.layout import Layout, default_num_logical_shards
 from rescale_data.nodes.recipe import Pipeline, Recipe, Schema
 from rescale_data.ranks import Ranks, find_ranks
@@ -52,7 +52,12 @@ def set_up(
     """Resolve the defaults and refuse what cannot run (collective where there is a process group)."""
     if tail not in ("drop", "pad"):
         raise ValueError(f"tail={tail!r}: give 'drop' or 'pad'.")
-    _require_int(global_batch_size=global_batch_size, seed=seed, num_workers=num_workers)
+    require_int(global_batch_size=global_batch_size, seed=seed, num_workers=num_workers)
+    given = {"micro_batch_size": micro_batch_size, "num_logical_shards": num_logical_shards}
+    given |= {"dp_rank": dp_rank, "dp_world_size": dp_world_size}
+    require_int(**{name: value for name, value in given.items() if value is not None})
+    if not timeout > 0:
+        raise ValueError(f"timeout={timeout!r}: give the seconds to wait for a worker or another rank, more than 0.")
     ranks = find_ranks(mesh, dp_rank, dp_world_size, timeout)
     layout = Layout(
         num_logical_shards=_num_logical_shards(num_logical_shards, global_batch_size, ranks),
@@ -62,10 +67,10 @@ def set_up(
         num_workers=num_workers,
     )
     recipe = Recipe(pipeline, layout.num_logical_shards, seed, repeat, verify)
-    schema = Schema(recipe.build(layout.owned(ranks.rank)[0] if layout.owned(ranks.rank) else 0))
+    schema = Schema(recipe.build(0))  # on every rank, so that what it says is the same on any topology
     setup = Setup(recipe, schema, layout, ranks, tail)
     _check_epoch(setup)
-    _check_sources(setup)
+    _check_shards(setup)
     ranks.require_same(
         {
             "global_batch_size": global_batch_size,
@@ -86,12 +91,6 @@ def set_up(
             layout.misfit,
         )
     return setup
-
-
-def _require_int(**values: object) -> None:
-    for name, value in values.items():
-        if not isinstance(value, int | np.integer) or isinstance(value, bool):
-            raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give an int.")
 
 
 def _num_logical_shards(given: int | None, global_batch_size: int, ranks: Ranks) -> int:
@@ -131,15 +130,16 @@ def _check_epoch(setup: Setup) -> None:
         )
 
 
-def _check_sources(setup: Setup) -> None:
-    """Warn where sources are opened for each shard, or their fragments do not fit the cache."""
+def _check_shards(setup: Setup) -> None:
+    """Refuse shards that begin in different states; warn of sources opened for each shard, or larger than the cache."""
     layout, sources = setup.layout, setup.schema.sources()
-    owned = layout.owned(setup.ranks.rank)
     for source in sources.values():
-        warn_if_thrashing(source, -(-len(owned) // layout.workers))
-    if len(owned) < 2:
+        warn_if_thrashing(source, -(-len(layout.owned(setup.ranks.rank)) // layout.workers))
+    if layout.num_logical_shards < 2:
         return
-    others = Schema(setup.recipe.build(owned[1])).sources()
+    last = setup.recipe.build(layout.num_logical_shards - 1)
+    setup.schema.require_same_state(last, layout.num_logical_shards - 1)
+    others = Schema(last).sources()
     if any(others.get(path) is not source for path, source in sources.items()):
         setup.ranks.log(
             logging.WARNING,

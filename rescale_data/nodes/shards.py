@@ -19,6 +19,10 @@ from rescale_data.nodes.stream import Stream
 class LogicalShards(BaseNode[list[Any]]):
     """Runs the logical shards that this rank owns and yields lists of b samples.
 
+    Nodes above it that go on from a state they took earlier and then draw as many batches again (``snapshot_frequency`` of
+    `Prefetcher` and `ParallelMapper`) count in batches of before: leave it at 1, the default, or go on with the same W and b.
+    Above nodes that take its state in a thread let W divide N, so that `state_dict` is no collective.
+
     Args:
         pipeline: ``Shard -> node``, the node graph of one logical shard.
         num_logical_shards: N, fixed for the whole run.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,11 @@ from rescale_data.clock import Clock
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.change import Fitted, fit, settle, without_free
 from rescale_data.nodes.differences import differences
-from rescale_data.nodes.recipe import DEALT, SAMPLES, STAMP, STRINGS, UNDEALT
+from rescale_data.nodes.growth import Growth, begin_next_epoch, compare, joined, refuse_changes
+from rescale_data.nodes.moment import Standing
+from rescale_data.nodes.recipe import DEALT, SAMPLES, STAMP, STRINGS, UNDEALT, History
 from rescale_data.nodes.stream import Stream
+from rescale_data.sources.source import Saveable
 from rescale_data.state import Ints, from_tensors, to_tensors
 
 VERSION = 1
@@ -40,9 +44,10 @@ INTS = (
 )
 
 
-def state_dict(stream: Stream) -> dict[str, Any]:
+def state_dict(stream: Standing) -> dict[str, Any]:
     """The state, each rank with the rows that it owns where W divides N; else collective over the dp ranks."""
     refuse_simulated(stream, "state_dict")
+    _require_saveable(stream)
     layout, ranks = stream.layout, stream.ranks
     in_blocks = ranks.mesh is not None and layout.num_logical_shards % ranks.world_size == 0
     if not in_blocks or stream.rows_are_dealt:
@@ -55,9 +60,10 @@ def state_dict(stream: Stream) -> dict[str, Any]:
     }
 
 
-def full_state_dict(stream: Stream) -> dict[str, Any]:
+def full_state_dict(stream: Standing) -> dict[str, Any]:
     """The state with plain tensors of all N rows (collective over the dp ranks)."""
     refuse_simulated(stream, "full_state_dict")
+    _require_saveable(stream)
     _require_same_batch(stream)
     return {"shards": _tensors(stream, stream.ranks.merge(stream.table)), **header(stream)}
 
@@ -65,6 +71,7 @@ def full_state_dict(stream: Stream) -> dict[str, Any]:
 def merged_state_dict(streams: Sequence[Stream]) -> dict[str, Any]:
     """The state that simulated ranks, each with its rows, would save together: one stream of each dp rank."""
     first = streams[0]
+    _require_saveable(first)
     given = sorted(stream.ranks.rank for stream in streams)
     if given != list(range(first.ranks.world_size)):
         raise ValueError(
@@ -79,6 +86,10 @@ def merged_state_dict(streams: Sequence[Stream]) -> dict[str, Any]:
 
 def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
     """Go on from a state in either form; ``DataStateError`` where it does not fit, and then nothing has changed."""
+    if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"The state is a {type(state).__name__}. Give what loader.state_dict() returned, or DCP loaded into it."
+        )
     missing = sorted({"shards", *INTS, *STRINGS} - set(state))
     if missing:
         raise DataStateError(
@@ -105,10 +116,16 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
             *saved,
             clock.samples,
         )
+    histories = fitted.growth.histories
+    if fitted.growth.changed:
+        loaded, histories = _begin_next_epoch(stream, fitted.growth, table, loaded)
+    elif fitted.growth.grown:
+        histories = _join(stream, fitted.growth, table)
+    stream.schema.adopt(histories)
     stream.load(table, loaded)
 
 
-def header(stream: Stream) -> dict[str, Any]:
+def header(stream: Standing) -> dict[str, Any]:
     """All of the state but the table: the same on every rank."""
     layout, clock, schema = stream.layout, stream.clock, stream.schema
     return {
@@ -146,14 +163,21 @@ def require_fit(stream: Stream, saved: Mapping[str, Any]) -> Fitted:
                 f"The state was saved with {name}={saved[name]}, the loader has {name}={now[name]}. {cure}"
             )
     fitted = fit(stream.schema, saved)
-    for name, cure in _DESCRIBED.items():
-        documents = fitted.state[name], now[name]
-        if name == "pipeline" and documents[0] != documents[1]:
-            documents = tuple(without_free(stream.schema, document) for document in documents)
-        found = differences(*documents)
-        if found:
-            raise DataStateError(f"The {name} differ from those of the checkpoint: {'; '.join(found)}. {cure}")
-    return fitted
+    _require_same("fields", fitted.state["fields"], now["fields"])
+    growth = compare(stream.schema, fitted.state["sources"])
+    if stream.on_source_change == "error":
+        refuse_changes(growth)
+    if fitted.state["pipeline"] != now["pipeline"]:
+        _require_same(
+            "pipeline", *(without_free(stream.schema, document["pipeline"]) for document in (fitted.state, now))
+        )
+    return replace(fitted, growth=growth)
+
+
+def _require_same(name: str, saved: str, now: str) -> None:
+    found = differences(saved, now)
+    if found:
+        raise DataStateError(f"The {name} differ from those of the checkpoint: {'; '.join(found)}. {_DESCRIBED[name]}")
 
 
 _FIXED = {
@@ -163,12 +187,11 @@ _FIXED = {
 }
 _DESCRIBED = {
     "fields": "The pipeline keeps other state than the one that was saved: build the saved pipeline, or begin a new run.",
-    "sources": "Positions in other data mean other rows: restore the files, or begin a new run.",
     "pipeline": "These parameters change the order or the content of the samples: use the saved ones, or begin a new run.",
 }
 
 
-def refuse_simulated(stream: Stream, method: str) -> None:
+def refuse_simulated(stream: Standing, method: str) -> None:
     if stream.ranks.simulated:
         raise ValueError(
             f"{method}() needs the rows of all {stream.ranks.world_size} dp ranks, but there is no process group (dp_rank= and "
@@ -176,7 +199,7 @@ def refuse_simulated(stream: Stream, method: str) -> None:
         )
 
 
-def _require_same_batch(stream: Stream) -> None:
+def _require_same_batch(stream: Standing) -> None:
     """Gathered rows all bear one stamp: so that ranks stand at the same batch has to be seen now (collective)."""
     first, last = stream.ranks.extremes(stream.clock.samples)
     if first != last:
@@ -186,7 +209,14 @@ def _require_same_batch(stream: Stream) -> None:
         )
 
 
-def _tensors(stream: Stream, table: Ints) -> dict[str, torch.Tensor]:
+def _require_saveable(stream: Standing) -> None:
+    """``DataStateError`` where a source could not be resumed: said now, and not when the run is lost."""
+    for source in stream.schema.sources().values():
+        if isinstance(source, Saveable):
+            source.require_saveable()
+
+
+def _tensors(stream: Standing, table: Ints) -> dict[str, torch.Tensor]:
     stamp = torch.full((len(table),), stream.clock.samples, dtype=torch.int64)
     return {STAMP.key: stamp, **to_tensors(stream.schema.fields, table)}
 
@@ -220,6 +250,31 @@ def _whole(tensor: Any) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise DataStateError(f"A field of the state is a {type(tensor).__name__}, not a tensor.")
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _join(stream: Stream, growth: Growth, table: Ints) -> dict[str, History]:
+    histories = joined(growth, stream.schema, table)
+    for path in growth.grown:
+        before, (since, now) = growth.histories[path][-1][1], histories[path][-1]
+        known = {name for name, *_ in before["files"]}
+        added = [name for name, *_ in now["files"] if name not in known]
+        stream.ranks.log(
+            logging.WARNING,
+            "%d files were added to the source %s since the state was saved (%s): they join at epoch %d, the next that no "
+            "logical shard has begun.", len(added), path, ", ".join(added[:3]) + ("" if len(added) <= 3 else ", ..."), since,
+        )  # fmt: skip
+    return histories
+
+
+def _begin_next_epoch(stream: Stream, growth: Growth, table: Ints, clock: Clock) -> tuple[Clock, dict[str, History]]:
+    histories, left = begin_next_epoch(growth, stream.schema, table)
+    stream.ranks.log(
+        logging.WARNING,
+        "Files were removed or changed since the state was saved (%s): what was left of the epoch, %d rows, is left out, and "
+        "all logical shards begin the next one (on_source_change='next_epoch').", "; ".join(growth.changed), left,
+    )  # fmt: skip
+    o = stream.layout.global_batch_size
+    return clock.restarted(o) if stream.repeat else clock.next_epoch(o), histories
 
 
 def _report(stream: Stream, fitted: Fitted, num_begun_again: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -23,6 +24,9 @@ from rescale_data.nodes.recipe import DEALT, FIRST_SLOT, SAMPLES, UNDEALT
 from rescale_data.nodes.runner import Exhausted, Runner
 from rescale_data.nodes.setup import Setup
 from rescale_data.state import Ints
+
+OnSourceChange: TypeAlias = Literal["error", "next_epoch"]
+"""What to do with a state whose files were removed or changed."""
 
 
 class Stream:
@@ -37,13 +41,15 @@ class Stream:
 
     def __init__(self, setup: Setup, runner: Runner, feed: Feed) -> None:
         self.schema, self.layout, self.ranks, self.seed = setup.schema, setup.layout, setup.ranks, setup.recipe.seed
+        self.on_source_change: OnSourceChange = "error"
         self.dropped_samples = self.padded_samples = 0
         self._runner, self._feed, self.repeat, self._tail = runner, feed, setup.recipe.repeat, setup.tail
         self._verify = setup.recipe.verify
         self.reset()
 
     def reset(self) -> None:
-        """Go back to the beginning of the run."""
+        """Go back to the beginning of the run, with the data that there is now."""
+        self.schema.adopt({})
         self.load(self.schema.fresh_table(self.layout.num_logical_shards), Clock())
 
     def load(self, table: Ints, clock: Clock) -> None:
@@ -78,10 +84,11 @@ class Stream:
         micro_batch = self._ahead.popleft()
         self.table[micro_batch.visited] = micro_batch.rows
         self._advance(1)
-        try:
-            self._settle()
-        except Exception as error:
-            self._failure = error  # of a later micro batch: this one has been delivered
+        if self._agreement is not None:
+            try:
+                self._settle(self._agreement)
+            except Exception as error:
+                self._failure = error  # of a later micro batch: this one has been delivered
         return micro_batch
 
     def peek(self) -> MicroBatch:
@@ -123,7 +130,8 @@ class Stream:
             if self._leg is not None:
                 return self._leg
             self._plan()
-            self._settle()
+            if self._agreement is not None:
+                self._settle(self._agreement)
         raise DataStateError(
             f"Two epochs in a row hold less than one global batch of {self.layout.global_batch_size} samples. Use a smaller "
             f"global_batch_size, more data, tail='pad', or repeat=True."
@@ -176,12 +184,12 @@ class Stream:
     def _start(self, stop: int | None, deal: Deal | None = None) -> None:
         self._rewind()
         self._agreement = None
-        self._leg = Leg(self.layout, self.ranks.rank, stop, deal)
+        self._leg = Leg(self.layout, self.ranks.rank, stop, deal, self.schema.histories)
 
     def _advance(self, num_micro_batches: int) -> None:
         self._taken += num_micro_batches
         leg = self._leg
-        if leg is not None and leg.stop == self._u:
+        if leg is not None and leg.stop is not None and leg.stop == self._u:
             self._deal() if leg.deal is None else self._end_epoch(leg.deal)
 
     def _deal(self) -> None:
@@ -196,9 +204,9 @@ class Stream:
         self.table[:, DEALT] = left
         self._serve(Deal(self.layout, left, samples, self._tail == "pad"))
 
-    def _settle(self) -> None:
-        """Where the end of the main phase must be found by reading: end it as soon as the last of it has been taken."""
-        if self._agreement is not None and self._agreement.end(self._u, self._make_until):
+    def _settle(self, agreement: Agreement) -> None:
+        """The end of the main phase must be found by reading: end it as soon as the last of it has been taken."""
+        if agreement.end(self._u, self._make_until):
             self._deal()
 
     def _resume_deal(self) -> None:

@@ -61,7 +61,7 @@ class Tokenize(Node[dict[str, Any]]):
         ValueError: A sample without such a column; a tokenizer that returns another number of sequences.
     """
 
-    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("skipped",)),)
+    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("skipped",), counts=True),)
     READS_AHEAD: ClassVar[bool] = True
 
     def __init__(

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from rescale_data.bins import best_fit
 from rescale_data.errors import DataStateError
@@ -16,10 +14,10 @@ from rescale_data.nodes.base import Node, View, copy_of
 from rescale_data.nodes.block import Block, BlockMaker, TokenArray
 from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.packer import DTYPES, IGNORED
-from rescale_data.provenance import joined, with_provenance
-from rescale_data.shelf import shelf
+from rescale_data.provenance import joined
 from rescale_data.sources.cache import cache, owner_of
 from rescale_data.state import Field, Ints
+from rescale_data.tray import Tray
 
 Long: TypeAlias = Literal["split", "truncate", "drop"]
 
@@ -93,7 +91,11 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         DataStateError: Two whole epochs of an endless stream had no token.
     """
 
-    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("emitted",)), Field(("padding",)), Field(("long",)))
+    FIELDS: ClassVar[tuple[Field, ...]] = (
+        Field(("emitted",)),
+        Field(("padding",), counts=True),
+        Field(("long",), counts=True),
+    )
     READS_AHEAD: ClassVar[bool] = True
 
     def __init__(
@@ -118,6 +120,12 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         self.long, self.labels, self.dtype = long, labels, dtype
         self.pad_id = pad_id if pad_id is not None else eos_id or 0
         self._numpy_dtype = DTYPES[dtype]
+        names = ("tokens", "positions", "doc_ids", *["labels"] * labels)
+        self.writes = {
+            **dict.fromkeys(names, (seq_len, self._numpy_dtype)),
+            "loss_mask": (seq_len, np.dtype(np.bool_)),
+            "cu_seqlens": (self.max_documents + 2, np.dtype(np.int32)),
+        }
         child = self.children["source"]
         self._documents = child.documents(column) or ColumnDocuments(child, column)
         self._maker = BlockMaker(eos_id, bos_id, self._numpy_dtype)
@@ -130,10 +138,15 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         self._over = False
 
     def next(self) -> dict[str, Any]:
+        tray = Tray(self.writes, 1)
+        self.write(tray, 0)
+        return tray.sample()
+
+    def write(self, tray: Tray, place: int) -> None:
         window = self._window()
         number = self.position[_EMITTED]
         self._go_on(window)
-        return self._sample(window, window.bins[number], window.used[number])
+        self._write(tray, place, window, window.bins[number], window.used[number])
 
     def skip(self, num_samples: int) -> None:
         for _ in range(num_samples):
@@ -207,7 +220,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         dtype = dtypes.pop() if len(dtypes) == 1 else self._numpy_dtype
         tokens = np.concatenate([block.tokens for block in blocks], dtype=dtype, casting="unsafe")
         starts = np.cumsum([0, *(len(block.tokens) for block in blocks)]).tolist()
-        ends = [start + end for start, block in zip(starts, blocks, strict=False) for end in block.ends]
+        ends = [start + end for start, block in zip(starts, blocks, strict=False) for end in block.bounds[1:].tolist()]
         bounds = list(zip([0, *ends[:-1]], ends, range(len(ends)), strict=True))
         pieces = [piece for document in bounds for piece in self._pieces(*document)]
         bins = best_fit([stop - start for start, stop, _ in pieces], self.seq_len, self.max_documents)
@@ -237,39 +250,23 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
 
     # Samples
 
-    def _sample(self, window: Window, items: list[int], used: int) -> dict[str, Any]:
+    def _write(self, tray: Tray, place: int, window: Window, items: list[int], used: int) -> None:
         pieces = [window.pieces[item] for item in items]
         lengths = np.array([stop - start for start, stop, _ in pieces])
         ends = np.cumsum(lengths)
         tokens = np.concatenate([window.tokens[start:stop] for start, stop, _ in pieces])
         last = np.zeros(used, dtype=np.bool_)
         last[ends - 1] = True
-        sample: dict[str, Any] = {
-            "tokens": self._put("tokens", tokens, self.pad_id),
-            "positions": self._put("positions", np.arange(used) - np.repeat(ends - lengths, lengths), 0),
-            "doc_ids": self._put("doc_ids", np.repeat(np.arange(len(items)), lengths), -1),
-            "loss_mask": self._put("loss_mask", ~last, fill=False, dtype=np.dtype(np.bool_)),
-            "cu_seqlens": self._cu_seqlens(ends),
-        }
+        tray.put("tokens", place, tokens, self.pad_id)
+        tray.put("positions", place, np.arange(used) - np.repeat(ends - lengths, lengths), 0)
+        tray.put("doc_ids", place, np.repeat(np.arange(len(items)), lengths), -1)
+        tray.put("loss_mask", place, ~last, fill=False)
+        tray.put("cu_seqlens", place, np.concatenate([[0], ends]), self.seq_len)
         if self.labels:
             following = np.where(last, IGNORED, np.append(tokens[1:], tokens[:1]).astype(np.int64))
-            sample["labels"] = self._put("labels", following, IGNORED)
+            tray.put("labels", place, following, IGNORED)
         if window.where:
-            return with_provenance(sample, joined(window.where[document] for _, _, document in pieces))
-        return sample
-
-    def _cu_seqlens(self, ends: npt.NDArray[Any]) -> Tensor:
-        values = np.full(self.max_documents + 2, self.seq_len, dtype=np.int32)
-        values[0] = 0
-        values[1 : len(ends) + 1] = ends
-        return shelf.put("cu_seqlens", values, values.dtype)
-
-    def _put(self, column: str, values: npt.NDArray[Any], fill: int, dtype: np.dtype[Any] | None = None) -> Tensor:
-        """A copy of ``values``, filled up to a sample's length."""
-        kind = dtype or self._numpy_dtype
-        filled = np.full(self.seq_len, fill, dtype=kind)
-        filled[: len(values)] = values
-        return shelf.put(column, filled, kind)
+            tray.where.append(joined(window.where[document] for _, _, document in pieces))
 
 
 def _check(seq_len: int, window: int, max_documents: int, long: str, dtype: torch.dtype) -> None:

@@ -169,6 +169,29 @@ class TestRandom:
         )
         assert take(node, 3) == [17037928987797882018, 3321875924685502156, 2862076565703001268]
 
+    def test_what_was_counted_on_the_way_changes_nothing(self) -> None:
+        """Rows skipped and the digest of `verify` are part of the state, and not of what a sample's generator is keyed by."""
+
+        class Rows:
+            def __init__(self, bad: int) -> None:
+                self.bad = bad
+
+            def __len__(self) -> int:
+                return 6
+
+            def __getitem__(self, index: int) -> int:
+                if index == self.bad:
+                    raise OSError("bad sector")
+                return index
+
+        def drawn(bad: int, **kwargs: Any) -> list[int]:
+            reader = rd.Reader(Rows(bad), rd.Shard(seed=7, **kwargs), shuffle=False, on_error="skip")
+            keep = rd.Filter(reader, lambda row: row != 2)
+            return list(rd.RandomMap(keep, lambda row, rng: (row, int(rng.bit_generator.random_raw()))))
+
+        assert drawn(bad=9, verify=True) == drawn(bad=9)
+        assert drawn(bad=1)[2:] == drawn(bad=9)[3:]
+
     def test_needs_a_shard(self) -> None:
         class Source(rd.Node[int]):
             def next(self) -> int:

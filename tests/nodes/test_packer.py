@@ -116,7 +116,7 @@ class TestStream:
             for _ in range(2):
                 with pytest.raises(StopIteration):
                     next(node)
-            assert node.get_state() == {"offset": 0, "source": {"epoch": epoch + 1, "row": 0}}
+            assert node.get_state() == {"offset": 0, "source": {"epoch": epoch + 1, "row": 0, "skipped": 0}}
             node.reset(node.get_state())
 
     def test_the_label_of_the_very_last_token(self, layout: str, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ class TestStream:
     def test_after_the_last_sample_the_position_still_belongs_to_the_epoch(self, layout: str, tmp_path: Path) -> None:
         node = packer_of(write(layout, tmp_path, documents([4, 4])))
         next(node), next(node)
-        assert node.get_state() == {"offset": 0, "source": {"epoch": 0, "row": 2}}
+        assert node.get_state() == {"offset": 0, "source": {"epoch": 0, "row": 2, "skipped": 0}}
 
     def test_no_token_in_two_epochs(self, layout: str, tmp_path: Path) -> None:
         source = write(layout, tmp_path, [[], []])
@@ -263,6 +263,11 @@ class TestErrors:
         with pytest.raises(ValueError, match=next(iter(kwargs))):
             packer_of([{"tokens": [1]}], **kwargs)
 
+    @pytest.mark.parametrize("kwargs", [{"seq_len": 8.0}, {"eos_id": 2.5}, {"bos_id": True}])
+    def test_an_argument_that_is_no_whole_number(self, kwargs: dict[str, Any]) -> None:
+        with pytest.raises(TypeError, match=rf"{next(iter(kwargs))}=.* give an int"):
+            packer_of([{"tokens": [1]}], **kwargs)
+
     def test_tokens_that_do_not_fit(self) -> None:
         with pytest.raises(ValueError, match="do not fit int32"):
             next(packer_of([{"tokens": [2**31]}], dtype=torch.int32, seq_len=1))
@@ -283,6 +288,6 @@ def test_parameters_and_progress(tmp_path: Path) -> None:
 
 
 def test_what_all_shards_put_in_order_fits_the_cache() -> None:
-    assert spans.block_bytes(2**30, 1) == 2**19
+    assert spans.block_bytes(2**30, 1) == 2**20
     assert spans.block_bytes(2**30, 1024) * 1024 == 2**28
     assert spans.block_bytes(1, 1024) == 2**16

@@ -2,15 +2,19 @@
 
 import itertools
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rescale_data.nodes.reader import Reader
 from rescale_data.shard import Shard
+from rescale_data.sources.parquet import ParquetSource
 
 
 class Fragmented:
@@ -54,7 +58,7 @@ def test_every_row_once_an_epoch_over_all_shards(lengths: list[int], num_shards:
         rows = Counter(row for reader in readers for row in epoch_of(reader))
         assert rows == Counter(range(source.num_rows))
         for reader in readers:
-            assert reader.get_state() == {"epoch": epoch + 1, "row": 0}
+            assert reader.get_state() == {"epoch": epoch + 1, "row": 0, "skipped": 0}
             reader.reset(reader.get_state())
 
 
@@ -62,7 +66,7 @@ def test_every_row_once_an_epoch_over_all_shards(lengths: list[int], num_shards:
 @settings(max_examples=25)
 def test_resumes_at_every_position(lengths: list[int], shuffle: bool | int) -> None:
     source, shard = Fragmented(*lengths), Shard(1, 2, seed=4, repeat=False)
-    size = Reader(source, shard).order.size
+    size = Reader(source, shard).size(0)
     if not size:
         return
     whole = list(itertools.islice(endless(Reader(source, shard, shuffle=shuffle)), 3 * size))
@@ -87,18 +91,18 @@ def test_stops_again_and_again_until_it_is_reset() -> None:
     for _ in range(3):
         with pytest.raises(StopIteration):
             next(reader)
-        assert reader.get_state() == {"epoch": 1, "row": 0}
+        assert reader.get_state() == {"epoch": 1, "row": 0, "skipped": 0}
     reader.reset(reader.get_state())
     assert epoch_of(reader) == [0, 1, 2]
     reader.reset(None)
-    assert reader.get_state() == {"epoch": 0, "row": 0}
+    assert reader.get_state() == {"epoch": 0, "row": 0, "skipped": 0}
 
 
 def test_after_the_last_row_the_position_still_belongs_to_the_epoch() -> None:
     reader = Reader(Fragmented(3), Shard())
     for _ in range(3):
         next(reader)
-    assert reader.get_state() == {"epoch": 0, "row": 3}
+    assert reader.get_state() == {"epoch": 0, "row": 3, "skipped": 0}
 
 
 @pytest.mark.parametrize("shuffle", [False, True, 4])
@@ -117,7 +121,7 @@ def test_skip_past_the_end_ends_the_epoch() -> None:
     reader.reset(None)
     with pytest.raises(StopIteration):
         reader.skip(4)
-    assert reader.get_state() == {"epoch": 1, "row": 0}
+    assert reader.get_state() == {"epoch": 1, "row": 0, "skipped": 0}
 
 
 def test_epoch_end_tells_what_reading_would() -> None:
@@ -136,7 +140,7 @@ def test_epoch_end_tells_what_reading_would() -> None:
 def test_a_shard_without_rows() -> None:
     reader = Reader(Fragmented(2), Shard(0, 3))
     assert epoch_of(reader) == []
-    assert reader.get_state() == {"epoch": 1, "row": 0}
+    assert reader.get_state() == {"epoch": 1, "row": 0, "skipped": 0}
     with pytest.raises(ValueError, match="2 rows for 3 logical shards"):
         Reader(Fragmented(2), Shard(0, 3, repeat=True))
 
@@ -178,11 +182,64 @@ def test_parameters_say_what_changes_the_order() -> None:
     assert Reader([1, 2], Shard()).parameters() == {"shuffle": "full"}
 
 
+def test_parameters_say_which_columns_were_chosen(tmp_path: Path) -> None:
+    """Other columns are other samples; but a packer reads its own whatever else the source has."""
+    pq.write_table(pa.table({"n": [1], "text": ["a"], "tokens": [[1, 2]]}), tmp_path / "a.parquet")
+    chosen = ParquetSource(tmp_path, columns=["text", "tokens"])
+    assert Reader(chosen, Shard()).parameters()["columns"] == ["text", "tokens"]
+    assert Reader(ParquetSource(tmp_path), Shard()).parameters()["columns"] == ["n", "text", "tokens"]
+    readers = [Reader(source, Shard()) for source in (chosen, ParquetSource(tmp_path))]
+    assert all(reader.documents("tokens") for reader in readers)
+    assert readers[0].parameters() == readers[1].parameters()
+
+
 def test_progress_counts_rows_and_epochs() -> None:
     reader = Reader(Fragmented(10), Shard(0, 2))
-    rows = np.array([[0, 3], [2, 1]])
+    rows = np.array([[0, 3, 0], [2, 1, 5]])
     progress = reader.progress(rows, np.arange(2), np.array([3, 11]))
-    assert progress == {"rows/fragmented": 14.0, "epoch_min/fragmented": 0.0, "epoch_max/fragmented": 2.0}
+    assert progress == {
+        "rows/fragmented": 14.0,
+        "epoch_min/fragmented": 0.0,
+        "epoch_max/fragmented": 2.0,
+        "skipped_rows": 5.0,
+    }
+
+
+class Damaged(Fragmented):
+    """Every third row cannot be read."""
+
+    def row(self, index: int) -> dict[str, Any]:
+        if index % 3 == 0:
+            raise OSError("a bad sector")
+        return super().row(index)
+
+
+def test_a_row_that_cannot_be_read_raises_with_its_place() -> None:
+    reader = Reader(Damaged(7), Shard(), shuffle=False)
+    for _ in range(2):
+        with pytest.raises(OSError, match="a bad sector") as caught:
+            next(reader)
+        assert caught.value.__notes__[0] == "while reading fragmented: row 0"
+    assert reader.get_state() == {"epoch": 0, "row": 0, "skipped": 0}
+
+
+def test_a_row_that_cannot_be_read_is_left_out_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    reader = Reader(Damaged(7, 3), Shard(), shuffle=False, on_error="skip")
+    assert epoch_of(reader) == [1, 2, 4, 5, 7, 8]
+    assert reader.get_state() == {"epoch": 1, "row": 0, "skipped": 4}
+    assert caplog.messages[0] == (
+        "Reader left out fragmented: row 0 (number 1 of its logical shard): OSError: a bad sector"
+    )
+    assert reader.epoch_end(np.array([[0, 0, 0]]), np.arange(1)) is None
+    for drawn in range(6):
+        live, resumed = (Reader(Damaged(7, 3), Shard(), on_error="skip") for _ in range(2))
+        for _ in range(drawn):
+            next(live)
+        resumed.reset(live.get_state())
+        assert epoch_of(resumed) == epoch_of(live)
+        assert resumed.get_state() == live.get_state()
+    with pytest.raises(ValueError, match="on_error='ignore'"):
+        Reader(Damaged(7), Shard(), on_error="ignore")  # type: ignore[arg-type]
 
 
 def test_ten_billion_rows_need_no_array() -> None:

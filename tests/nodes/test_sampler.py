@@ -44,7 +44,7 @@ def test_each_source_keeps_its_own_epoch(repeat: bool) -> None:
     assert state["drawn"] == {"web": 350, "code": 210, "books": 140}
     for name, source, drawn in (("web", WEB, 350), ("code", CODE, 210), ("books", BOOKS, 140)):
         epoch, row = divmod(drawn, source.num_rows)
-        assert state[name] == {"epoch": epoch, "row": row}
+        assert state[name] == {"epoch": epoch, "row": row, "skipped": 0}
         mine = Counter(i for i in ids if i in {r["id"] for r in source.dataset})
         assert Counter(mine.values()) == {epoch: source.num_rows - row, epoch + 1: row}
 
@@ -68,7 +68,7 @@ def test_stop_when_all_have_ended_yields_each_row_once_an_epoch() -> None:
         assert Counter(sample["id"] for sample in node) == everything
         state = node.get_state()
         assert state["drawn"] == {"web": 0, "code": 0, "books": 0}
-        assert all(state[name] == {"epoch": epoch + 1, "row": 0} for name in ("web", "code", "books"))
+        assert all(state[name] == {"epoch": epoch + 1, "row": 0, "skipped": 0} for name in ("web", "code", "books"))
         node.reset(state)
 
 

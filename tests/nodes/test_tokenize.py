@@ -105,7 +105,7 @@ def test_an_error_names_the_row(batch_size: int) -> None:
 def test_errors_are_skipped_and_counted(batch_size: int, caplog: pytest.LogCaptureFixture) -> None:
     node = tokenize(fails, batch_size=batch_size, on_error="skip", shuffle=False)
     assert [sample["id"] for sample in node] == [i for i in range(30) if i not in (13, 21)]
-    assert node.get_state() == {"skipped": 2, "source": {"epoch": 1, "row": 0}}
+    assert node.get_state() == {"skipped": 2, "source": {"epoch": 1, "row": 0, "skipped": 0}}
     assert "list[13] (number 1" in caplog.text
     assert "list[21] (number 2" in caplog.text
 

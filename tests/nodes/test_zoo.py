@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 import rescale_data as rd
 from rescale_data.testing import assert_rescalable
 from tests.nodes.resume import assert_ends, assert_resumes
-from tests.nodes.zoo import PIPELINES, WEB, is_kept
+from tests.nodes.zoo import ENDLESS, PIPELINES, WEB, is_kept
 
-ENDLESS = ("mixture", "tokens", "everything")
 TOPOLOGIES = [(1, 12, 0), (1, 4, 0), (2, 6, 0), (2, 2, 0), (3, 4, 0), (4, 3, 0), (6, 1, 0)]
 
 

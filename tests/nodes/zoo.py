@@ -129,3 +129,5 @@ PIPELINES: dict[str, Callable[[rd.Shard], rd.BaseNode[Any]]] = {
     "whole": whole,
     "everything": everything,
 }
+ENDLESS = ("mixture", "tokens", "everything")
+"""Those that no epoch ends."""

@@ -1,0 +1,163 @@
+"""`StreamReader`: the rows of the streams that one logical shard was dealt."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, ClassVar, cast
+
+import torch
+
+from rescale_data.errors import DataStateError
+from rescale_data.nodes.base import Node, View
+from rescale_data.shard import Shard
+from rescale_data.sources.iterable import IterableSource, Stateful, stateful
+from rescale_data.state import Field, Ints
+
+_log = logging.getLogger("rescale_data")
+_warned: set[str] = set()
+_EPOCH, _STREAM, _COUNT, _LENGTH, _STATE = range(5)
+
+
+class StreamReader(Node[Any]):
+    """The rows of one logical shard's streams, one stream after the other, one epoch until `StopIteration`.
+
+    Logical shard i of N reads the streams i, i + N, i + 2N, ... of the source. Nothing is shuffled.
+
+    Args:
+        source: The streams.
+        shard: The logical shard to read.
+
+    Yields:
+        What the streams yield.
+
+    Raises:
+        ValueError: The stream is endless (`Shard.repeat`), and there are more logical shards than streams.
+        DataStateError: A stream's state is too large, is not JSON, or a stream ends before the row at which it was left.
+    """
+
+    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("epoch",)), Field(("stream",)), Field(("count",)))
+
+    def __init__(self, source: IterableSource, shard: Shard) -> None:
+        self.source = source
+        super().__init__()
+        self.reads, self.of_shard, self.repeat = source, shard, shard.repeat
+        self._streams = range(shard.index, source.num_streams, shard.num_logical_shards)
+        self._rows: Iterator[Any] | None = None
+        self._stateful: Stateful | None = None
+        self._over = False
+        if shard.repeat and source.num_streams < shard.num_logical_shards:
+            raise ValueError(
+                f"{source.name} has {source.num_streams} streams for {shard.num_logical_shards} logical shards, so some own "
+                f"none, and an endless stream (repeat=True) cannot be made of none. Give num_logical_shards of at most "
+                f"{source.num_streams}, or split the data into more streams."
+            )
+        _warn(source)
+
+    def own_fields(self) -> tuple[Field, ...]:
+        if self.source.keeps != "state":
+            return self.FIELDS
+        return (*self.FIELDS, Field(("length",)), Field(("state",), torch.uint8, (self.source.state_bytes,)))
+
+    def seek(self) -> None:
+        self._rows, self._over = None, False
+
+    def next(self) -> Any:
+        while not self._over and self.position[_STREAM] < len(self._streams):
+            rows = self._rows or self._open()
+            try:
+                row = next(rows)
+            except StopIteration:
+                self._begin(self.position[_EPOCH], self.position[_STREAM] + 1)
+                continue
+            self.position[_COUNT] += 1
+            if self._stateful is not None:
+                self._keep(self._stateful)
+            return row
+        if not self._over:
+            self._begin(self.position[_EPOCH] + 1, 0)
+            self._over = True
+        raise StopIteration
+
+    def locate(self) -> str:
+        stream, count = self.position[_STREAM], self.position[_COUNT]
+        here = stream < len(self._streams) and count > 0
+        return f"{self.source.name}: stream {self._streams[stream]}, row {count - 1}" if here else ""
+
+    def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
+        name = self.source.name
+        return {f"epoch_min/{name}": float(rows[:, 0].min()), f"epoch_max/{name}": float(rows[:, 0].max())}
+
+    def _begin(self, epoch: int, stream: int) -> None:
+        """Stand at the beginning of a stream."""
+        self._rows = None
+        self.position[_EPOCH], self.position[_STREAM], self.position[_COUNT] = epoch, stream, 0
+        if self.source.keeps == "state":
+            self.position[_LENGTH] = 0
+            _bytes(self.position)[:] = bytes(len(_bytes(self.position)))
+
+    def _open(self) -> Iterator[Any]:
+        """The stream of the position, at the position."""
+        epoch, number, count = self.position[_EPOCH], self.position[_STREAM], self.position[_COUNT]
+        stream = self.source.stream(self._streams[number], epoch)
+        if self.source.keeps == "state":
+            rows = self._restore(stream)
+        else:
+            rows = iter(stream)
+            if sum(1 for _ in islice(rows, count)) < count:
+                raise DataStateError(
+                    f"{self.source.name}: stream {self._streams[number]} ended before row {count}, at which it was left. It "
+                    f"must yield the same rows again when it is read again."
+                )
+        self._rows = rows
+        return rows
+
+    def _restore(self, stream: Any) -> Iterator[Any]:
+        length = self.position[_LENGTH]
+        state = json.loads(bytes(_bytes(self.position)[:length])) if length else None
+        if isinstance(stream, Stateful):  # it is told before it is read
+            if state is not None:
+                stream.load_state_dict(state)
+            self._stateful = stream
+            return iter(cast(Iterable[Any], stream))
+        rows = iter(stream)
+        self._stateful = stateful(stream, rows)
+        if state is not None and self._stateful is not None:
+            self._stateful.load_state_dict(state)
+        return rows
+
+    def _keep(self, stream: Stateful) -> None:
+        try:
+            data = json.dumps(stream.state_dict(), separators=(",", ":")).encode()
+        except TypeError as error:
+            raise DataStateError(
+                f"{self.source.name}: the state of a stream is not made of JSON values: {error}. Let its state_dict() return "
+                f"numbers, strings, lists and dicts, or give state_bytes=0 to count rows instead."
+            ) from error
+        room = self.source.state_bytes
+        if len(data) > room:
+            raise DataStateError(
+                f"{self.source.name}: the state of a stream takes {len(data)} bytes, {len(data) - room} more than "
+                f"state_bytes={room}, which is fixed for a whole run. Give IterableSource(state_bytes={2 * len(data)}), or "
+                f"state_bytes=0 to count rows instead."
+            )
+        view = _bytes(self.position)
+        view[: len(data)] = data
+        view[len(data) : self.position[_LENGTH]] = bytes(max(0, self.position[_LENGTH] - len(data)))
+        self.position[_LENGTH] = len(data)
+
+
+def _bytes(position: View) -> memoryview:
+    """The bytes in which a stream's state lies."""
+    return position[_STATE:].cast("B")
+
+
+def _warn(source: IterableSource) -> None:
+    if source.keeps == "count" and source.name not in _warned:
+        _warned.add(source.name)
+        _log.warning(
+            "%s: its streams have no state_dict(). A resumed run reads each again up to the row at which it was left, which "
+            "takes the longer the later that is.", source.name,
+        )  # fmt: skip
