@@ -1,4 +1,8 @@
-"""Settings of all tests: one thread, reproducible properties, and processes that start in milliseconds."""
+"""Settings of all tests: one thread, reproducible properties, and processes that start in milliseconds.
+
+Tests run in two processes (pytest-xdist), a file in one of them, so that what its tests share is made once; ``-n 0`` runs
+them in one, for a debugger.
+"""
 
 import multiprocessing
 import os
@@ -12,4 +16,13 @@ settings.register_profile("explore", deadline=None, max_examples=1000)  # pytest
 settings.load_profile("reproducible")
 
 # Workers and ranks are forked from a server that has imported what they need, and no data: seconds a process saved.
-multiprocessing.set_forkserver_preload(["torch.distributed.checkpoint", "torch.distributed.fsdp", "rescale_data"])
+multiprocessing.set_forkserver_preload(
+    [
+        "hypothesis",
+        "pytest",
+        "rescale_data.checkpoint.manager",
+        "s3fs",
+        "torch.distributed.fsdp",
+        "torch.distributed.pipelining",  # stands for what the first DTensor of a process imports
+    ]
+)

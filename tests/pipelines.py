@@ -12,6 +12,7 @@ from torchdata.nodes import BaseNode, Batcher, Mapper
 
 import rescale_data as rd
 from rescale_data.state import Field
+from tests.nodes import zoo
 
 
 class Rows:
@@ -113,9 +114,16 @@ def every(data: Rows, shard: rd.Shard) -> BaseNode[Any]:
     return tagged(Every(rd.Reader(data, shard), 5), shard)
 
 
+def of_zoo(name: str, _: Rows, shard: rd.Shard) -> BaseNode[Any]:
+    return tagged(zoo.PIPELINES[name](shard), shard)
+
+
 PIPELINES = {"rows": rows, "batched": batched, "packed": packed, "kept": kept, "every": every}
 KNOWN = {"rows"}
 """Pipelines that know how many samples an epoch has."""
+
+ZOO = {name: functools.partial(of_zoo, name) for name in zoo.PIPELINES}
+"""Those of `tests.nodes.zoo`, which have data of their own."""
 
 
 def data_for(kind: str, num_rows: int) -> Rows:
@@ -123,7 +131,7 @@ def data_for(kind: str, num_rows: int) -> Rows:
 
 
 def pipeline_of(kind: str, data: Rows) -> Any:
-    return functools.partial(PIPELINES[kind], data)
+    return functools.partial((PIPELINES | ZOO)[kind], data)
 
 
 def as_samples(samples: list[Any]) -> dict[str, Any]:

@@ -42,10 +42,13 @@ LEVELS = {
     "sources": 1,
     "nodes": 2,
     "loader": 3,
+    "lookahead": 3,
     "workers": 3,
     "checkpoint": 3,
     "testing": 3,
+    "source_contract": 3,
     "step_documents": 3,
+    "xla": 4,
     "cli": 4,
     "__init__": 5,
 }

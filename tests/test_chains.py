@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rescale_data as rd
-from tests.pipelines import KNOWN, PIPELINES, as_samples, data_for, pipeline_of, plain
+from tests.nodes.zoo import ENDLESS
+from tests.pipelines import KNOWN, PIPELINES, ZOO, as_samples, data_for, pipeline_of, plain
 from tests.promises import (
     Begin,
     Case,
@@ -81,9 +82,16 @@ def any_chain(draw: st.DrawFn, kinds: list[str], *, repeat: bool, max_ranks: int
     return Case(draw(st.sampled_from(kinds)), num_rows, n, repeat, tail), draw(legs_of(topologies))
 
 
+SIZES = ((24, 24), (24, 12), (12, 36), (12, 12), (30, 60), (48, 12), (8, 32))
+FEW = ((24, 12), (12, 12), (12, 24), (8, 8))
+"""N and O for some fifty rows: a row at least for each shard, and more than a global batch in an epoch."""
+
+
 @st.composite
-def aligned_chain(draw: st.DrawFn, kinds: list[str], *, repeat: bool, max_ranks: int = 6) -> Chain:
-    n, o = draw(st.sampled_from([(24, 24), (24, 12), (12, 36), (12, 12), (30, 60), (48, 12), (8, 32)]))
+def aligned_chain(
+    draw: st.DrawFn, kinds: list[str], *, repeat: bool, max_ranks: int = 6, sizes: tuple[tuple[int, int], ...] = SIZES
+) -> Chain:
+    n, o = draw(st.sampled_from(sizes))
     plan = rd.plan(o, num_logical_shards=n, num_workers=0)
     options = [Topology(p.dp_world_size, p.micro_batch_size, o) for p in plan if p.dp_world_size <= max_ranks]
     tail = draw(st.sampled_from(["drop", "pad"]))
@@ -92,7 +100,9 @@ def aligned_chain(draw: st.DrawFn, kinds: list[str], *, repeat: bool, max_ranks:
 
 
 some = settings(max_examples=settings().max_examples * 2 // 5)  # each example is a whole run
+fewer = settings(max_examples=settings().max_examples // 4)
 ALL, UNKNOWN = list(PIPELINES), sorted(set(PIPELINES) - KNOWN)
+OF_OURS, WITH_ENDS = list(ZOO), sorted(set(ZOO) - set(ENDLESS))
 
 
 class TestAnyChain:
@@ -122,6 +132,44 @@ class TestAnyChain:
         run.take_epoch()
         check_exactly_once(case, run)
         check_epochs(case, run)
+
+
+class TestOurNodes:
+    """The same of every kind of node of ours, alone and combined; the end of an epoch is dealt anew on one rank."""
+
+    @given(any_chain(OF_OURS, repeat=True))
+    @fewer
+    def test_endless(self, chain: Chain) -> None:
+        case, legs = chain
+        run, _ = play(case, legs)
+        check_exactly_once(case, run)
+
+    @given(aligned_chain(OF_OURS, repeat=True, sizes=FEW))
+    @fewer
+    def test_endless_and_aligned(self, chain: Chain) -> None:
+        case, legs = chain
+        run, begins = play(case, legs)
+        check_exactly_once(case, run)
+        check_same_batches(case, run, legs[0].topology.o, begins)
+
+    @given(any_chain(WITH_ENDS, repeat=False, max_ranks=1))
+    @fewer
+    def test_epochs(self, chain: Chain) -> None:
+        case, legs = chain
+        run, _ = play(case, legs)
+        run.take_epoch()
+        check_exactly_once(case, run)
+        check_epochs(case, run)
+
+    @given(aligned_chain(WITH_ENDS, repeat=False, max_ranks=1, sizes=FEW))
+    @fewer
+    def test_epochs_and_aligned(self, chain: Chain) -> None:
+        case, legs = chain
+        run, begins = play(case, legs)
+        run.take_epoch()
+        check_exactly_once(case, run)
+        check_epochs(case, run)
+        check_same_batches(case, run, legs[0].topology.o, begins)
 
 
 class TestAlignedChain:

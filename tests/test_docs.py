@@ -1,17 +1,34 @@
-"""The code in docs/pipelines.md runs, and says what the page says."""
+"""The code in docs/ runs, and says what the pages say."""
 
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-PAGE = Path(__file__).parents[1] / "docs" / "pipelines.md"
+import pytest
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def run(page: Path) -> dict[str, Any]:
+    """The names that the code of a page leaves."""
+    module = sys.modules["page"] = ModuleType("page")  # so that what it defines pickles
+    names = module.__dict__
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        exec(compile(block, str(page), "exec"), names)
+    return names
+
+
+def test_code_of_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run(DOCS / "sources.md")
+    assert len(set(names["lines"])) == len(names["lines"]) == 96
+    assert len(set(names["xs"])) == len(names["xs"]) == 400
 
 
 def test_code_of_pipelines(capsys: Any) -> None:
-    names: dict[str, Any] = {}
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    for block in blocks:
-        exec(compile(block, str(PAGE), "exec"), names)
+    names = run(DOCS / "pipelines.md")
     shown = capsys.readouterr().out
     assert shown.count("sample ") == 8
     lines = re.findall(r"\n  (.*)", shown)

@@ -1,8 +1,10 @@
 """What bad input gets: one clear error each, which names the value and the cure. Those of files are in tests/sources."""
 
+import functools
 import logging
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,6 +96,15 @@ class TestTopology:
         [
             ({"num_workers": -1}, ValueError, "num_workers=-1: it is at least 0"),
             ({"global_batch_size": 12.0}, TypeError, "global_batch_size=12.0 is a float; give an int"),
+            ({"micro_batch_size": 2.0}, TypeError, "micro_batch_size=2.0 is a float; give an int"),
+            ({"num_logical_shards": 24.0}, TypeError, "num_logical_shards=24.0 is a float; give an int"),
+            ({"timeout": 0}, ValueError, "timeout=0: give the seconds to wait"),
+            ({"num_workers": 1, "prefetch_factor": 0}, ValueError, "prefetch_factor=0: give the messages"),
+            (
+                {"num_workers": 1, "multiprocessing_context": "bogus"},
+                ValueError,
+                "multiprocessing_context='bogus': give one of .*'forkserver'",
+            ),
             ({"seed": "7"}, TypeError, "seed='7' is a str; give an int"),
             ({"tail": "keep"}, ValueError, "tail='keep': give 'drop' or 'pad'"),
             ({"dp_rank": 1}, ValueError, "dp_rank=1 and dp_world_size=None: give both, or neither"),
@@ -107,6 +118,36 @@ class TestTopology:
     def test_arguments(self, kwargs: dict[str, Any], error: type[Exception], message: str) -> None:
         with pytest.raises(error, match=message):
             loader_of(**kwargs)
+
+
+class TestBatches:
+    @pytest.mark.parametrize("collate_fn", [None, rd.pad_collate(pad={"row": 0})])
+    def test_samples_with_different_columns(self, collate_fn: Any) -> None:
+        def pipeline(shard: rd.Shard) -> BaseNode[Any]:
+            return Mapper(
+                rd.Reader(ROWS, shard), lambda sample: {**sample, **({"more": 1} if sample["row"] % 2 else {})}
+            )
+
+        with pytest.raises(
+            ValueError, match=r"different columns, \['(more', ')?row'\] and \['(more', ')?row'\]\. Give"
+        ):
+            next(iter(loader_of(pipeline, collate_fn=collate_fn)))
+
+    def test_a_column_that_cannot_be_padded(self) -> None:
+        with pytest.raises(ValueError, match=r"cannot pad the column 'row': .* types \['int'\]\. It pads sequences"):
+            next(iter(loader_of(collate_fn=rd.pad_collate(pad={"row": 0}))))
+
+    def test_a_column_with_the_name_of_the_mask(self) -> None:
+        def pipeline(shard: rd.Shard) -> BaseNode[Any]:
+            return Mapper(rd.Reader(ROWS, shard), lambda sample: {"valid": sample["row"]})
+
+        with pytest.raises(ValueError, match=r"batch\['valid'\], but samples have a column 'valid'"):
+            next(iter(loader_of(pipeline, repeat=True, tail="pad")))
+
+    @pytest.mark.parametrize("num_samples", [4.0, True])
+    def test_a_skip_of_no_whole_number(self, num_samples: Any) -> None:
+        with pytest.raises(TypeError, match=r"num_samples=.* give an int"):
+            loader_of().skip(num_samples)
 
 
 def listed(message: str) -> tuple[list[int], list[int]]:
@@ -204,6 +245,39 @@ class TestPipelines:
         ):
             loader_of(data)
 
+    @pytest.mark.parametrize("data", ["corpus/*.parquet", Path("corpus"), {"train": ROWS}])
+    def test_what_only_looks_like_a_dataset(self, data: Any) -> None:
+        """Its characters, or its keys, would be read as rows."""
+        with pytest.raises(TypeError, match=r"is no data set: give rd\.ParquetSource.*one split"):
+            loader_of(data)
+        if not isinstance(data, Path):
+            with pytest.raises(TypeError, match="is no data set"):
+                rd.Reader(data, rd.Shard())
+
+    @pytest.mark.parametrize("shuffle", [1.5, "yes"])
+    def test_a_window_that_is_no_number_of_rows(self, shuffle: Any) -> None:
+        with pytest.raises(TypeError, match=r"shuffle=.*give an int"):
+            rd.Reader(ROWS, rd.Shard(), shuffle=shuffle)
+
+    @pytest.mark.parametrize("columns", ["tokens", []])
+    def test_columns_that_are_no_list_of_names(self, columns: Any, tmp_path: Path) -> None:
+        with pytest.raises(TypeError, match=r"columns=.*give a list with at least one name, or None"):
+            rd.ParquetSource(tmp_path, columns=columns)
+
+    def test_a_state_that_is_none(self) -> None:
+        with pytest.raises(TypeError, match=r"The state is a NoneType. Give what loader\.state_dict\(\) returned"):
+            loader_of().load_state_dict(None)  # type: ignore[arg-type]
+
+    def test_a_reader_of_the_wrong_shard(self) -> None:
+        with pytest.raises(
+            ValueError, match=r"Reader \(source\) reads rd\.Shard\(\), so every logical shard would yield all"
+        ):
+            loader_of(lambda shard: Mapper(rd.Reader(ROWS, rd.Shard()), dict))
+
+    def test_a_mapper_that_maps_in_batches(self) -> None:
+        with pytest.raises(TypeError, match=r"ParallelMapper\(prebatch=2\).*Leave prebatch out"):
+            loader_of(lambda shard: ParallelMapper(rd.Reader(ROWS, shard), dict, num_workers=0, prebatch=2))
+
     def test_a_pipeline_that_returns_no_node(self) -> None:
         with pytest.raises(TypeError, match=r"it was given a list\. Return a torchdata\.nodes\.BaseNode") as raised:
             loader_of(lambda shard: [shard.index])
@@ -241,9 +315,31 @@ class TestPipelines:
         assert "in the pipeline of logical shard" in raised.value.__notes__[0]
 
     def test_shards_that_keep_different_states(self) -> None:
-        loader = loader_of(lambda shard: Stateful(rd.Reader(ROWS, shard), 1 if shard.index < 3 else 1.5), repeat=True)
+        def pipeline(shard: rd.Shard, odd: range) -> BaseNode[Any]:
+            return Stateful(rd.Reader(ROWS, shard), 1.5 if shard.index in odd else 1)
+
+        with pytest.raises(
+            TypeError, match=r"shard 23 has the state .*'deep.value': 'float64.*the same for every shard"
+        ):
+            loader_of(functools.partial(pipeline, odd=range(3, 24)))
+        loader = loader_of(functools.partial(pipeline, odd=range(3, 23)), repeat=True)
         with pytest.raises(TypeError, match=r"logical shard \d+ has the state .*the same for every shard"):
             list(zip(range(2), loader, strict=False))
+
+    def test_shards_that_begin_in_different_states(self) -> None:
+        """All would begin in that of shard 0."""
+        with pytest.raises(
+            TypeError, match=r"'deep.value' begins as 23 in logical shard 23 and as 0 in shard 0.*same for"
+        ):
+            loader_of(lambda shard: Stateful(rd.Reader(ROWS, shard), shard.index))
+
+    def test_parameters_that_are_no_json(self) -> None:
+        class Odd(Mapped):
+            def parameters(self) -> Any:
+                return {"dtype": torch.int64}
+
+        with pytest.raises(TypeError, match=r"Odd \(source\) has parameters\(\) that JSON cannot hold.*Return strings"):
+            loader_of(lambda shard: Mapper(Odd(rd.Reader(ROWS, shard)), dict))
 
     @pytest.mark.parametrize("name", ["samples", "stamp", "dealt"])
     def test_a_field_with_a_name_of_the_table(self, name: str) -> None:

@@ -1,8 +1,10 @@
 """The surface of `DataLoader`, one behaviour a test."""
 
 import collections
+import gc
 import itertools
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -535,7 +537,73 @@ class TestTorchdata:
         loader = loader_of(lambda shard: Batcher(rd.Reader(ROWS, shard), 2), repeat=True, collate_fn=list)
         batch = next(iter(loader))
         assert [len(sample) for sample in batch] == [2] * 4
-        assert sorted(loader.state_dict()["shards"]) == ["dealt", "samples", "source.epoch", "source.row", "stamp"]
+        expected = ["dealt", "samples", "source.epoch", "source.row", "source.skipped", "stamp"]
+        assert sorted(loader.state_dict()["shards"]) == expected
+
+    def test_steps_are_counted_anew_in_each_epoch(self) -> None:
+        loader = loader_of(Rows(115))
+        list(loader)
+        state = loader.state_dict()
+        assert (state["samples"], state["origin"], state["step"], state["epoch"]) == (108, 108, 9, 1)
+
+    def test_an_endless_run_goes_on_from_where_the_end_of_an_epoch_was_dealt(self) -> None:
+        """Saved before the first batch of the deal, where the clock alone does not show that there is one."""
+        data = Rows(115)
+
+        def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+            return tagged(rd.Reader(data, shard, shuffle=False), shard)  # a shard has the same rows in each epoch
+
+        loader, drawn = loader_of(pipeline), collections.Counter[tuple[int, int]]()
+
+        def draw(batch: Any) -> None:
+            drawn.update(zip(batch["shard"].tolist(), batch["row"].tolist(), strict=True))
+
+        for batch in loader:
+            draw(batch)
+            if loader.stream.rows_are_dealt:
+                break
+        state = loader.state_dict()
+        assert (state["shards"]["dealt"] >= 0).all()
+        assert state["origin"] == state["samples"] == drawn.total()
+        endless = loader_of(pipeline, repeat=True)
+        endless.load_state_dict(state)
+        assert (endless.state_dict()["shards"]["dealt"] == -1).all()
+        for batch in itertools.islice(endless, 60):
+            draw(batch)
+        assert len(drawn) == 115
+        for shard in range(24):
+            counts = [count for (of, _), count in drawn.items() if of == shard]
+            assert max(counts) - min(counts) <= 1
+
+    def test_a_node_that_shows_its_shard(self) -> None:
+        """What the state says of the pipeline is the same whichever shards a rank owns."""
+
+        class Shown(Batcher[Any]):
+            def __init__(self, shard: rd.Shard) -> None:
+                super().__init__(rd.Reader(ROWS, shard), 2)
+                self.index = shard.index
+
+        def make(rank: int, w: int) -> rd.DataLoader:
+            return loader_of(Shown, repeat=True, collate_fn=list, dp_rank=rank, dp_world_size=w, micro_batch_size=None)
+
+        ranks = [make(rank, 3) for rank in range(3)]
+        for loader in ranks:
+            next(iter(loader))
+        make(0, 1).load_state_dict(full_state_dict(ranks))
+
+    def test_logical_shards_under_a_prefetcher_go_on_with_another_micro_batch(self) -> None:
+        def make(b: int) -> Loader[Any]:
+            shards = rd.LogicalShards(
+                rows_pipeline, num_logical_shards=24, global_batch_size=12, micro_batch_size=b, repeat=False
+            )
+            return Loader(Prefetcher(shards, prefetch_factor=4))
+
+        loader, resumed = make(4), make(12)
+        batches = iter(loader)
+        assert len(list(itertools.islice(batches, 3))) == 3
+        resumed.load_state_dict(loader.state_dict())
+        rest, others = ([sample["row"] for batch in part for sample in batch] for part in (batches, resumed))
+        assert rest == others
 
     @pytest.mark.parametrize(
         "above", [lambda node: node, lambda node: Prefetcher(node, prefetch_factor=4, snapshot_frequency=3)]
@@ -609,6 +677,10 @@ class TestAssertRescalable:
 
         assert_rescalable(make, [(4, 3, 0), (2, 2, 0), (6, 1, 0)], steps=7)
 
+    def test_a_chain_of_nothing(self) -> None:
+        with pytest.raises(ValueError, match="topologies is empty"):
+            assert_rescalable(self.make, [])
+
     def test_finds_a_node_that_forgets(self) -> None:
         def make(rank: int, w: int, b: int, k: int) -> rd.DataLoader:
             return self.make(rank, w, b, k, pipeline=lambda shard: tagged(Forgetful(rd.Reader(ROWS, shard)), shard))
@@ -627,3 +699,16 @@ class Forgetful(rd.Node[Any]):
     def next(self) -> Any:
         self.count += 1
         return {**next(self.children["source"]), "count": self.count}
+
+
+def test_a_loader_that_nobody_uses_is_gone_at_once() -> None:
+    """What it has cached goes with it: without cycles that only the garbage collector would find."""
+    loader = rd.DataLoader(list(range(8)), global_batch_size=2)
+    next(iter(loader))
+    alive = weakref.ref(loader.stream)
+    gc.disable()
+    try:
+        del loader
+        assert alive() is None
+    finally:
+        gc.enable()

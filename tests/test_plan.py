@@ -1,5 +1,7 @@
 """`rd.plan`: the topologies that keep the order, as data and as a table."""
 
+from typing import Any
+
 import pytest
 
 import rescale_data as rd
@@ -35,6 +37,27 @@ def test_narrowed_to_a_micro_batch_and_workers() -> None:
     assert all(p.gradient_accumulation_steps * 8 * p.dp_world_size == 768 for p in plan)
     assert plan[0].gradient_accumulation_steps == 96
     assert len(plan) == 12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"global_batch_size": 0}, "global_batch_size=0: it is at least 1"),
+        ({"global_batch_size": 12, "micro_batch_size": 0}, "micro_batch_size=0: it is at least 1"),
+        ({"global_batch_size": 12, "num_logical_shards": -1}, "num_logical_shards=-1: it is at least 1"),
+        ({"global_batch_size": 12, "num_workers": -1}, "num_workers=-1: it is at least 0"),
+        ({"global_batch_size": 12.0}, "global_batch_size=12.0 is a float; give an int"),
+    ],
+)
+def test_a_number_out_of_range_is_an_error_and_no_empty_table(arguments: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        rd.plan(**arguments)
+
+
+def test_says_that_nothing_fits() -> None:
+    assert str(rd.plan(12, micro_batch_size=5)).startswith(
+        "global_batch_size=12, num_logical_shards=48: no ranks, micro batch and workers that were asked for keep the same"
+    )
 
 
 def test_prints_as_a_table() -> None:

@@ -12,6 +12,7 @@ README = (Path(__file__).parents[1] / "README.md").read_text()
 COMMANDS = (
     "pip install -c constraints.txt -e . && python examples/rescaling_demo.py",
     "pip install -c constraints.txt -e '.[test]' && pytest",
+    "pip install -c constraints-xla.txt -e '.[test,xla]' && pytest tests/xla",
 )
 
 
@@ -32,8 +33,8 @@ def test_the_example_trains_saves_and_goes_on(tmp_path, monkeypatch):
     assert samples.sum() == 3 * 24
 
 
-def test_the_two_commands_are_those_of_ci():
+def test_the_commands_are_those_of_ci():
     script = (Path(__file__).parents[1] / ".ci" / "run").read_text()
     for command in COMMANDS:
-        assert f"    {command}\n" in README
+        assert f"{command}\n" in README
         assert f"{command}\n" in script

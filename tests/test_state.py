@@ -137,7 +137,7 @@ class TestSize:
         tensors = loader.state_dict()["shards"].values()
         return sum(t.numel() * t.element_size() for t in tensors) / loader.setup.layout.num_logical_shards
 
-    @pytest.mark.parametrize(("kind", "limit"), [("rows", 40), ("packed", 48)])
+    @pytest.mark.parametrize(("kind", "limit"), [("rows", 48), ("packed", 56)])
     def test_at_most_64_bytes_a_shard_and_source(self, kind: str, limit: int) -> None:
         assert self.num_bytes(self.loader(kind)) == limit <= 64
 
@@ -166,5 +166,5 @@ def test_the_keys_of_a_state() -> None:
         "pipeline", "samples", "seed", "shards", "sources", "step", "version",
     ]  # fmt: skip
     assert sorted(state["shards"]) == [
-        "dealt", "samples", "source.offset", "source.source.epoch", "source.source.row", "stamp",
+        "dealt", "samples", "source.offset", "source.source.epoch", "source.source.row", "source.source.skipped", "stamp",
     ]  # fmt: skip

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,8 @@ class TestProcesses:
         assert set(multiprocessing.active_children()) > before
         del loader
         gc.collect()
+        for child in set(multiprocessing.active_children()) - before:
+            child.join(60)  # torch 2.9 does not wait for a worker that it has terminated
         assert set(multiprocessing.active_children()) <= before
 
     def test_they_start_safely_though_this_process_has_used_threads(self, tmp_path: Path) -> None:
@@ -192,6 +195,12 @@ class Fragile(Rows):
         return super().__getitem__(index)
 
 
+class Slow(Rows):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        time.sleep(60)
+        return super().__getitem__(index)
+
+
 class TestFailures:
     """The iteration ends with the worker's traceback, the state says what was received, and it can go on from there."""
 
@@ -219,23 +228,32 @@ class TestFailures:
         rows = [row for batch in found for row in batch["row"].tolist()] + [row for batch in rest for row in batch]
         assert sorted(rows) == list(range(96))
 
+    def test_a_worker_that_waits_for_ever(self) -> None:
+        loader = rd.DataLoader(
+            Slow(96), global_batch_size=12, micro_batch_size=4, num_logical_shards=24, num_workers=1, timeout=5
+        )
+        with loader, pytest.raises(TimeoutError, match=r"no batch within timeout=5 s\. Give a longer one"):
+            next(iter(loader))
+
     def test_a_worker_that_dies(self) -> None:
-        whole = plainly(loader_of())
-        loader, found = loader_of(k=2), []
+        """Of an endless stream, so that workers cannot have made all of it before they die."""
+        whole = plainly(itertools.islice(loader_of(repeat=True), 300))
+        loader, found = loader_of(k=2, repeat=True), []
         batches = iter(loader)
         found += plainly(itertools.islice(batches, 5))
         for child in multiprocessing.active_children():
             os.kill(child.pid or 0, signal.SIGKILL)
         with pytest.raises(RuntimeError, match=r"A worker process exited unexpectedly .*__main__"):
-            found += collected(loader, found, batches)
+            found += collected(loader, found, map(plain, batches))
         assert found == whole[: len(found)]
         state = loader.state_dict()
         assert state["samples"] == 4 * len(found)
+        expected = whole[len(found) : len(found) + 20]
         with loader:
-            assert found + plainly(loader) == whole
-        other = loader_of()
+            assert plainly(itertools.islice(loader, 20)) == expected
+        other = loader_of(repeat=True)
         other.load_state_dict(state)
-        assert found + plainly(other) == whole
+        assert plainly(itertools.islice(other, 20)) == expected
 
 
 def collected(loader: rd.DataLoader, into: list[Any], batches: Any = None) -> list[Any]:
@@ -271,6 +289,14 @@ class TestPickling:
     def test_a_collate_fn(self) -> None:
         with pytest.raises(TypeError, match="must pickle"):
             loader_of(k=1, collate_fn=lambda samples: samples)
+
+
+def test_the_trainers_random_numbers_are_its_own() -> None:
+    """So that a loss with dropout is the same with and without workers."""
+    before = torch.get_rng_state()
+    with loader_of(k=1) as loader:
+        next(iter(loader))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_tensors_of_a_batch_are_the_trainers_own() -> None:

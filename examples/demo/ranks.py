@@ -17,6 +17,8 @@ from multiprocessing.queues import SimpleQueue
 from typing import Any, cast
 
 GRACE_SECONDS = 3.0
+START_METHOD = "spawn"
+"""Ranks take the blocked signal of `run_ranks` from this process itself, not from a server's."""
 
 
 class RankFailedError(RuntimeError):
@@ -29,7 +31,7 @@ def run_ranks(world_size: int, function: Callable[..., None], *args: Any) -> Non
     Each rank leads a process group of its own, with its loader's workers in it, so that this process can stop a rank with
     all that it started.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context(START_METHOD)
     failures: SimpleQueue[str] = context.SimpleQueue()
     processes = [context.Process(target=_rank, args=(rank, failures, function, args)) for rank in range(world_size)]
     try:

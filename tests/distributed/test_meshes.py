@@ -138,6 +138,9 @@ def refused(folder: Path) -> list[str]:
     with pytest.raises(ValueError) as error:
         DATA.loader(O, seed=dist.get_rank())
     said.append(str(error.value))
+    with pytest.raises(ValueError) as error:
+        DATA.loader(O, dp_rank=dist.get_rank(), dp_world_size=4)
+    said.append(str(error.value))
     logging.getLogger("rescale_data").setLevel(logging.INFO)
     with Logged(logging.INFO) as information:
         DATA.loader(O)
@@ -151,6 +154,7 @@ def test_meshes_that_are_refused_and_what_is_said_without_one(tmp_path: Path) ->
             f"This process has rank {rank}, but mesh holds the ranks [{1 - rank}]",
             "Give mesh= or dp_rank= and dp_world_size=, not both",
             f"The ranks built their loaders with different seed; dp rank {rank} has {{'seed': {rank}}}",
+            "dp_world_size=4, but no process of the group was given dp_rank=2 (2 of the dp ranks are missing)",
             "No mesh given: all 2 ranks of the process group read different samples. With TP, PP or CP pass mesh=",
         ]
         assert len(said) == len(expected)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
@@ -65,6 +66,10 @@ def _load(loader: rd.DataLoader, path: Path) -> None:
     dcp.load({"loader": loader}, checkpoint_id=path)
 
 
+VOLUMES = ["tensor-volume: 24 chunks-volume: 12"] if torch.__version__ >= "2.10" else []
+"""Torch 2.9 logs them, and leaves them out of the error."""
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, str]]]:
     folder = tmp_path_factory.mktemp("refusals")
@@ -78,7 +83,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
             "rank 0 alone",
             ["The rows of 12 of 24 logical shards (the first: [12, 13, 14, 15, 16])", "some rank did not save"],
         ),
-        ("a rank without its loader", ["Failed to validate global plan", "tensor-volume: 24 chunks-volume: 12"]),
+        ("a rank without its loader", ["Failed to validate global plan", *VOLUMES]),
         ("different steps", ["are not of sample", "ranks saved at different steps"]),
         ("different steps, gathered", ["The ranks save at different batches", "others between 12 and 24"]),
         ("another N", ["Size mismatch between saved torch.Size([24]) and current: torch.Size([48])"]),
