@@ -116,6 +116,11 @@ class FragmentOrder:
         at = np.searchsorted(self.virtual, virtual, side="right") - 1
         return self.first[at] + (virtual - self.virtual[at])
 
+    def between(self, first: int, stop: int) -> Ints:
+        """First rows, in the source, of the fragments in which the virtual rows ``first .. stop - 1`` lie."""
+        start, last = np.searchsorted(self.virtual, [first, stop - 1], side="right").tolist()
+        return self.first[start - 1 : last]
+
 
 def fragment_order(fragments: Ints, seed: int, epoch: int) -> FragmentOrder:
     """The fragments, given by their first rows and the number of rows, as the epoch permutes them."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from rescale_data.nodes.share import ShardShare
 from rescale_data.sources.interest import shards_of
 from rescale_data.sources.pieces import AheadSource
-from rescale_data.state import Ints
 
 _AT_ONCE = 64
 _MAX_WINDOWS = 4
@@ -18,12 +15,12 @@ class Fetching:
 
     Args:
         source: The source.
-        fragments: ``int64[F + 1]`` of it.
+        num_fragments: Of it.
         key: Of the source, under which this process's shards are known.
     """
 
-    def __init__(self, source: AheadSource, fragments: Ints, key: int) -> None:
-        self._source, self._fragments, self._key = source, fragments, key
+    def __init__(self, source: AheadSource, num_fragments: int, key: int) -> None:
+        self._source, self._num_fragments, self._key = source, num_fragments, key
 
     @property
     def num_windows(self) -> int:
@@ -31,14 +28,13 @@ class Fetching:
 
         A window's rows lie in up to two fragments, and each further one adds about one.
         """
-        num_fragments = len(self._fragments) - 1
-        here = max(1, min(len(shards_of(self._key, num_fragments)), num_fragments))
+        here = max(1, min(len(shards_of(self._key, self._num_fragments)), self._num_fragments))
         room = self._source.cache_bytes // max(1, here * self._source.fragment_bytes)
         return min(room - 2, _MAX_WINDOWS) if room > 3 else int(room >= 2)
 
-    def begin(self, column: str | None, rows: Ints, share: ShardShare | None) -> None:
-        """Bring the fragments of some rows, if there is room for more than is being read; pieces always have room."""
+    def begin(self, column: str | None, fragments: list[int], share: ShardShare | None) -> None:
+        """Bring some fragments, if there is room for more than is being read; pieces always have room."""
         if share is None and not self.num_windows:
             return
-        for fragment in np.unique(np.searchsorted(self._fragments, rows, side="right") - 1).tolist()[:_AT_ONCE]:
+        for fragment in fragments[:_AT_ONCE]:
             self._source.prepare(column, fragment, share)

@@ -157,7 +157,7 @@ class Reader(Node[Any]):
         for (epoch, row, *_), shard in zip(rows.tolist(), shards.tolist(), strict=True):
             if row < self.rows.order(epoch, shard).size:
                 share = self.rows.share(epoch, shard) if self._cuts else None
-                self._fetching.begin(self._column, self.rows.unordered(epoch, row, shard), share)
+                self._fetching.begin(self._column, self.rows.fragments_around(epoch, row, shard), share)
 
     def size(self, epoch: int) -> int:
         """Rows of the shard in an epoch."""
@@ -218,7 +218,7 @@ class Reader(Node[Any]):
         for _ in range(1 if self._cuts else fetching.num_windows):
             epoch, row = self.rows.after(epoch, row)
             share = self.rows.share(epoch) if self._cuts else None
-            fetching.begin(self._column, self.rows.unordered(epoch, row), share)
+            fetching.begin(self._column, self.rows.fragments_around(epoch, row), share)
 
     def _read(self, plan: Plan, at: int) -> Any:
         if self._chunks is not None:
@@ -252,7 +252,7 @@ def _chunks(source: Source) -> Chunks | None:
 def _fetching(source: Source) -> Fetching | None:
     if not isinstance(source, AheadSource) or not source.reads_ahead or source.fragments is None:
         return None
-    return Fetching(source, source.fragments, owner_of(source))
+    return Fetching(source, len(source.fragments) - 1, owner_of(source))
 
 
 def _refuse_empty(source: Source, shard: Shard) -> None:

@@ -132,9 +132,17 @@ class ShardRows:
         """Rows of the source that are permuted together around a row of a shard."""
         return self.order(epoch, shard).rows(epoch, row, self.fragments(epoch))
 
-    def unordered(self, epoch: int, row: int, shard: int = -1) -> Ints:
-        """The same rows, at less cost and not as they are permuted."""
-        return self.order(epoch, shard).owned(epoch, *self.order(epoch, shard).span(row), self.fragments(epoch))
+    def fragments_around(self, epoch: int, row: int, shard: int = -1) -> list[int]:
+        """Fragments of the source in which the rows lie that are permuted together around a row of a shard."""
+        fragments, order = self._source.fragments, self.order(epoch, shard)
+        if fragments is None:
+            return []
+        first, stop = (order.start + end for end in order.span(row))
+        permuted = self.fragments(epoch)
+        if permuted is not None:
+            return (np.searchsorted(fragments, permuted.between(first, stop), side="right") - 1).tolist()
+        ends = np.searchsorted(fragments, [first, stop - 1], side="right")
+        return list(range(int(ends[0]) - 1, int(ends[1])))
 
     def after(self, epoch: int, row: int) -> tuple[int, int]:
         """Epoch and row at which the next window begins."""

@@ -120,12 +120,18 @@ class ArrowSource(TableSource):
     def _open(self, file: int) -> Ranges:
         return open_ranges(self._files, file)
 
+    def _extent(self, file: int, number: int) -> tuple[int, int] | None:
+        index: Batches = self._details[file]
+        if index.is_compressed or self._needs_reader(index, self._schema.names):
+            return None
+        return index.part(number).extent
+
     def _table(self, handle: Any, file: int, number: int, columns: Sequence[str]) -> ArrowTable:
         index = self._details[file]
         if self._needs_reader(index, columns):
             return self._read_columns(handle, file, range(*index.cuts[number : number + 2].tolist()), columns)
         blocks = index.part(number)
-        data = handle.read(*blocks.extent)
+        data = self._bytes(file, number, blocks.extent)
         if self.document_per_batch:
             return document_table(data, index.schema, blocks, columns)
         return _read_messages(data, index.schema, blocks).select(list(columns))

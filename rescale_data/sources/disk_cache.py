@@ -1,18 +1,21 @@
 """`DiskCache`: ranges of remote files on a local disk, shared by all processes of a machine, with a bound.
 
 Each range is a file of its own, written aside and renamed. Nobody waits for anybody: two processes that miss the same range
-both fetch it. What was not used for longest is deleted first, by whoever has written enough to look.
+both fetch it. What was not used for longest is deleted first, by whoever has written enough to look: also files aside, which
+killed processes leave. What could not be kept is fetched again when it is wanted: a cache never ends a run.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
 
 from rescale_data.sources.once import write_aside
 
+_log = logging.getLogger(__name__)
 _LOOK_AFTER = 64  # of the bound, in what one process has written
 _FULL, _TRIMMED = 7 / 8, 3 / 4
 
@@ -27,6 +30,7 @@ class DiskCache:
 
     def __init__(self, folder: str, max_bytes: int) -> None:
         self._folder, self.max_bytes = folder, max_bytes
+        self._told = False
         self._written = max_bytes  # look at once: others may have left much
         os.makedirs(folder, exist_ok=True)
 
@@ -55,8 +59,21 @@ class DiskCache:
             with open(aside, "wb") as file:
                 file.write(data)
 
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        write_aside(path, write)
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            write_aside(path, write)
+        except FileNotFoundError:
+            pass  # another process, short of room, deleted the file aside
+        except OSError as error:
+            self._tell(error)
+
+    def _tell(self, error: OSError) -> None:
+        """Say once that reading goes on without what could not be written, as on a full disk."""
+        if not self._told:
+            _log.warning(
+                "cache_dir %s keeps nothing more: %s. Ranges are fetched each time they are read.", self._folder, error
+            )
+        self._told = True
 
     def _trim(self) -> None:
         """Delete the oldest files where the folder is nearly full."""

@@ -15,11 +15,12 @@ import numpy as np
 import pyarrow as pa
 
 from rescale_data.sources.ahead import far_ahead
-from rescale_data.sources.arrow_types import ArrowSchema
+from rescale_data.sources.arrow_types import ArrowBuffer, ArrowSchema
 from rescale_data.sources.bad_row import BadRow
 from rescale_data.sources.cache import DEFAULT_BYTES, Sized, cache, handles, owner_of
 from rescale_data.sources.paths import Files, Paths, find
 from rescale_data.sources.pieces import Share
+from rescale_data.sources.ranges import Ranges
 from rescale_data.sources.remote import Remote, RemoteError
 from rescale_data.state import Ints
 
@@ -59,6 +60,17 @@ class Footer:
     nbytes: Ints
     detail: Any
     schema: ArrowSchema = None
+
+
+@dataclass(frozen=True)
+class _Brought:
+    """The bytes of a fragment that somebody will decode."""
+
+    data: ArrowBuffer
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.size
 
 
 class FileSource(ABC):
@@ -110,6 +122,19 @@ class FileSource(ABC):
     def _load(self, fragment: int) -> Rows:
         """Read a fragment."""
 
+    def _extent(self, file: int, number: int) -> tuple[int, int] | None:
+        """Offset and length of a fragment in its file, where rows are made of its bytes as they are; `None` elsewhere.
+
+        Then no more than these bytes is brought ahead. A thread that also decoded would interrupt the trainer's at each step,
+        to save it less than that costs.
+        """
+        del file, number
+        return None
+
+    def _ranges(self, file: int) -> Ranges:
+        """An open file, where there are extents."""
+        return self._handle(file)
+
     def _accept(self, footers: Sequence[Footer]) -> None:
         """Look at the footers of all files; ``ValueError`` where they do not go together."""
         del footers
@@ -155,15 +180,34 @@ class FileSource(ABC):
 
     def prepare(self, column: str | None, fragment: int, share: Share | None = None) -> None:
         """A hint that a fragment will be needed soon: its rows, the tokens of a column, or the piece of a share."""
-        if self.reads_ahead:
-            key = self._key(fragment, column, share)
-            if cache().get(key) is None:
-                far_ahead().begin(key, partial(self._fill, column, fragment, share))
+        key = self._key(fragment, column, share)
+        if not self.reads_ahead or cache().get(key) is not None:
+            return
+        place = self._place(fragment)
+        extent = self._extent(*place) if share is None else None
+        if extent is None:
+            far_ahead().begin(key, partial(self._fill, column, fragment, share))
+        elif cache().get(key := self._bytes_key(*place)) is None:
+            far_ahead().begin(key, partial(self._bring, key, place[0], extent))
 
     def _fill(self, column: str | None, fragment: int, share: Share | None) -> None:
         """Bring into the cache what will be needed; run by another thread, for which nobody else does so."""
         del column, share  # a format that has more than rows brings that
         self._keep(self._key(fragment), self._load(fragment))
+
+    def _bring(self, key: tuple[Any, ...], file: int, extent: tuple[int, int]) -> None:
+        self._keep(key, _Brought(self._ranges(file).read(*extent)))
+
+    def _bytes(self, file: int, number: int, extent: tuple[int, int]) -> ArrowBuffer:
+        """Those of a fragment, which may have been brought, or are read now."""
+        key = self._bytes_key(file, number)
+        brought: _Brought | None = None
+        if self.reads_ahead:
+            brought = cache().take(key) or (cache().take(key) if far_ahead().wait(key) else None)
+        return self._ranges(file).read(*extent) if brought is None else brought.data
+
+    def _bytes_key(self, file: int, number: int) -> tuple[Any, ...]:
+        return (owner_of(self), "bytes", file, number)
 
     def _rows(self, fragment: int) -> Rows:
         key = self._key(fragment)
@@ -221,3 +265,9 @@ class FileSource(ABC):
     def _try_footer(self, file: int) -> Footer:
         with self._blaming(file):
             return self._footer(file)
+
+
+def extent_of(places: Ints, number: int) -> tuple[int, int]:
+    """Offset and length of the fragment ``number``, given where fragments begin and the last one ends."""
+    start, stop = places[number : number + 2].tolist()
+    return start, stop - start

@@ -17,7 +17,7 @@ from rescale_data.sources.blocks import BlockRanges, BlockTable, codec_of, decom
 from rescale_data.sources.bundle import Bundle, write_bundle
 from rescale_data.sources.cache import DEFAULT_BYTES
 from rescale_data.sources.cuts import cut_rows
-from rescale_data.sources.files import Explained, FileSource, Footer
+from rescale_data.sources.files import Explained, FileSource, Footer, extent_of
 from rescale_data.sources.once import make_once, write_aside
 from rescale_data.sources.paths import Paths
 from rescale_data.sources.ranges import Ranges, open_ranges
@@ -47,11 +47,12 @@ class Scan:
 
 @dataclass(frozen=True)
 class Indexed:
-    """One file: where its index and its copy in blocks are, and the fragments, ``int64[F + 1]`` first rows."""
+    """One file: its index, its copy in blocks, first rows of the fragments and where they begin, ``int64[F + 1]`` both."""
 
     index: str
     copy: str | None
     cuts: Ints
+    places: Ints
     facts: Mapping[str, Any]
 
 
@@ -95,22 +96,27 @@ class IndexedSource(FileSource):
             ) from error
         index = Bundle(path)
         cuts = np.array(index.array("cuts"))
-        nbytes = np.diff(index.array("starts")[cuts])
-        return Footer(np.diff(cuts), nbytes, Indexed(path, copy, cuts, index.facts["own"]))
+        places = np.array(index.array("starts")[cuts])
+        return Footer(np.diff(cuts), np.diff(places), Indexed(path, copy, cuts, places, index.facts["own"]))
 
     def _open(self, file: int) -> Opened:
         detail: Indexed = self._details[file]
         index = Bundle(detail.index)
-        return Opened(self._bytes(file, detail.copy, index), index)
+        return Opened(self._opened(file, detail.copy, index), index)
 
-    def _fragment(self, fragment: int) -> tuple[Opened, slice, Ints]:
+    def _extent(self, file: int, number: int) -> tuple[int, int]:
+        return extent_of(self._details[file].places, number)
+
+    def _ranges(self, file: int) -> Ranges:
+        return self._handle(file).ranges
+
+    def _part(self, file: int, number: int) -> tuple[Opened, slice, Ints]:
         """An open file, the rows in it that make a fragment, and where they begin, with the end of the last."""
-        file, number = self._place(fragment)
         opened: Opened = self._handle(file)
         first, stop = self._details[file].cuts[number : number + 2].tolist()
         return opened, slice(first, stop), np.array(opened.index.array("starts")[first : stop + 1])
 
-    def _bytes(self, file: int, copy: str | None, index: Bundle) -> Ranges:
+    def _opened(self, file: int, copy: str | None, index: Bundle) -> Ranges:
         if copy is None:
             return open_ranges(self._files, file)
         return BlockRanges(copy, BlockTable(np.array(index.array("raw")), np.array(index.array("stored"))))

@@ -89,8 +89,9 @@ class JsonlSource(IndexedSource):
         return Scan(starts, {"empty": empty})
 
     def _load(self, fragment: int) -> Rows:
-        opened, _, starts = self._fragment(fragment)
-        data = opened.ranges.read(int(starts[0]), int(starts[-1] - starts[0]))
+        place = self._place(fragment)
+        data = self._bytes(*place, self._extent(*place))
+        opened, _, starts = self._part(*place)
         lines = _Lines(data, starts - starts[0], self._columns)
         opened.ranges.release_with(lines, data)
         return lines

@@ -17,7 +17,7 @@ import numpy as np
 from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.cache import DEFAULT_BYTES
 from rescale_data.sources.cuts import cut_rows
-from rescale_data.sources.files import FileSource, Footer
+from rescale_data.sources.files import FileSource, Footer, extent_of
 from rescale_data.sources.paths import Files, Paths
 from rescale_data.sources.pieces import Share
 from rescale_data.sources.ranges import Ranges, open_path, open_ranges
@@ -93,17 +93,24 @@ class MegatronSource(FileSource):
         if index.dtype.kind not in "iu":
             raise ValueError(f"it holds numbers of type {index.dtype}, not tokens")
         cuts = cut_rows(starts, FRAGMENT_ROWS, FRAGMENT_BYTES)
-        return Footer(np.diff(cuts), np.diff(starts[cuts]), _Detail(cuts, index.dtype.str))
+        places = starts[cuts]
+        return Footer(np.diff(cuts), np.diff(places), _Detail(cuts, places, index.dtype.str))
 
     def _open(self, file: int) -> _Opened:
         return _Opened(open_ranges(self._files, file), _Index(open_index(self._files, file)))
 
+    def _extent(self, file: int, number: int) -> tuple[int, int]:
+        return extent_of(self._details[file].places, number)
+
+    def _ranges(self, file: int) -> Ranges:
+        return self._handle(file).ranges
+
     def _load(self, fragment: int) -> _Documents:
         file, number = self._place(fragment)
         detail: _Detail = self._details[file]
+        data = self._bytes(file, number, self._extent(file, number))
         opened: _Opened = self._handle(file)
         starts = opened.index.starts(*detail.cuts[number : number + 2].tolist())
-        data = opened.ranges.read(int(starts[0]), int(starts[-1] - starts[0]))
         dtype = np.dtype(detail.dtype)
         tokens = Tokens(np.frombuffer(data, dtype=dtype), (starts - starts[0]) // dtype.itemsize)
         documents = _Documents(tokens)
@@ -113,9 +120,10 @@ class MegatronSource(FileSource):
 
 @dataclass(frozen=True)
 class _Detail:
-    """First documents of the fragments, ``int64[F + 1]``, and the dtype of the tokens."""
+    """First documents of the fragments, and where they begin in the ``.bin``, ``int64[F + 1]``; the dtype of the tokens."""
 
     cuts: Ints
+    places: Ints
     dtype: str
 
 

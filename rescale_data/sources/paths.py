@@ -118,12 +118,10 @@ def _local(given: str, suffixes: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def _remote(given: Sequence[str], suffixes: Sequence[str], options: Mapping[str, Any], remote: Remote) -> Files:
-    from fsspec.core import url_to_fs  # not needed for local files
-
     infos: dict[str, Any] = {}
     filesystem: Any = None
     for url in given:
-        filesystem, path = url_to_fs(url, **options)
+        filesystem, path = _reach(url, options, remote)
         folder = filesystem.isdir(path)
         found: dict[str, Any]
         if folder:
@@ -138,6 +136,22 @@ def _remote(given: Sequence[str], suffixes: Sequence[str], options: Mapping[str,
     files = _files({path: int(info["size"]) for path, info in infos.items()})
     stamps = tuple(_stamp(infos[files.path(file)]) for file in range(len(files.names)))
     return replace(files, filesystem=filesystem, remote=remote, stamps=stamps)
+
+
+def _reach(url: str, options: Mapping[str, Any], remote: Remote) -> tuple[Any, str]:
+    """The filesystem that a URL speaks of, and the path in it."""
+    if remote.filesystem is None:
+        from fsspec.core import url_to_fs  # not needed for local files
+
+        return url_to_fs(url, **options)
+    if options:
+        raise ValueError(
+            f"storage_options={dict(options)!r} beside rd.Remote(filesystem={remote.filesystem!r}): they are for fsspec's "
+            f"filesystems; give those of pyarrow what they need where you make them, as S3FileSystem(region=...)."
+        )
+    from fsspec.implementations.arrow import ArrowFSWrapper
+
+    return ArrowFSWrapper(remote.filesystem, skip_instance_cache=True), url.partition("://")[2]
 
 
 def _stamp(info: Mapping[str, Any]) -> str:

@@ -105,14 +105,15 @@ class WebDatasetSource(IndexedSource):
         return _group(members(ranges))
 
     def _load(self, fragment: int) -> Rows:
-        opened, rows, starts = self._fragment(fragment)
-        index, names = opened.index, list(self._details[self._place(fragment)[0]].facts["counts"])
+        file, number = self._place(fragment)
+        data = self._bytes(file, number, self._extent(file, number))
+        opened, rows, starts = self._part(file, number)
+        index, names = opened.index, list(self._details[file].facts["counts"])
         first = np.array(index.array("first")[rows.start : rows.stop + 1])
         part = slice(int(first[0]), int(first[-1]))
         ends = np.array(index.array("key_ends")[max(0, rows.start - 1) : rows.stop])
         ends = ends if rows.start else np.append(0, ends)
         keys = index.array("keys")[int(ends[0]) : int(ends[-1])].tobytes()
-        data = opened.ranges.read(int(starts[0]), int(starts[-1] - starts[0]))
         places = np.stack([np.array(index.array(name)[part], dtype=np.int64) for name in ("column", "offset", "size")])
         places[1] -= starts[0]
         samples = _Samples(data, keys, ends - ends[0], first - first[0], places, names, self._columns)

@@ -1,5 +1,6 @@
 """Files behind URLs: slow, failing, kept on disk, and read ahead."""
 
+import errno
 import multiprocessing
 import os
 import threading
@@ -238,6 +239,29 @@ class TestDiskCache:
         (path,) = [path for path in tmp_path.rglob("*") if path.is_file()]
         path.write_bytes(b"short")
         assert kept.read("a", 100, lambda: bytes(range(100))) == bytes(range(100))
+
+    def test_another_process_may_delete_the_file_aside(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        kept, replace = DiskCache(str(tmp_path), 10_000), os.replace
+
+        def deleted_first(aside: str, path: str) -> None:
+            os.unlink(aside)
+            replace(aside, path)
+
+        monkeypatch.setattr(os, "replace", deleted_first)
+        assert kept.read("a", 500, lambda: bytes(500)) == bytes(500)
+        assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+    def test_a_full_disk_ends_nothing_and_is_told_once(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def full(aside: str, path: str) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        kept = DiskCache(str(tmp_path), 10_000)
+        monkeypatch.setattr(os, "replace", full)
+        assert [kept.read(name, 500, lambda: bytes(500)) for name in "aab"] == [bytes(500)] * 3
+        assert [record.getMessage().count("No space left") for record in caplog.records] == [1]
+        assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
     def test_many_processes_share_it(self, tmp_path: Path) -> None:
         context = multiprocessing.get_context("fork")
