@@ -135,9 +135,9 @@ class ShardRows:
     def fragments_around(self, epoch: int, row: int, shard: int = -1) -> list[int]:
         """Fragments of the source in which the rows lie that are permuted together around a row of a shard."""
         fragments, order = self._source.fragments, self.order(epoch, shard)
-        if fragments is None:
-            return []
         first, stop = (order.start + end for end in order.span(row))
+        if fragments is None or stop <= first:
+            return []
         permuted = self.fragments(epoch)
         if permuted is not None:
             return (np.searchsorted(fragments, permuted.between(first, stop), side="right") - 1).tolist()

@@ -146,8 +146,8 @@ def _reach(url: str, options: Mapping[str, Any], remote: Remote) -> tuple[Any, s
         return url_to_fs(url, **options)
     if options:
         raise ValueError(
-            f"storage_options={dict(options)!r} beside rd.Remote(filesystem={remote.filesystem!r}): they are for fsspec's "
-            f"filesystems; give those of pyarrow what they need where you make them, as S3FileSystem(region=...)."
+            f"storage_options={list(options)} beside rd.Remote(filesystem={type(remote.filesystem).__name__}): they are for "
+            f"fsspec's filesystems; give those of pyarrow what they need where you make them, as S3FileSystem(region=...)."
         )
     from fsspec.implementations.arrow import ArrowFSWrapper
 

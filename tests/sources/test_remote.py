@@ -3,6 +3,7 @@
 import errno
 import multiprocessing
 import os
+import pickle
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any, ClassVar
 import fsspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.local import LocalFileSystem
@@ -75,6 +77,33 @@ def test_rescales(kind: str, tmp_path: Path) -> None:
     source = far(kind, tmp_path, remote=rd.Remote(cache_dir=tmp_path / "cache"))
     assert source.num_rows == len(DOCS)
     assert_rescalable(partial(loader_of, partial(packed, source=source, kind=kind)), [(1, 4, 0), (3, 4, 0)], steps=2)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_filesystem_of_pyarrow(kind: str, tmp_path: Path) -> None:
+    """The same rows and names as through fsspec, also where it was pickled, and none of it asked of fsspec."""
+    through_fsspec = far(kind, tmp_path)
+    index = {"index_dir": tmp_path / "index"} if kind in ("jsonl", "tar") else {}
+    remote = rd.Remote(filesystem=pa.fs.LocalFileSystem())
+    Flaky.requests = 0
+    source = type(through_fsspec)(f"flaky://{tmp_path / kind}", remote=remote, **index)
+    assert source.manifest() == through_fsspec.manifest()
+    rows = [pickle.loads(pickle.dumps(source)).row(index) for index in range(200)]
+    assert_rescalable(partial(loader_of, partial(packed, source=source, kind=kind)), [(1, 4, 0), (2, 3, 0)], steps=2)
+    assert Flaky.requests == 0
+    for index, row in enumerate(rows):
+        assert str(row) == str(through_fsspec.row(index))
+
+
+def test_a_filesystem_of_pyarrow_that_does_not_go_with_the_rest(tmp_path: Path) -> None:
+    make_source("parquet", tmp_path / "parquet")
+    remote = rd.Remote(filesystem=pa.fs.LocalFileSystem())
+    with pytest.raises(ValueError, match=r"storage_options=.*pyarrow"):
+        rd.ParquetSource(f"file://{tmp_path / 'parquet'}", remote=remote, storage_options={"auto_mkdir": True})
+    with pytest.raises(FileNotFoundError, match="not/here"):
+        rd.ParquetSource("file:///not/here", remote=remote)
+    with pytest.raises(TypeError, match=r"pyarrow\.fs.*storage_options="):
+        rd.Remote(filesystem=Flaky())  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("kind", FORMATS)
