@@ -5,12 +5,15 @@
 Parquet with row groups of 64 MB decoded, N = 2048 logical shards, a cache of 256 MB: less than the row groups that are open at
 once. One epoch of rank 0 of W = 64 (32 shards), and the same number of steps, all of it, on W = 1 (2048 shards), as a
 64-GPU run is debugged on one. Read amplification is what was decoded over what was drawn; memory is the most that was
-resident above the start, in a fresh process each. "again" decodes a row group anew whenever it has left the cache.
+resident above the start, in a fresh process each: what only this process holds, and what it has mapped of files, which the
+system takes back when it needs room. "again" decodes a row group anew whenever it has left the cache. Two epochs show
+whether memory grows.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import platform
@@ -39,7 +42,8 @@ class Case:
     name: str
     world_size: int
     spill: bool
-    steps: int | None  # None: the epoch
+    epochs: int = 1
+    steps: int | None = None  # of an epoch; None: all
 
 
 def write_corpus(folder: Path, groups: int) -> None:
@@ -68,22 +72,20 @@ def measure(case: Case, folder: str, spill: str, answers: Any) -> None:
         source, global_batch_size=BATCH, num_logical_shards=SHARDS, dp_rank=0, dp_world_size=case.world_size
     )
     with Peak() as peak:
-        started, steps = time.perf_counter(), 0
-        for batch in loader:
-            steps += 1
-            rows = len(batch["tokens"])
-            if steps == case.steps:
-                break
-        seconds = time.perf_counter() - started
-    drawn = steps * rows * TOKENS_A_ROW * 4
-    answers.put((steps * rows / seconds, decoded[0] / drawn, peak.bytes))
+        for _ in range(case.epochs):
+            decoded[0], rows, started = 0, 0, time.perf_counter()
+            for batch in itertools.islice(loader, case.steps):
+                rows += len(batch["tokens"])
+            seconds = time.perf_counter() - started
+            answers.put((rows / seconds, decoded[0] / (rows * TOKENS_A_ROW * 4), *peak.since_last()))
 
 
 class Peak:
-    """The most resident memory while it is open, above what it was."""
+    """The most resident memory while it is open, above what it was: of this process alone, and of mapped files."""
 
     def __enter__(self) -> Peak:
-        self.bytes, self._start, self._done = 0, _resident(), threading.Event()
+        self._start, self._done = _resident(), threading.Event()
+        self._most = np.zeros_like(self._start)
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
         return self
@@ -92,13 +94,19 @@ class Peak:
         self._done.set()
         self._thread.join()
 
+    def since_last(self) -> list[int]:
+        """Bytes of both, since this was last asked."""
+        most, self._most = self._most, np.zeros_like(self._start)
+        return most.tolist()
+
     def _watch(self) -> None:
         while not self._done.wait(0.005):
-            self.bytes = max(self.bytes, _resident() - self._start)
+            self._most = np.maximum(self._most, _resident() - self._start)
 
 
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def _resident() -> np.ndarray:
+    resident, mapped = (int(field) for field in Path("/proc/self/statm").read_text().split()[1:3])
+    return np.array([resident - mapped, mapped]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def main() -> None:
@@ -107,21 +115,24 @@ def main() -> None:
     groups = 8 if arguments.parse_args().quick else 32
     context = multiprocessing.get_context("spawn")
     print(f"{platform.machine()}, {os.cpu_count()} cores; {groups} row groups of {GROUP_BYTES // MIB} MB, N={SHARDS}")
-    print(f"{'':34}{'rows/s':>10}{'amplification':>15}{'MB above start':>16}")
+    print(f"{'':34}{'rows/s':>10}{'amplification':>15}{'MB above start':>16}{'MB mapped':>12}")
     with tempfile.TemporaryDirectory() as folder:
         write_corpus(Path(folder), groups)
         for case in (
-            Case("W=64, rank 0", 64, False, None),
-            Case("W=1, decoded again", 1, False, 1),
-            Case("W=1, cut up, beyond it on disk", 1, True, None),
+            Case("W=64, rank 0", 64, spill=False),
+            Case("W=1, decoded again", 1, spill=False, steps=1),
+            Case("W=1, cut up, beyond it on disk", 1, spill=True, epochs=2),
         ):
             answers: Any = context.Queue()
             with tempfile.TemporaryDirectory() as spill:
                 process = context.Process(target=measure, args=(case, folder, spill, answers))
                 process.start()
-                rate, amplification, peak = answers.get()
+                for epoch in range(case.epochs):
+                    rate, amplification, *most = answers.get()
+                    own, mapped = (nbytes / MIB for nbytes in most)
+                    name = case.name if not epoch else "    its next epoch"
+                    print(f"{name:34}{rate:>10,.0f}{amplification:>15.2f}{own:>16,.0f}{mapped:>12,.0f}", flush=True)
                 process.join()
-            print(f"{case.name:34}{rate:>10,.0f}{amplification:>15.2f}{peak / MIB:>16,.0f}")
 
 
 if __name__ == "__main__":

@@ -112,10 +112,10 @@ class Cache:
             self.put(key, value)
         return value
 
-    def take(self, key: Hashable) -> Any:
-        """The value at ``key``, no longer kept here, or `None`."""
+    def forget(self, key: Hashable) -> None:
+        """Keep the value at ``key`` no longer, if there is one."""
         with self._lock:
-            return self._pop(key)
+            self._pop(key)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -129,10 +129,9 @@ class Cache:
             for key in [key for key in self._entries if isinstance(key, tuple) and key[0] == owner]:
                 self._pop(key)
 
-    def _pop(self, key: Hashable) -> Any:
-        value, size = self._entries.pop(key, (None, 0))
+    def _pop(self, key: Hashable) -> None:
+        _, size = self._entries.pop(key, (None, 0))
         self.nbytes -= size
-        return value
 
     def _shrink(self) -> None:
         budget = self.budget

@@ -196,15 +196,17 @@ class FileSource(ABC):
         self._keep(self._key(fragment), self._load(fragment))
 
     def _bring(self, key: tuple[Any, ...], file: int, extent: tuple[int, int]) -> None:
-        self._keep(key, _Brought(self._ranges(file).read(*extent)))
+        if cache().get(key) is None:  # it may have come since somebody looked
+            self._keep(key, _Brought(self._ranges(file).read(*extent)))
 
     def _bytes(self, file: int, number: int, extent: tuple[int, int]) -> ArrowBuffer:
         """Those of a fragment, which may have been brought, or are read now."""
         key = self._bytes_key(file, number)
-        brought: _Brought | None = None
-        if self.reads_ahead:
-            brought = cache().take(key) or (cache().take(key) if far_ahead().wait(key) else None)
-        return self._ranges(file).read(*extent) if brought is None else brought.data
+        brought: _Brought | None = self._awaited(key)
+        if brought is None:
+            return self._ranges(file).read(*extent)
+        cache().forget(key)
+        return brought.data
 
     def _bytes_key(self, file: int, number: int) -> tuple[Any, ...]:
         return (owner_of(self), "bytes", file, number)
@@ -214,8 +216,11 @@ class FileSource(ABC):
         return cache().get(key) or self._awaited(key) or self._keep(key, self._load(fragment))
 
     def _awaited(self, key: tuple[Any, ...]) -> Any:
-        """What another thread has begun to bring, if one has."""
-        return cache().get(key) if self.reads_ahead and far_ahead().wait(key) else None
+        """What another thread has brought, or is about to."""
+        if not self.reads_ahead:
+            return None
+        far_ahead().wait(key)
+        return cache().get(key)
 
     def _key(self, fragment: int, column: str | None = None, share: Share | None = None) -> tuple[Any, ...]:
         """Where something of a fragment is in the cache."""
