@@ -119,7 +119,8 @@ class FragmentOrder:
     def between(self, first: int, stop: int) -> Ints:
         """First rows, in the source, of the fragments in which the virtual rows ``first .. stop - 1`` lie."""
         start, last = np.searchsorted(self.virtual, [first, stop - 1], side="right").tolist()
-        return self.first[start - 1 : last]
+        has_rows = np.diff(self.virtual[start - 1 : last + 1]) > 0
+        return self.first[start - 1 : last][has_rows]
 
 
 def fragment_order(fragments: Ints, seed: int, epoch: int) -> FragmentOrder:

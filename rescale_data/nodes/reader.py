@@ -75,7 +75,7 @@ class Reader(Node[Any]):
         self._drawn = -1
         self._share: ShardShare | None = None
         self._chunks = _chunks(self.source)
-        self._fetching = _fetching(self.source)
+        self._fetching = _fetching(self.source, self.rows.width)
         self._pieces = self.source if isinstance(self.source, PieceSource) else None
         self._column: str | None = None
         self._source_key = owner_of(self.source)
@@ -154,6 +154,8 @@ class Reader(Node[Any]):
         if self._fetching is None:
             return
         self.seek()
+        if not self._cuts and not self._fetching.num_windows:
+            return
         for (epoch, row, *_), shard in zip(rows.tolist(), shards.tolist(), strict=True):
             if row < self.rows.order(epoch, shard).size:
                 share = self.rows.share(epoch, shard) if self._cuts else None
@@ -215,7 +217,7 @@ class Reader(Node[Any]):
 
     def _fetch_ahead(self, fetching: Fetching, epoch: int, row: int) -> None:
         """Begin to bring what the windows behind the one at ``row`` need."""
-        for _ in range(1 if self._cuts else fetching.num_windows):
+        for _ in range(1 if self._cuts else fetching.num_windows - 1):
             epoch, row = self.rows.after(epoch, row)
             share = self.rows.share(epoch) if self._cuts else None
             fetching.begin(self._column, self.rows.fragments_around(epoch, row), share)
@@ -249,10 +251,10 @@ def _chunks(source: Source) -> Chunks | None:
     return Chunks(source) if isinstance(source, BatchSource) and source.batch_rows > 1 else None
 
 
-def _fetching(source: Source) -> Fetching | None:
+def _fetching(source: Source, width: int) -> Fetching | None:
     if not isinstance(source, AheadSource) or not source.reads_ahead or source.fragments is None:
         return None
-    return Fetching(source, len(source.fragments) - 1, owner_of(source))
+    return Fetching(source, source.fragments, owner_of(source), width)
 
 
 def _refuse_empty(source: Source, shard: Shard) -> None:

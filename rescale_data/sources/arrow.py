@@ -101,7 +101,7 @@ class ArrowSource(TableSource):
         return self._files.filesystem is not None or any(detail.is_compressed for detail in self._details)
 
     def _find(self, paths: Paths, storage_options: Mapping[str, Any] | None, remote: Remote | None) -> Files:
-        return super()._find(data_files(paths), storage_options, remote)
+        return super()._find(data_files(paths, storage_options, remote), storage_options, remote)
 
     def manifest(self) -> Mapping[str, Any]:
         return {**super().manifest(), "document_per_batch": self.document_per_batch}

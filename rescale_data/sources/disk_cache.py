@@ -16,6 +16,7 @@ from contextlib import suppress
 from rescale_data.sources.once import write_aside
 
 _log = logging.getLogger(__name__)
+_OWN = "rescale_data-ranges"  # what else lies in the user's folder is not ours to delete
 _LOOK_AFTER = 64  # of the bound, in what one process has written
 _FULL, _TRIMMED = 7 / 8, 3 / 4
 
@@ -24,20 +25,28 @@ class DiskCache:
     """One folder.
 
     Args:
-        folder: Made where it is missing.
+        folder: Made where it is missing. What lies there is this class's own, in a folder in it.
         max_bytes: What may lie there.
+
+    Raises:
+        ValueError: There can be no such folder.
     """
 
     def __init__(self, folder: str, max_bytes: int) -> None:
-        self._folder, self.max_bytes = folder, max_bytes
+        self._folder, self.max_bytes = os.path.join(folder, _OWN), max_bytes
         self._told = False
         self._written = max_bytes  # look at once: others may have left much
-        os.makedirs(folder, exist_ok=True)
+        try:
+            os.makedirs(self._folder, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"cache_dir={folder!r} cannot be used: {error}. Give a folder that may be written to."
+            ) from error
 
     def read(self, name: str, length: int, fetch: Callable[[], bytes]) -> bytes:
         """The bytes called ``name``, fetched where they are not there."""
         path = self._path(name)
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # another process may have deleted it, or not let others read it
             with open(path, "rb") as file:
                 data = file.read()
             if len(data) == length:
@@ -50,16 +59,15 @@ class DiskCache:
         return data
 
     def _keep(self, path: str, data: bytes) -> None:
-        if self._written + len(data) > self.max_bytes // _LOOK_AFTER:
-            self._trim()
-            self._written = 0
-        self._written += len(data)
-
         def write(aside: str) -> None:
             with open(aside, "wb") as file:
                 file.write(data)
 
         try:
+            if self._written + len(data) > self.max_bytes // _LOOK_AFTER:
+                self._trim()
+                self._written = 0
+            self._written += len(data)
             os.makedirs(os.path.dirname(path), exist_ok=True)
             write_aside(path, write)
         except FileNotFoundError:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import glob
 import os
 import posixpath
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import pyarrow as pa
+from fsspec import AbstractFileSystem
+from fsspec.asyn import AsyncFileSystem
+from fsspec.core import url_to_fs
+from fsspec.implementations.arrow import ArrowFSWrapper
+from fsspec.utils import glob_translate
 
 from rescale_data.sources.arrow_types import ArrowFile
-from rescale_data.sources.remote import Remote, RemoteFile
-
-if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem
+from rescale_data.sources.remote import Remote, RemoteFile, attempt
 
 Paths: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -91,6 +94,11 @@ def find(
     if not given:
         raise FileNotFoundError("No paths were given: give a glob, a folder or a list of files.")
     urls = [path for path in given if "://" in path]
+    if not urls and remote is not None and remote.filesystem is not None:
+        raise ValueError(
+            f"{given} beside rd.Remote(filesystem={type(remote.filesystem).__name__}): it is asked for URLs, such as "
+            f"'s3://bucket/folder'; leave it out for local files."
+        )
     if not urls:
         return _files({path: size for item in given for path, size in _local(item, suffixes)})
     if len(urls) != len(given):
@@ -108,7 +116,8 @@ def _files(sizes: Mapping[str, int]) -> Files:
 def _local(given: str, suffixes: Sequence[str]) -> list[tuple[str, int]]:
     path = os.path.abspath(os.path.expanduser(given))
     if os.path.isdir(path):
-        found = _wanted((os.path.join(d, name) for d, _, names in os.walk(path) for name in names), path, suffixes)
+        below = (os.path.join(d, name) for d, _, names in os.walk(path, onerror=_raise) for name in names)
+        found = _wanted(below, path, suffixes)
     elif os.path.exists(path):
         found = [path]
     else:
@@ -117,20 +126,33 @@ def _local(given: str, suffixes: Sequence[str]) -> list[tuple[str, int]]:
     return [(Path(match).as_posix(), os.path.getsize(match)) for match in found]
 
 
+def _raise(error: OSError) -> None:
+    raise error  # a folder that cannot be listed would be left out
+
+
+def read_if_there(path: str, options: Mapping[str, Any] | None, remote: Remote | None) -> bytes | None:
+    """A small file, local or behind a URL; `None` where there is none."""
+    try:
+        if "://" not in path:
+            return Path(path).expanduser().read_bytes()
+        filesystem, inner = _reach(path, options or {}, remote or Remote())
+        return attempt(remote or Remote(), path, partial(filesystem.cat_file, inner))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
 def _remote(given: Sequence[str], suffixes: Sequence[str], options: Mapping[str, Any], remote: Remote) -> Files:
+    _ = remote.kept  # before anything is read: the error is not that of a file
     infos: dict[str, Any] = {}
     filesystem: Any = None
     for url in given:
+        before = filesystem
         filesystem, path = _reach(url, options, remote)
-        folder = filesystem.isdir(path)
-        found: dict[str, Any]
+        if before is not None and type(before) is not type(filesystem):
+            raise ValueError(f"URLs of different filesystems in one list, {list(given)}: give a source for each.")
+        folder, found = attempt(remote, url, partial(_look, filesystem, path))
         if folder:
-            found = filesystem.find(path, detail=True)
             found = {match: found[match] for match in _wanted(found, path, suffixes)}
-        elif glob.has_magic(path):
-            found = {m: info for m, info in filesystem.glob(path, detail=True).items() if info["type"] == "file"}
-        else:
-            found = {path: filesystem.info(path)} if filesystem.exists(path) else {}
         _refuse_none(found, url, suffixes, folder)
         infos.update(found)
     files = _files({path: int(info["size"]) for path, info in infos.items()})
@@ -138,19 +160,57 @@ def _remote(given: Sequence[str], suffixes: Sequence[str], options: Mapping[str,
     return replace(files, filesystem=filesystem, remote=remote, stamps=stamps)
 
 
+def _look(filesystem: Any, path: str) -> tuple[bool, dict[str, Any]]:
+    """Whether a path is a folder, and all files below it, or those that it stands for."""
+    try:
+        folder = filesystem.isdir(path)  # False also where it could not be asked
+        if not folder and glob.has_magic(path):
+            return False, _matches(filesystem, path)
+        info = filesystem.info(path)
+        if not folder and info["type"] == "file":
+            return False, {path: info}
+        return True, _below(filesystem, path) if _walks(filesystem) else filesystem.find(path, detail=True)
+    except FileNotFoundError:
+        return False, {}
+
+
+def _matches(filesystem: Any, pattern: str) -> dict[str, Any]:
+    """The files that a glob stands for."""
+    if not _walks(filesystem):
+        found: dict[str, Any] = filesystem.glob(pattern, detail=True)
+        return {match: info for match, info in found.items() if info["type"] == "file"}
+    root = posixpath.dirname(pattern[: re.search(r"[*?[]", pattern).start()])  # pyright: ignore[reportOptionalMemberAccess]
+    depth = None if "**" in pattern else pattern.count("/", len(root) + 1)
+    chosen = re.compile(glob_translate(pattern))
+    return {match: info for match, info in _below(filesystem, root, depth).items() if chosen.match(match)}
+
+
+def _walks(filesystem: Any) -> bool:
+    """Whether it finds files as fsspec does by default, folder by folder, and leaves out those that it fails to list."""
+    return type(filesystem).find is AbstractFileSystem.find and not isinstance(filesystem, AsyncFileSystem)
+
+
+def _below(filesystem: Any, folder: str, depth: int | None = None) -> dict[str, Any]:
+    """All files below a folder, or in it and in ``depth`` levels of folders below. What cannot be listed is an error."""
+    found: dict[str, Any] = {}
+    for info in filesystem.ls(folder, detail=True):
+        name = info["name"].rstrip("/")
+        if info["type"] != "directory":
+            found[name] = info
+        elif name != folder.rstrip("/") and depth != 0:
+            found |= _below(filesystem, name, None if depth is None else depth - 1)
+    return found
+
+
 def _reach(url: str, options: Mapping[str, Any], remote: Remote) -> tuple[Any, str]:
     """The filesystem that a URL speaks of, and the path in it."""
     if remote.filesystem is None:
-        from fsspec.core import url_to_fs  # not needed for local files
-
         return url_to_fs(url, **options)
     if options:
         raise ValueError(
             f"storage_options={list(options)} beside rd.Remote(filesystem={type(remote.filesystem).__name__}): they are for "
             f"fsspec's filesystems; give those of pyarrow what they need where you make them, as S3FileSystem(region=...)."
         )
-    from fsspec.implementations.arrow import ArrowFSWrapper
-
     return ArrowFSWrapper(remote.filesystem, skip_instance_cache=True), url.partition("://")[2]
 
 

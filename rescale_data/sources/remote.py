@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
@@ -16,7 +17,8 @@ from pyarrow.fs import FileSystem
 
 from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.as_file import AsFile
-from rescale_data.sources.disk_cache import disk_cache
+from rescale_data.sources.cache import handles, owner_of
+from rescale_data.sources.disk_cache import DiskCache, disk_cache
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -77,6 +79,11 @@ class Remote:
                 f"{self.cache_dir_bytes}): retries and backoff_seconds are at least 0, cache_dir_bytes at least 1."
             )
 
+    @property
+    def kept(self) -> DiskCache | None:
+        """What this process keeps in ``cache_dir``; ``ValueError`` where that can be no folder."""
+        return None if self.cache_dir is None else disk_cache(os.fspath(self.cache_dir), self.cache_dir_bytes)
+
 
 class RemoteError(OSError):
     """A file could not be read, although that was tried again and again; the message has its URL."""
@@ -100,7 +107,6 @@ class RemoteFile:
         self._path, self._remote, self._stamp = path, remote, stamp
         self.url: str = self._filesystem.unstrip_protocol(path)
         self.size: int = size if size is not None else int(self._try(lambda: self._filesystem.info(path)["size"]))
-        self._native: Any = None  # the open file of one of pyarrow's filesystems, which any number of threads may read
         self._window: tuple[int, ArrowBuffer] = (0, pa.py_buffer(b""))
 
     def read(self, offset: int, length: int) -> ArrowBuffer:
@@ -131,9 +137,9 @@ class RemoteFile:
 
         if not length:
             return pa.py_buffer(b"")
-        if self._remote.cache_dir is None:
+        kept = self._remote.kept
+        if kept is None:
             return pa.py_buffer(fetch())
-        kept = disk_cache(os.fspath(self._remote.cache_dir), self._remote.cache_dir_bytes)
         name = f"{self.url}|{self.size}|{self._stamp}|{offset}|{length}"
         return pa.py_buffer(kept.read(name, length, fetch))
 
@@ -146,29 +152,54 @@ class RemoteFile:
     def _ask(self, offset: int, length: int) -> bytes:
         if self._remote.filesystem is None:
             return self._filesystem.cat_file(self._path, start=offset, end=offset + length)
-        if self._native is None:
-            self._native = self._remote.filesystem.open_input_file(self._path)
-        return self._native.read_at(length, offset)
+        key = (owner_of(self._remote), "native", self._path)
+        native: _Native = handles().make(key, partial(_Native, self._remote.filesystem, self._path))
+        return native.read(offset, length)
 
     def _try(self, work: Callable[[], T]) -> T:
-        started = time.monotonic()
-        for attempt in range(self._remote.retries + 1):
-            try:
-                return work()
-            except Exception as error:
-                if isinstance(error, _PERMANENT):
-                    raise
-                if attempt == self._remote.retries:
-                    raise self._spent(error, time.monotonic() - started) from error
-            time.sleep(_pause(self._remote.backoff_seconds, attempt))
-        raise AssertionError
+        return attempt(self._remote, self.url, work)
 
-    def _spent(self, error: Exception, seconds: float) -> RemoteError:
-        return RemoteError(
-            f"{self.url} could not be read in {self._remote.retries + 1} attempts over {seconds:.1f} s; the last one: "
-            f"{type(error).__name__}: {error}. Look to the network, the credentials in storage_options=, or allow more: "
-            f"remote=rd.Remote(retries=..., backoff_seconds=...)."
-        )
+
+class _Native:
+    """A file of one of pyarrow's filesystems, opened when it is first read; any number of threads may read it."""
+
+    def __init__(self, filesystem: Any, path: str) -> None:
+        self._filesystem, self._path = filesystem, path
+        self._file: Any = None
+
+    def read(self, offset: int, length: int) -> bytes:
+        file = self._file
+        if file is None:
+            file = self._file = self._filesystem.open_input_file(self._path)
+        try:
+            return file.read_at(length, offset)
+        except Exception:
+            self._file = None  # the next attempt opens it anew
+            raise
+
+
+def attempt(remote: Remote, url: str, work: Callable[[], T]) -> T:
+    """What ``work`` returns, tried again and again where it fails for a reason that may pass."""
+    started = time.monotonic()
+    for number in range(remote.retries + 1):
+        try:
+            return work()
+        except Exception as error:
+            if isinstance(error, _PERMANENT):
+                raise
+            if number == remote.retries:
+                raise _spent(remote, url, error, time.monotonic() - started) from error
+        time.sleep(_pause(remote.backoff_seconds, number))
+    raise AssertionError
+
+
+def _spent(remote: Remote, url: str, error: Exception, seconds: float) -> RemoteError:
+    given = "storage_options=" if remote.filesystem is None else "rd.Remote(filesystem=)"
+    return RemoteError(
+        f"{url} could not be read in {remote.retries + 1} attempts over {seconds:.1f} s; the last one: "
+        f"{type(error).__name__}: {error}. Look to the network, the credentials in {given}, or allow more: "
+        f"remote=rd.Remote(retries=..., backoff_seconds=...)."
+    )
 
 
 def _pause(backoff: float, attempt: int) -> float:

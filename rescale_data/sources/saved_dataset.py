@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
+import posixpath
+from collections.abc import Mapping
 from typing import Any
 
-from rescale_data.sources.paths import Paths
+from rescale_data.sources.paths import Paths, read_if_there
+from rescale_data.sources.remote import Remote
 
 _SPLITS, _STATE = "dataset_dict.json", "state.json"
 
 
-def data_files(paths: Paths) -> Paths:
+def data_files(paths: Paths, storage_options: Mapping[str, Any] | None, remote: Remote | None) -> Paths:
     """The files of a saved dataset, of which there may be others in its folder (what its transformations cached).
 
     Anything else that is given comes back as it is.
@@ -19,21 +23,18 @@ def data_files(paths: Paths) -> Paths:
     Raises:
         ValueError: The folder holds several splits, which nobody wants to read as one.
     """
-    if not isinstance(paths, str | os.PathLike):
+    if not isinstance(paths, str | os.PathLike) or glob.has_magic(os.fspath(paths)):
         return paths
-    folder = os.path.expanduser(os.fspath(paths))
-    if os.path.exists(os.path.join(folder, _SPLITS)):
-        splits: list[str] = _read(folder, _SPLITS)["splits"]
+    folder = os.fspath(paths)
+    held = read_if_there(posixpath.join(folder, _SPLITS), storage_options, remote)
+    if held is not None:
+        splits: list[str] = json.loads(held)["splits"]
         raise ValueError(
             f"{folder} is a dataset that was saved with the splits {splits}. Give one of them, for example "
-            f"{os.path.join(folder, splits[0])!r}."
+            f"{posixpath.join(folder, splits[0])!r}."
         )
-    if not os.path.exists(os.path.join(folder, _STATE)):
+    state = read_if_there(posixpath.join(folder, _STATE), storage_options, remote)
+    if state is None:
         return paths
-    names = [item["filename"] for item in _read(folder, _STATE).get("_data_files") or ()]
-    return [os.path.join(folder, name) for name in names] or paths
-
-
-def _read(folder: str, name: str) -> dict[str, Any]:
-    with open(os.path.join(folder, name), encoding="utf-8") as file:
-        return json.load(file)
+    names = [item["filename"] for item in json.loads(state).get("_data_files") or ()]
+    return [posixpath.join(folder, name) for name in names] or paths

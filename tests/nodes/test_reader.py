@@ -63,7 +63,7 @@ def test_every_row_once_an_epoch_over_all_shards(lengths: list[int], num_shards:
             reader.reset(reader.get_state())
 
 
-@given(lengths, st.integers(1, 12), shuffles)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any), st.integers(1, 12), shuffles)
 @settings(max_examples=50)
 def test_fragments_around_are_those_of_the_rows(lengths: list[int], num_shards: int, shuffle: bool | int) -> None:
     source = Fragmented(*lengths)
@@ -71,7 +71,8 @@ def test_fragments_around_are_those_of_the_rows(lengths: list[int], num_shards: 
         rows = ShardRows(source, Shard(0, num_shards), shuffle)
         for epoch, row in itertools.product(range(2), range(rows.order(0, shard).size)):
             of_rows = np.searchsorted(source.fragments, rows.around(epoch, row, shard), side="right") - 1
-            assert sorted(rows.fragments_around(epoch, row, shard)) == np.unique(of_rows).tolist()
+            found = rows.fragments_around(epoch, row, shard)
+            assert sorted(fragment for fragment in found if lengths[fragment]) == np.unique(of_rows).tolist()
 
 
 @given(lengths, shuffles)

@@ -1,6 +1,7 @@
 """Files behind URLs: slow, failing, kept on disk, and read ahead."""
 
 import errno
+import io
 import multiprocessing
 import os
 import pickle
@@ -102,8 +103,38 @@ def test_a_filesystem_of_pyarrow_that_does_not_go_with_the_rest(tmp_path: Path) 
         rd.ParquetSource(f"file://{tmp_path / 'parquet'}", remote=remote, storage_options={"auto_mkdir": True})
     with pytest.raises(FileNotFoundError, match="not/here"):
         rd.ParquetSource("file:///not/here", remote=remote)
+    with pytest.raises(ValueError, match="asked for URLs"):
+        rd.ParquetSource(tmp_path / "parquet", remote=remote)
     with pytest.raises(TypeError, match=r"pyarrow\.fs.*storage_options="):
         rd.Remote(filesystem=Flaky())  # pyright: ignore[reportArgumentType]
+
+
+def test_a_file_of_pyarrow_is_opened_once_and_anew_after_an_error(tmp_path: Path) -> None:
+    opened: list[str] = []
+    failures: list[OSError] = []
+
+    class File(io.FileIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            if failures:
+                raise failures.pop()
+            return super().read(size)
+
+    class Counted(LocalFileSystem):
+        def open(self, path: str, *args: Any, **kwargs: Any) -> Any:
+            opened.append(path)
+            return File(path)
+
+    make_source("parquet", tmp_path / "parquet")
+    asks = pa.fs.PyFileSystem(pa.fs.FSSpecHandler(Counted(skip_instance_cache=True)))
+    source = rd.ParquetSource(
+        f"file://{tmp_path / 'parquet'}", remote=rd.Remote(filesystem=asks, backoff_seconds=0.001, read_ahead=False)
+    )
+    rows = [source.row(index)["tokens"].tolist() for index in range(200)]
+    assert len(opened) == len(set(opened)) > 1
+    cache().clear()
+    failures.append(OSError("503 slow down"))
+    assert [source.row(index)["tokens"].tolist() for index in range(200)] == rows
+    assert len(opened) == len(set(opened)) + 1
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -116,6 +147,56 @@ def test_requests_that_fail_are_made_again(kind: str, tmp_path: Path) -> None:
         Flaky.failures = [OSError("503 slow down"), TimeoutError()]
         assert source.row(index)
         cache().clear()
+
+
+class TestListing:
+    """What cannot be listed is asked for again, and never left out."""
+
+    @pytest.fixture
+    def failing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """Ends of the folders and files that cannot be asked for, once each."""
+        for name in ("a", "b"):
+            (tmp_path / "data" / name).mkdir(parents=True)
+            (tmp_path / "data" / name / "x.bin").write_bytes(b"x")
+        ends: list[str] = []
+
+        def fail(method: str) -> None:
+            asked = getattr(LocalFileSystem, method)
+
+            def ask(self: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+                found = next((end for end in ends if os.fspath(path).rstrip("/").endswith(end)), None)
+                if found is not None:
+                    ends.remove(found)
+                    raise OSError("503 slow down")
+                return asked(self, path, *args, **kwargs)
+
+            monkeypatch.setattr(Flaky, method, ask, raising=False)
+
+        fail("ls")
+        fail("info")
+        return ends
+
+    @pytest.mark.parametrize("given", ["data", "data/**", "data/*/*.bin", "data/[ab]/x.bin"])
+    @pytest.mark.parametrize("end", ["data", "data/b", "x.bin"])
+    def test_is_tried_again(self, failing: list[str], tmp_path: Path, given: str, end: str) -> None:
+        failing.append(end)
+        found = find(f"flaky://{tmp_path}/{given}", ("bin",), None, rd.Remote(backoff_seconds=0.001))
+        assert found.names == ("a/x.bin", "b/x.bin")
+
+    def test_a_folder_that_cannot_be_listed(self, failing: list[str], tmp_path: Path) -> None:
+        failing += ["data/b"] * 10
+        with pytest.raises(RemoteError, match=r"flaky://.*data could not be read in 3 attempts.*503"):
+            find(f"flaky://{tmp_path}/data", ("bin",), None, rd.Remote(backoff_seconds=0.001, retries=2))
+
+    def test_a_glob_goes_no_deeper_than_it_says(self, failing: list[str], tmp_path: Path) -> None:
+        (tmp_path / "data" / "top.bin").write_bytes(b"x")
+        assert find(f"flaky://{tmp_path}/data/*.bin", ("bin",), None, None).names == ("top.bin",)
+        assert find(f"flaky://{tmp_path}/data/a/x.bin", ("bin",), None, None).names == ("x.bin",)
+
+    def test_urls_of_different_filesystems(self, failing: list[str], tmp_path: Path) -> None:
+        urls = [f"flaky://{tmp_path}/data/a/x.bin", f"file://{tmp_path}/data/b/x.bin"]
+        with pytest.raises(ValueError, match="different filesystems"):
+            find(urls, ("bin",), None, None)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -261,6 +342,18 @@ class TestDiskCache:
         assert not fetched
         kept.read("large", 5000, lambda: bytes(5000))
         assert not any(path.stat().st_size == 5000 for path in tmp_path.rglob("*"))
+
+    def test_deletes_nothing_of_the_users(self, tmp_path: Path) -> None:
+        (tmp_path / "model.pt").write_bytes(bytes(20_000))
+        os.utime(tmp_path / "model.pt", (1, 1))
+        kept = DiskCache(str(tmp_path), 10_000)
+        [kept.read(str(i), 500, lambda: bytes(500)) for i in range(50)]
+        assert (tmp_path / "model.pt").exists()
+
+    def test_where_there_can_be_no_folder(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(ValueError, match=r"^cache_dir=.*file.*Not a directory"):
+            far("parquet", tmp_path, remote=rd.Remote(cache_dir=tmp_path / "file"))
 
     def test_a_damaged_file_is_fetched_again(self, tmp_path: Path) -> None:
         kept = DiskCache(str(tmp_path), 10_000)

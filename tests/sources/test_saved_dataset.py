@@ -23,6 +23,7 @@ def test_a_saved_dataset(tmp_path: Path) -> None:
     saved.save_to_disk(tmp_path / "saved", num_shards=3)
     (tmp_path / "saved" / "cache-0123.arrow").write_bytes(b"what a map left behind")
     source = ArrowSource(tmp_path / "saved")
+    assert ArrowSource(f"file://{tmp_path / 'saved'}").manifest() == source.manifest()
     assert [plain(source.row(i)) for i in range(source.num_rows)] == list(saved)
     assert_source(source, columns=["tokens"])
     assert source.manifest()["files"][0][0] == "data-00000-of-00003.arrow"
@@ -42,4 +43,6 @@ def test_a_folder_of_splits(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": split, "test": split}).save_to_disk(tmp_path / "saved")
     with pytest.raises(ValueError, match=r"splits \['train', 'test'\]. Give one of them, .*saved/train'"):
         ArrowSource(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"splits .*saved/train'"):
+        ArrowSource(f"file://{tmp_path / 'saved'}")
     assert ArrowSource(tmp_path / "saved" / "train").num_rows == 50
