@@ -6,7 +6,7 @@ import glob
 import os
 import posixpath
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -116,8 +116,7 @@ def _files(sizes: Mapping[str, int]) -> Files:
 def _local(given: str, suffixes: Sequence[str]) -> list[tuple[str, int]]:
     path = os.path.abspath(os.path.expanduser(given))
     if os.path.isdir(path):
-        below = (os.path.join(d, name) for d, _, names in os.walk(path, onerror=_raise) for name in names)
-        found = _wanted(below, path, suffixes)
+        found = _wanted(_local_below(path), path, suffixes)
     elif os.path.exists(path):
         found = [path]
     else:
@@ -126,8 +125,13 @@ def _local(given: str, suffixes: Sequence[str]) -> list[tuple[str, int]]:
     return [(Path(match).as_posix(), os.path.getsize(match)) for match in found]
 
 
-def _raise(error: OSError) -> None:
-    raise error  # a folder that cannot be listed would be left out
+def _local_below(folder: str) -> Iterator[str]:
+    """All files below a folder, except in folders whose names begin with a dot or an underscore."""
+    for entry in os.scandir(folder):  # os.walk would leave out what it cannot list
+        if not entry.is_dir():
+            yield entry.path
+        elif not entry.name.startswith((".", "_")):
+            yield from _local_below(entry.path)
 
 
 def read_if_there(path: str, options: Mapping[str, Any] | None, remote: Remote | None) -> bytes | None:

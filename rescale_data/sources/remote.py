@@ -49,7 +49,8 @@ class Remote:
         retries: How often a request that failed is made again, unless there is no such file or no permission.
         backoff_seconds: Pause before the second attempt; each further one is twice as long, up to half a minute.
         cache_dir: A local folder to keep what was read in, shared by the processes of a machine; `None` for none.
-        cache_dir_bytes: What may lie there; the ranges that were not used for longest go first.
+        cache_dir_bytes: What may lie there; the ranges that were not used for longest go first, and one of more than an eighth
+            of it is not kept.
         read_ahead: Whether to ask in the background for what will be needed next, where ``cache_bytes`` has room for it.
         filesystem: One of ``pyarrow.fs``, such as ``pyarrow.fs.S3FileSystem(region="eu-west-1")``, to ask in place of fsspec's
             for the URL's protocol, and of ``storage_options``. It fetches beside Python, not in it, and so takes little of the

@@ -1,5 +1,8 @@
 """Files from globs, folders, lists and URLs, in the same order everywhere."""
 
+import errno
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
@@ -32,6 +35,25 @@ def names(paths, suffixes=(".parquet",), **kwargs) -> list[str]:
 def test_a_folder_is_searched_through_without_hidden_names(folder: Path) -> None:
     assert names(folder) == ["B.parquet", "a.parquet", "b/10.parquet", "b/2.parquet"]
     assert names(str(folder) + "/") == names(folder)
+
+
+def test_a_folder_that_cannot_be_listed_is_no_empty_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scan = os.scandir
+
+    def refuse(path: str) -> Iterator[os.DirEntry[str]]:
+        if os.path.basename(path) in ("b", "_tmp"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PermissionError, match="corpus/b'"):
+        find(folder, (".parquet",))
+
+
+def test_a_link_to_a_folder_is_followed(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "part").symlink_to(folder / "b")
+    assert names(tmp_path / "run") == ["10.parquet", "2.parquet"]
 
 
 def test_a_glob_takes_what_it_matches(folder: Path) -> None:
