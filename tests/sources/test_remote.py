@@ -138,6 +138,19 @@ def test_a_file_of_pyarrow_is_opened_once_and_anew_after_an_error(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", FORMATS)
+def test_what_was_brought_is_kept_once(kind: str, tmp_path: Path) -> None:
+    source = far(kind, tmp_path)
+    taken: list[int] = []
+    for prepare in (False, True):
+        cache().clear()
+        if prepare:
+            source.prepare(None, 0)
+        source.row(0)
+        taken.append(cache().nbytes)
+    assert taken[0] == taken[1] > 0
+
+
+@pytest.mark.parametrize("kind", FORMATS)
 def test_requests_that_fail_are_made_again(kind: str, tmp_path: Path) -> None:
     remote = rd.Remote(backoff_seconds=0.001, retries=2, read_ahead=False)
     Flaky.failures = [ConnectionResetError("reset by peer"), TimeoutError()]
@@ -362,7 +375,9 @@ class TestDiskCache:
         path.write_bytes(b"short")
         assert kept.read("a", 100, lambda: bytes(range(100))) == bytes(range(100))
 
-    def test_another_process_may_delete_the_file_aside(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_another_process_may_delete_the_file_aside(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
         kept, replace = DiskCache(str(tmp_path), 10_000), os.replace
 
         def deleted_first(aside: str, path: str) -> None:
@@ -372,6 +387,7 @@ class TestDiskCache:
         monkeypatch.setattr(os, "replace", deleted_first)
         assert kept.read("a", 500, lambda: bytes(500)) == bytes(500)
         assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert not caplog.records
 
     def test_a_full_disk_ends_nothing_and_is_told_once(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
