@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pyarrow as pa
 from pyarrow.fs import FileSystem
 
+from rescale_data.sources.ahead import leaving
 from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.as_file import AsFile
 from rescale_data.sources.cache import handles, owner_of
@@ -188,9 +189,9 @@ def attempt(remote: Remote, url: str, work: Callable[[], T]) -> T:
         except Exception as error:
             if isinstance(error, _PERMANENT):
                 raise
-            if number == remote.retries:
+            if number == remote.retries or leaving.is_set():
                 raise _spent(remote, url, error, time.monotonic() - started) from error
-        time.sleep(_pause(remote.backoff_seconds, number))
+        leaving.wait(_pause(remote.backoff_seconds, number))
     raise AssertionError
 
 

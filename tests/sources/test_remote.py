@@ -5,6 +5,8 @@ import io
 import multiprocessing
 import os
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -323,6 +325,39 @@ def _rows(shard: rd.Shard, source: Any) -> Any:
 
 def _packed(shard: rd.Shard, source: Any) -> Any:
     return rd.TokenPacker(_rows(shard, source), column="tokens", seq_len=50, eos_id=None)
+
+
+def test_what_was_not_begun_is_left_when_the_process_ends(tmp_path: Path) -> None:
+    """Sixteen requests are under way, which end when they are told to, and dozens wait behind them."""
+    rows = pa.table({"x": range(100)})
+    pq.write_table(rows, tmp_path / "x.parquet", row_group_size=1)
+    script = f"""
+import threading
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+import rescale_data as rd
+from rescale_data.sources.ahead import leaving
+
+class Slow(LocalFileSystem):
+    protocol = "slow"
+    def cat_file(self, path, start=None, end=None, **kwargs):
+        if begun:
+            print("asked", flush=True)
+            one.set()
+            leaving.wait(20)
+            raise OSError("503 slow down")
+        return super().cat_file(path, start, end, **kwargs)
+
+begun, one = False, threading.Event()
+fsspec.register_implementation("slow", Slow)
+source = rd.ParquetSource("slow://{tmp_path}/x.parquet", remote=rd.Remote(backoff_seconds=20))
+begun = True
+for fragment in range(100):
+    source.prepare(None, fragment)
+one.wait()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert 1 <= done.stdout.count("asked") <= 16
 
 
 class TestDiskCache:
