@@ -6,12 +6,14 @@ that row, a writable memoryview of int64 slots, so that what a sample costs to r
     row of the root:  [ own slots | slots of child a | slots of child b ]
                                     ^ a.position is this part of it
 
-This is the only module that imports torchdata.
+Children that are not ours are made so by `as_node`, which `foreign.py` teaches about torchdata's own. This is the only module
+that imports torchdata: what of it others need, they take from here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import singledispatch
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
@@ -21,8 +23,10 @@ from torchdata.nodes import BaseNode, ParallelMapper, PinMemory, Prefetcher
 from rescale_data.nodes.documents import Documents
 from rescale_data.shard import Shard
 from rescale_data.sources.source import Described
-from rescale_data.state import Field, Ints, decode, encode, field_of, flatten, nest, offsets
+from rescale_data.state import Field, Ints, decode, encode, flatten, nest, offsets
 from rescale_data.tray import Columns, Tray
+
+__all__ = ["BaseNode", "Node", "ParallelMapper", "PinMemory", "Prefetcher", "View", "as_node", "copy_of"]
 
 T = TypeVar("T")
 View = memoryview  # of int64, always over a NumPy row, so that slices copy from one into another
@@ -251,101 +255,15 @@ class Node(BaseNode[T]):
         raise KeyError(child)
 
 
-class Foreign(Node[T]):
-    """A torchdata node that is not ours: its `state_dict()`, taken after every sample, is the row."""
-
-    def __init__(self, node: BaseNode[T]) -> None:
-        self.node = node
-        self._first = flatten(node.state_dict())
-        super().__init__()
-
-    def own_fields(self) -> tuple[Field, ...]:
-        return tuple(field_of(path, value) for path, value in self._first)
-
-    def initial(self) -> View:
-        return self.encode(nest(self._first))
-
-    def seek(self) -> None:
-        self.node.reset(self.decode(self.position))
-
-    def next(self) -> T:
-        try:
-            return next(self.node)
-        finally:
-            self.position[:] = self.encode(self.node.state_dict())
-
-    def parameters(self) -> dict[str, Any]:
-        public = {k: v for k, v in vars(self.node).items() if not k.startswith("_")}
-        return {k: v for k, v in public.items() if isinstance(v, str | int | float | bool)}
-
-    def walk(self, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Node[Any]]]:
-        yield path, self
-        for found, node in _own_below(self.node, path):
-            yield from node.walk(found)
-
-
-class Mapped(Node[Any]):
-    """A torchdata `Mapper` without threads: one sample for each that its source yields, so its position is the source's."""
-
-    def __init__(self, mapper: ParallelMapper[Any]) -> None:
-        super().__init__(source=mapper.source)
-        self._map = mapper.map_fn
-
-    def next(self) -> Any:
-        return self._map(next(self.children["source"]))
-
-    def skip(self, num_samples: int) -> None:
-        self.children["source"].skip(num_samples)
-
-    def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
-        return self.children["source"].epoch_end(rows, shards)
-
-
-def as_node(node: BaseNode[T]) -> Node[T]:
+@singledispatch
+def as_node(node: object) -> Node[Any]:
     """``node`` itself if it is ours, else wrapped in one of ours."""
-    if isinstance(node, Node):
-        return node
-    if not isinstance(node, BaseNode):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(
-            f"A pipeline is made of nodes, but it was given a {type(node).__name__}. Return a torchdata.nodes.BaseNode, for "
-            f"example rd.Reader(source, shard)."
-        )
-    refuse_threads(node)
-    if isinstance(node, ParallelMapper) and node.prebatch is not None:
-        raise TypeError(
-            f"ParallelMapper(prebatch={node.prebatch}) maps in batches for the sake of its threads, which a logical shard's "
-            f"pipeline has none of. Leave prebatch out."
-        )
-    return Mapped(node) if isinstance(node, ParallelMapper) else Foreign(node)
+    raise TypeError(
+        f"A pipeline is made of nodes, but it was given a {type(node).__name__}. Return a torchdata.nodes.BaseNode, for "
+        f"example rd.Reader(source, shard)."
+    )
 
 
-def refuse_threads(node: BaseNode[Any]) -> None:
-    """``TypeError`` where a node, or one below it, owns threads or processes."""
-    workers = isinstance(node, ParallelMapper) and node.num_workers > 0
-    if workers or isinstance(node, Prefetcher | PinMemory):
-        raise TypeError(
-            f"{type(node).__name__} owns threads or processes and reads ahead of what it yields, so it cannot be part of a "
-            f"logical shard's pipeline. Put it above rd.LogicalShards, or use rd.DataLoader(num_workers=...)."
-        )
-    for _, child in _children(node):
-        refuse_threads(child)
-
-
-def _own_below(node: BaseNode[Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Node[Any]]]:
-    for name, child in _children(node):
-        if isinstance(child, Node):
-            yield (*path, name), child
-        else:
-            yield from _own_below(child, (*path, name))
-
-
-def _children(node: BaseNode[Any]) -> Iterator[tuple[str, BaseNode[Any]]]:
-    for name, value in vars(node).items():
-        if name.startswith("_") or (isinstance(node, Node) and name != "children"):
-            continue
-        members: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
-        if isinstance(value, list | tuple):
-            members = {str(i): member for i, member in enumerate(value)}
-        if isinstance(value, BaseNode):
-            yield name, value
-        yield from ((f"{name}.{k}", v) for k, v in members.items() if isinstance(v, BaseNode))
+@as_node.register(Node)
+def _itself(node: Node[Any]) -> Node[Any]:
+    return node

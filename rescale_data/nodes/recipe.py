@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from rescale_data.nodes.base import BaseNode, Node, as_node
+from rescale_data.nodes.base import BaseNode, Node
+from rescale_data.nodes.foreign import as_node
 from rescale_data.shard import Shard
 from rescale_data.sources.source import Described
 from rescale_data.state import Field, Ints, encode, field_of, flatten

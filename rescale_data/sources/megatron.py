@@ -8,20 +8,18 @@ Layout of the index: ``megatron/core/datasets/indexed_dataset.py`` of Megatron-L
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from rescale_data.sources.arrow_types import ArrowBuffer
-from rescale_data.sources.cache import DEFAULT_BYTES
 from rescale_data.sources.cuts import cut_rows
 from rescale_data.sources.files import FileSource, Footer, extent_of
-from rescale_data.sources.paths import Files, Paths
+from rescale_data.sources.paths import Files
 from rescale_data.sources.pieces import Share
 from rescale_data.sources.ranges import Ranges, open_path, open_ranges
-from rescale_data.sources.remote import Remote
 from rescale_data.sources.source import Tokens
 from rescale_data.state import Ints
 
@@ -51,16 +49,6 @@ class MegatronSource(FileSource):
 
     FORMAT: ClassVar[str] = "megatron"
     SUFFIXES: ClassVar[tuple[str, ...]] = (".bin",)
-
-    def __init__(
-        self,
-        paths: Paths,
-        *,
-        cache_bytes: int = DEFAULT_BYTES,
-        storage_options: Mapping[str, Any] | None = None,
-        remote: Remote | None = None,
-    ) -> None:
-        super().__init__(paths, cache_bytes=cache_bytes, storage_options=storage_options, remote=remote)
 
     def _accept(self, footers: Sequence[Footer]) -> None:
         dtypes = [footer.detail.dtype for footer in footers]
