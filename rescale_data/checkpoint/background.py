@@ -17,7 +17,7 @@ class Background:
     ``settle``.
 
     Attributes:
-        num_waits: How often ``settle`` had to wait.
+        num_waits: How often ``settle`` had to wait, or has to now.
         wait_seconds: How long in all.
     """
 
@@ -38,8 +38,8 @@ class Background:
             return
         if not running.done():
             start = time.perf_counter()
-            running.exception()
             self.num_waits += 1
+            running.exception()
             self.wait_seconds += time.perf_counter() - start
         running.result()
 

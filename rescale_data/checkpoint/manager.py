@@ -46,6 +46,8 @@ class CheckpointManager:
 
     A failed save is raised by the next call, or by ``close``, and leaves the checkpoints before it. An interpreter that
     exits without ``close`` waits for the save that runs; a killed one leaves nothing that could be taken for a checkpoint.
+    Where one rank dies, the save of the others fails, or in rare cases waits for the timeout of gloo, 30 minutes: start ranks
+    with what ends all of them when one dies, as torchrun does.
 
     Args:
         folder: Of the run; a local path or a URL that fsspec knows.

@@ -168,7 +168,8 @@ def test_hazard_a_stager_is_not_used_again_while_its_upload_runs(tmp_path: Path,
         assert manager.steps() == []
         second = threading.Thread(target=manager.save, args=(2, {"model": weights}))
         second.start()
-        second.join(0.2)
+        while second.is_alive() and not manager.num_waits:
+            second.join(0.01)
         assert second.is_alive(), "the second save waits"
         gated.gate.set()
         second.join()

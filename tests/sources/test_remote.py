@@ -53,7 +53,7 @@ class Flaky(LocalFileSystem):
             kind.most_at_once = max(kind.at_once, kind.most_at_once)
             failure = kind.failures.pop(0) if kind.failures else None
             kind.lock.notify_all()
-            kind.lock.wait_for(lambda: kind.most_at_once >= kind.together, timeout=0.5)
+            kind.lock.wait_for(lambda: kind.most_at_once >= kind.together, timeout=10)
             kind.at_once -= 1
         if failure is not None:
             raise failure
