@@ -80,7 +80,7 @@ class Worker(Dataset[Any]):
         if self._runner is None:
             self._runner = Runner(self._recipe, Schema(self._recipe.build(0)))  # as in the trainer's process
         owned = command.leg.layout.owned(command.leg.rank)
-        self._runner.load(command.table, owned, command.leg.histories)
+        self._runner.load(command.table, command.leg.histories, owned)
         self._turns = command.leg.turns(command.table)
         self._slabs = Slabs()  # messages that nobody received may have held the old ones
 

@@ -38,15 +38,15 @@ class Runner:
         self._columns = schema.root.writes
         self._samples = self.table[:, SAMPLES]  # a view
 
-    def load(self, table: Ints, owned: range | None = None, histories: Histories | None = None) -> None:
+    def load(self, table: Ints, histories: Histories, owned: range | None = None) -> None:
         """Go on from a table.
 
         Args:
             table: A copy of which is kept.
-            owned: The shards that will be served.
-            histories: Of what the sources consist, where that may have changed.
+            histories: Of what the sources consist.
+            owned: The shards that will be served; without, the sources are not told to read ahead.
         """
-        if histories is not None and histories != self._histories:
+        if histories != self._histories:
             self._histories, self._built = histories, {}
             self._schema.adopt(histories)
         if owned is not None:

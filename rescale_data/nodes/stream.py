@@ -236,7 +236,7 @@ class Stream:
 
     def _prove(self) -> None:
         """That every row of the epoch was delivered once, over all legs of the run (collective)."""
-        self._runner.load(self.ranks.merge(self.table))
+        self._runner.load(self.ranks.merge(self.table), self.schema.histories)
         for shard in self.layout.owned(self.ranks.rank):
             self._runner.verify(shard)
         self.ranks.log(logging.INFO, "Epoch %d: every row was delivered once, across all legs of the run.", self.epoch)
@@ -260,7 +260,7 @@ class Stream:
 
     def _count_to_epoch_end(self) -> tuple[Ints, Ints]:
         """Samples left and the slots of the next epoch, of all shards, found by reading; each rank reads its own."""
-        self._runner.load(self.table)
+        self._runner.load(self.table, self.schema.histories)
         found = np.zeros((len(self.table), 2 + self.table.shape[1] - FIRST_SLOT), dtype=np.int64)
         for shard in self.layout.owned(self.ranks.rank):
             found[shard, 0] = 1
@@ -292,7 +292,7 @@ class Stream:
     def _skip_in_main_phase(self, num_micro_batches: int) -> None:
         block = self.layout.owned(self.ranks.rank)
         counts = self.layout.delivered(self.table[:, SAMPLES], self._u, self._u + num_micro_batches)
-        self._runner.load(self.table)
+        self._runner.load(self.table, self.schema.histories)
         for shard in block:
             self._runner.skip(shard, int(counts[shard]))
         owned = slice(block.start, block.stop)
