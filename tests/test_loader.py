@@ -222,6 +222,32 @@ class TestWhereTheRunStands:
             assert loader.progress()["dropped_samples"] == 4.0 * (epoch + 1)
         assert "Epoch 0 ended with less than a global batch of 12 samples: 4 dropped" in caplog.text
 
+    @pytest.mark.parametrize("num_rows", [45, 53, 22])
+    @pytest.mark.parametrize(("before", "after"), [("pad", "drop"), ("drop", "pad")])
+    def test_another_tail_than_was_saved(self, before: str, after: str, num_rows: int) -> None:
+        """From each micro batch of the epoch on, and of a last step that is half delivered."""
+
+        def loader(tail: str) -> rd.DataLoader:
+            return loader_of(Rows(num_rows), global_batch_size=8, micro_batch_size=2, num_logical_shards=8, tail=tail)
+
+        def real(batch: dict[str, Any]) -> list[int]:
+            return batch["row"][batch["valid"]].tolist() if "valid" in batch else batch["row"].tolist()
+
+        saved = loader(before)
+        batches, seen, num = iter(saved), [], 0
+        while saved.epoch == 0:
+            first = loader(after)
+            first.load_state_dict(saved.state_dict())
+            assert len(first) == 0 or first.peek() is not None
+            rest = [row for batch in (first if first.epoch == 0 else ()) for row in real(batch)]
+            delivered = [*seen, *rest]
+            assert len(set(delivered)) == len(delivered) == num_rows - first.progress()["dropped_samples"]
+            assert first.state_dict()["shards"]["samples"].sum() == len(delivered)
+            assert len({row for batch in first for row in real(batch)}) >= num_rows // 8 * 8
+            seen += real(next(batches))
+            num += 1
+        assert num == (num_rows // 8 + (before == "pad")) * 4
+
     def test_progress(self) -> None:
         loaders = [loader_of(dp_rank=rank, dp_world_size=3) for rank in range(3)]
         for loader in loaders:

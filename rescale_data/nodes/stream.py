@@ -217,19 +217,19 @@ class Stream:
         self._serve(Deal(self.layout, left, self._samples - deal.delivered(self._u), self._tail == "pad"))
 
     def _serve(self, deal: Deal) -> None:
-        if deal.num_steps:
+        if self._u < deal.num_micro_batches:
             self._start(deal.num_micro_batches, deal)
-        else:
+        else:  # also in a last step that was to be padded, and is not any more
             self._end_epoch(deal)
 
     def _end_epoch(self, deal: Deal) -> None:
         if self._verify:
             self._prove()
-        end = self.schema.epoch_end(self.table)
+        end, delivered = self.schema.epoch_end(self.table), deal.delivered(self._u)
         self.table[:, FIRST_SLOT:] = self._epoch_end if end is None else end[1]
-        self.table[:, SAMPLES] = deal.samples + deal.delivered(deal.num_micro_batches)
+        self.table[:, SAMPLES] = deal.samples + delivered
         self.table[:, DEALT] = UNDEALT
-        self._count_tail(deal)
+        self._count_tail(deal.num_samples - int(delivered.sum()), deal.num_padded)
         self.clock = self.clock.next_epoch(self.layout.global_batch_size)
         self._leg = self._agreement = None
         self._rewind()
@@ -241,17 +241,17 @@ class Stream:
             self._runner.verify(shard)
         self.ranks.log(logging.INFO, "Epoch %d: every row was delivered once, across all legs of the run.", self.epoch)
 
-    def _count_tail(self, deal: Deal) -> None:
-        self.dropped_samples += deal.num_dropped
-        self.padded_samples += deal.num_padded
-        if deal.num_dropped or deal.num_padded:
+    def _count_tail(self, num_dropped: int, num_padded: int) -> None:
+        self.dropped_samples += num_dropped
+        self.padded_samples += num_padded
+        if num_dropped or num_padded:
             self.ranks.log(
                 logging.INFO,
                 "Epoch %d ended with less than a global batch of %d samples: %d dropped, %d repeated to fill the last one.",
                 self.epoch,
                 self.layout.global_batch_size,
-                deal.num_dropped,
-                deal.num_padded,
+                num_dropped,
+                num_padded,
             )
 
     def _main_phase(self, num_micro_batches: int) -> Ints:
