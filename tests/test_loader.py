@@ -220,6 +220,8 @@ class TestWhereTheRunStands:
         for epoch in range(2):
             assert len(list(loader)) == 24
             assert loader.progress()["dropped_samples"] == 4.0 * (epoch + 1)
+        loader.reset()
+        assert loader.progress()["dropped_samples"] == 0.0
         assert "Epoch 0 ended with less than a global batch of 12 samples: 4 dropped" in caplog.text
 
     @pytest.mark.parametrize("num_rows", [45, 53, 22])
@@ -533,6 +535,21 @@ class TestCollate:
         with pytest.raises(TypeError, match=r"tail='pad' adds batch\['valid'\], but collate_fn made a list"):
             list(loader_of(tail="pad", collate_fn=list))
 
+    def test_a_batch_that_cannot_be_handed_over_has_not_been_delivered(self) -> None:
+        loader = loader_of(tail="pad", collate_fn=list)
+        for _ in range(3):
+            with pytest.raises(TypeError, match="tail='pad'"):
+                next(iter(loader))
+        assert loader.state_dict()["samples"] == 0
+
+    def test_a_stop_iteration_does_not_end_the_loop(self) -> None:
+        def search(samples: list[Any]) -> Any:
+            return next(sample for sample in samples if sample["row"] > 100)
+
+        for repeat in (False, True):
+            with pytest.raises(RuntimeError, match="collate_fn raised StopIteration"):
+                next(iter(loader_of(repeat=repeat, collate_fn=search)))
+
 
 def to_float(sample: dict[str, Any]) -> dict[str, Any]:
     return {"x": torch.tensor([sample["row"] / 2]), "row": sample["row"]}
@@ -558,6 +575,17 @@ class TestTorchdata:
         resumed = loader_of(pipeline)
         resumed.load_state_dict(state)
         assert rows_of(resumed) == rows_of(loader)
+
+    @pytest.mark.parametrize("repeat", [False, True])
+    def test_a_stop_iteration_of_a_mapper_does_not_end_the_epoch(self, repeat: bool) -> None:
+        def search(sample: dict[str, Any]) -> Any:
+            return next(sample for _ in range(1) if sample["row"] != 5)
+
+        with pytest.raises(RuntimeError, match="it raised StopIteration") as raised:
+            collections.deque(
+                itertools.islice(loader_of(lambda s: Mapper(rd.Reader(ROWS, s), search), repeat=repeat), 25)
+            )
+        assert any("in the function of Mapper, given Rows" in note for note in raised.value.__notes__)
 
     def test_a_batcher_in_a_pipeline(self) -> None:
         loader = loader_of(lambda shard: Batcher(rd.Reader(ROWS, shard), 2), repeat=True, collate_fn=list)

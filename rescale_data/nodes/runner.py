@@ -62,13 +62,13 @@ class Runner:
             collate: `None` stacks; where the pipelines can write, they then do so in place.
         """
         if turn.numbers is not None:
-            batch = (collate or stack)(
-                [self._fetch(*p) for p in zip(turn.shards, turn.numbers, turn.is_real, strict=True)]
+            batch = _collated(
+                [self._fetch(*p) for p in zip(turn.shards, turn.numbers, turn.is_real, strict=True)], collate
             )
         elif collate is None and self._columns:
             batch = self._write(turn.shards, self._columns)
         else:
-            batch = (collate or stack)([self._draw(shard) for shard in turn.shards])
+            batch = _collated([self._draw(shard) for shard in turn.shards], collate)
         if turn.numbers is None:  # else each was counted when it was fetched
             self._samples[turn.index] += turn.counts
         return batch, np.array(self.table[turn.index])
@@ -191,3 +191,10 @@ class Runner:
         node.bind(self._slots(shard).data)
         self._live[shard] = node
         return node
+
+
+def _collated(samples: list[Any], collate: Collate | None) -> Any:
+    try:
+        return (collate or stack)(samples)
+    except StopIteration as error:  # it would end the loop over the batches
+        raise RuntimeError("collate_fn raised StopIteration") from error

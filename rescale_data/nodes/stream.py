@@ -42,7 +42,6 @@ class Stream:
     def __init__(self, setup: Setup, runner: Runner, feed: Feed) -> None:
         self.schema, self.layout, self.ranks, self.seed = setup.schema, setup.layout, setup.ranks, setup.recipe.seed
         self.on_source_change: OnSourceChange = "error"
-        self.dropped_samples = self.padded_samples = 0
         self._runner, self._feed, self.repeat, self._tail = runner, feed, setup.recipe.repeat, setup.tail
         self._verify = setup.recipe.verify
         self.reset()
@@ -50,6 +49,7 @@ class Stream:
     def reset(self) -> None:
         """Go back to the beginning of the run, with the data that there is now."""
         self.schema.adopt({})
+        self.dropped_samples = self.padded_samples = 0
         self.load(self.schema.fresh_table(self.layout.num_logical_shards), Clock())
 
     def load(self, table: Ints, clock: Clock) -> None:
