@@ -143,6 +143,24 @@ class TestIteration:
         assert rows_of(found) + rows_of(loader) == rows_of(loader_of(Fragile(48, broken=set())))
 
 
+    @pytest.mark.parametrize("row", range(0, 48, 5))
+    def test_an_error_that_passes_loses_nothing_where_an_epoch_is_read_to_find_its_end(self, row: int) -> None:
+        """Whichever row it is, also one that is read ahead of the batch, or by which the end was to be found."""
+
+        def kept(data: Rows) -> rd.DataLoader:
+            return loader_of(lambda shard: rd.Filter(rd.Reader(data, shard), lambda sample: sample["row"] % 4))
+
+        data = Fragile(48, broken={row})
+        loader, found, failed = kept(data), [], 0
+        while loader.epoch == 0:
+            try:
+                collections.deque(map(found.append, loader))
+            except OSError:
+                failed, data.broken = failed + 1, set()
+        assert failed == 1
+        assert rows_of(found) == rows_of(kept(Fragile(48, broken=set())))
+
+
 class Fragile(Rows):
     def __init__(self, num_rows: int, broken: set[int]) -> None:
         super().__init__(num_rows)

@@ -57,6 +57,7 @@ class Stream:
         self.table, self.clock = table, clock
         self._leg: Leg | None = None
         self._agreement: Agreement | None = None
+        self._settled, self._over = -1, False  # the micro batch before which the ranks agreed last, and on what
         self._rewind()
 
     @property
@@ -126,11 +127,13 @@ class Stream:
 
     def begin(self) -> Leg:
         """The leg that the next micro batch belongs to, planned where it has not begun."""
-        for _ in range(3):
-            if self._leg is not None:
+        first = self.epoch
+        while self.epoch < first + 2:
+            if self._leg is None:
+                self._plan()
+            elif self._agreement is None or (self._settled == self._u and not self._over):
                 return self._leg
-            self._plan()
-            if self._agreement is not None:
+            else:  # or what failed in it: rows are read ahead, and all of a shard that ends
                 self._settle(self._agreement)
         raise DataStateError(
             f"Two epochs in a row hold less than one global batch of {self.layout.global_batch_size} samples. Use a smaller "
@@ -174,9 +177,9 @@ class Stream:
             self._resume_deal()
         elif self.repeat or self._left is None:
             self._start(None)
-            self._agreement = (
-                None if self.repeat else Agreement(self.ranks, self._u, self.layout.gradient_accumulation_steps)
-            )
+            if not self.repeat:
+                self._agreement = Agreement(self.ranks, self._u, self.layout.gradient_accumulation_steps)
+                self._settled, self._over = -1, False
         else:
             stop = self.layout.last_whole(self._samples, self._left, self._u)
             self._start(stop) if stop > self._u else self._deal()
@@ -195,8 +198,9 @@ class Stream:
     def _deal(self) -> None:
         """The main phase is over: serve what the shards still have to the same ranks."""
         if self._left is None:
+            left, self._epoch_end = self._count_to_epoch_end()
             self.table = self.ranks.merge(self.table)
-            samples, (left, self._epoch_end) = self.table[:, SAMPLES].copy(), self._count_to_epoch_end()
+            samples = self.table[:, SAMPLES].copy()
         else:
             delivered = self._main_phase(self._u - self._first)
             samples, left = self._samples + delivered, self._left - delivered
@@ -206,7 +210,10 @@ class Stream:
 
     def _settle(self, agreement: Agreement) -> None:
         """The end of the main phase must be found by reading: end it as soon as the last of it has been taken."""
-        if agreement.end(self._u, self._make_until):
+        if self._settled != self._u:
+            self._over = agreement.end(self._u, self._make_until)
+            self._settled = self._u
+        if self._over:
             self._deal()
 
     def _resume_deal(self) -> None:
