@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.context import BaseContext
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -195,6 +195,12 @@ class DataLoader:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "A DataLoader does not pickle. In a checkpoint it is at the top level of the dict, {'model': ..., 'loader': "
+            "loader}, where DCP asks it for its state; below that DCP takes it for a value."
+        )
 
     # Where the run stands
 

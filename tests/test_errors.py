@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torchdata.nodes import BaseNode, Mapper, ParallelMapper, Prefetcher
 
 import rescale_data as rd
@@ -99,6 +100,9 @@ class TestTopology:
             ({"micro_batch_size": 2.0}, TypeError, "micro_batch_size=2.0 is a float; give an int"),
             ({"num_logical_shards": 24.0}, TypeError, "num_logical_shards=24.0 is a float; give an int"),
             ({"timeout": 0}, ValueError, "timeout=0: give the seconds to wait"),
+            ({"timeout": "9"}, ValueError, "timeout='9': give the seconds to wait"),
+            ({"repeat": "no"}, TypeError, "repeat='no' is a str; give True or False"),
+            ({"mesh": "dp"}, TypeError, r"mesh='dp' is a str: give a DeviceMesh of the dp ranks"),
             ({"num_workers": 1, "prefetch_factor": 0}, ValueError, "prefetch_factor=0: give the messages"),
             (
                 {"num_workers": 1, "multiprocessing_context": "bogus"},
@@ -118,6 +122,14 @@ class TestTopology:
     def test_arguments(self, kwargs: dict[str, Any], error: type[Exception], message: str) -> None:
         with pytest.raises(error, match=message):
             loader_of(**kwargs)
+
+    def test_no_path(self) -> None:
+        with pytest.raises(TypeError, match="paths=3 is a int: give a glob, a folder, a file, or a list"):
+            rd.ParquetSource(3)  # type: ignore[arg-type]
+
+    def test_a_loader_below_the_top_level_of_a_checkpoint(self, tmp_path: Path) -> None:
+        with pytest.raises(BaseException, match="at the top level of the dict"):
+            dcp.save({"training": {"loader": loader_of()}}, checkpoint_id=tmp_path / "checkpoint")
 
 
 class TestBatches:

@@ -142,7 +142,6 @@ class TestIteration:
         data.broken = set()
         assert rows_of(found) + rows_of(loader) == rows_of(loader_of(Fragile(48, broken=set())))
 
-
     @pytest.mark.parametrize("row", range(0, 48, 5))
     def test_an_error_that_passes_loses_nothing_where_an_epoch_is_read_to_find_its_end(self, row: int) -> None:
         """Whichever row it is, also one that is read ahead of the batch, or by which the end was to be found."""

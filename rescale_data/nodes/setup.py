@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from rescale_data.errors import require_int
+from rescale_data.errors import require_bool, require_int
 from rescale_data.layout import Layout, default_num_logical_shards
 from rescale_data.nodes.recipe import Pipeline, Recipe, Schema
 from rescale_data.ranks import Ranks, find_ranks
@@ -56,7 +56,10 @@ def set_up(
     given = {"micro_batch_size": micro_batch_size, "num_logical_shards": num_logical_shards}
     given |= {"dp_rank": dp_rank, "dp_world_size": dp_world_size}
     require_int(**{name: value for name, value in given.items() if value is not None})
-    if not timeout > 0:
+    require_bool(repeat=repeat, verify=verify)
+    if global_batch_size < 1:
+        raise ValueError(f"global_batch_size={global_batch_size}: it is at least 1, the samples of one optimizer step.")
+    if not isinstance(timeout, int | float) or not timeout > 0:
         raise ValueError(f"timeout={timeout!r}: give the seconds to wait for a worker or another rank, more than 0.")
     ranks = find_ranks(mesh, dp_rank, dp_world_size, timeout)
     layout = Layout(
