@@ -91,7 +91,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         )
 
     def seek(self) -> None:
-        self._stream.bind(self.position)
+        self._stream.bind(self.position, settles=not self.reread)
         self._over = False
 
     def next(self) -> dict[str, Tensor]:

@@ -50,9 +50,14 @@ class TokenStream:
         self.where: list[str] = []
         """Where the documents of the run that was taken last come from, where that is asked for."""
 
-    def bind(self, position: memoryview) -> None:
-        """Go on from ``position``, and keep it up to date."""
-        self._position, self._bookmark = position, position[1:]
+    def bind(self, position: memoryview, *, settles: bool) -> None:
+        """Go on from ``position``, and keep it up to date.
+
+        Args:
+            position: An offset in a document, and the position of the documents.
+            settles: Whether what has changed between legs takes effect at the beginning of a document (`Node.settle`).
+        """
+        self._position, self._bookmark, self._settles = position, position[1:], settles
         self._forget()
 
     def take(self) -> Run:
@@ -136,7 +141,7 @@ class TokenStream:
     def _load(self) -> Block | None:
         turns = 0
         while turns <= _SILENT_EPOCHS:
-            if not self._position[0]:
+            if self._settles and not self._position[0]:
                 self._documents.settle(self._bookmark)
             documents = self._documents.read(self._bookmark)
             if documents and len((block := self._maker.make(documents, self._documents.where())).tokens):
