@@ -145,6 +145,14 @@ class TestBatches:
         ):
             next(iter(loader_of(pipeline, collate_fn=collate_fn)))
 
+    @pytest.mark.parametrize("collate_fn", [None, rd.pad_collate(pad={"tokens": 0})])
+    @pytest.mark.parametrize("other", [{"a": 1, "b": 2}, {"b": 1}, 3])
+    def test_samples_with_different_keys_in_a_column(self, collate_fn: Any, other: Any) -> None:
+        rows = [{"tokens": [1], "meta": {"of": {"a": 1}}}, {"tokens": [2], "meta": {"of": other}}]
+        loader = rd.DataLoader(rows, global_batch_size=2, num_logical_shards=1, collate_fn=collate_fn)
+        with pytest.raises(ValueError, match=r"different columns, .* and .*\. Give all samples the same ones"):
+            next(iter(loader))
+
     def test_a_column_that_cannot_be_padded(self) -> None:
         with pytest.raises(ValueError, match=r"cannot pad the column 'row': .* types \['int'\]\. It pads sequences"):
             next(iter(loader_of(collate_fn=rd.pad_collate(pad={"row": 0}))))

@@ -548,6 +548,31 @@ class TestCollate:
         with pytest.raises(ValueError, match=r"the columns \['labels'\], which samples lack; they have \['row'\]"):
             list(loader_of(collate_fn=rd.pad_collate(pad={"labels": 0})))
 
+    @pytest.mark.parametrize("empty", [[], (), np.zeros(0), torch.zeros(0)])
+    def test_pad_collate_keeps_the_dtype_of_what_is_not_empty(self, empty: Any) -> None:
+        large = 2**53 + 1
+        for values in ([empty, [large, 3]], [[large, 3], empty]):
+            padded = rd.pad_collate({"x": -1})([{"x": value} for value in values])["x"]
+            assert padded.dtype == torch.int64
+            assert sorted(padded.tolist()) == [[-1, -1], [large, 3]]
+        mixed = rd.pad_collate({"x": 0})([{"x": [1]}, {"x": [0.5, 2.0]}])["x"]
+        assert mixed.tolist() == [[1.0, 0.0], [0.5, 2.0]]
+
+    def test_pad_collate_of_nothing_but_empty_lists_has_the_dtype_of_the_padding(self) -> None:
+        assert rd.pad_collate({"x": 0})([{"x": []}])["x"].dtype == torch.int64
+        assert rd.pad_collate({"x": 0.0})([{"x": []}])["x"].dtype == torch.float32
+
+    @pytest.mark.parametrize(
+        ("pad", "values"),
+        [(0.5, [1, 2]), (float("nan"), [1]), (300, np.zeros(2, np.uint8)), (-100, [True])],
+    )
+    def test_pad_collate_with_what_the_column_cannot_hold(self, pad: float, values: Any) -> None:
+        with pytest.raises(
+            ValueError, match=rf"pad={pad} for the column 'x', whose values are torch\.\w+: give a number"
+        ):
+            rd.pad_collate({"x": pad})([{"x": values}, {"x": values[:1]}])
+        assert rd.pad_collate({"x": 1.0})([{"x": values}])["x"].tolist() == [list(values)]
+
     def test_padding_needs_a_dict(self) -> None:
         with pytest.raises(TypeError, match=r"tail='pad' adds batch\['valid'\], but collate_fn made a list"):
             list(loader_of(tail="pad", collate_fn=list))
