@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchdata.nodes import Batcher, Loader, Mapper, Prefetcher
+from torchdata.nodes import Batcher, IterableWrapper, Loader, Mapper, Prefetcher
 
 import rescale_data as rd
 from rescale_data.testing import assert_rescalable, full_state_dict
@@ -628,6 +628,14 @@ class TestTorchdata:
                 itertools.islice(loader_of(lambda s: Mapper(rd.Reader(ROWS, s), search), repeat=repeat), 25)
             )
         assert any("in the function of Mapper, given Rows" in note for note in raised.value.__notes__)
+
+    def test_a_pipeline_that_makes_no_use_of_its_shard_is_warned_of(self, caplog: pytest.LogCaptureFixture) -> None:
+        loader = loader_of(lambda shard: IterableWrapper([{"row": i} for i in range(12)]))
+        assert "each of the 24 logical shards yields all of the data" in caplog.text
+        assert sum(len(batch["row"]) for batch in loader) == 24 * 12
+        caplog.clear()
+        loader_of(lambda shard: Mapper(rd.Reader(ROWS, shard), to_float))
+        assert not caplog.text
 
     def test_a_batcher_in_a_pipeline(self) -> None:
         loader = loader_of(lambda shard: Batcher(rd.Reader(ROWS, shard), 2), repeat=True, collate_fn=list)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rescale_data.errors import require_bool, require_int
 from rescale_data.layout import Layout, default_num_logical_shards
 from rescale_data.nodes.recipe import Pipeline, Recipe, Schema
+from rescale_data.nodes.shard_of import find_shard
 from rescale_data.ranks import Ranks, find_ranks
 from rescale_data.sources.cache import warn_if_thrashing
 
@@ -140,6 +141,14 @@ def _check_shards(setup: Setup) -> None:
         warn_if_thrashing(source, -(-len(layout.owned(setup.ranks.rank)) // layout.workers))
     if layout.num_logical_shards < 2:
         return
+    if find_shard(setup.schema.root) is None:
+        setup.ranks.log(
+            logging.WARNING,
+            "No node of the pipeline says which logical shard it reads: unless your own nodes make use of shard.index, each "
+            "of the %d logical shards yields all of the data. Read it with rd.Reader(source, shard), or set `of_shard` in your "
+            "node.",
+            layout.num_logical_shards,
+        )
     last = setup.recipe.build(layout.num_logical_shards - 1)
     setup.schema.require_same_state(last, layout.num_logical_shards - 1)
     others = Schema(last).sources()
