@@ -7,9 +7,10 @@ import logging
 import time
 from typing import Any
 
-from rescale_data.checkpoint.commit import REPLACED, SAVING, remove_leftovers
+from rescale_data.checkpoint.commit import erase, remove_leftovers
 from rescale_data.checkpoint.lease import STEP, is_read
-from rescale_data.checkpoint.manifest import MANIFEST, METADATA, read_manifest
+from rescale_data.checkpoint.manifest import MANIFEST, read_manifest
+from rescale_data.checkpoint.ownership import hidden_of, is_remainder
 from rescale_data.checkpoint.store import Store, join
 
 logger = logging.getLogger(__name__)
@@ -53,8 +54,8 @@ class RunFolder:
         for name in self._names_of_leftovers():
             remove_leftovers(self.store, join(self.path, name))
         for step in sorted(set(self._named()) - set(self.steps())):
-            if self._is_abandoned(step):
-                self.delete(step)
+            if self._is_abandoned(step) and self.delete(step):
+                logger.info("Removed %s, which a killed save or deletion left.", self.checkpoint(step))
 
     def close(self) -> None:
         if self._lock is not None:
@@ -69,23 +70,20 @@ class RunFolder:
         self.store.remove(join(path, MANIFEST))
         if is_read(self.store, path):
             return False
-        self.store.remove_folder(path)
+        erase(self.store, path)
         return True
 
     def _named(self) -> list[int]:
         return sorted(int(match[1]) for name in self.store.names(self.path) if (match := STEP.fullmatch(name)))
 
     def _names_of_leftovers(self) -> set[str]:
-        hidden = [name for name in self.store.names(self.path) if SAVING in name or REPLACED in name]
-        return {name[1:].partition(SAVING)[0].partition(REPLACED)[0] for name in hidden}
+        names = {of[0] for entry in self.store.names(self.path) if (of := hidden_of(entry))}
+        return {name for name in names if STEP.fullmatch(name)}
 
     def _is_abandoned(self, step: int) -> bool:
-        """Whether an uncommitted folder is the rest of a save or of a deletion: ours, and not another tool's checkpoint."""
+        """Whether an uncommitted folder is what a killed save or deletion of ours left, and nobody is saving it now."""
         path = self.checkpoint(step)
-        names = self.store.names(path)
-        if not self.store.renames:
-            return all(time.time() - self.store.modified(join(path, name)) > ABANDONED for name in names)
-        return METADATA not in names or _was_ours(self.store, path)
+        return is_remainder(self.store, path) and (self.store.renames or _age(self.store, path) > ABANDONED)
 
     def _take_lock(self) -> bool:
         if not self.store.renames:
@@ -101,10 +99,8 @@ class RunFolder:
         return True
 
 
-def _was_ours(store: Store, path: str) -> bool:
-    from rescale_data.checkpoint.integrity import require_committed
-
-    try:
-        return require_committed(store, path) is not None
-    except ValueError:
-        return True
+def _age(store: Store, path: str) -> float:
+    """Seconds since the last change of a file in a folder, or in a folder in there."""
+    folders = [path, *(join(path, name) for name in store.names(path))]
+    files = [file for folder in folders for name in store.names(folder) if store.is_file(file := join(folder, name))]
+    return time.time() - max((store.modified(file) for file in files), default=0.0)

@@ -505,10 +505,10 @@ def test_another_state_is_no_damage(tmp_path: Path) -> None:
 def test_a_start_removes_what_killed_saves_left(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "run", async_mode="disabled") as manager:
         manager.save(1, {"a": 1})
-        (tmp_path / "run" / ".step-2.saving-77").mkdir()
-        os.rename(tmp_path / "run" / "step-1", tmp_path / "run" / ".step-1.replaced-78")
+        (tmp_path / "run" / f".step-2.saving-{'1' * 32}").mkdir()
+        os.rename(tmp_path / "run" / "step-1", tmp_path / "run" / f".step-1.replaced-{'2' * 32}")
         CheckpointManager(tmp_path / "run").close()
-        assert (tmp_path / "run" / ".step-2.saving-77").exists(), "another manager may be writing it"
+        assert (tmp_path / "run" / f".step-2.saving-{'1' * 32}").exists(), "another manager may be writing it"
     (tmp_path / "run" / "notes.txt").write_text("mine")
     dcp.save({"a": 1}, checkpoint_id=tmp_path / "run" / "step-7")
     with CheckpointManager(tmp_path / "run") as manager:

@@ -182,12 +182,14 @@ def test_what_is_read_elsewhere_is_not_deleted(server: Server, folder: str) -> N
 def test_damage_is_found(server: Server, folder: str) -> None:
     checkpoint.save(f"{folder}/c", state(1), storage_options=server.options)
     store, path = open_store(folder, server.options)
-    content = bytearray(store.read(f"{path}/c/__0_0.distcp"))
+    [own] = [name for name in store.names(f"{path}/c") if name.startswith("rescale_data-")]
+    file = f"{path}/c/{own}/__0_0.distcp"
+    content = bytearray(store.read(file))
     content[2000] ^= 4
-    store.write(f"{path}/c/__0_0.distcp", bytes(content))
+    store.write(file, bytes(content))
     with pytest.raises(ValueError, match=r"__0_0\.distcp is not what was saved"):
         checkpoint.load(f"{folder}/c", state(), storage_options=server.options)
-    store.remove(f"{path}/c/__0_0.distcp")
+    store.remove(file)
     assert "is missing" in checkpoint.verify(f"{folder}/c", storage_options=server.options)[0]
 
 
