@@ -98,7 +98,7 @@ def refuse_damaged(store: Store, path: str, ranks: Ranks, *, checksums: bool) ->
 
 def read(reader: StorageReader, path: str, state: State, ranks: Ranks, *, strict: bool, trusted: bool) -> LoadReport:
     """Load from a reader whose files are in order."""
-    entries = entries_of(state)
+    entries = ranks.together(lambda: entries_of(state))
     planner = CheckingLoadPlanner(entries, trusted=trusted)
     plain: dict[str, Any] = {}
 

@@ -101,19 +101,18 @@ class CheckpointManager:
             TypeError, ValueError: ``state`` cannot be saved.
         """
         self._settle()
-        if type(step) is not int or step < 0:
-            raise ValueError(f"step={step!r}: give an integer of at least 0.")
-        info = SaveInfo(world_size=self._ranks.size, step=step, metrics=checked_metrics(metrics))
         if self._stager is None:
-            self._write(plain_state(state), info)
+            info = self._ranks.together(lambda: self._info(step, metrics))
+            self._write(plain_state(state, self._ranks), info)
             return
         try:
+            info = self._info(step, metrics)
             staged = self._stager.stage(entries_of(state))
         except Exception as error:
             # The other ranks have begun: this one takes part, so that they fail now and not at a timeout.
             staged = Future[Staged]()
             staged.set_exception(error)
-            self._uploads.submit(lambda: self._upload(staged, info))
+            self._uploads.submit(lambda: self._upload(staged, SaveInfo()))
             self._uploads.forget()
             raise
         self._uploads.submit(lambda: self._upload(staged, info))
@@ -197,6 +196,11 @@ class CheckpointManager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _info(self, step: int, metrics: Mapping[str, float] | None) -> SaveInfo:
+        if type(step) is not int or step < 0:
+            raise ValueError(f"step={step!r}: give an integer of at least 0.")
+        return SaveInfo(world_size=self._ranks.size, step=step, metrics=checked_metrics(metrics))
 
     def _settle(self) -> None:
         if self._closed:

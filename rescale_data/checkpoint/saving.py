@@ -54,15 +54,18 @@ def save(
     """
     ranks = Ranks(process_group)
     store, final = open_store(path, storage_options)
-    info = SaveInfo(world_size=ranks.size, step=step, metrics=checked_metrics(metrics))
-    plain = plain_state(state)
+    checked = ranks.together(lambda: checked_metrics(metrics))
+    plain = plain_state(state, ranks)
+    info = SaveInfo(world_size=ranks.size, step=step, metrics=checked)
     workspace = begin(store, final, ranks, overwrite=overwrite)
     write(plain, CheckpointWriter(store, workspace, info), ranks)
 
 
-def plain_state(state: State) -> dict[str, Any]:
-    """What DCP saves of ``state``; its tensors may be the live ones."""
-    return nested([(entry.path, entry.plain()) for entry in entries_of(state)])
+def plain_state(state: State, ranks: Ranks) -> dict[str, Any]:
+    """What DCP saves of ``state``; its tensors may be the live ones. An error of one rank is raised on all."""
+    # Twice: sharded modules have collectives in their plain(), which all ranks must reach or none.
+    entries = ranks.together(lambda: entries_of(state))
+    return ranks.together(lambda: nested([(entry.path, entry.plain()) for entry in entries]))
 
 
 def begin(store: Store, final: str, ranks: Ranks, *, overwrite: bool) -> Workspace:

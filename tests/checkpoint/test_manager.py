@@ -287,6 +287,44 @@ class UnsavableOnRankOne:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
+def fail_on_rank_one(folder: str) -> list[str]:
+    """What each call says that cannot work on rank 1 alone, and what is loaded afterwards."""
+    odd = dist.get_rank() == 1
+    loss = {"loss": "low" if odd else 1.0}
+    manager = CheckpointManager(f"{folder}/run", async_mode="disabled")
+    background = CheckpointManager(f"{folder}/background")
+    calls: list[Callable[[], Any]] = [
+        lambda: checkpoint.save(f"{folder}/c", {"value": UnsavableOnRankOne()}),
+        lambda: checkpoint.save(f"{folder}/c", {1: 1} if odd else {"a": 1}),
+        lambda: checkpoint.save(f"{folder}/c", {"a": 1}, metrics=loss),  # type: ignore[arg-type]
+        lambda: manager.save(1, {"value": UnsavableOnRankOne()}),
+        lambda: manager.save(-1 if odd else 1, {"a": 1}),
+        lambda: background.save(1, {"a": 1}, metrics=loss) or background.wait(),  # type: ignore[arg-type]
+        lambda: checkpoint.load(f"{folder}/whole", {"a": [StandInLoader()] if odd else 0}),
+    ]
+    checkpoint.save(f"{folder}/whole", {"a": 1})
+    said = []
+    for call in calls:
+        with pytest.raises((RuntimeError, TypeError, ValueError)) as caught:
+            call()
+        said.append(str(caught.value))
+    manager.close()
+    background.close()
+    return said
+
+
+def test_what_is_wrong_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    first, second = run(2, fail_on_rank_one, str(tmp_path))
+    assert first == second
+    for text, words in zip(
+        first,
+        ("no state", "keys are strings", "'loss'", "no state", "step=-1", "'loss'", "a name of its own"),
+        strict=True,
+    ):
+        assert words in text
+    assert sorted(name for name in os.listdir(tmp_path)) == ["background", "run", "whole"]
+
+
 def save_what_one_rank_cannot(folder: str) -> list[str]:
     said = []
     manager = CheckpointManager(folder)
