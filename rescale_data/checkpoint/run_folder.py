@@ -59,6 +59,10 @@ class RunFolder:
 
     def close(self) -> None:
         if self._lock is not None:
+            import fcntl
+
+            # Closing would not do: a process that this one has forked keeps a copy of the file open.
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
             self._lock.close()
             self._lock = None
 
@@ -90,12 +94,13 @@ class RunFolder:
             return True
         import fcntl
 
-        self._lock = open(join(self.path, LOCK), "ab")  # noqa: SIM115 - held until close, or until the process ends
+        lock = open(join(self.path, LOCK), "ab")  # noqa: SIM115 - held until close, or until the process ends
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            self.close()
+            lock.close()
             return False
+        self._lock = lock
         return True
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager, inspect
@@ -219,6 +221,23 @@ def test_the_next_optimizer_step_waits_for_the_copy(tmp_path: Path, monkeypatch:
     assert other.numbers() == expected
 
 
+def test_optimizers_step_whatever_hooks_there_are(tmp_path: Path) -> None:
+    """Several managers that stage at once, and hooks of others, registered before and after."""
+    training, steps = Training(), []
+    hooks = [register_optimizer_step_pre_hook(lambda *_: steps.append("before"))]
+    with CheckpointManager(tmp_path / "a") as first, CheckpointManager(tmp_path / "b") as second:
+        hooks.append(register_optimizer_step_pre_hook(lambda *_: steps.append("after")))
+        for step in (1, 2):
+            training.step()
+            first.save(step, training.state)
+            second.save(step, training.state)
+            hooks.append(register_optimizer_step_pre_hook(lambda *_: steps.append("later")))
+    training.step()
+    for hook in hooks:
+        hook.remove()
+    assert steps == ["before", "after", "before", "after", "later", "before", "after", "later", "later"]
+
+
 def test_hazard_staging_without_an_accelerator(tmp_path: Path) -> None:
     """``StagingOptions()`` with its defaults fails where there is none; the manager asks what there is."""
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -340,6 +359,38 @@ def save_what_one_rank_cannot(folder: str) -> list[str]:
 
 def test_what_one_rank_cannot_save_fails_on_all_at_once(tmp_path: Path) -> None:
     assert run(2, save_what_one_rank_cannot, str(tmp_path / "run")) == [["no state on this rank", "[1, 3]"]] * 2
+
+
+@pytest.fixture
+def forked() -> Iterator[Callable[[], None]]:
+    """Starts a child that has a copy of all that is open here, and lives until the test ends."""
+    children: list[Any] = []
+
+    def fork() -> None:
+        child = multiprocessing.get_context("fork").Process(target=signal.pause)
+        child.start()
+        children.append(child)
+
+    yield fork
+    for child in children:
+        child.kill()
+        child.join()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_close_ends_though_a_forked_child_lives(
+    tmp_path: Path, forked: Callable[[], None], caplog: pytest.LogCaptureFixture, mode: Any
+) -> None:
+    manager = CheckpointManager(tmp_path / "run", async_mode=mode)
+    manager.save(1, {"a": torch.ones(3)})
+    manager.wait()
+    forked()
+    closing = threading.Thread(target=manager.close, daemon=True)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
+    CheckpointManager(tmp_path / "run").close()
+    assert "Another process saves" not in caplog.text
 
 
 EXIT = """
