@@ -42,8 +42,9 @@ class Stager:
         )
         self._stager = DefaultStager(options)
         self._pending: Future[Any] | None = None
-        self._hook: Any = None
         self._lock = threading.Lock()
+        # Any optimizer's, since any optimizer may own the parameters.
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def stage(self, entries: list[Entry]) -> Future[Staged]:
         """The state of ``entries`` as it is now, once the copy is done. One at a time: the memory is used again."""
@@ -53,8 +54,6 @@ class Stager:
         settle(live)
         plain = nested([(path, _copy(value, steady, late)) for path, value in live])
         self._pending = cast("Future[Any]", self._stager.stage(cast(Any, late)))
-        # Any optimizer's, since any optimizer may own the parameters; it is taken back as soon as the copy is waited for.
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
         staged: Future[Staged] = Future()
         self._pending.add_done_callback(lambda copied: _hand_over(copied, plain, staged))
         return staged
@@ -63,9 +62,6 @@ class Stager:
         """Return when the state may change. An error of the copy belongs to the save and is raised there."""
         with self._lock:
             pending, self._pending = self._pending, None
-            hook, self._hook = self._hook, None
-        if hook is not None:
-            hook.remove()
         if pending is not None:
             pending.exception()
 
@@ -74,6 +70,7 @@ class Stager:
 
     def close(self) -> None:
         self.wait()
+        self._hook.remove()
         self._stager.close()
 
 
