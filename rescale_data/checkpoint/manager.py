@@ -142,7 +142,7 @@ class CheckpointManager:
         """Load the newest checkpoint whose files are in order, and return its step; None where there is no checkpoint.
 
         A damaged checkpoint is passed over with a warning and an error in the log. One that is whole and does not
-        fit ``state`` is an error.
+        fit ``state`` is an error, or with ``strict=False`` a warning in the log that names what was not loaded.
 
         Raises:
             ValueError: there are checkpoints, and all are damaged; or the newest whole one does not fit.
@@ -154,7 +154,7 @@ class CheckpointManager:
             with self._deletions.held_off(step, lease=self._ranks.is_first):
                 found = self._problems(path, checksums)
                 if not found:
-                    self._read(path, state, strict, trusted)
+                    self._warn_of_misfits(path, self._read(path, state, strict, trusted))
                     return step
             self._warn_of_damage(path, found)
         if steps:
@@ -243,6 +243,14 @@ class CheckpointManager:
         if self._ranks.is_first:
             logger.error(text)
             warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+    def _warn_of_misfits(self, path: str, report: LoadReport) -> None:
+        if self._ranks.is_first and (report.missing or report.unexpected or report.mismatched):
+            logger.warning(
+                "%s does not fit the state, and was loaded in part. "
+                "Missing in the checkpoint: %s. Not asked for: %s. Different: %s.",
+                *(path, *(list(names) or "none" for names in (report.missing, report.unexpected, report.mismatched))),
+            )
 
 
 def _own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -591,6 +591,18 @@ def test_another_state_is_no_damage(tmp_path: Path) -> None:
             manager.load_latest({"a": torch.zeros(2)})
 
 
+def test_what_load_latest_did_not_load_is_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with CheckpointManager(tmp_path / "run", async_mode="disabled") as manager:
+        manager.save(1, {"a": torch.zeros(2), "head": {"old": 1, "same": torch.zeros(2)}})
+        assert manager.load_latest({"a": torch.zeros(2)}, strict=False) == 1
+        assert "in part" not in caplog.text, "what is not asked for by its top name is left out on purpose"
+        state = {"a": torch.zeros(2), "head": {"new": 1, "same": torch.zeros(3)}}
+        assert manager.load_latest(state, strict=False) == 1
+    assert (
+        "Missing in the checkpoint: ['head.new']. Not asked for: ['head.old']. Different: ['head.same']" in caplog.text
+    )
+
+
 def test_a_start_removes_what_killed_saves_left(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "run", async_mode="disabled") as manager:
         manager.save(1, {"a": 1})
