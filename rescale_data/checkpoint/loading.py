@@ -23,6 +23,7 @@ from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.reader import CheckpointReader
 from rescale_data.checkpoint.saving import quiet
 from rescale_data.checkpoint.store import Store, StrPath, open_store
+from rescale_data.checkpoint.unfit import refuse_unfit
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,8 @@ def load(
 
     Raises:
         FileNotFoundError: no checkpoint at ``path``.
-        ValueError: files are damaged, or names, shapes or dtypes do not fit; the message lists them all.
+        ValueError: files are damaged, or names, shapes or dtypes do not fit, or a tensor is on the meta device, quantized,
+            sparse or nested; the message lists them all.
     """
     ranks = Ranks(process_group)
     store, folder = open_store(path, storage_options)
@@ -105,6 +107,7 @@ def read(reader: StorageReader, path: str, state: State, ranks: Ranks, *, strict
     def check() -> tuple[Misfits, set[str]]:
         metadata = reader.read_metadata()
         plain.update(nested([(entry.path, entry.placeholder(metadata)) for entry in entries]))
+        refuse_unfit(plain)
         return planner.check(plain, metadata), _not_asked(metadata, entries)
 
     found = ranks.on_each(check)

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from rescale_data.checkpoint.commit import Workspace, abandon, prepare
-from rescale_data.checkpoint.entries import State, entries_of, nested
+from rescale_data.checkpoint.entries import Entry, State, entries_of, nested
 from rescale_data.checkpoint.failures import clear_error
 from rescale_data.checkpoint.manifest import checked_metrics
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.save_planner import CheckpointSavePlanner
 from rescale_data.checkpoint.store import Store, StrPath, open_store
+from rescale_data.checkpoint.unfit import refuse_unfit
 from rescale_data.checkpoint.writer import CheckpointWriter, SaveInfo
 
 
@@ -49,7 +50,8 @@ def save(
 
     Raises:
         TypeError: ``state`` holds what has no place in a checkpoint.
-        ValueError: ``path`` is taken, or an optimizer's parameters are in no module of ``state``.
+        ValueError: ``path`` is taken, an optimizer's parameters are in no module of ``state``, or a tensor is on the meta
+            device, quantized, sparse or nested.
         OSError: disk full, no permission; the message says what to do.
     """
     ranks = Ranks(process_group)
@@ -65,7 +67,13 @@ def plain_state(state: State, ranks: Ranks) -> dict[str, Any]:
     """What DCP saves of ``state``; its tensors may be the live ones. An error of one rank is raised on all."""
     # Twice: sharded modules have collectives in their plain(), which all ranks must reach or none.
     entries = ranks.together(lambda: entries_of(state))
-    return ranks.together(lambda: nested([(entry.path, entry.plain()) for entry in entries]))
+    return ranks.together(lambda: _plain(entries))
+
+
+def _plain(entries: list[Entry]) -> dict[str, Any]:
+    plain = nested([(entry.path, entry.plain()) for entry in entries])
+    refuse_unfit(plain)
+    return plain
 
 
 def begin(store: Store, final: str, ranks: Ranks, *, overwrite: bool) -> Workspace:
