@@ -449,15 +449,36 @@ def test_retention_is_a_pure_function(rules: dict[str, Any], kept: list[int]) ->
     "rules",
     [
         {"keep_latest": 0},
+        {"keep_latest": 1.5},
+        {"keep_latest": True},
         {"keep_every": 0},
+        {"keep_every": "10"},
         {"keep_best": ("loss", "least", 1)},
         {"keep_best": ("loss", "min", 0)},
+        {"keep_best": ("loss", "min", "2")},
+        {"keep_best": ("loss", "min", 1.5)},
+        {"keep_best": (None, "min", 1)},
+        {"keep_best": ("loss", "min")},
+        {"keep_best": "loss"},
+        {"keep_best": 3},
         {"async_mode": "fork"},
     ],
 )
 def test_rules_that_make_no_sense(tmp_path: Path, rules: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(rules))):
         CheckpointManager(tmp_path, **rules)
+
+
+def test_a_metric_that_no_checkpoint_has_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rules: dict[str, Any] = {"keep_latest": 1, "keep_best": ("val_los", "min", 2), "async_mode": "disabled"}
+    with CheckpointManager(tmp_path / "run", **rules) as manager:
+        manager.save(0, {"a": 0})
+        manager._deletions.wait()
+        assert "val_los" not in caplog.text, "nothing is deleted yet"
+        for step in (1, 2, 3):
+            manager.save(step, {"a": step}, metrics={"val_loss": step})
+    assert caplog.text.count("no checkpoint has the metric 'val_los' of keep_best") == 1
+    assert "they have ['val_loss']" in caplog.text
 
 
 @pytest.mark.parametrize("mode", ["disabled", "thread"])
