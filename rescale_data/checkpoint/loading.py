@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from rescale_data.checkpoint.commit import replaced_by_a_killed_save
 from rescale_data.checkpoint.devices import settle
 from rescale_data.checkpoint.entries import Entry, State, entries_of, nested, value_at
-from rescale_data.checkpoint.failures import clear_error
+from rescale_data.checkpoint.failures import DamagedCheckpointError, clear_error
 from rescale_data.checkpoint.integrity import problems
 from rescale_data.checkpoint.lease import reading
 from rescale_data.checkpoint.planner import CheckingLoadPlanner, Misfits
@@ -89,11 +89,11 @@ def load(
 
 
 def refuse_damaged(store: Store, path: str, ranks: Ranks, *, checksums: bool) -> None:
-    """``ValueError`` naming every file that is not what was saved."""
+    """``DamagedCheckpointError`` naming every file that is not what was saved."""
     found = problems(store, path, ranks, checksums=checksums)
     if found:
         listed = "\n  ".join(found)
-        raise ValueError(
+        raise DamagedCheckpointError(
             f"The checkpoint {path} is damaged:\n  {listed}\nNothing was loaded. Load an earlier checkpoint."
         )
 

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import new_group
 from rescale_data.checkpoint.background import Background
 from rescale_data.checkpoint.deletions import Deletions
 from rescale_data.checkpoint.entries import State, entries_of
+from rescale_data.checkpoint.failures import DamagedCheckpointError
 from rescale_data.checkpoint.integrity import problems
 from rescale_data.checkpoint.loading import LoadReport, read, refuse_damaged
 from rescale_data.checkpoint.manifest import checked_metrics
@@ -158,7 +159,9 @@ class CheckpointManager:
                     return step
             self._warn_of_damage(path, found)
         if steps:
-            raise ValueError(f"All checkpoints in {self._folder.path} are damaged: steps {steps}. Nothing was loaded.")
+            raise DamagedCheckpointError(
+                f"All checkpoints in {self._folder.path} are damaged: steps {steps}. Nothing was loaded."
+            )
         return None
 
     def steps(self) -> list[int]:

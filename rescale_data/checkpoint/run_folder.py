@@ -9,9 +9,9 @@ from typing import Any
 
 from rescale_data.checkpoint.commit import erase, remove_leftovers
 from rescale_data.checkpoint.lease import STEP, is_read
-from rescale_data.checkpoint.manifest import MANIFEST, read_manifest
+from rescale_data.checkpoint.manifest import MANIFEST, METADATA, read_manifest
 from rescale_data.checkpoint.ownership import hidden_of, is_remainder
-from rescale_data.checkpoint.store import Store, join
+from rescale_data.checkpoint.store import Store, join, split
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,20 @@ class RunFolder:
         self.store = store
         self.path = path
         self._lock: Any = None
+
+    @classmethod
+    def existing(cls, store: Store, path: str) -> RunFolder:
+        """The folder of a run that is there.
+
+        Raises:
+            FileNotFoundError: no such folder.
+            ValueError: a checkpoint, and not a folder of checkpoints.
+        """
+        if not store.is_folder(path):
+            raise FileNotFoundError(f"No folder at {path}.")
+        if {MANIFEST, METADATA} & set(store.names(path)):
+            raise ValueError(f"{path} is a checkpoint itself; give the folder of the run, {split(path)[0]}.")
+        return cls(store, path)
 
     def checkpoint(self, step: int) -> str:
         return join(self.path, f"step-{step}")
