@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, cast
 
@@ -44,8 +45,8 @@ class Stager:
         self._stager = DefaultStager(options)
         self._pending: Future[Any] | None = None
         self._lock = threading.Lock()
-        # Any optimizer's, since any optimizer may own the parameters.
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        # Any optimizer's, since any optimizer may own the parameters; the hook alone does not keep the copies alive.
+        self._hook = register_optimizer_step_pre_hook(_waiter(weakref.ref(self)))
 
     def stage(self, entries: list[Entry]) -> Future[Staged]:
         """The state of ``entries`` as it is now, once the copy is done. One at a time: the memory is used again."""
@@ -67,13 +68,19 @@ class Stager:
         if pending is not None:
             pending.exception()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.wait()
-
     def close(self) -> None:
         self.wait()
         self._hook.remove()
         self._stager.close()
+
+
+def _waiter(reference: weakref.ref[Stager]) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        stager = reference()
+        if stager is not None:
+            stager.wait()
+
+    return before_step
 
 
 class _Late:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -236,6 +238,18 @@ def test_optimizers_step_whatever_hooks_there_are(tmp_path: Path) -> None:
     for hook in hooks:
         hook.remove()
     assert steps == ["before", "after", "before", "after", "later", "before", "after", "later", "later"]
+
+
+def test_a_manager_that_is_dropped_frees_its_copies(tmp_path: Path) -> None:
+    training = Training()
+    manager = CheckpointManager(tmp_path / "run")
+    manager.save(1, training.state)
+    manager.wait()
+    stager = weakref.ref(manager._stager)
+    del manager
+    gc.collect()
+    assert stager() is None
+    training.step()
 
 
 def test_hazard_staging_without_an_accelerator(tmp_path: Path) -> None:
