@@ -36,10 +36,10 @@ def hidden_of(entry: str) -> tuple[str, str] | None:
 
 
 def is_saved_by_us(store: Store, path: str) -> bool:
-    """Whether the DCP metadata at ``path`` has a save id of ours; False where it cannot be read."""
+    """Whether the DCP metadata at ``path`` has a save id of ours."""
     try:
         meta = CheckpointReader(store, path, trusted=False).read_metadata().storage_meta
-    except (ValueError, OSError):
+    except Exception:  # whatever it is that cannot be read, it is not provably ours
         return False
     return meta is not None and (meta.save_id or "").startswith(SAVE_ID_PREFIX)
 

@@ -149,6 +149,17 @@ def test_a_replacement_is_not_committed_before_its_end(server: Server, folder: s
     assert checkpoint.read_data_state(f"{folder}/c", storage_options=options)["step"] == 3
 
 
+def test_a_replacement_of_another_tools_checkpoint(server: Server, folder: str) -> None:
+    store, path = open_store(folder, server.options)
+    for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
+        store.write(f"{path}/c/{name}", b"of another tool")
+    with pytest.raises(ValueError, match="overwrite=True"):
+        checkpoint.save(f"{folder}/c", state(1), storage_options=server.options)
+    checkpoint.save(f"{folder}/c", state(1), overwrite=True, storage_options=server.options)
+    assert not [name for name in store.names(f"{path}/c") if name.endswith(".distcp")]
+    assert checkpoint.verify(f"{folder}/c", storage_options=server.options) == []
+
+
 def test_a_killed_save_is_no_checkpoint(server: Server, folder: str) -> None:
     """A kill before the commit object: everything is there but the manifest."""
     checkpoint.save(f"{folder}/step-1", state(1), storage_options=server.options)
