@@ -18,14 +18,13 @@ def refuse_unfit(plain: Mapping[str, Any]) -> None:
 
 def _why(tensor: torch.Tensor) -> str:
     if tensor.device.type == "meta":
-        return (
-            "is on the meta device and has no memory: call module.to_empty(device=...) before, or make it on a device."
-        )
-    if tensor.is_quantized:
+        return "is on the meta device and has no memory: call module.to_empty(device=...) before."
+    # Not is_quantized and is_nested: FSDP1's ShardedTensor knows neither.
+    if str(tensor.dtype).startswith(("torch.qint", "torch.quint")):
         return "is quantized: put int_repr(), scale and zero point into the state instead."
-    if tensor.is_nested or tensor.layout != torch.strided:
-        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-        return f"is {kind}: put the dense tensors that it is made of into the state instead."
+    if tensor.layout != torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.")
+        return f"is {layout}: put the dense tensors that it is made of into the state instead."
     return ""
 
 

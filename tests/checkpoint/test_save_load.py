@@ -265,7 +265,7 @@ UNFIT: dict[str, tuple[Any, str]] = {
     "meta": (on_meta, r"x.weight is on the meta device.*\n.*x.bias is on the meta device.*to_empty"),
     "quantized": (quantized, r"x is quantized: put int_repr"),
     "sparse": (lambda: torch.eye(2).to_sparse(), "x is sparse_coo"),
-    "nested": (lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged), "x is nested"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged), "x is jagged"),
     "in a list": (lambda: [torch.ones(1), torch.eye(2).to_sparse()], r"x.1 is sparse_coo"),
 }
 
