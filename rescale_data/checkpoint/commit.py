@@ -145,9 +145,9 @@ def _switch(store: Store, workspace: Workspace, manifest: Manifest) -> None:
     metadata = store.read(join(workspace.working, METADATA))
     store.remove(join(workspace.working, METADATA))
     before = [(name, _read_if_there(store, join(final, name))) for name in (METADATA, MANIFEST)]
-    # The manifest first: while .metadata is of another save than the manifest, there is no checkpoint.
-    store.remove(join(final, MANIFEST))
     try:
+        # The manifest first: while .metadata is of another save than the manifest, there is no checkpoint.
+        store.remove(join(final, MANIFEST))
         store.write(join(final, METADATA), metadata)
         store.write(join(final, MANIFEST), manifest.to_json())
     except BaseException:

@@ -96,6 +96,26 @@ def test_at_each_request(url: str, lasting: bool) -> None:
     assert found == sorted(found, key=lambda step: (1, None, 2).index(step))
 
 
+@pytest.mark.parametrize(
+    ("change", "name"), [("remove", "rescale_data.json"), ("write", ".metadata"), ("write", "rescale_data.json")]
+)
+def test_an_answer_that_is_lost(url: str, monkeypatch: pytest.MonkeyPatch, change: str, name: str) -> None:
+    """The store did what it was asked for, and the save does not know."""
+    checkpoint.save(f"{url}/c", state(1))
+    method, lost = getattr(ObjectStore, change), []
+
+    def lose(store: ObjectStore, path: str, *arguments: Any) -> None:
+        method(store, path, *arguments)
+        if path.endswith(f"/c/{name}") and not lost:
+            lost.append(path)
+            raise ConnectionError("the answer is lost")
+
+    monkeypatch.setattr(ObjectStore, change, lose)
+    with pytest.raises(ConnectionError):
+        checkpoint.save(f"{url}/c", state(2), overwrite=True)
+    assert loaded(f"{url}/c") == loaded_by_stock_dcp(f"{url}/c") == 1
+
+
 def test_what_cannot_be_pickled_leaves_the_checkpoint(url: str) -> None:
     checkpoint.save(f"{url}/c", state(1))
     with pytest.raises(Exception, match="pickle"):
