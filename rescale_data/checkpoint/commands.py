@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import typer
 from rich.console import Console
 
 from rescale_data.checkpoint import convert as conversion
 from rescale_data.checkpoint import inspect, render, safetensors
+from rescale_data.checkpoint.failures import DamagedCheckpointError
 from rescale_data.checkpoint.integrity import verify as verify_files
 from rescale_data.checkpoint.retention import Retention
 from rescale_data.checkpoint.run_folder import RunFolder
@@ -26,7 +28,7 @@ app = typer.Typer(help=HELP, no_args_is_help=True, add_completion=False, pretty_
 
 Path = Annotated[str, typer.Argument(help="A checkpoint: a DCP folder, or its URL.")]
 Folder = Annotated[str, typer.Argument(help="A run's folder, with a checkpoint a step, or its URL.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document; nan and infinity are null.")]
 
 
 class Format(StrEnum):
@@ -120,13 +122,21 @@ def prune(
 ) -> None:
     """Delete the checkpoints in a run's FOLDER that no rule keeps, except those that are being read."""
     rules = _or_exit(lambda: Retention(keep_latest=keep_latest, keep_every=keep_every, keep_best=_best(keep_best)))
-    runs = RunFolder(*open_store(folder))
-    doomed = _or_exit(lambda: rules.to_delete(runs.metrics()))
+    runs = _or_exit(lambda: RunFolder.existing(*open_store(folder)))
+    doomed = _or_exit(lambda: _doomed(runs, rules))
     result = {
         str(step): ("deleted" if runs.delete(step) else "being read") if yes else "would be deleted" for step in doomed
     }
     lines = [f"step-{step}: {what}" for step, what in result.items()] or ["nothing to delete"]
     _out(as_json, result, lambda console: console.print("\n".join(lines), markup=False))
+
+
+def _doomed(runs: RunFolder, rules: Retention) -> list[int]:
+    metrics = runs.metrics()
+    missing = rules.missing_metric(metrics)
+    if missing:
+        raise ValueError(f"Nothing is deleted: in {runs.path} {missing}.")
+    return rules.to_delete(metrics)
 
 
 def _best(text: str | None) -> tuple[str, str, int] | None:
@@ -150,11 +160,20 @@ def _or_exit(work: Callable[[], T]) -> T:
         return work()
     except (ValueError, TypeError, OSError) as error:
         typer.echo(str(error), err=True)
-        raise typer.Exit(1 if "damaged" in str(error) else 2) from error
+        raise typer.Exit(1 if isinstance(error, DamagedCheckpointError) else 2) from error
 
 
 def _out(as_json: bool, value: Any, show: Callable[[Console], None]) -> None:
     if as_json:
-        typer.echo(json.dumps(value, indent=1, default=str))
+        typer.echo(json.dumps(_finite(value), indent=1, default=str, allow_nan=False))
     else:
         show(Console())
+
+
+def _finite(value: Any) -> Any:
+    """With null for nan and infinity, which JSON does not know."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in cast("list[Any]", value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from rescale_data.checkpoint.lease import reading
@@ -23,6 +23,7 @@ class Deletions:
         self._being_read: set[int] = set()
         self._saved: int | None = None
         self._warned = False
+        self._warned_of_metric = False
 
     @contextlib.contextmanager
     def held_off(self, step: int, *, lease: bool) -> Generator[None]:
@@ -55,7 +56,10 @@ class Deletions:
         try:
             metrics = self._folder.metrics()
             self._warn_of_later(metrics)
-            for step in self._retention.to_delete(metrics):
+            doomed = self._retention.to_delete(metrics)
+            if doomed:
+                self._warn_of_missing_metric(metrics)
+            for step in doomed:
                 if step not in (*self._being_read, self._saved) and self._folder.delete(step):
                     logger.info("Deleted %s.", self._folder.checkpoint(step))
         except Exception as error:
@@ -72,3 +76,9 @@ class Deletions:
                 "run went back to an earlier step, or go on in another folder.",
                 *(self._saved, self._folder.path, later),
             )
+
+    def _warn_of_missing_metric(self, metrics: Mapping[int, Mapping[str, float]]) -> None:
+        missing = self._retention.missing_metric(metrics)
+        if missing and not self._warned_of_metric:
+            self._warned_of_metric = True
+            logger.warning("In %s %s. Give save() metrics of that name.", self._folder.path, missing)

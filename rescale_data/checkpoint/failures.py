@@ -8,6 +8,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rescale_data.errors import DataStateError
 
+
+class DamagedCheckpointError(ValueError):
+    """Files of a checkpoint are not those that were saved."""
+
+
 _CURES = {
     errno.ENOSPC: "The disk is full. Free space, or keep fewer checkpoints (keep_latest, keep_every, keep_best).",
     errno.EDQUOT: "The disk quota is used up. Free space, or keep fewer checkpoints (keep_latest, keep_every, keep_best).",
@@ -37,7 +42,7 @@ def clear_error(error: BaseException, doing: str) -> BaseException:
 def _of_ranks(error: CheckpointException, doing: str) -> BaseException:
     first = min(error.failures)
     cause = error.failures[first][0]
-    if isinstance(cause, OSError | DataStateError) or type(cause) in (ValueError, TypeError):
+    if isinstance(cause, OSError | DataStateError) or type(cause) in (ValueError, TypeError, DamagedCheckpointError):
         return clear_error(cause, doing)
     ranks = ", ".join(map(str, sorted(error.failures)))
     return RuntimeError(f"{doing} failed on rank {ranks}: {type(cause).__name__}: {cause}")

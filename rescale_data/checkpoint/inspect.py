@@ -22,11 +22,10 @@ def list_checkpoints(folder: StrPath, storage_options: Options = None) -> list[d
 
     Raises:
         FileNotFoundError: no such folder.
+        ValueError: a checkpoint, and not a folder of checkpoints.
     """
     store, path = open_store(folder, storage_options)
-    if not store.is_folder(path):
-        raise FileNotFoundError(f"No folder at {path}.")
-    steps = [join(path, f"step-{step}") for step in RunFolder(store, path).steps()]
+    steps = [join(path, f"step-{step}") for step in RunFolder.existing(store, path).steps()]
     others = sorted({join(path, name) for name in store.names(path) if not name.startswith(".")} - set(steps))
     return [about for candidate in [*steps, *others] if (about := _about(store, candidate)) is not None]
 

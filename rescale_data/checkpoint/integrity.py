@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
-from rescale_data.checkpoint.commit import SAVE_ID_PREFIX, replaced_by_a_killed_save
+from rescale_data.checkpoint.commit import replaced_by_a_killed_save
 from rescale_data.checkpoint.lease import reading
 from rescale_data.checkpoint.manifest import MANIFEST, METADATA, Manifest, read_manifest
+from rescale_data.checkpoint.ownership import SAVE_ID_PREFIX
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.reader import CheckpointReader
 from rescale_data.checkpoint.store import Store, StrPath, join, open_store

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from rescale_data.checkpoint.commit import replaced_by_a_killed_save
 from rescale_data.checkpoint.devices import settle
 from rescale_data.checkpoint.entries import Entry, State, entries_of, nested, value_at
-from rescale_data.checkpoint.failures import clear_error
+from rescale_data.checkpoint.failures import DamagedCheckpointError, clear_error
 from rescale_data.checkpoint.integrity import problems
 from rescale_data.checkpoint.lease import reading
 from rescale_data.checkpoint.planner import CheckingLoadPlanner, Misfits
@@ -23,6 +23,7 @@ from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.reader import CheckpointReader
 from rescale_data.checkpoint.saving import quiet
 from rescale_data.checkpoint.store import Store, StrPath, open_store
+from rescale_data.checkpoint.unfit import refuse_unfit
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,8 @@ def load(
 
     Raises:
         FileNotFoundError: no checkpoint at ``path``.
-        ValueError: files are damaged, or names, shapes or dtypes do not fit; the message lists them all.
+        ValueError: files are damaged, or names, shapes or dtypes do not fit, or a tensor is on the meta device, quantized,
+            sparse or nested; the message lists them all.
     """
     ranks = Ranks(process_group)
     store, folder = open_store(path, storage_options)
@@ -87,24 +89,25 @@ def load(
 
 
 def refuse_damaged(store: Store, path: str, ranks: Ranks, *, checksums: bool) -> None:
-    """``ValueError`` naming every file that is not what was saved."""
+    """``DamagedCheckpointError`` naming every file that is not what was saved."""
     found = problems(store, path, ranks, checksums=checksums)
     if found:
         listed = "\n  ".join(found)
-        raise ValueError(
+        raise DamagedCheckpointError(
             f"The checkpoint {path} is damaged:\n  {listed}\nNothing was loaded. Load an earlier checkpoint."
         )
 
 
 def read(reader: StorageReader, path: str, state: State, ranks: Ranks, *, strict: bool, trusted: bool) -> LoadReport:
     """Load from a reader whose files are in order."""
-    entries = entries_of(state)
+    entries = ranks.together(lambda: entries_of(state))
     planner = CheckingLoadPlanner(entries, trusted=trusted)
     plain: dict[str, Any] = {}
 
     def check() -> tuple[Misfits, set[str]]:
         metadata = reader.read_metadata()
         plain.update(nested([(entry.path, entry.placeholder(metadata)) for entry in entries]))
+        refuse_unfit(plain)
         return planner.check(plain, metadata), _not_asked(metadata, entries)
 
     found = ranks.on_each(check)

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import new_group
 from rescale_data.checkpoint.background import Background
 from rescale_data.checkpoint.deletions import Deletions
 from rescale_data.checkpoint.entries import State, entries_of
+from rescale_data.checkpoint.failures import DamagedCheckpointError
 from rescale_data.checkpoint.integrity import problems
 from rescale_data.checkpoint.loading import LoadReport, read, refuse_damaged
 from rescale_data.checkpoint.manifest import checked_metrics
@@ -101,19 +102,18 @@ class CheckpointManager:
             TypeError, ValueError: ``state`` cannot be saved.
         """
         self._settle()
-        if type(step) is not int or step < 0:
-            raise ValueError(f"step={step!r}: give an integer of at least 0.")
-        info = SaveInfo(world_size=self._ranks.size, step=step, metrics=checked_metrics(metrics))
         if self._stager is None:
-            self._write(plain_state(state), info)
+            info = self._ranks.together(lambda: self._info(step, metrics))
+            self._write(plain_state(state, self._ranks), info)
             return
         try:
+            info = self._info(step, metrics)
             staged = self._stager.stage(entries_of(state))
         except Exception as error:
             # The other ranks have begun: this one takes part, so that they fail now and not at a timeout.
             staged = Future[Staged]()
             staged.set_exception(error)
-            self._uploads.submit(lambda: self._upload(staged, info))
+            self._uploads.submit(lambda: self._upload(staged, SaveInfo()))
             self._uploads.forget()
             raise
         self._uploads.submit(lambda: self._upload(staged, info))
@@ -143,7 +143,7 @@ class CheckpointManager:
         """Load the newest checkpoint whose files are in order, and return its step; None where there is no checkpoint.
 
         A damaged checkpoint is passed over with a warning and an error in the log. One that is whole and does not
-        fit ``state`` is an error.
+        fit ``state`` is an error, or with ``strict=False`` a warning in the log that names what was not loaded.
 
         Raises:
             ValueError: there are checkpoints, and all are damaged; or the newest whole one does not fit.
@@ -155,11 +155,13 @@ class CheckpointManager:
             with self._deletions.held_off(step, lease=self._ranks.is_first):
                 found = self._problems(path, checksums)
                 if not found:
-                    self._read(path, state, strict, trusted)
+                    self._warn_of_misfits(path, self._read(path, state, strict, trusted))
                     return step
             self._warn_of_damage(path, found)
         if steps:
-            raise ValueError(f"All checkpoints in {self._folder.path} are damaged: steps {steps}. Nothing was loaded.")
+            raise DamagedCheckpointError(
+                f"All checkpoints in {self._folder.path} are damaged: steps {steps}. Nothing was loaded."
+            )
         return None
 
     def steps(self) -> list[int]:
@@ -197,6 +199,11 @@ class CheckpointManager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _info(self, step: int, metrics: Mapping[str, float] | None) -> SaveInfo:
+        if type(step) is not int or step < 0:
+            raise ValueError(f"step={step!r}: give an integer of at least 0.")
+        return SaveInfo(world_size=self._ranks.size, step=step, metrics=checked_metrics(metrics))
 
     def _settle(self) -> None:
         if self._closed:
@@ -239,6 +246,14 @@ class CheckpointManager:
         if self._ranks.is_first:
             logger.error(text)
             warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+    def _warn_of_misfits(self, path: str, report: LoadReport) -> None:
+        if self._ranks.is_first and (report.missing or report.unexpected or report.mismatched):
+            logger.warning(
+                "%s does not fit the state, and was loaded in part. "
+                "Missing in the checkpoint: %s. Not asked for: %s. Different: %s.",
+                *(path, *(list(names) or "none" for names in (report.missing, report.unexpected, report.mismatched))),
+            )
 
 
 def _own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

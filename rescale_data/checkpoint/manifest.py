@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rescale_data.checkpoint.failures import DamagedCheckpointError
 from rescale_data.checkpoint.store import Store, join
 from rescale_data.checkpoint.streams import FileRecord
 
@@ -74,7 +75,9 @@ def read_manifest(store: Store, path: str) -> Manifest | None:
     try:
         return Manifest.from_json(text)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{name} is damaged: {error}. Load another checkpoint, or delete this one.") from error
+        raise DamagedCheckpointError(
+            f"{name} is damaged: {error}. Load another checkpoint, or delete this one."
+        ) from error
 
 
 def checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:

@@ -59,6 +59,12 @@ class Ranks:
         dist.all_gather_object(outcomes, _attempt(work, self.rank), group=self.group)
         return cast(list[T], _unwrap(outcomes))
 
+    def together(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns on this rank, once it has not raised on any."""
+        done: list[T] = []
+        self.on_each(lambda: done.append(work()))
+        return done[0]
+
 
 class _Failure:
     def __init__(self, error: Exception, rank: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,7 @@ class Retention:
         keep_best: ``(metric, "min" or "max", count)``: the best by a metric given at save; nan is worse than any number.
 
     Raises:
-        ValueError: a count below 1, or a mode that is neither ``"min"`` nor ``"max"``.
+        ValueError: a count that is no integer of at least 1, or a mode that is neither ``"min"`` nor ``"max"``.
     """
 
     keep_latest: int | None = 3
@@ -26,13 +27,11 @@ class Retention:
 
     def __post_init__(self) -> None:
         for name, value in (("keep_latest", self.keep_latest), ("keep_every", self.keep_every)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: give at least 1, or None.")
-        if self.keep_best is not None and (
-            len(self.keep_best) != 3 or self.keep_best[1] not in ("min", "max") or self.keep_best[2] < 1
-        ):
+            if value is not None and not _is_count(value):
+                raise ValueError(f"{name}={value!r}: give an integer of at least 1, or None.")
+        if self.keep_best is not None and not _is_rule(self.keep_best):
             raise ValueError(
-                f'keep_best={self.keep_best}: give (metric, "min" or "max", count of at least 1), or None.'
+                f'keep_best={self.keep_best!r}: give (metric, "min" or "max", integer of at least 1), or None.'
             )
 
     def to_delete(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
@@ -45,6 +44,16 @@ class Retention:
             kept |= {step for step in steps if step % self.keep_every == 0}
         return [step for step in steps if step not in kept]
 
+    def missing_metric(self, metrics: Mapping[int, Mapping[str, float]]) -> str:
+        """What is wrong where there are checkpoints, and none has the metric of ``keep_best``; else empty."""
+        known = {name for values in metrics.values() for name in values}
+        if self.keep_best is None or not metrics or self.keep_best[0] in known:
+            return ""
+        return (
+            f"no checkpoint has the metric {self.keep_best[0]!r} of keep_best, so none is kept as the best; "
+            f"they have {sorted(known) or 'none'}"
+        )
+
     def _best(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
         if self.keep_best is None:
             return []
@@ -52,3 +61,12 @@ class Retention:
         sign = 1.0 if mode == "min" else -1.0
         scores = {step: sign * values[name] for step, values in metrics.items() if name in values}
         return sorted(scores, key=lambda step: (math.isnan(scores[step]), scores[step], step))[:count]
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_rule(value: object) -> bool:
+    rule = cast("tuple[object, ...]", value) if isinstance(value, tuple | list) else ()
+    return len(rule) == 3 and isinstance(rule[0], str) and rule[1] in ("min", "max") and _is_count(rule[2])

@@ -7,10 +7,11 @@ import logging
 import time
 from typing import Any
 
-from rescale_data.checkpoint.commit import REPLACED, SAVING, remove_leftovers
+from rescale_data.checkpoint.commit import erase, remove_leftovers
 from rescale_data.checkpoint.lease import STEP, is_read
 from rescale_data.checkpoint.manifest import MANIFEST, METADATA, read_manifest
-from rescale_data.checkpoint.store import Store, join
+from rescale_data.checkpoint.ownership import hidden_of, is_remainder
+from rescale_data.checkpoint.store import Store, join, split
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,20 @@ class RunFolder:
         self.store = store
         self.path = path
         self._lock: Any = None
+
+    @classmethod
+    def existing(cls, store: Store, path: str) -> RunFolder:
+        """The folder of a run that is there.
+
+        Raises:
+            FileNotFoundError: no such folder.
+            ValueError: a checkpoint, and not a folder of checkpoints.
+        """
+        if not store.is_folder(path):
+            raise FileNotFoundError(f"No folder at {path}.")
+        if {MANIFEST, METADATA} & set(store.names(path)):
+            raise ValueError(f"{path} is a checkpoint itself; give the folder of the run, {split(path)[0]}.")
+        return cls(store, path)
 
     def checkpoint(self, step: int) -> str:
         return join(self.path, f"step-{step}")
@@ -53,11 +68,15 @@ class RunFolder:
         for name in self._names_of_leftovers():
             remove_leftovers(self.store, join(self.path, name))
         for step in sorted(set(self._named()) - set(self.steps())):
-            if self._is_abandoned(step):
-                self.delete(step)
+            if self._is_abandoned(step) and self.delete(step):
+                logger.info("Removed %s, which a killed save or deletion left.", self.checkpoint(step))
 
     def close(self) -> None:
         if self._lock is not None:
+            import fcntl
+
+            # Closing would not do: a process that this one has forked keeps a copy of the file open.
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
             self._lock.close()
             self._lock = None
 
@@ -69,42 +88,38 @@ class RunFolder:
         self.store.remove(join(path, MANIFEST))
         if is_read(self.store, path):
             return False
-        self.store.remove_folder(path)
+        erase(self.store, path)
         return True
 
     def _named(self) -> list[int]:
         return sorted(int(match[1]) for name in self.store.names(self.path) if (match := STEP.fullmatch(name)))
 
     def _names_of_leftovers(self) -> set[str]:
-        hidden = [name for name in self.store.names(self.path) if SAVING in name or REPLACED in name]
-        return {name[1:].partition(SAVING)[0].partition(REPLACED)[0] for name in hidden}
+        names = {of[0] for entry in self.store.names(self.path) if (of := hidden_of(entry))}
+        return {name for name in names if STEP.fullmatch(name)}
 
     def _is_abandoned(self, step: int) -> bool:
-        """Whether an uncommitted folder is the rest of a save or of a deletion: ours, and not another tool's checkpoint."""
+        """Whether an uncommitted folder is what a killed save or deletion of ours left, and nobody is saving it now."""
         path = self.checkpoint(step)
-        names = self.store.names(path)
-        if not self.store.renames:
-            return all(time.time() - self.store.modified(join(path, name)) > ABANDONED for name in names)
-        return METADATA not in names or _was_ours(self.store, path)
+        return is_remainder(self.store, path) and (self.store.renames or _age(self.store, path) > ABANDONED)
 
     def _take_lock(self) -> bool:
         if not self.store.renames:
             return True
         import fcntl
 
-        self._lock = open(join(self.path, LOCK), "ab")  # noqa: SIM115 - held until close, or until the process ends
+        lock = open(join(self.path, LOCK), "ab")  # noqa: SIM115 - held until close, or until the process ends
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            self.close()
+            lock.close()
             return False
+        self._lock = lock
         return True
 
 
-def _was_ours(store: Store, path: str) -> bool:
-    from rescale_data.checkpoint.integrity import require_committed
-
-    try:
-        return require_committed(store, path) is not None
-    except ValueError:
-        return True
+def _age(store: Store, path: str) -> float:
+    """Seconds since the last change of a file in a folder, or in a folder in there."""
+    folders = [path, *(join(path, name) for name in store.names(path))]
+    files = [file for folder in folders for name in store.names(folder) if store.is_file(file := join(folder, name))]
+    return time.time() - max((store.modified(file) for file in files), default=0.0)

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from rescale_data.checkpoint.commit import Workspace, abandon, prepare
-from rescale_data.checkpoint.entries import State, entries_of, nested
+from rescale_data.checkpoint.entries import Entry, State, entries_of, nested
 from rescale_data.checkpoint.failures import clear_error
 from rescale_data.checkpoint.manifest import checked_metrics
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.save_planner import CheckpointSavePlanner
 from rescale_data.checkpoint.store import Store, StrPath, open_store
+from rescale_data.checkpoint.unfit import refuse_unfit
 from rescale_data.checkpoint.writer import CheckpointWriter, SaveInfo
 
 
@@ -34,8 +35,8 @@ def save(
     """Save ``state`` at ``path``, with all ranks, and return when it is committed.
 
     The folder is a plain DCP checkpoint that ``torch.distributed.checkpoint.load`` reads, and ``rescale_data.json``, which
-    lists every file with its size and checksum. Until the last step nothing is seen at ``path``: a save that fails or is
-    killed leaves what was there.
+    lists every file with its size and checksum. Until the last step nothing is seen at ``path``: a save that fails leaves what
+    was there, and so does one that is killed, but that an object store's old checkpoint is gone while two small files are put.
 
     Args:
         path: A local folder that does not exist yet, or a URL that fsspec knows (``s3://bucket/run/step-100``).
@@ -49,20 +50,30 @@ def save(
 
     Raises:
         TypeError: ``state`` holds what has no place in a checkpoint.
-        ValueError: ``path`` is taken, or an optimizer's parameters are in no module of ``state``.
+        ValueError: ``path`` is taken, an optimizer's parameters are in no module of ``state``, or a tensor is on the meta
+            device, quantized, sparse or nested.
         OSError: disk full, no permission; the message says what to do.
     """
     ranks = Ranks(process_group)
     store, final = open_store(path, storage_options)
-    info = SaveInfo(world_size=ranks.size, step=step, metrics=checked_metrics(metrics))
-    plain = plain_state(state)
+    checked = ranks.together(lambda: checked_metrics(metrics))
+    plain = plain_state(state, ranks)
+    info = SaveInfo(world_size=ranks.size, step=step, metrics=checked)
     workspace = begin(store, final, ranks, overwrite=overwrite)
     write(plain, CheckpointWriter(store, workspace, info), ranks)
 
 
-def plain_state(state: State) -> dict[str, Any]:
-    """What DCP saves of ``state``; its tensors may be the live ones."""
-    return nested([(entry.path, entry.plain()) for entry in entries_of(state)])
+def plain_state(state: State, ranks: Ranks) -> dict[str, Any]:
+    """What DCP saves of ``state``; its tensors may be the live ones. An error of one rank is raised on all."""
+    # Twice: sharded modules have collectives in their plain(), which all ranks must reach or none.
+    entries = ranks.together(lambda: entries_of(state))
+    return ranks.together(lambda: _plain(entries))
+
+
+def _plain(entries: list[Entry]) -> dict[str, Any]:
+    plain = nested([(entry.path, entry.plain()) for entry in entries])
+    refuse_unfit(plain)
+    return plain
 
 
 def begin(store: Store, final: str, ranks: Ranks, *, overwrite: bool) -> Workspace:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from rescale_data.checkpoint.devices import adapter_of, settle
 from rescale_data.checkpoint.entries import Entry, ModuleEntry, OptimizerEntry, nested
 from rescale_data.checkpoint.save_planner import host_copy
+from rescale_data.checkpoint.unfit import refuse_unfit
 
 Staged = dict[str, Any]
 
@@ -42,19 +44,19 @@ class Stager:
         )
         self._stager = DefaultStager(options)
         self._pending: Future[Any] | None = None
-        self._hook: Any = None
         self._lock = threading.Lock()
+        # Any optimizer's, since any optimizer may own the parameters; the hook alone does not keep the copies alive.
+        self._hook = register_optimizer_step_pre_hook(_waiter(weakref.ref(self)))
 
     def stage(self, entries: list[Entry]) -> Future[Staged]:
         """The state of ``entries`` as it is now, once the copy is done. One at a time: the memory is used again."""
         steady = _changed_by_steps_alone(entries)
         late: dict[str, torch.Tensor] = {}
         live = [(entry.path, entry.plain()) for entry in entries]
+        refuse_unfit(nested(live))
         settle(live)
         plain = nested([(path, _copy(value, steady, late)) for path, value in live])
         self._pending = cast("Future[Any]", self._stager.stage(cast(Any, late)))
-        # Any optimizer's, since any optimizer may own the parameters; it is taken back as soon as the copy is waited for.
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
         staged: Future[Staged] = Future()
         self._pending.add_done_callback(lambda copied: _hand_over(copied, plain, staged))
         return staged
@@ -63,18 +65,22 @@ class Stager:
         """Return when the state may change. An error of the copy belongs to the save and is raised there."""
         with self._lock:
             pending, self._pending = self._pending, None
-            hook, self._hook = self._hook, None
-        if hook is not None:
-            hook.remove()
         if pending is not None:
             pending.exception()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.wait()
-
     def close(self) -> None:
         self.wait()
+        self._hook.remove()
         self._stager.close()
+
+
+def _waiter(reference: weakref.ref[Stager]) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        stager = reference()
+        if stager is not None:
+            stager.wait()
+
+    return before_step
 
 
 class _Late:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Mapping
@@ -15,8 +16,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from rescale_data.checkpoint.commit import SAVE_ID_PREFIX, Workspace, commit
+from rescale_data.checkpoint.commit import Workspace, commit
 from rescale_data.checkpoint.manifest import Manifest
+from rescale_data.checkpoint.ownership import SAVE_ID_PREFIX
 from rescale_data.checkpoint.store import Store, split
 from rescale_data.checkpoint.streams import FileRecord, StoreFileSystem
 
@@ -60,9 +62,12 @@ class CheckpointWriter(FileSystemWriter):
         return super().write_data(plan, planner).wait()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        files = {cast(_FileIndex, r.index).fqn: r.storage_data for rank in results for r in rank if _is_file(r)}
+        prefix = self.workspace.prefix
+        files = {
+            prefix + cast(_FileIndex, r.index).fqn: r.storage_data for rank in results for r in rank if _is_file(r)
+        }
         self.fs.written.clear()
-        super().finish(metadata, [[r for r in rank if not _is_file(r)] for rank in results])
+        super().finish(metadata, [[_under(prefix, r) for r in rank if not _is_file(r)] for rank in results])
         files.update({split(path)[1]: record for path, record in self.fs.written.items()})
         manifest = Manifest(
             save_id=self.workspace.save_id,
@@ -82,6 +87,14 @@ class _FileIndex(MetadataIndex):
 
 def _as_result(path: str, record: FileRecord) -> WriteResult:
     return WriteResult(_FileIndex(split(path)[1]), record.size, cast(Any, record))
+
+
+def _under(prefix: str, result: WriteResult) -> WriteResult:
+    """A value's place, in a file whose name begins with ``prefix`` when the checkpoint is committed."""
+    place = result.storage_data
+    return dataclasses.replace(
+        result, storage_data=dataclasses.replace(place, relative_path=prefix + place.relative_path)
+    )
 
 
 def _is_file(result: WriteResult) -> bool:

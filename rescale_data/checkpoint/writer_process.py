@@ -91,6 +91,9 @@ class WriterProcess:
 
     def close(self) -> None:
         if self._pipe is not None:
+            # The end of a pipe would not do: a process that the trainer has forked keeps a copy of it open.
+            with contextlib.suppress(OSError):
+                self._pipe.send(None)
             self._pipe.close()
         if self._process is not None:
             self._process.wait()
@@ -136,7 +139,7 @@ class _Resolved(DefaultSavePlanner):
 
 
 def main(descriptor: int) -> None:
-    """Serve jobs until the trainer's end closes."""
+    """Serve jobs until there is None, or the trainer's end closes."""
     reductions.init_reductions()
     multiprocessing.current_process().authkey = sys.stdin.buffer.read()
     raise_file_limit()
@@ -147,8 +150,8 @@ def main(descriptor: int) -> None:
     torch.serialization.set_crc32_options(False)
     pipe = Connection(descriptor)
     with contextlib.suppress(EOFError, KeyboardInterrupt, ConnectionError):
-        while True:
-            pipe.send(_attempt(pipe.recv()))
+        while (job := pipe.recv()) is not None:
+            pipe.send(_attempt(job))
 
 
 def _attempt(job: Job) -> Any:

@@ -130,6 +130,34 @@ def test_prune(run_folder: Path) -> None:
     call("prune", run_folder, "--keep-latest", 0, code=2)
 
 
+def test_prune_and_ls_of_what_is_no_run(run_folder: Path) -> None:
+    for call_ in (lambda path: call("ls", path, code=2), lambda path: call("prune", path, "--keep-latest", 1, code=2)):
+        assert "No folder" in call_(run_folder / "none")
+        assert "is a checkpoint itself; give the folder of the run" in call_(run_folder / "step-5").replace("\n", " ")
+
+
+def test_prune_by_a_metric_that_no_checkpoint_has(run_folder: Path) -> None:
+    text = call("prune", run_folder, "--keep-latest", 1, "--keep-best", "val_los:min:1", "--yes", code=2)
+    assert "the metric 'val_los' of keep_best" in text.replace("\n", " ")
+    assert len(json.loads(call("ls", run_folder, "--json"))) == 5
+
+
+def test_json_is_json(tmp_path: Path) -> None:
+    save(tmp_path / "c", {"a": 1}, metrics={"loss": float("nan"), "gain": float("-inf"), "rate": 0.5})
+    listed = json.loads(call("ls", tmp_path, "--json"), parse_constant=pytest.fail)
+    assert listed[0]["metrics"] == {"loss": None, "gain": None, "rate": 0.5}
+
+
+def test_the_word_in_a_path_is_no_damage(run_folder: Path) -> None:
+    """Exit code 1 tells scripts that a checkpoint is damaged, 2 that there is none."""
+    (run_folder / "damaged").mkdir()
+    for command in ("verify", "show"):
+        assert "No checkpoint" in call(command, run_folder / "damaged", code=2)
+    (run_folder / "step-5" / "__0_0.distcp").unlink()
+    for command in ("verify", "show"):
+        call(command, run_folder / "step-5", code=1)
+
+
 def test_help_says_what_each_command_does() -> None:
     text = call("--help")
     assert all(command in text for command in ("ls", "show", "verify", "diff", "convert", "prune"))

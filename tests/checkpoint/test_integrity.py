@@ -204,7 +204,7 @@ def test_hazard_a_killed_save_into_an_old_folder_is_not_a_mix(tmp_path: Path) ->
     store = LocalStore()
     from rescale_data.checkpoint import commit
 
-    workspace = commit.prepare(store, str(tmp_path / "c"), "id", overwrite=True)
+    workspace = commit.prepare(store, str(tmp_path / "c"), "1" * 32, overwrite=True)
     shutil.copy(tmp_path / "stock-2" / "__0_0.distcp", workspace.working)
     assert checkpoint.read_data_state(tmp_path / "c")["step"] == 1, "what is written aside is not seen"
     checkpoint.save(tmp_path / "c", state(3), overwrite=True)
@@ -214,7 +214,7 @@ def test_hazard_a_killed_save_into_an_old_folder_is_not_a_mix(tmp_path: Path) ->
 
 def test_a_kill_between_the_two_renames_of_a_replacement(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "c", state(1))
-    os.rename(tmp_path / "c", tmp_path / ".c.replaced-1234")
+    os.rename(tmp_path / "c", tmp_path / f".c.replaced-{'1' * 32}")
     assert checkpoint.read_data_state(tmp_path / "c")["step"] == 1
     target = state()
     checkpoint.load(tmp_path / "c", target)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from rescale_data.checkpoint import CheckpointManager, local
 from rescale_data.checkpoint.local import LocalStore
+from rescale_data.checkpoint.ownership import hidden_of
 from tests.checkpoint.processes import context, start
 from tests.checkpoint.stand_in import StandInLoader
 
@@ -41,7 +42,7 @@ def check(folder: Path, at_least: int) -> int:
     assert found >= at_least
     assert target["loader"].step == target["step"] == found
     assert (target["weights"] == found).all()
-    assert not [name for name in os.listdir(folder) if "saving" in name or "replaced" in name]
+    assert not [name for name in os.listdir(folder) if hidden_of(name)]
     return found
 
 

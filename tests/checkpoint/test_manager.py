@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,6 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager, inspect
@@ -219,6 +223,35 @@ def test_the_next_optimizer_step_waits_for_the_copy(tmp_path: Path, monkeypatch:
     assert other.numbers() == expected
 
 
+def test_optimizers_step_whatever_hooks_there_are(tmp_path: Path) -> None:
+    """Several managers that stage at once, and hooks of others, registered before and after."""
+    training, steps = Training(), []
+    hooks = [register_optimizer_step_pre_hook(lambda *_: steps.append("before"))]
+    with CheckpointManager(tmp_path / "a") as first, CheckpointManager(tmp_path / "b") as second:
+        hooks.append(register_optimizer_step_pre_hook(lambda *_: steps.append("after")))
+        for step in (1, 2):
+            training.step()
+            first.save(step, training.state)
+            second.save(step, training.state)
+            hooks.append(register_optimizer_step_pre_hook(lambda *_: steps.append("later")))
+    training.step()
+    for hook in hooks:
+        hook.remove()
+    assert steps == ["before", "after", "before", "after", "later", "before", "after", "later", "later"]
+
+
+def test_a_manager_that_is_dropped_frees_its_copies(tmp_path: Path) -> None:
+    training = Training()
+    manager = CheckpointManager(tmp_path / "run")
+    manager.save(1, training.state)
+    manager.wait()
+    stager = weakref.ref(manager._stager)
+    del manager
+    gc.collect()
+    assert stager() is None
+    training.step()
+
+
 def test_hazard_staging_without_an_accelerator(tmp_path: Path) -> None:
     """``StagingOptions()`` with its defaults fails where there is none; the manager asks what there is."""
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -287,6 +320,44 @@ class UnsavableOnRankOne:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
+def fail_on_rank_one(folder: str) -> list[str]:
+    """What each call says that cannot work on rank 1 alone, and what is loaded afterwards."""
+    odd = dist.get_rank() == 1
+    loss = {"loss": "low" if odd else 1.0}
+    manager = CheckpointManager(f"{folder}/run", async_mode="disabled")
+    background = CheckpointManager(f"{folder}/background")
+    calls: list[Callable[[], Any]] = [
+        lambda: checkpoint.save(f"{folder}/c", {"value": UnsavableOnRankOne()}),
+        lambda: checkpoint.save(f"{folder}/c", {1: 1} if odd else {"a": 1}),
+        lambda: checkpoint.save(f"{folder}/c", {"a": 1}, metrics=loss),  # type: ignore[arg-type]
+        lambda: manager.save(1, {"value": UnsavableOnRankOne()}),
+        lambda: manager.save(-1 if odd else 1, {"a": 1}),
+        lambda: background.save(1, {"a": 1}, metrics=loss) or background.wait(),  # type: ignore[arg-type]
+        lambda: checkpoint.load(f"{folder}/whole", {"a": [StandInLoader()] if odd else 0}),
+    ]
+    checkpoint.save(f"{folder}/whole", {"a": 1})
+    said = []
+    for call in calls:
+        with pytest.raises((RuntimeError, TypeError, ValueError)) as caught:
+            call()
+        said.append(str(caught.value))
+    manager.close()
+    background.close()
+    return said
+
+
+def test_what_is_wrong_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    first, second = run(2, fail_on_rank_one, str(tmp_path))
+    assert first == second
+    for text, words in zip(
+        first,
+        ("no state", "keys are strings", "'loss'", "no state", "step=-1", "'loss'", "a name of its own"),
+        strict=True,
+    ):
+        assert words in text
+    assert sorted(name for name in os.listdir(tmp_path)) == ["background", "run", "whole"]
+
+
 def save_what_one_rank_cannot(folder: str) -> list[str]:
     said = []
     manager = CheckpointManager(folder)
@@ -302,6 +373,38 @@ def save_what_one_rank_cannot(folder: str) -> list[str]:
 
 def test_what_one_rank_cannot_save_fails_on_all_at_once(tmp_path: Path) -> None:
     assert run(2, save_what_one_rank_cannot, str(tmp_path / "run")) == [["no state on this rank", "[1, 3]"]] * 2
+
+
+@pytest.fixture
+def forked() -> Iterator[Callable[[], None]]:
+    """Starts a child that has a copy of all that is open here, and lives until the test ends."""
+    children: list[Any] = []
+
+    def fork() -> None:
+        child = multiprocessing.get_context("fork").Process(target=signal.pause)
+        child.start()
+        children.append(child)
+
+    yield fork
+    for child in children:
+        child.kill()
+        child.join()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_close_ends_though_a_forked_child_lives(
+    tmp_path: Path, forked: Callable[[], None], caplog: pytest.LogCaptureFixture, mode: Any
+) -> None:
+    manager = CheckpointManager(tmp_path / "run", async_mode=mode)
+    manager.save(1, {"a": torch.ones(3)})
+    manager.wait()
+    forked()
+    closing = threading.Thread(target=manager.close, daemon=True)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
+    CheckpointManager(tmp_path / "run").close()
+    assert "Another process saves" not in caplog.text
 
 
 EXIT = """
@@ -360,15 +463,36 @@ def test_retention_is_a_pure_function(rules: dict[str, Any], kept: list[int]) ->
     "rules",
     [
         {"keep_latest": 0},
+        {"keep_latest": 1.5},
+        {"keep_latest": True},
         {"keep_every": 0},
+        {"keep_every": "10"},
         {"keep_best": ("loss", "least", 1)},
         {"keep_best": ("loss", "min", 0)},
+        {"keep_best": ("loss", "min", "2")},
+        {"keep_best": ("loss", "min", 1.5)},
+        {"keep_best": (None, "min", 1)},
+        {"keep_best": ("loss", "min")},
+        {"keep_best": "loss"},
+        {"keep_best": 3},
         {"async_mode": "fork"},
     ],
 )
 def test_rules_that_make_no_sense(tmp_path: Path, rules: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(rules))):
         CheckpointManager(tmp_path, **rules)
+
+
+def test_a_metric_that_no_checkpoint_has_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rules: dict[str, Any] = {"keep_latest": 1, "keep_best": ("val_los", "min", 2), "async_mode": "disabled"}
+    with CheckpointManager(tmp_path / "run", **rules) as manager:
+        manager.save(0, {"a": 0})
+        manager._deletions.wait()
+        assert "val_los" not in caplog.text, "nothing is deleted yet"
+        for step in (1, 2, 3):
+            manager.save(step, {"a": step}, metrics={"val_loss": step})
+    assert caplog.text.count("no checkpoint has the metric 'val_los' of keep_best") == 1
+    assert "they have ['val_loss']" in caplog.text
 
 
 @pytest.mark.parametrize("mode", ["disabled", "thread"])
@@ -502,13 +626,25 @@ def test_another_state_is_no_damage(tmp_path: Path) -> None:
             manager.load_latest({"a": torch.zeros(2)})
 
 
+def test_what_load_latest_did_not_load_is_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with CheckpointManager(tmp_path / "run", async_mode="disabled") as manager:
+        manager.save(1, {"a": torch.zeros(2), "head": {"old": 1, "same": torch.zeros(2)}})
+        assert manager.load_latest({"a": torch.zeros(2)}, strict=False) == 1
+        assert "in part" not in caplog.text, "what is not asked for by its top name is left out on purpose"
+        state = {"a": torch.zeros(2), "head": {"new": 1, "same": torch.zeros(3)}}
+        assert manager.load_latest(state, strict=False) == 1
+    assert (
+        "Missing in the checkpoint: ['head.new']. Not asked for: ['head.old']. Different: ['head.same']" in caplog.text
+    )
+
+
 def test_a_start_removes_what_killed_saves_left(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "run", async_mode="disabled") as manager:
         manager.save(1, {"a": 1})
-        (tmp_path / "run" / ".step-2.saving-77").mkdir()
-        os.rename(tmp_path / "run" / "step-1", tmp_path / "run" / ".step-1.replaced-78")
+        (tmp_path / "run" / f".step-2.saving-{'1' * 32}").mkdir()
+        os.rename(tmp_path / "run" / "step-1", tmp_path / "run" / f".step-1.replaced-{'2' * 32}")
         CheckpointManager(tmp_path / "run").close()
-        assert (tmp_path / "run" / ".step-2.saving-77").exists(), "another manager may be writing it"
+        assert (tmp_path / "run" / f".step-2.saving-{'1' * 32}").exists(), "another manager may be writing it"
     (tmp_path / "run" / "notes.txt").write_text("mine")
     dcp.save({"a": 1}, checkpoint_id=tmp_path / "run" / "step-7")
     with CheckpointManager(tmp_path / "run") as manager:

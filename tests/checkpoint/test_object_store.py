@@ -149,6 +149,17 @@ def test_a_replacement_is_not_committed_before_its_end(server: Server, folder: s
     assert checkpoint.read_data_state(f"{folder}/c", storage_options=options)["step"] == 3
 
 
+def test_a_replacement_of_another_tools_checkpoint(server: Server, folder: str) -> None:
+    store, path = open_store(folder, server.options)
+    for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
+        store.write(f"{path}/c/{name}", b"of another tool")
+    with pytest.raises(ValueError, match="overwrite=True"):
+        checkpoint.save(f"{folder}/c", state(1), storage_options=server.options)
+    checkpoint.save(f"{folder}/c", state(1), overwrite=True, storage_options=server.options)
+    assert not [name for name in store.names(f"{path}/c") if name.endswith(".distcp")]
+    assert checkpoint.verify(f"{folder}/c", storage_options=server.options) == []
+
+
 def test_a_killed_save_is_no_checkpoint(server: Server, folder: str) -> None:
     """A kill before the commit object: everything is there but the manifest."""
     checkpoint.save(f"{folder}/step-1", state(1), storage_options=server.options)
@@ -182,12 +193,14 @@ def test_what_is_read_elsewhere_is_not_deleted(server: Server, folder: str) -> N
 def test_damage_is_found(server: Server, folder: str) -> None:
     checkpoint.save(f"{folder}/c", state(1), storage_options=server.options)
     store, path = open_store(folder, server.options)
-    content = bytearray(store.read(f"{path}/c/__0_0.distcp"))
+    [own] = [name for name in store.names(f"{path}/c") if name.startswith("rescale_data-")]
+    file = f"{path}/c/{own}/__0_0.distcp"
+    content = bytearray(store.read(file))
     content[2000] ^= 4
-    store.write(f"{path}/c/__0_0.distcp", bytes(content))
+    store.write(file, bytes(content))
     with pytest.raises(ValueError, match=r"__0_0\.distcp is not what was saved"):
         checkpoint.load(f"{folder}/c", state(), storage_options=server.options)
-    store.remove(f"{path}/c/__0_0.distcp")
+    store.remove(file)
     assert "is missing" in checkpoint.verify(f"{folder}/c", storage_options=server.options)[0]
 
 

@@ -252,6 +252,59 @@ def test_what_has_no_place_in_a_state(tmp_path: Path, state: Any, error: type[Ex
     assert not (tmp_path / "c").exists()
 
 
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Linear(2, 3)
+
+
+def quantized(scale: float = 0.1) -> torch.Tensor:
+    return torch.quantize_per_tensor(torch.ones(3), scale, 0, torch.quint8)
+
+
+UNFIT: dict[str, tuple[Any, str]] = {
+    "meta": (on_meta, r"x.weight is on the meta device.*\n.*x.bias is on the meta device.*to_empty"),
+    "quantized": (quantized, r"x is quantized: put int_repr"),
+    "sparse": (lambda: torch.eye(2).to_sparse(), "x is sparse_coo"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged), "x is jagged"),
+    "in a list": (lambda: [torch.ones(1), torch.eye(2).to_sparse()], r"x.1 is sparse_coo"),
+}
+
+
+@pytest.mark.parametrize("what", UNFIT)
+def test_tensors_that_have_no_place_in_a_checkpoint(tmp_path: Path, what: str) -> None:
+    build, words = UNFIT[what]
+    checkpoint.save(tmp_path / "c", {"x": nn.Linear(2, 3), "y": 1})
+    for call in (
+        lambda: checkpoint.save(tmp_path / "d", {"x": build(), "y": 1}),
+        lambda: checkpoint.load(tmp_path / "c", {"x": build(), "y": 1}),
+        lambda: checkpoint.load(tmp_path / "c", {"x": build(), "y": 1}, strict=False),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+    assert not (tmp_path / "d").exists()
+    with checkpoint.CheckpointManager(tmp_path / "run") as manager, pytest.raises(ValueError, match=words):
+        manager.save(1, {"x": build()})
+
+
+def load_on_meta(path: str) -> str:
+    model = on_meta()
+    with pytest.raises(ValueError) as caught:
+        checkpoint.load(path, {"x": model, "optimizer": torch.optim.AdamW(model.parameters())})
+    return str(caught.value)
+
+
+def test_a_module_on_the_meta_device_is_an_error_in_a_group_too(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path / "c", {"x": model, "optimizer": optimizer})
+    for text in [*run(2, load_on_meta, str(tmp_path / "c")), load_on_meta(str(tmp_path / "c"))]:
+        assert "x.weight is on the meta device" in text
+    model = on_meta().to_empty(device="cpu")
+    checkpoint.load(tmp_path / "c", {"x": model, "optimizer": torch.optim.AdamW(model.parameters())})
+
+
 def test_other_groups_are_an_error(tmp_path: Path) -> None:
     model = Plain()
     checkpoint.save(tmp_path / "c", {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)})

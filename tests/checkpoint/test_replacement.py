@@ -1,0 +1,142 @@
+"""A checkpoint in an object store is replaced: what a failure or a kill at each request leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from rescale_data import checkpoint
+from rescale_data.checkpoint import CheckpointManager
+from rescale_data.checkpoint.objects import ObjectStore
+from rescale_data.checkpoint.store import open_store
+
+CHANGES = ("open_write", "remove", "remove_folder", "rename")
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    yield f"memory://{tmp_path.name}"
+    fsspec.filesystem("memory").store.clear()
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"weights": torch.full((10,), float(step)), "number": step}
+
+
+def loaded(url: str) -> int | None:
+    """The step at ``url``, which is whole; None where there is no checkpoint."""
+    target = state(0)
+    try:
+        checkpoint.load(url, target)
+    except (FileNotFoundError, ValueError):
+        return None
+    assert (target["weights"] == target["number"]).all()
+    return target["number"]
+
+
+def loaded_by_stock_dcp(url: str) -> int:
+    target = state(0)
+    dcp.load(target, checkpoint_id=url)
+    assert (target["weights"] == target["number"]).all()
+    return target["number"]
+
+
+def strike(monkeypatch: pytest.MonkeyPatch, at: int, *, lasting: bool) -> list[str]:
+    """Let the request with this number fail, or with ``lasting``, as a kill does, all from there on; returns all requests."""
+    requests: list[str] = []
+
+    def struck(name: str) -> Any:
+        method = getattr(ObjectStore, name)
+
+        def change(store: ObjectStore, *arguments: Any) -> Any:
+            requests.append(name)
+            if len(requests) - 1 == at or (lasting and len(requests) > at):
+                raise ConnectionError("the network is gone")
+            return method(store, *arguments)
+
+        return change
+
+    for name in CHANGES:
+        monkeypatch.setattr(ObjectStore, name, struck(name))
+    return requests
+
+
+def number_of_requests(url: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        requests = strike(patch, 10**9, lasting=False)
+        checkpoint.save(url, state(2), overwrite=True)
+    return len(requests)
+
+
+@pytest.mark.parametrize("lasting", [False, True], ids=["a failure", "a kill"])
+def test_at_each_request(url: str, lasting: bool) -> None:
+    checkpoint.save(f"{url}/0", state(1))
+    found = []
+    for at in range(number_of_requests(f"{url}/0")):
+        checkpoint.save(f"{url}/{at + 1}", state(1))
+        with pytest.MonkeyPatch.context() as patch:
+            strike(patch, at, lasting=lasting)
+            try:
+                checkpoint.save(f"{url}/{at + 1}", state(2), overwrite=True)
+                failed = False
+            except ConnectionError:
+                failed = True
+        found.append(loaded(f"{url}/{at + 1}"))
+        assert found[-1] in ((1, None) if failed else (2,))
+        assert loaded_by_stock_dcp(f"{url}/{at + 1}") == found[-1] or found[-1] is None, "old or new, and never a mix"
+        checkpoint.save(f"{url}/{at + 1}", state(3), overwrite=True)
+        assert loaded(f"{url}/{at + 1}") == 3
+    assert found.count(None) == (2 if lasting else 0), "the window: between the manifest's removal and the new manifest"
+    assert found == sorted(found, key=lambda step: (1, None, 2).index(step))
+
+
+@pytest.mark.parametrize(
+    ("change", "name"), [("remove", "rescale_data.json"), ("write", ".metadata"), ("write", "rescale_data.json")]
+)
+def test_an_answer_that_is_lost(url: str, monkeypatch: pytest.MonkeyPatch, change: str, name: str) -> None:
+    """The store did what it was asked for, and the save does not know."""
+    checkpoint.save(f"{url}/c", state(1))
+    method, lost = getattr(ObjectStore, change), []
+
+    def lose(store: ObjectStore, path: str, *arguments: Any) -> None:
+        method(store, path, *arguments)
+        if path.endswith(f"/c/{name}") and not lost:
+            lost.append(path)
+            raise ConnectionError("the answer is lost")
+
+    monkeypatch.setattr(ObjectStore, change, lose)
+    with pytest.raises(ConnectionError):
+        checkpoint.save(f"{url}/c", state(2), overwrite=True)
+    assert loaded(f"{url}/c") == loaded_by_stock_dcp(f"{url}/c") == 1
+
+
+def test_what_cannot_be_pickled_leaves_the_checkpoint(url: str) -> None:
+    checkpoint.save(f"{url}/c", state(1))
+    with pytest.raises(Exception, match="pickle"):
+        checkpoint.save(f"{url}/c", {"number": lambda: 1}, overwrite=True)
+    assert loaded(f"{url}/c") == loaded_by_stock_dcp(f"{url}/c") == 1
+    with CheckpointManager(url, async_mode="disabled") as manager:
+        manager.save(5, state(5))
+        with pytest.raises(Exception, match="pickle"):
+            manager.save(5, {"number": lambda: 1})
+        assert manager.steps() == [5]
+    assert loaded(f"{url}/step-5") == 5
+
+
+def test_nothing_of_the_old_checkpoint_stays(url: str) -> None:
+    for step in (1, 2):
+        checkpoint.save(f"{url}/c", state(step), overwrite=True)
+    dcp.save(state(3), checkpoint_id=f"{url}/stock")
+    checkpoint.save(f"{url}/stock", state(4), overwrite=True)
+    store, path = open_store(url)
+    for name in ("c", "stock"):
+        metadata, own, manifest = store.names(f"{path}/{name}")
+        assert (metadata, manifest) == (".metadata", "rescale_data.json")
+        assert store.names(f"{path}/{name}/{own}") == ["__0_0.distcp"]
+        assert checkpoint.verify(f"{url}/{name}") == []
