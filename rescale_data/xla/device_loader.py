@@ -13,19 +13,16 @@ import functools
 import queue
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch_xla
 from torch_xla.distributed.parallel_loader import MpDeviceLoader
-from torch_xla.distributed.spmd import ShardingSpec
 
 from rescale_data.loader import Batches, DataLoader
 from rescale_data.lookahead import LookAhead
 from rescale_data.xla.hosts import warn_if_hosts_share_samples
-from rescale_data.xla.input_sharding import check_input_sharding
-
-InputSharding: TypeAlias = ShardingSpec | Mapping[str, ShardingSpec | None]
+from rescale_data.xla.input_sharding import InputSharding, check_input_sharding
 
 
 class DeviceLoader:
@@ -36,7 +33,9 @@ class DeviceLoader:
     Args:
         loader: From now on read by this object alone.
         device: Default: ``torch_xla.device()``.
-        input_sharding: How batches lie on the devices: of all columns, or by column (`None`: replicated).
+        input_sharding: How batches lie on the devices: of all columns, or by column (`None`: replicated). With several dp
+            ranks, which have rows of their own, of every tensor: ``ShardingSpec(mesh, (all axes of the mesh, None, ...),
+            minibatch=True)``.
         read_ahead: Batches on their way to the devices.
         batches_per_execution: Batches between two ``torch_xla.sync()``, as ``MpDeviceLoader`` has it.
 
@@ -56,14 +55,14 @@ class DeviceLoader:
         warn_if_hosts_share_samples(loader.setup.ranks.world_size)
         self.loader = loader
         self._ahead = LookAhead(loader, read_ahead)
-        self._sharding = input_sharding
+        self._sharding = dict(input_sharding) if isinstance(input_sharding, Mapping) else input_sharding
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._on_device: Iterator[Any] | None = None
         self._num_iterators = 0  # the newest is the valid one
         self._new_device_loader: Callable[[Iterator[Any]], MpDeviceLoader] = functools.partial(
             MpDeviceLoader,
             device=torch_xla.device() if device is None else device,
-            input_sharding=input_sharding,
+            input_sharding=self._sharding,
             batches_per_execution=batches_per_execution,
             loader_prefetch_size=read_ahead,
             device_prefetch_size=1,  # its thread waits until so many are there
@@ -138,7 +137,7 @@ class DeviceLoader:
         self._ahead.read()
         first = self._ahead.in_hand
         if first:
-            check_input_sharding(first[0], self._sharding)
+            check_input_sharding(first[0], self._sharding, self.loader.setup.ranks.world_size)
         self._queue = queue.SimpleQueue()
         self._on_device = iter(self._new_device_loader(_until_end(self._queue)))
         return first

@@ -123,6 +123,73 @@ def test_batches_that_cannot_be_placed_are_named() -> None:
 
 
 @on_devices(4)
+def test_rows_of_several_hosts_are_refused_where_torch_xla_would_take_them_for_all() -> None:
+    from rescale_data.xla import DeviceLoader
+
+    def first(input_sharding: Any, **arguments: Any) -> Any:
+        return next(iter(DeviceLoader(make(dp_rank=1, dp_world_size=2, **arguments), input_sharding=input_sharding)))
+
+    whole = sharding(minibatch=True)
+    for given in (None, sharding(), {"x": whole, "id": None}, {"x": whole, "id": sharding((0,))}):
+        with pytest.raises(ValueError, match=r"on each of 2 hosts.*minibatch=True"):
+            first(given)
+    columns = {name: sharding((0,), minibatch=True) for name in ("id", "count")}
+    with pytest.raises(ValueError, match=r"'count' has the shape \[\]"):
+        first(columns, collate_fn=lambda rows: {"id": torch.arange(4), "count": torch.tensor(len(rows))})
+    both = {"x": whole, "id": sharding((0,), minibatch=True)}
+    assert first(both)["id"].tolist() == next(iter(make(dp_rank=1, dp_world_size=2)))["id"].tolist()
+
+
+@on_devices(4)
+def test_minibatch_keeps_the_order_of_rows_on_every_mesh_that_is_not_refused() -> None:
+    import torch_xla.distributed.spmd as xs
+
+    from rescale_data.xla import DeviceLoader
+
+    def rows(mesh: Any, dim: Any) -> Any:
+        given = {"x": xs.ShardingSpec(mesh, (dim, None), minibatch=True), "id": None}
+        batch = next(iter(DeviceLoader(make(), input_sharding=given)))
+        assert torch.equal(batch["x"][:, 0].cpu(), batch["id"].cpu().float())
+
+    named = xs.Mesh(list(range(4)), (2, 2), ("data", "model"))
+    for mesh, dim in ((named, ("data", "model")), (xs.Mesh(list(range(4)), (4, 1), ("data", "model")), "data")):
+        rows(mesh, dim)
+    with pytest.raises(ValueError, match=r"over all devices\. Give \(\('data', 'model'\), None\)"):
+        rows(named, "data")
+    with pytest.raises(ValueError, match=r"over the devices \[3, 1, 0, 2\].*order of their ids"):
+        rows(xs.Mesh([3, 1, 0, 2], (4,)), 0)
+    with pytest.raises(ValueError, match=r"over the devices \[0, 2, 1, 3\]"):
+        rows(named, ("model", "data"))
+
+
+@on_devices(4)
+def test_what_xla_would_leave_behind_or_change_is_named() -> None:
+    from types import MappingProxyType
+
+    from rescale_data.xla import DeviceLoader
+
+    def first(batch: Any, input_sharding: Any = None) -> Any:
+        loader = make(collate_fn=lambda rows: batch)
+        return next(iter(DeviceLoader(loader, input_sharding=input_sharding)))
+
+    for dtype in (torch.uint16, torch.uint32, torch.uint64):
+        with pytest.raises(ValueError, match=r"'tokens\.0' is torch\.uint.*\.to\(torch\.int64\)"):
+            first({"tokens": [torch.tensor([40_000]).to(dtype)]})
+    with pytest.raises(ValueError, match="'x' is a ndarray, which torch_xla leaves on the host"):
+        first({"x": np.zeros(4)})
+    with pytest.raises(ValueError, match="The batch is a Parameter"):
+        first(torch.nn.Parameter(torch.zeros(4)))
+    with pytest.raises(ValueError, match="The batch is None"):
+        first(None)
+    with pytest.raises(ValueError, match=r"'0' has the shape \[4\], input_sharding is for 2 dims"):
+        first((torch.zeros(4),), sharding(minibatch=True))
+    with pytest.raises(ValueError, match=r"'in\.x' has 2 rows"):
+        first({"in": {"x": torch.zeros(2, 3)}}, sharding(minibatch=True))
+    assert first({"x": torch.zeros(4, 2)}, MappingProxyType({"x": sharding()}))["x"].device.type == "xla"
+    assert first([torch.zeros(4, 2), "text", 3])[1:] == ["text", 3]
+
+
+@on_devices(4)
 def test_a_loader_read_by_torch_xlas_threads_warns_that_its_state_is_ahead() -> None:
     import torch_xla
     from torch_xla.distributed.parallel_loader import MpDeviceLoader
