@@ -112,8 +112,8 @@ def _check_mesh(sharding: ShardingSpec) -> None:
     devices = mesh.get_logical_mesh().transpose([*axes, *rest]).ravel().tolist()
     if devices != sorted(devices):
         raise ValueError(
-            f"The ShardingSpec has minibatch=True and cuts rows over the devices {devices}: torch_xla gives a host's rows to its "
-            f"devices in the order of their ids, so they would come out in another order. Make the mesh of "
+            f"The ShardingSpec has minibatch=True and cuts rows over the devices {devices}: torch_xla gives a host's rows to "
+            f"its devices by their ids, so they would come out in another order. Make the mesh of "
             f"numpy.arange({len(devices)}), and name its axes in their order."
         )
 
