@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from rescale_data.checkpoint.commit import Workspace, abandon, prepare
+from rescale_data.checkpoint.devices import refuse_pickled
 from rescale_data.checkpoint.entries import State, entries_of, nested
 from rescale_data.checkpoint.failures import clear_error
 from rescale_data.checkpoint.manifest import checked_metrics
@@ -62,7 +63,9 @@ def save(
 
 def plain_state(state: State) -> dict[str, Any]:
     """What DCP saves of ``state``; its tensors may be the live ones."""
-    return nested([(entry.path, entry.plain()) for entry in entries_of(state)])
+    values = [(entry.path, entry.plain()) for entry in entries_of(state)]
+    refuse_pickled(values)
+    return nested(values)
 
 
 def begin(store: Store, final: str, ranks: Ranks, *, overwrite: bool) -> Workspace:

@@ -256,7 +256,7 @@ def test_what_a_training_loop_asks_of_a_loader_is_answered_for_training(tmp_path
     rd.load_changed(tmp_path / "c", fresh)
     assert ids(fresh) == ids(plain)
     with pytest.raises(TypeError, match="repeat=True is endless"):
-        len(DeviceLoader(make(rows, repeat=True)))
+        len(DeviceLoader(make(repeat=True)))
     assert loader.progress()["wait_seconds"] > 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,55 @@ def test_every_kind_of_value_comes_back_as_it_was(tmp_path: Path) -> None:
     dcp.load(stock, checkpoint_id=tmp_path / "c", no_dist=True)
     assert torch.equal(stock["extra"]["sharded"], saved["sharded"].cpu())
     assert torch.equal(stock["extra"]["half"], saved["half"].cpu())
+
+
+@on_devices(4)
+def test_lists_with_sharded_tensors_are_saved_alike_in_every_mode(tmp_path: Path) -> None:
+    import torch_xla.distributed.spmd as xs
+
+    def state(scale: float) -> dict[str, Any]:
+        def tensor(more: float) -> torch.Tensor:
+            values = (torch.arange(24.0).reshape(6, 4) * scale + more).to("xla")
+            return xs.mark_sharding(values, xs.Mesh(list(range(4)), (2, 2)), (0, 1)).global_tensor
+
+        values = torch.ones(2).to("xla") * scale
+        return {
+            "l": [tensor(1), tensor(2)],
+            "mix": [tensor(3), int(scale), "a"],
+            "d": {"in": [{"t": tensor(4)}, values]},
+        }
+
+    checkpoint.save(tmp_path / "sync" / "step-1", state(3.0))
+    expected = dcp.FileSystemReader(tmp_path / "sync" / "step-1").read_metadata()
+    for mode in ("thread", "process"):
+        with checkpoint.CheckpointManager(tmp_path / mode, async_mode=mode) as manager:
+            manager.save(1, state(3.0))
+            loaded = state(1.0)
+            manager.load(1, loaded)
+        _same(loaded, state(3.0))
+        metadata = dcp.FileSystemReader(tmp_path / mode / "step-1").read_metadata()
+        assert metadata.state_dict_metadata.keys() == expected.state_dict_metadata.keys()
+        assert metadata.planner_data == expected.planner_data
+
+
+@on_devices(4)
+def test_tensors_that_would_be_pickled_with_their_device_are_named(tmp_path: Path) -> None:
+    tensor = torch.ones(2).to("xla")
+    given = {"pair": (1, tensor), "d": {"l": [(0, {"t": tensor})]}, "c": Config(tensor)}
+    names = {"pair": r"pair is a tuple", "d": r"d\.l\.0 is a tuple", "c": "c is a Config"}
+    with checkpoint.CheckpointManager(tmp_path / "m") as manager:
+        for key, name in names.items():
+            with pytest.raises(TypeError, match=rf"{name} with a tensor on xla:0.*list or a dict"):
+                checkpoint.save(tmp_path / key, {key: given[key]})
+            with pytest.raises(TypeError, match=name):
+                manager.save(1, {key: given[key]})
+        manager.save(2, {"pair": (1, "a"), "list": [tensor]})
+    assert manager.steps() == [2]
+
+
+@dataclass
+class Config:
+    tensor: torch.Tensor
 
 
 def _same(got: Any, expected: Any) -> None:
