@@ -133,6 +133,58 @@ def test_a_load_that_fails_leaves_model_and_optimizer_as_they_were(tmp_path: Pat
 
 
 @on_devices(4)
+def test_making_the_state_of_an_optimizer_runs_no_hook_and_changes_no_parameter(tmp_path: Path) -> None:
+    class Scaled(torch.optim.SGD):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
+            self.scale = 2.0
+
+        def step(self, closure: Any = None) -> None:
+            assert self.scale == 2.0, "attributes of a subclass are there"
+            super().step(closure)
+
+    kinds = {"zero eps": lambda p: torch.optim.AdamW(p, lr=0.1, eps=0.0), "own": Scaled}
+    for name, make in kinds.items():
+        source, target = training.xla_run("(2,2)"), training.xla_run("(2,2)", seed=1)
+        for leg in (source, target):
+            leg.optimizer = make(leg.model.parameters())
+        source.train(1)
+        checkpoint.save(tmp_path / name, source.state)
+        before, called = training.tensors(target), []
+        target.optimizer.register_step_pre_hook(lambda *_: called.append("before"))  # noqa: B023
+        target.optimizer.register_step_post_hook(lambda *_: called.append("after"))  # noqa: B023
+        torch.optim.lr_scheduler.LambdaLR(target.optimizer, lambda step: 1.0)
+        with pytest.raises(ValueError, match=r"missing in the checkpoint: more"):
+            checkpoint.load(tmp_path / name, {**target.state, "more": torch.ones(2)})
+        training.assert_equal(training.tensors(target), before)
+        checkpoint.load(tmp_path / name, target.state)
+        training.assert_equal(training.tensors(target), training.tensors(source))
+        assert not called
+        target.train(1)
+        assert called == ["before", "after"]
+
+
+@on_devices(4)
+def test_an_optimizer_that_cannot_step_by_itself_is_named_with_the_cure(tmp_path: Path) -> None:
+    class NeedsLoss(torch.optim.SGD):
+        def step(self, closure: Any) -> Any:
+            return super().step(closure)
+
+    source, target = training.xla_run("(2,2)"), training.xla_run("(2,2)", seed=1)
+    source.optimizer = torch.optim.SGD(source.model.parameters(), lr=0.1, momentum=0.9)
+    target.optimizer = NeedsLoss(target.model.parameters(), lr=0.1, momentum=0.9)
+    source.train(1)
+    checkpoint.save(tmp_path / "c", source.state)
+    with pytest.raises(TypeError, match=r"NeedsLoss\.step\(\) cannot be called by itself.*Run one step of your own"):
+        checkpoint.load(tmp_path / "c", target.state)
+    for parameter in target.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    target.optimizer.step(lambda: torch.zeros(()))
+    checkpoint.load(tmp_path / "c", target.state)
+    training.assert_equal(training.tensors(target), training.tensors(source))
+
+
+@on_devices(4)
 def test_a_checkpoint_that_lacks_a_parameter_is_named(tmp_path: Path) -> None:
     source = training.xla_run("(2,2)")
     model_state = dict(source.model.state_dict())
