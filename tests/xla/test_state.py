@@ -199,6 +199,28 @@ def test_a_checkpoint_that_lacks_a_parameter_is_named(tmp_path: Path) -> None:
 
 
 @on_devices(4)
+def test_the_fsdp_of_torch_xla_loads_by_plain_names_from_its_module(tmp_path: Path) -> None:
+    import torch_xla.distributed.spmd as xs
+    from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
+
+    xs.set_global_mesh(xs.Mesh(list(range(4)), (4, 1), ("fsdp", "model")))
+    wrapped = SpmdFullyShardedDataParallel(training.model(seed=0).to("xla"))
+    optimizer = training.adamw(wrapped)
+    wrapped(torch.ones(4, training.WIDTH).to("xla")).sum().backward()
+    optimizer.step()
+    plain = training.model(seed=1)
+    checkpoint.save(tmp_path / "wrapped", {"model": wrapped, "optimizer": optimizer})
+    with pytest.raises(ValueError, match=r"SpmdFullyShardedDataParallel.*put its \.module into the state"):
+        checkpoint.load(tmp_path / "wrapped", {"model": plain})
+    checkpoint.save(tmp_path / "c", {"model": wrapped.module, "optimizer": optimizer})
+    checkpoint.load(tmp_path / "c", {"model": plain, "optimizer": training.adamw(plain)})
+    for one, other in zip(plain.parameters(), wrapped.parameters(), strict=True):
+        assert torch.equal(one, other.cpu())
+    with pytest.raises(ValueError, match=r"put its \.module into the state"):
+        checkpoint.load(tmp_path / "c", {"model": wrapped})
+
+
+@on_devices(4)
 def test_optimizers_of_every_kind_are_given_what_they_lack(tmp_path: Path) -> None:
     kinds = {
         "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
