@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import threading
 import time
@@ -206,7 +205,8 @@ class DataLoader:
     def hand_over(self) -> DataLoader:
         """This loader for whoever reads ahead of training; the object itself from now on only closes, all else raises."""
         self._refuse_if_handed_over()
-        handed = copy.copy(self)
+        handed = object.__new__(type(self))
+        vars(handed).update(vars(self))
         self._is_handed_over = True
         return handed
 
