@@ -1,5 +1,6 @@
 """A training run's data order that reshards like its model."""
 
+from rescale_data import testing
 from rescale_data.checkpoint.changed import load_changed
 from rescale_data.checkpoint.check import check_checkpoint
 from rescale_data.collate import pad_collate
@@ -65,4 +66,5 @@ __all__ = [
     "pad_collate",
     "plan",
     "step_documents",
+    "testing",
 ]

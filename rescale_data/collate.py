@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
@@ -29,7 +31,8 @@ def pad_collate(pad: Mapping[str, float]) -> PadCollate:
         pad: The value to pad with, by column: ``{"tokens": 0, "labels": -100}``. Other columns are stacked.
 
     Returns:
-        A callable that takes b samples and returns ``{column: Tensor[b, longest, ...]}``. It pickles.
+        A callable that takes b samples and returns ``{column: Tensor[b, longest, ...]}``, in the dtype of the values that are
+        not empty. It pickles.
     """
     return PadCollate(dict(pad))
 
@@ -52,24 +55,57 @@ class PadCollate:
     def _column(self, column: str, values: list[Any]) -> Any:
         if column not in self.pad:
             return _stack(column, values)
+        pad = self.pad[column]
         try:
-            return pad_sequence([torch.as_tensor(v) for v in values], batch_first=True, padding_value=self.pad[column])
+            tensors = _of_one_dtype([_tensor(value, pad) for value in values])
+            if _holds(tensors[0].dtype, pad):
+                return pad_sequence(tensors, batch_first=True, padding_value=pad)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             raise ValueError(
                 f"pad_collate cannot pad the column {column!r}: {_shapes(values)}. It pads sequences of numbers whose shapes "
                 f"differ in the first dim alone; leave other columns out of pad=."
             ) from error
+        raise ValueError(
+            f"pad_collate was given pad={pad!r} for the column {column!r}, whose values are {tensors[0].dtype}: give a number "
+            f"that this dtype holds, or make the values another dtype in the pipeline."
+        )
+
+
+def _tensor(value: Any, pad: float) -> Tensor:
+    """A value of a sample; an empty list, which has no dtype of its own, in that of what pads it."""
+    no_dtype = isinstance(value, list | tuple) and not value
+    return torch.as_tensor(value, dtype=torch.as_tensor(pad).dtype if no_dtype else None)
+
+
+def _of_one_dtype(tensors: list[Tensor]) -> list[Tensor]:
+    """In the dtype to which those that hold anything are promoted."""
+    dtype = reduce(torch.promote_types, [tensor.dtype for tensor in tensors if tensor.numel()] or [tensors[0].dtype])
+    return [tensor.to(dtype) for tensor in tensors]
+
+
+def _holds(dtype: torch.dtype, number: float) -> bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return True
+    least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    return float(number).is_integer() and least <= number <= most
 
 
 def _require_same_columns(samples: Samples) -> None:
-    """``ValueError`` where a sample has other columns than the first: those would be left out without a word."""
-    columns = samples[0].keys()
+    """``ValueError`` where a sample has other columns than the first, or a mapping in it other keys.
+
+    Those would be left out without a word.
+    """
+    first = samples[0]
     for sample in samples:
-        if sample.keys() != columns:
+        if not isinstance(sample, Mapping) or sample.keys() != first.keys():
+            given = f"{sorted(map(str, sample))}" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
             raise ValueError(
-                f"The samples of a batch have different columns, {sorted(columns)} and {sorted(sample)}. Give all samples the "
+                f"The samples of a batch have different columns, {sorted(map(str, first))} and {given}. Give all samples the "
                 f"same ones in the pipeline, or your own collate_fn."
             )
+    for column, value in first.items():
+        if isinstance(value, Mapping):
+            _require_same_columns([sample[column] for sample in samples])
 
 
 def _stack(column: str, values: list[Any]) -> Any:

@@ -13,3 +13,10 @@ def require_int(**values: object) -> None:
     for name, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give an int.")
+
+
+def require_bool(**values: object) -> None:
+    """``TypeError`` where an argument, by name, is no bool."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give True or False.")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.context import BaseContext
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -159,7 +159,11 @@ class DataLoader:
             self.stream.peek()
 
     def peek(self) -> Any:
-        """The next batch, which stays the next: it is the object that ``next`` will return, so leave it as it is."""
+        """The next batch, which stays the next: ``next`` may return the same memory, so leave it as it is.
+
+        Like iterating, collective over the dp ranks where an epoch's end is found by reading (``repeat=False`` with packing
+        or filters): all ranks call it, or none. So are `start` and `skip`.
+        """
         return self._finish(self.stream.peek())
 
     def skip(self, num_samples: int) -> None:
@@ -193,6 +197,12 @@ class DataLoader:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "A DataLoader does not pickle. In a checkpoint it is at the top level of the dict, {'model': ..., 'loader': "
+            "loader}, where DCP asks it for its state; below that DCP takes it for a value."
+        )
 
     # Where the run stands
 
@@ -239,7 +249,10 @@ class DataLoader:
         return self._last_batch_samples
 
     def progress(self) -> dict[str, float]:
-        """Counters for a logger: of the run, and of what this rank's shards have drawn."""
+        """Counters for a logger: of the run, and of what this rank's shards have drawn.
+
+        ``dropped_samples`` and ``padded_samples`` count from when this loader was made or reset.
+        """
         return {"wait_seconds": self._wait_seconds, **counters(self.stream)}
 
     # State
@@ -292,11 +305,12 @@ class DataLoader:
         if self.epoch != batches.epoch:
             raise StopIteration
         started = time.perf_counter()
-        micro_batch = self.stream.take()
+        batch = self._finish(self.stream.peek())
+        micro_batch = self.stream.take()  # no sooner: a batch that cannot be handed over has not been delivered
         self._last_taken = (batches.number, threading.get_ident())
         self._wait_seconds += time.perf_counter() - started
         self._last_batch_samples = micro_batch.num_real
-        return self._finish(micro_batch)
+        return batch
 
     def _finish(self, micro_batch: MicroBatch) -> Any:
         batch = micro_batch.batch

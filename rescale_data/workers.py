@@ -12,6 +12,7 @@ where the batches it has received leave every shard, and workers are never asked
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import sys
 import time
@@ -34,6 +35,7 @@ from rescale_data.turns import Turns
 _MESSAGE_BYTES = 4 * 2**20  # enough to make what a message costs small, little enough to keep few in flight
 _MESSAGE_SECONDS = 0.05
 _MESSAGE_LIMIT = 64
+_LOOK_SECONDS = 1.0  # so often is looked whether workers live
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Worker(Dataset[Any]):
         if self._runner is None:
             self._runner = Runner(self._recipe, Schema(self._recipe.build(0)))  # as in the trainer's process
         owned = command.leg.layout.owned(command.leg.rank)
-        self._runner.load(command.table, owned, command.leg.histories)
+        self._runner.load(command.table, command.leg.histories, owned)
         self._turns = command.leg.turns(command.table)
         self._slabs = Slabs()  # messages that nobody received may have held the old ones
 
@@ -155,7 +157,7 @@ class Pool:
         # Without a generator of its own torch seeds workers with a number that it draws from the trainer's.
         generator = torch.Generator().manual_seed(torch.initial_seed())
         start_method = _context(context)
-        self._timeout = timeout
+        self._timeout, self._num_looks = timeout, math.ceil(timeout / _LOOK_SECONDS)
         self._new_loader: Callable[[], DataLoader[Any]] = lambda: DataLoader(
             worker,
             batch_size=None,
@@ -165,7 +167,7 @@ class Pool:
             prefetch_factor=prefetch_factor,
             persistent_workers=True,
             multiprocessing_context=start_method,
-            timeout=timeout,
+            timeout=timeout / self._num_looks,
             generator=generator,
         )
         self._loader: DataLoader[Any] | None = None
@@ -179,14 +181,14 @@ class Pool:
         if self._loader is None:
             self._loader = self._new_loader()
         self._inboxes = [Inbox(self._pin) for _ in range(self._k)]
-        self._made = self._receive(iter(self._loader))
+        self._made = self._receive(_patiently(iter(self._loader), self._num_looks))
 
     def take(self) -> MicroBatch:
         try:
             micro_batch = next(self._made, None)
         except Exception as error:
             self.close()  # torch's workers do not go on after an error: the next leg starts new ones
-            if "DataLoader timed out" in str(error):
+            if _is_timeout(error):
                 raise TimeoutError(
                     f"Worker processes made no batch within timeout={self._timeout:g} s. Give a longer one to DataLoader, or "
                     f"look for what the pipeline waits for."
@@ -257,11 +259,35 @@ def require_pickle(pipeline: object, collate: object, worker: Worker) -> None:
             raise TypeError(f"Worker processes cannot import the {name} from an interactive session. {cures}")
 
 
+def _patiently(answers: Iterator[Any], num_looks: int) -> Iterator[Any]:
+    """Torch's answers, each asked for again when its timeout ends: only then torch looks whether the workers live.
+
+    It would hear of a child process that dies, but workers are children of a fork server.
+    """
+    looks = 0
+    while True:
+        try:
+            answer = next(answers)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            looks += 1
+            if looks == num_looks or not _is_timeout(error):
+                raise
+        else:
+            looks = 0
+            yield answer
+
+
+def _is_timeout(error: Exception) -> bool:
+    return "DataLoader timed out" in str(error)
+
+
 def _is_death(error: Exception) -> bool:
     """Whether a worker is gone. Torch says so, unless it was about to fetch the memory of a message from that worker."""
     raised_in_worker = "in DataLoader worker process" in str(error)
     return "exited unexpectedly" in str(error) or (
-        isinstance(error, ConnectionError | EOFError) and not raised_in_worker
+        isinstance(error, ConnectionError | EOFError | FileNotFoundError) and not raised_in_worker
     )
 
 

@@ -173,7 +173,7 @@ def test_another_order_of_a_source_that_stays_is_an_error() -> None:
 
 
 class Packed:
-    """A mixture below a packer, with or without something that cuts documents in between."""
+    """A mixture below a packer, with or without something that cuts documents, or another packer, in between."""
 
     def __init__(self, weights: dict[str, float], packer: str) -> None:
         self.weights, self.packer = weights, packer
@@ -183,11 +183,16 @@ class Packed:
             name: rd.Filter(read(SOURCES[name], shard), lambda row: len(row["tokens"]) > 0) for name in self.weights
         }
         rows: rd.BaseNode[Any] = rd.WeightedSampler(nodes, self.weights)
-        if "clean" in self.packer:
+        inner, _, outer = self.packer.rpartition(" within ")
+        if "clean" in outer:
             rows = rd.CleanDocuments(rows, "tokens", max_length=4)
-        if "whole" in self.packer:
+        if inner == "whole":
+            rows = rd.WholeDocumentPacker(rows, column="tokens", seq_len=4, window=3, pad_id=0)
+        if inner == "cut":
+            rows = rd.TokenPacker(rows, column="tokens", seq_len=3, eos_id=None)
+        if "whole" in outer:
             return rd.WholeDocumentPacker(rows, column="tokens", seq_len=16, window=7, pad_id=0)
-        if "cut" in self.packer:
+        if "cut" in outer:
             return rd.TokenPacker(rows, column="tokens", seq_len=5, eos_id=None, labels=True)
         return rd.Map(rows, _first_tokens)
 
@@ -197,6 +202,7 @@ def _first_tokens(row: dict[str, Any]) -> dict[str, Any]:
 
 
 PACKERS = ("whole", "cut", "clean whole", "clean cut", "clean")
+NESTED = ("cut within whole", "cut within cut", "whole within cut")
 
 
 def packed(weights: dict[str, float], packer: str) -> rd.DataLoader:
@@ -223,7 +229,7 @@ def is_between_documents(state: dict[str, Any]) -> bool:
     )
 
 
-@pytest.mark.parametrize("packer", PACKERS)
+@pytest.mark.parametrize("packer", [*PACKERS, *NESTED])
 @pytest.mark.parametrize("at", [1, 4, 9, 14])
 def test_a_packer_goes_on_within_what_it_has_begun(packer: str, at: int) -> None:
     """New weights and an added source wait for the end of a document or window: no token is lost, none comes twice."""
@@ -238,7 +244,7 @@ def test_a_packer_goes_on_within_what_it_has_begun(packer: str, at: int) -> None
         for count, batch in enumerate(loader, 1):
             delivered.update(batch["tokens"].flatten().tolist())
             state = loader.state_dict()
-            if count >= at + number and (number < len(legs) - 1 or (count > 60 and is_between_documents(state))):
+            if count >= at + number and (number < len(legs) - 1 or (count > 100 and is_between_documents(state))):
                 break
     assert loader is not None
     assert state is not None

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torchdata.nodes import BaseNode, Mapper, ParallelMapper, Prefetcher
 
 import rescale_data as rd
@@ -99,6 +100,9 @@ class TestTopology:
             ({"micro_batch_size": 2.0}, TypeError, "micro_batch_size=2.0 is a float; give an int"),
             ({"num_logical_shards": 24.0}, TypeError, "num_logical_shards=24.0 is a float; give an int"),
             ({"timeout": 0}, ValueError, "timeout=0: give the seconds to wait"),
+            ({"timeout": "9"}, ValueError, "timeout='9': give the seconds to wait"),
+            ({"repeat": "no"}, TypeError, "repeat='no' is a str; give True or False"),
+            ({"mesh": "dp"}, TypeError, r"mesh='dp' is a str: give a DeviceMesh of the dp ranks"),
             ({"num_workers": 1, "prefetch_factor": 0}, ValueError, "prefetch_factor=0: give the messages"),
             (
                 {"num_workers": 1, "multiprocessing_context": "bogus"},
@@ -119,6 +123,14 @@ class TestTopology:
         with pytest.raises(error, match=message):
             loader_of(**kwargs)
 
+    def test_no_path(self) -> None:
+        with pytest.raises(TypeError, match="paths=3 is a int: give a glob, a folder, a file, or a list"):
+            rd.ParquetSource(3)  # type: ignore[arg-type]
+
+    def test_a_loader_below_the_top_level_of_a_checkpoint(self, tmp_path: Path) -> None:
+        with pytest.raises(BaseException, match="at the top level of the dict"):
+            dcp.save({"training": {"loader": loader_of()}}, checkpoint_id=tmp_path / "checkpoint")
+
 
 class TestBatches:
     @pytest.mark.parametrize("collate_fn", [None, rd.pad_collate(pad={"row": 0})])
@@ -132,6 +144,14 @@ class TestBatches:
             ValueError, match=r"different columns, \['(more', ')?row'\] and \['(more', ')?row'\]\. Give"
         ):
             next(iter(loader_of(pipeline, collate_fn=collate_fn)))
+
+    @pytest.mark.parametrize("collate_fn", [None, rd.pad_collate(pad={"tokens": 0})])
+    @pytest.mark.parametrize("other", [{"a": 1, "b": 2}, {"b": 1}, 3])
+    def test_samples_with_different_keys_in_a_column(self, collate_fn: Any, other: Any) -> None:
+        rows = [{"tokens": [1], "meta": {"of": {"a": 1}}}, {"tokens": [2], "meta": {"of": other}}]
+        loader = rd.DataLoader(rows, global_batch_size=2, num_logical_shards=1, collate_fn=collate_fn)
+        with pytest.raises(ValueError, match=r"different columns, .* and .*\. Give all samples the same ones"):
+            next(iter(loader))
 
     def test_a_column_that_cannot_be_padded(self) -> None:
         with pytest.raises(ValueError, match=r"cannot pad the column 'row': .* types \['int'\]\. It pads sequences"):

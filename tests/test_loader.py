@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchdata.nodes import Batcher, Loader, Mapper, Prefetcher
+from torchdata.nodes import Batcher, IterableWrapper, Loader, Mapper, Prefetcher
 
 import rescale_data as rd
 from rescale_data.testing import assert_rescalable, full_state_dict
@@ -142,6 +142,23 @@ class TestIteration:
         data.broken = set()
         assert rows_of(found) + rows_of(loader) == rows_of(loader_of(Fragile(48, broken=set())))
 
+    @pytest.mark.parametrize("row", range(0, 48, 5))
+    def test_an_error_that_passes_loses_nothing_where_an_epoch_is_read_to_find_its_end(self, row: int) -> None:
+        """Whichever row it is, also one that is read ahead of the batch, or by which the end was to be found."""
+
+        def kept(data: Rows) -> rd.DataLoader:
+            return loader_of(lambda shard: rd.Filter(rd.Reader(data, shard), lambda sample: sample["row"] % 4))
+
+        data = Fragile(48, broken={row})
+        loader, found, failed = kept(data), [], 0
+        while loader.epoch == 0:
+            try:
+                collections.deque(map(found.append, loader))
+            except OSError:
+                failed, data.broken = failed + 1, set()
+        assert failed == 1
+        assert rows_of(found) == rows_of(kept(Fragile(48, broken=set())))
+
 
 class Fragile(Rows):
     def __init__(self, num_rows: int, broken: set[int]) -> None:
@@ -220,7 +237,35 @@ class TestWhereTheRunStands:
         for epoch in range(2):
             assert len(list(loader)) == 24
             assert loader.progress()["dropped_samples"] == 4.0 * (epoch + 1)
+        loader.reset()
+        assert loader.progress()["dropped_samples"] == 0.0
         assert "Epoch 0 ended with less than a global batch of 12 samples: 4 dropped" in caplog.text
+
+    @pytest.mark.parametrize("num_rows", [45, 53, 22])
+    @pytest.mark.parametrize(("before", "after"), [("pad", "drop"), ("drop", "pad")])
+    def test_another_tail_than_was_saved(self, before: str, after: str, num_rows: int) -> None:
+        """From each micro batch of the epoch on, and of a last step that is half delivered."""
+
+        def loader(tail: str) -> rd.DataLoader:
+            return loader_of(Rows(num_rows), global_batch_size=8, micro_batch_size=2, num_logical_shards=8, tail=tail)
+
+        def real(batch: dict[str, Any]) -> list[int]:
+            return batch["row"][batch["valid"]].tolist() if "valid" in batch else batch["row"].tolist()
+
+        saved = loader(before)
+        batches, seen, num = iter(saved), [], 0
+        while saved.epoch == 0:
+            first = loader(after)
+            first.load_state_dict(saved.state_dict())
+            assert len(first) == 0 or first.peek() is not None
+            rest = [row for batch in (first if first.epoch == 0 else ()) for row in real(batch)]
+            delivered = [*seen, *rest]
+            assert len(set(delivered)) == len(delivered) == num_rows - first.progress()["dropped_samples"]
+            assert first.state_dict()["shards"]["samples"].sum() == len(delivered)
+            assert len({row for batch in first for row in real(batch)}) >= num_rows // 8 * 8
+            seen += real(next(batches))
+            num += 1
+        assert num == (num_rows // 8 + (before == "pad")) * 4
 
     def test_progress(self) -> None:
         loaders = [loader_of(dp_rank=rank, dp_world_size=3) for rank in range(3)]
@@ -503,9 +548,49 @@ class TestCollate:
         with pytest.raises(ValueError, match=r"the columns \['labels'\], which samples lack; they have \['row'\]"):
             list(loader_of(collate_fn=rd.pad_collate(pad={"labels": 0})))
 
+    @pytest.mark.parametrize("empty", [[], (), np.zeros(0), torch.zeros(0)])
+    def test_pad_collate_keeps_the_dtype_of_what_is_not_empty(self, empty: Any) -> None:
+        large = 2**53 + 1
+        for values in ([empty, [large, 3]], [[large, 3], empty]):
+            padded = rd.pad_collate({"x": -1})([{"x": value} for value in values])["x"]
+            assert padded.dtype == torch.int64
+            assert sorted(padded.tolist()) == [[-1, -1], [large, 3]]
+        mixed = rd.pad_collate({"x": 0})([{"x": [1]}, {"x": [0.5, 2.0]}])["x"]
+        assert mixed.tolist() == [[1.0, 0.0], [0.5, 2.0]]
+
+    def test_pad_collate_of_nothing_but_empty_lists_has_the_dtype_of_the_padding(self) -> None:
+        assert rd.pad_collate({"x": 0})([{"x": []}])["x"].dtype == torch.int64
+        assert rd.pad_collate({"x": 0.0})([{"x": []}])["x"].dtype == torch.float32
+
+    @pytest.mark.parametrize(
+        ("pad", "values"),
+        [(0.5, [1, 2]), (float("nan"), [1]), (300, np.zeros(2, np.uint8)), (-100, [True])],
+    )
+    def test_pad_collate_with_what_the_column_cannot_hold(self, pad: float, values: Any) -> None:
+        with pytest.raises(
+            ValueError, match=rf"pad={pad} for the column 'x', whose values are torch\.\w+: give a number"
+        ):
+            rd.pad_collate({"x": pad})([{"x": values}, {"x": values[:1]}])
+        assert rd.pad_collate({"x": 1.0})([{"x": values}])["x"].tolist() == [list(values)]
+
     def test_padding_needs_a_dict(self) -> None:
         with pytest.raises(TypeError, match=r"tail='pad' adds batch\['valid'\], but collate_fn made a list"):
             list(loader_of(tail="pad", collate_fn=list))
+
+    def test_a_batch_that_cannot_be_handed_over_has_not_been_delivered(self) -> None:
+        loader = loader_of(tail="pad", collate_fn=list)
+        for _ in range(3):
+            with pytest.raises(TypeError, match="tail='pad'"):
+                next(iter(loader))
+        assert loader.state_dict()["samples"] == 0
+
+    def test_a_stop_iteration_does_not_end_the_loop(self) -> None:
+        def search(samples: list[Any]) -> Any:
+            return next(sample for sample in samples if sample["row"] > 100)
+
+        for repeat in (False, True):
+            with pytest.raises(RuntimeError, match="collate_fn raised StopIteration"):
+                next(iter(loader_of(repeat=repeat, collate_fn=search)))
 
 
 def to_float(sample: dict[str, Any]) -> dict[str, Any]:
@@ -532,6 +617,25 @@ class TestTorchdata:
         resumed = loader_of(pipeline)
         resumed.load_state_dict(state)
         assert rows_of(resumed) == rows_of(loader)
+
+    @pytest.mark.parametrize("repeat", [False, True])
+    def test_a_stop_iteration_of_a_mapper_does_not_end_the_epoch(self, repeat: bool) -> None:
+        def search(sample: dict[str, Any]) -> Any:
+            return next(sample for _ in range(1) if sample["row"] != 5)
+
+        with pytest.raises(RuntimeError, match="it raised StopIteration") as raised:
+            collections.deque(
+                itertools.islice(loader_of(lambda s: Mapper(rd.Reader(ROWS, s), search), repeat=repeat), 25)
+            )
+        assert any("in the function of Mapper, given Rows" in note for note in raised.value.__notes__)
+
+    def test_a_pipeline_that_makes_no_use_of_its_shard_is_warned_of(self, caplog: pytest.LogCaptureFixture) -> None:
+        loader = loader_of(lambda shard: IterableWrapper([{"row": i} for i in range(12)]))
+        assert "each of the 24 logical shards yields all of the data" in caplog.text
+        assert sum(len(batch["row"]) for batch in loader) == 24 * 12
+        caplog.clear()
+        loader_of(lambda shard: Mapper(rd.Reader(ROWS, shard), to_float))
+        assert not caplog.text
 
     def test_a_batcher_in_a_pipeline(self) -> None:
         loader = loader_of(lambda shard: Batcher(rd.Reader(ROWS, shard), 2), repeat=True, collate_fn=list)

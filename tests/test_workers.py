@@ -5,6 +5,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -201,6 +202,19 @@ class Slow(Rows):
         return super().__getitem__(index)
 
 
+class Deadly(Rows):
+    """Rows of which one ends the process that reads it, in the way of the kernel or of ``sys.exit``."""
+
+    def __init__(self, num_rows: int, end: Any) -> None:
+        super().__init__(num_rows)
+        self.end = end
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == 60:
+            self.end(3)
+        return super().__getitem__(index)
+
+
 class TestFailures:
     """The iteration ends with the worker's traceback, the state says what was received, and it can go on from there."""
 
@@ -234,6 +248,26 @@ class TestFailures:
         )
         with loader, pytest.raises(TimeoutError, match=r"no batch within timeout=5 s\. Give a longer one"):
             next(iter(loader))
+
+    @pytest.mark.timeout(100)
+    @pytest.mark.parametrize("end", [os._exit, sys.exit])
+    def test_a_worker_that_ends_is_noticed_long_before_the_timeout(self, end: Any) -> None:
+        """With nothing on its way, so that nothing but its end tells."""
+        loader = rd.DataLoader(
+            Deadly(96, end),
+            global_batch_size=12,
+            micro_batch_size=4,
+            num_logical_shards=24,
+            num_workers=1,
+            timeout=3600,
+        )
+        with loader, pytest.raises(RuntimeError, match="A worker process exited unexpectedly"):
+            list(loader)
+
+    def test_a_worker_that_takes_longer_than_a_look(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("rescale_data.workers._LOOK_SECONDS", 0.01)
+        with loader_of(k=2) as loader:
+            assert plainly(loader) == plainly(loader_of())
 
     def test_a_worker_that_dies(self) -> None:
         """Of an endless stream, so that workers cannot have made all of it before they die."""

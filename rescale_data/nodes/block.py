@@ -33,8 +33,13 @@ class Block:
         return self.tokens.nbytes + self.bounds.nbytes
 
     def locate(self, stops: Ints | int) -> tuple[Any, Any]:
-        """Where to go on after so many tokens: which document, and the offset in it; where one ends, in the next."""
-        documents = self.bounds.searchsorted(stops, side="right") - 1
+        """Where to go on after so many tokens: which document, and the offset in it; where one ends, in the next.
+
+        That may have no token. Documents without any are not passed before one behind them is needed, so that the place
+        does not depend on how many of them are in the block.
+        """
+        documents = self.bounds.searchsorted(stops)
+        documents -= self.bounds[documents] > stops
         return documents, stops - self.bounds[documents]
 
 

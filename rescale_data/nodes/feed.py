@@ -83,7 +83,7 @@ class InProcess:
         self._u = 0
 
     def start(self, leg: Leg, table: Ints, first: int) -> None:
-        self._runner.load(table, leg.layout.owned(leg.rank), leg.histories)
+        self._runner.load(table, leg.histories, leg.layout.owned(leg.rank))
         self._turns, self._u = leg.turns(table), first
 
     def take(self) -> MicroBatch:

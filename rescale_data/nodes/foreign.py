@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from rescale_data.nodes.base import BaseNode, Node, ParallelMapper, PinMemory, Prefetcher, View, as_node
+from rescale_data.nodes.guard import Guard
 from rescale_data.state import Field, Ints, field_of, flatten, nest
 
 T = TypeVar("T")
@@ -50,9 +51,14 @@ class Mapped(Node[Any]):
     def __init__(self, mapper: ParallelMapper[Any]) -> None:
         super().__init__(source=mapper.source)
         self._map = mapper.map_fn
+        self._guard = Guard(self, "raise", "in the function of Mapper, given")
 
     def next(self) -> Any:
-        return self._map(next(self.children["source"]))
+        sample = next(self.children["source"])
+        try:
+            return self._map(sample)
+        except Exception as error:
+            self._guard.caught(error, self.locate(), 0)
 
     def skip(self, num_samples: int) -> None:
         self.children["source"].skip(num_samples)

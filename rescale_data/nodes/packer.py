@@ -28,7 +28,8 @@ class TokenPacker(Node[dict[str, Tensor]]):
     """Documents, each between an optional ``bos_id`` and an ``eos_id``, end to end and cut into samples of ``seq_len`` tokens.
 
     A document is cut where a sample ends, and goes on in the next. The position is that of the source at the document of
-    the next token, and the token's offset in it (``bos_id`` counted); what was left of a document is read again, not stored.
+    the next token (or at one without tokens before it), and the token's offset in it (``bos_id`` counted); what was left of a
+    document is read again, not stored.
     Over a `Reader` documents are read many at a time; over any other node, a sample of it is one document.
 
     Where the streams below are endless (`Shard.repeat`), a sample may span two epochs. Else an epoch's last, partial sample is
@@ -91,7 +92,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         )
 
     def seek(self) -> None:
-        self._stream.bind(self.position)
+        self._stream.bind(self.position, settles=not self.reread)
         self._over = False
 
     def next(self) -> dict[str, Tensor]:
@@ -138,7 +139,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
 
 def _document_ids(length: int, ends: Ints) -> npt.NDArray[np.int64]:
     begins = np.zeros(length + 1, dtype=np.int64)
-    begins[ends] = 1
+    begins[ends[ends > 0]] = 1  # what ends before the first token has none
     return np.cumsum(begins[:length])
 
 

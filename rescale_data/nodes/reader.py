@@ -77,7 +77,8 @@ class Reader(Node[Any]):
         self._chunks = _chunks(self.source)
         self._fetching = _fetching(self.source, self.rows.width)
         self._pieces = self.source if isinstance(self.source, PieceSource) else None
-        self._column: str | None = None
+        self._packed: str | None = None  # the only column that counts, however the rows are read
+        self._column: str | None = None  # the one that is read without its rows
         self._source_key = owner_of(self.source)
         _refuse_empty(self.source, shard)
         name = f"{self.source.name}, logical shard {shard.index} of {shard.num_logical_shards}"
@@ -144,7 +145,10 @@ class Reader(Node[Any]):
         self._share = None
 
     def documents(self, column: str) -> Documents | None:
-        if self.on_error == "skip" or self.provenance or not isinstance(self.source, TokenSource):
+        if not isinstance(self.source, TokenSource):
+            return None
+        self._packed = column
+        if self.on_error == "skip" or self.provenance:
             return None
         self._column = column
         num_bytes = block_bytes(self.source.cache_bytes, self.shard.num_logical_shards)
@@ -194,7 +198,7 @@ class Reader(Node[Any]):
 
     def parameters(self) -> dict[str, Any]:
         chosen = self.source.columns if isinstance(self.source, ColumnSource) else None
-        columns = [self._column] if self._column is not None else chosen
+        columns = [self._packed] if self._packed is not None else chosen
         return {
             "shuffle": "full" if self.rows.is_full else self.rows.window,
             **({"columns": columns} if columns is not None else {}),

@@ -38,15 +38,15 @@ class Runner:
         self._columns = schema.root.writes
         self._samples = self.table[:, SAMPLES]  # a view
 
-    def load(self, table: Ints, owned: range | None = None, histories: Histories | None = None) -> None:
+    def load(self, table: Ints, histories: Histories, owned: range | None = None) -> None:
         """Go on from a table.
 
         Args:
             table: A copy of which is kept.
-            owned: The shards that will be served.
-            histories: Of what the sources consist, where that may have changed.
+            histories: Of what the sources consist.
+            owned: The shards that will be served; without, the sources are not told to read ahead.
         """
-        if histories is not None and histories != self._histories:
+        if histories != self._histories:
             self._histories, self._built = histories, {}
             self._schema.adopt(histories)
         if owned is not None:
@@ -62,13 +62,13 @@ class Runner:
             collate: `None` stacks; where the pipelines can write, they then do so in place.
         """
         if turn.numbers is not None:
-            batch = (collate or stack)(
-                [self._fetch(*p) for p in zip(turn.shards, turn.numbers, turn.is_real, strict=True)]
+            batch = _collated(
+                [self._fetch(*p) for p in zip(turn.shards, turn.numbers, turn.is_real, strict=True)], collate
             )
         elif collate is None and self._columns:
             batch = self._write(turn.shards, self._columns)
         else:
-            batch = (collate or stack)([self._draw(shard) for shard in turn.shards])
+            batch = _collated([self._draw(shard) for shard in turn.shards], collate)
         if turn.numbers is None:  # else each was counted when it was fetched
             self._samples[turn.index] += turn.counts
         return batch, np.array(self.table[turn.index])
@@ -191,3 +191,10 @@ class Runner:
         node.bind(self._slots(shard).data)
         self._live[shard] = node
         return node
+
+
+def _collated(samples: list[Any], collate: Collate | None) -> Any:
+    try:
+        return (collate or stack)(samples)
+    except StopIteration as error:  # it would end the loop over the batches
+        raise RuntimeError("collate_fn raised StopIteration") from error

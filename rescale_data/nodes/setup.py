@@ -8,9 +8,10 @@ from typing import Literal, TypeAlias
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from rescale_data.errors import require_int
+from rescale_data.errors import require_bool, require_int
 from rescale_data.layout import Layout, default_num_logical_shards
 from rescale_data.nodes.recipe import Pipeline, Recipe, Schema
+from rescale_data.nodes.shard_of import find_shard
 from rescale_data.ranks import Ranks, find_ranks
 from rescale_data.sources.cache import warn_if_thrashing
 
@@ -56,7 +57,10 @@ def set_up(
     given = {"micro_batch_size": micro_batch_size, "num_logical_shards": num_logical_shards}
     given |= {"dp_rank": dp_rank, "dp_world_size": dp_world_size}
     require_int(**{name: value for name, value in given.items() if value is not None})
-    if not timeout > 0:
+    require_bool(repeat=repeat, verify=verify)
+    if global_batch_size < 1:
+        raise ValueError(f"global_batch_size={global_batch_size}: it is at least 1, the samples of one optimizer step.")
+    if not isinstance(timeout, int | float) or not timeout > 0:
         raise ValueError(f"timeout={timeout!r}: give the seconds to wait for a worker or another rank, more than 0.")
     ranks = find_ranks(mesh, dp_rank, dp_world_size, timeout)
     layout = Layout(
@@ -137,6 +141,14 @@ def _check_shards(setup: Setup) -> None:
         warn_if_thrashing(source, -(-len(layout.owned(setup.ranks.rank)) // layout.workers))
     if layout.num_logical_shards < 2:
         return
+    if find_shard(setup.schema.root) is None:
+        setup.ranks.log(
+            logging.WARNING,
+            "No node of the pipeline says which logical shard it reads: unless your own nodes make use of shard.index, each "
+            "of the %d logical shards yields all of the data. Read it with rd.Reader(source, shard), or set `of_shard` in your "
+            "node.",
+            layout.num_logical_shards,
+        )
     last = setup.recipe.build(layout.num_logical_shards - 1)
     setup.schema.require_same_state(last, layout.num_logical_shards - 1)
     others = Schema(last).sources()

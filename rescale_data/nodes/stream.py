@@ -49,7 +49,6 @@ class Stream:
     def __init__(self, setup: Setup, runner: Runner, feed: Feed) -> None:
         self.schema, self.layout, self.ranks, self.seed = setup.schema, setup.layout, setup.ranks, setup.recipe.seed
         self.on_source_change: OnSourceChange = "error"
-        self.dropped_samples = self.padded_samples = 0
         self._runner, self._feed, self.repeat, self._tail = runner, feed, setup.recipe.repeat, setup.tail
         self._verify = setup.recipe.verify
         self.reset()
@@ -57,6 +56,7 @@ class Stream:
     def reset(self) -> None:
         """Go back to the beginning of the run, with the data that there is now."""
         self.schema.adopt({})
+        self.dropped_samples = self.padded_samples = 0
         self.load(self.schema.fresh_table(self.layout.num_logical_shards), Clock())
 
     def load(self, table: Ints, clock: Clock) -> None:
@@ -64,6 +64,7 @@ class Stream:
         self.table, self.clock = table, clock
         self._leg: Leg | None = None
         self._agreement: Agreement | None = None
+        self._settled, self._over = -1, False  # the micro batch before which the ranks agreed last, and on what
         self._rewind()
 
     @property
@@ -133,11 +134,13 @@ class Stream:
 
     def begin(self) -> Leg:
         """The leg that the next micro batch belongs to, planned where it has not begun."""
-        for _ in range(3):
-            if self._leg is not None:
+        first = self.epoch
+        while self.epoch < first + 2:
+            if self._leg is None:
+                self._plan()
+            elif self._agreement is None or (self._settled == self._u and not self._over):
                 return self._leg
-            self._plan()
-            if self._agreement is not None:
+            else:  # or what failed in it: rows are read ahead, and all of a shard that ends
                 self._settle(self._agreement)
         raise DataStateError(
             f"Two epochs in a row hold less than one global batch of {self.layout.global_batch_size} samples. Use a smaller "
@@ -177,9 +180,9 @@ class Stream:
             self._resume_deal()
         elif self.repeat or self._left is None:
             self._start(None)
-            self._agreement = (
-                None if self.repeat else Agreement(self.ranks, self._u, self.layout.gradient_accumulation_steps)
-            )
+            if not self.repeat:
+                self._agreement = Agreement(self.ranks, self._u, self.layout.gradient_accumulation_steps)
+                self._settled, self._over = -1, False
         else:
             stop = self.layout.last_whole(self._samples, self._left, self._u)
             self._start(stop) if stop > self._u else self._deal()
@@ -198,8 +201,9 @@ class Stream:
     def _deal(self) -> None:
         """The main phase is over: serve what the shards still have to the same ranks."""
         if self._left is None:
+            left, self._epoch_end = self._count_to_epoch_end()
             self.table = self.ranks.merge(self.table)
-            samples, (left, self._epoch_end) = self.table[:, SAMPLES].copy(), self._count_to_epoch_end()
+            samples = self.table[:, SAMPLES].copy()
         else:
             delivered = self._main_phase(self._u - self._first)
             samples, left = self._samples + delivered, self._left - delivered
@@ -209,7 +213,10 @@ class Stream:
 
     def _settle(self, agreement: Agreement) -> None:
         """The end of the main phase must be found by reading: end it as soon as the last of it has been taken."""
-        if agreement.end(self._u, self._make_until):
+        if self._settled != self._u:
+            self._over = agreement.end(self._u, self._make_until)
+            self._settled = self._u
+        if self._over:
             self._deal()
 
     def _resume_deal(self) -> None:
@@ -220,41 +227,41 @@ class Stream:
         self._serve(Deal(self.layout, left, self._samples - deal.delivered(self._u), self._tail == "pad"))
 
     def _serve(self, deal: Deal) -> None:
-        if deal.num_steps:
+        if self._u < deal.num_micro_batches:
             self._start(deal.num_micro_batches, deal)
-        else:
+        else:  # also in a last step that was to be padded, and is not any more
             self._end_epoch(deal)
 
     def _end_epoch(self, deal: Deal) -> None:
         if self._verify:
             self._prove()
-        end = self.schema.epoch_end(self.table)
+        end, delivered = self.schema.epoch_end(self.table), deal.delivered(self._u)
         self.table[:, FIRST_SLOT:] = self._epoch_end if end is None else end[1]
-        self.table[:, SAMPLES] = deal.samples + deal.delivered(deal.num_micro_batches)
+        self.table[:, SAMPLES] = deal.samples + delivered
         self.table[:, DEALT] = UNDEALT
-        self._count_tail(deal)
+        self._count_tail(deal.num_samples - int(delivered.sum()), deal.num_padded)
         self.clock = self.clock.next_epoch(self.layout.global_batch_size)
         self._leg = self._agreement = None
         self._rewind()
 
     def _prove(self) -> None:
         """That every row of the epoch was delivered once, over all legs of the run (collective)."""
-        self._runner.load(self.ranks.merge(self.table))
+        self._runner.load(self.ranks.merge(self.table), self.schema.histories)
         for shard in self.layout.owned(self.ranks.rank):
             self._runner.verify(shard)
         self.ranks.log(logging.INFO, "Epoch %d: every row was delivered once, across all legs of the run.", self.epoch)
 
-    def _count_tail(self, deal: Deal) -> None:
-        self.dropped_samples += deal.num_dropped
-        self.padded_samples += deal.num_padded
-        if deal.num_dropped or deal.num_padded:
+    def _count_tail(self, num_dropped: int, num_padded: int) -> None:
+        self.dropped_samples += num_dropped
+        self.padded_samples += num_padded
+        if num_dropped or num_padded:
             self.ranks.log(
                 logging.INFO,
                 "Epoch %d ended with less than a global batch of %d samples: %d dropped, %d repeated to fill the last one.",
                 self.epoch,
                 self.layout.global_batch_size,
-                deal.num_dropped,
-                deal.num_padded,
+                num_dropped,
+                num_padded,
             )
 
     def _main_phase(self, num_micro_batches: int) -> Ints:
@@ -263,7 +270,7 @@ class Stream:
 
     def _count_to_epoch_end(self) -> tuple[Ints, Ints]:
         """Samples left and the slots of the next epoch, of all shards, found by reading; each rank reads its own."""
-        self._runner.load(self.table)
+        self._runner.load(self.table, self.schema.histories)
         found = np.zeros((len(self.table), 2 + self.table.shape[1] - FIRST_SLOT), dtype=np.int64)
         for shard in self.layout.owned(self.ranks.rank):
             found[shard, 0] = 1
@@ -295,7 +302,7 @@ class Stream:
     def _skip_in_main_phase(self, num_micro_batches: int) -> None:
         block = self.layout.owned(self.ranks.rank)
         counts = self.layout.delivered(self.table[:, SAMPLES], self._u, self._u + num_micro_batches)
-        self._runner.load(self.table)
+        self._runner.load(self.table, self.schema.histories)
         for shard in block:
             self._runner.skip(shard, int(counts[shard]))
         owned = slice(block.start, block.stop)

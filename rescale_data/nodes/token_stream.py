@@ -7,6 +7,7 @@ from typing import TypeAlias
 import numpy as np
 
 from rescale_data.errors import DataStateError
+from rescale_data.nodes.base import copy_of
 from rescale_data.nodes.block import Block, BlockMaker, TokenArray
 from rescale_data.nodes.documents import Documents
 from rescale_data.sources.cache import cache, owner_of
@@ -26,7 +27,8 @@ class TokenStream:
     """Tokens from ``position`` on, a row of ``[offset in the document | position of the documents]``.
 
     What has been put in order, a `Block`, lies in the cache of the process; this holds integers alone. A
-    block that has been evicted is made again from the position.
+    block that has been evicted is made again from the position. That is the one directly behind the last token, wherever blocks
+    begin and end: documents without a token are passed on the way to the next one.
 
         block      | doc | document | d |   document   |
         samples    ---| gathered |   cut   |   cut   |--       those within a block are cut many at once
@@ -50,9 +52,14 @@ class TokenStream:
         self.where: list[str] = []
         """Where the documents of the run that was taken last come from, where that is asked for."""
 
-    def bind(self, position: memoryview) -> None:
-        """Go on from ``position``, and keep it up to date."""
-        self._position, self._bookmark = position, position[1:]
+    def bind(self, position: memoryview, *, settles: bool) -> None:
+        """Go on from ``position``, and keep it up to date.
+
+        Args:
+            position: An offset in a document, and the position of the documents.
+            settles: Whether what has changed between legs takes effect at the beginning of a document (`Node.settle`).
+        """
+        self._position, self._bookmark, self._settles = position, position[1:], settles
         self._forget()
 
     def take(self) -> Run:
@@ -106,7 +113,10 @@ class TokenStream:
         if block is not None:
             if length == self._num_tokens:
                 parts.append(block.tokens[self._at : self._at + self._num_ahead])
-            self._cut(block)
+            if self._at or self._position == self._origin:
+                self._cut(block)
+            else:
+                self._step_back()
         return np.concatenate(parts, dtype=self._maker.dtype, casting="unsafe"), np.concatenate(ends)
 
     def _move(self, block: Block, stop: int) -> None:
@@ -133,23 +143,32 @@ class TokenStream:
             block = self._load()
         return block
 
+    def _step_back(self) -> None:
+        """To before the documents without a token that were passed in search of the next one: none was needed yet."""
+        self._position[:] = self._origin
+        self._forget()
+
     def _load(self) -> Block | None:
-        turns = 0
+        turns, has_passed = 0, False
         while turns <= _SILENT_EPOCHS:
-            if not self._position[0]:
+            if self._settles and not self._position[0]:
                 self._documents.settle(self._bookmark)
+            if not has_passed:
+                self._origin = copy_of(self._position)
             documents = self._documents.read(self._bookmark)
             if documents and len((block := self._maker.make(documents, self._documents.where())).tokens):
                 cache().put(self._key, block)
                 self._forget()
                 self._at = self._position[0]
                 return block
+            has_passed = bool(documents)
             if documents:
                 self._documents.advance(self._bookmark, len(documents))
             elif self._repeat:
                 self._documents.turn(self._bookmark)
                 turns += 1
             else:
+                self._step_back()
                 return None
         raise DataStateError(
             f"A logical shard had no token in {_SILENT_EPOCHS} whole epochs: its documents are empty or filtered out. "

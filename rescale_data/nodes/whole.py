@@ -210,7 +210,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
 
     def _pack(self) -> Window | None:
         """The window at the bookmark; `None` where the epoch has ended."""
-        if not self.position[_EMITTED]:
+        if not (self.reread or self.position[_EMITTED]):
             self._documents.settle(self._bookmark)
         position = copy_of(self._bookmark)
         blocks = self._blocks(position)

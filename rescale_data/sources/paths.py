@@ -89,8 +89,14 @@ def find(
 
     Raises:
         FileNotFoundError: One of the paths stands for no file.
+        TypeError: ``paths`` is neither a path nor a list of them.
     """
-    given = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    given = [paths] if isinstance(paths, str | os.PathLike) else paths
+    if not isinstance(given, Iterable):
+        raise TypeError(
+            f"paths={paths!r} is a {type(paths).__name__}: give a glob, a folder, a file, or a list of these."
+        )
+    given = [os.fspath(path) for path in given]
     if not given:
         raise FileNotFoundError("No paths were given: give a glob, a folder or a list of files.")
     urls = [path for path in given if "://" in path]

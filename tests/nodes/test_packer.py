@@ -95,6 +95,32 @@ class TestStream:
                 names = {owner: number for number, owner in enumerate(dict.fromkeys(mine))}
                 assert sample["doc_ids"] == [names[owner] for owner in mine]
 
+    @given(
+        lengths=lengths,
+        seq_len=st.sampled_from([1, 2, 3, 5]),
+        labels=st.booleans(),
+        block=st.sampled_from([1, 30, 100]),
+        via_mapper=st.booleans(),
+        shard=st.sampled_from([Shard(repeat=True), Shard()]),
+        shuffle=st.sampled_from([False, 4, 30]),
+    )
+    @per_example
+    def test_positions_do_not_depend_on_how_many_documents_are_read_at_once(
+        self, lengths, seq_len, labels, block, via_mapper, shard, shuffle, tmp_path_factory
+    ) -> None:
+        """Also among documents without a token: a RandomMap above is keyed by them."""
+        docs = documents([*(0 if n < 5 else n // 6 * seq_len for n in lengths), 0, 6, 0])
+        source = write("parquet", tmp_path_factory.mktemp("corpus"), docs)
+
+        def states(num_bytes: int, **kwargs: Any) -> list[Any]:
+            with pytest.MonkeyPatch.context() as patch:
+                many_blocks(patch, num_bytes)
+                kwargs = {"seq_len": seq_len, "eos_id": None, "labels": labels, "last": "pad", **kwargs}
+                node = packer_of(source, shard, shuffle, **kwargs)
+                return [(sample["tokens"].tolist(), node.position.tolist()) for sample in itertools.islice(node, 40)]
+
+        assert states(block, via_mapper=via_mapper, doc_ids=True) == states(2**20)
+
     @pytest.mark.parametrize("last", ["drop", "pad"])
     @pytest.mark.parametrize("block", [1, 40, 2**20])
     def test_the_end_of_an_epoch(self, layout: str, last: str, block: int, tmp_path: Path, monkeypatch) -> None:

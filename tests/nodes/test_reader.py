@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import rescale_data as rd
 from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.rows import ShardRows
 from rescale_data.shard import Shard
@@ -204,6 +205,37 @@ def test_parameters_say_which_columns_were_chosen(tmp_path: Path) -> None:
     readers = [Reader(source, Shard()) for source in (chosen, ParquetSource(tmp_path))]
     assert all(reader.documents("tokens") for reader in readers)
     assert readers[0].parameters() == readers[1].parameters()
+
+
+@pytest.mark.parametrize("switched", [{"provenance": True}, {"on_error": "skip"}])
+@pytest.mark.parametrize("packer", ["cut", "clean cut", "whole"])
+def test_rows_of_a_saved_run_may_be_named_or_skipped_under_a_packer(
+    packer: str, switched: dict[str, Any], tmp_path: Path
+) -> None:
+    table = pa.table({"n": range(60), "tokens": [[i] * (1 + i % 7) for i in range(60)]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    source = ParquetSource(tmp_path)
+
+    def make(**kwargs: Any) -> rd.DataLoader:
+        def pipeline(shard: Shard) -> rd.BaseNode[Any]:
+            rows: rd.BaseNode[Any] = Reader(source, shard, **kwargs)
+            if "clean" in packer:
+                rows = rd.CleanDocuments(rows, "tokens", max_length=4)
+            if "cut" in packer:
+                return rd.TokenPacker(rows, column="tokens", seq_len=5, eos_id=None)
+            return rd.WholeDocumentPacker(rows, column="tokens", seq_len=8, window=4)
+
+        return rd.DataLoader(
+            pipeline, global_batch_size=2, num_logical_shards=2, dp_rank=0, dp_world_size=1, repeat=True
+        )
+
+    first, second = make(), make(**switched)
+    next(iter(first))
+    saved = first.state_dict()
+    expected = [batch["tokens"].tolist() for _, batch in zip(range(20), first, strict=False)]
+    second.load_state_dict(saved)
+    assert [batch["tokens"].tolist() for _, batch in zip(range(20), second, strict=False)] == expected
+    make().load_state_dict(second.state_dict())
 
 
 def test_progress_counts_rows_and_epochs() -> None:

@@ -1,5 +1,6 @@
 """Data that grows, moves, shrinks and changes between the legs of a run."""
 
+import itertools
 import logging
 import os
 import shutil
@@ -153,6 +154,52 @@ def test_packers_and_workers_follow(data: Path, tmp_path: Path, kind: str) -> No
 
 def packed(shard: rd.Shard, source: Any) -> Any:
     return rd.TokenPacker(rd.Reader(source, shard, shuffle=8), column="tokens", seq_len=5, eos_id=None)
+
+
+def read(shard: rd.Shard, source: Any) -> Any:
+    return rd.Map(rd.Reader(source, shard, shuffle=8), first_token)
+
+
+def first_token(sample: Any) -> Any:
+    return {"tokens": sample["tokens"][:1]}
+
+
+@pytest.mark.parametrize("pipeline", [packed, read])
+@pytest.mark.parametrize("repeat", [False, True])
+def test_what_is_skipped_counted_and_proved_is_of_the_epoch_that_has_begun(
+    pipeline: Any, repeat: bool, tmp_path: Path
+) -> None:
+    """That is done in the trainer's process, be it with worker processes or before the first batch."""
+
+    def add(name: str, rows: range) -> None:
+        table = pa.table({"tokens": pa.array([[i] * (1 + i % 5) for i in rows], pa.list_(pa.int32()))})
+        pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=7)
+
+    def loader_at(state: Any, workers: int = 0) -> rd.DataLoader:
+        made = partial(pipeline, source=rd.ParquetSource(tmp_path))
+        loader = make_loader(None, 0, 1, 6, workers, pipeline=made, repeat=repeat, verify=True)
+        loader.load_state_dict(state)
+        return loader
+
+    def rest(loader: rd.DataLoader) -> list[Any]:
+        batches = (batch for _ in range(9) for batch in loader)
+        return [batch["tokens"].tolist() for batch in itertools.islice(batches, 30)]
+
+    add("b", range(80))
+    before = make_loader(
+        None, 0, 1, 6, pipeline=partial(pipeline, source=rd.ParquetSource(tmp_path)), repeat=repeat, verify=True
+    )
+    [next(iter(before)) for _ in range(3)]
+    state = before.state_dict()
+    add("a", range(100, 135))
+    expected = rest(loader_at(state))
+    assert any(token >= 100 for batch in expected for sample in batch for token in sample)
+    with loader_at(state, workers=1) as loader:
+        assert rest(loader) == expected
+    for num_skipped in (1, 4, 9, 20):
+        loader = loader_at(state)
+        loader.skip(num_skipped * BATCH)
+        assert rest(loader)[: 30 - num_skipped] == expected[num_skipped:]
 
 
 def test_verify_proves_the_grown_epochs(kind: str, data: Path) -> None:
