@@ -76,7 +76,8 @@ def train(source: rd.Source, leg: Leg, load_from: Path | None, save_to: Path | N
         model_dim = mesh.axis_names[-1]
         xs.mark_sharding(model.up.weight, mesh, (model_dim, None))
         xs.mark_sharding(model.down.weight, mesh, (None, model_dim))
-        sharding = xs.ShardingSpec(mesh, ("data", None))
+        # Each host's rows over its devices: without minibatch=True torch_xla takes them for the whole global batch.
+        sharding = xs.ShardingSpec(mesh, (mesh.axis_names, None), minibatch=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     loader = rd.DataLoader(

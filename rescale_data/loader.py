@@ -17,6 +17,7 @@ from rescale_data.collate import collate, pin
 from rescale_data.errors import require_int
 from rescale_data.nodes.as_pipeline import as_pipeline
 from rescale_data.nodes.feed import Feed, InProcess, MicroBatch
+from rescale_data.nodes.moment import counters
 from rescale_data.nodes.recipe import Pipeline
 from rescale_data.nodes.runner import Runner
 from rescale_data.nodes.setup import Tail, set_up
@@ -119,8 +120,9 @@ class DataLoader:
                 timeout=timeout,
             )
         self._pin = pin_memory and not num_workers
-        self.stream = Stream(self.setup, runner, feed)
-        self.stream.on_source_change = on_source_change
+        self._stream = Stream(self.setup, runner, feed)
+        self._stream.on_source_change = on_source_change
+        self._is_handed_over = False
         self._num_iterators = 0  # the newest is the valid one
         self._last_taken = (-1, 0)  # from which iterator, and in which thread
         self._wait_seconds = 0.0
@@ -181,12 +183,12 @@ class DataLoader:
 
     def reset(self) -> None:
         """Go back to the beginning of the run."""
-        self._num_iterators += 1
         self.stream.reset()
+        self._num_iterators += 1
 
     def close(self) -> None:
         """Stop the worker processes; the position stays, and the next batch starts them again."""
-        self.stream.close()
+        self._stream.close()
 
     def __enter__(self) -> DataLoader:
         return self
@@ -203,6 +205,28 @@ class DataLoader:
         )
 
     # Where the run stands
+
+    @property
+    def stream(self) -> Stream:
+        """What it reads, as far as it has read."""
+        self._refuse_if_handed_over()
+        return self._stream
+
+    def hand_over(self) -> DataLoader:
+        """This loader for whoever reads ahead of training; the object itself from now on only closes, all else raises."""
+        self._refuse_if_handed_over()
+        handed = object.__new__(type(self))
+        vars(handed).update(vars(self))
+        self._is_handed_over = True
+        return handed
+
+    def _refuse_if_handed_over(self) -> None:
+        if self._is_handed_over:
+            raise RuntimeError(
+                "Something reads this loader ahead of training: its position is not that of training, and a state of it would "
+                "leave out for good what is on its way. Iterate, save, load and ask what reads it (rescale_data.xla."
+                "DeviceLoader, or rescale_data.lookahead.LookAhead) in place of the loader."
+            )
 
     @property
     def step(self) -> int:
@@ -229,17 +253,7 @@ class DataLoader:
 
         ``dropped_samples`` and ``padded_samples`` count from when this loader was made or reset.
         """
-        stream = self.stream
-        counts = {
-            "global_samples": float(stream.clock.samples),
-            "global_step": float(self.step),
-            "wait_seconds": self._wait_seconds,
-            "filtered_rows": 0.0,
-            "skipped_rows": 0.0,
-            "dropped_samples": float(stream.dropped_samples),
-            "padded_samples": float(stream.padded_samples),
-        }
-        return {**counts, **stream.progress()}
+        return {"wait_seconds": self._wait_seconds, **counters(self.stream)}
 
     # State
 

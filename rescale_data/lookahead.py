@@ -15,28 +15,38 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rescale_data.loader import DataLoader
-from rescale_data.nodes.moment import Moment
-from rescale_data.nodes.statedict import state_dict
+from rescale_data.nodes.moment import Moment, counters
+from rescale_data.nodes.statedict import full_state_dict, state_dict
+from rescale_data.nodes.stream import Stream
 
 
 class LookAhead:
     """Batches of a loader, read some batches before the trainer wants them. One thread calls it.
 
     Args:
-        loader: From now on read by this object alone.
+        loader: From now on read by this object alone: asked for batches, its position or a state, it raises `RuntimeError`.
         num_batches: How many may be in hand, at least 1.
+
+    Attributes:
+        last_batch_samples: As `DataLoader.last_batch_samples`, of the batch that was taken last.
     """
 
     def __init__(self, loader: DataLoader, num_batches: int) -> None:
         if num_batches < 1:
             raise ValueError(f"num_batches={num_batches}: one batch at least must be in hand.")
-        self._loader, self._num_batches = loader, num_batches
+        self._loader, self._num_batches = loader.hand_over(), num_batches
+        self.last_batch_samples = 0
         self._forget()
 
     @property
     def in_hand(self) -> list[Any]:
         """Batches that were read and not taken, in order."""
-        return [batch for batch, _ in self._in_hand]
+        return [batch for batch, *_ in self._in_hand]
+
+    @property
+    def stream(self) -> Stream:
+        """What the loader reads, as far as it has read: ahead of the trainer."""
+        return self._loader.stream
 
     @property
     def step(self) -> int:
@@ -52,7 +62,7 @@ class LookAhead:
         """Go on in the trainer's epoch, or with the next where that has ended."""
         if not self._in_hand:
             self._batches = iter(self._loader)
-            self._moment = Moment.of(self._loader.stream)
+            self._moment = Moment.of(self.stream)
 
     def read(self) -> list[Any]:
         """Fill the hand, and return what is new in it. An error of the loader is raised when the trainer comes to it."""
@@ -66,7 +76,7 @@ class LookAhead:
                 self._failure = error
                 break
             new.append(batch)
-            self._in_hand.append((batch, Moment.of(self._loader.stream)))
+            self._in_hand.append((batch, self._loader.last_batch_samples, Moment.of(self.stream)))
         if self._failure is not None and not self._in_hand:
             failure, self._failure = self._failure, None
             raise failure
@@ -74,12 +84,36 @@ class LookAhead:
 
     def take(self) -> Any:
         """The oldest batch in hand; from here on the state says that the trainer has it."""
-        batch, self._moment = self._in_hand.popleft()
+        batch, self.last_batch_samples, self._moment = self._in_hand.popleft()
         return batch
+
+    def num_batches_left(self) -> int:
+        """Batches that the trainer has not received in its epoch; ``TypeError`` as ``len`` of the loader."""
+        unread = len(self._loader)
+        return len(self._in_hand) + (unread if self._loader.epoch == self.epoch else 0)
+
+    def skip(self, num_samples: int) -> None:
+        """As `DataLoader.skip`, from where the trainer is; what is in hand is forgotten (collective as a state is)."""
+        if self._in_hand:
+            self.load_state_dict(self.state_dict())
+        self._loader.skip(num_samples)
+        self._forget()
+
+    def start(self) -> None:
+        """As `DataLoader.start`."""
+        self._loader.start()
+
+    def progress(self) -> dict[str, float]:
+        """As `DataLoader.progress`, of the batches that were taken, without ``wait_seconds``."""
+        return counters(self._moment)
 
     def state_dict(self) -> dict[str, Any]:
         """As `DataLoader.state_dict`, of the batches that were taken."""
         return state_dict(self._moment)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """As `DataLoader.full_state_dict`, of the batches that were taken."""
+        return full_state_dict(self._moment)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As `DataLoader.load_state_dict`; what is in hand is forgotten."""
@@ -92,7 +126,7 @@ class LookAhead:
         self._forget()
 
     def _forget(self) -> None:
-        self._in_hand: deque[tuple[Any, Moment]] = deque()
+        self._in_hand: deque[tuple[Any, int, Moment]] = deque()
         self._batches: Iterator[Any] = iter(())
         self._failure: Exception | None = None
-        self._moment = Moment.of(self._loader.stream)
+        self._moment = Moment.of(self.stream)

@@ -157,7 +157,7 @@ def find_ranks(mesh: DeviceMesh | None, dp_rank: int | None, dp_world_size: int 
         raise ValueError(f"dp_rank={dp_rank} and dp_world_size={dp_world_size}: give both, or neither.")
     if mesh is not None and dp_rank is not None:
         raise ValueError("Give mesh= or dp_rank= and dp_world_size=, not both.")
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
+    if mesh is not None and not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"mesh={mesh!r} is a {type(mesh).__name__}: give a DeviceMesh of the dp ranks, world_mesh['dp']."
         )

@@ -92,6 +92,50 @@ def test_a_hand_holds_one_batch_at_least() -> None:
         LookAhead(make(), 0)
 
 
+def test_a_loader_that_is_read_ahead_refuses_what_would_be_ahead_of_training() -> None:
+    loader = make()
+    batches = iter(loader)
+    next(batches)
+    ahead = LookAhead(loader, 4)
+    ahead.begin()
+    ahead.read()
+    asked = [
+        loader.state_dict,
+        loader.full_state_dict,
+        loader.reset,
+        loader.progress,
+        lambda: loader.load_state_dict({}),
+    ]
+    asked += [lambda: iter(loader), lambda: next(batches), lambda: loader.step, lambda: LookAhead(loader, 2)]
+    for ask in asked:
+        with pytest.raises(RuntimeError, match=r"LookAhead\) in place of the loader"):
+            ask()
+    assert ahead.state_dict()["samples"] == 4
+    loader.close()
+
+
+@settings(max_examples=20, deadline=None)
+@given(stop=st.integers(0, 30), skipped=st.integers(0, 5), tail=st.sampled_from(["drop", "pad"]))
+def test_what_is_asked_is_answered_for_the_trainer(stop: int, skipped: int, tail: str) -> None:
+    rows = [{"row": row} for row in ROWS]
+    ahead, plain = LookAhead(make(rows, tail=tail), 4), make(rows, tail=tail)
+    for _ in range(stop):
+        next(iter(plain))
+        ahead.begin()
+        ahead.read()
+        ahead.take()
+        waited, counted = plain.progress(), ahead.progress()
+        assert {**counted, "wait_seconds": waited["wait_seconds"]} == waited
+        assert ahead.last_batch_samples == plain.last_batch_samples
+        assert ahead.num_batches_left() == len(plain)
+    ahead.skip(4 * skipped)
+    plain.skip(4 * skipped)
+    assert (ahead.full_state_dict()["samples"], ahead.step) == (plain.full_state_dict()["samples"], plain.step)
+    ahead.begin()
+    ahead.read()
+    assert torch.equal(ahead.take()["row"], next(iter(plain))["row"])
+
+
 def test_a_state_taken_beside_another_thread_warns(caplog: pytest.LogCaptureFixture) -> None:
     loader = make()
     batches = iter(loader)

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 
 from rescale_data.checkpoint.check import TABLE, find_prefix, open_checkpoint, read_header
-from rescale_data.loader import DataLoader
 
 
-def load_changed(path: str | os.PathLike[str] | StorageReader, loader: DataLoader, key: str | None = None) -> None:
+def load_changed(path: str | os.PathLike[str] | StorageReader, loader: Stateful, key: str | None = None) -> None:
     """Go on from a DCP checkpoint although sources were added to a `WeightedSampler`, which ``dcp.load`` refuses.
 
     For all else load the same checkpoint with ``dcp.load``, without the loader in its dict. The added sources begin with
@@ -23,7 +23,7 @@ def load_changed(path: str | os.PathLike[str] | StorageReader, loader: DataLoade
 
     Args:
         path: The checkpoint's folder, or a DCP `StorageReader`.
-        loader: With the new pipeline.
+        loader: With the new pipeline; a `DataLoader` or ``rescale_data.xla.DeviceLoader``.
         key: Where the loader's state is in the checkpoint, ``"loader"``; default: found by its fields.
 
     Raises:

@@ -17,26 +17,24 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 
 from rescale_data.errors import DataStateError
-from rescale_data.loader import DataLoader
 from rescale_data.nodes.change import Changed, fit
 from rescale_data.nodes.recipe import STAMP, STRINGS
-from rescale_data.nodes.shards import LogicalShards
 from rescale_data.nodes.statedict import INTS, require_fit
+from rescale_data.nodes.stream import HasStream
 from rescale_data.state import Field
 
 TABLE = "shards."
 V = TypeVar("V")
 
 
-def check_checkpoint(
-    path: str | os.PathLike[str] | StorageReader, loader: DataLoader | LogicalShards, key: str | None = None
-) -> None:
+def check_checkpoint(path: str | os.PathLike[str] | StorageReader, loader: HasStream, key: str | None = None) -> None:
     """Explain why the data state of a DCP checkpoint does not fit a loader; return if it does.
 
     Reads the checkpoint's metadata and the few numbers and strings of the data state; no tensor, and on this process alone.
 
     Args:
         path: The checkpoint's folder, or a DCP `StorageReader`.
+        loader: A `DataLoader`, `LogicalShards` or ``rescale_data.xla.DeviceLoader``.
         key: Where the loader's state is in the checkpoint, ``"loader"``; default: found by its fields.
 
     Raises:

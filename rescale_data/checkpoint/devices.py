@@ -8,6 +8,7 @@ not tell on which device it was made.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, cast
@@ -49,7 +50,7 @@ class Adapter(Protocol):
 def adapter_of(values: Iterable[Any]) -> Adapter | None:
     """The adapter of the first tensor that needs one."""
     for value in values:
-        if isinstance(value, torch.Tensor) and value.device.type in _ADAPTERS:
+        if _has_adapter(value):
             return cast(Adapter, importlib.import_module(_ADAPTERS[value.device.type]).adapter)
     return None
 
@@ -68,6 +69,20 @@ def settle(state: Any) -> None:
         adapter.settle()
 
 
+def refuse_pickled(values: list[tuple[tuple[str, ...], Any]]) -> None:
+    """``TypeError`` where a tensor that has an adapter is in what DCP pickles: on another device nobody could read it."""
+    for path, value in values:
+        if isinstance(value, Mapping):
+            refuse_pickled([((*path, str(key)), inner) for key, inner in cast(Mapping[Any, Any], value).items()])
+        elif isinstance(value, list):
+            refuse_pickled([((*path, str(number)), inner) for number, inner in enumerate(cast("list[Any]", value))])
+        elif not isinstance(value, torch.Tensor) and (tensor := _on_device(value)) is not None:
+            raise TypeError(
+                f"{'.'.join(path)} is a {type(value).__name__} with a tensor on {tensor.device}: DCP would pickle it whole, "
+                f"and only the same device could load it. Put the tensors into a list or a dict."
+            )
+
+
 def first_state(
     optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]
 ) -> Mapping[torch.Tensor, dict[str, Any]]:
@@ -76,10 +91,20 @@ def first_state(
     return {} if adapter is None else adapter.first_state(optimizer)
 
 
+def _has_adapter(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type in _ADAPTERS
+
+
+def _on_device(value: Any) -> torch.Tensor | None:
+    return next(filter(_has_adapter, _leaves(value)), None)
+
+
 def _leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, Mapping):
         value = list(cast(Mapping[Any, Any], value).values())
-    if isinstance(value, list | tuple):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    if isinstance(value, list | tuple | set | frozenset):
         for inner in cast("list[Any]", value):
             yield from _leaves(inner)
     else:

@@ -7,6 +7,7 @@ load_...                  the same two, back into a model of any wrapping
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, cast
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 from rescale_data.checkpoint import optimizers
+from rescale_data.checkpoint.devices import first_state
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.values import fill
 
@@ -165,6 +167,7 @@ class _Target:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.state: dict[str, dict[str, Any]] = {}
+        self.optimizer = optimizer
         self.flat = optimizers.is_flat(model)
         if self.flat:
             # FSDP1 alone knows how its flat parameters are cut: torch makes the state, by a step with zero gradients.
@@ -176,8 +179,13 @@ class _Target:
             self.parameters = dict(zip(optimizers.names_of(current), optimizers.parameters_of(optimizer), strict=True))
         self.groups: list[dict[str, Any]] = current[GROUPS]
 
+    @functools.cached_property
+    def first(self) -> Mapping[torch.Tensor, dict[str, Any]]:
+        """Where a device's library has sharded the parameters: the state after a first step."""
+        return first_state(self.optimizer, optimizers.parameters_of(self.optimizer))
+
     def prepare(self, name: str, values: Mapping[str, Any]) -> None:
-        live = self.live.get(name, {})
+        live = self.live.get(name) or ({} if self.flat else self.first.get(self.parameters[name], {}))
         self.state[name] = {key: self._entry(name, key, live.get(key), value) for key, value in values.items()}
 
     def _entry(self, name: str, key: str, live: Any, value: Any) -> Any:

@@ -157,7 +157,17 @@ def _complaint(path: str, misfits: Misfits, metadata: Metadata) -> str:
     return (
         f"The checkpoint {path} does not fit the state; nothing was loaded:\n  {listed}\n"
         f"The checkpoint holds {_summary(metadata)}.\n"
-        f"Build the state as in the run that saved, or pass strict=False to load what fits."
+        f"Build the state as in the run that saved, or pass strict=False to load what fits.{_hint(misfits)}"
+    )
+
+
+def _hint(misfits: Misfits) -> str:
+    """On what names alone tell: torch_xla's FSDP wraps a module under this name."""
+    if not any("_orig_module" in name.split(".") for name in (*misfits.missing, *misfits.unexpected)):
+        return ""
+    return (
+        " SpmdFullyShardedDataParallel of torch_xla puts _orig_module into the names of parameters: to go from or to a model "
+        "without it put its .module into the state, and do without auto_wrap_policy, whose names are those of its wrapping."
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, cast
 
@@ -15,17 +14,24 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from rescale_data.checkpoint.devices import Adapter, adapter_of, divided
 
 
-@dataclass(frozen=True)
-class HostCopy:
+class HostCopy(torch.Tensor):
     """The pieces that this process has of a sharded tensor, copied to the host: what an async save writes later.
 
-    Args:
+    A tensor, without elements, since DCP looks into a list for tensors alone.
+
+    Attributes:
         items: One of each piece; their name is that of no value yet.
-        data: The pieces, CPU tensors without padding.
+        pieces: CPU tensors without padding.
     """
 
     items: list[WriteItem]
-    data: list[torch.Tensor]
+    pieces: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, items: list[WriteItem], pieces: list[torch.Tensor]) -> HostCopy:
+        copy = torch.empty(0).as_subclass(cls)
+        copy.items, copy.pieces = items, pieces
+        return copy
 
 
 def host_copy(tensor: torch.Tensor, adapter: Adapter) -> HostCopy | torch.Tensor:
@@ -35,7 +41,7 @@ def host_copy(tensor: torch.Tensor, adapter: Adapter) -> HostCopy | torch.Tensor
     planner = adapter.save_planner()
     planner.set_up_planner({"": tensor}, is_coordinator=False)
     items = _distinct(planner.create_local_plan().items)
-    return HostCopy(items, [cast(torch.Tensor, planner.resolve_data(item)) for item in items])
+    return HostCopy.of(items, [cast(torch.Tensor, planner.resolve_data(item)) for item in items])
 
 
 class CheckpointSavePlanner(DefaultSavePlanner):
@@ -67,7 +73,7 @@ class CheckpointSavePlanner(DefaultSavePlanner):
         return super().resolve_data(write_item) if item is None else self.sharded.resolve_data(item)
 
     def _add_copy(self, name: str, copy: HostCopy) -> None:
-        for item, data in zip(copy.items, copy.data, strict=True):
+        for item, data in zip(copy.items, copy.pieces, strict=True):
             index = dataclasses.replace(item.index, fqn=name)
             self.items[index] = dataclasses.replace(item, index=index)
             self.copies[index] = data

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from rescale_data.checkpoint.commit import Workspace, abandon, prepare
+from rescale_data.checkpoint.devices import refuse_pickled
 from rescale_data.checkpoint.entries import Entry, State, entries_of, nested
 from rescale_data.checkpoint.failures import clear_error
 from rescale_data.checkpoint.manifest import checked_metrics
@@ -71,7 +72,9 @@ def plain_state(state: State, ranks: Ranks) -> dict[str, Any]:
 
 
 def _plain(entries: list[Entry]) -> dict[str, Any]:
-    plain = nested([(entry.path, entry.plain()) for entry in entries])
+    values = [(entry.path, entry.plain()) for entry in entries]
+    refuse_pickled(values)
+    plain = nested(values)
     refuse_unfit(plain)
     return plain
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from rescale_data.checkpoint.devices import adapter_of, settle
+from rescale_data.checkpoint.devices import adapter_of, refuse_pickled, settle
 from rescale_data.checkpoint.entries import Entry, ModuleEntry, OptimizerEntry, nested
 from rescale_data.checkpoint.save_planner import host_copy
 from rescale_data.checkpoint.unfit import refuse_unfit
@@ -53,6 +53,7 @@ class Stager:
         steady = _changed_by_steps_alone(entries)
         late: dict[str, torch.Tensor] = {}
         live = [(entry.path, entry.plain()) for entry in entries]
+        refuse_pickled(live)
         refuse_unfit(nested(live))
         settle(live)
         plain = nested([(path, _copy(value, steady, late)) for path, value in live])

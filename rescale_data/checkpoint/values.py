@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from rescale_data.checkpoint.planner import CheckingLoadPlanner
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.saving import quiet
 
@@ -99,7 +100,7 @@ def fill(target: torch.Tensor, whole: torch.Tensor) -> None:
     """Copy into this rank's part of ``target``, however it is sharded, from the whole tensor; no communication."""
     # Flat as it is: DCP's way to flatten a state keeps its tensors alive until a garbage collection (torch 2.9).
     reader = ValuesReader({"value": whole}, flat=True)
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = CheckingLoadPlanner([], trusted=True, flat=True)
     with quiet(Ranks.alone()):
         load_state({"value": target}, storage_reader=reader, planner=planner, no_dist=True)
 

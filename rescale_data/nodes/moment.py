@@ -1,9 +1,11 @@
-"""What a state is made of: a stream itself, or a stream as it stood at an earlier batch."""
+"""What a state and the counters are made of: a stream itself, or a stream as it stood at an earlier batch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
 
 from rescale_data.clock import Clock
 from rescale_data.layout import Layout
@@ -13,7 +15,7 @@ from rescale_data.state import Ints
 
 
 class Standing(Protocol):
-    """Where a run stands: all that its state is made of."""
+    """Where a run stands: all that its state and its counters are made of."""
 
     @property
     def schema(self) -> Schema: ...
@@ -29,6 +31,23 @@ class Standing(Protocol):
     def clock(self) -> Clock: ...
     @property
     def rows_are_dealt(self) -> bool: ...
+    @property
+    def dropped_samples(self) -> int: ...
+    @property
+    def padded_samples(self) -> int: ...
+
+
+def counters(at: Standing) -> dict[str, float]:
+    """For a logger: of the run, and of what this rank's shards have drawn."""
+    counts = {
+        "global_samples": float(at.clock.samples),
+        "global_step": float(at.clock.global_step(at.layout.global_batch_size)),
+        "filtered_rows": 0.0,
+        "skipped_rows": 0.0,
+        "dropped_samples": float(at.dropped_samples),
+        "padded_samples": float(at.padded_samples),
+    }
+    return {**counts, **at.schema.progress(at.table, np.array(at.layout.owned(at.ranks.rank), dtype=np.int64))}
 
 
 @dataclass(frozen=True)
@@ -42,6 +61,8 @@ class Moment:
     table: Ints
     clock: Clock
     rows_are_dealt: bool
+    dropped_samples: int
+    padded_samples: int
 
     @classmethod
     def of(cls, stream: Standing) -> Moment:
@@ -53,4 +74,6 @@ class Moment:
             stream.table.copy(),
             stream.clock,
             stream.rows_are_dealt,
+            stream.dropped_samples,
+            stream.padded_samples,
         )

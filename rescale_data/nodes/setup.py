@@ -60,7 +60,7 @@ def set_up(
     require_bool(repeat=repeat, verify=verify)
     if global_batch_size < 1:
         raise ValueError(f"global_batch_size={global_batch_size}: it is at least 1, the samples of one optimizer step.")
-    if not isinstance(timeout, int | float) or not timeout > 0:
+    if not isinstance(timeout, int | float) or not timeout > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"timeout={timeout!r}: give the seconds to wait for a worker or another rank, more than 0.")
     ranks = find_ranks(mesh, dp_rank, dp_world_size, timeout)
     layout = Layout(

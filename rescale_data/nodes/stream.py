@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 
@@ -27,6 +27,13 @@ from rescale_data.state import Ints
 
 OnSourceChange: TypeAlias = Literal["error", "next_epoch"]
 """What to do with a state whose files were removed or changed."""
+
+
+class HasStream(Protocol):
+    """Whatever reads a stream, and can tell what it consists of."""
+
+    @property
+    def stream(self) -> Stream: ...
 
 
 class Stream:
@@ -161,10 +168,6 @@ class Stream:
         main = leg.stop - self._first
         rest = Deal(self.layout, self._left - self._main_phase(main), self._left, self._tail == "pad")
         return leg.stop - self._u + rest.num_micro_batches
-
-    def progress(self) -> dict[str, float]:
-        """What this rank's shards have drawn."""
-        return self.schema.progress(self.table, np.array(self.layout.owned(self.ranks.rank), dtype=np.int64))
 
     # Legs
 

@@ -92,7 +92,7 @@ def find(
         TypeError: ``paths`` is neither a path nor a list of them.
     """
     given = [paths] if isinstance(paths, str | os.PathLike) else paths
-    if not isinstance(given, Iterable):
+    if not isinstance(given, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"paths={paths!r} is a {type(paths).__name__}: give a glob, a folder, a file, or a list of these."
         )

@@ -7,9 +7,10 @@ XLAShardedTensor  [ piece | piece | piece | pad ]      one process a host, a pie
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch_xla
@@ -42,27 +43,40 @@ class XlaAdapter:
         return SPMDLoadPlanner()
 
     def first_state(self, optimizer: torch.optim.Optimizer) -> Mapping[torch.Tensor, dict[str, Any]]:
-        """By torch_xla's ``prime_optimizer``: a step with zero gradients, here with a learning rate of zero too.
+        """By torch_xla's ``prime_optimizer``, a step with zero gradients: only the step itself tells how its state is sharded.
 
-        Only the step itself tells how the state of an optimizer is sharded. Without the learning rate it could change the
-        parameters (weight decay), and what it leaves behind would stay when the load fails.
+        A copy of the optimizer without its hooks takes the step, on copies of the parameters: it may change them, by its weight
+        decay or 0 / 0.
         """
-        before, gradients = optimizer.state, [(p, p.grad) for p in _parameters(optimizer)]
-        rates = [group.get("lr") for group in optimizer.param_groups]
-        optimizer.state = defaultdict(dict)
+        copies = {parameter: self._copy(parameter) for parameter in _parameters(optimizer)}
+        stepped = _without_hooks(optimizer)
+        stepped.state = defaultdict(dict)
+        stepped.param_groups = [
+            {**group, "params": [copies[parameter] for parameter in group["params"]]}
+            for group in optimizer.param_groups
+        ]
         try:
-            for group in optimizer.param_groups:
-                if "lr" in group:
-                    group["lr"] = _zero(group["lr"])
-            prime_optimizer(optimizer)
-            return cast(Mapping[torch.Tensor, dict[str, Any]], optimizer.state)
-        finally:
-            optimizer.state = before
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                if rate is not None:
-                    group["lr"] = rate
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+            prime_optimizer(stepped)
+        except TypeError as error:
+            name = type(optimizer).__name__
+            raise TypeError(
+                f"{name}.step() cannot be called by itself to make the state that a checkpoint is loaded into: {error}. Run "
+                f"one step of your own before the load, and load the model together with it."
+            ) from error
+        return {parameter: stepped.state[copied] for parameter, copied in copies.items()}
+
+    def _copy(self, parameter: torch.Tensor) -> torch.Tensor:
+        """XLA cuts what a computation makes of a tensor, here a copy, as it has cut the tensor."""
+        return self.unwrap(parameter).detach().clone().requires_grad_(parameter.requires_grad)
+
+
+def _without_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """A shallow copy that steps as the optimizer does; torch leaves hooks out of copies, and attributes of subclasses too."""
+    copied = copy.copy(optimizer)
+    for name, value in vars(optimizer).items():
+        if name != "step":  # a scheduler's, that steps the optimizer itself
+            vars(copied).setdefault(name, value)
+    return copied
 
 
 def require_spmd() -> None:
@@ -76,10 +90,6 @@ def require_spmd() -> None:
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _zero(rate: Any) -> Any:
-    return torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
 
 
 _CUT = (ShardingType.TILED, ShardingType.PARTIAL)  # all others are whole on each device

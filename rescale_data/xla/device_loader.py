@@ -1,42 +1,42 @@
 """Batches on XLA devices, and a state that describes those that training has received.
 
-    DataLoader ──► in hand ──► MpDeviceLoader's threads ──► training
+    DataLoader ──► in hand ──► torch_xla's threads ──► training
                    state: of what has come out here ───────────┘
 
-torch_xla's ``MpDeviceLoader`` reads up to 25 batches ahead from a thread of its own: a loader that it reads directly
+torch_xla's ``MpDeviceLoader`` reads some 30 batches ahead from a thread of its own: a loader that it reads directly
 would say in a checkpoint that they were all trained on. It also takes an error of the loader for the end of the data.
 """
 
 from __future__ import annotations
 
 import functools
-import queue
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch_xla
-from torch_xla.distributed.parallel_loader import MpDeviceLoader
-from torch_xla.distributed.spmd import ShardingSpec
 
 from rescale_data.loader import Batches, DataLoader
 from rescale_data.lookahead import LookAhead
+from rescale_data.nodes.stream import Stream
 from rescale_data.xla.hosts import warn_if_hosts_share_samples
-from rescale_data.xla.input_sharding import check_input_sharding
-
-InputSharding: TypeAlias = ShardingSpec | Mapping[str, ShardingSpec | None]
+from rescale_data.xla.input_sharding import InputSharding, check_input_sharding
+from rescale_data.xla.transfer import Transfer
 
 
 class DeviceLoader:
-    """Feeds ``MpDeviceLoader`` from a `DataLoader`. Save this object in place of the loader.
+    """Brings the batches of a `DataLoader` to the devices. Save this object in place of the loader.
 
-    A state of it is that of the `DataLoader`: either loads what the other has saved.
+    A state of it is that of the `DataLoader`: either loads what the other has saved. It can be asked what the loader could be.
 
     Args:
-        loader: From now on read by this object alone.
+        loader: From now on read by this object alone: asked for batches, its position or a state, it raises `RuntimeError`.
         device: Default: ``torch_xla.device()``.
-        input_sharding: How batches lie on the devices: of all columns, or by column (`None`: replicated).
+        input_sharding: How batches lie on the devices: of all columns, or by column (`None`: replicated). With several dp
+            ranks, which have rows of their own, of every tensor: ``ShardingSpec(mesh, (all axes of the mesh, None, ...),
+            minibatch=True)``.
         read_ahead: Batches on their way to the devices.
         batches_per_execution: Batches between two ``torch_xla.sync()``, as ``MpDeviceLoader`` has it.
 
@@ -56,25 +56,63 @@ class DeviceLoader:
         warn_if_hosts_share_samples(loader.setup.ranks.world_size)
         self.loader = loader
         self._ahead = LookAhead(loader, read_ahead)
-        self._sharding = input_sharding
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._on_device: Iterator[Any] | None = None
-        self._num_iterators = 0  # the newest is the valid one
-        self._new_device_loader: Callable[[Iterator[Any]], MpDeviceLoader] = functools.partial(
-            MpDeviceLoader,
-            device=torch_xla.device() if device is None else device,
-            input_sharding=input_sharding,
+        self._sharding = dict(input_sharding) if isinstance(input_sharding, Mapping) else input_sharding
+        self._new_transfer = functools.partial(
+            Transfer,
+            torch_xla.device() if device is None else device,
+            input_sharding=self._sharding,
+            num_batches=read_ahead,
             batches_per_execution=batches_per_execution,
-            loader_prefetch_size=read_ahead,
-            device_prefetch_size=1,  # its thread waits until so many are there
-            host_to_device_transfer_threads=1,  # with more they overtake each other
         )
+        self._transfer: Transfer | None = None
+        self._received: list[Any] = []  # on the device and not taken, one at most
+        self._num_iterators = 0  # the newest is the valid one
+        self._wait_seconds = 0.0
 
     def __iter__(self) -> Batches:
         """Go on from the position; an older iterator is invalid from now on."""
         self._ahead.begin()
         self._num_iterators += 1
         return Batches(self.epoch, self._num_iterators, self._next)
+
+    def __len__(self) -> int:
+        """As `DataLoader.__len__`, from where training is."""
+        return self._ahead.num_batches_left()
+
+    def start(self) -> None:
+        """As `DataLoader.start`."""
+        self._ahead.start()
+
+    def peek(self) -> Any:
+        """The next batch, on the devices; it stays the next."""
+        self._ahead.begin()
+        return self._receive()[0]
+
+    def skip(self, num_samples: int) -> None:
+        """As `DataLoader.skip`, from where training is; an iterator is invalid from now on (collective as a state is)."""
+        self._stop()
+        self._ahead.skip(num_samples)
+        self._num_iterators += 1
+
+    def reset(self) -> None:
+        """Go back to the beginning of the run."""
+        self._stop()
+        self._ahead.reset()
+        self._num_iterators += 1
+
+    def close(self) -> None:
+        """Stop threads and worker processes; the position stays, and the next batch starts them again."""
+        try:
+            self._stop()
+        finally:
+            self.loader.close()
+
+    # Where training is
+
+    @property
+    def stream(self) -> Stream:
+        """What the loader reads, for `check_checkpoint`. Its position is ahead of training."""
+        return self._ahead.stream
 
     @property
     def step(self) -> int:
@@ -90,26 +128,30 @@ class DeviceLoader:
     def gradient_accumulation_steps(self) -> int:
         return self.loader.gradient_accumulation_steps
 
+    @property
+    def last_batch_samples(self) -> int:
+        """As `DataLoader.last_batch_samples`, of the batch that training has received last."""
+        return self._ahead.last_batch_samples
+
+    def progress(self) -> dict[str, float]:
+        """As `DataLoader.progress`, of the batches that training has received, and the time that it has waited for them."""
+        return {"wait_seconds": self._wait_seconds, **self._ahead.progress()}
+
+    # State
+
     def state_dict(self) -> dict[str, Any]:
         """The state that describes the batches training has received; collective where `DataLoader.state_dict` is."""
         return self._ahead.state_dict()
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """As `DataLoader.full_state_dict`, of the batches that training has received."""
+        return self._ahead.full_state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state of this or of a `DataLoader`, of any topology."""
         self._stop()
         self._ahead.load_state_dict(state_dict)
         self._num_iterators += 1
-
-    def reset(self) -> None:
-        """Go back to the beginning of the run."""
-        self._stop()
-        self._ahead.reset()
-        self._num_iterators += 1
-
-    def close(self) -> None:
-        """Stop threads and worker processes; the position stays, and the next batch starts them again."""
-        self._stop()
-        self.loader.close()
 
     def __enter__(self) -> DeviceLoader:
         return self
@@ -124,48 +166,38 @@ class DeviceLoader:
             raise RuntimeError(
                 "This iterator is no longer valid: a newer iter(loader), a reset or a load took its place. Use the newest."
             )
-        for batch in self._ahead.read() if self._on_device is not None else self._start():
-            self._queue.put(batch)
-        if not self._ahead.in_hand:
+        started = time.perf_counter()
+        if batches.epoch != self.epoch or not self._receive():
             self._stop()
+            torch_xla.sync()  # of the last step, as the next batch does of the others
             raise StopIteration
-        batch = self._receive()
         self._ahead.take()
-        return batch
+        self._wait_seconds += time.perf_counter() - started
+        return self._received.pop()
 
-    def _start(self) -> list[Any]:
-        """Start the threads; what they are to be given first."""
-        self._ahead.read()
-        first = self._ahead.in_hand
-        if first:
-            check_input_sharding(first[0], self._sharding)
-        self._queue = queue.SimpleQueue()
-        self._on_device = iter(self._new_device_loader(_until_end(self._queue)))
-        return first
-
-    def _receive(self) -> Any:
-        if self._on_device is None:
-            raise RuntimeError("The device loader has not begun.")
+    def _receive(self) -> list[Any]:
+        """The next batch, on the devices, and still in hand; nothing at the end of the epoch."""
+        if self._received:
+            return self._received
+        new = self._ahead.read()
+        if not self._ahead.in_hand:
+            return []
+        if self._transfer is None:
+            new = self._ahead.in_hand
+            check_input_sharding(new[0], self._sharding, self.loader.setup.ranks.world_size)
+            self._transfer = self._new_transfer()
         try:
-            return next(self._on_device)
-        except Exception as error:
-            self._on_device = None  # its threads have ended; what is in hand goes to new ones
-            if isinstance(error, StopIteration):
-                raise RuntimeError("torch_xla's loader thread ended before the data did: see the log above.") from None
+            for batch in new:
+                self._transfer.put(batch)
+            self._received.append(self._transfer.take())
+        except BaseException:
+            self._stop()
             raise
+        return self._received
 
     def _stop(self) -> None:
-        """End the threads. What they have in hand stays in ours."""
-        on_device, self._on_device = self._on_device, None
-        if on_device is not None:
-            self._queue.put(_END)
-            for _ in on_device:
-                pass
-
-
-_END = object()
-
-
-def _until_end(batches: queue.SimpleQueue[Any]) -> Iterator[Any]:
-    while (batch := batches.get()) is not _END:
-        yield batch
+        """End the threads. What they have in hand stays in ours, for new ones."""
+        transfer, self._transfer = self._transfer, None
+        self._received.clear()
+        if transfer is not None:
+            transfer.end()

@@ -2,27 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias, cast
 
+import numpy as np
 import torch
 import torch_xla.runtime as xr
 from torch_xla.distributed.spmd import ShardingSpec
 
-_Sharding = ShardingSpec | Mapping[str, ShardingSpec | None] | None
+InputSharding: TypeAlias = ShardingSpec | Mapping[str, ShardingSpec | None]
 
 
-def check_input_sharding(batch: Any, input_sharding: _Sharding) -> None:
-    """``ValueError`` where a column has no sharding, or does not divide over the devices of a host as it must."""
+def check_input_sharding(batch: Any, input_sharding: InputSharding | None, num_hosts: int) -> None:
+    """``ValueError`` where something in a batch would not come to the devices, or not as it is asked to.
+
+    Args:
+        num_hosts: Hosts that read rows of their own, the dp world size.
+    """
+    if batch is None:
+        raise ValueError(
+            "The batch is None, which torch_xla takes for the end of the data. Return tensors from collate_fn."
+        )
+    by_column: Mapping[str, ShardingSpec | None] = {}
     if isinstance(input_sharding, Mapping):
-        _check_columns(batch, input_sharding)
-        for column, sharding in input_sharding.items():
-            _check(column, batch[column], sharding)
-    elif isinstance(batch, Mapping):
-        for column, value in batch.items():
-            _check(column, value, input_sharding)
+        _check_columns(batch, by_column := input_sharding)
+    for path, value in _leaves(batch, ()):
+        name = repr(".".join(path)) if path else "The batch"
+        _check_value(name, value)
+        if isinstance(value, torch.Tensor):
+            sharding = by_column[path[0]] if isinstance(input_sharding, Mapping) else input_sharding
+            _check_rows(name, value, sharding, num_hosts)
+
+
+def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(value, Mapping):
+        for key, inner in cast(Mapping[Any, Any], value).items():
+            yield from _leaves(inner, (*path, str(key)))
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(cast("list[Any]", value)):
+            yield from _leaves(inner, (*path, str(number)))
     else:
-        _check("the batch", batch, input_sharding)
+        yield path, value
 
 
 def _check_columns(batch: Any, input_sharding: Mapping[str, ShardingSpec | None]) -> None:
@@ -40,19 +60,66 @@ def _check_columns(batch: Any, input_sharding: Mapping[str, ShardingSpec | None]
         )
 
 
-def _check(column: str, value: Any, sharding: ShardingSpec | None) -> None:
-    """With ``minibatch`` each host gives its own rows: they must be cut alike on all, and without padding."""
-    if sharding is None or not sharding.minibatch or not isinstance(value, torch.Tensor) or not value.dim():
-        return
-    dims, shape = len(sharding.partition_spec), list(value.shape)
-    if value.dim() != dims:
+def _check_value(name: str, value: Any) -> None:
+    """What torch_xla leaves on the host, or changes, without a word."""
+    if isinstance(value, np.ndarray) or (isinstance(value, torch.Tensor) and type(value) is not torch.Tensor):
         raise ValueError(
-            f"{column!r} has the shape {shape}, input_sharding is for {dims} dims: it would be replicated, although each "
+            f"{name} is a {type(value).__name__}, which torch_xla leaves on the host. Return a plain torch.Tensor from "
+            f"collate_fn."
+        )
+    if isinstance(value, torch.Tensor) and value.dtype in _NOT_ON_XLA:
+        raise ValueError(
+            f"{name} is {value.dtype}, which XLA tensors have not: torch_xla would take its bits for a signed integer. Return "
+            f"it from collate_fn as .to(torch.int64)."
+        )
+
+
+def _check_rows(name: str, value: torch.Tensor, sharding: ShardingSpec | None, num_hosts: int) -> None:
+    """With ``minibatch`` each host gives its own rows: they must be cut alike on all, and without padding."""
+    if sharding is None or not sharding.minibatch:
+        if num_hosts > 1:
+            raise ValueError(
+                f"{name} has rows of its own on each of {num_hosts} hosts, but torch_xla takes what a host gives for the whole "
+                f"global batch. Give input_sharding=ShardingSpec(mesh, (all axes of the mesh, None, ...), minibatch=True)."
+            )
+        return
+    _check_mesh(sharding)
+    dims, shape = len(sharding.partition_spec), list(value.shape)
+    if value.dim() != dims and (value.dim() or num_hosts > 1):
+        raise ValueError(
+            f"{name} has the shape {shape}, input_sharding is for {dims} dims: it would be replicated, although each "
             f"host has other rows. Give input_sharding by column, with a ShardingSpec for {value.dim()} dims."
         )
     devices = xr.addressable_runtime_device_count()
-    if value.shape[0] % devices:
+    if value.dim() and value.shape[0] % devices:
         raise ValueError(
-            f"{column!r} has {value.shape[0]} rows, which do not divide over the {devices} devices of this host, and "
+            f"{name} has {value.shape[0]} rows, which do not divide over the {devices} devices of this host, and "
             f"minibatch=True pads nothing. Use a micro_batch_size that is a multiple of {devices}."
         )
+
+
+def _check_mesh(sharding: ShardingSpec) -> None:
+    """With ``minibatch`` the rows go over all devices, and to a host's devices in the order of their ids."""
+    mesh, spec = sharding.mesh, sharding.partition_spec
+    axes = [_axis(sharding, axis) for axis in (spec[0] if isinstance(spec[0], tuple) else spec[:1])]
+    rest = [axis for axis in range(len(mesh.mesh_shape)) if axis not in axes]
+    if None in axes or any(dim is not None for dim in spec[1:]) or any(mesh.mesh_shape[axis] > 1 for axis in rest):
+        every = tuple(mesh.axis_names or range(len(mesh.mesh_shape)))
+        raise ValueError(
+            f"The ShardingSpec has minibatch=True and the partition spec {spec} on a mesh of shape {tuple(mesh.mesh_shape)}: "
+            f"torch_xla cuts the rows of the hosts over all devices. Give {(every, *(None,) * (len(spec) - 1))}."
+        )
+    devices = mesh.get_logical_mesh().transpose([*axes, *rest]).ravel().tolist()
+    if devices != sorted(devices):
+        raise ValueError(
+            f"The ShardingSpec has minibatch=True and cuts rows over the devices {devices}: torch_xla gives a host's rows to "
+            f"its devices by their ids, so they would come out in another order. Make the mesh of "
+            f"numpy.arange({len(devices)}), and name its axes in their order."
+        )
+
+
+def _axis(sharding: ShardingSpec, axis: Any) -> Any:
+    return (sharding.mesh.axis_names or ()).index(axis) if isinstance(axis, str) else axis
+
+
+_NOT_ON_XLA = (torch.uint16, torch.uint32, torch.uint64)

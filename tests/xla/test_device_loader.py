@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import rescale_data as rd
+from rescale_data import checkpoint
 from tests.xla.processes import on_devices
 
 ROWS = [{"x": np.float32(np.arange(3) + row), "id": row} for row in range(64)]
@@ -64,9 +66,7 @@ def test_break_close_load_and_reset_lose_nothing() -> None:
     got += ids([next(second)])
     state = loader.state_dict()
     loader.close()
-    for thread in set(threading.enumerate()) - {threading.main_thread()}:
-        thread.join(60)  # those of torch_xla may be in their last lines
-    assert threading.active_count() == 1
+    _join_threads()  # of the queues of the workers
     got += ids(second)
     assert got == expected
     loader.load_state_dict(state)
@@ -123,6 +123,73 @@ def test_batches_that_cannot_be_placed_are_named() -> None:
 
 
 @on_devices(4)
+def test_rows_of_several_hosts_are_refused_where_torch_xla_would_take_them_for_all() -> None:
+    from rescale_data.xla import DeviceLoader
+
+    def first(input_sharding: Any, **arguments: Any) -> Any:
+        return next(iter(DeviceLoader(make(dp_rank=1, dp_world_size=2, **arguments), input_sharding=input_sharding)))
+
+    whole = sharding(minibatch=True)
+    for given in (None, sharding(), {"x": whole, "id": None}, {"x": whole, "id": sharding((0,))}):
+        with pytest.raises(ValueError, match=r"on each of 2 hosts.*minibatch=True"):
+            first(given)
+    columns = {name: sharding((0,), minibatch=True) for name in ("id", "count")}
+    with pytest.raises(ValueError, match=r"'count' has the shape \[\]"):
+        first(columns, collate_fn=lambda rows: {"id": torch.arange(4), "count": torch.tensor(len(rows))})
+    both = {"x": whole, "id": sharding((0,), minibatch=True)}
+    assert first(both)["id"].tolist() == next(iter(make(dp_rank=1, dp_world_size=2)))["id"].tolist()
+
+
+@on_devices(4)
+def test_minibatch_keeps_the_order_of_rows_on_every_mesh_that_is_not_refused() -> None:
+    import torch_xla.distributed.spmd as xs
+
+    from rescale_data.xla import DeviceLoader
+
+    def rows(mesh: Any, dim: Any) -> Any:
+        given = {"x": xs.ShardingSpec(mesh, (dim, None), minibatch=True), "id": None}
+        batch = next(iter(DeviceLoader(make(), input_sharding=given)))
+        assert torch.equal(batch["x"][:, 0].cpu(), batch["id"].cpu().float())
+
+    named = xs.Mesh(list(range(4)), (2, 2), ("data", "model"))
+    for mesh, dim in ((named, ("data", "model")), (xs.Mesh(list(range(4)), (4, 1), ("data", "model")), "data")):
+        rows(mesh, dim)
+    with pytest.raises(ValueError, match=r"over all devices\. Give \(\('data', 'model'\), None\)"):
+        rows(named, "data")
+    with pytest.raises(ValueError, match=r"over the devices \[3, 1, 0, 2\].*by their ids"):
+        rows(xs.Mesh([3, 1, 0, 2], (4,)), 0)
+    with pytest.raises(ValueError, match=r"over the devices \[0, 2, 1, 3\]"):
+        rows(named, ("model", "data"))
+
+
+@on_devices(4)
+def test_what_xla_would_leave_behind_or_change_is_named() -> None:
+    from types import MappingProxyType
+
+    from rescale_data.xla import DeviceLoader
+
+    def first(batch: Any, input_sharding: Any = None) -> Any:
+        loader = make(collate_fn=lambda rows: batch)
+        return next(iter(DeviceLoader(loader, input_sharding=input_sharding)))
+
+    for dtype in (torch.uint16, torch.uint32, torch.uint64):
+        with pytest.raises(ValueError, match=r"'tokens\.0' is torch\.uint.*\.to\(torch\.int64\)"):
+            first({"tokens": [torch.tensor([40_000]).to(dtype)]})
+    with pytest.raises(ValueError, match="'x' is a ndarray, which torch_xla leaves on the host"):
+        first({"x": np.zeros(4)})
+    with pytest.raises(ValueError, match="The batch is a Parameter"):
+        first(torch.nn.Parameter(torch.zeros(4)))
+    with pytest.raises(ValueError, match="The batch is None"):
+        first(None)
+    with pytest.raises(ValueError, match=r"'0' has the shape \[4\], input_sharding is for 2 dims"):
+        first((torch.zeros(4),), sharding(minibatch=True))
+    with pytest.raises(ValueError, match=r"'in\.x' has 2 rows"):
+        first({"in": {"x": torch.zeros(2, 3)}}, sharding(minibatch=True))
+    assert first({"x": torch.zeros(4, 2)}, MappingProxyType({"x": sharding()}))["x"].device.type == "xla"
+    assert first([torch.zeros(4, 2), "text", 3])[1:] == ["text", 3]
+
+
+@on_devices(4)
 def test_a_loader_read_by_torch_xlas_threads_warns_that_its_state_is_ahead() -> None:
     import torch_xla
     from torch_xla.distributed.parallel_loader import MpDeviceLoader
@@ -138,6 +205,111 @@ def test_a_loader_read_by_torch_xlas_threads_warns_that_its_state_is_ahead() -> 
     assert any("rescale_data.xla.DeviceLoader" in record for record in records)
     for _ in batches:
         pass  # its threads crash an interpreter that ends before them
+
+
+@on_devices(4)
+def test_the_loader_inside_refuses_what_would_be_ahead_of_training(tmp_path: Path) -> None:
+    from rescale_data.xla import DeviceLoader
+
+    inner = make()
+    state = inner.state_dict()
+    loader = DeviceLoader(inner, read_ahead=4)
+    batches = iter(loader)
+    assert [next(batches)["x"].shape for _ in range(2)] == [torch.Size([4, 3])] * 2
+    asked = [inner.state_dict, inner.reset, inner.progress, lambda: inner.load_state_dict(state), lambda: iter(inner)]
+    for ask in (*asked, lambda: DeviceLoader(inner), lambda: checkpoint.save(tmp_path / "c", {"loader": inner})):
+        with pytest.raises(RuntimeError, match=r"rescale_data\.xla\.DeviceLoader"):
+            ask()
+    assert loader.state_dict()["samples"] == 8
+    inner.close()
+
+
+@on_devices(4)
+def test_what_a_training_loop_asks_of_a_loader_is_answered_for_training(tmp_path: Path) -> None:
+    from rescale_data.xla import DeviceLoader
+
+    rows = [{"id": row} for row in range(30)]  # the last global batch of an epoch is padded
+    loader, plain = DeviceLoader(make(rows, tail="pad"), read_ahead=3), make(rows, tail="pad")
+
+    def answers(of: Any) -> list[Any]:
+        return [len(of), of.step, of.epoch, of.last_batch_samples, _without_time(of.progress())]
+
+    loader.start()
+    for _ in range(2):
+        for batch, same in zip(loader, plain, strict=True):
+            assert batch["id"].tolist() == same["id"].tolist()
+            _assert_same_state(loader.full_state_dict(), plain.full_state_dict())
+            assert answers(loader) == answers(plain)
+            if plain.step % 2:
+                assert loader.peek()["id"].tolist() == plain.peek()["id"].tolist()
+                assert answers(loader) == answers(plain)
+    loader.skip(8)
+    plain.skip(8)
+    assert ids(loader) == ids(plain)
+    assert next(iter(loader))["id"].tolist() == next(iter(plain))["id"].tolist()
+    loader.skip(4)
+    plain.skip(4)
+    assert answers(loader)[:3] == answers(plain)[:3]
+    checkpoint.save(tmp_path / "c", {"loader": loader})
+    rd.check_checkpoint(tmp_path / "c", loader)
+    fresh = DeviceLoader(make(rows, tail="pad"))
+    rd.load_changed(tmp_path / "c", fresh)
+    assert ids(fresh) == ids(plain)
+    with pytest.raises(TypeError, match="repeat=True is endless"):
+        len(DeviceLoader(make(repeat=True)))
+    assert loader.progress()["wait_seconds"] > 0
+
+
+@on_devices(4)
+def test_an_error_of_a_transfer_is_raised_by_next_alone_and_threads_end(tmp_path: Path) -> None:
+    from rescale_data.xla import DeviceLoader
+
+    def broken(rows: list[Any]) -> Any:
+        made.append(rows)
+        return {
+            "id": torch.tensor([row["id"] for row in rows]),
+            "x": torch.zeros(2).to_sparse() if len(made) == 3 else 0,
+        }
+
+    made: list[Any] = []
+    for end in ("load_state_dict", "reset", "close"):
+        made.clear()
+        loader = DeviceLoader(make(collate_fn=broken), read_ahead=4)
+        state = loader.state_dict()
+        next(iter(loader))
+        getattr(loader, end)(*[state] * (end == "load_state_dict"))
+        assert threading.active_count() == 1
+    made.clear()
+    loader = DeviceLoader(make(collate_fn=broken), read_ahead=4)
+    with pytest.raises(RuntimeError, match="to\\(options\\)"):
+        list(loader)
+    assert threading.active_count() == 1
+    assert loader.state_dict()["samples"] == 8
+    next_fails = iter(loader)
+    with pytest.raises(RuntimeError, match="to\\(options\\)"):
+        next(next_fails)
+    with pytest.raises(KeyError, match="of the user"), loader:
+        raise KeyError("of the user")
+
+
+@on_devices(4)
+def test_threads_end_with_a_device_loader_that_nobody_closes() -> None:
+    from rescale_data.xla import DeviceLoader
+
+    for _ in DeviceLoader(make(), read_ahead=5):
+        break
+    _join_threads()
+
+
+def _join_threads() -> None:
+    """Every thread ends, although some may be in their last lines."""
+    for thread in set(threading.enumerate()) - {threading.main_thread()}:
+        thread.join(60)
+    assert threading.active_count() == 1
+
+
+def _without_time(progress: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in progress.items() if name != "wait_seconds"}
 
 
 def _assert_same_state(got: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -84,13 +84,15 @@ def test_hosts_read_different_rows_and_save_one_checkpoint(tmp_path: Path) -> No
 
 
 def _host(rank: int, world_size: int, folder: Path) -> None:
+    import torch_xla.distributed.spmd as xs
     import torch_xla.runtime as xr
 
     xr.process_index, xr.process_count = (lambda: 1 - rank), (lambda: 2)
     from rescale_data.xla import DeviceLoader, host_mesh
 
     leg = training.xla_run("(4,)", shape=(2,), mesh=host_mesh())
-    leg.loader = DeviceLoader(leg.loader)
+    mesh = xs.Mesh(list(range(2)), (2,))
+    leg.loader = DeviceLoader(leg.loader, input_sharding=xs.ShardingSpec(mesh, (0, None), minibatch=True))
     batches = iter(leg.loader)
     torch.save([next(batches)["x"].cpu() for _ in range(2)], folder / f"host-{1 - rank}")
     checkpoint.save(folder / "c", leg.state)

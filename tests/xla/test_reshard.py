@@ -52,6 +52,32 @@ def test_the_state_of_the_optimizer_is_sharded_as_if_it_had_stepped(tmp_path: Pa
 
 
 @on_devices(4)
+def test_whole_states_and_streams_come_back_sharded_too() -> None:
+    source = training.xla_run("(2,2)")
+    source.train(2)
+    expected = {name: value for name, value in tensors(source).items() if name.endswith(("exp_avg", "exp_avg_sq"))}
+
+    def load_whole(target: training.Run) -> None:
+        whole = checkpoint.full_optimizer_state(source.model, source.optimizer)
+        checkpoint.load_full_optimizer_state(target.model, target.optimizer, whole)
+
+    def load_stream(target: training.Run) -> None:
+        stream = checkpoint.stream_optimizer_state(source.model, source.optimizer)
+        checkpoint.load_optimizer_stream(target.model, target.optimizer, stream)
+
+    for load in (load_whole, load_stream):
+        for steps in (0, 1):
+            target = training.xla_run("(2,2)", seed=1)
+            target.train(steps)
+            load(target)
+            assert _optimizer_shardings(target) == _optimizer_shardings(source)
+            got = tensors(target)
+            assert_equal({name: got[name] for name in expected}, expected)
+            target.train(1)
+            assert _optimizer_shardings(target) == _optimizer_shardings(source)
+
+
+@on_devices(4)
 def test_padding_and_copies_of_a_piece_never_reach_the_checkpoint(tmp_path: Path) -> None:
     for layout in LAYOUTS:
         source = training.xla_run(layout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,55 @@ def test_every_kind_of_value_comes_back_as_it_was(tmp_path: Path) -> None:
     assert torch.equal(stock["extra"]["half"], saved["half"].cpu())
 
 
+@on_devices(4)
+def test_lists_with_sharded_tensors_are_saved_alike_in_every_mode(tmp_path: Path) -> None:
+    import torch_xla.distributed.spmd as xs
+
+    def state(scale: float) -> dict[str, Any]:
+        def tensor(more: float) -> torch.Tensor:
+            values = (torch.arange(24.0).reshape(6, 4) * scale + more).to("xla")
+            return xs.mark_sharding(values, xs.Mesh(list(range(4)), (2, 2)), (0, 1)).global_tensor
+
+        values = torch.ones(2).to("xla") * scale
+        return {
+            "l": [tensor(1), tensor(2)],
+            "mix": [tensor(3), int(scale), "a"],
+            "d": {"in": [{"t": tensor(4)}, values]},
+        }
+
+    checkpoint.save(tmp_path / "sync" / "step-1", state(3.0))
+    expected = dcp.FileSystemReader(tmp_path / "sync" / "step-1").read_metadata()
+    for mode in ("thread", "process"):
+        with checkpoint.CheckpointManager(tmp_path / mode, async_mode=mode) as manager:
+            manager.save(1, state(3.0))
+            loaded = state(1.0)
+            manager.load(1, loaded)
+        _same(loaded, state(3.0))
+        metadata = dcp.FileSystemReader(tmp_path / mode / "step-1").read_metadata()
+        assert metadata.state_dict_metadata.keys() == expected.state_dict_metadata.keys()
+        assert metadata.planner_data == expected.planner_data
+
+
+@on_devices(4)
+def test_tensors_that_would_be_pickled_with_their_device_are_named(tmp_path: Path) -> None:
+    tensor = torch.ones(2).to("xla")
+    given = {"pair": (1, tensor), "d": {"l": [(0, {"t": tensor})]}, "c": Config(tensor)}
+    names = {"pair": r"pair is a tuple", "d": r"d\.l\.0 is a tuple", "c": "c is a Config"}
+    with checkpoint.CheckpointManager(tmp_path / "m") as manager:
+        for key, name in names.items():
+            with pytest.raises(TypeError, match=rf"{name} with a tensor on xla:0.*list or a dict"):
+                checkpoint.save(tmp_path / key, {key: given[key]})
+            with pytest.raises(TypeError, match=name):
+                manager.save(1, {key: given[key]})
+        manager.save(2, {"pair": (1, "a"), "list": [tensor]})
+    assert manager.steps() == [2]
+
+
+@dataclass
+class Config:
+    tensor: torch.Tensor
+
+
 def _same(got: Any, expected: Any) -> None:
     if isinstance(expected, torch.Tensor):
         assert got.device == expected.device
@@ -83,6 +133,58 @@ def test_a_load_that_fails_leaves_model_and_optimizer_as_they_were(tmp_path: Pat
 
 
 @on_devices(4)
+def test_making_the_state_of_an_optimizer_runs_no_hook_and_changes_no_parameter(tmp_path: Path) -> None:
+    class Scaled(torch.optim.SGD):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
+            self.scale = 2.0
+
+        def step(self, closure: Any = None) -> None:
+            assert self.scale == 2.0, "attributes of a subclass are there"
+            super().step(closure)
+
+    kinds = {"zero eps": lambda p: torch.optim.AdamW(p, lr=0.1, eps=0.0), "own": Scaled}
+    for name, make in kinds.items():
+        source, target = training.xla_run("(2,2)"), training.xla_run("(2,2)", seed=1)
+        for leg in (source, target):
+            leg.optimizer = make(leg.model.parameters())
+        source.train(1)
+        checkpoint.save(tmp_path / name, source.state)
+        before, called = training.tensors(target), []
+        target.optimizer.register_step_pre_hook(lambda *_: called.append("before"))  # noqa: B023
+        target.optimizer.register_step_post_hook(lambda *_: called.append("after"))  # noqa: B023
+        torch.optim.lr_scheduler.LambdaLR(target.optimizer, lambda step: 1.0)
+        with pytest.raises(ValueError, match=r"missing in the checkpoint: more"):
+            checkpoint.load(tmp_path / name, {**target.state, "more": torch.ones(2)})
+        training.assert_equal(training.tensors(target), before)
+        checkpoint.load(tmp_path / name, target.state)
+        training.assert_equal(training.tensors(target), training.tensors(source))
+        assert not called
+        target.train(1)
+        assert called == ["before", "after"]
+
+
+@on_devices(4)
+def test_an_optimizer_that_cannot_step_by_itself_is_named_with_the_cure(tmp_path: Path) -> None:
+    class NeedsLoss(torch.optim.SGD):
+        def step(self, closure: Any) -> Any:
+            return super().step(closure)
+
+    source, target = training.xla_run("(2,2)"), training.xla_run("(2,2)", seed=1)
+    source.optimizer = torch.optim.SGD(source.model.parameters(), lr=0.1, momentum=0.9)
+    target.optimizer = NeedsLoss(target.model.parameters(), lr=0.1, momentum=0.9)
+    source.train(1)
+    checkpoint.save(tmp_path / "c", source.state)
+    with pytest.raises(TypeError, match=r"NeedsLoss\.step\(\) cannot be called by itself.*Run one step of your own"):
+        checkpoint.load(tmp_path / "c", target.state)
+    for parameter in target.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    target.optimizer.step(lambda: torch.zeros(()))
+    checkpoint.load(tmp_path / "c", target.state)
+    training.assert_equal(training.tensors(target), training.tensors(source))
+
+
+@on_devices(4)
 def test_a_checkpoint_that_lacks_a_parameter_is_named(tmp_path: Path) -> None:
     source = training.xla_run("(2,2)")
     model_state = dict(source.model.state_dict())
@@ -94,6 +196,28 @@ def test_a_checkpoint_that_lacks_a_parameter_is_named(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "c", {"model": source.model})
     report = checkpoint.load(tmp_path / "c", {"model": source.model}, strict=False)
     assert report.missing == ("model.2.weight",)
+
+
+@on_devices(4)
+def test_the_fsdp_of_torch_xla_loads_by_plain_names_from_its_module(tmp_path: Path) -> None:
+    import torch_xla.distributed.spmd as xs
+    from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
+
+    xs.set_global_mesh(xs.Mesh(list(range(4)), (4, 1), ("fsdp", "model")))
+    wrapped = SpmdFullyShardedDataParallel(training.model(seed=0).to("xla"))
+    optimizer = training.adamw(wrapped)
+    wrapped(torch.ones(4, training.WIDTH).to("xla")).sum().backward()
+    optimizer.step()
+    plain = training.model(seed=1)
+    checkpoint.save(tmp_path / "wrapped", {"model": wrapped, "optimizer": optimizer})
+    with pytest.raises(ValueError, match=r"SpmdFullyShardedDataParallel.*put its \.module into the state"):
+        checkpoint.load(tmp_path / "wrapped", {"model": plain})
+    checkpoint.save(tmp_path / "c", {"model": wrapped.module, "optimizer": optimizer})
+    checkpoint.load(tmp_path / "c", {"model": plain, "optimizer": training.adamw(plain)})
+    for one, other in zip(plain.parameters(), wrapped.parameters(), strict=True):
+        assert torch.equal(one, other.cpu())
+    with pytest.raises(ValueError, match=r"put its \.module into the state"):
+        checkpoint.load(tmp_path / "c", {"model": wrapped})
 
 
 @on_devices(4)

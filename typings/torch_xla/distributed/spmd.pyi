@@ -1,6 +1,7 @@
 from enum import IntEnum
 from typing import Any
 
+import numpy as np
 import torch
 
 class ShardingType(IntEnum):
@@ -17,7 +18,13 @@ class XLAShardedTensor(torch.Tensor):
     @property
     def sharding_type(self) -> ShardingType: ...
 
+class Mesh:
+    mesh_shape: tuple[int, ...]
+    axis_names: tuple[str, ...] | None
+    def get_logical_mesh(self) -> np.ndarray[Any, Any]: ...
+
 class ShardingSpec:
+    mesh: Mesh
     partition_spec: tuple[Any, ...]
     minibatch: bool | None
 
