@@ -129,7 +129,7 @@ class CleanDocuments(Node[dict[str, Any]]):
             except StopIteration:
                 self._over = True
                 return []
-            self._tokens = integers(self._sample, self.column, type(self).__name__)
+            self._tokens = integers(self._sample, self.column, type(self).__name__, self._source)
             self._pieces = self.cleaning.pieces(self._tokens.data)
             self.position[_SHORT] += not self._pieces
         return self._pieces

@@ -83,7 +83,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         names = ["tokens", *["labels"] * labels, *["doc_ids"] * doc_ids]
         self.writes = dict.fromkeys(names, (seq_len, DTYPES[dtype]))
         self._stream = TokenStream(
-            child.documents(column) or ColumnDocuments(child, column),
+            child.documents(column) or ColumnDocuments(child, column, type(self).__name__),
             BlockMaker(eos_id, bos_id, DTYPES[dtype]),
             num_tokens=seq_len,
             num_ahead=int(labels),

@@ -127,7 +127,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
             "cu_seqlens": (self.max_documents + 2, np.dtype(np.int32)),
         }
         child = self.children["source"]
-        self._documents = child.documents(column) or ColumnDocuments(child, column)
+        self._documents = child.documents(column) or ColumnDocuments(child, column, type(self).__name__)
         self._maker = BlockMaker(eos_id, bos_id, self._numpy_dtype)
         self._repeat = any(node.repeat for _, node in child.walk())
         self._key = (owner_of(self), "window")
