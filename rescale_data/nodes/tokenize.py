@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from rescale_data.errors import require_int
 from rescale_data.nodes.base import BaseNode, Node, View, copy_of
 from rescale_data.nodes.counted import epoch_end_of_source
 from rescale_data.nodes.guard import Guard, OnError
@@ -82,6 +83,7 @@ class Tokenize(Node[dict[str, Any]]):
         batch_size: int = 32,
         on_error: OnError = "raise",
     ) -> None:
+        require_int(batch_size=batch_size)
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: give the number of texts to tokenize at a time, at least 1.")
         super().__init__(source=source)
