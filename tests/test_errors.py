@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torchdata.nodes import BaseNode, Mapper, ParallelMapper, Prefetcher
+from torchdata.nodes import BaseNode, IterableWrapper, Mapper, ParallelMapper, Prefetcher
 
 import rescale_data as rd
 from rescale_data.layout import Layout
@@ -193,6 +193,10 @@ class TestData:
             rd.DataStateError, match=r"Logical shard \d+ of 24 yielded no sample in two whole epochs.*filtered"
         ):
             next(iter(loader))
+
+    def test_a_finite_node_of_torchdata_that_does_not_start_again(self) -> None:
+        with pytest.raises(rd.DataStateError, match=r"\(as IterableWrapper\) does not start again .* an rd\.Reader"):
+            list(loader_of(lambda _: IterableWrapper(range(5)), repeat=True))
 
     def test_an_epoch_end_that_ranks_cannot_agree_on(self) -> None:
         pipeline = pipeline_of("packed", Documents(96))
