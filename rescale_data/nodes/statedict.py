@@ -30,7 +30,9 @@ from rescale_data.sources.source import Saveable
 from rescale_data.state import Ints, from_tensors, to_tensors
 
 VERSION = 1
-OTHER_FIELDS = "Build the pipeline that was saved, with the saved verify= (True keeps a digest for each reader), or begin a new run."
+OTHER_FIELDS = (
+    "Build the pipeline that was saved, with the saved verify= (True keeps a digest a reader), or begin a new run."
+)
 INTS = (
     "samples",
     "origin",

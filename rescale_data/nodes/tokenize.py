@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ Tokenizer: TypeAlias = Callable[[list[str]], Sequence[Any]]
 Tokens: TypeAlias = npt.NDArray[np.integer[Any]]
 
 _BYTES_OF_A_SAMPLE = 512
+
+_log = logging.getLogger("rescale_data")
 
 _PROBE = ["Tokens of 2 texts, to know a tokenizer by: naïve façade, 東京, x = [1.5e-3];\n\t", " 'a' \"b\" <c/> #d"]
 
@@ -52,7 +55,8 @@ class Tokenize(Node[dict[str, Any]]):
     tokens of a text depend on that text alone. The position is that of the source after the sample that was yielded last; so
     a packer that resumes within a document has that one tokenized again and no other that has been used.
 
-    A state knows the tokenizer by its tokens of a short text, so that a changed one is an error.
+    A state knows the tokenizer by its tokens of a short text, so that a changed one is an error; a warning says where it raises
+    for that text, and is not known.
 
     Args:
         source: A node whose samples hold a string under ``column``.
@@ -224,7 +228,12 @@ class Tokenize(Node[dict[str, Any]]):
     def _fingerprint(self) -> str:
         try:
             tokens = [_integers(ids) for ids in self.tokenizer(list(_PROBE))]
-        except Exception:  # a tokenizer of something else than text
+        except Exception as error:  # a tokenizer of something else than text
+            _log.warning(
+                "The tokenizer of Tokenize(column=%r) raises for the text that it is known by, %r (%s: %s). So "
+                "another tokenizer is not noticed when a state is loaded: keep to this one for the whole run.",
+                self.column, _PROBE, type(error).__name__, error,
+            )  # fmt: skip
             return "unknown"
         return hashlib.blake2b(repr([ids.tolist() for ids in tokens]).encode(), digest_size=8).hexdigest()
 

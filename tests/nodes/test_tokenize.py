@@ -202,6 +202,17 @@ def test_another_tokenizer_is_an_error_when_a_state_is_loaded() -> None:
         loader(lambda texts: [ids[1:] for ids in by_letters(texts)]).load_state_dict(state)
 
 
+def test_a_tokenizer_that_cannot_be_known_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    def letters_of_dna(texts: list[str]) -> list[list[int]]:
+        return [["ACGT".index(letter) for letter in text] for text in texts]
+
+    assert tokenize(letters_of_dna).parameters()["tokenizer"] == "unknown"
+    assert "another tokenizer is not noticed when a state is loaded" in caplog.text
+    caplog.clear()
+    tokenize(by_letters).parameters()
+    assert not caplog.text
+
+
 def test_empty_texts_and_narrow_ids() -> None:
     node = rd.Tokenize(rd.Reader([{"text": ""}, {"text": "ab"}], rd.Shard(), shuffle=False), _narrow, "text")
     found = [sample["tokens"] for sample in node]
