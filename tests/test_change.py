@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
+from torchdata.nodes import Batcher, Mapper, Unbatcher
 
 import rescale_data as rd
 from rescale_data.testing import full_state_dict
@@ -170,6 +171,22 @@ def test_another_order_of_a_source_that_stays_is_an_error() -> None:
 
     with pytest.raises(rd.DataStateError, match=r"source.web: shuffle: saved 4, now 5"):
         make(5, "new").load_state_dict(make(4, "old").state_dict())
+
+
+def test_below_a_node_of_torchdata_weights_are_fixed_and_the_error_says_so() -> None:
+    def make(weight: float, above: Any) -> rd.DataLoader:
+        def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+            rows = Pipeline({"web": weight, "code": 1 - weight})(shard)
+            return rd.Map(above(rows), lambda _: {"id": 0})
+
+        return rd.DataLoader(pipeline, global_batch_size=4, num_logical_shards=4, repeat=True)
+
+    for above in (lambda rows: Batcher(rows, 2), lambda rows: Unbatcher(Batcher(rows, 2))):
+        with pytest.raises(
+            rd.DataStateError, match=r"weights: web: saved 0.5.*weights'\] could change if all nodes above"
+        ):
+            make(0.9, above).load_state_dict(make(0.5, above).state_dict())
+    make(0.9, lambda rows: Mapper(rows, dict)).load_state_dict(make(0.5, lambda rows: Mapper(rows, dict)).state_dict())
 
 
 class Packed:

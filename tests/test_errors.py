@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torchdata.nodes import BaseNode, Mapper, ParallelMapper, Prefetcher
+from torchdata.nodes import BaseNode, IterableWrapper, Mapper, ParallelMapper, Prefetcher
 
 import rescale_data as rd
 from rescale_data.layout import Layout
@@ -206,6 +206,10 @@ class TestData:
         ):
             next(iter(loader))
 
+    def test_a_finite_node_of_torchdata_that_does_not_start_again(self) -> None:
+        with pytest.raises(rd.DataStateError, match=r"\(as IterableWrapper\) does not start again .* an rd\.Reader"):
+            list(loader_of(lambda _: IterableWrapper(range(5)), repeat=True))
+
     def test_an_epoch_end_that_ranks_cannot_agree_on(self) -> None:
         pipeline = pipeline_of("packed", Documents(96))
         with pytest.raises(ValueError, match=r"needs a process group.*dp_rank=0 and dp_world_size=2.*repeat=True"):
@@ -397,7 +401,10 @@ class TestStates:
                 {"data": lambda shard: rd.Reader(ROWS, shard, shuffle=8)},
                 'The pipeline differ.*root: shuffle: saved 8, now "full".*use the saved',
             ),
-            ({"data": lambda shard: Every(rd.Reader(ROWS, shard), 3)}, "The fields differ.*build the saved pipeline"),
+            (
+                {"data": lambda shard: Every(rd.Reader(ROWS, shard), 3)},
+                "The fields differ.*Build the pipeline that was saved",
+            ),
         ],
     )
     def test_of_another_run(self, saved: dict[str, Any], message: str) -> None:

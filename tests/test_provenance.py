@@ -99,3 +99,13 @@ def test_batches_without_provenance() -> None:
     with pytest.raises(ValueError, match="provenance=True"):
         rd.step_documents(loader([{"a": i} for i in range(20)]), 2)
     assert loader([{"a": i} for i in range(20)]).step == 0
+
+
+@pytest.mark.parametrize("packer", [rd.TokenPacker, rd.WholeDocumentPacker])
+def test_of_some_sources_only(packer: Any) -> None:
+    def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+        nodes = {name: read(WEB, shard, provenance=name == "b") for name in "abc"}
+        return packer(rd.WeightedSampler(nodes, dict.fromkeys("abc", 1)), column="tokens", seq_len=8, eos_id=1)
+
+    with pytest.raises(ValueError, match=r"of \['source.b'\] come .* of \['source.a', 'source.c'\] do not. Give"):
+        loader(pipeline)

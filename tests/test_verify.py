@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch.distributed.checkpoint as dcp
 
 import rescale_data as rd
 from rescale_data.testing import assert_rescalable, full_state_dict
@@ -106,3 +107,14 @@ def test_the_digest_is_eight_bytes_a_shard() -> None:
     assert with_digest.keys() - without.keys() == {"digest"}
     assert with_digest["digest"].nbytes == 8 * 48
     assert np.all(with_digest["digest"].numpy() == 0)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_run_that_switches_it_is_told_so(verify: bool, tmp_path: Path) -> None:
+    saved, now = (loader(functools.partial(rows, True), 0, 1, 12, 0, verify=given) for given in (verify, not verify))
+    with pytest.raises(rd.DataStateError, match=r"digest.*the saved verify= \(True keeps a digest"):
+        now.load_state_dict(saved.state_dict())
+    dcp.save({"loader": saved}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(rd.DataStateError, match=r"digest.*the saved verify= \(True keeps a digest"):
+        rd.check_checkpoint(tmp_path, now)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.change import Changed, fit
 from rescale_data.nodes.recipe import STAMP, STRINGS
-from rescale_data.nodes.statedict import INTS, require_fit
+from rescale_data.nodes.statedict import INTS, OTHER_FIELDS, require_fit
 from rescale_data.nodes.stream import HasStream
 from rescale_data.state import Field
 
@@ -106,7 +106,7 @@ def _check_fields(saved: dict[str, Any], fields: dict[str, Field]) -> None:
     if added or removed:
         raise DataStateError(
             f"The loader's pipeline keeps the fields {added} that the checkpoint lacks, and the checkpoint has {removed} that "
-            f"the pipeline lacks. Build the pipeline that was saved, or begin a new run."
+            f"the pipeline lacks. {OTHER_FIELDS}"
         )
     for key, field in fields.items():
         entry, shape = saved[key], field.shape or ()

@@ -76,6 +76,9 @@ class Node(BaseNode[T]):
     of_shard: Shard | None = None
     """The logical shard whose rows this node reads, if it reads any itself."""
 
+    provenance: bool = False
+    """Whether each sample says which row it is, where this node reads rows itself."""
+
     repeat: bool = False
     """Whether this node reads an endless stream (`Shard.repeat`): whoever consumes it then restarts it at an epoch's end."""
 

@@ -79,6 +79,12 @@ def without_free(schema: Schema, pipeline: str) -> str:
     return json.dumps(nodes, sort_keys=True)
 
 
+def fixed_by_others(schema: Schema) -> list[str]:
+    """The parameters that might change, were it not for a node above that does not let them take effect."""
+    nodes = [(path, node) for path, node in schema.root.walk() if not _is_settled(schema.root, path)]
+    return [f"{path_name(path)}: {parameter}" for path, node in nodes for parameter in sorted(node.MAY_CHANGE)]
+
+
 def settle(schema: Schema, table: Ints) -> int:
     """Let what has changed take effect where a logical shard is not within a document or a window.
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from rescale_data.errors import require_int
 from rescale_data.nodes.base import BaseNode, Node, View, copy_of
 from rescale_data.nodes.column import integers
 from rescale_data.nodes.documents import Documents
@@ -72,6 +73,7 @@ class CleanDocuments(Node[dict[str, Any]]):
         min_length: int = 1,
         max_length: int | None = None,
     ) -> None:
+        require_int(min_length=min_length, **({} if max_length is None else {"max_length": max_length}))
         if min_length < 0 or (max_length is not None and max_length < max(1, min_length)):
             raise ValueError(
                 f"min_length={min_length}, max_length={max_length}: give at least 0, and None or at least min_length and 1."
@@ -129,7 +131,7 @@ class CleanDocuments(Node[dict[str, Any]]):
             except StopIteration:
                 self._over = True
                 return []
-            self._tokens = integers(self._sample, self.column, type(self).__name__)
+            self._tokens = integers(self._sample, self.column, type(self).__name__, self._source)
             self._pieces = self.cleaning.pieces(self._tokens.data)
             self.position[_SHORT] += not self._pieces
         return self._pieces

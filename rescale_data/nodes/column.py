@@ -10,14 +10,21 @@ import numpy.typing as npt
 import torch
 
 from rescale_data.nodes.base import Node
+from rescale_data.nodes.guard import add_place
 from rescale_data.provenance import PROVENANCE
 
 
 class ColumnDocuments:
-    """A column of a node's samples as `Documents`; the node is bound anew wherever it is not where it has to be read."""
+    """A column of a node's samples as `Documents`; the node is bound anew wherever it is not where it has to be read.
 
-    def __init__(self, node: Node[Any], column: str) -> None:
-        self._node, self._column = node, column
+    Args:
+        node: The node.
+        column: Of its samples.
+        reader: The name of the node that asks for them, for messages.
+    """
+
+    def __init__(self, node: Node[Any], column: str, reader: str) -> None:
+        self._node, self._column, self._reader = node, column, reader
         self._settles = any(below.MAY_CHANGE for _, below in node.walk())
         for _, below in node.walk():
             below.reread = True
@@ -32,7 +39,7 @@ class ColumnDocuments:
             self._ended = False
             sample = next(self._node)
             self._where = sample.get(PROVENANCE) if isinstance(sample, Mapping) else None
-            return [integers(sample, self._column).data]
+            return [integers(sample, self._column, self._reader, self._node).data]
         except StopIteration:
             self._ended = True
             return []
@@ -52,19 +59,27 @@ class ColumnDocuments:
         position[:] = self._node.position
 
 
-def integers(sample: Any, column: str, node: str = "TokenPacker") -> npt.NDArray[Any]:
-    """The tokens of a sample; an error that names the node that asks for them."""
+def integers(sample: Any, column: str, reader: str, node: Node[Any]) -> npt.NDArray[Any]:
+    """The tokens of a sample that ``node`` has yielded; an error names the node that asks for them, and the row."""
+    try:
+        return _integers(sample, column, reader)
+    except (TypeError, ValueError) as error:
+        add_place(error, reader, node.locate())
+        raise
+
+
+def _integers(sample: Any, column: str, reader: str) -> npt.NDArray[Any]:
     if not isinstance(sample, Mapping) or column not in sample:
         given = f"the keys {list(sample)}" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
         raise ValueError(
-            f"{node}(column={column!r}) was given a sample with {given}. Yield dicts with the tokens of one document "
+            f"{reader}(column={column!r}) was given a sample with {given}. Yield dicts with the tokens of one document "
             f"under that key."
         )
     value: Any = sample[column]
     array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else _array(value)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
         raise TypeError(
-            f"{node}(column={column!r}) was given {_describe(value, array)}. Tokens are a 1-D array, tensor or "
+            f"{reader}(column={column!r}) was given {_describe(value, array)}. Tokens are a 1-D array, tensor or "
             f"list of integers."
         )
     return np.ascontiguousarray(array if array.dtype.kind in "iu" else array.astype(np.int64))

@@ -47,6 +47,12 @@ class Guard:
             )  # fmt: skip
 
 
+def add_place(error: Exception, node: str, where: str) -> None:
+    """Note on an error of ``node`` in what a sample holds where that sample comes from, as far as that is known."""
+    if where:
+        error.add_note(f"in {node}, given {where}")
+
+
 def _raise(error: Exception, note: str) -> NoReturn:
     if isinstance(error, StopIteration):  # it would end the epoch
         error = RuntimeError("it raised StopIteration")

@@ -75,6 +75,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         pad_id: int | None = None,
     ) -> None:
         _check(seq_len, dtype, last)
+        require_pad(pad_id, dtype)
         super().__init__(source=source)
         child = self.children["source"]
         self.column, self.seq_len, self.labels, self.doc_ids = column, seq_len, labels, doc_ids
@@ -83,7 +84,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         names = ["tokens", *["labels"] * labels, *["doc_ids"] * doc_ids]
         self.writes = dict.fromkeys(names, (seq_len, DTYPES[dtype]))
         self._stream = TokenStream(
-            child.documents(column) or ColumnDocuments(child, column),
+            child.documents(column) or ColumnDocuments(child, column, type(self).__name__),
             BlockMaker(eos_id, bos_id, DTYPES[dtype]),
             num_tokens=seq_len,
             num_ahead=int(labels),
@@ -141,6 +142,16 @@ def _document_ids(length: int, ends: Ints) -> npt.NDArray[np.int64]:
     begins = np.zeros(length + 1, dtype=np.int64)
     begins[ends[ends > 0]] = 1  # what ends before the first token has none
     return np.cumsum(begins[:length])
+
+
+def require_pad(pad_id: int | None, dtype: torch.dtype) -> None:
+    """``TypeError`` or ``ValueError`` where samples of ``dtype`` cannot be padded with ``pad_id``."""
+    if pad_id is None:
+        return
+    require_int(pad_id=pad_id)
+    limits = torch.iinfo(dtype)
+    if not limits.min <= pad_id <= limits.max:
+        raise ValueError(f"pad_id={pad_id} does not fit {dtype}: give a token from {limits.min} to {limits.max}.")
 
 
 def _check(seq_len: int, dtype: torch.dtype, last: str) -> None:

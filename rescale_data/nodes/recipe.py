@@ -62,6 +62,17 @@ def _refuse_whole(root: Node[Any]) -> None:
             )
 
 
+def _require_all_named_or_none(root: Node[Any]) -> None:
+    """``ValueError`` where some rows come with their provenance and others do not: they may share a sample or a batch."""
+    named = {path_name(path): node.provenance for path, node in root.walk() if node.reads is not None}
+    if len(set(named.values())) > 1:
+        with_it, without = ([path for path, has_it in named.items() if has_it is wanted] for wanted in (True, False))
+        raise ValueError(
+            f"The rows of {with_it} come with their provenance, those of {without} do not. Give provenance=True to every "
+            f"rd.Reader of the pipeline, or to none."
+        )
+
+
 class Schema:
     """What holds for every logical shard of a pipeline: the columns of the table, the sources and the parameters.
 
@@ -70,6 +81,7 @@ class Schema:
     """
 
     def __init__(self, root: Node[Any]) -> None:
+        _require_all_named_or_none(root)
         self.root = root
         self.histories: Histories = {}
         self.fields = (*OWN_FIELDS, *root.fields)

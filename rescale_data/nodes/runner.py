@@ -144,7 +144,9 @@ class Runner:
                 continue
         raise DataStateError(
             f"Logical shard {shard} of {self._recipe.num_logical_shards} yielded no sample in two whole epochs: all of its "
-            f"rows were filtered out, or it has none. Use fewer logical shards, more data, or a filter that keeps some of it."
+            f"rows were filtered out, it has none, or a node that is not of rescale_data (as IterableWrapper) does not start "
+            f"again when it is reset to its state at the end. Use fewer logical shards, more data, a filter that keeps some of "
+            f"it, or an rd.Reader in place of that node."
         )
 
     def _fetch(self, shard: int, number: int, is_real: bool) -> Any:

@@ -12,6 +12,7 @@ import torch
 from rescale_data import quota
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import BaseNode, Node, View
+from rescale_data.nodes.guard import add_place
 from rescale_data.nodes.shard_of import find_shard
 from rescale_data.state import Field, Ints
 
@@ -178,9 +179,22 @@ class WeightedSampler(Node[Any]):
         if self.unit == "samples":
             self.position[chosen] += 1
             return
-        length = len(sample[self.column])
+        length = self._length(sample)
         self.position[chosen] += length
         self.position[self._num_counts - 1] = max(self.position[self._num_counts - 1], length)
+
+    def _length(self, sample: Any) -> int:
+        try:
+            return len(sample[self.column])
+        except (TypeError, LookupError) as cause:
+            given = f"the keys {list(sample)}" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
+            error = TypeError(
+                f"WeightedSampler(unit='tokens', column={self.column!r}) was given a sample with {given}, and under that key "
+                f"nothing that has a length. Yield dicts with the tokens of one document there, or leave such samples out "
+                f"with rd.Filter."
+            )
+            add_place(error, type(self).__name__, self.locate())
+            raise error from cause
 
     def _skip_one(self) -> None:
         while (chosen := self._choose()) is not None:

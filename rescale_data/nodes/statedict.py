@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from rescale_data.clock import Clock
 from rescale_data.errors import DataStateError
-from rescale_data.nodes.change import Fitted, fit, settle, without_free
+from rescale_data.nodes.change import Fitted, fit, fixed_by_others, settle, without_free
 from rescale_data.nodes.differences import differences
 from rescale_data.nodes.growth import Growth, begin_next_epoch, compare, joined, refuse_changes
 from rescale_data.nodes.moment import Standing
@@ -30,6 +30,9 @@ from rescale_data.sources.source import Saveable
 from rescale_data.state import Ints, from_tensors, to_tensors
 
 VERSION = 1
+OTHER_FIELDS = (
+    "Build the pipeline that was saved, with the saved verify= (True keeps a digest a reader), or begin a new run."
+)
 INTS = (
     "samples",
     "origin",
@@ -169,15 +172,25 @@ def require_fit(stream: Stream, saved: Mapping[str, Any]) -> Fitted:
         refuse_changes(growth)
     if fitted.state["pipeline"] != now["pipeline"]:
         _require_same(
-            "pipeline", *(without_free(stream.schema, document["pipeline"]) for document in (fitted.state, now))
+            "pipeline",
+            *(without_free(stream.schema, document["pipeline"]) for document in (fitted.state, now)),
+            fixed=fixed_by_others(stream.schema),
         )
     return replace(fitted, growth=growth)
 
 
-def _require_same(name: str, saved: str, now: str) -> None:
+def _require_same(name: str, saved: str, now: str, fixed: Sequence[str] = ()) -> None:
     found = differences(saved, now)
-    if found:
-        raise DataStateError(f"The {name} differ from those of the checkpoint: {'; '.join(found)}. {_DESCRIBED[name]}")
+    if not found:
+        return
+    message = f"The {name} differ from those of the checkpoint: {'; '.join(found)}. {_DESCRIBED[name]}"
+    held = [parameter for parameter in fixed if any(difference.startswith(parameter) for difference in found)]
+    if held:
+        message += (
+            f" {held} could change if all nodes above were of rescale_data, or a Mapper of torchdata: others keep what is "
+            f"below them as it was saved."
+        )
+    raise DataStateError(message)
 
 
 _FIXED = {
@@ -186,7 +199,7 @@ _FIXED = {
     "seed": "Another seed is another order: build the loader with the saved one, or begin a new run.",
 }
 _DESCRIBED = {
-    "fields": "The pipeline keeps other state than the one that was saved: build the saved pipeline, or begin a new run.",
+    "fields": f"The pipeline keeps other state than the one that was saved. {OTHER_FIELDS}",
     "pipeline": "These parameters change the order or the content of the samples: use the saved ones, or begin a new run.",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from rescale_data.errors import require_int
 from rescale_data.nodes.base import BaseNode, Node, View, copy_of
 from rescale_data.nodes.counted import epoch_end_of_source
 from rescale_data.nodes.guard import Guard, OnError
@@ -23,6 +25,8 @@ Tokens: TypeAlias = npt.NDArray[np.integer[Any]]
 
 _BYTES_OF_A_SAMPLE = 512
 
+_log = logging.getLogger("rescale_data")
+
 _PROBE = ["Tokens of 2 texts, to know a tokenizer by: naïve façade, 東京, x = [1.5e-3];\n\t", " 'a' \"b\" <c/> #d"]
 
 
@@ -33,8 +37,13 @@ class _Mark(Enum):
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples that were made together, or why there is none, each with the position of the source after it."""
+    """Samples that were made together, or why there is none, each with the position of the source after it.
 
+    Args:
+        before: The position of the source before the first of them.
+    """
+
+    before: View
     entries: list[tuple[dict[str, Any] | _Mark, View]]
     nbytes: int
 
@@ -46,7 +55,8 @@ class Tokenize(Node[dict[str, Any]]):
     tokens of a text depend on that text alone. The position is that of the source after the sample that was yielded last; so
     a packer that resumes within a document has that one tokenized again and no other that has been used.
 
-    A state knows the tokenizer by its tokens of a short text, so that a changed one is an error.
+    A state knows the tokenizer by its tokens of a short text, so that a changed one is an error; a warning says where it raises
+    for that text, and is not known.
 
     Args:
         source: A node whose samples hold a string under ``column``.
@@ -55,10 +65,13 @@ class Tokenize(Node[dict[str, Any]]):
         column: Of the text; it is left out of what is yielded.
         into: The column of the tokens, an ``int64`` array.
         batch_size: Texts at a time. What has been made and not yielded lies in the process's cache.
-        on_error: "raise", or "skip": leave out texts for which the tokenizer raises, log and count them (``skipped_rows``).
+        on_error: "raise", or "skip": leave out samples without a string there, and those for whose text the tokenizer raises or
+            returns something else than token ids; log and count them (``skipped_rows``).
 
     Raises:
-        ValueError: A sample without such a column; a tokenizer that returns another number of sequences.
+        ValueError: A sample without a string there; a tokenizer that returns another number of sequences than it was given
+            texts, whatever ``on_error`` is.
+        TypeError: The tokenizer returned something else than token ids.
     """
 
     FIELDS: ClassVar[tuple[Field, ...]] = (Field(("skipped",), counts=True),)
@@ -74,6 +87,7 @@ class Tokenize(Node[dict[str, Any]]):
         batch_size: int = 32,
         on_error: OnError = "raise",
     ) -> None:
+        require_int(batch_size=batch_size)
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: give the number of texts to tokenize at a time, at least 1.")
         super().__init__(source=source)
@@ -122,6 +136,13 @@ class Tokenize(Node[dict[str, Any]]):
     def parameters(self) -> dict[str, Any]:
         return {"column": self.column, "into": self.into, "tokenizer": self._fingerprint()}
 
+    def locate(self) -> str:
+        batch: Batch | None = cache().get(self._key) if self._at > 0 else None
+        if batch is None:
+            return ""
+        before = batch.entries[self._at - 2][1] if self._at > 1 else batch.before
+        return self._locate(before, copy_of(self._source.position))
+
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         return {"skipped_rows": float(rows[:, 0].sum())}
 
@@ -137,41 +158,45 @@ class Tokenize(Node[dict[str, Any]]):
         """What comes after the sample that was yielded last."""
         if self._source.position != self._bookmark:
             self._rewind(self._bookmark)
+        before = copy_of(self._bookmark)
         samples: list[Any] = []
         after: list[View] = []
         while len(after) < self.batch_size and len(samples) == len(after):
             with suppress(StopIteration):
                 samples.append(next(self._source))
             after.append(copy_of(self._source.position))
-        tokens = self._tokenize([self._text(sample) for sample in samples], after)
+        tokens = self._tokenize(samples, after)
         made = [self._sample(*pair) for pair in zip(samples, tokens, strict=True)]
         entries = list(zip([*made, _Mark.END], after, strict=False))
-        return Batch(entries, sum(_BYTES_OF_A_SAMPLE + ids.nbytes for ids in tokens if ids is not None))
+        return Batch(before, entries, sum(_BYTES_OF_A_SAMPLE + ids.nbytes for ids in tokens if ids is not None))
 
-    def _tokenize(self, texts: list[str], after: list[View]) -> Sequence[Tokens | None]:
-        if not texts:
-            return []
+    def _tokenize(self, samples: list[Any], after: list[View]) -> list[Tokens | None]:
         try:
-            tokens = self.tokenizer(texts)
+            found = self._tokens(samples)
         except Exception:
-            return self._one_by_one(texts, after)
-        return _checked(tokens, len(texts))
+            return self._one_by_one(samples, after)
+        return _as_many(found, len(samples))
 
-    def _one_by_one(self, texts: list[str], after: list[View]) -> list[Tokens | None]:
-        """To find which of the texts the tokenizer raises for."""
+    def _one_by_one(self, samples: list[Any], after: list[View]) -> list[Tokens | None]:
+        """To find which of the samples cannot be tokenized."""
         found: list[Tokens | None] = []
         num_failed = self.position[0]
-        for i, text in enumerate(texts):
+        for i, sample in enumerate(samples):
             try:
-                tokens = self.tokenizer([text])
+                tokens = self._tokens([sample])
             except Exception as error:
-                where = self._locate(after[i - 1] if i else self._bookmark, after[len(texts) - 1])
+                where = self._locate(after[i - 1] if i else self._bookmark, after[len(samples) - 1])
                 self._guard.caught(error, where, num_failed)
                 num_failed += 1
                 found.append(None)
                 continue
-            found += _checked(tokens, 1)
+            found += _as_many(tokens, 1)
         return found
+
+    def _tokens(self, samples: list[Any]) -> list[Tokens | None]:
+        """What the tokenizer returns for some samples, if any, each checked."""
+        texts = [self._text(sample) for sample in samples]
+        return [_integers(ids) for ids in self.tokenizer(texts)] if texts else []
 
     def _text(self, sample: Any) -> str:
         text = sample.get(self.column) if isinstance(sample, Mapping) else None
@@ -202,19 +227,24 @@ class Tokenize(Node[dict[str, Any]]):
 
     def _fingerprint(self) -> str:
         try:
-            tokens = _checked(self.tokenizer(list(_PROBE)), len(_PROBE))
-        except Exception:  # a tokenizer of something else than text
+            tokens = [_integers(ids) for ids in self.tokenizer(list(_PROBE))]
+        except Exception as error:  # a tokenizer of something else than text
+            _log.warning(
+                "The tokenizer of Tokenize(column=%r) raises for the text that it is known by, %r (%s: %s). So "
+                "another tokenizer is not noticed when a state is loaded: keep to this one for the whole run.",
+                self.column, _PROBE, type(error).__name__, error,
+            )  # fmt: skip
             return "unknown"
         return hashlib.blake2b(repr([ids.tolist() for ids in tokens]).encode(), digest_size=8).hexdigest()
 
 
-def _checked(tokens: Sequence[Any], num_texts: int) -> list[Tokens]:
+def _as_many(tokens: list[Tokens | None], num_texts: int) -> list[Tokens | None]:
     if len(tokens) != num_texts:
         raise ValueError(
             f"The tokenizer returned {len(tokens)} values for {num_texts} texts. Give a function from a list of strings to a "
             f"list of as many lists of token ids."
         )
-    return [_integers(ids) for ids in tokens]
+    return tokens
 
 
 def _integers(ids: Any) -> Tokens:

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from rescale_data.bins import best_fit
-from rescale_data.errors import DataStateError
+from rescale_data.errors import DataStateError, require_int
 from rescale_data.nodes.base import Node, View, copy_of
 from rescale_data.nodes.block import Block, BlockMaker, TokenArray
 from rescale_data.nodes.column import ColumnDocuments
-from rescale_data.nodes.packer import DTYPES, IGNORED
+from rescale_data.nodes.packer import DTYPES, IGNORED, require_pad
 from rescale_data.provenance import joined
 from rescale_data.sources.cache import cache, owner_of
 from rescale_data.state import Field, Ints
@@ -113,8 +113,10 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         max_documents: int | None = None,
         pad_id: int | None = None,
     ) -> None:
+        require_int(seq_len=seq_len, window=window)
         self.max_documents = max(64, seq_len // 32) if max_documents is None else max_documents
         _check(seq_len, window, self.max_documents, long, dtype)
+        require_pad(pad_id, dtype)
         super().__init__(source=source)
         self.column, self.seq_len, self.eos_id, self.bos_id, self.window = column, seq_len, eos_id, bos_id, window
         self.long, self.labels, self.dtype = long, labels, dtype
@@ -127,7 +129,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
             "cu_seqlens": (self.max_documents + 2, np.dtype(np.int32)),
         }
         child = self.children["source"]
-        self._documents = child.documents(column) or ColumnDocuments(child, column)
+        self._documents = child.documents(column) or ColumnDocuments(child, column, type(self).__name__)
         self._maker = BlockMaker(eos_id, bos_id, self._numpy_dtype)
         self._repeat = any(node.repeat for _, node in child.walk())
         self._key = (owner_of(self), "window")
@@ -270,6 +272,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
 
 
 def _check(seq_len: int, window: int, max_documents: int, long: str, dtype: torch.dtype) -> None:
+    require_int(max_documents=max_documents)
     for name, value in (("seq_len", seq_len), ("window", window), ("max_documents", max_documents)):
         if value < 1:
             raise ValueError(f"{name}={value}: give at least 1.")

@@ -3,7 +3,7 @@
 import itertools
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -65,6 +65,36 @@ class TestErrors:
     def test_bad_argument(self) -> None:
         with pytest.raises(ValueError, match="'raise', or 'skip'"):
             rd.Map(read(WEB, rd.Shard()), fails, on_error="ignore")  # type: ignore[arg-type]
+
+
+class TestErrorsInTheData:
+    """A row without tokens is named by whoever needs them, with its place."""
+
+    ROWS: ClassVar[list[Any]] = [{"tokens": [1, 2, 3]}] * 7 + [{"tokens": None}] + [{"tokens": [4]}] * 7
+
+    @pytest.mark.parametrize(
+        ("name", "make"),
+        [
+            ("TokenPacker", lambda rows: rd.TokenPacker(rows, column="tokens", seq_len=2, eos_id=None)),
+            ("WholeDocumentPacker", lambda rows: rd.WholeDocumentPacker(rows, column="tokens", seq_len=4)),
+            ("CleanDocuments", lambda rows: rd.CleanDocuments(rows, "tokens", strip=[1])),
+            ("WeightedSampler", lambda rows: _mixture(rows, "tokens")),
+        ],
+    )
+    def test_names_the_node_and_the_row(self, name: str, make: Any) -> None:
+        with pytest.raises(TypeError, match=rf"^{name}\(.*column='tokens'\) was given") as caught:
+            list(make(rd.Reader(self.ROWS, rd.Shard(), shuffle=False)))
+        assert caught.value.__notes__ == [f"in {name}, given list: list[7]"]
+
+    def test_a_mixture_without_the_column(self) -> None:
+        for rows in ([{"ids": [1]}], [3]):
+            with pytest.raises(TypeError, match=r"given a sample with (the keys \['ids'\]|a int)") as caught:
+                next(_mixture(rd.Reader(rows, rd.Shard()), "tokens"))
+            assert caught.value.__notes__ == ["in WeightedSampler, given list: list[0]"]
+
+
+def _mixture(rows: rd.BaseNode[Any], column: str) -> rd.WeightedSampler:
+    return rd.WeightedSampler({"a": rows}, {"a": 1}, unit="tokens", column=column, stop="all")
 
 
 class TestSkip:

@@ -111,16 +111,73 @@ def test_errors_are_skipped_and_counted(batch_size: int, caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "error", "message"),
+    ("tokenizer", "message"),
     [
-        (lambda texts: [[1]], ValueError, "returned 1 values for 8 texts"),
-        (lambda texts: [object() for _ in texts], TypeError, "those are the .ids"),
-        (lambda texts: [[1.5] for _ in texts], TypeError, "a list of token ids"),
+        (lambda texts: [object() for _ in texts], "those are the .ids"),
+        (lambda texts: [[1.5] for _ in texts], "a list of token ids"),
     ],
 )
-def test_a_tokenizer_that_is_none(tokenizer: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        next(tokenize(tokenizer, batch_size=8, on_error="skip"))
+def test_a_tokenizer_that_is_none(tokenizer: Any, message: str, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(TypeError, match=message):
+        next(tokenize(tokenizer, batch_size=8))
+    assert list(tokenize(tokenizer, on_error="skip")) == []
+    assert message in caplog.text
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_a_tokenizer_that_returns_another_number(on_error: Any) -> None:
+    with pytest.raises(ValueError, match="returned 1 values for 8 texts"):
+        next(tokenize(lambda texts: [[1]], batch_size=8, on_error=on_error))
+
+
+def wrong_for_some(texts: list[str]) -> list[Any]:
+    return [[0.5] if text.startswith("21") else ids for text, ids in zip(texts, by_letters(texts), strict=True)]
+
+
+BAD_DATA: list[tuple[Any, Any, int, str]] = [
+    ([*TEXTS[:13], {"id": 13, "text": None}, *TEXTS[14:]], by_letters, 13, "under that key a NoneType"),
+    ([*TEXTS[:13], ["text"], *TEXTS[14:]], by_letters, 13, "was given a sample with a list"),
+    (TEXTS, wrong_for_some, 21, "The tokenizer returned a list for a text"),
+]
+
+
+@pytest.mark.parametrize(("rows", "tokenizer", "bad", "message"), BAD_DATA)
+@pytest.mark.parametrize("batch_size", [1, 6, 64])
+def test_errors_in_the_data_name_the_row_and_are_skipped(
+    rows: Any, tokenizer: Any, bad: int, message: str, batch_size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def node(on_error: Any) -> rd.Tokenize:
+        reader = rd.Reader(rows, rd.Shard(), shuffle=False)
+        return rd.Tokenize(reader, tokenizer, "text", batch_size=batch_size, on_error=on_error)
+
+    with pytest.raises((ValueError, TypeError), match=message) as caught:
+        list(node("raise"))
+    assert caught.value.__notes__ == [f"in the function of Tokenize, given list: list[{bad}]"]
+    skipping = node("skip")
+    assert [sample["id"] for sample in skipping] == [i for i in range(30) if i != bad]
+    assert skipping.get_state()["skipped"] == 1
+    assert f"list[{bad}] (number 1" in caplog.text
+
+
+@pytest.mark.parametrize("batch_size", [1, 6, 64])
+def test_an_error_above_names_the_row_and_not_the_last_of_the_batch(batch_size: int) -> None:
+    failing = [0, 11, 17, 29]
+
+    def fn(sample: Any) -> Any:
+        if sample["id"] in failing:
+            raise ValueError("by hand")
+        return sample
+
+    node = rd.Map(tokenize(by_letters, shuffle=False, batch_size=batch_size), fn)
+    found: dict[int, str] = {}
+    ids: list[int] = []
+    for i in range(30):
+        try:
+            ids.append(next(node)["id"])
+        except ValueError as error:
+            found[i] = error.__notes__[0]
+    assert found == {i: f"in the function of Map, given list: list[{i}]" for i in failing}
+    assert ids == [i for i in range(30) if i not in failing]
 
 
 def test_a_sample_without_text() -> None:
@@ -128,6 +185,8 @@ def test_a_sample_without_text() -> None:
         next(rd.Tokenize(rd.Reader(TEXTS, rd.Shard()), by_letters, "body"))
     with pytest.raises(ValueError, match="batch_size=0"):
         tokenize(by_letters, batch_size=0)
+    with pytest.raises(TypeError, match=r"batch_size=2.0 is a float; give an int"):
+        tokenize(by_letters, batch_size=2.0)
 
 
 def test_another_tokenizer_is_an_error_when_a_state_is_loaded() -> None:
@@ -141,6 +200,17 @@ def test_another_tokenizer_is_an_error_when_a_state_is_loaded() -> None:
     loader(by_letters).load_state_dict(state)
     with pytest.raises(rd.DataStateError, match="tokenizer: saved"):
         loader(lambda texts: [ids[1:] for ids in by_letters(texts)]).load_state_dict(state)
+
+
+def test_a_tokenizer_that_cannot_be_known_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    def letters_of_dna(texts: list[str]) -> list[list[int]]:
+        return [["ACGT".index(letter) for letter in text] for text in texts]
+
+    assert tokenize(letters_of_dna).parameters()["tokenizer"] == "unknown"
+    assert "another tokenizer is not noticed when a state is loaded" in caplog.text
+    caplog.clear()
+    tokenize(by_letters).parameters()
+    assert not caplog.text
 
 
 def test_empty_texts_and_narrow_ids() -> None:

@@ -147,6 +147,27 @@ def test_bad_arguments(kwargs: dict[str, Any]) -> None:
         packer(rows_of([3]), **kwargs)
 
 
+@pytest.mark.parametrize(
+    "kwargs", [{"seq_len": 16.0}, {"seq_len": "16"}, {"window": 4.5}, {"max_documents": 2.0}, {"pad_id": 0.5}]
+)
+def test_arguments_that_are_no_ints(kwargs: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=f"{next(iter(kwargs))}=.*; give an int"):
+        packer(rows_of([3]), **kwargs)
+
+
+@pytest.mark.parametrize("node", [rd.TokenPacker, rd.WholeDocumentPacker])
+def test_padding_that_does_not_fit(node: Any) -> None:
+    def pads(pad_id: int) -> Any:
+        rows = rd.Reader(rows_of([3]), rd.Shard())
+        return node(rows, column="tokens", seq_len=8, eos_id=1, dtype=torch.int32, pad_id=pad_id)
+
+    pads(-1)
+    with pytest.raises(
+        ValueError, match=r"pad_id=2147483648 does not fit torch.int32: give a token from -2147483648 to"
+    ):
+        pads(2**31)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_attention_by_cumulative_lengths_is_attention_within_documents(dtype: torch.dtype) -> None:
     """What varlen attention computes from the batch is what each document gives alone."""
