@@ -12,9 +12,10 @@ from rescale_data.checkpoint.manifest import checked_metrics
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.saving import begin, write
 from rescale_data.checkpoint.store import StrPath, open_store
-from rescale_data.checkpoint.stored import BUDGET, StoredCheckpoint, tree_of
+from rescale_data.checkpoint.stored import BUDGET, StoredCheckpoint
 from rescale_data.checkpoint.torch_file import map_file
 from rescale_data.checkpoint.torch_zip import Pending, write_torch_file
+from rescale_data.checkpoint.tree import tree_of
 from rescale_data.checkpoint.writer import CheckpointWriter, SaveInfo
 
 T = TypeVar("T")

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.checkpoint.stateful import Stateful
 
 from rescale_data.checkpoint import optimizers
+from rescale_data.checkpoint.tree import keys_of, string_keys
 
 State: TypeAlias = Mapping[str, Any]
 Path: TypeAlias = tuple[str, ...]
@@ -90,12 +91,17 @@ class StatefulEntry(Entry):
     def __init__(self, path: Path, value: Stateful) -> None:
         super().__init__(path)
         self.value = value
+        self.live: Any = None  # its state when the placeholder was made, whose keys may be no strings
 
     def plain(self) -> Any:
         return self.value.state_dict()
 
+    def placeholder(self, metadata: Metadata) -> Any:
+        self.live = self.plain()
+        return string_keys(self.live)
+
     def apply(self, loaded: Any) -> None:
-        self.value.load_state_dict(loaded)
+        self.value.load_state_dict(keys_of(self.live, loaded))
 
 
 class ValueEntry(Entry):
@@ -109,12 +115,15 @@ class ValueEntry(Entry):
     def plain(self) -> Any:
         return self.value
 
+    def placeholder(self, metadata: Metadata) -> Any:
+        return string_keys(self.value)
+
     def apply(self, loaded: Any) -> None:
         if isinstance(self.value, torch.Tensor):
             return
         if not isinstance(self.holder, MutableMapping):
             raise TypeError(f"{self.name!r} is a plain value in a {type(self.holder).__name__}; load into a dict.")
-        self.holder[self.path[-1]] = loaded
+        self.holder[self.path[-1]] = keys_of(self.value, loaded)
 
 
 def entries_of(state: State) -> list[Entry]:

@@ -19,9 +19,10 @@ import torch
 
 from rescale_data.checkpoint.convert import save_alone, write_aside
 from rescale_data.checkpoint.store import StrPath
-from rescale_data.checkpoint.stored import BUDGET, StoredCheckpoint, tree_of
+from rescale_data.checkpoint.stored import BUDGET, StoredCheckpoint
 from rescale_data.checkpoint.torch_file import map_file
 from rescale_data.checkpoint.torch_zip import as_buffer
+from rescale_data.checkpoint.tree import tree_of
 
 NON_TENSORS = "non_tensors.pt"
 INDEX = "model.safetensors.index.json"

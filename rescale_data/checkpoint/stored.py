@@ -118,27 +118,6 @@ class StoredCheckpoint:
             yield batch
 
 
-def tree_of(paths: Mapping[str, tuple[Any, ...]], leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Leaves by flattened name as the nested state they came from; integers in a path are places in a list."""
-    root: dict[str, Any] = {}
-    for name, leaf in leaves.items():
-        inner: Any = root
-        path = paths[name]
-        for key, following in zip(path, (*path[1:], None), strict=True):
-            inner = _enter(inner, key, leaf if following is None else ([] if isinstance(following, int) else {}))
-    return root
-
-
-def _enter(container: Any, key: Any, value: Any) -> Any:
-    """What is at ``key``, which is ``value`` if there was nothing."""
-    if isinstance(container, dict):
-        return container.setdefault(key, value)
-    container.extend([None] * (key + 1 - len(container)))
-    if container[key] is None:
-        container[key] = value
-    return container[key]
-
-
 def _skip(path: tuple[Any, ...], name: str | None) -> int | None:
     if name is None:
         return 0
