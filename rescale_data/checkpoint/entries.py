@@ -12,11 +12,12 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
 from rescale_data.checkpoint import optimizers
+from rescale_data.checkpoint.optimizer_load import OptimizerLoad
+from rescale_data.checkpoint.saved import Saved
 from rescale_data.checkpoint.tree import keys_of, string_keys
 
 State: TypeAlias = Mapping[str, Any]
@@ -31,12 +32,16 @@ class Entry(ABC):
 
     Attributes:
         whole: Whether a part of it may not be loaded without the rest.
+        refused: What of the checkpoint does not fit although the names do, and why, by name; known with the placeholder.
+        left_out: Names of the checkpoint that are not loaded for that, with all that is under them.
     """
 
     whole = False
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.refused: dict[str, str] = {}
+        self.left_out: set[str] = set()
 
     @property
     def name(self) -> str:
@@ -46,7 +51,7 @@ class Entry(ABC):
     def plain(self) -> Any:
         """What DCP saves. Its tensors may be the live ones."""
 
-    def placeholder(self, metadata: Metadata) -> Any:
+    def placeholder(self, saved: Saved) -> Any:
         """What DCP loads into."""
         return self.plain()
 
@@ -76,13 +81,14 @@ class OptimizerEntry(Entry):
     def plain(self) -> Any:
         return optimizers.named_state(self.model, self.optimizer)
 
-    def placeholder(self, metadata: Metadata) -> Any:
-        return optimizers.placeholder(
-            self.model, self.optimizer, optimizers.saved_layout(metadata, self.path), self.name
-        )
+    def placeholder(self, saved: Saved) -> Any:
+        self.load = OptimizerLoad(self.model, self.optimizer, saved, self.path)
+        placeholder = self.load.placeholder()
+        self.refused, self.left_out = self.load.refused, self.load.left_out
+        return placeholder
 
     def apply(self, loaded: Any) -> None:
-        optimizers.apply(self.model, self.optimizer, loaded, self.name)
+        self.load.apply(loaded)
 
 
 class StatefulEntry(Entry):
@@ -96,7 +102,7 @@ class StatefulEntry(Entry):
     def plain(self) -> Any:
         return self.value.state_dict()
 
-    def placeholder(self, metadata: Metadata) -> Any:
+    def placeholder(self, saved: Saved) -> Any:
         self.live = self.plain()
         return string_keys(self.live)
 
@@ -115,7 +121,7 @@ class ValueEntry(Entry):
     def plain(self) -> Any:
         return self.value
 
-    def placeholder(self, metadata: Metadata) -> Any:
+    def placeholder(self, saved: Saved) -> Any:
         return string_keys(self.value)
 
     def apply(self, loaded: Any) -> None:

@@ -18,6 +18,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 from rescale_data.checkpoint import optimizers
+from rescale_data.checkpoint.optimizer_entries import empty_like_saved, misfit
+from rescale_data.checkpoint.optimizer_groups import complaint, matched, merged
+from rescale_data.checkpoint.optimizer_load import apply
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.values import fill
 
@@ -124,7 +127,6 @@ def load_optimizer_stream(
     ranks = Ranks(process_group)
     source = iter(items or ())
     target = _Target(model, optimizer)
-    groups: list[dict[str, Any]] = []
     held: dict[str, Any] = {}
 
     def announce() -> Item | None:
@@ -139,13 +141,13 @@ def load_optimizer_stream(
     while (item := ranks.on_first(announce)) is not None:
         name, values = item
         if name == GROUPS:
-            groups = values
+            ranks.on_each(lambda values=values: target.take_groups(values))
             continue
         ranks.on_each(lambda name=name, values=values: target.prepare(name, values))
         for key, shape in values.items():
             if isinstance(shape, _Shape):
                 fill(target.state[name][key], _broadcast(held.get(key), shape, ranks))
-    optimizers.apply(model, optimizer, {"state": target.state, GROUPS: groups or target.groups}, "optimizer")
+    apply(model, optimizer, {"state": target.state, GROUPS: target.groups})
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,7 @@ class _Target:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.state: dict[str, dict[str, Any]] = {}
+        self.optimizer = optimizer
         self.flat = optimizers.is_flat(model)
         if self.flat:
             # FSDP1 alone knows how its flat parameters are cut: torch makes the state, by a step with zero gradients.
@@ -176,7 +179,17 @@ class _Target:
             self.parameters = dict(zip(optimizers.names_of(current), optimizers.parameters_of(optimizer), strict=True))
         self.groups: list[dict[str, Any]] = current[GROUPS]
 
+    def take_groups(self, groups: list[dict[str, Any]]) -> None:
+        """The values of ``groups``; ``ValueError`` where they have other parameters."""
+        current, given = [group["params"] for group in self.groups], [group["params"] for group in groups]
+        numbers = matched(current, given)
+        if groups and (text := complaint(current, given, numbers)):
+            raise ValueError(f"The state does not fit the optimizer: {text}.")
+        self.groups = merged(self.groups, groups, numbers)
+
     def prepare(self, name: str, values: Mapping[str, Any]) -> None:
+        if not self.flat and name not in self.parameters:
+            raise ValueError(f"The optimizer has no parameter {name!r}. It has {list(self.parameters)[:5]} ...")
         live = self.live.get(name, {})
         self.state[name] = {key: self._entry(name, key, live.get(key), value) for key, value in values.items()}
 
@@ -185,7 +198,9 @@ class _Target:
             return value
         if not self.flat:
             parameter = self.parameters[name]
-            return optimizers.empty_like_saved(f"{name}.{key}", parameter, live, value.size, value.dtype)
+            if text := misfit(self.optimizer, parameter, live, value.size):
+                raise ValueError(f"{name}.{key} {text}.")
+            return empty_like_saved(parameter, live, value.size, value.dtype)
         if isinstance(live, torch.Tensor) and live.size() == value.size:
             return live
         raise ValueError(f"{name}.{key} has the shape {list(value.size)}, which FSDP1 cannot map on its parameter.")

@@ -18,9 +18,11 @@ from rescale_data.checkpoint.entries import Entry, State, entries_of, nested, va
 from rescale_data.checkpoint.failures import clear_error
 from rescale_data.checkpoint.integrity import problems
 from rescale_data.checkpoint.lease import reading
+from rescale_data.checkpoint.plain import read_values
 from rescale_data.checkpoint.planner import CheckingLoadPlanner, Misfits
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.reader import CheckpointReader
+from rescale_data.checkpoint.saved import Saved
 from rescale_data.checkpoint.saving import quiet
 from rescale_data.checkpoint.store import Store, StrPath, open_store
 
@@ -104,7 +106,8 @@ def read(reader: StorageReader, path: str, state: State, ranks: Ranks, *, strict
 
     def check() -> tuple[Misfits, set[str]]:
         metadata = reader.read_metadata()
-        plain.update(nested([(entry.path, entry.placeholder(metadata)) for entry in entries]))
+        saved = Saved(metadata, lambda names: read_values(names, reader, trusted=trusted))
+        plain.update(nested([(entry.path, entry.placeholder(saved)) for entry in entries]))
         return planner.check(plain, metadata), _not_asked(metadata, entries)
 
     found = ranks.on_each(check)

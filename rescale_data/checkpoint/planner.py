@@ -63,16 +63,21 @@ class CheckingLoadPlanner(DefaultLoadPlanner):
     def check(self, plain: dict[str, Any], metadata: Metadata) -> Misfits:
         self.set_up_planner(plain, metadata, is_coordinator=False)
         wanted, saved = self.state_dict, metadata.state_dict_metadata
+        refused = {name: text for entry in self.entries for name, text in entry.refused.items()}
+        left_out = {name for entry in self.entries for name in entry.left_out}
         self.misfits = Misfits(
             missing={
                 key: f"{_describe_wanted(value)} in the state" for key, value in wanted.items() if key not in saved
             },
             unexpected={
-                key: describe(meta) for key, meta in saved.items() if key not in wanted and self._is_loaded(key)
+                key: describe(meta)
+                for key, meta in saved.items()
+                if key not in wanted and self._is_loaded(key) and not left_out & _and_above(key)
             },
             mismatched={
                 key: text for key, value in wanted.items() if key in saved and (text := _differs(value, saved[key]))
-            },
+            }
+            | refused,
         )
         return self.misfits
 
@@ -167,6 +172,11 @@ def _dtype(dtype: torch.dtype) -> str:
 
 def _is_under(key: str, name: str) -> bool:
     return key == name or key.startswith(f"{name}.")
+
+
+def _and_above(key: str) -> set[str]:
+    """A name and the names that it is under."""
+    return {key, *(key[:place] for place, letter in enumerate(key) if letter == ".")}
 
 
 def _harmless(name: str, value: io.BytesIO) -> io.BytesIO:

@@ -11,9 +11,10 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from rescale_data.checkpoint.commit import replaced_by_a_killed_save
-from rescale_data.checkpoint.data_state import data_states, load_plain
+from rescale_data.checkpoint.data_state import data_states
 from rescale_data.checkpoint.lease import reading
 from rescale_data.checkpoint.loading import refuse_damaged
+from rescale_data.checkpoint.plain import load_plain
 from rescale_data.checkpoint.planner import describe
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.reader import CheckpointReader

@@ -1,6 +1,6 @@
 """Nested states and the flat names that DCP gives to their leaves, which make every key a string.
 
-    {"milestones": {2: 1}}  ──►  "milestones.2"  ──►  {"milestones": {"2": 1}}  ──►  {"milestones": {2: 1}}
+{"milestones": {2: 1}}  ──►  "milestones.2"  ──►  {"milestones": {"2": 1}}  ──►  {"milestones": {2: 1}}
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _mapping_like(live: Mapping[Any, Any], loaded: Mapping[Any, Any]) -> Mapping
     content = {(key := keys.get(name, name)): keys_of(live.get(key), value) for name, value in loaded.items()}
     if type(live) is dict or not isinstance(live, MutableMapping):
         return content
-    like = copy.copy(cast(MutableMapping[Any, Any], live))
+    like = copy.copy(live)
     like.clear()
     like.update(content)
     return like
