@@ -84,6 +84,16 @@ def test_to_torch_save_and_back(tmp_path: Path) -> None:
     assert checkpoint.read_data_state(tmp_path / "back")["step"] == 3
 
 
+def test_tensors_in_a_tuple_are_read_without_running_code(tmp_path: Path) -> None:
+    half = torch.ones(4, dtype=torch.bfloat16)[::2]
+    expected = {"a": torch.zeros(3), "rng": (torch.arange(3), [half, torch.tensor(2.5)]), "z": torch.ones(2)}
+    checkpoint.save(tmp_path / "c", expected)
+    checkpoint.to_torch_save(tmp_path / "c", tmp_path / "f.pt", budget=1)
+    content = torch.load(tmp_path / "f.pt", mmap=True, weights_only=True)
+    assert content.keys() == expected.keys()
+    assert all(str(content[key]) == str(value) for key, value in expected.items())
+
+
 def test_what_torch_save_wrote_loads(tmp_path: Path) -> None:
     expected = build(2)
     torch.save({"model": expected["model"].state_dict(), "extra": 5}, tmp_path / "file.pt")

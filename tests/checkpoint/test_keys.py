@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import SGD
-from torch.optim.lr_scheduler import ConstantLR, MultiStepLR, SequentialLR
+from torch.optim.lr_scheduler import ConstantLR, LRScheduler, MultiStepLR, SequentialLR
 
 from rescale_data import checkpoint
 
@@ -47,7 +47,7 @@ def test_a_list_in_the_state_keeps_its_keys(tmp_path: Path) -> None:
 def schedulers() -> dict[str, Any]:
     optimizer = SGD(nn.Linear(1, 1).parameters(), lr=1.0)
     steps = MultiStepLR(optimizer, [2, 4, 6])
-    parts = [ConstantLR(optimizer), MultiStepLR(optimizer, [1, 3])]
+    parts: list[LRScheduler] = [ConstantLR(optimizer), MultiStepLR(optimizer, [1, 3])]
     return {"steps": steps, "sequence": SequentialLR(optimizer, parts, [2])}
 
 

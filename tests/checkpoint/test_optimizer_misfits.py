@@ -97,7 +97,7 @@ class Rows(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
             state.setdefault("rows", torch.zeros(parameter.shape[:1], dtype=torch.float64))
