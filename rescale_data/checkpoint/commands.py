@@ -88,7 +88,7 @@ def convert(
     source: Annotated[str, typer.Argument(help="A DCP folder or URL, a file of torch.save, or safetensors.")],
     target: Annotated[str, typer.Argument(help="What to write; it must not exist, except a folder for safetensors.")],
     to: Annotated[
-        Format | None, typer.Option(help="Default: by TARGET's ending, .pt or .safetensors, else dcp.")
+        Format | None, typer.Option(help="Default: by TARGET's ending, .pt or safetensors, else dcp.")
     ] = None,
     name: Annotated[
         str | None, typer.Option(help="Only this entry (to files), or put all under this name (to dcp): model.")

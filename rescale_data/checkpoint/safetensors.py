@@ -26,6 +26,7 @@ from rescale_data.checkpoint.tree import tree_of
 
 NON_TENSORS = "non_tensors.pt"
 INDEX = "model.safetensors.index.json"
+_RESERVED = "__metadata__"  # of a file's header: what is said of the file as a whole
 
 _NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -74,16 +75,18 @@ def to_safetensors(
 
     Args:
         path: Of the checkpoint.
-        folder: Local; made if there is none.
+        folder: Local; made if there is none, without safetensors of before.
         max_shard_size: Bytes of a file, ``"5GB"`` or ``"500MiB"``; a larger tensor has a file of its own.
         name: Of one top-level entry, without its name: ``"model"`` makes what other tools expect.
         budget: Bytes in memory at once, or the largest tensor and its largest stored piece.
 
     Raises:
         FileNotFoundError: no checkpoint at ``path``.
-        ValueError: damaged files, nothing named ``name``, a size that cannot be read, or a dtype that the format does not know.
+        ValueError: damaged files, nothing named ``name``, a size that cannot be read, a dtype or a name that the format cannot
+            have, or ``folder`` holds safetensors already.
     """
     limit = parse_size(max_shard_size)
+    _refuse_used(Path(folder))
     with StoredCheckpoint(path, name=name, checksums=checksums, storage_options=storage_options) as stored:
         return _write_files(stored, Path(folder), _shards(stored, limit), budget)
 
@@ -128,9 +131,9 @@ def map_tensors(file: Path) -> dict[str, torch.Tensor]:
             mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
         length = int.from_bytes(mapped[:8], "little")
         header = json.loads(mapped[8 : 8 + length])
-        header.pop("__metadata__", None)
+        header.pop(_RESERVED, None)
         return {key: _mapped(mapped, 8 + length, about) for key, about in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{file} is no safetensors file, or is damaged: {error}") from error
 
 
@@ -143,6 +146,15 @@ def parse_size(size: int | str) -> int:
             f'max_shard_size={size!r}: give bytes, or a number with one of {", ".join(_UNITS)[2:]}, such as "5GB".'
         )
     return int(float(match[1]) * _UNITS[unit])
+
+
+def _refuse_used(folder: Path) -> None:
+    """Of two conversions in one folder nothing tells which files belong together."""
+    if folder.suffix == ".safetensors":
+        raise ValueError(f"{folder} is the name of a file. Give a folder (and --to safetensors): the files in it are named model*.safetensors.")
+    used = [*folder.glob("*.safetensors"), *(file for name in (INDEX, NON_TENSORS) if (file := folder / name).exists())]
+    if used:
+        raise ValueError(f"{folder} holds {used[0].name} already. Give another folder, or remove the files first.")
 
 
 def _write_files(stored: StoredCheckpoint, target: Path, shards: list[list[str]], budget: int) -> list[str]:
@@ -169,6 +181,8 @@ def _shards(stored: StoredCheckpoint, limit: int) -> list[list[str]]:
     for key, meta in stored.tensors.items():
         if meta.properties.dtype not in _NAMES:
             raise ValueError(f"{key} is {meta.properties.dtype}, which safetensors does not know. Use to_torch_save.")
+        if key == _RESERVED:
+            raise ValueError(f"safetensors keeps the name {key} for itself. Use to_torch_save.")
         if shards[-1] and size + stored.num_bytes(key) > limit:
             shards.append([])
             size = 0
@@ -178,7 +192,7 @@ def _shards(stored: StoredCheckpoint, limit: int) -> list[list[str]]:
 
 
 def _write(stream: BinaryIO, stored: StoredCheckpoint, names: list[str], budget: int) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {_RESERVED: {"format": "pt"}}
     offset = 0
     for key in names:
         meta, end = stored.tensors[key], offset + stored.num_bytes(key)

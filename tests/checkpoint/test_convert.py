@@ -122,6 +122,17 @@ def test_safetensors_and_back(tmp_path: Path) -> None:
     assert_loaded(state, expected)
 
 
+@pytest.mark.parametrize("sizes", [("5GB", 40), (40, "5GB")])
+def test_safetensors_of_two_conversions_are_not_mixed(tmp_path: Path, sizes: tuple[Any, Any]) -> None:
+    checkpoint.save(tmp_path / "c", {"a": torch.ones(10), "b": torch.ones(10)})
+    names = checkpoint.to_safetensors(tmp_path / "c", tmp_path / "st", max_shard_size=sizes[0])
+    with pytest.raises(ValueError, match="already. Give another folder"):
+        checkpoint.to_safetensors(tmp_path / "c", tmp_path / "st", max_shard_size=sizes[1])
+    assert sorted(path.name for path in (tmp_path / "st").glob("*.safetensors")) == names
+    with pytest.raises(ValueError, match="the name of a file. Give a folder"):
+        checkpoint.to_safetensors(tmp_path / "c", tmp_path / "model.safetensors")
+
+
 def test_the_library_reads_and_writes_the_same(tmp_path: Path) -> None:
     library = pytest.importorskip("safetensors.torch", reason="needs the extra safetensors")
     expected = build(1)
@@ -231,6 +242,9 @@ def test_bad_input(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "c", {"a": torch.zeros(2, dtype=torch.complex128), "b": 1})
     with pytest.raises(ValueError, match=r"a is torch.complex128.*to_torch_save"):
         checkpoint.to_safetensors(tmp_path / "c", tmp_path / "st")
+    checkpoint.save(tmp_path / "m", {"__metadata__": torch.zeros(2)})
+    with pytest.raises(ValueError, match="keeps the name __metadata__ for itself"):
+        checkpoint.to_safetensors(tmp_path / "m", tmp_path / "st")
     with pytest.raises(ValueError, match=r"nothing named 'model'. It holds \['a', 'b'\]"):
         checkpoint.to_torch_save(tmp_path / "c", tmp_path / "f.pt", name="model")
     with pytest.raises(FileNotFoundError):
@@ -248,6 +262,12 @@ def test_bad_input(tmp_path: Path) -> None:
     torch.save({"a": Path("x")}, tmp_path / "code.pt")
     with pytest.raises(ValueError, match="plain values only"):
         checkpoint.load(tmp_path / "code.pt", {"a": 1})
+    header = json.dumps({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}).encode()
+    (tmp_path / "short.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(ValueError, match="no safetensors file, or is damaged"):
+        checkpoint.from_safetensors(tmp_path / "short.safetensors", tmp_path / "d")
+    with pytest.raises(FileNotFoundError, match=r"short\.safetensors: it is a file.*rescale-data convert"):
+        checkpoint.to_torch_save(tmp_path / "short.safetensors", tmp_path / "f.pt")
     (tmp_path / "junk.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{junk")
     with pytest.raises(ValueError, match="no safetensors file, or is damaged"):
         checkpoint.from_safetensors(tmp_path / "junk.safetensors", tmp_path / "d")
