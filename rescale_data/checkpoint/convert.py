@@ -46,7 +46,7 @@ def to_torch_save(
     """
     with StoredCheckpoint(path, name=name, checksums=checksums, storage_options=storage_options) as stored:
         pending = {key: Pending(meta.size, meta.properties.dtype) for key, meta in stored.tensors.items()}
-        tree = tree_of(stored.paths, stored.values() | pending)
+        tree = tree_of(stored.paths, stored.values() | pending, stored.lost)
         names = {id(leaf): key for key, leaf in pending.items()}
         order = [names[id(leaf)] for leaf in _pending_in(tree)]
         write_aside(file, lambda stream: write_torch_file(stream, tree, stored.stream(order, budget)))

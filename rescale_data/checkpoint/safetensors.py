@@ -120,7 +120,7 @@ def from_safetensors(
         map_file(os.fspath(rest)) if rest.name == NON_TENSORS and rest.exists() else {"values": {}, "paths": {}}
     )
     leaves |= extra["values"]
-    content = tree_of({key: tuple(extra["paths"].get(key, (key,))) for key in leaves}, leaves)
+    content = tree_of({key: tuple(extra["paths"].get(key, (key,))) for key in leaves}, leaves, extra.get("lost", ()))
     save_alone(path, content if name is None else {name: content}, storage_options)
 
 
@@ -151,7 +151,9 @@ def parse_size(size: int | str) -> int:
 def _refuse_used(folder: Path) -> None:
     """Of two conversions in one folder nothing tells which files belong together."""
     if folder.suffix == ".safetensors":
-        raise ValueError(f"{folder} is the name of a file. Give a folder (and --to safetensors): the files in it are named model*.safetensors.")
+        raise ValueError(
+            f"{folder} is the name of a file. Give a folder (and --to safetensors): its files are named model*.safetensors."
+        )
     used = [*folder.glob("*.safetensors"), *(file for name in (INDEX, NON_TENSORS) if (file := folder / name).exists())]
     if used:
         raise ValueError(f"{folder} holds {used[0].name} already. Give another folder, or remove the files first.")
@@ -170,7 +172,7 @@ def _write_files(stored: StoredCheckpoint, target: Path, shards: list[list[str]]
         weight_map = {key: file for file, names in files.items() for key in names}
         index = {"metadata": {"total_size": sum(map(stored.num_bytes, weight_map))}, "weight_map": weight_map}
         write_aside(target / INDEX, lambda stream: stream.write(json.dumps(index, indent=2).encode()))
-    content = {"values": stored.values(), "paths": stored.paths}
+    content = {"values": stored.values(), "paths": stored.paths, "lost": stored.lost}
     write_aside(target / NON_TENSORS, lambda stream: torch.save(content, stream))
     return list(files)
 

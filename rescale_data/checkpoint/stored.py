@@ -14,11 +14,13 @@ from rescale_data.checkpoint.commit import replaced_by_a_killed_save
 from rescale_data.checkpoint.data_state import data_states
 from rescale_data.checkpoint.lease import reading
 from rescale_data.checkpoint.loading import refuse_damaged
+from rescale_data.checkpoint.manifest import read_manifest
 from rescale_data.checkpoint.plain import load_plain
 from rescale_data.checkpoint.planner import describe
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.reader import CheckpointReader
 from rescale_data.checkpoint.store import Store, StrPath, open_store
+from rescale_data.checkpoint.tree import Lost
 
 BUDGET = 256 << 20
 
@@ -34,6 +36,7 @@ class StoredCheckpoint:
     Attributes:
         tensors: What is known of each tensor, by flattened name.
         paths: Path in the nested state, by flattened name.
+        lost: What the names do not tell of the nested state.
 
     Raises:
         FileNotFoundError: no checkpoint at ``path``.
@@ -66,6 +69,9 @@ class StoredCheckpoint:
         saved = {short: metadata.state_dict_metadata[key] for short, key in self._keys.items()}
         self.paths = {short: paths[key][0 if name is None else 1 :] for short, key in self._keys.items()}
         self.tensors = {short: meta for short, meta in saved.items() if isinstance(meta, TensorStorageMetadata)}
+        manifest = read_manifest(store, folder)
+        lost = manifest.lost if manifest else ()
+        self.lost: Lost = [(path[skip:], key) for path, key in lost if (skip := _skip(tuple(path), name)) is not None]
         self._plain = [short for short in saved if short not in self.tensors]
 
     def close(self) -> None:

@@ -5,20 +5,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping, MutableMapping
-from typing import Any, cast
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any, TypeAlias, cast
+
+Lost: TypeAlias = Sequence[tuple[Sequence[str | int], Any]]
+"""What flat names do not tell: a path with its last key, which is a number, or with ``{}`` for a mapping without content."""
 
 
-def tree_of(paths: Mapping[str, tuple[Any, ...]], leaves: Mapping[str, Any]) -> dict[str, Any]:
+def tree_of(paths: Mapping[str, tuple[Any, ...]], leaves: Mapping[str, Any], lost: Lost = ()) -> dict[str, Any]:
     """Leaves by flattened name as the nested state they came from; integers in a path are places in a list."""
     root: dict[str, Any] = {}
     for name, leaf in leaves.items():
-        inner: Any = root
-        path = paths[name]
-        for key, following in zip(path, (*path[1:], None), strict=True):
-            inner = _enter(inner, key, leaf if following is None else ([] if isinstance(following, int) else {}))
+        _put(root, paths[name], leaf)
+    for path, _ in (found for found in lost if found[1] == {}):
+        _put(root, tuple(path), {})
+    for path, key in sorted((found for found in lost if found[1] != {}), key=lambda found: -len(found[0])):
+        _rename(root, path, key)
     return root
+
+
+def lost_in_names(tree: Any, path: tuple[str | int, ...] = ()) -> list[tuple[list[str | int], Any]]:
+    """What of a nested state its flat names do not tell."""
+    if isinstance(tree, Mapping):
+        found: list[tuple[list[str | int], Any]] = [([*path], {})] if path and not tree else []
+        for key, inner in cast(Mapping[Any, Any], tree).items():
+            here = (*path, str(key))
+            found += [([*here], key)] if isinstance(key, int | float | None) else []
+            found += lost_in_names(inner, here)
+        return found
+    items = cast("list[Any]", tree) if isinstance(tree, list) else []
+    return [lost for place, inner in enumerate(items) for lost in lost_in_names(inner, (*path, place))]
 
 
 def string_keys(value: Any) -> Any:
@@ -48,6 +66,21 @@ def _mapping_like(live: Mapping[Any, Any], loaded: Mapping[Any, Any]) -> Mapping
     like.clear()
     like.update(content)
     return like
+
+
+def _put(root: dict[str, Any], path: tuple[Any, ...], leaf: Any) -> None:
+    inner: Any = root
+    for key, following in zip(path, (*path[1:], None), strict=True):
+        inner = _enter(inner, key, leaf if following is None else ([] if isinstance(following, int) else {}))
+
+
+def _rename(root: dict[str, Any], path: Sequence[str | int], key: Any) -> None:
+    """Give the last key of a path its type, where there is one."""
+    inner: Any = root
+    with contextlib.suppress(KeyError, IndexError, TypeError):
+        for step in path[:-1]:
+            inner = inner[step]
+        inner[key] = inner.pop(path[-1])
 
 
 def _enter(container: Any, key: Any, value: Any) -> Any:

@@ -19,6 +19,7 @@ from rescale_data.checkpoint.commit import SAVE_ID_PREFIX, Workspace, commit
 from rescale_data.checkpoint.manifest import Manifest
 from rescale_data.checkpoint.store import Store, split
 from rescale_data.checkpoint.streams import FileRecord, StoreFileSystem
+from rescale_data.checkpoint.tree import Lost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,7 @@ class CheckpointWriter(FileSystemWriter):
         self.path: str = workspace.working
         self.workspace = workspace
         self.info = info
+        self.lost: Lost = ()  # of the state's form, once it is known
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing: a writer is for one save, whose path was settled with all ranks."""
@@ -72,6 +74,7 @@ class CheckpointWriter(FileSystemWriter):
             metrics=self.info.metrics,
             created=time.time(),
             torch=str(torch.__version__),
+            lost=self.lost,
         )
         commit(self.fs.store, self.workspace, manifest)
 
