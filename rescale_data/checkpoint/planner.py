@@ -186,7 +186,8 @@ def _harmless(name: str, value: io.BytesIO) -> io.BytesIO:
     except Exception as error:
         raise ValueError(
             f"{name} is refused with trusted=False: {error}. "
-            f"Pass trusted=True only if you would run code from whoever wrote it."
+            f"Save plain numbers, strings and tensors (item() of numpy's), or give load trusted=True if you would run code "
+            f"from whoever wrote it."
         ) from error
     clean = io.BytesIO()
     torch.save(cast(object, content), clean)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -114,7 +115,18 @@ def test_convert(run_folder: Path, tmp_path: Path) -> None:
     call("convert", run_folder / "step-10", tmp_path / "st", "--to", "safetensors", "--name", "model")
     call("convert", tmp_path / "st", tmp_path / "model", "--name", "model")
     load(tmp_path / "model", {"model": nn.Linear(4, 3)})
+    before = (tmp_path / "f.pt").read_bytes()
+    assert "exists already" in call("convert", run_folder / "step-5", tmp_path / "f.pt", code=2)
+    assert (tmp_path / "f.pt").read_bytes() == before
     assert "already holds a checkpoint" in call("convert", tmp_path / "f.pt", tmp_path / "back", code=2)
+
+
+def test_values_that_only_code_could_read(tmp_path: Path) -> None:
+    save(tmp_path / "c", {"a": np.float64(1)})
+    for command in (("diff", tmp_path / "c"), ("convert", tmp_path / "f.pt"), ("convert", tmp_path / "st/safetensors")):
+        text = call(command[0], tmp_path / "c", command[1], code=2).replace("\n", " ")
+        assert "a is refused with trusted=False" in text
+        assert "item() of numpy's" in text
 
 
 def test_prune(run_folder: Path) -> None:
