@@ -19,7 +19,7 @@ from rescale_data.checkpoint.failures import clear_error
 from rescale_data.checkpoint.integrity import problems
 from rescale_data.checkpoint.lease import reading
 from rescale_data.checkpoint.plain import read_values
-from rescale_data.checkpoint.planner import CheckingLoadPlanner, Misfits
+from rescale_data.checkpoint.planner import CheckingLoadPlanner, Misfits, is_asked
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.reader import CheckpointReader
 from rescale_data.checkpoint.saved import Saved
@@ -137,9 +137,7 @@ def read(reader: StorageReader, path: str, state: State, ranks: Ranks, *, strict
 
 def _not_asked(metadata: Metadata, entries: list[Entry]) -> set[str]:
     asked = {entry.path[0] for entry in entries}
-    return {
-        top for key in metadata.state_dict_metadata if (top := top_level(metadata, key)).partition(".")[0] not in asked
-    }
+    return {top_level(metadata, key) for key in metadata.state_dict_metadata if not is_asked(metadata, key, asked)}
 
 
 def top_level(metadata: Metadata, key: str) -> str:

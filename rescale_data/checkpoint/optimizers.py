@@ -24,12 +24,21 @@ def owner(name: str, optimizer: torch.optim.Optimizer, modules: list[tuple[tuple
         if found == wanted:
             return module
     if wanted <= {parameter for _, _, found in owned for parameter in found}:
-        return nn.ModuleDict({"/".join(path): module for path, module, found in owned if found})
+        return _together({"/".join(path): module for path, module, found in owned if found})
     raise ValueError(
         f"The parameters of the optimizer {name!r} are not those of a module in the state "
         f"({[p for p, _ in modules] or 'there is none'}), so they have no names. "
         f'Put its model into the state too: {{"model": model, "{name}": optimizer}}.'
     )
+
+
+def _together(modules: dict[str, nn.Module]) -> nn.Module:
+    """One module with these. A name that a module cannot have, with a dot or an attribute's, has a slash in it instead."""
+    root = nn.Module()
+    for name, module in modules.items():
+        plain = name.replace(".", "/")
+        root.add_module(f"{plain}/" if plain in dir(root) else plain, module)
+    return root
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

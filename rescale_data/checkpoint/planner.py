@@ -63,6 +63,7 @@ class CheckingLoadPlanner(DefaultLoadPlanner):
     def check(self, plain: dict[str, Any], metadata: Metadata) -> Misfits:
         self.set_up_planner(plain, metadata, is_coordinator=False)
         wanted, saved = self.state_dict, metadata.state_dict_metadata
+        asked = {entry.path[0] for entry in self.entries}
         refused = {name: text for entry in self.entries for name, text in entry.refused.items()}
         left_out = {name for entry in self.entries for name in entry.left_out}
         self.misfits = Misfits(
@@ -72,7 +73,7 @@ class CheckingLoadPlanner(DefaultLoadPlanner):
             unexpected={
                 key: describe(meta)
                 for key, meta in saved.items()
-                if key not in wanted and self._is_loaded(key) and not left_out & _and_above(key)
+                if key not in wanted and is_asked(metadata, key, asked) and not left_out & _and_above(key)
             },
             mismatched={
                 key: text for key, value in wanted.items() if key in saved and (text := _differs(value, saved[key]))
@@ -132,9 +133,6 @@ class CheckingLoadPlanner(DefaultLoadPlanner):
     def _sharded_planner(self, read_item: ReadItem) -> LoadPlanner | None:
         return self.sharded if read_item.dest_index.fqn in self.sharded_names else None
 
-    def _is_loaded(self, key: str) -> bool:
-        return any(_is_under(key, entry.path[0]) for entry in self.entries)
-
 
 def _on_any(per_rank: list[dict[str, str]]) -> dict[str, str]:
     """Texts by name; where not all ranks have it, the text says which do."""
@@ -144,6 +142,12 @@ def _on_any(per_rank: list[dict[str, str]]) -> dict[str, str]:
         where = "" if len(ranks) == len(per_rank) else f" (on rank {', '.join(map(str, ranks))})"
         merged[key] = per_rank[ranks[0]][key] + where
     return merged
+
+
+def is_asked(metadata: Metadata, key: str, asked: set[str]) -> bool:
+    """Whether a flattened name of the checkpoint is under one of these top-level names."""
+    path = (metadata.planner_data or {}).get(key)
+    return str(path[0]) in asked if path else bool(asked & _and_above(key))
 
 
 def describe(meta: Any) -> str:

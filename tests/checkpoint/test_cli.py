@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -106,6 +107,19 @@ def test_diff(run_folder: Path) -> None:
     assert found["model.weight"]["detail"].startswith("largest difference")
     assert "not shown" in call("diff", run_folder / "step-0", run_folder / "step-5", "--limit", 2, code=1)
     assert "model.weight" not in call("diff", run_folder / "step-5", run_folder / "step-10", "--no-values", code=1)
+
+
+def test_a_checkpoint_does_not_differ_from_itself(tmp_path: Path) -> None:
+    state: dict[str, Any] = {
+        "nan": math.nan,
+        "tuple": (1, [math.nan, torch.tensor([math.nan, 2])]),
+        "half": torch.tensor([1 + 2j, 3]).to(torch.complex32),
+    }
+    save(tmp_path / "a", state)
+    call("diff", tmp_path / "a", tmp_path / "a")
+    save(tmp_path / "b", {"nan": 1.0, "tuple": (1, [math.nan, {"a": 1}]), "half": state["half"] * 2})
+    found = json.loads(call("diff", tmp_path / "a", tmp_path / "b", "--json", code=1))
+    assert [difference["name"] for difference in found] == ["half", "nan", "tuple"]
 
 
 def test_convert(run_folder: Path, tmp_path: Path) -> None:
