@@ -80,6 +80,10 @@ def load(
     if ranks.on_first(lambda: store.is_file(folder)):
         from rescale_data.checkpoint.torch_file import TorchFileReader
 
+        if not store.renames:
+            raise ValueError(
+                f"{folder} is a file in an object store, and is mapped to be read. Copy it to a local disk first."
+            )
         return read(TorchFileReader(folder), folder, state, ranks, strict=strict, trusted=trusted)
     folder = ranks.on_first(lambda: replaced_by_a_killed_save(store, folder) or folder)
     with reading(store, folder, wanted=ranks.is_first):

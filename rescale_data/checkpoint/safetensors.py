@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import torch
 
 from rescale_data.checkpoint.convert import save_alone, write_aside
+from rescale_data.checkpoint.manifest import METADATA
 from rescale_data.checkpoint.store import StrPath
 from rescale_data.checkpoint.stored import BUDGET, StoredCheckpoint
 from rescale_data.checkpoint.torch_file import map_file
@@ -108,7 +109,7 @@ def from_safetensors(
     source = Path(folder)
     files = [source] if source.is_file() else sorted(source.glob("*.safetensors"))
     if not files:
-        raise FileNotFoundError(f"No *.safetensors in {source}.")
+        raise FileNotFoundError(f"No *.safetensors in {source}.{_what_is_there(source)}")
     leaves: dict[str, Any] = {}
     for file in files:
         mapped = map_tensors(file)
@@ -146,6 +147,11 @@ def parse_size(size: int | str) -> int:
             f'max_shard_size={size!r}: give bytes, or a number with one of {", ".join(_UNITS)[2:]}, such as "5GB".'
         )
     return int(float(match[1]) * _UNITS[unit])
+
+
+def _what_is_there(source: Path) -> str:
+    dcp = (source / METADATA).exists()
+    return " It holds a DCP checkpoint already: convert it to a file of torch.save or to safetensors." if dcp else ""
 
 
 def _refuse_used(folder: Path) -> None:

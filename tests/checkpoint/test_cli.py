@@ -129,6 +129,7 @@ def test_convert(run_folder: Path, tmp_path: Path) -> None:
     call("convert", run_folder / "step-10", tmp_path / "st", "--to", "safetensors", "--name", "model")
     call("convert", tmp_path / "st", tmp_path / "model", "--name", "model")
     load(tmp_path / "model", {"model": nn.Linear(4, 3)})
+    assert "it is a file, and a checkpoint is a folder" in call("show", tmp_path / "f.pt", code=2)
     before = (tmp_path / "f.pt").read_bytes()
     assert "exists already" in call("convert", run_folder / "step-5", tmp_path / "f.pt", code=2)
     assert (tmp_path / "f.pt").read_bytes() == before
