@@ -36,7 +36,8 @@ class LoadReport:
     Args:
         missing: Names that the state asks for and the checkpoint does not hold: they keep their values.
         unexpected: Names that the checkpoint holds beside those asked for, in what was loaded.
-        mismatched: Names in both with another shape, dtype or kind: they keep their values.
+        mismatched: Names in both with another shape, dtype or kind, and what does not fit of an optimizer (its name, or that of
+            its groups or of an entry): they keep their values.
         not_asked: Top-level names of the checkpoint that the state does not mention.
     """
 
@@ -65,7 +66,8 @@ def load(
     Args:
         path: A checkpoint of ``save``, any DCP folder, or a local file that ``torch.save`` wrote.
         state: As for ``save``. Names of the checkpoint that it leaves out are not loaded, and logged.
-        strict: False loads what fits and reports the rest; a ``Stateful`` that does not fit whole is left as it is.
+        strict: False loads what fits and reports the rest; a ``Stateful``, or an optimizer's state of one parameter, that does
+            not fit whole is left as it is.
         checksums: False compares the sizes of the files alone.
         trusted: False reads the checkpoint without ever running code from it: see the README of this module.
         process_group: The ranks that load; default all.

@@ -104,7 +104,7 @@ class OptimizerLoad:
 
     def _states(self) -> dict[str, Any]:
         by_name = dict(zip(names_of(self.current), parameters_of(self.optimizer), strict=True))
-        wanted = {name: leaves for name, leaves in self.states.items() if name in by_name.keys() - self._kept}
+        wanted = {name: self.states[name] for name in self.states if name in by_name and name not in self._kept}
         first = first_state(self.optimizer, [by_name[name] for name in wanted])
         states: dict[str, Any] = {}
         for name, leaves in wanted.items():
@@ -127,10 +127,9 @@ class OptimizerLoad:
 
     def _flat_states(self) -> dict[str, Any]:
         # FSDP1 alone knows how its flat parameters are cut, so here torch makes the state, by its step with zero gradients.
-        state = (
-            cast(dict[str, Any], get_optimizer_state_dict(self.model, self.optimizer)) if self.states else {"state": {}}
-        )
-        return {name: entries for name, entries in state["state"].items() if name in self.states.keys() - self._kept}
+        wanted = self.states.keys() - self._kept
+        state = cast(dict[str, Any], get_optimizer_state_dict(self.model, self.optimizer))["state"] if wanted else {}
+        return {name: entries for name, entries in state.items() if name in wanted}
 
     def _group(self, number: int, saved: Leaves) -> dict[str, Any]:
         live = self.current["param_groups"][self._numbers.index(number)] if number in self._numbers else {}

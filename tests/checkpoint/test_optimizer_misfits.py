@@ -13,6 +13,8 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
 from rescale_data import checkpoint
+from tests.checkpoint.models import wrap
+from tests.checkpoint.processes import run
 
 Build = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -22,7 +24,7 @@ def net(*widths: int) -> nn.Sequential:
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.ones(2, next(model.parameters()).shape[1])).square().sum().backward()
+    model(torch.ones(2, 4)).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -37,7 +39,8 @@ def state_of(widths: tuple[int, ...], build: Build = lambda m: Adam(m.parameters
 
 
 def by_name(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return checkpoint.full_optimizer_state(state["m"], state["opt"])["state"]
+    """On rank 0."""
+    return checkpoint.full_optimizer_state(state["m"], state["opt"]).get("state", {})
 
 
 def refused(path: Path, state: dict[str, Any]) -> str:
@@ -66,6 +69,26 @@ def test_another_head(saved: Path) -> None:
     assert not report.unexpected
     assert sorted(by_name(state)) == ["0.bias", "0.weight"]
     step(state["m"], state["opt"])
+
+
+def another_head_sharded(path: str, how: str) -> tuple[Any, list[str]]:
+    torch.manual_seed(1)
+    model = wrap(net(4, 4, 5), how)
+    optimizer = Adam(model.parameters())
+    with pytest.raises(ValueError, match=r"opt\.state\.1\.weight\.exp_avg"):
+        checkpoint.load(path, {"m": model, "opt": optimizer})
+    report = checkpoint.load(path, {"m": model, "opt": optimizer}, strict=False)
+    step(model, optimizer)
+    return report.mismatched, [
+        name for name, value in by_name({"m": model, "opt": optimizer}).items() if value["step"] == 3
+    ]
+
+
+@pytest.mark.parametrize("how", ["fsdp2", "fsdp1"])
+def test_another_head_of_a_sharded_model(saved: Path, how: str) -> None:
+    (mismatched, went_on), _ = run(2, another_head_sharded, str(saved), how)
+    assert {"m.1.weight", "opt.state.1.weight.exp_avg", "opt.state.1.bias.exp_avg_sq"} <= set(mismatched)
+    assert {"0.weight", "0.bias"} <= set(went_on)
 
 
 def test_what_is_left_out_keeps_its_state(saved: Path) -> None:
