@@ -154,7 +154,7 @@ def test_any_name_will_do(tmp_path: Path) -> None:
         modules: dict[str, Any] = {name: nn.Linear(2, 2) for name in ("net.g", "keys", "train", "net")}
         optimizer = torch.optim.SGD([p for module in modules.values() for p in module.parameters()], momentum=0.9)
         for _ in range(steps):
-            sum(module(torch.ones(2)).sum() for module in modules.values()).backward()
+            torch.stack([module(torch.ones(2)).sum() for module in modules.values()]).sum().backward()
             optimizer.step()
         return {**modules, "opt": optimizer}
 
