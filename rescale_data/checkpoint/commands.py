@@ -90,7 +90,7 @@ def convert(
     source: Annotated[str, typer.Argument(help="A DCP folder or URL, a file of torch.save, or safetensors.")],
     target: Annotated[str, typer.Argument(help="What to write; it must not exist, except a folder for safetensors.")],
     to: Annotated[
-        Format | None, typer.Option(help="Default: by TARGET's ending, .pt or .safetensors, else dcp.")
+        Format | None, typer.Option(help="Default: by TARGET's ending, .pt or safetensors, else dcp.")
     ] = None,
     name: Annotated[
         str | None, typer.Option(help="Only this entry (to files), or put all under this name (to dcp): model.")
@@ -100,6 +100,7 @@ def convert(
     """Convert between DCP folders, torch.save files and safetensors, in bounded memory."""
     kind = to or _format_of(target)
     if kind is Format.torch:
+        _or_exit(lambda: _refuse_existing(target))
         _or_exit(lambda: conversion.to_torch_save(source, target, name=name))
     elif kind is Format.safetensors:
         _or_exit(lambda: safetensors.to_safetensors(source, target, name=name, max_shard_size=max_shard_size))
@@ -146,6 +147,11 @@ def _best(text: str | None) -> tuple[str, str, int] | None:
     if not count.isdigit():
         raise ValueError(f"--keep-best {text}: give METRIC:min:COUNT or METRIC:max:COUNT, such as val_loss:min:2.")
     return metric, mode, int(count)
+
+
+def _refuse_existing(target: str) -> None:
+    if os.path.exists(target):
+        raise ValueError(f"{target} exists already. Give another name, or remove it first.")
 
 
 def _format_of(target: str) -> Format:

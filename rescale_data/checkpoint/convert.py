@@ -12,9 +12,10 @@ from rescale_data.checkpoint.manifest import checked_metrics
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.saving import begin, write
 from rescale_data.checkpoint.store import StrPath, open_store
-from rescale_data.checkpoint.stored import BUDGET, StoredCheckpoint, tree_of
+from rescale_data.checkpoint.stored import BUDGET, StoredCheckpoint
 from rescale_data.checkpoint.torch_file import map_file
 from rescale_data.checkpoint.torch_zip import Pending, write_torch_file
+from rescale_data.checkpoint.tree import tree_of
 from rescale_data.checkpoint.writer import CheckpointWriter, SaveInfo
 
 T = TypeVar("T")
@@ -45,7 +46,7 @@ def to_torch_save(
     """
     with StoredCheckpoint(path, name=name, checksums=checksums, storage_options=storage_options) as stored:
         pending = {key: Pending(meta.size, meta.properties.dtype) for key, meta in stored.tensors.items()}
-        tree = tree_of(stored.paths, stored.values() | pending)
+        tree = tree_of(stored.paths, stored.values() | pending, stored.lost)
         names = {id(leaf): key for key, leaf in pending.items()}
         order = [names[id(leaf)] for leaf in _pending_in(tree)]
         write_aside(file, lambda stream: write_torch_file(stream, tree, stored.stream(order, budget)))

@@ -7,16 +7,14 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 from rescale_data.checkpoint.commit import replaced_by_a_killed_save
 from rescale_data.checkpoint.entries import Path, nested, value_at
 from rescale_data.checkpoint.lease import reading
 from rescale_data.checkpoint.loading import refuse_damaged
-from rescale_data.checkpoint.planner import CheckingLoadPlanner
+from rescale_data.checkpoint.plain import load_plain
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.reader import CheckpointReader
-from rescale_data.checkpoint.saving import quiet
 from rescale_data.checkpoint.store import StrPath, open_store
 
 
@@ -61,18 +59,6 @@ def placeholders(metadata: Metadata, root: Path) -> dict[str, Any]:
     mappings = metadata.planner_data or {}
     saved = [(tuple(mappings.get(key, (key,))), meta) for key, meta in metadata.state_dict_metadata.items()]
     return nested([(path, _empty(meta)) for path, meta in saved if path[: len(root)] == root])
-
-
-def load_plain(plain: dict[str, Any], reader: CheckpointReader, *, flat: bool = False) -> None:
-    """Read what ``plain`` has placeholders for, in this process alone and without trusting the checkpoint.
-
-    Args:
-        flat: The keys are flattened names, and the values no mappings.
-    """
-    with quiet(Ranks.alone()):
-        load_state(
-            plain, storage_reader=reader, planner=CheckingLoadPlanner([], trusted=False, flat=flat), no_dist=True
-        )
 
 
 def _empty(meta: Any) -> Any:

@@ -12,11 +12,13 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
 from rescale_data.checkpoint import optimizers
+from rescale_data.checkpoint.optimizer_load import OptimizerLoad
+from rescale_data.checkpoint.saved import Saved
+from rescale_data.checkpoint.tree import keys_of, string_keys
 
 State: TypeAlias = Mapping[str, Any]
 Path: TypeAlias = tuple[str, ...]
@@ -30,12 +32,16 @@ class Entry(ABC):
 
     Attributes:
         whole: Whether a part of it may not be loaded without the rest.
+        refused: What of the checkpoint does not fit although the names do, and why, by name; known with the placeholder.
+        left_out: Names of the checkpoint that are not loaded for that, with all that is under them.
     """
 
     whole = False
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.refused: dict[str, str] = {}
+        self.left_out: set[str] = set()
 
     @property
     def name(self) -> str:
@@ -45,7 +51,7 @@ class Entry(ABC):
     def plain(self) -> Any:
         """What DCP saves. Its tensors may be the live ones."""
 
-    def placeholder(self, metadata: Metadata) -> Any:
+    def placeholder(self, saved: Saved) -> Any:
         """What DCP loads into."""
         return self.plain()
 
@@ -75,13 +81,14 @@ class OptimizerEntry(Entry):
     def plain(self) -> Any:
         return optimizers.named_state(self.model, self.optimizer)
 
-    def placeholder(self, metadata: Metadata) -> Any:
-        return optimizers.placeholder(
-            self.model, self.optimizer, optimizers.saved_layout(metadata, self.path), self.name
-        )
+    def placeholder(self, saved: Saved) -> Any:
+        self.load = OptimizerLoad(self.model, self.optimizer, saved, self.path)
+        placeholder = self.load.placeholder()
+        self.refused, self.left_out = self.load.refused, self.load.left_out
+        return placeholder
 
     def apply(self, loaded: Any) -> None:
-        optimizers.apply(self.model, self.optimizer, loaded, self.name)
+        self.load.apply(loaded)
 
 
 class StatefulEntry(Entry):
@@ -90,12 +97,17 @@ class StatefulEntry(Entry):
     def __init__(self, path: Path, value: Stateful) -> None:
         super().__init__(path)
         self.value = value
+        self.live: Any = None  # its state when the placeholder was made, whose keys may be no strings
 
     def plain(self) -> Any:
         return self.value.state_dict()
 
+    def placeholder(self, saved: Saved) -> Any:
+        self.live = self.plain()
+        return string_keys(self.live)
+
     def apply(self, loaded: Any) -> None:
-        self.value.load_state_dict(loaded)
+        self.value.load_state_dict(keys_of(self.live, loaded))
 
 
 class ValueEntry(Entry):
@@ -109,12 +121,15 @@ class ValueEntry(Entry):
     def plain(self) -> Any:
         return self.value
 
+    def placeholder(self, saved: Saved) -> Any:
+        return string_keys(self.value)
+
     def apply(self, loaded: Any) -> None:
         if isinstance(self.value, torch.Tensor):
             return
         if not isinstance(self.holder, MutableMapping):
             raise TypeError(f"{self.name!r} is a plain value in a {type(self.holder).__name__}; load into a dict.")
-        self.holder[self.path[-1]] = loaded
+        self.holder[self.path[-1]] = keys_of(self.value, loaded)
 
 
 def entries_of(state: State) -> list[Entry]:

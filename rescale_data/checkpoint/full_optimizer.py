@@ -20,6 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from rescale_data.checkpoint import optimizers
 from rescale_data.checkpoint.devices import first_state
+from rescale_data.checkpoint.optimizer_entries import empty_like_saved, misfit
+from rescale_data.checkpoint.optimizer_groups import complaint, matched, merged
+from rescale_data.checkpoint.optimizer_load import apply
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.values import fill
 
@@ -126,7 +129,6 @@ def load_optimizer_stream(
     ranks = Ranks(process_group)
     source = iter(items or ())
     target = _Target(model, optimizer)
-    groups: list[dict[str, Any]] = []
     held: dict[str, Any] = {}
 
     def announce() -> Item | None:
@@ -141,13 +143,13 @@ def load_optimizer_stream(
     while (item := ranks.on_first(announce)) is not None:
         name, values = item
         if name == GROUPS:
-            groups = values
+            ranks.on_each(lambda values=values: target.take_groups(values))
             continue
         ranks.on_each(lambda name=name, values=values: target.prepare(name, values))
         for key, shape in values.items():
             if isinstance(shape, _Shape):
                 fill(target.state[name][key], _broadcast(held.get(key), shape, ranks))
-    optimizers.apply(model, optimizer, {"state": target.state, GROUPS: groups or target.groups}, "optimizer")
+    apply(model, optimizer, {"state": target.state, GROUPS: target.groups})
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,17 @@ class _Target:
         """Where a device's library has sharded the parameters: the state after a first step."""
         return first_state(self.optimizer, optimizers.parameters_of(self.optimizer))
 
+    def take_groups(self, groups: list[dict[str, Any]]) -> None:
+        """The values of ``groups``; ``ValueError`` where they have other parameters."""
+        current, given = [group["params"] for group in self.groups], [group["params"] for group in groups]
+        numbers = matched(current, given)
+        if groups and (text := complaint(current, given, numbers)):
+            raise ValueError(f"The state does not fit the optimizer: {text}.")
+        self.groups = merged(self.groups, groups, numbers)
+
     def prepare(self, name: str, values: Mapping[str, Any]) -> None:
+        if not self.flat and name not in self.parameters:
+            raise ValueError(f"The optimizer has no parameter {name!r}. It has {list(self.parameters)[:5]} ...")
         live = self.live.get(name) or ({} if self.flat else self.first.get(self.parameters[name], {}))
         self.state[name] = {key: self._entry(name, key, live.get(key), value) for key, value in values.items()}
 
@@ -193,7 +205,9 @@ class _Target:
             return value
         if not self.flat:
             parameter = self.parameters[name]
-            return optimizers.empty_like_saved(f"{name}.{key}", parameter, live, value.size, value.dtype)
+            if text := misfit(self.optimizer, parameter, live, value.size):
+                raise ValueError(f"{name}.{key} {text}.")
+            return empty_like_saved(parameter, live, value.size, value.dtype)
         if isinstance(live, torch.Tensor) and live.size() == value.size:
             return live
         raise ValueError(f"{name}.{key} has the shape {list(value.size)}, which FSDP1 cannot map on its parameter.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -111,7 +111,7 @@ def _differences(left: StoredCheckpoint, right: StoredCheckpoint, values: bool) 
     odd = [key for key in both if left.describe(key) != right.describe(key)]
     found += [{"name": key, "kind": "type", "detail": f"{left.describe(key)} | {right.describe(key)}"} for key in odd]
     plain_left, plain_right = left.values(), right.values()
-    unequal = [key for key in plain_left if key in plain_right and plain_left[key] != plain_right[key]]
+    unequal = [key for key in plain_left if key in plain_right and not _equal(plain_left[key], plain_right[key])]
     found += [
         {"name": key, "kind": "value", "detail": f"{_short(plain_left[key])} | {_short(plain_right[key])}"}
         for key in unequal
@@ -146,8 +146,23 @@ def _about(store: Store, path: str) -> dict[str, Any] | None:
     }
 
 
+def _equal(x: Any, y: Any) -> bool:
+    """Whether two plain values are the same; nan is nan, and a tuple or list may hold tensors."""
+    if type(x) is not type(y):
+        return False
+    if isinstance(x, torch.Tensor):
+        return (x.dtype, x.shape) == (y.dtype, y.shape) and not _distance(x, y)
+    if isinstance(x, dict):
+        return x.keys() == y.keys() and all(_equal(value, y[key]) for key, value in cast(dict[Any, Any], x).items())
+    if isinstance(x, list | tuple):
+        return len(x) == len(y) and all(map(_equal, cast("list[Any]", x), y))
+    return bool(x == y or (x != x and y != y))
+
+
 def _distance(x: torch.Tensor, y: torch.Tensor) -> str:
     """Empty where two tensors are equal, bit by bit or as nan."""
+    if x.dtype is torch.complex32:  # of which torch knows next to nothing
+        x, y = torch.view_as_real(x), torch.view_as_real(y)
     if torch.equal(x, y):
         return ""
     if not (x.is_floating_point() or x.is_complex()):

@@ -65,6 +65,11 @@ def require_committed(store: Store, path: str) -> Manifest | None:
     manifest = read_manifest(store, path)
     if manifest is not None:
         return manifest
+    if store.is_file(path):
+        raise FileNotFoundError(
+            f"No checkpoint at {path}: it is a file, and a checkpoint is a folder. Make one of a file of torch.save or of "
+            f"safetensors by rescale-data convert {path} FOLDER."
+        )
     if not store.is_file(join(path, METADATA)):
         here = f"it holds {store.names(path)[:5]}" if store.exists(path) else "there is nothing at this path"
         raise FileNotFoundError(f"No checkpoint at {path}: {here}.")

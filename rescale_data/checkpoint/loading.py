@@ -18,9 +18,11 @@ from rescale_data.checkpoint.entries import Entry, State, entries_of, nested, va
 from rescale_data.checkpoint.failures import DamagedCheckpointError, clear_error
 from rescale_data.checkpoint.integrity import problems
 from rescale_data.checkpoint.lease import reading
-from rescale_data.checkpoint.planner import CheckingLoadPlanner, Misfits
+from rescale_data.checkpoint.plain import read_values
+from rescale_data.checkpoint.planner import CheckingLoadPlanner, Misfits, is_asked
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.reader import CheckpointReader
+from rescale_data.checkpoint.saved import Saved
 from rescale_data.checkpoint.saving import quiet
 from rescale_data.checkpoint.store import Store, StrPath, open_store
 from rescale_data.checkpoint.unfit import refuse_unfit
@@ -35,7 +37,8 @@ class LoadReport:
     Args:
         missing: Names that the state asks for and the checkpoint does not hold: they keep their values.
         unexpected: Names that the checkpoint holds beside those asked for, in what was loaded.
-        mismatched: Names in both with another shape, dtype or kind: they keep their values.
+        mismatched: Names in both with another shape, dtype or kind, and what does not fit of an optimizer (its name, or that of
+            its groups or of an entry): they keep their values.
         not_asked: Top-level names of the checkpoint that the state does not mention.
     """
 
@@ -64,7 +67,8 @@ def load(
     Args:
         path: A checkpoint of ``save``, any DCP folder, or a local file that ``torch.save`` wrote.
         state: As for ``save``. Names of the checkpoint that it leaves out are not loaded, and logged.
-        strict: False loads what fits and reports the rest; a ``Stateful`` that does not fit whole is left as it is.
+        strict: False loads what fits and reports the rest; a ``Stateful``, or an optimizer's state of one parameter, that does
+            not fit whole is left as it is.
         checksums: False compares the sizes of the files alone.
         trusted: False reads the checkpoint without ever running code from it: see the README of this module.
         process_group: The ranks that load; default all.
@@ -80,6 +84,10 @@ def load(
     if ranks.on_first(lambda: store.is_file(folder)):
         from rescale_data.checkpoint.torch_file import TorchFileReader
 
+        if not store.renames:
+            raise ValueError(
+                f"{folder} is a file in an object store, and is mapped to be read. Copy it to a local disk first."
+            )
         return read(TorchFileReader(folder), folder, state, ranks, strict=strict, trusted=trusted)
     folder = ranks.on_first(lambda: replaced_by_a_killed_save(store, folder) or folder)
     with reading(store, folder, wanted=ranks.is_first):
@@ -106,7 +114,8 @@ def read(reader: StorageReader, path: str, state: State, ranks: Ranks, *, strict
 
     def check() -> tuple[Misfits, set[str]]:
         metadata = reader.read_metadata()
-        plain.update(nested([(entry.path, entry.placeholder(metadata)) for entry in entries]))
+        saved = Saved(metadata, lambda names: read_values(names, reader, trusted=trusted))
+        plain.update(nested([(entry.path, entry.placeholder(saved)) for entry in entries]))
         refuse_unfit(plain)
         return planner.check(plain, metadata), _not_asked(metadata, entries)
 
@@ -137,9 +146,7 @@ def read(reader: StorageReader, path: str, state: State, ranks: Ranks, *, strict
 
 def _not_asked(metadata: Metadata, entries: list[Entry]) -> set[str]:
     asked = {entry.path[0] for entry in entries}
-    return {
-        top for key in metadata.state_dict_metadata if (top := top_level(metadata, key)).partition(".")[0] not in asked
-    }
+    return {top_level(metadata, key) for key in metadata.state_dict_metadata if not is_asked(metadata, key, asked)}
 
 
 def top_level(metadata: Metadata, key: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from rescale_data.checkpoint.failures import DamagedCheckpointError
 from rescale_data.checkpoint.store import Store, join
 from rescale_data.checkpoint.streams import FileRecord
+from rescale_data.checkpoint.tree import Lost
 
 MANIFEST = "rescale_data.json"
 METADATA = ".metadata"
@@ -30,6 +31,7 @@ class Manifest:
         metrics: Numbers by name, for retention.
         created: Seconds since the epoch.
         torch: Version that saved.
+        lost: What the names of the values do not tell of the state's form: see ``tree.Lost``.
     """
 
     save_id: str
@@ -39,6 +41,7 @@ class Manifest:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     created: float = 0.0
     torch: str = ""
+    lost: Lost = ()
 
     @property
     def num_bytes(self) -> int:
@@ -46,6 +49,8 @@ class Manifest:
 
     def to_json(self) -> bytes:
         content: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        if not self.lost:
+            del content["lost"]
         content["crc32"] = _checksum(content)
         return json.dumps(content, indent=1, sort_keys=True).encode() + b"\n"
 

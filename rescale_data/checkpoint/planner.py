@@ -63,16 +63,22 @@ class CheckingLoadPlanner(DefaultLoadPlanner):
     def check(self, plain: dict[str, Any], metadata: Metadata) -> Misfits:
         self.set_up_planner(plain, metadata, is_coordinator=False)
         wanted, saved = self.state_dict, metadata.state_dict_metadata
+        asked = {entry.path[0] for entry in self.entries}
+        refused = {name: text for entry in self.entries for name, text in entry.refused.items()}
+        left_out = {name for entry in self.entries for name in entry.left_out}
         self.misfits = Misfits(
             missing={
                 key: f"{_describe_wanted(value)} in the state" for key, value in wanted.items() if key not in saved
             },
             unexpected={
-                key: describe(meta) for key, meta in saved.items() if key not in wanted and self._is_loaded(key)
+                key: describe(meta)
+                for key, meta in saved.items()
+                if key not in wanted and is_asked(metadata, key, asked) and not left_out & _and_above(key)
             },
             mismatched={
                 key: text for key, value in wanted.items() if key in saved and (text := _differs(value, saved[key]))
-            },
+            }
+            | refused,
         )
         return self.misfits
 
@@ -127,9 +133,6 @@ class CheckingLoadPlanner(DefaultLoadPlanner):
     def _sharded_planner(self, read_item: ReadItem) -> LoadPlanner | None:
         return self.sharded if read_item.dest_index.fqn in self.sharded_names else None
 
-    def _is_loaded(self, key: str) -> bool:
-        return any(_is_under(key, entry.path[0]) for entry in self.entries)
-
 
 def _on_any(per_rank: list[dict[str, str]]) -> dict[str, str]:
     """Texts by name; where not all ranks have it, the text says which do."""
@@ -139,6 +142,12 @@ def _on_any(per_rank: list[dict[str, str]]) -> dict[str, str]:
         where = "" if len(ranks) == len(per_rank) else f" (on rank {', '.join(map(str, ranks))})"
         merged[key] = per_rank[ranks[0]][key] + where
     return merged
+
+
+def is_asked(metadata: Metadata, key: str, asked: set[str]) -> bool:
+    """Whether a flattened name of the checkpoint is under one of these top-level names."""
+    path = (metadata.planner_data or {}).get(key)
+    return str(path[0]) in asked if path else bool(asked & _and_above(key))
 
 
 def describe(meta: Any) -> str:
@@ -169,6 +178,11 @@ def _is_under(key: str, name: str) -> bool:
     return key == name or key.startswith(f"{name}.")
 
 
+def _and_above(key: str) -> set[str]:
+    """A name and the names that it is under."""
+    return {key, *(key[:place] for place, letter in enumerate(key) if letter == ".")}
+
+
 def _harmless(name: str, value: io.BytesIO) -> io.BytesIO:
     """The same value, written anew from what an unpickler without code made of it."""
     try:
@@ -176,7 +190,8 @@ def _harmless(name: str, value: io.BytesIO) -> io.BytesIO:
     except Exception as error:
         raise ValueError(
             f"{name} is refused with trusted=False: {error}. "
-            f"Pass trusted=True only if you would run code from whoever wrote it."
+            f"Save plain numbers, strings and tensors (item() of numpy's), or give load trusted=True if you would run code "
+            f"from whoever wrote it."
         ) from error
     clean = io.BytesIO()
     torch.save(cast(object, content), clean)

@@ -18,13 +18,16 @@ from typing import Any, BinaryIO
 import torch
 
 from rescale_data.checkpoint.convert import save_alone, write_aside
+from rescale_data.checkpoint.manifest import METADATA
 from rescale_data.checkpoint.store import StrPath
-from rescale_data.checkpoint.stored import BUDGET, StoredCheckpoint, tree_of
+from rescale_data.checkpoint.stored import BUDGET, StoredCheckpoint
 from rescale_data.checkpoint.torch_file import map_file
 from rescale_data.checkpoint.torch_zip import as_buffer
+from rescale_data.checkpoint.tree import tree_of
 
 NON_TENSORS = "non_tensors.pt"
 INDEX = "model.safetensors.index.json"
+_RESERVED = "__metadata__"  # of a file's header: what is said of the file as a whole
 
 _NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -73,16 +76,18 @@ def to_safetensors(
 
     Args:
         path: Of the checkpoint.
-        folder: Local; made if there is none.
+        folder: Local; made if there is none, without safetensors of before.
         max_shard_size: Bytes of a file, ``"5GB"`` or ``"500MiB"``; a larger tensor has a file of its own.
         name: Of one top-level entry, without its name: ``"model"`` makes what other tools expect.
         budget: Bytes in memory at once, or the largest tensor and its largest stored piece.
 
     Raises:
         FileNotFoundError: no checkpoint at ``path``.
-        ValueError: damaged files, nothing named ``name``, a size that cannot be read, or a dtype that the format does not know.
+        ValueError: damaged files, nothing named ``name``, a size that cannot be read, a dtype or a name that the format cannot
+            have, or ``folder`` holds safetensors already.
     """
     limit = parse_size(max_shard_size)
+    _refuse_used(Path(folder))
     with StoredCheckpoint(path, name=name, checksums=checksums, storage_options=storage_options) as stored:
         return _write_files(stored, Path(folder), _shards(stored, limit), budget)
 
@@ -104,7 +109,7 @@ def from_safetensors(
     source = Path(folder)
     files = [source] if source.is_file() else sorted(source.glob("*.safetensors"))
     if not files:
-        raise FileNotFoundError(f"No *.safetensors in {source}.")
+        raise FileNotFoundError(f"No *.safetensors in {source}.{_what_is_there(source)}")
     leaves: dict[str, Any] = {}
     for file in files:
         mapped = map_tensors(file)
@@ -116,7 +121,7 @@ def from_safetensors(
         map_file(os.fspath(rest)) if rest.name == NON_TENSORS and rest.exists() else {"values": {}, "paths": {}}
     )
     leaves |= extra["values"]
-    content = tree_of({key: tuple(extra["paths"].get(key, (key,))) for key in leaves}, leaves)
+    content = tree_of({key: tuple(extra["paths"].get(key, (key,))) for key in leaves}, leaves, extra.get("lost", ()))
     save_alone(path, content if name is None else {name: content}, storage_options)
 
 
@@ -127,9 +132,9 @@ def map_tensors(file: Path) -> dict[str, torch.Tensor]:
             mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
         length = int.from_bytes(mapped[:8], "little")
         header = json.loads(mapped[8 : 8 + length])
-        header.pop("__metadata__", None)
+        header.pop(_RESERVED, None)
         return {key: _mapped(mapped, 8 + length, about) for key, about in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{file} is no safetensors file, or is damaged: {error}") from error
 
 
@@ -142,6 +147,22 @@ def parse_size(size: int | str) -> int:
             f'max_shard_size={size!r}: give bytes, or a number with one of {", ".join(_UNITS)[2:]}, such as "5GB".'
         )
     return int(float(match[1]) * _UNITS[unit])
+
+
+def _what_is_there(source: Path) -> str:
+    dcp = (source / METADATA).exists()
+    return " It holds a DCP checkpoint already: convert it to a file of torch.save or to safetensors." if dcp else ""
+
+
+def _refuse_used(folder: Path) -> None:
+    """Of two conversions in one folder nothing tells which files belong together."""
+    if folder.suffix == ".safetensors":
+        raise ValueError(
+            f"{folder} is the name of a file. Give a folder (and --to safetensors): its files are named model*.safetensors."
+        )
+    used = [*folder.glob("*.safetensors"), *(file for name in (INDEX, NON_TENSORS) if (file := folder / name).exists())]
+    if used:
+        raise ValueError(f"{folder} holds {used[0].name} already. Give another folder, or remove the files first.")
 
 
 def _write_files(stored: StoredCheckpoint, target: Path, shards: list[list[str]], budget: int) -> list[str]:
@@ -157,7 +178,7 @@ def _write_files(stored: StoredCheckpoint, target: Path, shards: list[list[str]]
         weight_map = {key: file for file, names in files.items() for key in names}
         index = {"metadata": {"total_size": sum(map(stored.num_bytes, weight_map))}, "weight_map": weight_map}
         write_aside(target / INDEX, lambda stream: stream.write(json.dumps(index, indent=2).encode()))
-    content = {"values": stored.values(), "paths": stored.paths}
+    content = {"values": stored.values(), "paths": stored.paths, "lost": stored.lost}
     write_aside(target / NON_TENSORS, lambda stream: torch.save(content, stream))
     return list(files)
 
@@ -168,6 +189,8 @@ def _shards(stored: StoredCheckpoint, limit: int) -> list[list[str]]:
     for key, meta in stored.tensors.items():
         if meta.properties.dtype not in _NAMES:
             raise ValueError(f"{key} is {meta.properties.dtype}, which safetensors does not know. Use to_torch_save.")
+        if key == _RESERVED:
+            raise ValueError(f"safetensors keeps the name {key} for itself. Use to_torch_save.")
         if shards[-1] and size + stored.num_bytes(key) > limit:
             shards.append([])
             size = 0
@@ -177,7 +200,7 @@ def _shards(stored: StoredCheckpoint, limit: int) -> list[list[str]]:
 
 
 def _write(stream: BinaryIO, stored: StoredCheckpoint, names: list[str], budget: int) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {_RESERVED: {"format": "pt"}}
     offset = 0
     for key in names:
         meta, end = stored.tensors[key], offset + stored.num_bytes(key)

@@ -19,6 +19,7 @@ from rescale_data.checkpoint.manifest import checked_metrics
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.save_planner import CheckpointSavePlanner
 from rescale_data.checkpoint.store import Store, StrPath, open_store
+from rescale_data.checkpoint.tree import lost_in_names
 from rescale_data.checkpoint.unfit import refuse_unfit
 from rescale_data.checkpoint.writer import CheckpointWriter, SaveInfo
 
@@ -90,6 +91,7 @@ def begin(store: Store, final: str, ranks: Ranks, *, overwrite: bool) -> Workspa
 def write(plain: dict[str, Any], writer: CheckpointWriter, ranks: Ranks) -> None:
     """Write and commit, or remove what was written and raise why."""
     doing = f"Saving {writer.workspace.final}"
+    writer.lost = lost_in_names(plain)
     try:
         with quiet(ranks):
             save_state(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, BinaryIO, TypeAlias, cast
@@ -101,7 +102,7 @@ def split(path: str) -> tuple[str, str]:
 
 
 def open_store(path: StrPath, storage_options: Mapping[str, Any] | None = None) -> tuple[Store, str]:
-    """The store that ``path`` is in, and ``path`` as that store spells it.
+    """The store that ``path`` is in, and ``path`` as that store spells it: a link to a checkpoint is the checkpoint.
 
     Args:
         path: A local path, or a URL that fsspec knows (``s3://bucket/run``, ``gs://``, ``az://``, ``memory://``).
@@ -109,15 +110,17 @@ def open_store(path: StrPath, storage_options: Mapping[str, Any] | None = None) 
 
     Raises:
         TypeError: ``path`` is neither a string nor path-like.
-        ValueError: the scheme is unknown, or what it needs is not installed.
+        ValueError: the scheme is unknown, what it needs is not installed, or a URL came as a ``pathlib.Path``.
     """
     if not isinstance(cast(object, path), str | os.PathLike):
         raise TypeError(f"A checkpoint's path is a str or os.PathLike, not {type(path).__name__}.")
     text = os.fspath(path)
+    if not isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):
+        raise ValueError(f"{text!r} was a URL: pathlib has taken one of its slashes. Give a URL as a str.")
     if "://" in text and not text.startswith("file://"):
         from rescale_data.checkpoint.objects import ObjectStore
 
         return ObjectStore(text, storage_options), text.rstrip("/")
     from rescale_data.checkpoint.local import LocalStore
 
-    return LocalStore(), os.path.abspath(text.removeprefix("file://"))
+    return LocalStore(), os.path.realpath(text.removeprefix("file://"))

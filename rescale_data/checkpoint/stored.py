@@ -11,13 +11,16 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from rescale_data.checkpoint.commit import replaced_by_a_killed_save
-from rescale_data.checkpoint.data_state import data_states, load_plain
+from rescale_data.checkpoint.data_state import data_states
 from rescale_data.checkpoint.lease import reading
 from rescale_data.checkpoint.loading import refuse_damaged
+from rescale_data.checkpoint.manifest import read_manifest
+from rescale_data.checkpoint.plain import load_plain
 from rescale_data.checkpoint.planner import describe
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.reader import CheckpointReader
 from rescale_data.checkpoint.store import Store, StrPath, open_store
+from rescale_data.checkpoint.tree import Lost
 
 BUDGET = 256 << 20
 
@@ -33,6 +36,7 @@ class StoredCheckpoint:
     Attributes:
         tensors: What is known of each tensor, by flattened name.
         paths: Path in the nested state, by flattened name.
+        lost: What the names do not tell of the nested state.
 
     Raises:
         FileNotFoundError: no checkpoint at ``path``.
@@ -65,6 +69,9 @@ class StoredCheckpoint:
         saved = {short: metadata.state_dict_metadata[key] for short, key in self._keys.items()}
         self.paths = {short: paths[key][0 if name is None else 1 :] for short, key in self._keys.items()}
         self.tensors = {short: meta for short, meta in saved.items() if isinstance(meta, TensorStorageMetadata)}
+        manifest = read_manifest(store, folder)
+        lost = manifest.lost if manifest else ()
+        self.lost: Lost = [(path[skip:], key) for path, key in lost if (skip := _skip(tuple(path), name)) is not None]
         self._plain = [short for short in saved if short not in self.tensors]
 
     def close(self) -> None:
@@ -116,27 +123,6 @@ class StoredCheckpoint:
             size += self.num_bytes(name)
         if batch:
             yield batch
-
-
-def tree_of(paths: Mapping[str, tuple[Any, ...]], leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Leaves by flattened name as the nested state they came from; integers in a path are places in a list."""
-    root: dict[str, Any] = {}
-    for name, leaf in leaves.items():
-        inner: Any = root
-        path = paths[name]
-        for key, following in zip(path, (*path[1:], None), strict=True):
-            inner = _enter(inner, key, leaf if following is None else ([] if isinstance(following, int) else {}))
-    return root
-
-
-def _enter(container: Any, key: Any, value: Any) -> Any:
-    """What is at ``key``, which is ``value`` if there was nothing."""
-    if isinstance(container, dict):
-        return container.setdefault(key, value)
-    container.extend([None] * (key + 1 - len(container)))
-    if container[key] is None:
-        container[key] = value
-    return container[key]
 
 
 def _skip(path: tuple[Any, ...], name: str | None) -> int | None:

@@ -6,6 +6,7 @@ there is no communication, so nothing hangs where ranks ask for different names.
 
 from __future__ import annotations
 
+import errno
 import pickle
 from collections.abc import Mapping
 from typing import Any, cast
@@ -34,7 +35,11 @@ def map_file(file: str) -> dict[str, Any]:
     """
     try:
         content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
+        if (
+            isinstance(error, OSError) and error.errno != errno.EINVAL
+        ):  # torch seeks before the start of a file cut short
+            raise
         raise ValueError(
             f"{file} cannot be read: {error}. It must be a file of torch.save in its zip format (the default since 1.6) that "
             f"holds tensors and plain values only."

@@ -43,20 +43,25 @@ class _Storage:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles ``Pending`` as the tensor it will be."""
+    """Pickles ``Pending`` as the tensor it will be, and tensors (in a tuple, which is one value) as ``torch.save`` does."""
 
     def __init__(self, stream: BinaryIO) -> None:
         super().__init__(stream, protocol=2)
-        self.pending: list[Pending] = []
+        self.records: list[Pending | torch.Tensor] = []
 
     def reducer_override(self, obj: Any, /) -> Any:
-        if not isinstance(obj, Pending):
-            return NotImplemented
+        if isinstance(obj, Pending):
+            return self._reduced(obj, obj)
+        if isinstance(obj, torch.Tensor) and obj.layout is torch.strided and not obj.is_quantized:
+            return self._reduced(Pending(obj.size(), obj.dtype), obj)
+        return NotImplemented
+
+    def _reduced(self, obj: Pending, record: Pending | torch.Tensor) -> Any:
         # How torch rebuilds a tensor of this dtype is asked of torch.
         rebuild, template, *_ = cast("tuple[Any, tuple[Any, ...]]", torch.empty(0, dtype=obj.dtype).__reduce_ex__(2))
         storage = self._storage(obj, template[0])
         hooks: collections.OrderedDict[str, Any] = collections.OrderedDict()
-        self.pending.append(obj)
+        self.records.append(record)
         stride = torch.empty(obj.size, device="meta").stride()
         return rebuild, (storage, 0, tuple(obj.size), stride, False, hooks, *template[6:])
 
@@ -64,7 +69,7 @@ class _Pickler(pickle.Pickler):
         return ("storage", obj.kind, obj.key, "cpu", obj.numel) if isinstance(obj, _Storage) else None
 
     def _storage(self, pending: Pending, template: Any) -> _Storage:
-        key = str(len(self.pending))
+        key = str(len(self.records))
         if isinstance(template, torch.UntypedStorage):
             return _Storage(key, torch.UntypedStorage, pending.num_bytes)
         return _Storage(key, getattr(torch, _legacy_name(pending.dtype)), math.prod(pending.size))
@@ -79,7 +84,7 @@ def write_torch_file(stream: BinaryIO, tree: Any, tensors: Iterable[torch.Tensor
     """Write ``tree`` to a seekable stream.
 
     Args:
-        tree: Plain values and ``Pending``, each of which occurs once.
+        tree: Plain values, tensors, and ``Pending``, each of which occurs once.
         tensors: The tensors for them, in the order of a walk through ``tree``.
     """
     pickled = io.BytesIO()
@@ -88,11 +93,17 @@ def write_torch_file(stream: BinaryIO, tree: Any, tensors: Iterable[torch.Tensor
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as archive:
         _record(archive, stream, "data.pkl", pickled.getbuffer())
         _record(archive, stream, "byteorder", b"little")
-        for key, (pending, tensor) in enumerate(zip(pickler.pending, tensors, strict=True)):
-            if (tensor.size(), tensor.dtype) != (pending.size, pending.dtype):
-                raise ValueError(f"tensor {key}: {tensor.dtype} {list(tensor.size())} is not {pending}")
+        following = iter(tensors)
+        for key, record in enumerate(pickler.records):
+            tensor = _checked(next(following), record) if isinstance(record, Pending) else record
             _record(archive, stream, f"data/{key}", as_buffer(tensor))
         _record(archive, stream, "version", b"3\n")
+
+
+def _checked(tensor: torch.Tensor, pending: Pending) -> torch.Tensor:
+    if (tensor.size(), tensor.dtype) != (pending.size, pending.dtype):
+        raise ValueError(f"{tensor.dtype} {list(tensor.size())} is not {pending}")
+    return tensor
 
 
 def as_buffer(tensor: torch.Tensor) -> memoryview:

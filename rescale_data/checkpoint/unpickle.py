@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import math
 import pickle
 from typing import Any, cast
 
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 _DCP = "torch.distributed.checkpoint"
 _ALLOWED: dict[str, set[str]] = {
@@ -52,11 +53,28 @@ def read_metadata(content: bytes, *, trusted: bool) -> Metadata:
     unpickler = pickle.Unpickler if trusted else RestrictedUnpickler
     try:
         metadata = unpickler(io.BytesIO(content)).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, ImportError, UnicodeDecodeError) as error:
-        raise ValueError(f"its DCP metadata is damaged: {error}") from error
+        if isinstance(metadata, Metadata):
+            _touch(metadata)
+    except ValueError:
+        raise
+    except Exception as error:  # what a changed byte makes of a pickle is not to be foreseen
+        raise ValueError(f"its DCP metadata is damaged: {type(error).__name__}: {error}") from error
     if not isinstance(metadata, Metadata):
         raise ValueError(f"its DCP metadata is a {type(cast(object, metadata)).__name__}")
     return metadata
+
+
+def _touch(metadata: Metadata) -> None:
+    """Use all that a load will use, so that what is not there or of another type is found here."""
+    tensors = [saved for saved in metadata.state_dict_metadata.values() if isinstance(saved, TensorStorageMetadata)]
+    for saved in tensors:
+        math.prod([*saved.size, saved.properties.dtype.itemsize])
+        for chunk in saved.chunks:
+            math.prod([*chunk.offsets, *chunk.sizes])
+    for place in metadata.storage_data.values():
+        math.prod([len(place.relative_path.split("/")), place.offset, place.length])
+    for path in (metadata.planner_data or {}).values():
+        ".".join(map(str, path))
 
 
 def _dtypes() -> set[str]:

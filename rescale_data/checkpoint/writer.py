@@ -21,6 +21,7 @@ from rescale_data.checkpoint.manifest import Manifest
 from rescale_data.checkpoint.ownership import SAVE_ID_PREFIX
 from rescale_data.checkpoint.store import Store, split
 from rescale_data.checkpoint.streams import FileRecord, StoreFileSystem
+from rescale_data.checkpoint.tree import Lost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,7 @@ class CheckpointWriter(FileSystemWriter):
         self.path: str = workspace.working
         self.workspace = workspace
         self.info = info
+        self.lost: Lost = ()  # of the state's form, once it is known
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing: a writer is for one save, whose path was settled with all ranks."""
@@ -77,6 +79,7 @@ class CheckpointWriter(FileSystemWriter):
             metrics=self.info.metrics,
             created=time.time(),
             torch=str(torch.__version__),
+            lost=self.lost,
         )
         commit(self.fs.store, self.workspace, manifest)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -107,6 +109,19 @@ def test_diff(run_folder: Path) -> None:
     assert "model.weight" not in call("diff", run_folder / "step-5", run_folder / "step-10", "--no-values", code=1)
 
 
+def test_a_checkpoint_does_not_differ_from_itself(tmp_path: Path) -> None:
+    state: dict[str, Any] = {
+        "nan": math.nan,
+        "tuple": (1, [math.nan, torch.tensor([math.nan, 2])]),
+        "half": torch.tensor([1 + 2j, 3]).to(torch.complex32),
+    }
+    save(tmp_path / "a", state)
+    call("diff", tmp_path / "a", tmp_path / "a")
+    save(tmp_path / "b", {"nan": 1.0, "tuple": (1, [math.nan, {"a": 1}]), "half": state["half"] * 2})
+    found = json.loads(call("diff", tmp_path / "a", tmp_path / "b", "--json", code=1))
+    assert [difference["name"] for difference in found] == ["half", "nan", "tuple"]
+
+
 def test_convert(run_folder: Path, tmp_path: Path) -> None:
     call("convert", run_folder / "step-10", tmp_path / "f.pt")
     call("convert", tmp_path / "f.pt", tmp_path / "back")
@@ -114,7 +129,19 @@ def test_convert(run_folder: Path, tmp_path: Path) -> None:
     call("convert", run_folder / "step-10", tmp_path / "st", "--to", "safetensors", "--name", "model")
     call("convert", tmp_path / "st", tmp_path / "model", "--name", "model")
     load(tmp_path / "model", {"model": nn.Linear(4, 3)})
+    assert "it is a file, and a checkpoint is a folder" in call("show", tmp_path / "f.pt", code=2)
+    before = (tmp_path / "f.pt").read_bytes()
+    assert "exists already" in call("convert", run_folder / "step-5", tmp_path / "f.pt", code=2)
+    assert (tmp_path / "f.pt").read_bytes() == before
     assert "already holds a checkpoint" in call("convert", tmp_path / "f.pt", tmp_path / "back", code=2)
+
+
+def test_values_that_only_code_could_read(tmp_path: Path) -> None:
+    save(tmp_path / "c", {"a": np.float64(1)})
+    for command in (("diff", tmp_path / "c"), ("convert", tmp_path / "f.pt"), ("convert", tmp_path / "st/safetensors")):
+        text = call(command[0], tmp_path / "c", command[1], code=2).replace("\n", " ")
+        assert "a is refused with trusted=False" in text
+        assert "item() of numpy's" in text
 
 
 def test_prune(run_folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pprint
 import subprocess
 import sys
 import zipfile
@@ -84,6 +85,16 @@ def test_to_torch_save_and_back(tmp_path: Path) -> None:
     assert checkpoint.read_data_state(tmp_path / "back")["step"] == 3
 
 
+def test_tensors_in_a_tuple_are_read_without_running_code(tmp_path: Path) -> None:
+    half = torch.ones(4, dtype=torch.bfloat16)[::2]
+    expected = {"a": torch.zeros(3), "rng": (torch.arange(3), [half, torch.tensor(2.5)]), "z": torch.ones(2)}
+    checkpoint.save(tmp_path / "c", expected)
+    checkpoint.to_torch_save(tmp_path / "c", tmp_path / "f.pt", budget=1)
+    content = torch.load(tmp_path / "f.pt", mmap=True, weights_only=True)
+    assert content.keys() == expected.keys()
+    assert all(str(content[key]) == str(value) for key, value in expected.items())
+
+
 def test_what_torch_save_wrote_loads(tmp_path: Path) -> None:
     expected = build(2)
     torch.save({"model": expected["model"].state_dict(), "extra": 5}, tmp_path / "file.pt")
@@ -98,6 +109,32 @@ def test_what_torch_save_wrote_loads(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "bare.pt", {"model": blank()["model"]})
 
 
+def test_keys_and_empty_mappings_survive_the_way_there_and_back(tmp_path: Path) -> None:
+    """DCP's names know neither: the optimizer of an ordinary file would come back for other parameters."""
+    given = build(2)
+    content = {
+        "opt": given["optimizer"].state_dict(),
+        "e": {},
+        "list": [{}, {1: {}, "1.5": 2}, {None: torch.ones(1), 2.5: 3}],
+        "deep": {-1: {True: [1, {7: 8}]}},
+    }
+    torch.save(content, tmp_path / "f.pt")
+    checkpoint.from_torch_save(tmp_path / "f.pt", tmp_path / "c")
+    checkpoint.to_safetensors(tmp_path / "c", tmp_path / "st")
+    checkpoint.from_safetensors(tmp_path / "st", tmp_path / "again")
+    for source in ("c", "again"):
+        checkpoint.to_torch_save(tmp_path / source, tmp_path / "back.pt")
+        back = torch.load(tmp_path / "back.pt", weights_only=True)
+        assert {key: pprint.pformat(value) for key, value in back.items()} == {
+            key: pprint.pformat(value) for key, value in content.items()
+        }
+    checkpoint.to_torch_save(tmp_path / "c", tmp_path / "opt.pt", name="opt")
+    other = build(0)
+    opt = torch.load(tmp_path / "opt.pt", weights_only=True)
+    checkpoint.load_full_optimizer_state(other["model"], other["optimizer"], opt)
+    assert str(other["optimizer"].state_dict()) == str(given["optimizer"].state_dict())
+
+
 def test_safetensors_and_back(tmp_path: Path) -> None:
     expected = build(3)
     checkpoint.save(tmp_path / "c", expected)
@@ -110,6 +147,17 @@ def test_safetensors_and_back(tmp_path: Path) -> None:
     state = blank()
     checkpoint.load(tmp_path / "back", state)
     assert_loaded(state, expected)
+
+
+@pytest.mark.parametrize("sizes", [("5GB", 40), (40, "5GB")])
+def test_safetensors_of_two_conversions_are_not_mixed(tmp_path: Path, sizes: tuple[Any, Any]) -> None:
+    checkpoint.save(tmp_path / "c", {"a": torch.ones(10), "b": torch.ones(10)})
+    names = checkpoint.to_safetensors(tmp_path / "c", tmp_path / "st", max_shard_size=sizes[0])
+    with pytest.raises(ValueError, match=r"already\. Give another folder"):
+        checkpoint.to_safetensors(tmp_path / "c", tmp_path / "st", max_shard_size=sizes[1])
+    assert sorted(path.name for path in (tmp_path / "st").glob("*.safetensors")) == names
+    with pytest.raises(ValueError, match=r"the name of a file\. Give a folder"):
+        checkpoint.to_safetensors(tmp_path / "c", tmp_path / "model.safetensors")
 
 
 def test_the_library_reads_and_writes_the_same(tmp_path: Path) -> None:
@@ -221,11 +269,14 @@ def test_bad_input(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "c", {"a": torch.zeros(2, dtype=torch.complex128), "b": 1})
     with pytest.raises(ValueError, match=r"a is torch.complex128.*to_torch_save"):
         checkpoint.to_safetensors(tmp_path / "c", tmp_path / "st")
+    checkpoint.save(tmp_path / "m", {"__metadata__": torch.zeros(2)})
+    with pytest.raises(ValueError, match="keeps the name __metadata__ for itself"):
+        checkpoint.to_safetensors(tmp_path / "m", tmp_path / "st")
     with pytest.raises(ValueError, match=r"nothing named 'model'. It holds \['a', 'b'\]"):
         checkpoint.to_torch_save(tmp_path / "c", tmp_path / "f.pt", name="model")
     with pytest.raises(FileNotFoundError):
         checkpoint.to_torch_save(tmp_path / "none", tmp_path / "f.pt")
-    with pytest.raises(FileNotFoundError, match="safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"No \*\.safetensors in .* It holds a DCP checkpoint already"):
         checkpoint.from_safetensors(tmp_path / "c", tmp_path / "d")
     with pytest.raises(FileNotFoundError):
         checkpoint.from_torch_save(tmp_path / "none.pt", tmp_path / "d")
@@ -238,11 +289,19 @@ def test_bad_input(tmp_path: Path) -> None:
     torch.save({"a": Path("x")}, tmp_path / "code.pt")
     with pytest.raises(ValueError, match="plain values only"):
         checkpoint.load(tmp_path / "code.pt", {"a": 1})
+    header = json.dumps({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}).encode()
+    (tmp_path / "short.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(ValueError, match="no safetensors file, or is damaged"):
+        checkpoint.from_safetensors(tmp_path / "short.safetensors", tmp_path / "d")
+    with pytest.raises(FileNotFoundError, match=r"short\.safetensors: it is a file.*rescale-data convert"):
+        checkpoint.to_torch_save(tmp_path / "short.safetensors", tmp_path / "f.pt")
     (tmp_path / "junk.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{junk")
     with pytest.raises(ValueError, match="no safetensors file, or is damaged"):
         checkpoint.from_safetensors(tmp_path / "junk.safetensors", tmp_path / "d")
     checkpoint.to_torch_save(tmp_path / "c", tmp_path / "f.pt")
-    (tmp_path / "f.pt").write_bytes((tmp_path / "f.pt").read_bytes()[:-100])
-    with pytest.raises(ValueError, match="cannot be read"):
-        checkpoint.load(tmp_path / "f.pt", {"a": 1})
+    content = (tmp_path / "f.pt").read_bytes()
+    for cut in (10, 100, 1000):
+        (tmp_path / "f.pt").write_bytes(content[:-cut])
+        with pytest.raises(ValueError, match="cannot be read"):
+            checkpoint.load(tmp_path / "f.pt", {"a": 1})
     assert not [name for name in tmp_path.iterdir() if name.name.startswith("f.pt.")]

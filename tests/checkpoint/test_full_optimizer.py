@@ -238,6 +238,8 @@ def test_bad_arguments() -> None:
         checkpoint.load_full_optimizer_state(model, optimizer, None)
     with pytest.raises(ValueError, match="2 parameters by index"):
         checkpoint.load_full_optimizer_state(model, optimizer, {"state": {}, "param_groups": [{"params": [0, 1]}]})
+    with pytest.raises(ValueError, match="has no parameter 'other'"):
+        checkpoint.load_optimizer_stream(model, optimizer, [("other", {"step": torch.zeros(())})])
 
 
 def checkpointed(how: str, path: str, save: bool) -> dict[str, list[float]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import pickle
 import shutil
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,9 +17,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 from rescale_data import checkpoint
 from rescale_data.checkpoint.local import LocalStore
+from rescale_data.checkpoint.store import open_store
 from tests.checkpoint.processes import run
 from tests.checkpoint.stand_in import StandInLoader
 
@@ -273,3 +277,38 @@ def test_metadata_that_points_outside_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match="outside of the folder"):
         checkpoint.load(tmp_path / "c", {"a": torch.ones(2)})
+
+
+def test_metadata_with_any_byte_changed_is_a_value_error_or_loads(tmp_path: Path) -> None:
+    stock_save({"a": torch.ones(2), "b": 3}, checkpoint_id=tmp_path / "c")
+    file = tmp_path / "c" / ".metadata"
+    whole = file.read_bytes()
+    for place in range(0, len(whole), 3):
+        file.write_bytes(whole[:place] + b"q" + whole[place + 1 :])
+        with contextlib.suppress(ValueError):
+            checkpoint.verify(tmp_path / "c")
+
+
+def test_a_link_to_a_checkpoint_is_the_checkpoint(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "c", {"a": 1})
+    (tmp_path / "latest").symlink_to("c")
+    checkpoint.save(tmp_path / "latest", {"a": 2}, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != ".leases") == ["c", "latest"]
+    assert (tmp_path / "latest").is_symlink()
+    target = {"a": 0}
+    checkpoint.load(tmp_path / "c", target)
+    assert target == {"a": 2}
+
+
+def test_a_url_is_a_str(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="Give a URL as a str"):
+        checkpoint.save(Path("memory://run/x"), {"a": 1})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_in_an_object_store_is_not_taken_for_missing() -> None:
+    url = f"memory://{uuid.uuid4().hex}/a.pt"
+    open_store(url)[0].write(url, b"x")
+    with pytest.raises(ValueError, match="Copy it to a local disk first"):
+        checkpoint.load(url, {"a": 1})

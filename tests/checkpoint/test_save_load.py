@@ -149,6 +149,24 @@ def test_two_optimizers_and_two_models(tmp_path: Path) -> None:
         assert str(left["state"]) == str(right["state"])
 
 
+def test_any_name_will_do(tmp_path: Path) -> None:
+    def build(steps: int) -> dict[str, Any]:
+        modules: dict[str, Any] = {name: nn.Linear(2, 2) for name in ("net.g", "keys", "train", "net")}
+        optimizer = torch.optim.SGD([p for module in modules.values() for p in module.parameters()], momentum=0.9)
+        for _ in range(steps):
+            torch.stack([module(torch.ones(2)).sum() for module in modules.values()]).sum().backward()
+            optimizer.step()
+        return {**modules, "opt": optimizer}
+
+    given, other = build(2), build(0)
+    checkpoint.save(tmp_path / "c", given)
+    assert checkpoint.load(tmp_path / "c", other) == checkpoint.LoadReport()
+    assert str(other["opt"].state_dict()) == str(given["opt"].state_dict())
+    assert torch.equal(other["net.g"].weight, given["net.g"].weight)
+    del other["net.g"], other["opt"]
+    assert checkpoint.load(tmp_path / "c", other).not_asked == ("net.g", "opt")
+
+
 def test_everything_that_does_not_fit_is_in_one_error(tmp_path: Path) -> None:
     checkpoint.save(
         tmp_path / "c", {"model": nn.Linear(3, 4), "loader": StandInLoader(8), "half": torch.zeros(2), "number": 3}
@@ -310,7 +328,7 @@ def test_other_groups_are_an_error(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "c", {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)})
     parameters = list(model.parameters())
     two = torch.optim.SGD([{"params": parameters[:1]}, {"params": parameters[1:]}], lr=0.1)
-    with pytest.raises(ValueError, match="has 2 parameter groups and the checkpoint 1"):
+    with pytest.raises(ValueError, match="2 parameter groups in the state and 1 in the checkpoint"):
         checkpoint.load(tmp_path / "c", {"model": model, "optimizer": two})
     fewer = torch.optim.SGD(parameters[1:], lr=0.1)
     with pytest.raises(ValueError, match="Group the parameters as in the run that saved"):

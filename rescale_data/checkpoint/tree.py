@@ -1,0 +1,93 @@
+"""Nested states and the flat names that DCP gives to their leaves, which make every key a string.
+
+{"milestones": {2: 1}}  ──►  "milestones.2"  ──►  {"milestones": {"2": 1}}  ──►  {"milestones": {2: 1}}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any, TypeAlias, cast
+
+Lost: TypeAlias = Sequence[tuple[Sequence[str | int], Any]]
+"""What flat names do not tell: a path with its last key, which is a number, or with ``{}`` for a mapping without content."""
+
+
+def tree_of(paths: Mapping[str, tuple[Any, ...]], leaves: Mapping[str, Any], lost: Lost = ()) -> dict[str, Any]:
+    """Leaves by flattened name as the nested state they came from; integers in a path are places in a list."""
+    root: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        _put(root, paths[name], leaf)
+    for path, _ in (found for found in lost if found[1] == {}):
+        _put(root, tuple(path), {})
+    for path, key in sorted((found for found in lost if found[1] != {}), key=lambda found: -len(found[0])):
+        _rename(root, path, key)
+    return root
+
+
+def lost_in_names(tree: Any, path: tuple[str | int, ...] = ()) -> list[tuple[list[str | int], Any]]:
+    """What of a nested state its flat names do not tell."""
+    if isinstance(tree, Mapping):
+        found: list[tuple[list[str | int], Any]] = [([*path], {})] if path and not tree else []
+        for key, inner in cast(Mapping[Any, Any], tree).items():
+            here = (*path, str(key))
+            found += [([*here], key)] if isinstance(key, int | float | None) else []
+            found += lost_in_names(inner, here)
+        return found
+    items = cast("list[Any]", tree) if isinstance(tree, list) else []
+    return [lost for place, inner in enumerate(items) for lost in lost_in_names(inner, (*path, place))]
+
+
+def string_keys(value: Any) -> Any:
+    """The same with mappings as dicts whose keys are strings, so that DCP finds in them what it has loaded."""
+    if isinstance(value, Mapping):
+        return {str(key): string_keys(inner) for key, inner in cast(Mapping[Any, Any], value).items()}
+    return [string_keys(inner) for inner in cast("list[Any]", value)] if type(value) is list else value
+
+
+def keys_of(live: Any, loaded: Any) -> Any:
+    """``loaded`` with the keys and the types of mappings that ``live`` has in the same places."""
+    if isinstance(live, Mapping) and isinstance(loaded, Mapping):
+        return _mapping_like(cast(Mapping[Any, Any], live), cast(Mapping[Any, Any], loaded))
+    if type(live) is list and type(loaded) is list:
+        known = cast("list[Any]", live)[: len(cast("list[Any]", loaded))]
+        rest = cast("list[Any]", loaded)[len(known) :]
+        return [*(keys_of(old, new) for old, new in zip(known, cast("list[Any]", loaded), strict=False)), *rest]
+    return loaded
+
+
+def _mapping_like(live: Mapping[Any, Any], loaded: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    keys = {str(key): key for key in live}
+    content = {(key := keys.get(name, name)): keys_of(live.get(key), value) for name, value in loaded.items()}
+    if type(live) is dict or not isinstance(live, MutableMapping):
+        return content
+    like = copy.copy(live)
+    like.clear()
+    like.update(content)
+    return like
+
+
+def _put(root: dict[str, Any], path: tuple[Any, ...], leaf: Any) -> None:
+    inner: Any = root
+    for key, following in zip(path, (*path[1:], None), strict=True):
+        inner = _enter(inner, key, leaf if following is None else ([] if isinstance(following, int) else {}))
+
+
+def _rename(root: dict[str, Any], path: Sequence[str | int], key: Any) -> None:
+    """Give the last key of a path its type, where there is one."""
+    inner: Any = root
+    with contextlib.suppress(KeyError, IndexError, TypeError):
+        for step in path[:-1]:
+            inner = inner[step]
+        inner[key] = inner.pop(path[-1])
+
+
+def _enter(container: Any, key: Any, value: Any) -> Any:
+    """What is at ``key``, which is ``value`` if there was nothing."""
+    if isinstance(container, dict):
+        return container.setdefault(key, value)
+    container.extend([None] * (key + 1 - len(container)))
+    if container[key] is None:
+        container[key] = value
+    return container[key]
