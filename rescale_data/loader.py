@@ -302,11 +302,12 @@ class DataLoader:
             raise RuntimeError(
                 "This iterator is no longer valid: a newer iter(loader), a reset or a load took its place. Use the newest."
             )
-        if self.epoch != batches.epoch:
+        stream = self.stream
+        if stream.epoch != batches.epoch:
             raise StopIteration
         started = time.perf_counter()
-        batch = self._finish(self.stream.peek())
-        micro_batch = self.stream.take()  # no sooner: a batch that cannot be handed over has not been delivered
+        batch = self._finish(stream.peek())
+        micro_batch = stream.take()  # no sooner: a batch that cannot be handed over has not been delivered
         self._last_taken = (batches.number, threading.get_ident())
         self._wait_seconds += time.perf_counter() - started
         self._last_batch_samples = micro_batch.num_real

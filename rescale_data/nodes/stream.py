@@ -134,18 +134,10 @@ class Stream:
 
     def begin(self) -> Leg:
         """The leg that the next micro batch belongs to, planned where it has not begun."""
-        first = self.epoch
-        while self.epoch < first + 2:
-            if self._leg is None:
-                self._plan()
-            elif self._agreement is None or (self._settled == self._u and not self._over):
-                return self._leg
-            else:  # or what failed in it: rows are read ahead, and all of a shard that ends
-                self._settle(self._agreement)
-        raise DataStateError(
-            f"Two epochs in a row hold less than one global batch of {self.layout.global_batch_size} samples. Use a smaller "
-            f"global_batch_size, more data, tail='pad', or repeat=True."
-        )
+        leg = self._leg
+        if leg is None or (self._agreement is not None and self._is_unsettled):
+            leg = self._begin()
+        return leg
 
     def close(self) -> None:
         self._feed.close()
@@ -170,6 +162,25 @@ class Stream:
         return leg.stop - self._u + rest.num_micro_batches
 
     # Legs
+
+    @property
+    def _is_unsettled(self) -> bool:
+        """Whether the ranks have yet to agree on this micro batch, or to act on it: perhaps reading ahead has failed."""
+        return self._settled != self._u or self._over
+
+    def _begin(self) -> Leg:
+        first = self.epoch
+        while self.epoch < first + 2:
+            if self._leg is None:
+                self._plan()
+            elif self._agreement is not None and self._is_unsettled:
+                self._settle(self._agreement)
+            else:
+                return self._leg
+        raise DataStateError(
+            f"Two epochs in a row hold less than one global batch of {self.layout.global_batch_size} samples. Use a smaller "
+            f"global_batch_size, more data, tail='pad', or repeat=True."
+        )
 
     def _plan(self) -> None:
         """Begin the leg of this position, in which all rows are right."""
