@@ -135,3 +135,14 @@ def pin(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return {key: pin(value) for key, value in batch.items()}
     return type(batch)([pin(value) for value in batch]) if type(batch) in (list, tuple) else batch
+
+
+def with_valid(batch: Any, num_real: int, num_samples: int) -> dict[str, Any]:
+    """What ``tail="pad"`` adds: ``batch["valid"]: Bool[num_samples]``, true for the first ``num_real``."""
+    if not isinstance(batch, dict):
+        raise TypeError(
+            f"tail='pad' adds batch['valid'], but collate_fn made a {type(batch).__name__}. Return a dict, or use tail='drop'."
+        )
+    if "valid" in batch:
+        raise ValueError("tail='pad' adds batch['valid'], but samples have a column 'valid': rename theirs.")
+    return {**batch, "valid": torch.arange(num_samples) < num_real}

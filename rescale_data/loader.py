@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from rescale_data.collate import collate, pin
+from rescale_data.collate import collate, pin, with_valid
 from rescale_data.errors import require_int
 from rescale_data.nodes.as_pipeline import as_pipeline
 from rescale_data.nodes.feed import Feed, InProcess, MicroBatch
@@ -316,14 +316,7 @@ class DataLoader:
     def _finish(self, micro_batch: MicroBatch) -> Any:
         batch = micro_batch.batch
         if self.setup.tail == "pad":
-            if not isinstance(batch, dict):
-                raise TypeError(
-                    f"tail='pad' adds batch['valid'], but collate_fn made a {type(batch).__name__}. Return a dict, or use "
-                    f"tail='drop'."
-                )
-            if "valid" in batch:
-                raise ValueError("tail='pad' adds batch['valid'], but samples have a column 'valid': rename theirs.")
-            batch = {**batch, "valid": torch.arange(self.setup.layout.micro_batch_size) < micro_batch.num_real}
+            batch = with_valid(batch, micro_batch.num_real, self.setup.layout.micro_batch_size)
         return pin(batch) if self._pin else batch
 
 
