@@ -25,8 +25,8 @@ import numpy as np
 import pyarrow as pa
 
 import rescale_data as rd
-from rescale_data.bins import best_fit
-from rescale_data.sources.cache import cache
+from rescale_data.nodes.bins import best_fit
+from rescale_data.sources.decoded.cache import cache
 
 SEQ_LEN, EOS = 4096, 2
 WINDOWS = (64, 256, 1024, 4096)

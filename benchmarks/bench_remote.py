@@ -24,7 +24,7 @@ from corpora import FORMATS, Corpus, rows_of, source_of, write
 from fsspec.implementations.local import LocalFileSystem
 
 import rescale_data as rd
-from rescale_data.sources.cache import cache
+from rescale_data.sources.decoded.cache import cache
 
 SHARDS = 8
 WARM_UP = 1100

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from corpora import FORMATS, Corpus, rows_of, source_of, write
 
 import rescale_data as rd
-from rescale_data.sources.cache import cache
+from rescale_data.sources.decoded.cache import cache
 
 SHARDS, SEQ_LEN = 16, 2048
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -24,13 +24,13 @@ from bench_read import MICRO_BATCH, Corpus, machine, pipeline
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 import rescale_data as rd
-from rescale_data.layout import Layout
-from rescale_data.nodes.feed import InProcess, MicroBatch
-from rescale_data.nodes.runner import Collate, Runner
-from rescale_data.nodes.stream import Stream
-from rescale_data.sources.cache import cache
-from rescale_data.tray import Tray
-from rescale_data.turns import AlignedTurns, Turn
+from rescale_data.engine.feed import InProcess, MicroBatch
+from rescale_data.engine.runner import Collate, Runner
+from rescale_data.engine.stream import Stream
+from rescale_data.layout.layout import Layout
+from rescale_data.layout.turns import AlignedTurns, Turn
+from rescale_data.nodes.tray import Tray
+from rescale_data.sources.decoded.cache import cache
 
 NUM_LOGICAL_SHARDS = 4 * MICRO_BATCH
 MANY_LOGICAL_SHARDS = 4096

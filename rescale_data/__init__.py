@@ -3,8 +3,10 @@
 from rescale_data import testing
 from rescale_data.checkpoint.changed import load_changed
 from rescale_data.checkpoint.check import check_checkpoint
-from rescale_data.collate import pad_collate
+from rescale_data.engine.collate import pad_collate
+from rescale_data.engine.shards import LogicalShards
 from rescale_data.errors import DataStateError
+from rescale_data.layout.plan import plan
 from rescale_data.loader import DataLoader
 from rescale_data.nodes.base import BaseNode, Node
 from rescale_data.nodes.clean import CleanDocuments
@@ -14,24 +16,22 @@ from rescale_data.nodes.packer import TokenPacker
 from rescale_data.nodes.random_map import RandomMap
 from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.sampler import WeightedSampler
-from rescale_data.nodes.shards import LogicalShards
 from rescale_data.nodes.stream_reader import StreamReader
 from rescale_data.nodes.tokenize import Tokenize
+from rescale_data.nodes.varlen import flat_cu_seqlens
 from rescale_data.nodes.whole import WholeDocumentPacker
-from rescale_data.plan import plan
 from rescale_data.shard import Shard
 from rescale_data.sources.arrow import ArrowSource
 from rescale_data.sources.dataset import DatasetSource
+from rescale_data.sources.files.remote import Remote
 from rescale_data.sources.iterable import IterableSource
 from rescale_data.sources.jsonl import JsonlSource
 from rescale_data.sources.megatron import MegatronSource
 from rescale_data.sources.parquet import ParquetSource
-from rescale_data.sources.remote import Remote
 from rescale_data.sources.source import Source
 from rescale_data.sources.synthetic import SyntheticSource
 from rescale_data.sources.webdataset import WebDatasetSource
 from rescale_data.step_documents import step_documents
-from rescale_data.varlen import flat_cu_seqlens
 
 __all__ = [
     "ArrowSource",

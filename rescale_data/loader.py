@@ -13,20 +13,20 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from rescale_data.collate import collate, pin, with_valid
+from rescale_data.engine.as_pipeline import as_pipeline
+from rescale_data.engine.collate import collate, pin, with_valid
+from rescale_data.engine.feed import Feed, InProcess, MicroBatch
+from rescale_data.engine.moment import counters
+from rescale_data.engine.recipe import Pipeline
+from rescale_data.engine.runner import Runner
+from rescale_data.engine.setup import Tail, set_up
+from rescale_data.engine.statedict import full_state_dict, load_state_dict, state_dict
+from rescale_data.engine.stream import OnSourceChange, Stream
+from rescale_data.engine.workers import Pool
 from rescale_data.errors import require_int
-from rescale_data.nodes.as_pipeline import as_pipeline
-from rescale_data.nodes.feed import Feed, InProcess, MicroBatch
-from rescale_data.nodes.moment import counters
-from rescale_data.nodes.recipe import Pipeline
-from rescale_data.nodes.runner import Runner
-from rescale_data.nodes.setup import Tail, set_up
-from rescale_data.nodes.statedict import full_state_dict, load_state_dict, state_dict
-from rescale_data.nodes.stream import OnSourceChange, Stream
 from rescale_data.sources.dataset import MapStyle
 from rescale_data.sources.iterable import IterableSource
 from rescale_data.sources.source import Source
-from rescale_data.workers import Pool
 
 _logger = logging.getLogger("rescale_data")
 

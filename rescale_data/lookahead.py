@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rescale_data.engine.moment import Moment, counters
+from rescale_data.engine.statedict import full_state_dict, state_dict
+from rescale_data.engine.stream import Stream
 from rescale_data.loader import DataLoader
-from rescale_data.nodes.moment import Moment, counters
-from rescale_data.nodes.statedict import full_state_dict, state_dict
-from rescale_data.nodes.stream import Stream
 
 
 class LookAhead:

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 from rescale_data.loader import DataLoader
-from rescale_data.provenance import PROVENANCE
+from rescale_data.nodes.provenance import PROVENANCE
 
 
 def step_documents(loader: DataLoader, step: int) -> list[list[str]]:

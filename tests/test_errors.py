@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torchdata.nodes import BaseNode, IterableWrapper, Mapper, ParallelMapper, Prefetcher
 
 import rescale_data as rd
-from rescale_data.layout import Layout
+from rescale_data.layout.layout import Layout
 from rescale_data.state import Field
 from tests.pipelines import Documents, Every, Rows, pipeline_of
 

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rescale_data.checkpoint.check import check_checkpoint
-    from rescale_data.checkpoint.convert import from_torch_save, to_torch_save
+    from rescale_data.checkpoint.convert.dcp import from_torch_save, to_torch_save
+    from rescale_data.checkpoint.convert.safetensors import from_safetensors, to_safetensors
     from rescale_data.checkpoint.data_state import read_data_state
-    from rescale_data.checkpoint.full_optimizer import (
+    from rescale_data.checkpoint.loading import LoadReport, load
+    from rescale_data.checkpoint.manager import CheckpointManager
+    from rescale_data.checkpoint.optimizer.full import (
         full_optimizer_state,
         load_full_optimizer_state,
         load_optimizer_stream,
         stream_optimizer_state,
     )
-    from rescale_data.checkpoint.integrity import verify
-    from rescale_data.checkpoint.loading import LoadReport, load
-    from rescale_data.checkpoint.manager import CheckpointManager
-    from rescale_data.checkpoint.safetensors import from_safetensors, to_safetensors
     from rescale_data.checkpoint.saving import save
+    from rescale_data.checkpoint.storage.integrity import verify
 
 __all__ = [
     "CheckpointManager",
@@ -44,18 +44,18 @@ __all__ = [
 
 _HOMES = {
     "check": ("check_checkpoint",),
-    "convert": ("from_torch_save", "to_torch_save"),
+    "convert.dcp": ("from_torch_save", "to_torch_save"),
     "data_state": ("read_data_state",),
-    "full_optimizer": (
+    "optimizer.full": (
         "full_optimizer_state",
         "load_full_optimizer_state",
         "load_optimizer_stream",
         "stream_optimizer_state",
     ),
-    "integrity": ("verify",),
+    "storage.integrity": ("verify",),
     "loading": ("LoadReport", "load"),
     "manager": ("CheckpointManager",),
-    "safetensors": ("from_safetensors", "to_safetensors"),
+    "convert.safetensors": ("from_safetensors", "to_safetensors"),
     "saving": ("save",),
 }
 

@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 
+from rescale_data.engine.change import Changed, fit
+from rescale_data.engine.recipe import STAMP, STRINGS
+from rescale_data.engine.statedict import INTS, OTHER_FIELDS, require_fit
+from rescale_data.engine.stream import HasStream
 from rescale_data.errors import DataStateError
-from rescale_data.nodes.change import Changed, fit
-from rescale_data.nodes.recipe import STAMP, STRINGS
-from rescale_data.nodes.statedict import INTS, OTHER_FIELDS, require_fit
-from rescale_data.nodes.stream import HasStream
 from rescale_data.state import Field
 
 TABLE = "shards."

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from rescale_data.checkpoint.commit import replaced_by_a_killed_save
 from rescale_data.checkpoint.entries import Path, nested, value_at
-from rescale_data.checkpoint.lease import reading
 from rescale_data.checkpoint.loading import refuse_damaged
 from rescale_data.checkpoint.plain import load_plain
 from rescale_data.checkpoint.ranks import Ranks
-from rescale_data.checkpoint.reader import CheckpointReader
-from rescale_data.checkpoint.store import StrPath, open_store
+from rescale_data.checkpoint.storage.commit import replaced_by_a_killed_save
+from rescale_data.checkpoint.storage.lease import reading
+from rescale_data.checkpoint.storage.reader import CheckpointReader
+from rescale_data.checkpoint.storage.store import StrPath, open_store
 
 
 def read_data_state(

@@ -7,9 +7,9 @@ import logging
 from collections.abc import Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from rescale_data.checkpoint.lease import reading
 from rescale_data.checkpoint.retention import Retention
-from rescale_data.checkpoint.run_folder import RunFolder
+from rescale_data.checkpoint.storage.lease import reading
+from rescale_data.checkpoint.storage.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
-from rescale_data.checkpoint import optimizers
-from rescale_data.checkpoint.optimizer_load import OptimizerLoad
+from rescale_data.checkpoint.optimizer import optimizers
+from rescale_data.checkpoint.optimizer.load import OptimizerLoad
 from rescale_data.checkpoint.saved import Saved
 from rescale_data.checkpoint.tree import keys_of, string_keys
 

@@ -12,19 +12,19 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.storage import StorageReader
 
-from rescale_data.checkpoint.commit import replaced_by_a_killed_save
 from rescale_data.checkpoint.devices import settle
 from rescale_data.checkpoint.entries import Entry, State, entries_of, nested, value_at
 from rescale_data.checkpoint.failures import DamagedCheckpointError, clear_error
-from rescale_data.checkpoint.integrity import problems
-from rescale_data.checkpoint.lease import reading
 from rescale_data.checkpoint.plain import read_values
 from rescale_data.checkpoint.planner import CheckingLoadPlanner, Misfits, is_asked
 from rescale_data.checkpoint.ranks import Ranks
-from rescale_data.checkpoint.reader import CheckpointReader
 from rescale_data.checkpoint.saved import Saved
 from rescale_data.checkpoint.saving import quiet
-from rescale_data.checkpoint.store import Store, StrPath, open_store
+from rescale_data.checkpoint.storage.commit import replaced_by_a_killed_save
+from rescale_data.checkpoint.storage.integrity import problems
+from rescale_data.checkpoint.storage.lease import reading
+from rescale_data.checkpoint.storage.reader import CheckpointReader
+from rescale_data.checkpoint.storage.store import Store, StrPath, open_store
 from rescale_data.checkpoint.unfit import refuse_unfit
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def load(
     ranks = Ranks(process_group)
     store, folder = open_store(path, storage_options)
     if ranks.on_first(lambda: store.is_file(folder)):
-        from rescale_data.checkpoint.torch_file import TorchFileReader
+        from rescale_data.checkpoint.convert.torch_file import TorchFileReader
 
         if not store.renames:
             raise ValueError(

@@ -17,17 +17,17 @@ from rescale_data.checkpoint.background import Background
 from rescale_data.checkpoint.deletions import Deletions
 from rescale_data.checkpoint.entries import State, entries_of
 from rescale_data.checkpoint.failures import DamagedCheckpointError
-from rescale_data.checkpoint.integrity import problems
 from rescale_data.checkpoint.loading import LoadReport, read, refuse_damaged
-from rescale_data.checkpoint.manifest import checked_metrics
 from rescale_data.checkpoint.ranks import Ranks
-from rescale_data.checkpoint.reader import CheckpointReader
 from rescale_data.checkpoint.retention import Retention
-from rescale_data.checkpoint.run_folder import RunFolder
 from rescale_data.checkpoint.saving import begin, plain_state, write
 from rescale_data.checkpoint.staging import Staged, Stager
-from rescale_data.checkpoint.store import StrPath, open_store
-from rescale_data.checkpoint.writer import CheckpointWriter, SaveInfo
+from rescale_data.checkpoint.storage.integrity import problems
+from rescale_data.checkpoint.storage.manifest import checked_metrics
+from rescale_data.checkpoint.storage.reader import CheckpointReader
+from rescale_data.checkpoint.storage.run_folder import RunFolder
+from rescale_data.checkpoint.storage.store import StrPath, open_store
+from rescale_data.checkpoint.storage.writer import CheckpointWriter, SaveInfo
 from rescale_data.checkpoint.writer_process import ProcessWriter, WriterProcess
 
 logger = logging.getLogger(__name__)

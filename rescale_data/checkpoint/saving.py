@@ -11,17 +11,17 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-from rescale_data.checkpoint.commit import Workspace, abandon, prepare
 from rescale_data.checkpoint.devices import refuse_pickled
 from rescale_data.checkpoint.entries import Entry, State, entries_of, nested
 from rescale_data.checkpoint.failures import clear_error
-from rescale_data.checkpoint.manifest import checked_metrics
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.save_planner import CheckpointSavePlanner
-from rescale_data.checkpoint.store import Store, StrPath, open_store
+from rescale_data.checkpoint.storage.commit import Workspace, abandon, prepare
+from rescale_data.checkpoint.storage.manifest import checked_metrics
+from rescale_data.checkpoint.storage.store import Store, StrPath, open_store
+from rescale_data.checkpoint.storage.writer import CheckpointWriter, SaveInfo
 from rescale_data.checkpoint.tree import lost_in_names
 from rescale_data.checkpoint.unfit import refuse_unfit
-from rescale_data.checkpoint.writer import CheckpointWriter, SaveInfo
 
 
 def save(

@@ -26,11 +26,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.multiprocessing import reductions
 
-from rescale_data.checkpoint.commit import Workspace
 from rescale_data.checkpoint.ranks import portable
-from rescale_data.checkpoint.store import Store, open_store
-from rescale_data.checkpoint.streams import FileRecord
-from rescale_data.checkpoint.writer import CheckpointWriter, SaveInfo
+from rescale_data.checkpoint.storage.commit import Workspace
+from rescale_data.checkpoint.storage.store import Store, open_store
+from rescale_data.checkpoint.storage.streams import FileRecord
+from rescale_data.checkpoint.storage.writer import CheckpointWriter, SaveInfo
 
 _START = "import sys; from rescale_data.checkpoint.writer_process import main; main(int(sys.argv[1]))"
 

@@ -20,11 +20,11 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from torchdata.nodes import BaseNode, ParallelMapper, PinMemory, Prefetcher
 
-from rescale_data.nodes.documents import Documents
+from rescale_data.nodes.reading.documents import Documents
+from rescale_data.nodes.tray import Columns, Tray
 from rescale_data.shard import Shard
 from rescale_data.sources.source import Described
 from rescale_data.state import Field, Ints, decode, encode, flatten, nest, offsets
-from rescale_data.tray import Columns, Tray
 
 __all__ = ["BaseNode", "Node", "ParallelMapper", "PinMemory", "Prefetcher", "View", "as_node", "copy_of"]
 

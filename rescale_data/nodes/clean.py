@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from rescale_data.errors import require_int
 from rescale_data.nodes.base import BaseNode, Node, View, copy_of
 from rescale_data.nodes.column import integers
-from rescale_data.nodes.documents import Documents
+from rescale_data.nodes.reading.documents import Documents
 from rescale_data.state import Field, Ints
 
 _PIECE, _SHORT = 0, 1

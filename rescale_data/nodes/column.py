@@ -11,7 +11,7 @@ import torch
 
 from rescale_data.nodes.base import Node
 from rescale_data.nodes.guard import add_place
-from rescale_data.provenance import PROVENANCE
+from rescale_data.nodes.provenance import PROVENANCE
 
 
 class ColumnDocuments:

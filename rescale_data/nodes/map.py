@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from rescale_data.nodes.base import BaseNode, Node
 from rescale_data.nodes.counted import epoch_end_of_source
 from rescale_data.nodes.guard import Guard, OnError
-from rescale_data.provenance import carried
+from rescale_data.nodes.provenance import carried
 from rescale_data.state import Field, Ints
 
 

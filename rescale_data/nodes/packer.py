@@ -11,12 +11,12 @@ from torch import Tensor
 
 from rescale_data.errors import require_int
 from rescale_data.nodes.base import Node, View
-from rescale_data.nodes.block import BlockMaker
 from rescale_data.nodes.column import ColumnDocuments
+from rescale_data.nodes.provenance import joined
+from rescale_data.nodes.reading.block import BlockMaker
 from rescale_data.nodes.token_stream import Run, TokenStream
-from rescale_data.provenance import joined
+from rescale_data.nodes.tray import Tray
 from rescale_data.state import Field, Ints
-from rescale_data.tray import Tray
 
 IGNORED = -100
 """The label of a token without a next one, which torch's cross entropy leaves out."""

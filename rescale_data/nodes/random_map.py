@@ -10,9 +10,9 @@ import numpy as np
 from rescale_data.nodes.base import BaseNode, Node
 from rescale_data.nodes.counted import epoch_end_of_source
 from rescale_data.nodes.guard import Guard, OnError
+from rescale_data.nodes.provenance import carried
 from rescale_data.nodes.shard_of import shard_of
 from rescale_data.order import generator
-from rescale_data.provenance import carried
 from rescale_data.shard import Shard
 from rescale_data.state import Field, Ints, place_slots
 

@@ -8,21 +8,21 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rescale_data.nodes.base import Node, View
-from rescale_data.nodes.chunks import Chunks
-from rescale_data.nodes.documents import Documents
-from rescale_data.nodes.fetching import Fetching
 from rescale_data.nodes.guard import Guard, OnError
-from rescale_data.nodes.proof import Proof
-from rescale_data.nodes.rows import DEFAULT_WINDOW, Plan, ShardRows
-from rescale_data.nodes.rows import View as SourceView
-from rescale_data.nodes.share import ShardShare
-from rescale_data.nodes.spans import Spans, block_bytes
-from rescale_data.provenance import with_provenance
+from rescale_data.nodes.provenance import with_provenance
+from rescale_data.nodes.reading.chunks import Chunks
+from rescale_data.nodes.reading.documents import Documents
+from rescale_data.nodes.reading.fetching import Fetching
+from rescale_data.nodes.reading.proof import Proof
+from rescale_data.nodes.reading.rows import DEFAULT_WINDOW, Plan, ShardRows
+from rescale_data.nodes.reading.rows import View as SourceView
+from rescale_data.nodes.reading.share import ShardShare
+from rescale_data.nodes.reading.spans import Spans, block_bytes
 from rescale_data.shard import Shard
-from rescale_data.sources.cache import owner_of
 from rescale_data.sources.dataset import MapStyle, as_source
-from rescale_data.sources.interest import shards_of
-from rescale_data.sources.pieces import AheadSource, PieceSource
+from rescale_data.sources.decoded.cache import owner_of
+from rescale_data.sources.decoded.interest import shards_of
+from rescale_data.sources.decoded.pieces import AheadSource, PieceSource
 from rescale_data.sources.source import BatchSource, ColumnSource, GrowingSource, Source, TokenSource
 from rescale_data.state import Field, Ints
 

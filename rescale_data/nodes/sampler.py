@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import numpy as np
 import torch
 
-from rescale_data import quota
 from rescale_data.errors import DataStateError
+from rescale_data.nodes import quota
 from rescale_data.nodes.base import BaseNode, Node, View
 from rescale_data.nodes.guard import add_place
 from rescale_data.nodes.shard_of import find_shard

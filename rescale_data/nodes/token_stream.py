@@ -8,9 +8,9 @@ import numpy as np
 
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import copy_of
-from rescale_data.nodes.block import Block, BlockMaker, TokenArray
-from rescale_data.nodes.documents import Documents
-from rescale_data.sources.cache import cache, owner_of
+from rescale_data.nodes.reading.block import Block, BlockMaker, TokenArray
+from rescale_data.nodes.reading.documents import Documents
+from rescale_data.sources.decoded.cache import cache, owner_of
 from rescale_data.state import Ints
 
 _SILENT_EPOCHS = 2

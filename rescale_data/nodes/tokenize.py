@@ -17,7 +17,7 @@ from rescale_data.errors import require_int
 from rescale_data.nodes.base import BaseNode, Node, View, copy_of
 from rescale_data.nodes.counted import epoch_end_of_source
 from rescale_data.nodes.guard import Guard, OnError
-from rescale_data.sources.cache import cache, owner_of
+from rescale_data.sources.decoded.cache import cache, owner_of
 from rescale_data.state import Field, Ints
 
 Tokenizer: TypeAlias = Callable[[list[str]], Sequence[Any]]

@@ -8,16 +8,16 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import numpy as np
 import torch
 
-from rescale_data.bins import best_fit
 from rescale_data.errors import DataStateError, require_int
 from rescale_data.nodes.base import Node, View, copy_of
-from rescale_data.nodes.block import Block, BlockMaker, TokenArray
+from rescale_data.nodes.bins import best_fit
 from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.packer import DTYPES, IGNORED, require_pad
-from rescale_data.provenance import joined
-from rescale_data.sources.cache import cache, owner_of
+from rescale_data.nodes.provenance import joined
+from rescale_data.nodes.reading.block import Block, BlockMaker, TokenArray
+from rescale_data.nodes.tray import Tray
+from rescale_data.sources.decoded.cache import cache, owner_of
 from rescale_data.state import Field, Ints
-from rescale_data.tray import Tray
 
 Long: TypeAlias = Literal["split", "truncate", "drop"]
 

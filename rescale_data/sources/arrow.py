@@ -13,12 +13,12 @@ import pyarrow.types as kinds
 
 from rescale_data.sources import ipc
 from rescale_data.sources.arrow_types import ArrowBuffer, ArrowSchema, ArrowTable, ArrowType
-from rescale_data.sources.cache import DEFAULT_BYTES, handles, owner_of
+from rescale_data.sources.decoded.cache import DEFAULT_BYTES, handles, owner_of
 from rescale_data.sources.documents import document_table, one_row_each
-from rescale_data.sources.files import Footer
-from rescale_data.sources.paths import Files, Paths
-from rescale_data.sources.ranges import Ranges, open_ranges
-from rescale_data.sources.remote import Remote
+from rescale_data.sources.file_source import Footer
+from rescale_data.sources.files.paths import Files, Paths
+from rescale_data.sources.files.ranges import Ranges, open_ranges
+from rescale_data.sources.files.remote import Remote
 from rescale_data.sources.saved_dataset import data_files
 from rescale_data.sources.tables import SPILL_BYTES, TableSource
 from rescale_data.state import Ints

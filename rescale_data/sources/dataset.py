@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from rescale_data.sources.cache import DEFAULT_BYTES
+from rescale_data.sources.decoded.cache import DEFAULT_BYTES
 from rescale_data.sources.source import Source
 
 

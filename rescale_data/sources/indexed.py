@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rescale_data.sources.blocks import BlockRanges, BlockTable, codec_of, decompressed, write_blocks
-from rescale_data.sources.bundle import Bundle, write_bundle
-from rescale_data.sources.cache import DEFAULT_BYTES
 from rescale_data.sources.cuts import cut_rows
-from rescale_data.sources.files import Explained, FileSource, Footer, extent_of
-from rescale_data.sources.once import make_once, write_aside
-from rescale_data.sources.paths import Paths
-from rescale_data.sources.ranges import Ranges, open_ranges
-from rescale_data.sources.remote import Remote
+from rescale_data.sources.decoded.cache import DEFAULT_BYTES
+from rescale_data.sources.file_source import Explained, FileSource, Footer, extent_of
+from rescale_data.sources.files.blocks import BlockRanges, BlockTable, codec_of, decompressed, write_blocks
+from rescale_data.sources.files.bundle import Bundle, write_bundle
+from rescale_data.sources.files.once import make_once, write_aside
+from rescale_data.sources.files.paths import Paths
+from rescale_data.sources.files.ranges import Ranges, open_ranges
+from rescale_data.sources.files.remote import Remote
 from rescale_data.state import Ints
 
 FRAGMENT_ROWS = 1024

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from rescale_data.sources.arrow_types import ArrowSchema
-from rescale_data.sources.ranges import Ranges
+from rescale_data.sources.files.ranges import Ranges
 from rescale_data.state import Ints
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]

@@ -11,13 +11,13 @@ import numpy as np
 
 from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.bad_row import BadRow
-from rescale_data.sources.cache import DEFAULT_BYTES
-from rescale_data.sources.columns import chosen_columns
-from rescale_data.sources.files import Rows
+from rescale_data.sources.decoded.cache import DEFAULT_BYTES
+from rescale_data.sources.decoded.columns import chosen_columns
+from rescale_data.sources.file_source import Rows
+from rescale_data.sources.files.paths import Paths
+from rescale_data.sources.files.ranges import Ranges
+from rescale_data.sources.files.remote import Remote
 from rescale_data.sources.indexed import IndexedSource, Scan
-from rescale_data.sources.paths import Paths
-from rescale_data.sources.ranges import Ranges
-from rescale_data.sources.remote import Remote
 from rescale_data.state import Ints
 
 _CHUNK_BYTES = 2**24

@@ -16,10 +16,10 @@ import numpy as np
 
 from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.cuts import cut_rows
-from rescale_data.sources.files import FileSource, Footer, extent_of
-from rescale_data.sources.paths import Files
-from rescale_data.sources.pieces import Share
-from rescale_data.sources.ranges import Ranges, open_path, open_ranges
+from rescale_data.sources.decoded.pieces import Share
+from rescale_data.sources.file_source import FileSource, Footer, extent_of
+from rescale_data.sources.files.paths import Files
+from rescale_data.sources.files.ranges import Ranges, open_path, open_ranges
 from rescale_data.sources.source import Tokens
 from rescale_data.state import Ints
 

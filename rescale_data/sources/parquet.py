@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow.parquet as pq
 
-from rescale_data.sources.ahead import ahead
 from rescale_data.sources.arrow_types import ArrowFile, ArrowTable
-from rescale_data.sources.cache import cache
-from rescale_data.sources.files import Footer
+from rescale_data.sources.decoded.ahead import ahead
+from rescale_data.sources.decoded.cache import cache
+from rescale_data.sources.file_source import Footer
 from rescale_data.sources.source import Tokens
 from rescale_data.sources.tables import TableSource
 

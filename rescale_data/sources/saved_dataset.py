@@ -9,8 +9,8 @@ import posixpath
 from collections.abc import Mapping
 from typing import Any
 
-from rescale_data.sources.paths import Paths, read_if_there
-from rescale_data.sources.remote import Remote
+from rescale_data.sources.files.paths import Paths, read_if_there
+from rescale_data.sources.files.remote import Remote
 
 _SPLITS, _STATE = "dataset_dict.json", "state.json"
 

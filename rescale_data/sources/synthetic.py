@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rescale_data.order import random_words
-from rescale_data.sources.cache import DEFAULT_BYTES, cache, owner_of
+from rescale_data.sources.decoded.cache import DEFAULT_BYTES, cache, owner_of
 from rescale_data.sources.source import Tokens
 from rescale_data.state import Ints
 

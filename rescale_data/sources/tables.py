@@ -13,14 +13,14 @@ import pyarrow as pa
 
 from rescale_data.sources.arrow_types import ArrowBuffer, ArrowSchema, ArrowTable
 from rescale_data.sources.bad_row import BadRow, NullValueError
-from rescale_data.sources.cache import DEFAULT_BYTES, cache, handles, owner_of
-from rescale_data.sources.columns import Fragment, check_columns, chosen_columns, is_token_list, token_lists
-from rescale_data.sources.files import FileSource, Footer
-from rescale_data.sources.paths import Paths
-from rescale_data.sources.pieces import Piece, Share, cut_out
-from rescale_data.sources.remote import Remote
+from rescale_data.sources.decoded.cache import DEFAULT_BYTES, cache, handles, owner_of
+from rescale_data.sources.decoded.columns import Fragment, check_columns, chosen_columns, is_token_list, token_lists
+from rescale_data.sources.decoded.pieces import Piece, Share, cut_out
+from rescale_data.sources.decoded.spill import spill_in
+from rescale_data.sources.file_source import FileSource, Footer
+from rescale_data.sources.files.paths import Paths
+from rescale_data.sources.files.remote import Remote
 from rescale_data.sources.source import Tokens
-from rescale_data.sources.spill import spill_in
 
 SPILL_BYTES = 2**36
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from rescale_data import checkpoint
-from rescale_data.checkpoint.safetensors import parse_size
+from rescale_data.checkpoint.convert.safetensors import parse_size
 from tests.checkpoint.models import Plain, mesh, whole, wrap
 from tests.checkpoint.processes import run
 from tests.checkpoint.stand_in import StandInLoader

@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 from rescale_data import checkpoint
-from rescale_data.checkpoint.local import LocalStore
-from rescale_data.checkpoint.store import open_store
+from rescale_data.checkpoint.storage.local import LocalStore
+from rescale_data.checkpoint.storage.store import open_store
 from tests.checkpoint.processes import run
 from tests.checkpoint.stand_in import StandInLoader
 
@@ -184,7 +184,7 @@ def test_a_failing_disk_leaves_the_checkpoint_before(
 ) -> None:
     checkpoint.save(tmp_path / "c", state(1))
     with monkeypatch.context() as patch:
-        patch.setattr("rescale_data.checkpoint.local.LocalStore", BrokenStore)
+        patch.setattr("rescale_data.checkpoint.storage.local.LocalStore", BrokenStore)
         patch.setattr(BrokenStore, "at", at)
         patch.setattr(BrokenStore, "number", number)
         with pytest.raises(OSError, match=words) as caught:
@@ -206,7 +206,7 @@ def test_hazard_a_killed_save_into_an_old_folder_is_not_a_mix(tmp_path: Path) ->
     assert got["b"] == 2, "the hazard: files of step 2 under the metadata of step 1"
     checkpoint.save(tmp_path / "c", state(1))
     store = LocalStore()
-    from rescale_data.checkpoint import commit
+    from rescale_data.checkpoint.storage import commit
 
     workspace = commit.prepare(store, str(tmp_path / "c"), "1" * 32, overwrite=True)
     shutil.copy(tmp_path / "stock-2" / "__0_0.distcp", workspace.working)

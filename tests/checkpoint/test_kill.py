@@ -17,9 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rescale_data.checkpoint import CheckpointManager, local
-from rescale_data.checkpoint.local import LocalStore
-from rescale_data.checkpoint.ownership import hidden_of
+from rescale_data.checkpoint import CheckpointManager
+from rescale_data.checkpoint.storage import local
+from rescale_data.checkpoint.storage.local import LocalStore
+from rescale_data.checkpoint.storage.ownership import hidden_of
 from tests.checkpoint.processes import context, start
 from tests.checkpoint.stand_in import StandInLoader
 

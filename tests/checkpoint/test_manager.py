@@ -26,9 +26,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager, inspect
-from rescale_data.checkpoint.lease import reading
-from rescale_data.checkpoint.local import LocalStore
 from rescale_data.checkpoint.retention import Retention
+from rescale_data.checkpoint.storage.lease import reading
+from rescale_data.checkpoint.storage.local import LocalStore
 from tests.checkpoint.models import Plain, mesh, whole, wrap
 from tests.checkpoint.processes import run
 from tests.checkpoint.stand_in import StandInLoader
@@ -156,7 +156,7 @@ class GatedStore(LocalStore):
 def gated(monkeypatch: pytest.MonkeyPatch) -> type[GatedStore]:
     GatedStore.gate.clear()
     GatedStore.waiting.clear()
-    monkeypatch.setattr("rescale_data.checkpoint.local.LocalStore", GatedStore)
+    monkeypatch.setattr("rescale_data.checkpoint.storage.local.LocalStore", GatedStore)
     return GatedStore
 
 
@@ -274,7 +274,7 @@ class FailingStore(LocalStore):
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> type[FailingStore]:
-    monkeypatch.setattr("rescale_data.checkpoint.local.LocalStore", FailingStore)
+    monkeypatch.setattr("rescale_data.checkpoint.storage.local.LocalStore", FailingStore)
     monkeypatch.setattr(FailingStore, "fail", False)
     return FailingStore
 

@@ -24,8 +24,8 @@ pytest.importorskip("moto", reason="needs the extra s3")
 import rescale_data as rd
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager
-from rescale_data.checkpoint.lease import reading
-from rescale_data.checkpoint.store import open_store
+from rescale_data.checkpoint.storage.lease import reading
+from rescale_data.checkpoint.storage.store import open_store
 from tests.checkpoint.object_server import BUCKET, Fault, Server, serving
 
 

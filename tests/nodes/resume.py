@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from rescale_data.nodes.base import Node
-from rescale_data.sources.cache import cache
+from rescale_data.sources.decoded.cache import cache
 
 
 def plain(value: Any) -> Any:

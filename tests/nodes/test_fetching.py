@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from rescale_data.nodes.fetching import Fetching
-from rescale_data.nodes.share import ShardShare
+from rescale_data.nodes.reading.fetching import Fetching
+from rescale_data.nodes.reading.share import ShardShare
 
 
 class Counting:

@@ -16,7 +16,7 @@ from rescale_data.nodes import spans
 from rescale_data.nodes.packer import TokenPacker
 from rescale_data.nodes.reader import Reader
 from rescale_data.shard import Shard
-from rescale_data.sources.cache import cache
+from rescale_data.sources.decoded.cache import cache
 from tests.corpus import LAYOUTS, documents, write
 
 EOS, BOS, ONE = 2, 1, Shard()

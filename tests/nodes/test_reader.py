@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import rescale_data as rd
 from rescale_data.nodes.reader import Reader
-from rescale_data.nodes.rows import ShardRows
+from rescale_data.nodes.reading.rows import ShardRows
 from rescale_data.shard import Shard
 from rescale_data.sources.parquet import ParquetSource
 

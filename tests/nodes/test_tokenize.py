@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import rescale_data as rd
-from rescale_data.sources.cache import cache
+from rescale_data.sources.decoded.cache import cache
 from tests.nodes.resume import endless
 from tests.nodes.zoo import by_letters
 

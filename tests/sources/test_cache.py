@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rescale_data.sources.cache import Cache, Handles, cache, owner_of, warn_if_thrashing
+from rescale_data.sources.decoded.cache import Cache, Handles, cache, owner_of, warn_if_thrashing
 
 
 class Sized:

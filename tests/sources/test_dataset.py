@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import rescale_data as rd
-from rescale_data.nodes.chunks import _alive
 from rescale_data.nodes.reader import Reader
+from rescale_data.nodes.reading.chunks import _alive
 from rescale_data.shard import Shard
-from rescale_data.sources.cache import cache
 from rescale_data.sources.dataset import DatasetSource, as_source
+from rescale_data.sources.decoded.cache import cache
 from rescale_data.sources.source import Source
 from rescale_data.testing import assert_rescalable, assert_source
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from rescale_data.sources import arrow, files, ipc, parquet
 from rescale_data.sources.arrow import ArrowSource
-from rescale_data.sources.cache import cache, handles
+from rescale_data.sources.decoded.cache import cache, handles
+from rescale_data.sources.files.ranges import Mapped
 from rescale_data.sources.parquet import ParquetSource
-from rescale_data.sources.ranges import Mapped
 from rescale_data.sources.source import TokenSource
 from tests.corpus import LAYOUTS, documents, write
 

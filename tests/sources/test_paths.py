@@ -8,7 +8,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from rescale_data.sources.paths import find
+from rescale_data.sources.files.paths import find
 
 
 @pytest.fixture

@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rescale_data as rd
-from rescale_data.nodes.share import ShardShare
+from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.order import fragment_order
 from rescale_data.sources import spill as spilling
-from rescale_data.sources.cache import Cache, cache
-from rescale_data.sources.interest import serve
+from rescale_data.sources.decoded.cache import Cache, cache
+from rescale_data.sources.decoded.interest import serve
+from rescale_data.sources.decoded.spill import Spill
 from rescale_data.sources.parquet import ParquetSource
-from rescale_data.sources.spill import Spill
 
 NUM_ROWS, GROUP = 1200, 300
 
@@ -187,7 +187,7 @@ class TestSpill:
     def test_goes_with_the_process(self, tmp_path: Path) -> None:
         code = f"""
 import os, pyarrow as pa
-from rescale_data.sources.spill import spill_in
+from rescale_data.sources.decoded.spill import spill_in
 spill_in({str(tmp_path)!r}, 1000).put(0, pa.py_buffer(b"x"))
 if os.fork() == 0:
     spill_in({str(tmp_path)!r}, 1000).put(0, pa.py_buffer(b"y"))

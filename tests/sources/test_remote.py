@@ -23,10 +23,10 @@ from fsspec.implementations.local import LocalFileSystem
 
 import rescale_data as rd
 from rescale_data.sources import remote
-from rescale_data.sources.cache import cache
-from rescale_data.sources.disk_cache import DiskCache
-from rescale_data.sources.paths import find
-from rescale_data.sources.remote import RemoteError, RemoteFile
+from rescale_data.sources.decoded.cache import cache
+from rescale_data.sources.files.disk_cache import DiskCache
+from rescale_data.sources.files.paths import find
+from rescale_data.sources.files.remote import RemoteError, RemoteFile
 from rescale_data.testing import assert_rescalable
 from tests.sources.test_rescalable import DOCS, loader_of, make_source, packed
 
@@ -336,7 +336,7 @@ import threading
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 import rescale_data as rd
-from rescale_data.sources.ahead import leaving
+from rescale_data.sources.decoded.ahead import leaving
 
 class Slow(LocalFileSystem):
     protocol = "slow"

@@ -1,0 +1,131 @@
+"""A checkpoint as a stream of whole tensors, a bounded number of bytes at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from rescale_data.checkpoint.data_state import data_states
+from rescale_data.checkpoint.loading import refuse_damaged
+from rescale_data.checkpoint.plain import load_plain
+from rescale_data.checkpoint.planner import describe
+from rescale_data.checkpoint.ranks import Ranks
+from rescale_data.checkpoint.storage.commit import replaced_by_a_killed_save
+from rescale_data.checkpoint.storage.lease import reading
+from rescale_data.checkpoint.storage.manifest import read_manifest
+from rescale_data.checkpoint.storage.reader import CheckpointReader
+from rescale_data.checkpoint.storage.store import Store, StrPath, open_store
+from rescale_data.checkpoint.tree import Lost
+
+BUDGET = 256 << 20
+
+
+class StoredCheckpoint:
+    """A DCP folder that is read on this process alone, without running code from it; retention spares it until ``close``.
+
+    Args:
+        path: Of the folder.
+        name: Of one top-level entry, which is then all that there is, without its name; default everything.
+        checksums: Verify the files first; their sizes are verified in any case.
+
+    Attributes:
+        tensors: What is known of each tensor, by flattened name.
+        paths: Path in the nested state, by flattened name.
+        lost: What the names do not tell of the nested state.
+
+    Raises:
+        FileNotFoundError: no checkpoint at ``path``.
+        ValueError: damaged files, or nothing named ``name``.
+    """
+
+    def __init__(
+        self, path: StrPath, *, name: str | None, checksums: bool, storage_options: Mapping[str, Any] | None
+    ) -> None:
+        store, folder = open_store(path, storage_options)
+        self.folder = folder = replaced_by_a_killed_save(store, folder) or folder
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(reading(store, folder))
+            refuse_damaged(store, folder, Ranks.alone(), checksums=checksums)
+            self._open(store, folder, name)
+            self._lease = stack.pop_all()
+
+    def _open(self, store: Store, folder: str, name: str | None) -> None:
+        self._reader = CheckpointReader(store, folder, trusted=False)
+        metadata = self._reader.read_metadata()
+        paths = {key: tuple((metadata.planner_data or {}).get(key, (key,))) for key in metadata.state_dict_metadata}
+        self._keys = {
+            ".".join(map(str, path[skip:])): key
+            for key, path in paths.items()
+            if (skip := _skip(path, name)) is not None
+        }
+        if not self._keys:
+            tops = sorted({str(path[0]) for path in paths.values()})
+            raise ValueError(f"The checkpoint {folder} holds nothing named {name!r}. It holds {tops}.")
+        saved = {short: metadata.state_dict_metadata[key] for short, key in self._keys.items()}
+        self.paths = {short: paths[key][0 if name is None else 1 :] for short, key in self._keys.items()}
+        self.tensors = {short: meta for short, meta in saved.items() if isinstance(meta, TensorStorageMetadata)}
+        manifest = read_manifest(store, folder)
+        lost = manifest.lost if manifest else ()
+        self.lost: Lost = [(path[skip:], key) for path, key in lost if (skip := _skip(tuple(path), name)) is not None]
+        self._plain = [short for short in saved if short not in self.tensors]
+
+    def close(self) -> None:
+        self._lease.close()
+
+    def __enter__(self) -> StoredCheckpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def values(self) -> dict[str, Any]:
+        """What is no tensor, by flattened name."""
+        plain: dict[str, Any] = {self._keys[short]: None for short in self._plain}
+        load_plain(plain, self._reader, flat=True)
+        return {short: plain[self._keys[short]] for short in self._plain}
+
+    def stream(self, names: list[str], budget: int = BUDGET) -> Iterator[torch.Tensor]:
+        """The tensors of ``names`` in order, read in batches of at most ``budget`` bytes, or of one tensor."""
+        for batch in self._batches(names, budget):
+            read = {self._keys[name]: self._empty(name) for name in batch}
+            load_plain(read, self._reader, flat=True)
+            for name in batch:
+                yield read.pop(self._keys[name])
+
+    def describe(self, name: str) -> str:
+        """``"a float32 tensor of shape [3]"`` or ``"a plain value"``."""
+        return describe(self.tensors.get(name))
+
+    def data_states(self) -> list[str]:
+        """Names of the loaders whose states are in the checkpoint."""
+        return [".".join(root) for root in data_states(self._reader.read_metadata())]
+
+    def num_bytes(self, name: str) -> int:
+        meta = self.tensors[name]
+        return math.prod(meta.size) * meta.properties.dtype.itemsize
+
+    def _empty(self, name: str) -> torch.Tensor:
+        return torch.empty(self.tensors[name].size, dtype=self.tensors[name].properties.dtype)
+
+    def _batches(self, names: list[str], budget: int) -> Iterator[list[str]]:
+        batch: list[str] = []
+        size = 0
+        for name in names:
+            if batch and size + self.num_bytes(name) > budget:
+                yield batch
+                batch, size = [], 0
+            batch.append(name)
+            size += self.num_bytes(name)
+        if batch:
+            yield batch
+
+
+def _skip(path: tuple[Any, ...], name: str | None) -> int | None:
+    if name is None:
+        return 0
+    return 1 if len(path) > 1 and path[0] == name else None

@@ -1,0 +1,66 @@
+"""Checkpoints in a local folder, or one that is mounted like it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from typing import BinaryIO
+
+from rescale_data.checkpoint.storage.store import Store
+
+
+class LocalStore(Store):
+    """The file system of this machine. ``rename`` of a folder is atomic; files and names are synced."""
+
+    renames = True
+
+    def open_read(self, path: str) -> BinaryIO:
+        return open(path, "rb")
+
+    def open_write(self, path: str) -> BinaryIO:
+        return open(path, "wb")
+
+    def discard(self, stream: BinaryIO, path: str) -> None:
+        with contextlib.suppress(OSError):
+            stream.close()
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+    def is_file(self, path: str) -> bool:
+        return os.path.isfile(path)
+
+    def is_folder(self, path: str) -> bool:
+        return os.path.isdir(path)
+
+    def size(self, path: str) -> int:
+        return os.stat(path).st_size
+
+    def modified(self, path: str) -> float:
+        return os.stat(path).st_mtime
+
+    def names(self, path: str) -> list[str]:
+        return sorted(os.listdir(path)) if os.path.isdir(path) else []
+
+    def make_folder(self, path: str) -> None:
+        os.makedirs(path, exist_ok=True)
+
+    def rename(self, old: str, new: str) -> None:
+        os.replace(old, new)
+
+    def remove(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+    def remove_folder(self, path: str) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+
+    def sync_file(self, stream: BinaryIO) -> None:
+        os.fsync(stream.fileno())
+
+    def sync_folder(self, path: str) -> None:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

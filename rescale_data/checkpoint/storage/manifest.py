@@ -1,0 +1,100 @@
+"""The manifest: what a checkpoint consists of. It is written last, so a checkpoint that has one is whole."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rescale_data.checkpoint.failures import DamagedCheckpointError
+from rescale_data.checkpoint.storage.store import Store, join
+from rescale_data.checkpoint.storage.streams import FileRecord
+from rescale_data.checkpoint.tree import Lost
+
+MANIFEST = "rescale_data.json"
+METADATA = ".metadata"
+FORMAT = "rescale_data checkpoint"
+VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Every file of a checkpoint with its size and checksum, and what the trainer said about it.
+
+    Args:
+        save_id: Identifies one call of save, so that files of two saves are never taken for one.
+        files: Records by name, relative to the checkpoint's folder, without the manifest's own.
+        world_size: Ranks that saved.
+        step: Of the trainer, if it was told.
+        metrics: Numbers by name, for retention.
+        created: Seconds since the epoch.
+        torch: Version that saved.
+        lost: What the names of the values do not tell of the state's form: see ``tree.Lost``.
+    """
+
+    save_id: str
+    files: Mapping[str, FileRecord] = field(default_factory=dict[str, FileRecord])
+    world_size: int = 1
+    step: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    created: float = 0.0
+    torch: str = ""
+    lost: Lost = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(record.size for record in self.files.values())
+
+    def to_json(self) -> bytes:
+        content: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        if not self.lost:
+            del content["lost"]
+        content["crc32"] = _checksum(content)
+        return json.dumps(content, indent=1, sort_keys=True).encode() + b"\n"
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Manifest:
+        """``ValueError`` where the text is no manifest, or not the one that was written."""
+        content = json.loads(text)
+        if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+            raise ValueError("not a manifest of rescale_data")
+        if content.get("version") != VERSION:
+            raise ValueError(f"written by a newer rescale_data: version {content.get('version')}, known is {VERSION}")
+        crc32 = content.pop("crc32", None)
+        if crc32 != _checksum({"format": FORMAT, **content}):
+            raise ValueError("its content does not match its checksum")
+        del content["version"]
+        files = {name: FileRecord(**record) for name, record in content.pop("files").items()}
+        return cls(files=files, **content)
+
+
+def read_manifest(store: Store, path: str) -> Manifest | None:
+    """The manifest of the checkpoint at ``path``; None where there is none; ``ValueError`` where it is damaged."""
+    name = join(path, MANIFEST)
+    try:
+        text = store.read(name)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        return Manifest.from_json(text)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DamagedCheckpointError(
+            f"{name} is damaged: {error}. Load another checkpoint, or delete this one."
+        ) from error
+
+
+def checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    """Metrics as plain floats; ``TypeError`` where one is no number. A nan is allowed: retention takes it for the worst."""
+    checked: dict[str, float] = {}
+    for name, value in (metrics or {}).items():
+        try:
+            checked[str(name)] = float(value)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"metrics[{name!r}] is {value!r}; a metric is one number, such as loss.item().") from error
+    return checked
+
+
+def _checksum(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())

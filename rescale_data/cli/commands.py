@@ -1,0 +1,186 @@
+"""The commands of ``rescale-data``. Each prints for people, or with ``--json`` for scripts."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Annotated, Any, TypeVar, cast
+
+import typer
+from rich.console import Console
+
+from rescale_data.checkpoint.convert import dcp as conversion
+from rescale_data.checkpoint.convert import safetensors
+from rescale_data.checkpoint.failures import DamagedCheckpointError
+from rescale_data.checkpoint.retention import Retention
+from rescale_data.checkpoint.storage.integrity import verify as verify_files
+from rescale_data.checkpoint.storage.run_folder import RunFolder
+from rescale_data.checkpoint.storage.store import open_store
+from rescale_data.cli import inspect, render
+
+T = TypeVar("T")
+HELP = """Look after checkpoints of rescale_data, local or by URL (s3://bucket/run).
+
+Exit codes: 0 fine, 1 damaged or different, 2 a wrong argument or nothing there."""
+app = typer.Typer(help=HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+Path = Annotated[str, typer.Argument(help="A checkpoint: a DCP folder, or its URL.")]
+Folder = Annotated[str, typer.Argument(help="A run's folder, with a checkpoint a step, or its URL.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document; nan and infinity are null.")]
+
+
+class Format(StrEnum):
+    """What ``convert`` writes."""
+
+    torch = "torch"
+    safetensors = "safetensors"
+    dcp = "dcp"
+
+
+@app.command()
+def ls(folder: Folder, as_json: Json = False) -> None:
+    """List the checkpoints in a run's FOLDER, with size, time and metrics."""
+    found = _or_exit(lambda: inspect.list_checkpoints(folder))
+    _out(as_json, found, lambda console: render.show_list(console, found))
+
+
+@app.command()
+def show(path: Path, as_json: Json = False) -> None:
+    """Show what the checkpoint at PATH holds: model, optimizer, and how far the data is, shard by shard."""
+    summary = _or_exit(lambda: inspect.summarize(path))
+    _out(as_json, summary, lambda console: render.show_summary(console, summary))
+
+
+@app.command()
+def verify(
+    path: Path,
+    sizes_only: Annotated[
+        bool, typer.Option("--sizes-only", help="Do not read the files, compare their sizes.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Compare the files of the checkpoint at PATH with the sizes and checksums that were recorded. Exit code 1 if damaged."""
+    problems = _or_exit(lambda: verify_files(path, checksums=not sizes_only))
+    _out(
+        as_json,
+        {"path": path, "problems": problems},
+        lambda console: console.print("\n".join(problems) or "whole", markup=False),
+    )
+    raise typer.Exit(1 if problems else 0)
+
+
+@app.command()
+def diff(
+    a: Path,
+    b: Path,
+    values: Annotated[bool, typer.Option(help="Compare what tensors contain, and not their shapes alone.")] = True,
+    limit: Annotated[int, typer.Option(help="Print at most this many.")] = 50,
+    as_json: Json = False,
+) -> None:
+    """Show the names, shapes and values in which the checkpoints A and B differ. Exit code 1 if they do."""
+    found = _or_exit(lambda: inspect.differences(a, b, values=values))
+    _out(as_json, found, lambda console: render.show_differences(console, found, limit))
+    raise typer.Exit(1 if found else 0)
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="A DCP folder or URL, a file of torch.save, or safetensors.")],
+    target: Annotated[str, typer.Argument(help="What to write; it must not exist, except a folder for safetensors.")],
+    to: Annotated[
+        Format | None, typer.Option(help="Default: by TARGET's ending, .pt or safetensors, else dcp.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Only this entry (to files), or put all under this name (to dcp): model.")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Of one safetensors file.")] = "5GB",
+) -> None:
+    """Convert between DCP folders, torch.save files and safetensors, in bounded memory."""
+    kind = to or _format_of(target)
+    if kind is Format.torch:
+        _or_exit(lambda: _refuse_existing(target))
+        _or_exit(lambda: conversion.to_torch_save(source, target, name=name))
+    elif kind is Format.safetensors:
+        _or_exit(lambda: safetensors.to_safetensors(source, target, name=name, max_shard_size=max_shard_size))
+    elif os.path.isfile(source) and not source.endswith(".safetensors"):
+        _or_exit(lambda: conversion.from_torch_save(source, target, name=name))
+    else:
+        _or_exit(lambda: safetensors.from_safetensors(source, target, name=name))
+
+
+@app.command()
+def prune(
+    folder: Folder,
+    keep_latest: Annotated[int, typer.Option(help="Keep this many of the newest.")],
+    keep_every: Annotated[int | None, typer.Option(help="Keep every step that is a multiple of this.")] = None,
+    keep_best: Annotated[
+        str | None, typer.Option(help="Keep the best by a metric: METRIC:min:COUNT or METRIC:max:COUNT.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it, say what would be deleted.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Delete the checkpoints in a run's FOLDER that no rule keeps, except those that are being read."""
+    rules = _or_exit(lambda: Retention(keep_latest=keep_latest, keep_every=keep_every, keep_best=_best(keep_best)))
+    runs = _or_exit(lambda: RunFolder.existing(*open_store(folder)))
+    doomed = _or_exit(lambda: _doomed(runs, rules))
+    result = {
+        str(step): ("deleted" if runs.delete(step) else "being read") if yes else "would be deleted" for step in doomed
+    }
+    lines = [f"step-{step}: {what}" for step, what in result.items()] or ["nothing to delete"]
+    _out(as_json, result, lambda console: console.print("\n".join(lines), markup=False))
+
+
+def _doomed(runs: RunFolder, rules: Retention) -> list[int]:
+    metrics = runs.metrics()
+    missing = rules.missing_metric(metrics)
+    if missing:
+        raise ValueError(f"Nothing is deleted: in {runs.path} {missing}.")
+    return rules.to_delete(metrics)
+
+
+def _best(text: str | None) -> tuple[str, str, int] | None:
+    if text is None:
+        return None
+    metric, mode, count = [*text.rsplit(":", 2), "", ""][:3]
+    if not count.isdigit():
+        raise ValueError(f"--keep-best {text}: give METRIC:min:COUNT or METRIC:max:COUNT, such as val_loss:min:2.")
+    return metric, mode, int(count)
+
+
+def _refuse_existing(target: str) -> None:
+    if os.path.exists(target):
+        raise ValueError(f"{target} exists already. Give another name, or remove it first.")
+
+
+def _format_of(target: str) -> Format:
+    if target.endswith((".pt", ".pth", ".bin", ".ckpt")):
+        return Format.torch
+    return Format.safetensors if target.rstrip("/").endswith("safetensors") else Format.dcp
+
+
+def _or_exit(work: Callable[[], T]) -> T:
+    """What ``work`` returns; a user's error is printed, with exit code 2, or 1 for damage."""
+    try:
+        return work()
+    except (ValueError, TypeError, OSError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1 if isinstance(error, DamagedCheckpointError) else 2) from error
+
+
+def _out(as_json: bool, value: Any, show: Callable[[Console], None]) -> None:
+    if as_json:
+        typer.echo(json.dumps(_finite(value), indent=1, default=str, allow_nan=False))
+    else:
+        show(Console())
+
+
+def _finite(value: Any) -> Any:
+    """With null for nan and infinity, which JSON does not know."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in cast("list[Any]", value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,178 @@
+"""What is in a checkpoint or a run's folder, as plain values: for people, scripts and the command line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+
+from rescale_data.checkpoint.convert.stored import StoredCheckpoint
+from rescale_data.checkpoint.data_state import read_data_state
+from rescale_data.checkpoint.storage.manifest import METADATA, read_manifest
+from rescale_data.checkpoint.storage.run_folder import RunFolder
+from rescale_data.checkpoint.storage.store import Store, StrPath, join, open_store
+
+Options = Mapping[str, Any] | None
+
+
+def list_checkpoints(folder: StrPath, storage_options: Options = None) -> list[dict[str, Any]]:
+    """One dict a checkpoint in a run's folder, by step and then by name.
+
+    Raises:
+        FileNotFoundError: no such folder.
+        ValueError: a checkpoint, and not a folder of checkpoints.
+    """
+    store, path = open_store(folder, storage_options)
+    steps = [join(path, f"step-{step}") for step in RunFolder.existing(store, path).steps()]
+    others = sorted({join(path, name) for name in store.names(path) if not name.startswith(".")} - set(steps))
+    return [about for candidate in [*steps, *others] if (about := _about(store, candidate)) is not None]
+
+
+def summarize(path: StrPath, *, checksums: bool = False, storage_options: Options = None) -> dict[str, Any]:
+    """What a checkpoint holds: ``manifest``, ``entries`` by top-level name, and ``data`` by loader.
+
+    Raises:
+        FileNotFoundError: no checkpoint at ``path``.
+        ValueError: damaged files.
+    """
+    store, _ = open_store(path, storage_options)
+    with _opened(path, storage_options, checksums=checksums) as stored:
+        data = {
+            name: data_summary(read_data_state(path, name=name, checksums=False, storage_options=storage_options))
+            for name in stored.data_states()
+        }
+        return {"checkpoint": _about(store, stored.folder), "entries": _entries(stored), "data": data}
+
+
+def _entries(stored: StoredCheckpoint) -> dict[str, dict[str, Any]]:
+    entries: dict[str, dict[str, Any]] = {}
+    for key, where in stored.paths.items():
+        entry = entries.setdefault(
+            str(where[0]), {"tensors": 0, "elements": 0, "bytes": 0, "plain_values": 0, "dtypes": []}
+        )
+        meta = stored.tensors.get(key)
+        if meta is None:
+            entry["plain_values"] += 1
+            continue
+        dtype = str(meta.properties.dtype).removeprefix("torch.")
+        entry["tensors"] += 1
+        entry["elements"] += math.prod(meta.size)
+        entry["bytes"] += stored.num_bytes(key)
+        entry["dtypes"] = sorted({*entry["dtypes"], dtype})
+    return entries
+
+
+def data_summary(state: Mapping[str, Any]) -> dict[str, Any]:
+    """How far a loader is: ``samples``, ``step``, ``epochs`` by source as (lowest, highest), ``shards``: samples of each."""
+    shards: Mapping[str, torch.Tensor] = state["shards"]
+    epochs = {
+        key.removesuffix("epoch").rstrip("."): rows
+        for key, rows in shards.items()
+        if key.endswith(".epoch") or key == "epoch"
+    }
+    plain = {key: value for key, value in state.items() if isinstance(value, int)}
+    return {
+        **plain,
+        "steps": plain.get("samples", 0) // max(1, plain.get("global_batch_size", 1)),
+        "epochs": {name: [int(rows.min()), int(rows.max())] for name, rows in epochs.items() if rows.numel()},
+        "shards": [int(n) for n in shards["samples"].flatten()] if "samples" in shards else [],
+    }
+
+
+def differences(
+    a: StrPath, b: StrPath, *, values: bool = True, storage_options: Options = None
+) -> list[dict[str, str]]:
+    """What differs between two checkpoints: one dict a name, with ``name``, ``kind`` and ``detail``.
+
+    Args:
+        values: Compare the content of tensors, too, a bounded number of bytes at a time.
+    """
+    with _opened(a, storage_options) as left, _opened(b, storage_options) as right:
+        found = _differences(left, right, values)
+    return sorted(found, key=lambda difference: difference["name"])
+
+
+def _opened(path: StrPath, storage_options: Options, *, checksums: bool = False) -> StoredCheckpoint:
+    return StoredCheckpoint(path, name=None, checksums=checksums, storage_options=storage_options)
+
+
+def _differences(left: StoredCheckpoint, right: StoredCheckpoint, values: bool) -> list[dict[str, str]]:
+    found = [
+        {"name": key, "kind": "only in A", "detail": left.describe(key)} for key in left.paths if key not in right.paths
+    ]
+    found += [
+        {"name": key, "kind": "only in B", "detail": right.describe(key)}
+        for key in right.paths
+        if key not in left.paths
+    ]
+    both = [key for key in left.paths if key in right.paths]
+    odd = [key for key in both if left.describe(key) != right.describe(key)]
+    found += [{"name": key, "kind": "type", "detail": f"{left.describe(key)} | {right.describe(key)}"} for key in odd]
+    plain_left, plain_right = left.values(), right.values()
+    unequal = [key for key in plain_left if key in plain_right and not _equal(plain_left[key], plain_right[key])]
+    found += [
+        {"name": key, "kind": "value", "detail": f"{_short(plain_left[key])} | {_short(plain_right[key])}"}
+        for key in unequal
+    ]
+    same = [key for key in both if key in left.tensors and key not in odd]
+    pairs = zip(same, left.stream(same), right.stream(same), strict=True) if values else ()
+    found += [{"name": key, "kind": "value", "detail": text} for key, x, y in pairs if (text := _distance(x, y))]
+    return found
+
+
+def _about(store: Store, path: str) -> dict[str, Any] | None:
+    """Name, step, size, time and metrics; None where there is no checkpoint."""
+    name = path.rpartition("/")[2]
+    try:
+        manifest = read_manifest(store, path)
+    except ValueError as error:
+        return {"name": name, "state": "damaged", "detail": str(error)}
+    if manifest is None:
+        if not store.is_file(join(path, METADATA)):
+            return None
+        return {"name": name, "state": "no manifest", "detail": "of another tool, or never finished"}
+    return {
+        "name": name,
+        "state": "committed",
+        "step": manifest.step,
+        "bytes": manifest.num_bytes,
+        "files": len(manifest.files),
+        "created": manifest.created,
+        "world_size": manifest.world_size,
+        "torch": manifest.torch,
+        "metrics": dict(manifest.metrics),
+    }
+
+
+def _equal(x: Any, y: Any) -> bool:
+    """Whether two plain values are the same; nan is nan, and a tuple or list may hold tensors."""
+    if type(x) is not type(y):
+        return False
+    if isinstance(x, torch.Tensor):
+        return (x.dtype, x.shape) == (y.dtype, y.shape) and not _distance(x, y)
+    if isinstance(x, dict):
+        return x.keys() == y.keys() and all(_equal(value, y[key]) for key, value in cast(dict[Any, Any], x).items())
+    if isinstance(x, list | tuple):
+        return len(x) == len(y) and all(map(_equal, cast("list[Any]", x), y))
+    return bool(x == y or (x != x and y != y))
+
+
+def _distance(x: torch.Tensor, y: torch.Tensor) -> str:
+    """Empty where two tensors are equal, bit by bit or as nan."""
+    if x.dtype is torch.complex32:  # of which torch knows next to nothing
+        x, y = torch.view_as_real(x), torch.view_as_real(y)
+    if torch.equal(x, y):
+        return ""
+    if not (x.is_floating_point() or x.is_complex()):
+        return f"{int((x != y).sum())} of {x.numel()} elements differ"
+    far = (x.double() - y.double()).abs() if x.is_floating_point() else (x - y).abs()
+    if torch.equal(x.isnan(), y.isnan()) and not far.nan_to_num().any():
+        return ""
+    return f"largest difference {far.nan_to_num().max().item():.3g}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

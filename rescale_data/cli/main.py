@@ -1,0 +1,19 @@
+"""The command ``rescale-data``: look after a run's checkpoints from a terminal or a script."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Exit codes: 0 fine, 1 damaged or different, 2 a wrong argument or nothing there."""
+    try:
+        from rescale_data.cli.commands import app
+    except ImportError as error:
+        print(f"rescale-data needs its extra ({error}): pip install 'rescale_data[cli]'", file=sys.stderr)
+        raise SystemExit(2) from error
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""How ranks find, ahead of time, the step at which the first shard of any of them ends.
+
+Each rank makes micro batches ahead and says how many it is sure of; the smallest of these counts is safe for all. The
+next exchange begins one step before that is used up, in the background, so that no step waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rescale_data.engine.ranks import Ranks
+
+
+class Agreement:
+    """How far every rank can go.
+
+    Args:
+        first: The next micro batch.
+        steps_of: A, micro batches of a step.
+    """
+
+    def __init__(self, ranks: Ranks, first: int, micro_batches_per_step: int) -> None:
+        self._ranks, self._a = ranks, micro_batches_per_step
+        self._pending: Callable[[], int] | None = None
+        self._sure = first
+
+    def end(self, u: int, make_until: Callable[[int], int]) -> bool:
+        """Whether the main phase ends before micro batch u (collective, in step with the other ranks).
+
+        Args:
+            u: The next micro batch.
+            make_until: Makes micro batches ahead up to a given one, if it can, and returns the first that is not made.
+        """
+        if u == self._sure:
+            self._exchange(u, make_until)
+            self._sure = self._wait() // self._a * self._a
+            if self._sure <= u:
+                return True
+        if u + self._a >= self._sure:
+            self._exchange(u, make_until)
+        return False
+
+    def _exchange(self, u: int, make_until: Callable[[int], int]) -> None:
+        if self._pending is None:
+            self._pending = self._ranks.least(make_until(u + 2 * self._a))
+
+    def _wait(self) -> int:
+        pending, self._pending = self._pending, None
+        return pending() if pending is not None else 0

@@ -1,0 +1,137 @@
+"""What may change in a pipeline between the legs of a run: parameters that a node names, and children that come and go.
+
+A saved state is first made into what the pipeline of now would have saved, and then loaded like any other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rescale_data.engine.growth import Growth
+from rescale_data.engine.recipe import FIRST_SLOT, STRINGS, Schema, path_name
+from rescale_data.nodes.base import Node
+from rescale_data.state import Ints, to_tensors
+
+Path = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A child that came or went.
+
+    Args:
+        path: Of the child.
+        own: The fields that the node above keeps for it, as they are named in a checkpoint.
+    """
+
+    path: Path
+    own: frozenset[str]
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.path)
+
+    def has(self, key: str) -> bool:
+        """Whether a field, a source or a node belongs to it."""
+        return key in self.own or key == self.name or key.startswith(self.name + ".")
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A state as the pipeline of now would have saved it.
+
+    Args:
+        added, removed: The children that have come and gone. Those that have come have delivered nothing.
+        growth: What has become of the data.
+    """
+
+    state: dict[str, Any]
+    added: list[Changed]
+    removed: list[Changed]
+    growth: Growth = field(default_factory=lambda: Growth({}, [], []))
+
+
+def fit(schema: Schema, state: Mapping[str, Any]) -> Fitted:
+    """Take children that are gone out of a state, and put in those that are new; what differs otherwise stays."""
+    removed, added = _changes(schema, json.loads(state["pipeline"]))
+    shards = {key: value for key, value in state["shards"].items() if not any(child.has(key) for child in removed)}
+    fresh = to_tensors(schema.fields, schema.fresh_table(int(state["num_logical_shards"]))) if added else {}
+    for child in added:
+        for key in fresh:
+            if child.has(key) and key not in shards:
+                shards[key] = torch.zeros_like(fresh[key]) if key in child.own else fresh[key]
+    strings = {name: _merged(state[name], getattr(schema, f"{name}_json"), removed, added) for name in STRINGS}
+    return Fitted({**state, **strings, "shards": shards}, added, removed)
+
+
+def without_free(schema: Schema, pipeline: str) -> str:
+    """A pipeline's parameters without those that may change."""
+    nodes = json.loads(pipeline)
+    for path, node in schema.root.walk():
+        if node.MAY_CHANGE and _is_settled(schema.root, path):
+            for parameter in node.MAY_CHANGE:
+                nodes.get(path_name(path), {}).pop(parameter, None)
+    return json.dumps(nodes, sort_keys=True)
+
+
+def fixed_by_others(schema: Schema) -> list[str]:
+    """The parameters that might change, were it not for a node above that does not let them take effect."""
+    nodes = [(path, node) for path, node in schema.root.walk() if not _is_settled(schema.root, path)]
+    return [f"{path_name(path)}: {parameter}" for path, node in nodes for parameter in sorted(node.MAY_CHANGE)]
+
+
+def settle(schema: Schema, table: Ints) -> int:
+    """Let what has changed take effect where a logical shard is not within a document or a window.
+
+    Returns:
+        How many logical shards begin a document or window again, because they cannot go on in it without what is gone.
+    """
+    return sum(schema.root.settle(row.data) for row in table[:, FIRST_SLOT:])
+
+
+def _is_settled(root: Node[Any], path: Path) -> bool:
+    """Whether every node above the one at ``path`` hands on that something has changed."""
+    node = root
+    for name in path:
+        silent = node.READS_AHEAD and type(node).settle is Node.settle
+        if silent or name not in node.children:  # as in a torchdata node, whose state is its own affair
+            return False
+        node = node.children[name]
+    return True
+
+
+def _changes(schema: Schema, saved: Mapping[str, Any]) -> tuple[list[Changed], list[Changed]]:
+    removed: list[Changed] = []
+    added: list[Changed] = []
+    for path, node in schema.root.walk():
+        if node.CHILDREN_MAY_CHANGE and path_name(path) in saved:
+            before, now = set(_children(path, saved)), set(node.children)
+            removed += [_changed(path, node, name) for name in sorted(before - now)]
+            added += [_changed(path, node, name) for name in sorted(now - before)]
+    return removed, added
+
+
+def _changed(path: Path, node: Node[Any], child: str) -> Changed:
+    kept = {field.path[:-1] for field in node.own_fields() if field.path[-1] in node.children}
+    return Changed((*path, child), frozenset(".".join((*path, *own, child)) for own in kept))
+
+
+def _children(path: Path, saved: Mapping[str, Any]) -> Iterator[str]:
+    """The names of the nodes right below a path."""
+    above = "".join(f"{name}." for name in path)
+    for name in saved:
+        rest = name.removeprefix(above)
+        if name.startswith(above) and "." not in rest and name != path_name(()):
+            yield rest
+
+
+def _merged(saved: str, now: str, removed: list[Changed], added: list[Changed]) -> str:
+    old, new = json.loads(saved), json.loads(now)
+    kept = {key: value for key, value in old.items() if not any(change.has(key) for change in removed)}
+    found = {key: value for key, value in new.items() if any(change.has(key) for change in added)}
+    return json.dumps({**kept, **found}, sort_keys=True, separators=(",", ":"))

@@ -1,0 +1,97 @@
+"""Where micro batches are made: the part of the loader that differs with and without worker processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from rescale_data.engine.recipe import SAMPLES, Histories, History
+from rescale_data.engine.runner import Collate, Exhausted, Runner
+from rescale_data.layout.deal import Deal, DealTurns
+from rescale_data.layout.layout import Layout
+from rescale_data.layout.turns import AlignedTurns, BalancedTurns, Turns
+from rescale_data.state import Ints
+
+
+class MicroBatch(NamedTuple):
+    """A micro batch and what it does to the table: the rows of the shards that it visited, as they are after it.
+
+    Args:
+        shards: The shard of each sample.
+        num_real: How many samples are real; those after them fill the last batch of an epoch.
+    """
+
+    batch: Any
+    visited: slice | Ints
+    rows: Ints
+    shards: list[int]
+    num_real: int
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A stretch of micro batches without a change of plan.
+
+    Args:
+        stop: The micro batch after the last, counted from `origin`; `None` where there is none or only reading tells.
+        deal: At the end of an epoch, what serves the shards; else the layout does.
+        histories: Of what the sources consist.
+    """
+
+    layout: Layout
+    rank: int
+    stop: int | None
+    deal: Deal | None = None
+    histories: Histories = field(default_factory=dict[str, History])
+
+    def turns(self, table: Ints) -> Turns:
+        if self.deal is not None:
+            return DealTurns(self.deal, self.rank)
+        if self.layout.aligned:
+            return AlignedTurns(self.layout, self.rank)
+        return BalancedTurns(self.layout, self.rank, table[:, SAMPLES])
+
+
+class Feed(Protocol):
+    """Makes the micro batches of a leg in order."""
+
+    def start(self, leg: Leg, table: Ints, first: int) -> None:
+        """Go on in a leg with micro batch ``first`` at the positions of ``table``; forget what was made before."""
+        ...
+
+    def take(self) -> MicroBatch:
+        """The next micro batch of the leg; `Exhausted` where a shard has no sample left for it. Not asked beyond `stop`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def make(runner: Runner, turns: Turns, collate: Collate | None, u: int) -> MicroBatch:
+    """Micro batch u of one rank."""
+    turn = turns.turn(u)
+    batch, rows = runner.take(turn, collate)
+    num_real = len(turn.shards) if turn.num_real < 0 else turn.num_real
+    return MicroBatch(batch, turn.index, rows, turn.shards, num_real)
+
+
+class InProcess:
+    """Makes each micro batch when it is asked for, in the trainer's process."""
+
+    def __init__(self, runner: Runner, collate: Collate | None) -> None:
+        self._runner, self._collate = runner, collate
+        self._turns: Turns | None = None
+        self._u = 0
+
+    def start(self, leg: Leg, table: Ints, first: int) -> None:
+        self._runner.load(table, leg.histories, leg.layout.owned(leg.rank))
+        self._turns, self._u = leg.turns(table), first
+
+    def take(self) -> MicroBatch:
+        if self._turns is None:
+            raise Exhausted
+        micro_batch = make(self._runner, self._turns, self._collate, self._u)
+        self._u += 1
+        return micro_batch
+
+    def close(self) -> None:
+        self._turns = None

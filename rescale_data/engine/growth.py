@@ -1,0 +1,151 @@
+"""Data that changes in the course of a run: files that were added join at an epoch that no logical shard has begun.
+
+A source's *history* says of what it consisted, by the epoch from which that holds. It is what a state keeps under "sources":
+the manifest itself while there is one, else ``{"by_epoch": [[epoch, manifest], ...]}``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from rescale_data.engine.differences import differences
+from rescale_data.engine.recipe import DEALT, FIRST_SLOT, UNDEALT, History, Schema, path_name, to_json
+from rescale_data.errors import DataStateError
+from rescale_data.order import shard_sizes
+from rescale_data.sources.source import GrowingSource
+from rescale_data.state import Ints, offsets
+
+Manifest: TypeAlias = Mapping[str, Any]
+
+_EPOCH = "epoch"  # it may differ although nothing of an epoch has been drawn
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What has become of the data since a state was saved.
+
+    Args:
+        histories: As they were saved, by the path of the node that reads the source.
+        grown: The sources that have other files now.
+        changed: Which of their files were removed or changed, in words; positions among those rows mean nothing now.
+    """
+
+    histories: dict[str, History]
+    grown: list[str]
+    changed: list[str]
+
+
+def compare(schema: Schema, saved: str) -> Growth:
+    """Compare the data of a state with that of now; ``DataStateError`` where it is something else."""
+    histories = {path: parse(value) for path, value in json.loads(saved).items()}
+    last = {path: dict(history[-1][1]) for path, history in histories.items()}
+    now = {path: dict(source.manifest()) for path, source in schema.sources().items()}
+    growing = {path for path, source in schema.sources().items() if isinstance(source, GrowingSource)}
+    grown = sorted(
+        path for path in growing & last.keys() if last[path] != now[path] and _same_kind(last[path], now[path])
+    )
+    known = {**now, **{path: _without_added(now[path], last[path]) for path in grown}}
+    found = differences(to_json(last), to_json(known))
+    fatal = differences(*(to_json({k: v for k, v in each.items() if k not in grown}) for each in (last, known)))
+    if fatal:
+        raise DataStateError(_message(fatal))
+    return Growth(histories, grown, found)
+
+
+def refuse_changes(growth: Growth) -> None:
+    """``DataStateError`` where files were removed or changed."""
+    if growth.changed:
+        raise DataStateError(_message(growth.changed, _LEAVE_OUT))
+
+
+def joined(growth: Growth, schema: Schema, table: Ints) -> dict[str, History]:
+    """The histories from now on: what was added joins at the next epoch that no logical shard has begun."""
+    sources = schema.sources()
+    return {
+        path: _grow(history, next_epoch(schema, table, path), sources[path].manifest())
+        if path in growth.grown
+        else history
+        for path, history in growth.histories.items()
+    }
+
+
+def begin_next_epoch(growth: Growth, schema: Schema, table: Ints) -> tuple[dict[str, History], int]:
+    """Leave out what is left of the epochs that have begun, as some of it is gone.
+
+    Args:
+        table: Changed: each logical shard stands at the beginning of one and the same epoch.
+
+    Returns:
+        The histories from now on, and the rows that were left out.
+    """
+    since = max(next_epoch(schema, table, path) for path in growth.histories)
+    left, fresh = 0, schema.fresh_table(len(table))
+    for path, history in growth.histories.items():
+        rows, new = _reader_rows(schema, table, path), _reader_rows(schema, fresh, path)
+        total = sum(int(file[-1]) for file in history[-1][1].get("files", ()))
+        left += int((shard_sizes(np.arange(len(table)), total, len(table)) - rows[:, 1]).sum()) if total else 0
+        new[:, 0] = since
+    table[:, FIRST_SLOT:] = fresh[:, FIRST_SLOT:]
+    table[:, DEALT] = UNDEALT
+    sources = schema.sources()
+    histories = {p: _grow(history, since, sources[p].manifest()) for p, history in growth.histories.items()}
+    return histories, left
+
+
+def next_epoch(schema: Schema, table: Ints, path: str) -> int:
+    """The first epoch of a source that no logical shard has begun."""
+    rows = _reader_rows(schema, table, path)
+    columns = [
+        slot
+        for field, start in zip(schema.root.fields, offsets(schema.root.fields), strict=False)
+        for slot in range(FIRST_SLOT + start, FIRST_SLOT + start + field.num_slots)
+        if not field.counts and field.path[-1] != _EPOCH
+    ]
+    begun = (table[:, columns] != schema.fresh_table(len(table))[:, columns]).any(axis=1)
+    return int((rows[:, 0] + begun).max())
+
+
+def parse(value: Any) -> History:
+    """A history as it stands in a state."""
+    return [(int(epoch), manifest) for epoch, manifest in value["by_epoch"]] if "by_epoch" in value else [(0, value)]
+
+
+def _grow(history: History, since: int, manifest: Manifest) -> History:
+    return [*((epoch, old) for epoch, old in history if epoch < since), (since, dict(manifest))]
+
+
+def _reader_rows(schema: Schema, table: Ints, path: str) -> Ints:
+    """The slots of the node that reads a source, a view: its epoch, then its row."""
+    for node_path, _ in schema.root.walk():
+        if path_name(node_path) == path:
+            rows = schema.slots_at(table, node_path)
+            if rows is not None:
+                return rows
+    raise DataStateError(
+        f"Files were added to the source {path!r}, which is read inside a torchdata node that keeps its position to itself. "
+        f"Use the nodes of rescale_data around it, or go on with the files that there were."
+    )
+
+
+def _same_kind(last: Manifest, now: Manifest) -> bool:
+    return {k: v for k, v in last.items() if k != "files"} == {k: v for k, v in now.items() if k != "files"}
+
+
+def _without_added(now: Manifest, last: Manifest) -> dict[str, Any]:
+    names = {name for name, *_ in last["files"]}
+    return {**now, "files": [file for file in now["files"] if file[0] in names]}
+
+
+_LEAVE_OUT = "give on_source_change='next_epoch' to leave out what is left of the epoch, "
+
+
+def _message(found: Sequence[str], cure: str = "") -> str:
+    return (
+        f"The sources differ from those of the checkpoint: {'; '.join(found)}. Positions in other data mean other rows: "
+        f"restore the files, {cure}or begin a new run."
+    )

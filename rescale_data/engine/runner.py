@@ -1,0 +1,202 @@
+"""Runs the pipelines of logical shards in one process, each from its row of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from rescale_data.engine.collate import collate as stack
+from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES, Histories, Recipe, Schema, adopt
+from rescale_data.errors import DataStateError
+from rescale_data.layout.turns import Turn
+from rescale_data.nodes.base import Node
+from rescale_data.nodes.tray import Columns, Tray
+from rescale_data.sources.decoded.interest import serve
+from rescale_data.state import Ints
+
+Collate: TypeAlias = Callable[[list[Any]], Any]
+
+
+class Exhausted(Exception):
+    """With ``repeat=False``: a shard has no sample left in this epoch."""
+
+
+class Runner:
+    """Draws samples of any logical shard and keeps the table of where each stands.
+
+    Pipelines are built when first asked for and bound to their row, so that drawing moves the row by itself.
+    """
+
+    def __init__(self, recipe: Recipe, schema: Schema) -> None:
+        self._recipe, self._schema = recipe, schema
+        self.table = schema.fresh_table(recipe.num_logical_shards)
+        self._histories: Histories = {}
+        self._built: dict[int, Node[Any]] = {}
+        self._live: list[Node[Any] | None] = [None] * recipe.num_logical_shards
+        self._columns = schema.root.writes
+        self._samples = self.table[:, SAMPLES]  # a view
+
+    def load(self, table: Ints, histories: Histories, owned: range | None = None) -> None:
+        """Go on from a table.
+
+        Args:
+            table: A copy of which is kept.
+            histories: Of what the sources consist.
+            owned: The shards that will be served; without, the sources are not told to read ahead.
+        """
+        if histories != self._histories:
+            self._histories, self._built = histories, {}
+            self._schema.adopt(histories)
+        if owned is not None:
+            serve(self._schema.sources().values(), owned)
+            self._schema.prepare(table, np.array(owned, dtype=np.int64))
+        self.table[:] = table
+        self._live = [None] * len(table)
+
+    def take(self, turn: Turn, collate: Collate | None) -> tuple[Any, Ints]:
+        """One micro batch and the rows of the shards that it visited, ``int64[M, columns]``, a copy.
+
+        Args:
+            collate: `None` stacks; where the pipelines can write, they then do so in place.
+        """
+        if turn.numbers is not None:
+            batch = _collated(
+                [self._fetch(*p) for p in zip(turn.shards, turn.numbers, turn.is_real, strict=True)], collate
+            )
+        elif collate is None and self._columns:
+            batch = self._write(turn.shards, self._columns)
+        else:
+            batch = _collated([self._draw(shard) for shard in turn.shards], collate)
+        if turn.numbers is None:  # else each was counted when it was fetched
+            self._samples[turn.index] += turn.counts
+        return batch, np.array(self.table[turn.index])
+
+    def skip(self, shard: int, num_samples: int) -> None:
+        """Leave out samples of a shard, in constant time where its pipeline knows how many an epoch has."""
+        self.table[shard, SAMPLES] += num_samples
+        while num_samples:
+            node = self._live[shard]
+            if node is None:
+                node = self._wake(shard)
+            end = node.epoch_end(self._slots(shard)[None], np.array([shard]))
+            if end is None:
+                self._draw(shard)
+                num_samples -= 1
+                continue
+            step = min(num_samples, int(end[0][0]))
+            node.skip(step)
+            num_samples -= step
+            if num_samples:
+                self._slots(shard)[:] = end[1][0]
+                self._live[shard] = None
+
+    def count_to_epoch_end(self, shard: int) -> tuple[int, Ints]:
+        """How many samples a shard has left in its epoch, and the slots at which the next begins, found by drawing them."""
+        node, row = self._build(shard), self._slots(shard).copy()
+        node.bind(row.data)
+        num_samples = 0
+        try:
+            while True:
+                node.next()
+                num_samples += 1
+        except StopIteration:
+            return num_samples, row
+
+    def verify(self, shard: int) -> None:
+        """``DataStateError`` where a shard's readers did not deliver each row once, as far as its position goes."""
+        node = self._build(shard)
+        node.bind(self._slots(shard).copy().data)
+        for _, below in node.walk():
+            below.verify()
+
+    def _slots(self, shard: int) -> Ints:
+        return self.table[shard, FIRST_SLOT:]
+
+    def _write(self, shards: list[int], columns: Columns) -> Any:
+        tray = Tray(columns, len(shards))
+        for place, shard in enumerate(shards):
+            self._draw(shard, tray, place)
+        return tray.batch()
+
+    def _draw(self, shard: int, tray: Tray | None = None, place: int = 0) -> Any:
+        """The next sample of a shard, or nothing where it is written into a tray."""
+        node = self._live[shard]
+        if node is None:
+            node = self._wake(shard)
+        try:
+            return node.next() if tray is None else node.write(tray, place)
+        except StopIteration:
+            if not self._recipe.repeat:
+                raise Exhausted from None
+            return self._draw_from_next_epoch(shard, node, tray, place)
+        except Exception as error:
+            error.add_note(f"in the pipeline of logical shard {shard}")
+            raise
+
+    def _draw_from_next_epoch(self, shard: int, node: Node[Any], tray: Tray | None, place: int) -> Any:
+        for _ in range(2):
+            node.bind(node.position)
+            try:
+                return node.next() if tray is None else node.write(tray, place)
+            except StopIteration:
+                continue
+        raise DataStateError(
+            f"Logical shard {shard} of {self._recipe.num_logical_shards} yielded no sample in two whole epochs: all of its "
+            f"rows were filtered out, it has none, or a node that is not of rescale_data (as IterableWrapper) does not start "
+            f"again when it is reset to its state at the end. Use fewer logical shards, more data, a filter that keeps some of "
+            f"it, or an rd.Reader in place of that node."
+        )
+
+    def _fetch(self, shard: int, number: int, is_real: bool) -> Any:
+        """Sample ``number`` of a shard that another process may have served since our row of it was current."""
+        if not is_real:
+            return self._first(shard)
+        self.skip(shard, number - int(self.table[shard, SAMPLES]))
+        sample = self._draw(shard)
+        self.table[shard, SAMPLES] += 1
+        return sample
+
+    def _first(self, shard: int) -> Any:
+        """The first sample of a shard in the run, without a trace in the table: what fills an epoch's last batch.
+
+        It can be had from any position, and is the same in every topology. The shard has samples, if not in the first epoch.
+        """
+        node = self._build(shard)
+        node.reset(None)
+        while True:
+            try:
+                return node.next()
+            except StopIteration:
+                node.bind(node.position)
+
+    def _build(self, shard: int) -> Node[Any]:
+        node = self._recipe.build(shard)
+        adopt(node, self._histories)
+        return node
+
+    def _wake(self, shard: int) -> Node[Any]:
+        node = self._built.get(shard)
+        if node is None:
+            node = self._built[shard] = self._build(shard)
+            if node.fields != self._schema.root.fields:
+                raise TypeError(
+                    f"The pipeline of logical shard {shard} has the state {[f.key for f in node.fields]}, the first one has "
+                    f"{[f.key for f in self._schema.root.fields]}. Paths, dtypes and shapes are the same for every shard."
+                )
+            if node.writes != self._columns:
+                raise TypeError(
+                    f"The pipeline of logical shard {shard} yields the columns {node.writes}, the first one {self._columns}. "
+                    f"Samples of all shards make up one batch, so they are alike."
+                )
+        node.bind(self._slots(shard).data)
+        self._live[shard] = node
+        return node
+
+
+def _collated(samples: list[Any], collate: Collate | None) -> Any:
+    try:
+        return (collate or stack)(samples)
+    except StopIteration as error:  # it would end the loop over the batches
+        raise RuntimeError("collate_fn raised StopIteration") from error

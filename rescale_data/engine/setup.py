@@ -1,0 +1,161 @@
+"""From the arguments of a loader to what it runs with, every part checked once."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from rescale_data.engine.ranks import Ranks, find_ranks
+from rescale_data.engine.recipe import Pipeline, Recipe, Schema
+from rescale_data.errors import require_bool, require_int
+from rescale_data.layout.layout import Layout, default_num_logical_shards
+from rescale_data.nodes.shard_of import find_shard
+from rescale_data.sources.decoded.cache import warn_if_thrashing
+
+Tail: TypeAlias = Literal["drop", "pad"]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a loader runs with."""
+
+    recipe: Recipe
+    schema: Schema
+    layout: Layout
+    ranks: Ranks
+    tail: Tail
+
+    @property
+    def counts_are_known(self) -> bool:
+        """Whether the number of samples of an epoch follows from the pipeline without reading."""
+        return self.schema.epoch_end(self.schema.fresh_table(self.layout.num_logical_shards)) is not None
+
+
+def set_up(
+    pipeline: Pipeline,
+    *,
+    global_batch_size: int,
+    micro_batch_size: int | None = None,
+    num_logical_shards: int | None = None,
+    mesh: DeviceMesh | None = None,
+    dp_rank: int | None = None,
+    dp_world_size: int | None = None,
+    num_workers: int = 0,
+    seed: int = 0,
+    repeat: bool = False,
+    tail: Tail = "drop",
+    timeout: float = 300.0,
+    verify: bool = False,
+) -> Setup:
+    """Resolve the defaults and refuse what cannot run (collective where there is a process group)."""
+    if tail not in ("drop", "pad"):
+        raise ValueError(f"tail={tail!r}: give 'drop' or 'pad'.")
+    require_int(global_batch_size=global_batch_size, seed=seed, num_workers=num_workers)
+    given = {"micro_batch_size": micro_batch_size, "num_logical_shards": num_logical_shards}
+    given |= {"dp_rank": dp_rank, "dp_world_size": dp_world_size}
+    require_int(**{name: value for name, value in given.items() if value is not None})
+    require_bool(repeat=repeat, verify=verify)
+    if global_batch_size < 1:
+        raise ValueError(f"global_batch_size={global_batch_size}: it is at least 1, the samples of one optimizer step.")
+    if not isinstance(timeout, int | float) or not timeout > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"timeout={timeout!r}: give the seconds to wait for a worker or another rank, more than 0.")
+    ranks = find_ranks(mesh, dp_rank, dp_world_size, timeout)
+    layout = Layout(
+        num_logical_shards=_num_logical_shards(num_logical_shards, global_batch_size, ranks),
+        global_batch_size=global_batch_size,
+        dp_world_size=ranks.world_size,
+        micro_batch_size=_micro_batch_size(micro_batch_size, global_batch_size, ranks.world_size),
+        num_workers=num_workers,
+    )
+    recipe = Recipe(pipeline, layout.num_logical_shards, seed, repeat, verify)
+    schema = Schema(recipe.build(0))  # on every rank, so that what it says is the same on any topology
+    setup = Setup(recipe, schema, layout, ranks, tail)
+    _check_epoch(setup)
+    _check_shards(setup)
+    ranks.require_same(
+        {
+            "global_batch_size": global_batch_size,
+            "micro_batch_size": layout.micro_batch_size,
+            "num_logical_shards": layout.num_logical_shards,
+            "num_workers": num_workers,
+            "seed": seed,
+            "repeat": repeat,
+            "tail": tail,
+            "pipeline": schema.pipeline_json,
+            "sources": schema.sources_json,
+        }
+    )
+    if layout.misfit is not None:
+        ranks.log(
+            logging.WARNING,
+            "Not aligned: %s. Nothing is lost or repeated, but the order depends on this topology.",
+            layout.misfit,
+        )
+    return setup
+
+
+def _num_logical_shards(given: int | None, global_batch_size: int, ranks: Ranks) -> int:
+    if given is not None:
+        return given
+    default = default_num_logical_shards(global_batch_size)
+    ranks.log(
+        logging.INFO,
+        "num_logical_shards=%d (4 * global_batch_size), fixed from here on for the whole run: name it if the global batch "
+        "may change.",
+        default,
+    )
+    return default
+
+
+def _micro_batch_size(given: int | None, global_batch_size: int, dp_world_size: int) -> int:
+    if given is not None:
+        return given
+    return max(1, global_batch_size // dp_world_size)
+
+
+def _check_epoch(setup: Setup) -> None:
+    """``ValueError`` where one epoch cannot fill a single global batch, or ranks could not agree on its end."""
+    if setup.recipe.repeat:
+        return
+    end = setup.schema.epoch_end(setup.schema.fresh_table(setup.layout.num_logical_shards))
+    if end is None and setup.ranks.simulated:
+        raise ValueError(
+            f"repeat=False with a pipeline whose number of samples is not known (it packs or filters) needs a process group, "
+            f"in which the ranks agree on the end of the epoch; dp_rank={setup.ranks.rank} and dp_world_size="
+            f"{setup.ranks.world_size} were given without one. Start it, use repeat=True, or a single rank."
+        )
+    if end is not None and setup.tail == "drop" and int(end[0].sum()) < setup.layout.global_batch_size:
+        raise ValueError(
+            f"An epoch has {int(end[0].sum())} samples, less than one global batch of {setup.layout.global_batch_size}, so "
+            f"tail='drop' would drop them all. Use a smaller global_batch_size, tail='pad', repeat=True or more data."
+        )
+
+
+def _check_shards(setup: Setup) -> None:
+    """Refuse shards that begin in different states; warn of sources opened for each shard, or larger than the cache."""
+    layout, sources = setup.layout, setup.schema.sources()
+    for source in sources.values():
+        warn_if_thrashing(source, -(-len(layout.owned(setup.ranks.rank)) // layout.workers))
+    if layout.num_logical_shards < 2:
+        return
+    if find_shard(setup.schema.root) is None:
+        setup.ranks.log(
+            logging.WARNING,
+            "No node of the pipeline says which logical shard it reads: unless your own nodes make use of shard.index, each "
+            "of the %d logical shards yields all of the data. Read it with rd.Reader(source, shard), or set `of_shard` in your "
+            "node.",
+            layout.num_logical_shards,
+        )
+    last = setup.recipe.build(layout.num_logical_shards - 1)
+    setup.schema.require_same_state(last, layout.num_logical_shards - 1)
+    others = Schema(last).sources()
+    if any(others.get(path) is not source for path, source in sources.items()):
+        setup.ranks.log(
+            logging.WARNING,
+            "The pipeline makes a new source for each of %d logical shards, which reads every footer and caches every fragment "
+            "anew. Make the source once, outside of the pipeline.",
+            layout.num_logical_shards,
+        )

@@ -1,0 +1,86 @@
+"""`LogicalShards`: the scaling layer as a node, to sit under `torchdata.nodes.Loader`, `Prefetcher` or `PinMemory`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from rescale_data.engine.feed import InProcess
+from rescale_data.engine.recipe import Pipeline
+from rescale_data.engine.runner import Runner
+from rescale_data.engine.setup import Setup, set_up
+from rescale_data.engine.statedict import load_state_dict, state_dict
+from rescale_data.engine.stream import Stream
+from rescale_data.nodes.base import BaseNode
+
+
+class LogicalShards(BaseNode[list[Any]]):
+    """Runs the logical shards that this rank owns and yields lists of b samples.
+
+    Nodes above it that go on from a state they took earlier and then draw as many batches again (``snapshot_frequency`` of
+    `Prefetcher` and `ParallelMapper`) count in batches of before: leave it at 1, the default, or go on with the same W and b.
+    Above nodes that take its state in a thread let W divide N, so that `state_dict` is no collective.
+
+    Args:
+        pipeline: ``Shard -> node``, the node graph of one logical shard.
+        num_logical_shards: N, fixed for the whole run.
+        global_batch_size: O, samples per optimizer step over all ranks.
+        micro_batch_size: b; default O / W.
+        mesh: `DeviceMesh` of the data-parallel ranks; default: the process group where there is one.
+        dp_rank: In place of a mesh, together with ``dp_world_size``.
+        seed: Seed of every order.
+        repeat: An endless stream, or `StopIteration` at the end of each epoch. The rest of an epoch that does not
+            fill a global batch is dropped.
+
+    Raises:
+        ValueError: A topology that does not fit; the message lists those that do.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        *,
+        num_logical_shards: int,
+        global_batch_size: int,
+        micro_batch_size: int | None = None,
+        mesh: DeviceMesh | None = None,
+        dp_rank: int | None = None,
+        dp_world_size: int | None = None,
+        seed: int = 0,
+        repeat: bool = True,
+    ) -> None:
+        super().__init__()
+        self.setup: Setup = set_up(
+            pipeline,
+            num_logical_shards=num_logical_shards,
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            mesh=mesh,
+            dp_rank=dp_rank,
+            dp_world_size=dp_world_size,
+            seed=seed,
+            repeat=repeat,
+        )
+        runner = Runner(self.setup.recipe, self.setup.schema)
+        self.stream = Stream(self.setup, runner, InProcess(runner, list))
+        self._epoch = 0
+
+    def reset(self, initial_state: Mapping[str, Any] | None = None) -> None:
+        """Go on from a state; without one begin again, or, at the end of an epoch, go on with the next."""
+        super().reset(None)
+        if initial_state is not None:
+            load_state_dict(self.stream, initial_state)
+        elif self.stream.epoch == self._epoch:
+            self.stream.reset()
+        self.stream.begin()
+        self._epoch = self.stream.epoch
+
+    def next(self) -> list[Any]:
+        if self.stream.epoch != self._epoch:
+            raise StopIteration
+        return self.stream.take().batch
+
+    def get_state(self) -> dict[str, Any]:
+        return state_dict(self.stream)

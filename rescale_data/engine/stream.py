@@ -1,0 +1,322 @@
+"""The micro batches of one rank, and the state that describes exactly those that were taken.
+
+A stream goes through *legs*: the main phase of an epoch, in which the layout says who serves what, then, with
+``repeat=False``, the deal of what is left, then the next epoch. A leg ends at a step boundary, on every rank at the same.
+
+    origin                        stop, origin            stop, origin
+      |  main phase, u = 0, 1, ...  |  deal, u = 0, 1, ...  |  next epoch
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import Literal, Protocol, TypeAlias
+
+import numpy as np
+
+from rescale_data.engine.agreement import Agreement
+from rescale_data.engine.feed import Feed, Leg, MicroBatch
+from rescale_data.engine.recipe import DEALT, FIRST_SLOT, SAMPLES, UNDEALT
+from rescale_data.engine.runner import Exhausted, Runner
+from rescale_data.engine.setup import Setup
+from rescale_data.errors import DataStateError
+from rescale_data.layout.clock import Clock
+from rescale_data.layout.deal import Deal
+from rescale_data.state import Ints
+
+OnSourceChange: TypeAlias = Literal["error", "next_epoch"]
+"""What to do with a state whose files were removed or changed."""
+
+
+class HasStream(Protocol):
+    """Whatever reads a stream, and can tell what it consists of."""
+
+    @property
+    def stream(self) -> Stream: ...
+
+
+class Stream:
+    """One rank's micro batches, and the table of all logical shards as the taken ones leave it.
+
+    When a leg begins every rank has all N rows right; within it, those that it owns.
+
+    Args:
+        runner: Draws samples beside the feed: to skip and to count.
+        feed: Makes the micro batches.
+    """
+
+    def __init__(self, setup: Setup, runner: Runner, feed: Feed) -> None:
+        self.schema, self.layout, self.ranks, self.seed = setup.schema, setup.layout, setup.ranks, setup.recipe.seed
+        self.on_source_change: OnSourceChange = "error"
+        self._runner, self._feed, self.repeat, self._tail = runner, feed, setup.recipe.repeat, setup.tail
+        self._verify = setup.recipe.verify
+        self.reset()
+
+    def reset(self) -> None:
+        """Go back to the beginning of the run, with the data that there is now."""
+        self.schema.adopt({})
+        self.dropped_samples = self.padded_samples = 0
+        self.load(self.schema.fresh_table(self.layout.num_logical_shards), Clock())
+
+    def load(self, table: Ints, clock: Clock) -> None:
+        """Go on from a table in which all N rows are right."""
+        self.table, self.clock = table, clock
+        self._leg: Leg | None = None
+        self._agreement: Agreement | None = None
+        self._settled, self._over = -1, False  # the micro batch before which the ranks agreed last, and on what
+        self._rewind()
+
+    @property
+    def clock(self) -> Clock:
+        return self._clock.later(self._taken, self.layout)
+
+    @clock.setter
+    def clock(self, clock: Clock) -> None:
+        self._clock, self._taken, self._clock_u = clock, 0, clock.micro_batch(self.layout)
+
+    @property
+    def epoch(self) -> int:
+        return self._clock.epoch
+
+    @property
+    def _u(self) -> int:
+        """The next micro batch, counted from `origin`."""
+        return self._clock_u + self._taken
+
+    # Taking
+
+    def take(self) -> MicroBatch:
+        """The next micro batch; from here on the state says that it was delivered."""
+        self.peek()
+        micro_batch = self._ahead.popleft()
+        self.table[micro_batch.visited] = micro_batch.rows
+        self._advance(1)
+        if self._agreement is not None:
+            try:
+                self._settle(self._agreement)
+            except Exception as error:
+                self._failure = error  # of a later micro batch: this one has been delivered
+        return micro_batch
+
+    def peek(self) -> MicroBatch:
+        """The next micro batch, which stays the next."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        self.begin()
+        if not self._ahead and self._make_until(self._u + 1) == self._u:
+            raise DataStateError(
+                "A logical shard ended before its pipeline's epoch_end() said that it would. Return None there if the "
+                "number of samples is not certain."
+            )
+        return self._ahead[0]
+
+    def start(self) -> None:
+        """Let the feed begin with the next micro batch, if it has not begun."""
+        if self._leg is None:
+            self.begin()
+        if not self._started and self._leg is not None:
+            self._feed.start(self._leg, self.table, self._u)
+            self._started = True
+
+    def skip(self, num_micro_batches: int) -> None:
+        """Leave out micro batches as if they had been taken."""
+        while num_micro_batches:
+            leg = self.begin()
+            if leg.deal is not None or self._agreement is not None:
+                self.take()
+                num_micro_batches -= 1
+                continue
+            here = num_micro_batches if leg.stop is None else min(num_micro_batches, leg.stop - self._u)
+            self._skip_in_main_phase(here)
+            num_micro_batches -= here
+
+    def begin(self) -> Leg:
+        """The leg that the next micro batch belongs to, planned where it has not begun."""
+        leg = self._leg
+        if leg is None or (self._agreement is not None and self._is_unsettled):
+            leg = self._begin()
+        return leg
+
+    def close(self) -> None:
+        self._feed.close()
+        self._rewind()
+
+    # What is left
+
+    @property
+    def rows_are_dealt(self) -> bool:
+        """Whether the state of this moment is spread over ranks by a deal, no longer in one block a rank."""
+        return self._leg is not None and self._leg.deal is not None
+
+    def num_micro_batches_left(self) -> int | None:
+        """Micro batches until the epoch ends; `None` where it never does, or cannot be known."""
+        leg = self.begin()
+        if leg.stop is None or self._left is None:
+            return None
+        if leg.deal is not None:
+            return leg.stop - self._u
+        main = leg.stop - self._first
+        rest = Deal(self.layout, self._left - self._main_phase(main), self._left, self._tail == "pad")
+        return leg.stop - self._u + rest.num_micro_batches
+
+    # Legs
+
+    @property
+    def _is_unsettled(self) -> bool:
+        """Whether the ranks have yet to agree on this micro batch, or to act on it: perhaps reading ahead has failed."""
+        return self._settled != self._u or self._over
+
+    def _begin(self) -> Leg:
+        first = self.epoch
+        while self.epoch < first + 2:
+            if self._leg is None:
+                self._plan()
+            elif self._agreement is not None and self._is_unsettled:
+                self._settle(self._agreement)
+            else:
+                return self._leg
+        raise DataStateError(
+            f"Two epochs in a row hold less than one global batch of {self.layout.global_batch_size} samples. Use a smaller "
+            f"global_batch_size, more data, tail='pad', or repeat=True."
+        )
+
+    def _plan(self) -> None:
+        """Begin the leg of this position, in which all rows are right."""
+        self._first, self._samples = self._u, self.table[:, SAMPLES].copy()
+        end = None if self.repeat else self.schema.epoch_end(self.table)
+        self._left = None if end is None else end[0]
+        if (self.table[:, DEALT] != UNDEALT).any():
+            self._resume_deal()
+        elif self.repeat or self._left is None:
+            self._start(None)
+            if not self.repeat:
+                self._agreement = Agreement(self.ranks, self._u, self.layout.gradient_accumulation_steps)
+                self._settled, self._over = -1, False
+        else:
+            stop = self.layout.last_whole(self._samples, self._left, self._u)
+            self._start(stop) if stop > self._u else self._deal()
+
+    def _start(self, stop: int | None, deal: Deal | None = None) -> None:
+        self._rewind()
+        self._agreement = None
+        self._leg = Leg(self.layout, self.ranks.rank, stop, deal, self.schema.histories)
+
+    def _advance(self, num_micro_batches: int) -> None:
+        self._taken += num_micro_batches
+        leg = self._leg
+        if leg is not None and leg.stop is not None and leg.stop == self._u:
+            self._deal() if leg.deal is None else self._end_epoch(leg.deal)
+
+    def _deal(self) -> None:
+        """The main phase is over: serve what the shards still have to the same ranks."""
+        if self._left is None:
+            left, self._epoch_end = self._count_to_epoch_end()
+            self.table = self.ranks.merge(self.table)
+            samples = self.table[:, SAMPLES].copy()
+        else:
+            delivered = self._main_phase(self._u - self._first)
+            samples, left = self._samples + delivered, self._left - delivered
+        self.clock = self.clock.restarted(self.layout.global_batch_size)
+        self.table[:, DEALT] = left
+        self._serve(Deal(self.layout, left, samples, self._tail == "pad"))
+
+    def _settle(self, agreement: Agreement) -> None:
+        """The end of the main phase must be found by reading: end it as soon as the last of it has been taken."""
+        if self._settled != self._u:
+            self._over = agreement.end(self._u, self._make_until)
+            self._settled = self._u
+        if self._over:
+            self._deal()
+
+    def _resume_deal(self) -> None:
+        left = self.table[:, DEALT].copy()
+        deal = Deal(self.layout, left, self._samples, self._tail == "pad")
+        if self._left is None:
+            _, self._epoch_end = self._count_to_epoch_end()
+        self._serve(Deal(self.layout, left, self._samples - deal.delivered(self._u), self._tail == "pad"))
+
+    def _serve(self, deal: Deal) -> None:
+        if self._u < deal.num_micro_batches:
+            self._start(deal.num_micro_batches, deal)
+        else:  # also in a last step that was to be padded, and is not any more
+            self._end_epoch(deal)
+
+    def _end_epoch(self, deal: Deal) -> None:
+        if self._verify:
+            self._prove()
+        end, delivered = self.schema.epoch_end(self.table), deal.delivered(self._u)
+        self.table[:, FIRST_SLOT:] = self._epoch_end if end is None else end[1]
+        self.table[:, SAMPLES] = deal.samples + delivered
+        self.table[:, DEALT] = UNDEALT
+        self._count_tail(deal.num_samples - int(delivered.sum()), deal.num_padded)
+        self.clock = self.clock.next_epoch(self.layout.global_batch_size)
+        self._leg = self._agreement = None
+        self._rewind()
+
+    def _prove(self) -> None:
+        """That every row of the epoch was delivered once, over all legs of the run (collective)."""
+        self._runner.load(self.ranks.merge(self.table), self.schema.histories)
+        for shard in self.layout.owned(self.ranks.rank):
+            self._runner.verify(shard)
+        self.ranks.log(logging.INFO, "Epoch %d: every row was delivered once, across all legs of the run.", self.epoch)
+
+    def _count_tail(self, num_dropped: int, num_padded: int) -> None:
+        self.dropped_samples += num_dropped
+        self.padded_samples += num_padded
+        if num_dropped or num_padded:
+            self.ranks.log(
+                logging.INFO,
+                "Epoch %d ended with less than a global batch of %d samples: %d dropped, %d repeated to fill the last one.",
+                self.epoch,
+                self.layout.global_batch_size,
+                num_dropped,
+                num_padded,
+            )
+
+    def _main_phase(self, num_micro_batches: int) -> Ints:
+        """Samples that each of the N shards delivers in micro batches of the main phase, from the beginning of the leg."""
+        return self.layout.delivered(self._samples, self._first, self._first + num_micro_batches)
+
+    def _count_to_epoch_end(self) -> tuple[Ints, Ints]:
+        """Samples left and the slots of the next epoch, of all shards, found by reading; each rank reads its own."""
+        self._runner.load(self.table, self.schema.histories)
+        found = np.zeros((len(self.table), 2 + self.table.shape[1] - FIRST_SLOT), dtype=np.int64)
+        for shard in self.layout.owned(self.ranks.rank):
+            found[shard, 0] = 1
+            found[shard, 1], found[shard, 2:] = self._runner.count_to_epoch_end(shard)
+        found = self.ranks.merge(found)
+        return found[:, 1], found[:, 2:]
+
+    # Making ahead
+
+    def _make_until(self, u: int) -> int:
+        """Make micro batches up to u, if no shard ends before; the first that is not made."""
+        self.start()
+        while not self._exhausted and self._u + len(self._ahead) < u:
+            try:
+                self._ahead.append(self._feed.take())
+            except Exhausted:
+                self._exhausted = True
+            except BaseException:
+                self._rewind()  # the runner is past what was taken: whoever goes on begins from the table
+                raise
+        return self._u + len(self._ahead)
+
+    def _rewind(self) -> None:
+        """Forget what was made and not taken."""
+        self._ahead: deque[MicroBatch] = deque()
+        self._started = self._exhausted = False
+        self._failure: Exception | None = None
+
+    def _skip_in_main_phase(self, num_micro_batches: int) -> None:
+        block = self.layout.owned(self.ranks.rank)
+        counts = self.layout.delivered(self.table[:, SAMPLES], self._u, self._u + num_micro_batches)
+        self._runner.load(self.table, self.schema.histories)
+        for shard in block:
+            self._runner.skip(shard, int(counts[shard]))
+        owned = slice(block.start, block.stop)
+        self.table[owned] = self._runner.table[owned]
+        self._rewind()
+        self._advance(num_micro_batches)

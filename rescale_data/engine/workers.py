@@ -1,0 +1,295 @@
+"""Micro batches from worker processes: torch's DataLoader as the pool, our commands as its sampler.
+
+torch deals the items of a sampler to its workers in turn, beginning with worker 0, and hands the results back in that
+order. The items here are commands. Each leg is one pass over them, in live workers:
+
+    Begin, ..., Begin,   micro batches u0, u0+K, u0+2K, ...   u0+1, u0+1+K, ...   ...
+      one a worker       n of one worker in one message       of the next worker
+
+A message carries, with each micro batch, the rows of the table that it advanced. So the trainer's process knows exactly
+where the batches it has received leave every shard, and workers are never asked for state.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.context import BaseContext
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from rescale_data.engine.feed import Collate, Leg, MicroBatch, make
+from rescale_data.engine.message import Inbox, Message, Part, Slabs
+from rescale_data.engine.recipe import Recipe, Schema
+from rescale_data.engine.runner import Exhausted, Runner
+from rescale_data.layout.turns import Turns
+from rescale_data.state import Ints
+
+_MESSAGE_BYTES = 4 * 2**20  # enough to make what a message costs small, little enough to keep few in flight
+_MESSAGE_SECONDS = 0.05
+_MESSAGE_LIMIT = 64
+_LOOK_SECONDS = 1.0  # so often is looked whether workers live
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Go on in a leg at the positions of a table."""
+
+    leg: Leg
+    table: Ints
+
+
+@dataclass(frozen=True)
+class Make:
+    """Make these micro batches and pack them into a slab that is free."""
+
+    micro_batches: range
+    slab: int
+
+
+@dataclass(frozen=True)
+class Made:
+    """A packed micro batch for each that was asked for, `None` from where a shard had no sample left."""
+
+    message: Message
+    seconds: float
+
+
+class Worker(Dataset[Any]):
+    """The loader's part in a worker process: a "dataset" whose items are the answers to commands."""
+
+    def __init__(self, recipe: Recipe, collate: Collate | None) -> None:
+        self._recipe, self._collate = recipe, collate
+        self._runner: Runner | None = None
+        self._turns: Turns | None = None
+        self._slabs = Slabs()
+
+    def __getitem__(self, command: Begin | Make) -> Made | None:
+        if isinstance(command, Begin):
+            return self._begin(command)
+        started = time.perf_counter()
+        message = self._slabs.pack(command.slab, [self._make(u) for u in command.micro_batches])
+        return Made(message, time.perf_counter() - started)
+
+    def _begin(self, command: Begin) -> None:
+        if self._runner is None:
+            self._runner = Runner(self._recipe, Schema(self._recipe.build(0)))  # as in the trainer's process
+        owned = command.leg.layout.owned(command.leg.rank)
+        self._runner.load(command.table, command.leg.histories, owned)
+        self._turns = command.leg.turns(command.table)
+        self._slabs = Slabs()  # messages that nobody received may have held the old ones
+
+    def _make(self, u: int) -> MicroBatch | None:
+        if self._runner is None or self._turns is None:
+            return None
+        try:
+            return make(self._runner, self._turns, self._collate, u)
+        except Exhausted:
+            self._turns = None  # the rows are past what was delivered: nothing more until the next leg
+            return None
+
+
+class Commands(Sampler[Any]):
+    """The commands of the current leg.
+
+    Torch keeps ``prefetch_factor`` commands of a worker in flight, and issues one more when a message of it is taken. A
+    message is taken when all of the one before have been unpacked, so one slab more than that is enough.
+    """
+
+    def __init__(self, num_workers: int, prefetch_factor: int) -> None:
+        self._k, self._num_slabs = num_workers, prefetch_factor + 1
+        self.begin: Begin | None = None
+        self.first = 0
+        self.per_message = 1
+
+    def __iter__(self) -> Iterator[Begin | Make]:
+        begin = self.begin
+        if begin is None:
+            return
+        for _ in range(self._k):
+            yield begin
+        u, stop = self.first, sys.maxsize if begin.leg.stop is None else begin.leg.stop
+        slab = 0
+        while u < stop:
+            n = self.per_message
+            for first in range(u, min(u + self._k, stop)):
+                yield Make(range(first, min(first + n * self._k, stop), self._k), slab)
+            u += n * self._k
+            slab = (slab + 1) % self._num_slabs
+
+
+class Pool:
+    """Makes micro batches in K worker processes.
+
+    Args:
+        prefetch_factor: Messages that each worker may be ahead.
+        pin_memory: Whether messages arrive in page-locked memory.
+        context: How worker processes start: "forkserver", "spawn", or a multiprocessing context.
+        timeout: Seconds that a message may take.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        collate: Collate | None,
+        num_workers: int,
+        *,
+        prefetch_factor: int,
+        pin_memory: bool,
+        context: str | BaseContext,
+        timeout: float,
+    ) -> None:
+        if prefetch_factor < 1:
+            raise ValueError(
+                f"prefetch_factor={prefetch_factor}: give the messages that a worker may be ahead, at least 1."
+            )
+        worker = Worker(recipe, collate)
+        require_pickle(recipe.pipeline, collate, worker)
+        self._k = num_workers
+        self._commands = Commands(num_workers, prefetch_factor)
+        # Without a generator of its own torch seeds workers with a number that it draws from the trainer's.
+        generator = torch.Generator().manual_seed(torch.initial_seed())
+        start_method = _context(context)
+        self._timeout, self._num_looks = timeout, math.ceil(timeout / _LOOK_SECONDS)
+        self._new_loader: Callable[[], DataLoader[Any]] = lambda: DataLoader(
+            worker,
+            batch_size=None,
+            sampler=self._commands,
+            num_workers=num_workers,
+            collate_fn=_as_it_is,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=True,
+            multiprocessing_context=start_method,
+            timeout=timeout / self._num_looks,
+            generator=generator,
+        )
+        self._loader: DataLoader[Any] | None = None
+        self._pin = pin_memory
+        self._inboxes: list[Inbox] = []
+        self._made: Iterator[MicroBatch | None] = iter(())
+
+    def start(self, leg: Leg, table: Ints, first: int) -> None:
+        self._made = iter(())
+        self._commands.begin, self._commands.first = Begin(leg, table.copy()), first
+        if self._loader is None:
+            self._loader = self._new_loader()
+        self._inboxes = [Inbox(self._pin) for _ in range(self._k)]
+        self._made = self._receive(_patiently(iter(self._loader), self._num_looks))
+
+    def take(self) -> MicroBatch:
+        try:
+            micro_batch = next(self._made, None)
+        except Exception as error:
+            self.close()  # torch's workers do not go on after an error: the next leg starts new ones
+            if _is_timeout(error):
+                raise TimeoutError(
+                    f"Worker processes made no batch within timeout={self._timeout:g} s. Give a longer one to DataLoader, or "
+                    f"look for what the pipeline waits for."
+                ) from error
+            if not _is_death(error):
+                raise
+            raise RuntimeError(
+                f"A worker process exited unexpectedly ({error}). If none ever started, the script needs an `if __name__ == "
+                f"'__main__':` guard, because workers import it; else look for its traceback above, or for a process killed "
+                f"for want of memory."
+            ) from error
+        if micro_batch is None:
+            raise Exhausted
+        return micro_batch
+
+    def close(self) -> None:
+        """Stop the worker processes."""
+        self._made = iter(())
+        self._loader = None
+
+    def _receive(self, answers: Iterator[Any]) -> Iterator[MicroBatch | None]:
+        for _ in range(self._k):
+            next(answers)
+        for made in answers:
+            yield from self._round(made, answers)
+
+    def _round(self, made: Made, answers: Iterator[Made]) -> Iterator[MicroBatch | None]:
+        """The micro batches of one message of each worker, in the order of u; messages are awaited when they are due."""
+        received = [self._open(0, made)]
+        for i in range(len(received[0])):
+            for worker in range(self._k):
+                if worker == len(received):
+                    due = next(answers, None)
+                    received.append([] if due is None else self._open(worker, due))
+                if i < len(received[worker]):
+                    yield self._inboxes[worker].unpack(*received[worker][i])
+
+    def _open(self, worker: int, made: Made) -> list[tuple[torch.Tensor, Part]]:
+        parts = made.message.parts
+        num_bytes = parts[-1].stop + sum(len(part.rest) for part in parts)
+        by_size = _MESSAGE_BYTES * len(parts) // max(num_bytes, 1)
+        by_time = int(_MESSAGE_SECONDS * len(parts) / max(made.seconds, 1e-6))
+        self._commands.per_message = max(1, min(by_size, by_time, _MESSAGE_LIMIT))
+        return self._inboxes[worker].open(made.message)
+
+
+def _context(given: str | BaseContext) -> BaseContext:
+    known = multiprocessing.get_all_start_methods()
+    if isinstance(given, str) and given not in known:
+        raise ValueError(f"multiprocessing_context={given!r}: give one of {known}, or a multiprocessing context.")
+    return multiprocessing.get_context(given) if isinstance(given, str) else given
+
+
+def require_pickle(pipeline: object, collate: object, worker: Worker) -> None:
+    """``TypeError`` where workers could not be given the pipeline, naming the cures."""
+    cures = (
+        "Make the pipeline a module-level function, functools.partial(pipeline, source) of one, guard the script with "
+        "`if __name__ == '__main__':`, or use num_workers=0, which gives the same batches wherever the case is aligned."
+    )
+    try:
+        ForkingPickler.dumps(worker)
+    except Exception as error:
+        raise TypeError(
+            f"With num_workers > 0 the pipeline and collate_fn must pickle, and do not: {error}. {cures}"
+        ) from error
+    for name, value in (("pipeline", pipeline), ("collate_fn", collate)):
+        if getattr(value, "__module__", None) == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+            raise TypeError(f"Worker processes cannot import the {name} from an interactive session. {cures}")
+
+
+def _patiently(answers: Iterator[Any], num_looks: int) -> Iterator[Any]:
+    """Torch's answers, each asked for again when its timeout ends: only then torch looks whether the workers live.
+
+    It would hear of a child process that dies, but workers are children of a fork server.
+    """
+    looks = 0
+    while True:
+        try:
+            answer = next(answers)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            looks += 1
+            if looks == num_looks or not _is_timeout(error):
+                raise
+        else:
+            looks = 0
+            yield answer
+
+
+def _is_timeout(error: Exception) -> bool:
+    return "DataLoader timed out" in str(error)
+
+
+def _is_death(error: Exception) -> bool:
+    """Whether a worker is gone. Torch says so, unless it was about to fetch the memory of a message from that worker."""
+    raised_in_worker = "in DataLoader worker process" in str(error)
+    return "exited unexpectedly" in str(error) or (
+        isinstance(error, ConnectionError | EOFError | FileNotFoundError) and not raised_in_worker
+    )
+
+
+def _as_it_is(value: Any) -> Any:
+    return value

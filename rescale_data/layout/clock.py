@@ -1,0 +1,52 @@
+"""Where a run stands, in numbers that are the same on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from rescale_data.layout.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clock:
+    """Counts of a run.
+
+    Args:
+        samples: Delivered by all ranks, with those that filled a last batch.
+        origin: The sample count from which steps and micro batches are counted.
+        step: Whole global batches delivered before `origin`.
+        epoch: Epochs that have ended (``repeat=False``).
+    """
+
+    samples: int = 0
+    origin: int = 0
+    step: int = 0
+    epoch: int = 0
+
+    def micro_batch(self, layout: Layout) -> int:
+        """u, the next micro batch of every rank."""
+        return (self.samples - self.origin) // layout.micro_step_samples
+
+    def global_step(self, global_batch_size: int) -> int:
+        """Whole global batches delivered."""
+        return self.step + (self.samples - self.origin) // global_batch_size
+
+    def later(self, num_micro_batches: int, layout: Layout) -> Clock:
+        return replace(self, samples=self.samples + num_micro_batches * layout.micro_step_samples)
+
+    def restarted(self, global_batch_size: int) -> Clock:
+        """The same moment, from which steps are counted anew."""
+        return replace(self, origin=self.samples, step=self.global_step(global_batch_size))
+
+    def next_epoch(self, global_batch_size: int) -> Clock:
+        return replace(self.restarted(global_batch_size), epoch=self.epoch + 1)
+
+    def loaded(self, saved: tuple[int, int, int], layout: Layout) -> Clock:
+        """The clock after a load: `origin` stays where the order can be kept, else it is now.
+
+        Args:
+            saved: O, W and b of the save.
+        """
+        now = (layout.global_batch_size, layout.dp_world_size, layout.micro_batch_size)
+        at_step = (self.samples - self.origin) % saved[0] == 0 and saved[0] == now[0]
+        return self if at_step or saved == now else self.restarted(saved[0])

@@ -1,0 +1,129 @@
+"""The end of an epoch: what the shards still have is dealt anew to the same ranks, until less than a global batch is left.
+
+The shard with the most samples left serves first, the lowest index first among equals. That order needs the counts
+alone, so every rank computes the same deal. In each step of it the O samples are sorted by shard and become the rows
+of the global batch; of a shard with several rows in one step, the rows are filled in the order of time (micro
+batch, then rank), so that at any micro batch what a shard has delivered is a prefix of what it has.
+
+Source: DESIGN, "The end of an epoch".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from rescale_data.layout.layout import Layout
+from rescale_data.layout.turns import Turn
+from rescale_data.state import Ints
+
+_Rows: TypeAlias = tuple[Ints, Ints, npt.NDArray[np.bool_]]  # shard, sample number, whether it is real; O each
+
+
+@dataclass(frozen=True, eq=False)
+class Deal:
+    """The last steps of an epoch.
+
+    Args:
+        layout: The topology that serves them.
+        left: ``int64[N]``, samples that each shard had left when the deal was made.
+        samples: ``int64[N]``, samples that each had delivered then.
+        pad: Whether the rest that is less than a global batch is filled up with first samples of its shards, or dropped.
+    """
+
+    layout: Layout
+    left: Ints
+    samples: Ints
+    pad: bool
+    _recent: dict[int, _Rows] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_samples(self) -> int:
+        return int(self.left.sum())
+
+    @property
+    def num_steps(self) -> int:
+        o = self.layout.global_batch_size
+        return -(-self.num_samples // o) if self.pad else self.num_samples // o
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.num_steps * self.layout.gradient_accumulation_steps
+
+    @property
+    def num_dropped(self) -> int:
+        return 0 if self.pad else self.num_samples % self.layout.global_batch_size
+
+    @property
+    def num_padded(self) -> int:
+        return -self.num_samples % self.layout.global_batch_size if self.pad else 0
+
+    def delivered(self, u: int) -> Ints:
+        """Samples that each shard has delivered in the first u micro batches of the deal: ``int64[N]``."""
+        t, m = divmod(u, self.layout.gradient_accumulation_steps)
+        counts = self._served(t * self.layout.global_batch_size)
+        if m:
+            shards, _, real = self._step(t)
+            counts = counts + np.bincount(shards[real & (self._micro_batch_of_row < m)], minlength=len(self.left))
+        return counts
+
+    def turn(self, rank: int, u: int) -> Turn:
+        """What ``rank`` delivers in micro batch u, counted from the deal."""
+        layout = self.layout
+        t, m = divmod(u, layout.gradient_accumulation_steps)
+        first = rank * (layout.global_batch_size // layout.dp_world_size) + m * layout.micro_batch_size
+        rows = slice(first, first + layout.micro_batch_size)
+        shards, numbers, real = self._step(t)
+        shards, numbers, real = shards[rows], numbers[rows], real[rows]
+        index, counts = np.unique(shards[real], return_counts=True)
+        return Turn(shards.tolist(), index, counts, numbers.tolist(), int(real.sum()))
+
+    def _served(self, num_samples: int) -> Ints:
+        """Samples of each shard among the first ``num_samples`` of the deal: whole levels of ``left``, then part of one."""
+        low, high = 0, int(self.left.max(initial=0))
+        while low < high:  # the lowest level down to which all shards can be cut
+            middle = (low + high) // 2
+            low, high = (low, middle) if np.maximum(self.left - middle, 0).sum() <= num_samples else (middle + 1, high)
+        counts = np.maximum(self.left - low, 0)
+        if low:
+            counts[np.flatnonzero(self.left >= low)[: num_samples - int(counts.sum())]] += 1
+        return counts
+
+    @cached_property
+    def _micro_batch_of_row(self) -> Ints:
+        layout = self.layout
+        row = np.arange(layout.global_batch_size) % (layout.global_batch_size // layout.dp_world_size)
+        return row // layout.micro_batch_size
+
+    def _step(self, t: int) -> _Rows:
+        """The rows of a step."""
+        if t not in self._recent:
+            self._recent.clear()
+            self._recent[t] = self._make_step(t)
+        return self._recent[t]
+
+    def _make_step(self, t: int) -> _Rows:
+        o = self.layout.global_batch_size
+        before, after = self._served(t * o), self._served(min((t + 1) * o, self.num_samples))
+        picks = np.repeat(np.arange(len(self.left)), after - before)
+        in_time = np.lexsort((self._micro_batch_of_row[: len(picks)], picks))
+        numbers = np.empty(len(picks), dtype=np.int64)
+        numbers[in_time] = np.arange(len(picks)) - np.searchsorted(picks, picks)
+        numbers += (self.samples + before)[picks]
+        fill = np.arange(o) % len(picks)
+        is_real = np.arange(o) < len(picks)
+        return picks[fill], np.where(is_real, numbers[fill], 0), is_real
+
+
+class DealTurns:
+    """The turns of one rank in a deal."""
+
+    def __init__(self, deal: Deal, rank: int) -> None:
+        self._deal, self._rank = deal, rank
+
+    def turn(self, u: int) -> Turn:
+        return self._deal.turn(self._rank, u)

@@ -1,0 +1,244 @@
+"""Who serves which sample, and when: the arithmetic that makes a data order independent of the ranks that run it.
+
+Indices, all starting at 0:
+
+    q   row of the global batch, 0 .. O-1, in rank order
+    t   step, counted from `origin`
+    u   micro batch of a rank, counted from `origin`; u = t * A + m, with m = 0 .. A-1
+    r   data-parallel rank;   k   worker of a rank, makes the micro batches u with u mod K = k
+
+    W = 2, O = 8, b = 2, so A = 2          rank 0        rank 1
+                             m = 0      rows 0 1      rows 4 5
+                             m = 1      rows 2 3      rows 6 7
+
+Source: DESIGN, "Who serves which sample, and when".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from rescale_data.layout.balance import feasible_picks, water_fill
+from rescale_data.state import Ints
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One topology of a run, and what follows from it.
+
+    Args:
+        num_logical_shards: N.
+        global_batch_size: O, samples per optimizer step over all ranks.
+        dp_world_size: W.
+        micro_batch_size: b, samples per micro batch of one rank.
+        num_workers: K; 0 counts as one worker.
+
+    Raises:
+        ValueError: ``W * b`` does not divide O, or there are fewer logical shards than ranks times workers that must own some.
+    """
+
+    num_logical_shards: int
+    global_batch_size: int
+    dp_world_size: int
+    micro_batch_size: int
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_logical_shards", "global_batch_size", "dp_world_size", "micro_batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: it is at least 1.")
+        if self.num_workers < 0:
+            raise ValueError(f"num_workers={self.num_workers}: it is at least 0 (in the trainer's process).")
+        if self.global_batch_size % (self.dp_world_size * self.micro_batch_size):
+            raise ValueError(self._indivisible())
+        if not self.aligned and self.num_logical_shards < self.dp_world_size * self.workers:
+            raise ValueError(
+                f"num_logical_shards={self.num_logical_shards} is less than dp_world_size={self.dp_world_size} times "
+                f"{self.workers} worker(s): every worker must own at least one logical shard. Use fewer workers or ranks; "
+                f"the number of logical shards itself is fixed when a run begins (default 4 * global_batch_size)."
+            )
+
+    def _indivisible(self) -> str:
+        o, w, b = self.global_batch_size, self.dp_world_size, self.micro_batch_size
+        near = sorted({max(1, o // (w * b)) * w * b, -(-o // (w * b)) * w * b})
+        fitting = [d for d in range(1, o // w + 1) if o % (w * d) == 0] if o % w == 0 else []
+        sizes = (
+            f"micro_batch_size is one of {fitting}"
+            if fitting
+            else f"no micro_batch_size fits, as {w} ranks do not divide it"
+        )
+        return (
+            f"global_batch_size={o} is not a multiple of dp_world_size * micro_batch_size = {w} * {b} = {w * b}. With "
+            f"global_batch_size={o}, {sizes}; with these ranks and this micro batch the nearest global_batch_size are {near}."
+        )
+
+    @property
+    def workers(self) -> int:
+        return max(self.num_workers, 1)
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """A, micro batches of a rank in one step."""
+        return self.global_batch_size // (self.dp_world_size * self.micro_batch_size)
+
+    @property
+    def micro_step_samples(self) -> int:
+        """Samples of one micro batch over all ranks, ``W * b``."""
+        return self.dp_world_size * self.micro_batch_size
+
+    @property
+    def num_tracks(self) -> int:
+        """G, steps until a row of the global batch comes from the same shard again (1 where O is a multiple of N)."""
+        return max(1, self.num_logical_shards // self.global_batch_size)
+
+    @property
+    def samples_per_visit(self) -> int:
+        """C, samples of a shard in a step that visits it (1 where N is a multiple of O)."""
+        return max(1, self.global_batch_size // self.num_logical_shards)
+
+    @property
+    def period(self) -> int:
+        """Micro batches after which an aligned layout asks the same shards again."""
+        return self.num_tracks * self.gradient_accumulation_steps
+
+    @cached_property
+    def aligned(self) -> bool:
+        """Whether each shard has one worker for good, so that the order does not depend on the topology."""
+        return _is_aligned(**self._sizes())
+
+    @cached_property
+    def misfit(self) -> str | None:
+        """Which divisibility keeps the layout from being aligned, and what would cure it; `None` where it is."""
+        n, o, w, k = self.num_logical_shards, self.global_batch_size, self.dp_world_size, self.num_workers
+        b, c = self.micro_batch_size, self.samples_per_visit
+        if self.aligned:
+            return None
+        if n % o == 0:
+            return f"num_workers={k} does not divide (N/O) * A = {self.period}; {self._cure('num_workers')}"
+        if o % n:
+            neither = f"num_logical_shards={n} and global_batch_size={o}: neither is a multiple of the other"
+            return f"{neither}; {self._cure('global_batch_size')}"
+        if n % w:
+            return f"num_logical_shards={n} is not a multiple of dp_world_size={w}; W that keep the order divide {n}"
+        if b % c == 0:
+            return (
+                f"num_workers={k} does not divide A = {self.gradient_accumulation_steps}; {self._cure('num_workers')}"
+            )
+        if c % b:
+            neither = f"micro_batch_size={b} and the {c} samples of a shard a step: neither is a multiple of the other"
+            return f"{neither}; {self._cure('micro_batch_size')}"
+        return f"num_workers={k}: with micro_batch_size={b} < {c} samples of a shard a step, 0 or 1 fit"
+
+    def _cure(self, name: str) -> str:
+        sizes = self._sizes()
+        near = _nearest(sizes[name], lambda size: _is_aligned(**{**sizes, name: size}))
+        return (
+            f"the nearest {name} that keep the order are {near}" if near else f"no other {name} alone keeps the order"
+        )
+
+    def _sizes(self) -> dict[str, int]:
+        names = ("num_logical_shards", "global_batch_size", "dp_world_size", "micro_batch_size")
+        return {**{name: getattr(self, name) for name in names}, "num_workers": self.workers}
+
+    def owned(self, rank: int, worker: int | None = None) -> range:
+        """The contiguous block of shards of a rank, or, where the layout is not aligned, of one of its workers."""
+        n, w = self.num_logical_shards, self.dp_world_size
+        start, stop = rank * n // w, (rank + 1) * n // w
+        if worker is None:
+            return range(start, stop)
+        size, k = stop - start, self.workers
+        return range(start + worker * size // k, start + (worker + 1) * size // k)
+
+    def delivered(self, samples: Ints, first: int, stop: int) -> Ints:
+        """Samples that each shard delivers in the micro batches ``first .. stop-1``.
+
+        Args:
+            samples: ``int64[N]``, what each has delivered before ``first``.
+
+        Returns:
+            ``int64[N]``.
+        """
+        if self.aligned:
+            return self._since_origin(stop) - self._since_origin(first)
+        counts = np.zeros(self.num_logical_shards, dtype=np.int64)
+        for rank in range(self.dp_world_size):
+            for worker in range(self.workers):
+                block = self.owned(rank, worker)
+                turns = _turns(worker, self.workers, stop) - _turns(worker, self.workers, first)
+                counts[block.start : block.stop] = water_fill(
+                    samples[block.start : block.stop], turns * self.micro_batch_size
+                )
+        return counts
+
+    def last_whole(self, samples: Ints, left: Ints, first: int) -> int:
+        """The micro batch at which the main phase of an epoch ends: a step boundary, before any shard runs out.
+
+        Args:
+            samples: ``int64[N]``, what each shard has delivered before ``first``.
+            left: ``int64[N]``, what each still has.
+            first: The next micro batch, counted from `origin`.
+
+        Returns:
+            u, a multiple of A; less than ``first`` where the step that ``first`` is part of cannot be completed.
+        """
+        a = self.gradient_accumulation_steps
+        if self.aligned:
+            total = left + self._since_origin(first)
+            steps = self._first_visit() + (total // self.samples_per_visit) * self.num_tracks
+            return int(steps.min()) * a
+        ends: list[int] = []
+        for rank in range(self.dp_world_size):
+            for worker in range(self.workers):
+                block = slice(self.owned(rank, worker).start, self.owned(rank, worker).stop)
+                turns = feasible_picks(samples[block], left[block]) // self.micro_batch_size
+                done = _turns(worker, self.workers, first)
+                ends.append((done + turns) * self.workers + worker)
+        return min(ends) // a * a
+
+    def _first_visit(self) -> Ints:
+        return np.arange(self.num_logical_shards, dtype=np.int64) % self.num_tracks
+
+    def _since_origin(self, u: int) -> Ints:
+        """Samples that each shard delivers before micro batch u (aligned): whole steps, then the rows of the step begun."""
+        t, m = divmod(u, self.gradient_accumulation_steps)
+        g, c, track = self.num_tracks, self.samples_per_visit, self._first_visit()
+        row = (
+            np.arange(self.num_logical_shards, dtype=np.int64) // g * c % (self.global_batch_size // self.dp_world_size)
+        )
+        begun = np.clip(m * self.micro_batch_size - row, 0, c) * (track == t % g)
+        return (t - track + g - 1) // g * c + begun
+
+
+def _turns(worker: int, workers: int, u: int) -> int:
+    """How many of the micro batches ``0 .. u-1`` a worker makes."""
+    return (u - worker + workers - 1) // workers
+
+
+def _is_aligned(
+    *, num_logical_shards: int, global_batch_size: int, dp_world_size: int, micro_batch_size: int, num_workers: int
+) -> bool:
+    n, o, w, b, k = num_logical_shards, global_batch_size, dp_world_size, micro_batch_size, num_workers
+    a = o // (w * b)
+    if o % (w * b):
+        return False
+    if n % o == 0:
+        return n // o * a % k == 0
+    if o % n or n % w:
+        return False
+    c = o // n
+    return (b % c == 0 and a % k == 0) or (c % b == 0 and k == 1)
+
+
+def _nearest(value: int, fits: Callable[[int], bool]) -> list[int]:
+    lower = next((x for x in range(value - 1, 0, -1) if fits(x)), None)
+    upper = next((x for x in range(value + 1, 64 * value + 64) if fits(x)), None)
+    return [x for x in (lower, upper) if x is not None]
+
+
+def default_num_logical_shards(global_batch_size: int) -> int:
+    """N where the user names none: 4 * O keeps the order for K = 0, 1, 2 and 4 workers."""
+    return 4 * global_batch_size

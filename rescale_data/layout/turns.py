@@ -1,0 +1,84 @@
+"""Which samples one rank delivers in micro batch u, as shard indices in the order of the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from rescale_data.layout.balance import Fewest
+from rescale_data.layout.layout import Layout
+from rescale_data.state import Ints
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One micro batch of one rank.
+
+    Args:
+        shards: The shard of each of the b samples, in the order of the batch.
+        index: The shards that it visits, as an index into the table: a slice or ``int64[M]``.
+        counts: How many samples each of them gives, a number or ``int64[M]``.
+        numbers: Only at the end of an epoch, where any rank may serve any shard: the number of each sample, counted
+            from the shard's first; 0 for those that fill the last batch.
+        num_real: How many of the samples are real; the others fill the last batch.
+    """
+
+    shards: list[int]
+    index: slice | Ints
+    counts: int | Ints
+    numbers: list[int] | None = None
+    num_real: int = -1
+
+    @property
+    def is_real(self) -> list[bool]:
+        return [j < self.num_real or self.num_real < 0 for j in range(len(self.shards))]
+
+
+class Turns(Protocol):
+    """The turns of one rank, asked in order of u, or of one worker's part of it."""
+
+    def turn(self, u: int) -> Turn: ...
+
+
+class AlignedTurns:
+    """Rows of the global batch have their shards by arithmetic alone, so a turn is a function of u."""
+
+    def __init__(self, layout: Layout, rank: int) -> None:
+        self._layout, self._rank, self._period = layout, rank, layout.period
+        self._turns: dict[int, Turn] = {}
+
+    def turn(self, u: int) -> Turn:
+        u %= self._period
+        found = self._turns.get(u)
+        if found is None:
+            found = self._turns[u] = self._make(u)
+        return found
+
+    def _make(self, u: int) -> Turn:
+        layout = self._layout
+        t, m = divmod(u, layout.gradient_accumulation_steps)
+        b, g, c = layout.micro_batch_size, layout.num_tracks, layout.samples_per_visit
+        row = self._rank * (layout.global_batch_size // layout.dp_world_size) + m * b
+        shards = [(row + j) // c * g + t for j in range(b)]
+        return Turn(shards, slice(shards[0], shards[-1] + 1, g), min(b, c))
+
+
+class BalancedTurns:
+    """Each worker serves, of its block of shards, the one that has delivered the fewest samples.
+
+    Args:
+        samples: ``int64[N]``, what each shard has delivered before the first turn.
+    """
+
+    def __init__(self, layout: Layout, rank: int, samples: Ints) -> None:
+        self._layout = layout
+        blocks = [layout.owned(rank, worker) for worker in range(layout.workers)]
+        self._fewest = [Fewest(samples[block.start : block.stop].tolist(), block.start) for block in blocks]
+
+    def turn(self, u: int) -> Turn:
+        fewest = self._fewest[u % len(self._fewest)]
+        shards = [fewest.pick() for _ in range(self._layout.micro_batch_size)]
+        index, counts = np.unique(np.array(shards, dtype=np.int64), return_counts=True)
+        return Turn(shards, index, counts)

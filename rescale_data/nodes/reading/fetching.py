@@ -1,0 +1,42 @@
+"""Which fragments a logical shard needs soon, told to a source that brings them in the background."""
+
+from __future__ import annotations
+
+from rescale_data.nodes.reading.share import ShardShare
+from rescale_data.sources.decoded.interest import shards_of
+from rescale_data.sources.decoded.pieces import AheadSource
+from rescale_data.state import Ints
+
+_AT_ONCE = 64
+_MAX_WINDOWS = 5
+
+
+class Fetching:
+    """The hints for one source.
+
+    Args:
+        source: The source.
+        fragments: ``int64[F + 1]`` of it.
+        key: Of the source, under which this process's shards are known.
+        width: Rows of a window.
+    """
+
+    def __init__(self, source: AheadSource, fragments: Ints, key: int, width: int) -> None:
+        self._source, self._key = source, key
+        self._num_fragments = len(fragments) - 1
+        self._of_window = width * self._num_fragments / max(1, int(fragments[-1]))
+
+    @property
+    def num_windows(self) -> int:
+        """How many windows have room in the cache, that which is read among them, together with those of all other shards here.
+
+        A window takes as many fragments as its rows make, and the first one more, since it begins inside of one.
+        """
+        here = max(1, min(len(shards_of(self._key, self._num_fragments)), self._num_fragments))
+        room = self._source.cache_bytes // max(1, here * self._source.fragment_bytes)
+        return min(_MAX_WINDOWS, int(max(0, room - 1) / self._of_window))
+
+    def begin(self, column: str | None, fragments: list[int], share: ShardShare | None) -> None:
+        """Bring some fragments."""
+        for fragment in fragments[:_AT_ONCE]:
+            self._source.prepare(column, fragment, share)

@@ -1,0 +1,207 @@
+"""`ShardRows`: which rows of the source one logical shard reads, in the order of each epoch."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rescale_data.errors import require_int
+from rescale_data.nodes.reading.proof import running_sums
+from rescale_data.nodes.reading.share import ShardShare
+from rescale_data.order import FragmentOrder, ShardOrder, fragments_in_order, shard_sizes, some_fragments_order
+from rescale_data.shard import Shard
+from rescale_data.sources.decoded.cache import cache, owner_of
+from rescale_data.sources.source import Source
+from rescale_data.state import Ints
+
+DEFAULT_WINDOW = 1024
+
+
+@dataclass(frozen=True)
+class View:
+    """What a source consists of, from an epoch on: some of its fragments, or all of it.
+
+    Args:
+        since: The first epoch.
+        num_rows: Of those fragments.
+        fragments: ``int64[G]``, which, in the order of the source; `None` for all.
+    """
+
+    since: int
+    num_rows: int
+    fragments: Ints | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rows of the source for the shard's rows ``first ..`` of an epoch, in the order in which they are read.
+
+    Args:
+        sums: Their `running_sums`, where `Shard.verify` asks for them.
+    """
+
+    epoch: int
+    first: int
+    rows: Ints
+    sums: memoryview
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes + self.sums.nbytes
+
+    def covers(self, epoch: int, row: int) -> bool:
+        return self.epoch == epoch and 0 <= row - self.first < len(self.rows)
+
+
+class ShardRows:
+    """The rows of one logical shard, or of any other of the same source where one is named.
+
+    Args:
+        source: The source.
+        shard: The logical shard.
+        shuffle: See `Reader`.
+    """
+
+    def __init__(self, source: Source, shard: Shard, shuffle: bool | int) -> None:
+        self._source, self._shard = source, shard
+        self.is_full = shuffle is True and source.fragments is None
+        self.window = 0 if self.is_full else _window(shuffle)
+        self._source_key, self._plan_key = owner_of(source), (owner_of(self), "plan")
+        self.adopt([View(0, source.num_rows)])
+
+    def adopt(self, views: Sequence[View]) -> None:
+        """From now on the source consists of what ``views`` say, in the order of their first epochs."""
+        self._views = list(views)
+        self._since = [view.since for view in views]
+        self._orders: dict[tuple[int, int], ShardOrder] = {}
+        cache().put(self._plan_key, Plan(-1, 0, np.zeros(0, np.int64), memoryview(b"")))
+
+    @property
+    def width(self) -> int:
+        """Rows whose order is computed together."""
+        return self.order(0).width
+
+    def order(self, epoch: int, shard: int = -1) -> ShardOrder:
+        view, shard = self._view(epoch), self._shard.index if shard < 0 else shard
+        found = self._orders.get((view.since, shard))
+        if found is None:
+            found = ShardOrder(
+                num_rows=view.num_rows,
+                shard=shard,
+                num_logical_shards=self._shard.num_logical_shards,
+                seed=self._shard.seed,
+                window=self.window,
+                full=self.is_full,
+            )
+            if shard == self._shard.index:
+                self._orders[view.since, shard] = found
+        return found
+
+    def size(self, epoch: int) -> int:
+        """Rows of the shard in an epoch."""
+        return self.order(epoch).size
+
+    def sizes(self, epochs: Ints, shards: Ints) -> Ints:
+        """Rows of shards in epochs, ``int64[M]`` each."""
+        of_view = np.stack([shard_sizes(shards, view.num_rows, self._shard.num_logical_shards) for view in self._views])
+        return of_view[np.searchsorted(self._since, epochs, side="right") - 1, np.arange(len(shards))]
+
+    def sizes_before(self, epochs: Ints, shards: Ints) -> Ints:
+        """Rows of shards in all earlier epochs, ``int64[M]`` each."""
+        total = np.zeros_like(epochs)
+        for view, stop in zip(self._views, [*self._since[1:], np.iinfo(np.int64).max], strict=True):
+            sizes = shard_sizes(shards, view.num_rows, self._shard.num_logical_shards)
+            total += np.maximum(np.minimum(epochs, stop) - view.since, 0) * sizes
+        return total
+
+    def plan(self, epoch: int, row: int) -> tuple[Plan, bool]:
+        """Which rows of the source the shard reads around ``row``, and whether that was computed now."""
+        plan: Plan | None = cache().get(self._plan_key)
+        if plan is not None and plan.covers(epoch, row):
+            return plan, False
+        rows = self.around(epoch, row)
+        sums = running_sums(self.numbered(epoch, rows) if self._shard.verify else rows[:0])
+        plan = Plan(epoch, self.order(epoch).span(row)[0], rows, sums)
+        cache().put(self._plan_key, plan)
+        return plan, True
+
+    def around(self, epoch: int, row: int, shard: int = -1) -> Ints:
+        """Rows of the source that are permuted together around a row of a shard."""
+        return self.order(epoch, shard).rows(epoch, row, self.fragments(epoch))
+
+    def fragments_around(self, epoch: int, row: int, shard: int = -1) -> list[int]:
+        """Fragments of the source in which the rows lie that are permuted together around a row of a shard."""
+        fragments, order = self._source.fragments, self.order(epoch, shard)
+        first, stop = (order.start + end for end in order.span(row))
+        if fragments is None or stop <= first:
+            return []
+        permuted = self.fragments(epoch)
+        if permuted is not None:
+            return (np.searchsorted(fragments, permuted.between(first, stop), side="right") - 1).tolist()
+        ends = np.searchsorted(fragments, [first, stop - 1], side="right")
+        return list(range(int(ends[0]) - 1, int(ends[1])))
+
+    def after(self, epoch: int, row: int) -> tuple[int, int]:
+        """Epoch and row at which the next window begins."""
+        stop = self.order(epoch).span(row)[1]
+        return (epoch, stop) if stop < self.size(epoch) else (epoch + 1, 0)
+
+    def ends(self, epoch: int, row: int) -> list[int]:
+        """The two ends of what the window behind the one at ``row`` permutes, if there is one."""
+        order = self.order(epoch)
+        return order.ends(order.span(row)[1], self.fragments(epoch))
+
+    def owned(self, epoch: int, first: int, stop: int) -> Ints:
+        """Rows of the source that the shard's rows ``first .. stop - 1`` are, windows not permuted."""
+        return self.order(epoch).owned(epoch, first, stop, self.fragments(epoch))
+
+    def numbered(self, epoch: int, rows: Ints) -> Ints:
+        """Rows of the source as the view of an epoch numbers them, whatever has joined since."""
+        fragments, view = self._source.fragments, self._view(epoch)
+        if fragments is None or view.fragments is None:
+            return rows
+        starts, lengths = fragments[:-1][view.fragments], np.diff(fragments)[view.fragments]
+        at = np.searchsorted(starts, rows, side="right") - 1
+        return rows - starts[at] + (np.cumsum(lengths) - lengths)[at]
+
+    def share(self, epoch: int, shard: int = -1) -> ShardShare | None:
+        """How fragments are cut up for a shard; `None` where there are none."""
+        if self._source.fragments is None:
+            return None
+        return ShardShare(
+            self._shard, epoch, self._source.fragments, self.fragments(epoch), self._source_key, shard_index=shard
+        )
+
+    def fragments(self, epoch: int) -> FragmentOrder | None:
+        """The fragments as the epoch permutes them; `None` where rows are as they are in the source."""
+        fragments, view = self._source.fragments, self._view(epoch)
+        if fragments is None or (not self.window and view.fragments is None):
+            return None
+        epoch = epoch if self.window else view.since
+        key = (self._source_key, "order", self.window > 0, self._shard.seed, epoch, view.num_rows)
+        return cache().make(key, lambda: self._in_order(fragments, view, epoch))
+
+    def _in_order(self, fragments: Ints, view: View, epoch: int) -> FragmentOrder:
+        starts, lengths = fragments[:-1], np.diff(fragments)
+        if view.fragments is not None:
+            starts, lengths = starts[view.fragments], lengths[view.fragments]
+        if not self.window:
+            return fragments_in_order(starts, lengths)
+        return some_fragments_order(starts, lengths, self._shard.seed, epoch)
+
+    def _view(self, epoch: int) -> View:
+        return self._views[0] if len(self._views) == 1 else self._views[bisect_right(self._since, epoch) - 1]
+
+
+def _window(shuffle: bool | int) -> int:
+    if isinstance(shuffle, bool):
+        return DEFAULT_WINDOW if shuffle else 0
+    require_int(shuffle=shuffle)
+    if shuffle < 1:
+        raise ValueError(
+            f"shuffle={shuffle!r}: give the window in rows (at least 1), True, or False for the files' order."
+        )
+    return shuffle

@@ -1,0 +1,82 @@
+"""`ShardShare`: which rows of a fragment belong to which logical shard, so that a decoded one can be cut up."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import numpy as np
+
+from rescale_data.order import FragmentOrder, shard_starts
+from rescale_data.shard import Shard
+from rescale_data.sources.decoded.interest import shards_of
+from rescale_data.sources.decoded.pieces import Cut
+from rescale_data.state import Ints
+
+
+class ShardShare:
+    """What one logical shard reads in one epoch, and what the others of this process read beside it.
+
+    Args:
+        shard: The shard.
+        epoch: Of it.
+        fragments: ``int64[F + 1]`` of the source.
+        order: Of the fragments in this epoch; `None` for their own.
+        source: Key of the source, under which this process's shards are known.
+        shard_index: Another logical shard than ``shard``, of the same run.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        epoch: int,
+        fragments: Ints,
+        order: FragmentOrder | None,
+        source: int,
+        *,
+        shard_index: int = -1,
+    ) -> None:
+        self._shard, self.epoch, self._fragments, self._order, self._source = shard, epoch, fragments, order, source
+        self._index = shard.index if shard_index < 0 else shard_index
+        self._num_rows = int(fragments[-1] if order is None else order.virtual[-1])
+        self._begins: dict[int, int] = {}
+
+    @property
+    def key(self) -> Hashable:
+        return self._key(self._index)
+
+    def cuts(self, fragment: int) -> list[Cut]:
+        num_rows = int(self._fragments[fragment + 1] - self._fragments[fragment])
+        if not num_rows:
+            return []
+        begin = self._virtual(fragment)
+        num_shards = self._shard.num_logical_shards
+        starts = shard_starts(np.arange(num_shards + 1), self._num_rows, num_shards)
+        first = int(np.searchsorted(starts, begin, side="right")) - 1
+        last = int(np.searchsorted(starts, begin + num_rows, side="left"))
+        here = set(shards_of(self._source, num_shards)) | {self._index}
+        found: list[Cut] = []
+        for shard in range(first, last):
+            start = max(int(starts[shard]) - begin, 0)
+            stop = min(int(starts[shard + 1]) - begin, num_rows)
+            if shard in here and stop > start:
+                found.append(Cut(self._key(shard), start, stop))
+        return found
+
+    def start(self, fragment: int) -> int:
+        virtual = self._begins.get(fragment)
+        if virtual is None:
+            virtual = self._begins[fragment] = self._virtual(fragment)
+        own = self._index * self._num_rows // self._shard.num_logical_shards
+        return max(own - virtual, 0)
+
+    def _virtual(self, fragment: int) -> int:
+        """The first virtual row of a fragment."""
+        row = self._fragments[fragment]
+        if self._order is None:
+            return int(row)
+        there = (self._order.first == row) & (np.diff(self._order.virtual) > 0)
+        return int(self._order.virtual[np.flatnonzero(there)[0]])
+
+    def _key(self, shard: int) -> Hashable:
+        n, seed = self._shard.num_logical_shards, self._shard.seed
+        return (self._order is not None, seed, n, self._num_rows, self.epoch, shard)

@@ -1,0 +1,56 @@
+"""`Tray`: the columns of a micro batch, into which nodes write their samples side by side, so that nothing has to be stacked.
+
+columns of a node    {"tokens": (4096, int64)}
+tray of b samples    {"tokens": int64[b, 4096]}     node.write(tray, place) fills row ``place``
+batch                {"tokens": Tensor[b, 4096]}    the same memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rescale_data.nodes.provenance import with_provenance
+
+Columns: TypeAlias = Mapping[str, tuple[int, np.dtype[Any]]]
+"""Length and dtype of the value of each column, a 1-D array."""
+
+
+class Tray:
+    """Room for the samples of one micro batch, fresh memory.
+
+    Args:
+        columns: What each sample consists of.
+        num_samples: b.
+    """
+
+    def __init__(self, columns: Columns, num_samples: int) -> None:
+        self.arrays = {name: np.empty((num_samples, length), dtype) for name, (length, dtype) in columns.items()}
+        self.where: list[str] = []
+        """Where each sample comes from, if that is asked for (`rescale_data.nodes.provenance`)."""
+
+    def put(self, column: str, place: int, values: npt.NDArray[Any], fill: int) -> None:
+        """Write a value into row ``place``, filled up to the column's length."""
+        array, length = self.arrays[column], len(values)
+        if length == array.shape[1]:
+            array[place] = values
+        else:
+            array[place, :length] = values
+            array[place, length:] = fill
+
+    def batch(self) -> dict[str, Any]:
+        """``{column: Tensor[b, length]}``, which is the memory of the tray."""
+        return self._with_where({name: torch.from_numpy(array) for name, array in self.arrays.items()}, self.where)
+
+    def sample(self) -> dict[str, Any]:
+        """``{column: Tensor[length]}``, the only sample of a tray of one."""
+        columns = {name: torch.from_numpy(array[0]) for name, array in self.arrays.items()}
+        return self._with_where(columns, self.where[0] if self.where else [])
+
+    @staticmethod
+    def _with_where(columns: dict[str, Any], where: list[str] | str) -> dict[str, Any]:
+        return with_provenance(columns, where) if where else columns

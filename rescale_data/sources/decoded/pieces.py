@@ -1,0 +1,122 @@
+"""`Piece`: the rows of one fragment that one logical shard reads, so that what a process decodes once serves all of its shards.
+
+fragment, decoded      | rows of shard 7 | rows of shard 8 | rows of shard 9 |
+cut, by copy           [ piece           ] [ piece         ] [ piece         ]   in the cache; beyond it on disk
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import pyarrow as pa
+
+from rescale_data.sources.arrow_types import ArrowBuffer, ArrowTable
+from rescale_data.sources.decoded.columns import Fragment, token_lists
+from rescale_data.sources.source import Tokens
+
+
+class Cut(NamedTuple):
+    """Rows ``start .. stop - 1`` of a fragment, and whose they are."""
+
+    key: Hashable
+    start: int
+    stop: int
+
+
+class Share(Protocol):
+    """What one logical shard reads in one epoch."""
+
+    @property
+    def key(self) -> Hashable: ...
+
+    def cuts(self, fragment: int) -> Sequence[Cut]:
+        """The pieces of a fragment that the shards of this process read, that of this shard among them."""
+        ...
+
+    def start(self, fragment: int) -> int:
+        """The row of a fragment at which this shard's piece begins."""
+        ...
+
+
+@runtime_checkable
+class AheadSource(Protocol):
+    """A source that may bring fragments in the background."""
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether that is worth the while."""
+        ...
+
+    @property
+    def cache_bytes(self) -> int: ...
+
+    @property
+    def fragment_bytes(self) -> int: ...
+
+    def prepare(self, column: str | None, fragment: int, share: Share | None = None) -> None:
+        """A hint that a fragment will be asked for soon; it returns at once, and raises nothing."""
+        ...
+
+
+@runtime_checkable
+class PieceSource(Protocol):
+    """A source that can keep pieces of its fragments in place of whole ones."""
+
+    def cuts_pay(self, num_shards: int) -> bool:
+        """Whether to, where so many shards take turns in this process."""
+        ...
+
+    def row_of(self, index: int, share: Share) -> dict[str, object]:
+        """`Source.row`, out of a piece."""
+        ...
+
+    def tokens_of(self, column: str, fragment: int, share: Share) -> Tokens:
+        """`TokenSource.tokens`, those of a piece."""
+        ...
+
+
+class Piece:
+    """Some rows as an Arrow stream, which is the same in memory and on disk.
+
+    Args:
+        data: The stream.
+        start: The row of the fragment at which they begin.
+        leave: What to do when the cache has no room for it.
+    """
+
+    def __init__(self, data: ArrowBuffer, start: int, leave: Callable[[ArrowBuffer], None]) -> None:
+        self._data, self.start, self._leave = data, start, leave
+        self.nbytes: int = data.size
+
+    @cached_property
+    def rows(self) -> Fragment:
+        return Fragment(self._table())
+
+    @cached_property
+    def tokens(self) -> Tokens:
+        """Of its only column."""
+        found = token_lists(self._table().column(0))
+        return Tokens(found.values, found.offsets, self.start)
+
+    def evicted(self) -> None:
+        self._leave(self._data)
+
+    def _table(self) -> ArrowTable:
+        return pa.ipc.open_stream(self._data).read_all()
+
+
+def cut_out(table: ArrowTable, start: int, stop: int) -> ArrowBuffer:
+    """Rows of a table as a stream that holds nothing else of it."""
+    part = table.slice(start, stop - start).combine_chunks()
+    measure = pa.MockOutputStream()
+    _write(part, measure)
+    data = pa.allocate_buffer(measure.size())  # a growing buffer would keep up to twice as much
+    _write(part, pa.FixedSizeBufferWriter(data))
+    return data
+
+
+def _write(table: ArrowTable, sink: object) -> None:
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)

@@ -1,0 +1,97 @@
+"""Random access into what a compressed file holds: a copy of it in blocks, each compressed on its own."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import pyarrow as pa
+
+from rescale_data.sources.arrow_types import ArrowBuffer
+from rescale_data.sources.files.ranges import Mapped
+from rescale_data.state import Ints
+
+BLOCK_BYTES = 2**20
+CODECS = {".gz": "gzip", ".zst": "zstd"}
+
+
+@dataclass(frozen=True)
+class BlockTable:
+    """Where blocks begin, ``int64[B + 1]`` each: among the bytes they stand for, and in the copy."""
+
+    raw: Ints
+    stored: Ints
+
+
+class BlockRanges:
+    """The bytes that a copy in blocks stands for. It reads as a `Ranges` does."""
+
+    def __init__(self, path: str, table: BlockTable) -> None:
+        self._copy, self._table = Mapped(path), table
+        self._codec = pa.Codec("zstd")
+
+    @property
+    def size(self) -> int:
+        return int(self._table.raw[-1])
+
+    def read(self, offset: int, length: int) -> ArrowBuffer:
+        raw = self._table.raw
+        stop = min(offset + length, self.size)
+        if stop <= offset:
+            return pa.py_buffer(b"")
+        first = bisect.bisect_right(cast(Any, raw), offset) - 1
+        last = bisect.bisect_left(cast(Any, raw), stop)
+        whole = b"".join([self._block(block) for block in range(first, last)])
+        begin = int(raw[first])
+        return pa.py_buffer(whole).slice(offset - begin, stop - offset)
+
+    def read_many(self, places: Sequence[tuple[int, int]]) -> list[ArrowBuffer]:
+        return [self.read(offset, length) for offset, length in places]
+
+    def whole(self) -> Any:
+        return self.read(0, self.size)
+
+    def release_with(self, user: object, data: ArrowBuffer) -> None:
+        del user, data  # a copy, which goes with whoever holds it
+
+    def _block(self, block: int) -> bytes:
+        table = self._table
+        start, stop = table.stored[block : block + 2].tolist()
+        size = int(table.raw[block + 1] - table.raw[block])
+        return self._codec.decompress(self._copy.read(start, stop - start), size, asbytes=True)
+
+
+def codec_of(name: str) -> str | None:
+    """How a file is compressed, by its name; `None` for not at all."""
+    return next((codec for suffix, codec in CODECS.items() if name.endswith(suffix)), None)
+
+
+def write_blocks(chunks: Iterator[bytes], path: str) -> BlockTable:
+    """Write the copy."""
+    codec, raw, stored = pa.Codec("zstd"), [0], [0]
+    with open(path, "wb") as file:
+        for chunk in chunks:
+            data = codec.compress(chunk, asbytes=True)
+            file.write(data)
+            raw.append(raw[-1] + len(chunk))
+            stored.append(stored[-1] + len(data))
+    return BlockTable(np.array(raw, dtype=np.int64), np.array(stored, dtype=np.int64))
+
+
+def decompressed(stream: Any, codec: str) -> Iterator[bytes]:
+    """What a compressed file holds, in pieces of `BLOCK_BYTES` but for the last."""
+    with pa.CompressedInputStream(stream, codec) as file:
+        while chunk := _read_full(file):
+            yield chunk
+
+
+def _read_full(file: Any) -> bytes:
+    parts: list[bytes] = []
+    missing = BLOCK_BYTES
+    while missing and (part := file.read(missing)):
+        parts.append(part)
+        missing -= len(part)
+    return b"".join(parts)

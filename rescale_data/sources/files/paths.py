@@ -1,0 +1,247 @@
+"""From what a user gives (a glob, a folder, a list, a URL) to files in the same order on every machine."""
+
+from __future__ import annotations
+
+import glob
+import os
+import posixpath
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+from fsspec import AbstractFileSystem
+from fsspec.asyn import AsyncFileSystem
+from fsspec.core import url_to_fs
+from fsspec.implementations.arrow import ArrowFSWrapper
+from fsspec.utils import glob_translate
+
+from rescale_data.sources.arrow_types import ArrowFile
+from rescale_data.sources.files.remote import Remote, RemoteFile, attempt
+
+Paths: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of a source, sorted by path.
+
+    Args:
+        root: The folder above all of them.
+        names: Paths from the root, with forward slashes.
+        sizes: Bytes of each.
+        filesystem: Of fsspec; `None` for the local one.
+        remote: How to read them, where they are not local.
+        stamps: What changes when each of them does, as far as a filesystem of fsspec has told with the sizes.
+    """
+
+    root: str
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    filesystem: AbstractFileSystem | None = None
+    remote: Remote = field(default_factory=Remote)
+    stamps: tuple[str, ...] = ()
+
+    def path(self, file: int) -> str:
+        return posixpath.join(self.root, self.names[file])
+
+    def stamp(self, file: int) -> str:
+        """What changes when the file does: when it was written, as far as its filesystem tells."""
+        return str(os.stat(self.path(file)).st_mtime_ns) if self.filesystem is None else self.stamps[file]
+
+    def open(self, file: int) -> ArrowFile:
+        """The file, to be read at random."""
+        if self.filesystem is None:
+            return pa.OSFile(self.path(file), "rb")
+        return self.remote_file(self.path(file)).whole()
+
+    def remote_file(self, path: str) -> RemoteFile:
+        """One of them, or another file of their filesystem."""
+        if self.filesystem is None:
+            raise ValueError(f"{path} is a local file")
+        known = self._number.get(path)
+        if known is None:
+            return RemoteFile(self.filesystem, path, self.remote)
+        return RemoteFile(self.filesystem, path, self.remote, self.sizes[known], self.stamps[known])
+
+    @cached_property
+    def _number(self) -> dict[str, int]:
+        return {self.path(file): file for file in range(len(self.names))}
+
+
+def find(
+    paths: Paths,
+    suffixes: Sequence[str],
+    storage_options: Mapping[str, Any] | None = None,
+    remote: Remote | None = None,
+) -> Files:
+    """The files that ``paths`` stands for.
+
+    Args:
+        paths: A glob (``**`` for any folders), a folder (all files below it that end in one of ``suffixes``, except names
+            that begin with a dot or an underscore), a file, or a list of these; each local or any fsspec URL.
+        suffixes: What a file in a folder must end in.
+        storage_options: For the fsspec filesystem.
+        remote: How to read files of URLs.
+
+    Raises:
+        FileNotFoundError: One of the paths stands for no file.
+        TypeError: ``paths`` is neither a path nor a list of them.
+    """
+    given = [paths] if isinstance(paths, str | os.PathLike) else paths
+    if not isinstance(given, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"paths={paths!r} is a {type(paths).__name__}: give a glob, a folder, a file, or a list of these."
+        )
+    given = [os.fspath(path) for path in given]
+    if not given:
+        raise FileNotFoundError("No paths were given: give a glob, a folder or a list of files.")
+    urls = [path for path in given if "://" in path]
+    if not urls and remote is not None and remote.filesystem is not None:
+        raise ValueError(
+            f"{given} beside rd.Remote(filesystem={type(remote.filesystem).__name__}): it is asked for URLs, such as "
+            f"'s3://bucket/folder'; leave it out for local files."
+        )
+    if not urls:
+        return _files({path: size for item in given for path, size in _local(item, suffixes)})
+    if len(urls) != len(given):
+        raise ValueError(f"Local paths and URLs in one list, {given}: give a source for each.")
+    return _remote(given, suffixes, storage_options or {}, remote or Remote())
+
+
+def _files(sizes: Mapping[str, int]) -> Files:
+    root = posixpath.commonpath([posixpath.dirname(path) for path in sizes])
+    by_name = {posixpath.relpath(path, root): size for path, size in sizes.items()}
+    names = tuple(sorted(by_name))
+    return Files(root, names, tuple(by_name[name] for name in names))
+
+
+def _local(given: str, suffixes: Sequence[str]) -> list[tuple[str, int]]:
+    path = os.path.abspath(os.path.expanduser(given))
+    if os.path.isdir(path):
+        found = _wanted(_local_below(path), path, suffixes)
+    elif os.path.exists(path):
+        found = [path]
+    else:
+        found = [match for match in glob.glob(path, recursive=True) if os.path.isfile(match)]
+    _refuse_none(found, given, suffixes, os.path.isdir(path))
+    return [(Path(match).as_posix(), os.path.getsize(match)) for match in found]
+
+
+def _local_below(folder: str) -> Iterator[str]:
+    """All files below a folder, except in folders whose names begin with a dot or an underscore."""
+    for entry in os.scandir(folder):  # os.walk would leave out what it cannot list
+        if not entry.is_dir():
+            yield entry.path
+        elif not entry.name.startswith((".", "_")):
+            yield from _local_below(entry.path)
+
+
+def read_if_there(path: str, options: Mapping[str, Any] | None, remote: Remote | None) -> bytes | None:
+    """A small file, local or behind a URL; `None` where there is none."""
+    try:
+        if "://" not in path:
+            return Path(path).expanduser().read_bytes()
+        filesystem, inner = _reach(path, options or {}, remote or Remote())
+        return attempt(remote or Remote(), path, partial(filesystem.cat_file, inner))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _remote(given: Sequence[str], suffixes: Sequence[str], options: Mapping[str, Any], remote: Remote) -> Files:
+    _ = remote.kept  # before anything is read: the error is not that of a file
+    infos: dict[str, Any] = {}
+    filesystem: Any = None
+    for url in given:
+        before = filesystem
+        filesystem, path = _reach(url, options, remote)
+        if before is not None and type(before) is not type(filesystem):
+            raise ValueError(f"URLs of different filesystems in one list, {list(given)}: give a source for each.")
+        folder, found = attempt(remote, url, partial(_look, filesystem, path))
+        if folder:
+            found = {match: found[match] for match in _wanted(found, path, suffixes)}
+        _refuse_none(found, url, suffixes, folder)
+        infos.update(found)
+    files = _files({path: int(info["size"]) for path, info in infos.items()})
+    stamps = tuple(_stamp(infos[files.path(file)]) for file in range(len(files.names)))
+    return replace(files, filesystem=filesystem, remote=remote, stamps=stamps)
+
+
+def _look(filesystem: Any, path: str) -> tuple[bool, dict[str, Any]]:
+    """Whether a path is a folder, and all files below it, or those that it stands for."""
+    try:
+        folder = filesystem.isdir(path)  # False also where it could not be asked
+        if not folder and glob.has_magic(path):
+            return False, _matches(filesystem, path)
+        info = filesystem.info(path)
+        if not folder and info["type"] == "file":
+            return False, {path: info}
+        return True, _below(filesystem, path) if _walks(filesystem) else filesystem.find(path, detail=True)
+    except FileNotFoundError:
+        return False, {}
+
+
+def _matches(filesystem: Any, pattern: str) -> dict[str, Any]:
+    """The files that a glob stands for."""
+    if not _walks(filesystem):
+        found: dict[str, Any] = filesystem.glob(pattern, detail=True)
+        return {match: info for match, info in found.items() if info["type"] == "file"}
+    root = posixpath.dirname(pattern[: re.search(r"[*?[]", pattern).start()])  # pyright: ignore[reportOptionalMemberAccess]
+    depth = None if "**" in pattern else pattern.count("/", len(root) + 1)
+    chosen = re.compile(glob_translate(pattern))
+    return {match: info for match, info in _below(filesystem, root, depth).items() if chosen.match(match)}
+
+
+def _walks(filesystem: Any) -> bool:
+    """Whether it finds files as fsspec does by default, folder by folder, and leaves out those that it fails to list."""
+    return type(filesystem).find is AbstractFileSystem.find and not isinstance(filesystem, AsyncFileSystem)
+
+
+def _below(filesystem: Any, folder: str, depth: int | None = None) -> dict[str, Any]:
+    """All files below a folder, or in it and in ``depth`` levels of folders below. What cannot be listed is an error."""
+    found: dict[str, Any] = {}
+    for info in filesystem.ls(folder, detail=True):
+        name = info["name"].rstrip("/")
+        if info["type"] != "directory":
+            found[name] = info
+        elif name != folder.rstrip("/") and depth != 0:
+            found |= _below(filesystem, name, None if depth is None else depth - 1)
+    return found
+
+
+def _reach(url: str, options: Mapping[str, Any], remote: Remote) -> tuple[Any, str]:
+    """The filesystem that a URL speaks of, and the path in it."""
+    if remote.filesystem is None:
+        return url_to_fs(url, **options)
+    if options:
+        raise ValueError(
+            f"storage_options={list(options)} beside rd.Remote(filesystem={type(remote.filesystem).__name__}): they are for "
+            f"fsspec's filesystems; give those of pyarrow what they need where you make them, as S3FileSystem(region=...)."
+        )
+    return ArrowFSWrapper(remote.filesystem, skip_instance_cache=True), url.partition("://")[2]
+
+
+def _stamp(info: Mapping[str, Any]) -> str:
+    return str(next((info[key] for key in ("ETag", "etag", "mtime", "LastModified", "created") if key in info), ""))
+
+
+def _wanted(paths: Iterable[str], root: str, suffixes: Sequence[str]) -> list[str]:
+    """Those with one of the suffixes and no hidden part below the root."""
+    below = len(root.rstrip("/")) + 1
+    return [
+        path
+        for path in paths
+        if path.endswith(tuple(suffixes)) and not any(part.startswith((".", "_")) for part in Path(path[below:]).parts)
+    ]
+
+
+def _refuse_none(found: Iterable[str], given: str, suffixes: Sequence[str], folder: bool) -> None:
+    if not list(found):
+        what = f"is a folder without files that end in {', '.join(suffixes)}" if folder else "matches no file"
+        raise FileNotFoundError(
+            f"{given!r} {what} (seen from {os.getcwd()}). Give a glob such as 'corpus/*{suffixes[0]}' in quotes, a folder, "
+            f"a list of files, or an fsspec URL."
+        )

@@ -1,0 +1,85 @@
+"""Files of which ranges of bytes are read: mapped into memory where they are local, else asked for range by range."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from rescale_data.sources.arrow_types import ArrowBuffer
+from rescale_data.sources.files.paths import Files
+
+
+class Ranges(Protocol):
+    @property
+    def size(self) -> int: ...
+
+    def read(self, offset: int, length: int) -> ArrowBuffer:
+        """The bytes from ``offset`` on, less where the file ends."""
+        ...
+
+    def read_many(self, places: Sequence[tuple[int, int]]) -> list[ArrowBuffer]:
+        """Several ranges, ``(offset, length)`` each, in the time of one."""
+        ...
+
+    def whole(self) -> Any:
+        """The file as pyarrow takes it."""
+        ...
+
+    def release_with(self, user: object, data: ArrowBuffer) -> None:
+        """Take what was read out of the process's memory when ``user`` is gone."""
+        ...
+
+
+class Mapped:
+    """A local file. Nothing is copied, and the page cache of the machine serves all of its processes."""
+
+    def __init__(self, path: str) -> None:
+        if not os.path.getsize(path):  # there is nothing to map
+            self._buffer = pa.py_buffer(b"")
+            return
+        with pa.memory_map(path) as file:  # what was read keeps the mapping, but no file descriptor
+            self._buffer = file.read_buffer()
+
+    @property
+    def size(self) -> int:
+        return self._buffer.size
+
+    def read(self, offset: int, length: int) -> ArrowBuffer:
+        return self._buffer.slice(offset, max(0, min(length, self.size - offset)))
+
+    def read_many(self, places: Sequence[tuple[int, int]]) -> list[ArrowBuffer]:
+        return [self.read(offset, length) for offset, length in places]
+
+    def whole(self) -> Any:
+        return self._buffer
+
+    def release_with(self, user: object, data: ArrowBuffer) -> None:
+        weakref.finalize(user, _drop_pages, data).atexit = False
+
+
+def open_ranges(files: Files, file: int) -> Ranges:
+    """A file of a source."""
+    return open_path(files, files.path(file))
+
+
+def open_path(files: Files, path: str) -> Ranges:
+    """Another file where those of a source are."""
+    return Mapped(path) if files.filesystem is None else files.remote_file(path)
+
+
+def _drop_pages(data: ArrowBuffer) -> None:
+    """Unload the whole pages of a mapped range, which stay in the page cache and come back if they are touched again.
+
+    Without this, what a process has ever touched of a mapped file counts as its memory until the file is closed.
+    """
+    advise, dont_need = getattr(ctypes.CDLL(None), "madvise", None), getattr(mmap, "MADV_DONTNEED", None)
+    start = -(-data.address // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (data.address + data.size) // mmap.PAGESIZE * mmap.PAGESIZE
+    if advise is not None and dont_need is not None and stop > start:
+        advise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), ctypes.c_int(dont_need))

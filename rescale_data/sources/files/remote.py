@@ -1,0 +1,230 @@
+"""How files behind URLs are read: a request a range, asked for again where it fails, and kept on disk where that is wanted."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pyarrow as pa
+from pyarrow.fs import FileSystem
+
+from rescale_data.sources.arrow_types import ArrowBuffer
+from rescale_data.sources.decoded.ahead import leaving
+from rescale_data.sources.decoded.cache import handles, owner_of
+from rescale_data.sources.files.as_file import AsFile
+from rescale_data.sources.files.disk_cache import DiskCache, disk_cache
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+T = TypeVar("T")
+
+_REQUESTS_AT_ONCE = 16
+_SMALL = 2**16
+_LONGEST_PAUSE = 30.0
+_PERMANENT = (
+    FileNotFoundError,
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+    NotImplementedError,
+    AttributeError,
+    KeyError,
+    TypeError,
+    ValueError,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remote:
+    """How files behind URLs are read.
+
+    Args:
+        retries: How often a request that failed is made again, unless there is no such file or no permission.
+        backoff_seconds: Pause before the second attempt; each further one is twice as long, up to half a minute.
+        cache_dir: A local folder to keep what was read in, shared by the processes of a machine; `None` for none.
+        cache_dir_bytes: What may lie there; the ranges that were not used for longest go first, and one of more than an eighth
+            of it is not kept.
+        read_ahead: Whether to ask in the background for what will be needed next, where ``cache_bytes`` has room for it.
+        filesystem: One of ``pyarrow.fs``, such as ``pyarrow.fs.S3FileSystem(region="eu-west-1")``, to ask in place of fsspec's
+            for the URL's protocol, and of ``storage_options``. It fetches beside Python, not in it, and so takes little of the
+            time of what trains.
+
+    Raises:
+        ValueError: A number is out of range.
+        TypeError: ``filesystem`` is none of pyarrow's.
+    """
+
+    retries: int = 5
+    backoff_seconds: float = 0.5
+    cache_dir: str | os.PathLike[str] | None = None
+    cache_dir_bytes: int = 2**36
+    read_ahead: bool = True
+    filesystem: FileSystem | None = field(default=None, hash=False)
+
+    def __post_init__(self) -> None:
+        if self.filesystem is not None and not isinstance(self.filesystem, FileSystem):
+            raise TypeError(
+                f"rd.Remote(filesystem={self.filesystem!r}): give one of pyarrow.fs, such as S3FileSystem(region=...); what "
+                f"fsspec needs goes into storage_options=."
+            )
+        if self.retries < 0 or self.backoff_seconds < 0 or self.cache_dir_bytes < 1:
+            raise ValueError(
+                f"rd.Remote(retries={self.retries}, backoff_seconds={self.backoff_seconds}, cache_dir_bytes="
+                f"{self.cache_dir_bytes}): retries and backoff_seconds are at least 0, cache_dir_bytes at least 1."
+            )
+
+    @property
+    def kept(self) -> DiskCache | None:
+        """What this process keeps in ``cache_dir``; ``ValueError`` where that can be no folder."""
+        return None if self.cache_dir is None else disk_cache(os.fspath(self.cache_dir), self.cache_dir_bytes)
+
+
+class RemoteError(OSError):
+    """A file could not be read, although that was tried again and again; the message has its URL."""
+
+
+class RemoteFile:
+    """A file of an fsspec filesystem, read a range at a time, by any number of threads.
+
+    Args:
+        filesystem: Of fsspec.
+        path: In it.
+        size: Bytes; `None` to ask.
+        stamp: What changes when the file does.
+        remote: How to read it.
+    """
+
+    def __init__(
+        self, filesystem: AbstractFileSystem, path: str, remote: Remote, size: int | None = None, stamp: str = ""
+    ) -> None:
+        self._filesystem: Any = filesystem
+        self._path, self._remote, self._stamp = path, remote, stamp
+        self.url: str = self._filesystem.unstrip_protocol(path)
+        self.size: int = size if size is not None else int(self._try(lambda: self._filesystem.info(path)["size"]))
+        self._window: tuple[int, ArrowBuffer] = (0, pa.py_buffer(b""))
+
+    def read(self, offset: int, length: int) -> ArrowBuffer:
+        """The bytes from ``offset`` on, less where the file ends. Small reads near each other are one request."""
+        length = max(0, min(length, self.size - offset))
+        begin, window = self._window
+        if not begin <= offset <= offset + length <= begin + window.size:
+            if length >= _SMALL:
+                return self._range(offset, length)
+            begin, window = self._window = offset, self._range(offset, min(_SMALL, self.size - offset))
+        return window.slice(offset - begin, length)
+
+    def read_many(self, places: Sequence[tuple[int, int]]) -> list[ArrowBuffer]:
+        """Several ranges, asked for at the same time."""
+        offsets, lengths = [offset for offset, _ in places], [length for _, length in places]
+        return list(_pool().map(self._range, offsets, lengths))
+
+    def whole(self) -> Any:
+        """The file as pyarrow takes it."""
+        return pa.PythonFile(AsFile(self), mode="r")
+
+    def release_with(self, user: object, data: ArrowBuffer) -> None:
+        del user, data  # a copy, which goes with whoever holds it
+
+    def _range(self, offset: int, length: int) -> ArrowBuffer:
+        def fetch() -> bytes:
+            return self._try(lambda: self._request(offset, length))
+
+        if not length:
+            return pa.py_buffer(b"")
+        kept = self._remote.kept
+        if kept is None:
+            return pa.py_buffer(fetch())
+        name = f"{self.url}|{self.size}|{self._stamp}|{offset}|{length}"
+        return pa.py_buffer(kept.read(name, length, fetch))
+
+    def _request(self, offset: int, length: int) -> bytes:
+        data = self._ask(offset, length)
+        if len(data) != length:
+            raise OSError(f"{len(data)} bytes arrived of {length} at {offset}")
+        return data
+
+    def _ask(self, offset: int, length: int) -> bytes:
+        if self._remote.filesystem is None:
+            return self._filesystem.cat_file(self._path, start=offset, end=offset + length)
+        key = (owner_of(self._remote), "native", self._path)
+        native: _Native = handles().make(key, partial(_Native, self._remote.filesystem, self._path))
+        return native.read(offset, length)
+
+    def _try(self, work: Callable[[], T]) -> T:
+        return attempt(self._remote, self.url, work)
+
+
+class _Native:
+    """A file of one of pyarrow's filesystems, opened when it is first read; any number of threads may read it."""
+
+    def __init__(self, filesystem: Any, path: str) -> None:
+        self._filesystem, self._path = filesystem, path
+        self._file: Any = None
+
+    def read(self, offset: int, length: int) -> bytes:
+        file = self._file
+        if file is None:
+            file = self._file = self._filesystem.open_input_file(self._path)
+        try:
+            return file.read_at(length, offset)
+        except Exception:
+            self._file = None  # the next attempt opens it anew
+            raise
+
+
+def attempt(remote: Remote, url: str, work: Callable[[], T]) -> T:
+    """What ``work`` returns, tried again and again where it fails for a reason that may pass."""
+    started = time.monotonic()
+    for number in range(remote.retries + 1):
+        try:
+            return work()
+        except Exception as error:
+            if isinstance(error, _PERMANENT):
+                raise
+            if number == remote.retries or leaving.is_set():
+                raise _spent(remote, url, error, time.monotonic() - started) from error
+        leaving.wait(_pause(remote.backoff_seconds, number))
+    raise AssertionError
+
+
+def _spent(remote: Remote, url: str, error: Exception, seconds: float) -> RemoteError:
+    given = "storage_options=" if remote.filesystem is None else "rd.Remote(filesystem=)"
+    return RemoteError(
+        f"{url} could not be read in {remote.retries + 1} attempts over {seconds:.1f} s; the last one: "
+        f"{type(error).__name__}: {error}. Look to the network, the credentials in {given}, or allow more: "
+        f"remote=rd.Remote(retries=..., backoff_seconds=...)."
+    )
+
+
+def _pause(backoff: float, attempt: int) -> float:
+    """Between a half and the whole of a time that doubles, so that ranks do not come back all at once."""
+    return min(_LONGEST_PAUSE, backoff * 2**attempt) * random.uniform(0.5, 1.0)
+
+
+_lock = threading.Lock()
+_requests: ThreadPoolExecutor | None = None
+
+
+def _pool() -> ThreadPoolExecutor:
+    global _requests
+    with _lock:
+        if _requests is None:
+            _requests = ThreadPoolExecutor(_REQUESTS_AT_ONCE, thread_name_prefix="rescale_data-requests")
+        return _requests
+
+
+def _renew() -> None:
+    """A forked child has no thread, and the lock may have been held."""
+    global _requests, _lock
+    _requests, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew)

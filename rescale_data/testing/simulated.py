@@ -1,0 +1,136 @@
+"""For your own tests: many ranks in one process, and the promise that a pipeline rescales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from rescale_data.engine.recipe import Recipe
+from rescale_data.engine.shards import LogicalShards
+from rescale_data.engine.statedict import merged_state_dict
+from rescale_data.loader import DataLoader
+from rescale_data.nodes.base import Node
+
+Topology: TypeAlias = tuple[int, int, int]
+MakeLoader: TypeAlias = Callable[[int, int, int, int], DataLoader]
+
+
+def full_state_dict(loaders: Sequence[DataLoader | LogicalShards]) -> dict[str, Any]:
+    """The state that the loaders of all dp ranks would save together, with plain tensors of all N rows.
+
+    Args:
+        loaders: One of each simulated rank, in any order, all at the same batch.
+
+    Raises:
+        ValueError: A rank is missing, or the loaders stand at different batches.
+    """
+    return merged_state_dict([loader.stream for loader in loaders])
+
+
+def assert_rescalable(make_loader: MakeLoader, topologies: Iterable[Topology], *, steps: int = 3) -> None:
+    """Run a chain of topologies, each from the state of the one before, and compare every batch with an uninterrupted run.
+
+    In each leg ``steps`` global batches and one more micro batch are taken on every rank. Each sample must be the next one of
+    its logical shard, as the pipeline of that shard yields it when nothing interrupts it.
+
+    Args:
+        make_loader: ``(dp_rank, dp_world_size, micro_batch_size, num_workers) -> DataLoader``, all of one run.
+        topologies: ``(dp_world_size, micro_batch_size, num_workers)`` of each leg.
+        steps: Global batches of a leg.
+
+    Raises:
+        AssertionError: A batch differs; the message names leg, rank, micro batch and column.
+        ValueError: There is no topology.
+    """
+    reference: _Reference | None = None
+    state: dict[str, Any] | None = None
+    for leg, (dp_world_size, micro_batch_size, num_workers) in enumerate(topologies):
+        loaders = [make_loader(r, dp_world_size, micro_batch_size, num_workers) for r in range(dp_world_size)]
+        if state is not None:
+            for loader in loaders:
+                loader.load_state_dict(state)
+        if reference is None:
+            reference = _Reference(loaders[0].setup.recipe)
+        where = f"leg {leg} (W={dp_world_size}, b={micro_batch_size}, K={num_workers})"
+        for u in range(steps * loaders[0].gradient_accumulation_steps + 1):
+            reference.check(loaders, f"{where}, micro batch {u}")
+        state = full_state_dict(loaders)
+        for loader in loaders:
+            loader.close()
+    if reference is None:
+        raise ValueError("topologies is empty: give at least one (dp_world_size, micro_batch_size, num_workers).")
+
+
+class _Reference:
+    """What each logical shard yields in a run that is never interrupted."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._nodes = [recipe.build(shard) for shard in range(recipe.num_logical_shards)]
+        self._epoch = 0
+
+    def check(self, loaders: Sequence[DataLoader], where: str) -> None:
+        """Take one micro batch on every rank and compare."""
+        self._begin_epoch(loaders[0])
+        for rank, loader in enumerate(loaders):
+            micro_batch = loader.stream.take()
+            samples = [self._next(shard) for shard in micro_batch.shards[: micro_batch.num_real]]
+            if len(samples) == len(micro_batch.shards):
+                _compare(micro_batch.batch, loader.collate_fn(samples), f"{where}, rank {rank}")
+
+    def _begin_epoch(self, loader: DataLoader) -> None:
+        loader.stream.begin()
+        while self._epoch < loader.epoch:
+            self._epoch += 1
+            for node in self._nodes:
+                _drain(node)
+
+    def _next(self, shard: int) -> Any:
+        node = self._nodes[shard]
+        for _ in range(3):
+            try:
+                return next(node)
+            except StopIteration:
+                if not self._recipe.repeat:
+                    raise AssertionError(f"logical shard {shard} was asked for more samples than it has") from None
+                node.reset(node.get_state())
+        raise AssertionError(f"logical shard {shard} yields no samples")
+
+
+def _drain(node: Node[Any]) -> None:
+    """Leave out what a shard has left of its epoch and begin the next."""
+    for _ in node:
+        pass
+    node.reset(node.get_state())
+
+
+def _compare(got: Any, expected: Any, where: str) -> None:
+    if isinstance(expected, dict):
+        if not isinstance(got, dict) or got.keys() != expected.keys():
+            raise AssertionError(f"{where}: the batch is {_kind(got)}, expected {_kind(expected)}")
+        for key, value in expected.items():
+            _compare(got[key], value, f"{where}, {key!r}")
+    elif isinstance(expected, list | tuple):
+        if len(got) != len(expected):
+            raise AssertionError(f"{where}: {len(got)} values, expected {len(expected)}")
+        for i, value in enumerate(expected):
+            _compare(got[i], value, f"{where}[{i}]")
+    elif not _equal(got, expected):
+        raise AssertionError(
+            f"{where}: the batch is not the one of an uninterrupted run: got {got}, expected {expected}"
+        )
+
+
+def _equal(got: Any, expected: Any) -> bool:
+    if isinstance(expected, torch.Tensor):
+        return isinstance(got, torch.Tensor) and got.dtype == expected.dtype and torch.equal(got, expected)
+    if isinstance(expected, np.ndarray):
+        return isinstance(got, np.ndarray) and got.dtype == expected.dtype and np.array_equal(got, expected)
+    return bool(got == expected)
+
+
+def _kind(value: Any) -> str:
+    return f"a dict of {sorted(value)}" if isinstance(value, dict) else f"a {type(value).__name__}"

@@ -1,0 +1,143 @@
+"""What a source promises, as checks: see `rescale_data.testing.assert_source`."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rescale_data.nodes.reader import Reader
+from rescale_data.order import permutation
+from rescale_data.shard import Shard
+from rescale_data.sources.dataset import DatasetSource
+from rescale_data.sources.decoded.cache import cache
+from rescale_data.sources.source import Source, TokenSource
+
+_SHARDS = 3
+_READ_WHOLE = 2000
+
+
+def assert_source(source: Source, *, num_rows: int = 100, columns: Iterable[str] = ()) -> None:
+    """Check that a source keeps its contract: what follows is then true of every pipeline that reads it.
+
+    Args:
+        source: Yours.
+        num_rows: So many of its rows, spread over all of it, are read several times.
+        columns: Token columns, which must be the same a fragment at a time as they are row by row.
+
+    Raises:
+        AssertionError: It breaks its contract; the message says how.
+    """
+    if not isinstance(source, Source):  # pyright: ignore[reportUnnecessaryIsInstance]
+        missing = [name for name in _MEMBERS if not hasattr(source, name)]
+        raise AssertionError(f"A {type(source).__name__} is no source: it lacks {missing}")
+    _check_shape(source)
+    rows = sorted({int(i) for i in np.linspace(0, source.num_rows - 1, num_rows)})
+    first = {index: copy.deepcopy(source.row(index)) for index in rows}
+    _check_repeats(source, first)
+    _check_pickles(source, first)
+    _check_places(source, rows)
+    for column in columns:
+        _check_tokens(source, column, first)
+    if source.num_rows <= _READ_WHOLE:
+        _check_readers(source)
+
+
+_MEMBERS = ("name", "num_rows", "fragments", "manifest", "row", "locate")
+
+
+def _require(held: bool, message: str) -> None:
+    if not held:
+        raise AssertionError(message)
+
+
+def _check_shape(source: Source) -> None:
+    _require(type(source.num_rows) is int and source.num_rows > 0, f"num_rows is {source.num_rows!r}: an int above 0")
+    _require(isinstance(source.name, str) and bool(source.name), f"name is {source.name!r}: a short text")  # pyright: ignore[reportUnnecessaryIsInstance]
+    fragments = source.fragments
+    if fragments is not None:
+        whole = isinstance(fragments, np.ndarray) and fragments.dtype == np.int64 and len(fragments) >= 2  # pyright: ignore[reportUnnecessaryIsInstance]
+        _require(whole, "fragments is None, or int64[F + 1]")
+        ends = int(fragments[0]) == 0 and int(fragments[-1]) == source.num_rows
+        _require(ends and bool((np.diff(fragments) >= 0).all()), "fragments go up from 0 to num_rows")
+    try:
+        text = json.dumps(dict(source.manifest()), sort_keys=True)
+    except TypeError as error:
+        raise AssertionError(f"manifest() holds JSON values: {error}") from error
+    _require(text == json.dumps(dict(source.manifest()), sort_keys=True), "manifest() is the same at every call")
+
+
+def _check_repeats(source: Source, first: Mapping[int, Any]) -> None:
+    """Rows do not depend on what was read before them, nor on what callers do to the ones they got."""
+    indices = np.array(list(first))
+    for seed in range(2):
+        for index in indices[permutation(len(indices), "contract", seed)].tolist():
+            row = source.row(index)
+            _require(same(row, first[index]), f"row({index}) is {row!r} now and was {first[index]!r}")
+            if not isinstance(source, DatasetSource):
+                _spoil(row)
+        cache().clear()
+
+
+def _check_pickles(source: Source, first: Mapping[int, Any]) -> None:
+    try:
+        other: Source = pickle.loads(pickle.dumps(source))
+    except Exception as error:
+        raise AssertionError(f"a source pickles, so that worker processes can have it: {error}") from error
+    _require(dict(other.manifest()) == dict(source.manifest()), "its manifest() is another after pickling")
+    index = next(reversed(first))
+    _require(same(other.row(index), first[index]), f"row({index}) is another after pickling")
+
+
+def _check_places(source: Source, rows: list[int]) -> None:
+    places = [source.locate(index) for index in rows]
+    _require(len(set(places)) == len(places), "locate() says the same of two rows")
+
+
+def _check_tokens(source: Source, column: str, first: Mapping[int, Any]) -> None:
+    if not isinstance(source, TokenSource) or source.fragments is None:
+        raise AssertionError(f"it has no tokens(column, fragment) to read {column!r} with")
+    source.check_tokens(column)
+    for index, row in first.items():
+        fragment = int(np.searchsorted(source.fragments, index, side="right")) - 1
+        tokens, at = source.tokens(column, fragment), index - int(source.fragments[fragment])
+        found = tokens.values[tokens.offsets[at] : tokens.offsets[at + 1]]
+        _require(same(np.array(found), row[column]), f"tokens({column!r}, {fragment}) are not those of row({index})")
+
+
+def _check_readers(source: Source) -> None:
+    readers = [Reader(source, Shard(i, _SHARDS)) for i in range(_SHARDS)]
+    drawn = sum(1 for reader in readers for _ in reader)
+    _require(drawn == source.num_rows, f"{_SHARDS} readers drew {drawn} rows of {source.num_rows}")
+
+
+def _spoil(row: Any) -> None:
+    """Write over a row, which is its caller's own."""
+    for value in row.values() if isinstance(row, dict) else ():
+        if isinstance(value, np.ndarray) and value.flags.writeable and value.dtype.kind in "iuf":
+            value[...] = 0
+        elif isinstance(value, torch.Tensor):
+            value.zero_()
+    if isinstance(row, dict):
+        row.clear()
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two rows are equal, arrays and all."""
+    if isinstance(a, np.ndarray | torch.Tensor) or isinstance(b, np.ndarray | torch.Tensor):
+        return type(a) is type(b) and a.dtype == b.dtype and _equal_arrays(np.asarray(a), np.asarray(b))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(type(a) is type(b) and (a == b or (a != a and b != b)))
+
+
+def _equal_arrays(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
+    return np.array_equal(a, b, equal_nan=a.dtype.kind == "f")

@@ -1,0 +1,208 @@
+"""The command line: what people see, what scripts read, and the exit codes."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.checkpoint.stand_in import StandInLoader
+
+pytest.importorskip("typer", reason="needs the extra cli")
+
+from typer.testing import CliRunner
+
+import rescale_data as rd
+from rescale_data.checkpoint import CheckpointManager, load, save
+from rescale_data.cli.commands import app
+from rescale_data.cli.render import picture, size
+
+
+def call(*arguments: Any, code: int = 0) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "100"})
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    model, loader = nn.Linear(4, 3), StandInLoader()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with CheckpointManager(tmp_path / "run", keep_latest=None, async_mode="disabled") as manager:
+        for step in range(0, 25, 5):
+            manager.save(
+                step, {"model": model, "optimizer": optimizer, "loader": loader}, metrics={"val_loss": 3 - step / 10}
+            )
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            loader.advance(5)
+    return tmp_path / "run"
+
+
+def test_ls(run_folder: Path) -> None:
+    text = call("ls", run_folder)
+    assert text.index("step-5 ") < text.index("step-10")
+    assert "val_loss=1" in text
+    listed = json.loads(call("ls", run_folder, "--json"))
+    assert [about["step"] for about in listed] == [0, 5, 10, 15, 20]
+    assert listed[1]["metrics"] == {"val_loss": 2.5}
+    assert "No folder" in call("ls", run_folder / "none", code=2)
+
+
+def test_show(run_folder: Path) -> None:
+    text = call("show", run_folder / "step-20")
+    for part in (
+        "model",
+        "optimizer",
+        "float32",
+        "80 samples, 20 global batches",
+        "12 logical shards",
+        "source 2",
+        "█",
+    ):
+        assert part in text
+    summary = json.loads(call("show", run_folder / "step-20", "--json"))
+    assert summary["entries"]["model"]["elements"] == 15
+    assert summary["data"]["loader"]["shards"] == [20] * 12
+    assert summary["data"]["loader"]["epochs"] == {"source": [2, 2]}
+    assert "No checkpoint" in call("show", run_folder, code=2)
+
+
+def test_show_of_a_loader_with_a_single_source(tmp_path: Path) -> None:
+    """Its epoch is at the top of the state, without a name."""
+    loader = rd.DataLoader(list(range(40)), global_batch_size=4, num_logical_shards=4, dp_rank=0, dp_world_size=1)
+    save(tmp_path / "c", {"loader": loader})
+    assert "epochs: data 0" in call("show", tmp_path / "c")
+
+
+def test_verify(run_folder: Path) -> None:
+    assert "whole" in call("verify", run_folder / "step-5")
+    file = run_folder / "step-5" / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[99] ^= 1
+    file.write_bytes(content)
+    assert "whole" in call("verify", run_folder / "step-5", "--sizes-only")
+    assert "not what was saved" in call("verify", run_folder / "step-5", code=1).replace("\n", " ")
+    assert len(json.loads(call("verify", run_folder / "step-5", "--json", code=1))["problems"]) == 1
+    call("verify", run_folder / "none", code=2)
+
+
+def test_diff(run_folder: Path) -> None:
+    call("diff", run_folder / "step-5", run_folder / "step-5")
+    found = {
+        d["name"]: d for d in json.loads(call("diff", run_folder / "step-0", run_folder / "step-5", "--json", code=1))
+    }
+    assert found["optimizer.state.weight.exp_avg"]["kind"] == "only in B"
+    assert found["loader.step"] == {"name": "loader.step", "kind": "value", "detail": "0 | 5"}
+    assert found["loader.shards.samples"]["detail"] == "12 of 12 elements differ"
+    assert found["model.weight"]["detail"].startswith("largest difference")
+    assert "not shown" in call("diff", run_folder / "step-0", run_folder / "step-5", "--limit", 2, code=1)
+    assert "model.weight" not in call("diff", run_folder / "step-5", run_folder / "step-10", "--no-values", code=1)
+
+
+def test_a_checkpoint_does_not_differ_from_itself(tmp_path: Path) -> None:
+    state: dict[str, Any] = {
+        "nan": math.nan,
+        "tuple": (1, [math.nan, torch.tensor([math.nan, 2])]),
+        "half": torch.tensor([1 + 2j, 3]).to(torch.complex32),
+    }
+    save(tmp_path / "a", state)
+    call("diff", tmp_path / "a", tmp_path / "a")
+    save(tmp_path / "b", {"nan": 1.0, "tuple": (1, [math.nan, {"a": 1}]), "half": state["half"] * 2})
+    found = json.loads(call("diff", tmp_path / "a", tmp_path / "b", "--json", code=1))
+    assert [difference["name"] for difference in found] == ["half", "nan", "tuple"]
+
+
+def test_convert(run_folder: Path, tmp_path: Path) -> None:
+    call("convert", run_folder / "step-10", tmp_path / "f.pt")
+    call("convert", tmp_path / "f.pt", tmp_path / "back")
+    call("diff", run_folder / "step-10", tmp_path / "back")
+    call("convert", run_folder / "step-10", tmp_path / "st", "--to", "safetensors", "--name", "model")
+    call("convert", tmp_path / "st", tmp_path / "model", "--name", "model")
+    load(tmp_path / "model", {"model": nn.Linear(4, 3)})
+    assert "it is a file, and a checkpoint is a folder" in call("show", tmp_path / "f.pt", code=2)
+    before = (tmp_path / "f.pt").read_bytes()
+    assert "exists already" in call("convert", run_folder / "step-5", tmp_path / "f.pt", code=2)
+    assert (tmp_path / "f.pt").read_bytes() == before
+    assert "already holds a checkpoint" in call("convert", tmp_path / "f.pt", tmp_path / "back", code=2)
+
+
+def test_values_that_only_code_could_read(tmp_path: Path) -> None:
+    save(tmp_path / "c", {"a": np.float64(1)})
+    for command in (("diff", tmp_path / "c"), ("convert", tmp_path / "f.pt"), ("convert", tmp_path / "st/safetensors")):
+        text = call(command[0], tmp_path / "c", command[1], code=2).replace("\n", " ")
+        assert "a is refused with trusted=False" in text
+        assert "item() of numpy's" in text
+
+
+def test_prune(run_folder: Path) -> None:
+    rules = ("--keep-latest", 1, "--keep-every", 10, "--keep-best", "val_loss:max:1")
+    assert json.loads(call("prune", run_folder, *rules, "--json")) == {
+        "5": "would be deleted",
+        "15": "would be deleted",
+    }
+    assert "step-5: deleted" in call("prune", run_folder, *rules, "--yes")
+    assert [about["step"] for about in json.loads(call("ls", run_folder, "--json"))] == [0, 10, 20]
+    assert "nothing" in call("prune", run_folder, *rules)
+    assert "METRIC:min:COUNT" in call("prune", run_folder, "--keep-latest", 1, "--keep-best", "loss", code=2)
+    call("prune", run_folder, "--keep-latest", 0, code=2)
+
+
+def test_prune_and_ls_of_what_is_no_run(run_folder: Path) -> None:
+    for call_ in (lambda path: call("ls", path, code=2), lambda path: call("prune", path, "--keep-latest", 1, code=2)):
+        assert "No folder" in call_(run_folder / "none")
+        assert "is a checkpoint itself; give the folder of the run" in call_(run_folder / "step-5").replace("\n", " ")
+
+
+def test_prune_by_a_metric_that_no_checkpoint_has(run_folder: Path) -> None:
+    text = call("prune", run_folder, "--keep-latest", 1, "--keep-best", "val_los:min:1", "--yes", code=2)
+    assert "the metric 'val_los' of keep_best" in text.replace("\n", " ")
+    assert len(json.loads(call("ls", run_folder, "--json"))) == 5
+
+
+def test_json_is_json(tmp_path: Path) -> None:
+    save(tmp_path / "c", {"a": 1}, metrics={"loss": float("nan"), "gain": float("-inf"), "rate": 0.5})
+    listed = json.loads(call("ls", tmp_path, "--json"), parse_constant=pytest.fail)
+    assert listed[0]["metrics"] == {"loss": None, "gain": None, "rate": 0.5}
+
+
+def test_the_word_in_a_path_is_no_damage(run_folder: Path) -> None:
+    """Exit code 1 tells scripts that a checkpoint is damaged, 2 that there is none."""
+    (run_folder / "damaged").mkdir()
+    for command in ("verify", "show"):
+        assert "No checkpoint" in call(command, run_folder / "damaged", code=2)
+    (run_folder / "step-5" / "__0_0.distcp").unlink()
+    for command in ("verify", "show"):
+        call(command, run_folder / "step-5", code=1)
+
+
+def test_help_says_what_each_command_does() -> None:
+    text = call("--help")
+    assert all(command in text for command in ("ls", "show", "verify", "diff", "convert", "prune"))
+    assert "Exit codes" in text
+    assert "--keep-best" in call("prune", "--help")
+    call("nonsense", code=2)
+
+
+def test_without_the_extra() -> None:
+    program = "import sys; sys.modules['typer'] = None; from rescale_data.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "pip install 'rescale_data[cli]'" in done.stderr
+
+
+def test_picture_and_size() -> None:
+    assert picture([0, 4, 8], 10) == " ▄█"
+    assert picture(list(range(100)), 10)[-1] == "█"
+    assert len(picture(list(range(100)), 10)) == 10
+    assert picture([], 10) == ""
+    assert [size(n) for n in (0, 999, 123456, 5e12)] == ["0 B", "999 B", "123 kB", "5 TB"]

@@ -1,0 +1,345 @@
+"""Micro batches from real worker processes: the same as without them, and a state that is exact however far they are ahead."""
+
+import gc
+import itertools
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torchdata.nodes import Mapper
+
+import rescale_data as rd
+from tests.pipelines import Rows, as_samples, data_for, pipeline_of, plain
+from tests.promises import Case, check_epochs, check_exactly_once, check_same_batches, run_of
+from tests.simulate import Topology, same_state
+
+
+def loader_of(kind: str = "rows", k: int = 0, **kwargs: Any) -> rd.DataLoader:
+    """O = 12, b = 4, so A = 3; N = 24: K = 1, 2, 3 are aligned."""
+    pipeline = pipeline_of(kind, data_for(kind, 130))
+    given = {"global_batch_size": 12, "micro_batch_size": 4, "num_logical_shards": 24, "collate_fn": as_samples}
+    return rd.DataLoader(pipeline, num_workers=k, **{**given, **kwargs})
+
+
+def plainly(batches: Any) -> list[Any]:
+    return [plain(batch) for batch in batches]
+
+
+class TestSameAsWithout:
+    @pytest.mark.parametrize(
+        ("kind", "k", "repeat", "tail"),
+        [("rows", 1, False, "drop"), ("rows", 2, False, "pad"), ("packed", 2, True, "drop"), ("every", 3, True, "drop"),
+         ("packed", 2, False, "pad"), ("kept", 3, False, "drop"), ("batched", 2, False, "pad")],
+    )  # fmt: skip
+    def test_batches_and_the_state_after_each(self, kind: str, k: int, repeat: bool, tail: str) -> None:
+        """Over two epochs, dealt ends included; the state is taken while workers are ahead."""
+        with loader_of(kind, k, repeat=repeat, tail=tail) as loader:
+            other = loader_of(kind, 0, repeat=repeat, tail=tail)
+            for _ in range(2):
+                for batch, expected in itertools.islice(zip(loader, other, strict=not repeat), 60):
+                    assert plain(batch) == plain(expected)
+                    assert same_state(loader.state_dict(), other.state_dict())
+            assert loader.progress()["dropped_samples"] == other.progress()["dropped_samples"]
+
+    def test_a_resume_wherever_it_is(self) -> None:
+        """Live workers are given other positions, again and again."""
+        whole = loader_of("packed", 0, repeat=True)
+        states, batches = [whole.state_dict()], []
+        for batch in itertools.islice(whole, 40):
+            batches.append(plain(batch))
+            states.append(whole.state_dict())
+        with loader_of("packed", 2, repeat=True) as loader:
+            for at in (7, 0, 23, 24, 1, 36):
+                loader.load_state_dict(states[at])
+                assert same_state(loader.state_dict(), states[at])
+                found = itertools.islice(iter(loader), 3)
+                assert plainly(found) == batches[at : at + 3]
+                assert same_state(loader.state_dict(), states[at + 3])
+
+    def test_peek_skip_reset_and_close(self) -> None:
+        whole = plainly(loader_of())
+        with loader_of(k=2) as loader:
+            found = plainly([loader.peek(), *itertools.islice(iter(loader), 2), loader.peek()])
+            assert found == [whole[0], whole[0], whole[1], whole[2]]
+            loader.skip(8)
+            assert plain(next(iter(loader))) == whole[4]
+            loader.close()
+            assert plainly(itertools.islice(loader, 3)) == whole[5:8]
+            loader.reset()
+            assert plainly(loader) == whole
+
+    def test_many_small_micro_batches_share_a_message_and_keep_their_order(self) -> None:
+        data = Rows(40_000)
+        pipeline = pipeline_of("rows", data)
+        found = []
+        for k in (2, 0):
+            with rd.DataLoader(
+                pipeline, global_batch_size=2, num_logical_shards=8, num_workers=k, collate_fn=as_samples
+            ) as loader:
+                found.append(plainly(itertools.islice(loader, 3000)))
+                assert loader.state_dict()["samples"] == 6000
+        assert found[0] == found[1]
+
+    def test_a_rank_of_several(self) -> None:
+        """Not aligned too: R1 holds over a chain that changes W, b, O and K, with saves in mid-step."""
+        chain = [
+            (Topology(1, 2, 12, 3), 5),
+            (Topology(2, 2, 8, 2), 5),
+            (Topology(1, 4, 12, 2), 4),
+            (Topology(2, 3, 6, 1), 9),
+        ]
+        for case in (Case("rows", 130, 9, False, "pad"), Case("packed", 130, 9, True, "drop")):
+            run, state = run_of(case), None
+            for topology, num in chain:
+                run.resume(topology, state)
+                run.take(num)
+                state = run.save()
+                if topology is chain[-1][0] and not case.repeat:
+                    run.take_epoch()
+                for loader in run.loaders:
+                    loader.close()
+            check_exactly_once(case, run)
+            if not case.repeat:
+                check_epochs(case, run)
+
+    def test_aligned_ranks(self) -> None:
+        case = Case("packed", 130, 24, True, "drop")
+        run = run_of(case)
+        run.resume(Topology(2, 3, 12, 2))
+        run.take(7)
+        state = run.save()
+        for loader in run.loaders:
+            loader.close()
+        run.resume(Topology(2, 3, 12, 1), state)
+        run.take(6)
+        check_same_batches(case, run, 12, [(0, None)])
+        for loader in run.loaders:
+            loader.close()
+
+
+def pid_pipeline(shard: rd.Shard) -> rd.BaseNode:
+    return Mapper(rd.Reader(list(range(96)), shard), _pid)
+
+
+def _pid(_: int) -> int:
+    return os.getpid()
+
+
+class TestProcesses:
+    def test_batches_come_from_k_processes_in_turn_and_close_ends_them(self) -> None:
+        loader = rd.DataLoader(
+            pid_pipeline, global_batch_size=12, micro_batch_size=4, num_logical_shards=24, num_workers=3
+        )
+        pids = [batch.unique().tolist() for batch in itertools.islice(loader, 6)]
+        assert pids[:3] == pids[3:]
+        flat = [pid for batch in pids[:3] for pid in batch]
+        assert len(set(flat)) == len(flat) == 3
+        assert os.getpid() not in flat
+        assert {child.pid for child in multiprocessing.active_children()} >= set(flat)
+        loader.close()
+        assert not {child.pid for child in multiprocessing.active_children()} & set(flat)
+
+    def test_a_loader_that_is_forgotten_ends_its_processes(self) -> None:
+        before = set(multiprocessing.active_children())
+        loader = loader_of(k=1)
+        next(iter(loader))
+        assert set(multiprocessing.active_children()) > before
+        del loader
+        gc.collect()
+        for child in set(multiprocessing.active_children()) - before:
+            child.join(60)  # torch 2.9 does not wait for a worker that it has terminated
+        assert set(multiprocessing.active_children()) <= before
+
+    def test_they_start_safely_though_this_process_has_used_threads(self, tmp_path: Path) -> None:
+        """A fork of it could deadlock: pyarrow's thread pool and an open lock would be copied as they are."""
+        for part in range(4):
+            pq.write_table(
+                pa.table({"x": range(part * 100, part * 100 + 100)}), tmp_path / f"{part}.parquet", row_group_size=10
+            )
+        table = pq.read_table(tmp_path, use_threads=True)
+        assert pc.sum(table["x"]).as_py() == 399 * 200
+        lock = threading.Lock()
+        with (
+            lock,
+            rd.DataLoader(
+                rd.ParquetSource(tmp_path), global_batch_size=10, num_logical_shards=20, num_workers=2
+            ) as loader,
+        ):
+            rows = [x for batch in loader for x in batch["x"].tolist()]
+        assert sorted(rows) == list(range(400))
+
+    def test_spawn(self) -> None:
+        with loader_of(k=1, multiprocessing_context="spawn") as loader:
+            assert plainly(itertools.islice(loader, 3)) == plainly(itertools.islice(loader_of(), 3))
+
+
+class Fragile(Rows):
+    """Rows that cannot be read while a file is there."""
+
+    def __init__(self, num_rows: int, flag: Path) -> None:
+        super().__init__(num_rows)
+        self.flag = flag
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == 60 and self.flag.exists():
+            raise OSError(f"cannot read row {index}")
+        return super().__getitem__(index)
+
+
+class Slow(Rows):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        time.sleep(60)
+        return super().__getitem__(index)
+
+
+class Deadly(Rows):
+    """Rows of which one ends the process that reads it, in the way of the kernel or of ``sys.exit``."""
+
+    def __init__(self, num_rows: int, end: Any) -> None:
+        super().__init__(num_rows)
+        self.end = end
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == 60:
+            self.end(3)
+        return super().__getitem__(index)
+
+
+class TestFailures:
+    """The iteration ends with the worker's traceback, the state says what was received, and it can go on from there."""
+
+    def test_a_worker_that_raises(self, tmp_path: Path) -> None:
+        flag = tmp_path / "broken"
+        data = Fragile(96, flag)
+
+        def loader() -> rd.DataLoader:
+            return rd.DataLoader(data, global_batch_size=12, micro_batch_size=4, num_logical_shards=24, num_workers=2)
+
+        flag.touch()
+        failing, found = loader(), []
+        with pytest.raises(OSError, match="cannot read row 60") as raised:
+            found += collected(failing, found)
+        assert "in __getitem__" in str(raised.value), "the traceback of the worker"
+        state = failing.state_dict()
+        assert state["samples"] == 4 * len(found)
+        assert state["shards"]["samples"].sum() == 4 * len(found)
+        flag.unlink()
+        resumed = loader()
+        resumed.load_state_dict(state)
+        with failing, resumed:
+            rest = [batch["row"].tolist() for batch in resumed]
+            assert [batch["row"].tolist() for batch in failing] == rest, "the same loader goes on too"
+        rows = [row for batch in found for row in batch["row"].tolist()] + [row for batch in rest for row in batch]
+        assert sorted(rows) == list(range(96))
+
+    def test_a_worker_that_waits_for_ever(self) -> None:
+        loader = rd.DataLoader(
+            Slow(96), global_batch_size=12, micro_batch_size=4, num_logical_shards=24, num_workers=1, timeout=5
+        )
+        with loader, pytest.raises(TimeoutError, match=r"no batch within timeout=5 s\. Give a longer one"):
+            next(iter(loader))
+
+    @pytest.mark.timeout(100)
+    @pytest.mark.parametrize("end", [os._exit, sys.exit])
+    def test_a_worker_that_ends_is_noticed_long_before_the_timeout(self, end: Any) -> None:
+        """With nothing on its way, so that nothing but its end tells."""
+        loader = rd.DataLoader(
+            Deadly(96, end),
+            global_batch_size=12,
+            micro_batch_size=4,
+            num_logical_shards=24,
+            num_workers=1,
+            timeout=3600,
+        )
+        with loader, pytest.raises(RuntimeError, match="A worker process exited unexpectedly"):
+            list(loader)
+
+    def test_a_worker_that_takes_longer_than_a_look(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("rescale_data.engine.workers._LOOK_SECONDS", 0.01)
+        with loader_of(k=2) as loader:
+            assert plainly(loader) == plainly(loader_of())
+
+    def test_a_worker_that_dies(self) -> None:
+        """Of an endless stream, so that workers cannot have made all of it before they die."""
+        whole = plainly(itertools.islice(loader_of(repeat=True), 300))
+        loader, found = loader_of(k=2, repeat=True), []
+        batches = iter(loader)
+        found += plainly(itertools.islice(batches, 5))
+        for child in multiprocessing.active_children():
+            os.kill(child.pid or 0, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match=r"A worker process exited unexpectedly .*__main__"):
+            found += collected(loader, found, map(plain, batches))
+        assert found == whole[: len(found)]
+        state = loader.state_dict()
+        assert state["samples"] == 4 * len(found)
+        expected = whole[len(found) : len(found) + 20]
+        with loader:
+            assert plainly(itertools.islice(loader, 20)) == expected
+        other = loader_of(repeat=True)
+        other.load_state_dict(state)
+        assert plainly(itertools.islice(other, 20)) == expected
+
+
+def collected(loader: rd.DataLoader, into: list[Any], batches: Any = None) -> list[Any]:
+    """Put batches into a list until an error ends them."""
+    for batch in batches or loader:
+        into.append(batch)
+    return []
+
+
+class TestPickling:
+    """It is tried when the loader is built, and the error names the cure."""
+
+    CURES = r"module-level function.*functools\.partial\(pipeline, source\).*__main__.*num_workers=0"
+
+    def test_a_lambda(self) -> None:
+        with pytest.raises(TypeError, match=rf"must pickle, and do not: .*lambda.*{self.CURES}"):
+            rd.DataLoader(lambda shard: rd.Reader([1, 2, 3, 4], shard), global_batch_size=1, num_workers=1)
+
+    def test_a_local_function(self) -> None:
+        def pipeline(shard: rd.Shard) -> rd.BaseNode:
+            return rd.Reader([1, 2, 3, 4], shard)
+
+        with pytest.raises(TypeError, match=rf"must pickle, and do not: .*pipeline.*{self.CURES}"):
+            rd.DataLoader(pipeline, global_batch_size=1, num_workers=1)
+        assert rd.DataLoader(pipeline, global_batch_size=1, num_workers=0)
+
+    def test_a_dataset(self) -> None:
+        data = Rows(8)
+        data.lock = threading.Lock()  # type: ignore[attr-defined]
+        with pytest.raises(TypeError, match=rf"must pickle, and do not: .*lock.*{self.CURES}"):
+            rd.DataLoader(data, global_batch_size=1, num_workers=1)
+
+    def test_a_collate_fn(self) -> None:
+        with pytest.raises(TypeError, match="must pickle"):
+            loader_of(k=1, collate_fn=lambda samples: samples)
+
+
+def test_the_trainers_random_numbers_are_its_own() -> None:
+    """So that a loss with dropout is the same with and without workers."""
+    before = torch.get_rng_state()
+    with loader_of(k=1) as loader:
+        next(iter(loader))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_tensors_of_a_batch_are_the_trainers_own() -> None:
+    """Batches that are kept do not change when workers go on, and can be written to."""
+    data = [{"x": torch.full((2000,), float(i))} for i in range(96)]
+    with rd.DataLoader(data, global_batch_size=4, num_logical_shards=8, num_workers=2) as loader:
+        kept = []
+        for batch in loader:
+            kept.append(batch["x"])
+            batch["x"].add_(0.5)
+    values = [value for batch in kept for value in batch.unique(dim=1).flatten().tolist()]
+    assert sorted(values) == [i + 0.5 for i in range(96)]

@@ -1,0 +1,132 @@
+"""The deal of what is left at the end of an epoch, against one that is played out sample by sample."""
+
+import heapq
+from collections import Counter
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rescale_data.layout.deal import Deal, DealTurns
+from rescale_data.layout.layout import Layout
+from tests.layout.test_layout import assert_visits, layout_of, layouts
+
+Row = tuple[int, int, bool]  # shard, number of its sample, whether it is real
+
+
+@st.composite
+def deals(draw: st.DrawFn) -> Deal:
+    layout = draw(layouts())
+    n = layout.num_logical_shards
+    left = draw(st.lists(st.integers(0, 7), min_size=n, max_size=n).filter(any))
+    samples = draw(st.lists(st.integers(0, 9), min_size=n, max_size=n))
+    return Deal(layout, np.array(left), np.array(samples), draw(st.booleans()))
+
+
+def most_left_first(left: np.ndarray) -> list[int]:
+    """The order of the deal: before every sample, the shard with the most samples left, the lowest among equals."""
+    heap = [(-count, shard) for shard, count in enumerate(left.tolist()) if count]
+    heapq.heapify(heap)
+    order = []
+    while heap:
+        count, shard = heapq.heappop(heap)
+        order.append(shard)
+        if count + 1:
+            heapq.heappush(heap, (count + 1, shard))
+    return order
+
+
+def rows_of(deal: Deal) -> list[list[list[Row]]]:
+    """``[u][rank]`` -> rows of the micro batch."""
+    turns = [DealTurns(deal, rank) for rank in range(deal.layout.dp_world_size)]
+    found = []
+    for u in range(deal.num_micro_batches):
+        found.append([])
+        for rank in turns:
+            turn = rank.turn(u)
+            found[-1].append(list(zip(turn.shards, turn.numbers or [], turn.is_real, strict=True)))
+    return found
+
+
+def in_rank_order(layout: Layout, micro_batches: list[list[list[Row]]]) -> list[list[Row]]:
+    """``[t]`` -> rows of the global batch."""
+    a = layout.gradient_accumulation_steps
+    steps = [micro_batches[t * a : (t + 1) * a] for t in range(len(micro_batches) // a)]
+    return [[row for rank in range(layout.dp_world_size) for part in step for row in part[rank]] for step in steps]
+
+
+@given(deals())
+def test_every_sample_is_served_once_or_counted(deal: Deal) -> None:
+    real = Counter((s, i) for part in rows_of(deal) for rank in part for s, i, is_real in rank if is_real)
+    first = {(s, deal.samples[s] + j) for s, count in enumerate(deal.left.tolist()) for j in range(count)}
+    assert set(real.values()) <= {1}
+    assert real.keys() <= first
+    assert sum(real.values()) + deal.num_dropped == deal.num_samples
+    assert deal.num_dropped < deal.layout.global_batch_size
+    assert not deal.pad or (real.keys() == first and deal.num_dropped == 0)
+
+
+@given(deals())
+def test_padding_fills_the_last_step_with_shards_of_its_own(deal: Deal) -> None:
+    steps = in_rank_order(deal.layout, rows_of(deal))
+    padded = [[row[:2] for row in step if not row[2]] for step in steps]
+    assert [len(rows) for rows in padded[:-1]] == [0] * len(padded[:-1])
+    assert sum(map(len, padded)) == deal.num_padded < deal.layout.global_batch_size
+    if steps:
+        assert set(padded[-1]) <= {(shard, 0) for shard, _, is_real in steps[-1] if is_real}
+
+
+@given(deals())
+def test_a_step_takes_the_shards_that_have_the_most_left(deal: Deal) -> None:
+    order, o = most_left_first(deal.left), deal.layout.global_batch_size
+    for t, rows in enumerate(in_rank_order(deal.layout, rows_of(deal))):
+        assert [shard for shard, _, is_real in rows if is_real] == sorted(order[t * o : (t + 1) * o])
+
+
+@given(deals())
+def test_at_every_micro_batch_a_shard_has_delivered_a_prefix(deal: Deal) -> None:
+    served: dict[int, list[int]] = {shard: [] for shard in range(len(deal.left))}
+    for u, part in enumerate(rows_of(deal)):
+        assert deal.delivered(u).tolist() == [len(numbers) for numbers in served.values()]
+        for rank in part:
+            for shard, number, is_real in rank:
+                if is_real:
+                    served[shard].append(number)
+        for shard, numbers in served.items():
+            assert sorted(numbers) == list(range(deal.samples[shard], deal.samples[shard] + len(numbers)))
+    assert deal.delivered(deal.num_micro_batches).tolist() == [len(numbers) for numbers in served.values()]
+
+
+@given(deals())
+def test_a_turn_says_which_rows_of_the_table_it_visits(deal: Deal) -> None:
+    for rank in range(deal.layout.dp_world_size):
+        for u in range(deal.num_micro_batches):
+            turn = deal.turn(rank, u)
+            real = [shard for shard, is_real in zip(turn.shards, turn.is_real, strict=True) if is_real]
+            turn.shards[:] = real
+            assert_visits(turn, len(deal.left))
+
+
+TOPOLOGIES = [(1, 12), (1, 1), (2, 2), (3, 4), (4, 3), (4, 1), (6, 2), (12, 1)]
+
+
+def steps_of(w: int, b: int, left: list[int], pad: bool) -> list[list[Row]]:
+    layout = layout_of(24, 12, w, b)
+    return in_rank_order(layout, rows_of(Deal(layout, np.array(left), np.arange(24), pad)))
+
+
+@given(st.lists(st.integers(0, 5), min_size=24, max_size=24).filter(any), st.booleans())
+def test_global_batches_do_not_depend_on_the_topology(left: list[int], pad: bool) -> None:
+    """Row by row the same shards, and in each global batch the same samples.
+
+    Where a shard has several rows of one step, which of its samples is in which of them follows the order of time.
+    """
+    expected = [([row[0] for row in rows], sorted(rows)) for rows in steps_of(1, 12, left, pad)]
+    for w, b in TOPOLOGIES:
+        assert [([row[0] for row in rows], sorted(rows)) for rows in steps_of(w, b, left, pad)] == expected
+
+
+@given(st.lists(st.integers(0, 1), min_size=24, max_size=24).filter(any), st.booleans())
+def test_global_batches_are_identical_where_a_shard_has_one_row_of_a_step(left: list[int], pad: bool) -> None:
+    expected = steps_of(1, 12, left, pad)
+    assert all(steps_of(w, b, left, pad) == expected for w, b in TOPOLOGIES)

@@ -1,0 +1,207 @@
+"""The arithmetic of who serves what, against its definition and against runs that are played out sample by sample."""
+
+import dataclasses
+import itertools
+import re
+from collections import Counter, defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import rescale_data as rd
+from rescale_data.layout.layout import Layout
+from rescale_data.layout.turns import AlignedTurns, BalancedTurns, Turns
+
+GRID = [(96, 24), (24, 24), (24, 96), (12, 36), (12, 12), (48, 12), (30, 60)]
+WORKERS = (0, 1, 2, 3, 4, 6, 8)
+
+
+def layout_of(n: int, o: int, w: int, b: int, k: int = 0) -> Layout:
+    return Layout(num_logical_shards=n, global_batch_size=o, dp_world_size=w, micro_batch_size=b, num_workers=k)
+
+
+def aligned_layouts(n: int, o: int) -> list[Layout]:
+    return [
+        layout_of(n, o, p.dp_world_size, p.micro_batch_size, p.num_workers)
+        for p in rd.plan(o, num_logical_shards=n, num_workers=WORKERS)
+    ]
+
+
+def by_definition(n: int, o: int, step: int) -> list[int]:
+    """The shard of each row of a global batch, as DESIGN 3 writes it."""
+    if n % o == 0:
+        tracks = n // o
+        return [q * tracks + step % tracks for q in range(o)]
+    return [q // (o // n) for q in range(o)]
+
+
+def played(turns: list[Turns], first: int, stop: int) -> list[list[list[int]]]:
+    """``[u][rank]`` -> the shards of the micro batch."""
+    return [[rank.turn(u).shards for rank in turns] for u in range(first, stop)]
+
+
+def turns_of(layout: Layout, samples: np.ndarray) -> list[Turns]:
+    ranks = range(layout.dp_world_size)
+    if layout.aligned:
+        return [AlignedTurns(layout, rank) for rank in ranks]
+    return [BalancedTurns(layout, rank, samples) for rank in ranks]
+
+
+def global_batches(layout: Layout, num_steps: int) -> list[list[tuple[int, int]]]:
+    """``[t]`` -> (shard, number of its sample) of each row in rank order; samples are numbered as time goes by."""
+    a, taken, batches = layout.gradient_accumulation_steps, Counter[int](), []
+    turns = turns_of(layout, np.zeros(layout.num_logical_shards, np.int64))
+    for t in range(num_steps):
+        rows: list[list[tuple[int, int]]] = [[] for _ in turns]
+        for micro_batch in played(turns, t * a, (t + 1) * a):
+            for rank, shards in enumerate(micro_batch):
+                for shard in shards:
+                    rows[rank].append((shard, taken[shard]))
+                    taken[shard] += 1
+        batches.append([row for rank in rows for row in rank])
+    return batches
+
+
+def test_the_grid_has_712_aligned_topologies() -> None:
+    assert sum(len(aligned_layouts(n, o)) for n, o in GRID) == 712
+
+
+@pytest.mark.parametrize(("n", "o"), GRID)
+def test_every_aligned_topology_gives_the_same_global_batches(n: int, o: int) -> None:
+    num_steps = 2 * max(1, n // o) + 1
+    taken, expected = Counter[int](), []
+    for step in range(num_steps):
+        batch = []
+        for shard in by_definition(n, o, step):
+            batch.append((shard, taken[shard]))
+            taken[shard] += 1
+        expected.append(batch)
+    for layout in aligned_layouts(n, o):
+        assert global_batches(layout, num_steps) == expected, layout
+
+
+@pytest.mark.parametrize(("n", "o"), GRID)
+def test_in_an_aligned_topology_a_shard_has_one_rank_and_one_worker_for_good(n: int, o: int) -> None:
+    for layout in aligned_layouts(n, o):
+        served_by: dict[int, set[tuple[int, int]]] = defaultdict(set)
+        turns = turns_of(layout, np.zeros(n, np.int64))
+        for u, micro_batch in enumerate(played(turns, 0, 3 * layout.period)):
+            for rank, shards in enumerate(micro_batch):
+                for shard in shards:
+                    served_by[shard].add((rank, u % layout.workers))
+                    assert shard in layout.owned(rank)
+        assert {len(who) for who in served_by.values()} == {1}, layout
+
+
+@pytest.mark.parametrize(("n", "o"), GRID)
+def test_a_turn_says_which_rows_of_the_table_it_visits_and_how_often(n: int, o: int) -> None:
+    for layout in aligned_layouts(n, o):
+        for rank, turns in enumerate(turns_of(layout, np.zeros(n, np.int64))):
+            for u in range(layout.period):
+                assert_visits(turns.turn(u), n), rank
+
+
+def assert_visits(turn, n: int) -> None:
+    visited = np.zeros(n, np.int64)
+    visited[turn.index] += turn.counts
+    assert visited.tolist() == [Counter(turn.shards)[shard] for shard in range(n)]
+
+
+@st.composite
+def layouts(draw: st.DrawFn, max_ranks: int = 6) -> Layout:
+    """Any topology that is allowed, aligned or not."""
+    w, b, a = draw(st.integers(1, max_ranks)), draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    k = draw(st.integers(0, 3))
+    o = w * b * a
+    n = draw(st.sampled_from([o, 2 * o, 4 * o, *(d for d in range(1, o) if o % d == 0), w * max(k, 1), 7, 12, 30]))
+    try:
+        return layout_of(n, o, w, b, k)
+    except ValueError:
+        assume(False)
+        raise
+
+
+@given(layouts())
+def test_a_misfit_names_values_that_keep_the_order(layout: Layout) -> None:
+    """The cure that a warning names works: nothing else has to change with it."""
+    assert layout.aligned == (layout.misfit is None)
+    found = re.search(r"the nearest (\w+) that keep the order are \[(.*)\]", layout.misfit or "")
+    if found is not None:
+        name, values = found[1], [int(value) for value in found[2].split(",")]
+        assert 1 <= len(values) <= 2
+        assert all(dataclasses.replace(layout, **{name: value}).aligned for value in values)
+        between = range(min(values) + 1, max(values)) if len(values) == 2 else []
+        assert not any(fits(layout, name, value) for value in between)
+
+
+def fits(layout: Layout, name: str, value: int) -> bool:
+    try:
+        return dataclasses.replace(layout, **{name: value}).aligned
+    except ValueError:
+        return False
+
+
+class TestOwnership:
+    @given(layouts())
+    def test_ranks_own_contiguous_blocks_that_differ_by_at_most_one(self, layout: Layout) -> None:
+        blocks = [layout.owned(rank) for rank in range(layout.dp_world_size)]
+        assert list(itertools.chain(*blocks)) == list(range(layout.num_logical_shards))
+        assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
+
+    @given(layouts())
+    def test_workers_split_the_block_of_their_rank(self, layout: Layout) -> None:
+        for rank in range(layout.dp_world_size):
+            parts = [layout.owned(rank, worker) for worker in range(layout.workers)]
+            assert list(itertools.chain(*parts)) == list(layout.owned(rank))
+            assert layout.aligned or min(map(len, parts)) > 0
+
+
+class TestCounts:
+    """`delivered` and `last_whole` are closed forms of what happens when the turns are taken one by one."""
+
+    @given(layouts(), st.data())
+    def test_delivered(self, layout: Layout, data: st.DataObject) -> None:
+        first = data.draw(st.integers(0, 3 * layout.period), "first")
+        num = data.draw(st.integers(0, 2 * layout.period + 1), "micro batches")
+        samples = data.draw(samples_of(layout), "samples")
+        turns, expected = turns_of(layout, samples), Counter[int]()
+        for micro_batch in played(turns, first, first + num):
+            expected.update(itertools.chain(*micro_batch))
+        counts = layout.delivered(samples, first, first + num)
+        assert counts.tolist() == [expected[shard] for shard in range(layout.num_logical_shards)]
+
+    @given(layouts(), st.data())
+    def test_delivered_adds_up_over_any_split(self, layout: Layout, data: st.DataObject) -> None:
+        samples = data.draw(samples_of(layout), "samples")
+        cuts = [0, *sorted(data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=3)))]
+        total = np.zeros_like(samples)
+        for first, stop in itertools.pairwise(cuts):
+            total += layout.delivered(samples + total, first, stop)
+        assert total.tolist() == layout.delivered(samples, 0, cuts[-1]).tolist()
+
+    @given(layouts(), st.data())
+    def test_the_main_phase_ends_at_the_last_step_that_every_shard_can_serve(
+        self, layout: Layout, data: st.DataObject
+    ) -> None:
+        a = layout.gradient_accumulation_steps
+        first = data.draw(st.integers(0, 2 * layout.period), "first")
+        samples = data.draw(samples_of(layout), "samples")
+        left = np.array(data.draw(st.lists(st.integers(0, 9), min_size=len(samples), max_size=len(samples)), "left"))
+        stop = layout.last_whole(samples, left, first)
+        turns, served = turns_of(layout, samples), np.zeros_like(left)
+        last_whole = first // a * a
+        for u in itertools.count(first):
+            if u % a == 0:
+                last_whole = u
+            np.add.at(served, list(itertools.chain(*played(turns, u, u + 1)[0])), 1)
+            if (served > left).any():
+                break
+        assert stop == last_whole
+
+
+def samples_of(layout: Layout) -> st.SearchStrategy[np.ndarray]:
+    """What each shard may have delivered: anything, as after a load of another topology."""
+    n = layout.num_logical_shards
+    return st.lists(st.integers(0, 12), min_size=n, max_size=n).map(lambda values: np.array(values, dtype=np.int64))

@@ -1,0 +1,76 @@
+"""`rd.plan`: the topologies that keep the order, as data and as a table."""
+
+from typing import Any
+
+import pytest
+
+import rescale_data as rd
+from rescale_data.layout.layout import Layout
+
+
+@pytest.mark.parametrize(("o", "n"), [(12, None), (24, 24), (60, 30), (7, None), (36, 12)])
+def test_is_every_topology_that_is_aligned(o: int, n: int | None) -> None:
+    found = {(p.dp_world_size, p.micro_batch_size, p.num_workers) for p in rd.plan(o, num_logical_shards=n)}
+    expected = set()
+    for w in range(1, o + 1):
+        for b in range(1, o + 1):
+            for k in (0, 1, 2, 4, 8):
+                try:
+                    layout = Layout(
+                        num_logical_shards=n or 4 * o,
+                        global_batch_size=o,
+                        dp_world_size=w,
+                        micro_batch_size=b,
+                        num_workers=k,
+                    )
+                except ValueError:
+                    continue
+                if layout.aligned:
+                    expected.add((w, b, k))
+    assert found == expected
+
+
+def test_narrowed_to_a_micro_batch_and_workers() -> None:
+    plan = rd.plan(768, micro_batch_size=8, num_workers=4)
+    assert [p.dp_world_size for p in plan] == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96]
+    assert {(p.micro_batch_size, p.num_workers) for p in plan} == {(8, 4)}
+    assert all(p.gradient_accumulation_steps * 8 * p.dp_world_size == 768 for p in plan)
+    assert plan[0].gradient_accumulation_steps == 96
+    assert len(plan) == 12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"global_batch_size": 0}, "global_batch_size=0: it is at least 1"),
+        ({"global_batch_size": 12, "micro_batch_size": 0}, "micro_batch_size=0: it is at least 1"),
+        ({"global_batch_size": 12, "num_logical_shards": -1}, "num_logical_shards=-1: it is at least 1"),
+        ({"global_batch_size": 12, "num_workers": -1}, "num_workers=-1: it is at least 0"),
+        ({"global_batch_size": 12.0}, "global_batch_size=12.0 is a float; give an int"),
+    ],
+)
+def test_a_number_out_of_range_is_an_error_and_no_empty_table(arguments: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        rd.plan(**arguments)
+
+
+def test_says_that_nothing_fits() -> None:
+    assert str(rd.plan(12, micro_batch_size=5)).startswith(
+        "global_batch_size=12, num_logical_shards=48: no ranks, micro batch and workers that were asked for keep the same"
+    )
+
+
+def test_prints_as_a_table() -> None:
+    assert str(rd.plan(6, micro_batch_size=2, num_workers=(0, 1, 2, 3))) == (
+        "global_batch_size=6, num_logical_shards=24: these keep the same global batches\n"
+        "  ranks W  micro batch b  accumulation A  workers K\n"
+        "        1              2               3  0, 1, 2, 3\n"
+        "        3              2               1  0, 1, 2"
+    )
+    assert repr(rd.plan(6)) == str(rd.plan(6))
+
+
+def test_the_default_number_of_shards_keeps_the_order_for_0_1_2_and_4_workers() -> None:
+    for o in range(1, 40):
+        for w in (w for w in range(1, o + 1) if o % w == 0):
+            assert {p.num_workers for p in rd.plan(o, o // w) if p.dp_world_size == w} >= {0, 1, 2, 4}

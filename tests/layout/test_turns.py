@@ -1,0 +1,66 @@
+"""Serving the shard that has delivered the fewest samples: the closed forms against the order itself."""
+
+from collections import Counter
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rescale_data.layout.balance import Fewest, feasible_picks, water_fill
+from rescale_data.layout.layout import Layout
+from rescale_data.layout.turns import BalancedTurns
+from tests.layout.test_layout import assert_visits, layouts
+
+counts = st.lists(st.integers(0, 15), min_size=1, max_size=8)
+
+
+def picked(samples: list[int], num_picks: int) -> list[int]:
+    """The order by its definition: a search for the smallest pair (samples, shard) before every pick."""
+    now, picks = list(samples), []
+    for _ in range(num_picks):
+        shard = min(range(len(now)), key=lambda i: (now[i], i))
+        now[shard] += 1
+        picks.append(shard)
+    return picks
+
+
+@given(counts, st.integers(0, 60), st.integers(0, 100))
+def test_fewest_first(samples: list[int], num_picks: int, first: int) -> None:
+    fewest = Fewest(samples, first)
+    assert [fewest.pick() for _ in range(num_picks)] == [first + shard for shard in picked(samples, num_picks)]
+
+
+@given(counts, st.integers(0, 60))
+def test_water_fill_counts_the_picks(samples: list[int], num_picks: int) -> None:
+    found = Counter(picked(samples, num_picks))
+    expected = [found[shard] for shard in range(len(samples))]
+    assert water_fill(np.array(samples, np.int64), num_picks).tolist() == expected
+
+
+@given(st.lists(st.tuples(st.integers(0, 15), st.integers(0, 6)), min_size=1, max_size=8))
+def test_feasible_picks_stop_before_a_shard_that_has_none_left(shards: list[tuple[int, int]]) -> None:
+    samples, left = zip(*shards, strict=True)
+    feasible = feasible_picks(np.array(samples, np.int64), np.array(left, np.int64))
+    served = Counter(picked(list(samples), feasible + 1))
+    last = picked(list(samples), feasible + 1)[-1]
+    assert served[last] == left[last] + 1
+    assert all(served[shard] <= left[shard] for shard in range(len(left)) if shard != last)
+
+
+@given(layouts(), st.data())
+def test_each_worker_serves_its_own_block_in_that_order(layout: Layout, data: st.DataObject) -> None:
+    n, k, b = layout.num_logical_shards, layout.workers, layout.micro_batch_size
+    if n < layout.dp_world_size * k:
+        return
+    samples = np.array(data.draw(st.lists(st.integers(0, 9), min_size=n, max_size=n)), dtype=np.int64)
+    for rank in range(layout.dp_world_size):
+        turns = BalancedTurns(layout, rank, samples)
+        taken: list[list[int]] = [[] for _ in range(k)]
+        for u in range(3 * k):
+            turn = turns.turn(u)
+            assert_visits(turn, n)
+            taken[u % k] += turn.shards
+        for worker, shards in enumerate(taken):
+            block = layout.owned(rank, worker)
+            own = samples[block.start : block.stop].tolist()
+            assert shards == [block.start + shard for shard in picked(own, 3 * b)]
