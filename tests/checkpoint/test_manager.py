@@ -25,10 +25,11 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rescale_data import checkpoint
-from rescale_data.checkpoint import CheckpointManager, inspect
+from rescale_data.checkpoint import CheckpointManager
 from rescale_data.checkpoint.retention import Retention
 from rescale_data.checkpoint.storage.lease import reading
 from rescale_data.checkpoint.storage.local import LocalStore
+from rescale_data.cli import inspect
 from tests.checkpoint.models import Plain, mesh, whole, wrap
 from tests.checkpoint.processes import run
 from tests.checkpoint.stand_in import StandInLoader
@@ -409,7 +410,8 @@ def test_close_ends_though_a_forked_child_lives(
 
 EXIT = """
 import sys, torch
-from rescale_data.checkpoint import CheckpointManager, inspect
+from rescale_data.checkpoint import CheckpointManager
+from rescale_data.cli import inspect
 managers = [CheckpointManager(f"{sys.argv[1]}/{mode}", async_mode=mode) for mode in ("process", "thread")]
 for manager in managers:
     manager.save(1, {"a": torch.ones(1 << 22), "b": list(range(5))})

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torchdata.nodes import Mapper
 
 from rescale_data.errors import DataStateError
-from rescale_data.nodes import spans
 from rescale_data.nodes.packer import TokenPacker
 from rescale_data.nodes.reader import Reader
+from rescale_data.nodes.reading import spans
 from rescale_data.shard import Shard
 from rescale_data.sources.decoded.cache import cache
 from tests.corpus import LAYOUTS, documents, write

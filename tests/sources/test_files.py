@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rescale_data.sources import arrow, files, ipc, parquet
+from rescale_data.sources import arrow, file_source, ipc, parquet
 from rescale_data.sources.arrow import ArrowSource
 from rescale_data.sources.decoded.cache import cache, handles
 from rescale_data.sources.files.ranges import Mapped
@@ -243,7 +243,7 @@ class TestIndex:
         def refuse(*_: Any, **__: Any) -> None:
             raise AssertionError("a footer was read again")
 
-        for where, name in ((files.FileSource, "_read_footers"), (pq, "read_metadata"), (ipc, "read_blocks")):
+        for where, name in ((file_source.FileSource, "_read_footers"), (pq, "read_metadata"), (ipc, "read_blocks")):
             monkeypatch.setattr(where, name, refuse)
         monkeypatch.setattr(pa.ipc, "open_file", refuse)
         other = pickle.loads(blob)

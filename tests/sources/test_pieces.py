@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import rescale_data as rd
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.order import fragment_order
-from rescale_data.sources import spill as spilling
+from rescale_data.sources.decoded import spill as spilling
 from rescale_data.sources.decoded.cache import Cache, cache
 from rescale_data.sources.decoded.interest import serve
 from rescale_data.sources.decoded.spill import Spill

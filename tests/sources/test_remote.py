@@ -22,8 +22,8 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 import rescale_data as rd
-from rescale_data.sources import remote
 from rescale_data.sources.decoded.cache import cache
+from rescale_data.sources.files import remote
 from rescale_data.sources.files.disk_cache import DiskCache
 from rescale_data.sources.files.paths import find
 from rescale_data.sources.files.remote import RemoteError, RemoteFile
