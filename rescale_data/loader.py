@@ -233,7 +233,7 @@ class DataLoader:
         have ``timeout`` seconds to join.
 
         Returns:
-            ``{"shards": {path: tensor with N rows}, ...}``: see DESIGN, "State in the checkpoint".
+            ``{"shards": {path: tensor with N rows}, ...}``: see docs/design.md, 8.
 
         Raises:
             ValueError: Ranks are simulated, see `rescale_data.testing.full_state_dict`.
