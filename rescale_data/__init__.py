@@ -5,6 +5,7 @@ from rescale_data.checkpoint.changed import load_changed
 from rescale_data.checkpoint.check import check_checkpoint
 from rescale_data.engine.collate import pad_collate
 from rescale_data.engine.shards import LogicalShards
+from rescale_data.engine.statedict import whole_state
 from rescale_data.errors import DataStateError
 from rescale_data.layout.plan import plan
 from rescale_data.loader import DataLoader
@@ -67,4 +68,5 @@ __all__ = [
     "plan",
     "step_documents",
     "testing",
+    "whole_state",
 ]

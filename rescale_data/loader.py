@@ -17,6 +17,7 @@ from rescale_data.engine.reading import Batches, Reading
 from rescale_data.engine.recipe import Pipeline
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.setup import Tail, set_up
+from rescale_data.engine.statedict import Sharded
 from rescale_data.engine.stream import OnSourceChange, Stream
 from rescale_data.engine.workers import Pool
 from rescale_data.sources.dataset import MapStyle
@@ -227,25 +228,35 @@ class DataLoader:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that describes the batches delivered so far, a copy.
+        """The state that describes the batches delivered so far: a copy, and the same on every rank.
 
-        Collective over the dp ranks where W does not divide N, and in the last steps of an epoch; the other ranks then
-        have ``timeout`` seconds to join.
+        Collective over the dp ranks: all of them call it, before any ``if rank == 0``. It pickles, and loads on any topology.
 
         Returns:
-            ``{"shards": {path: tensor with N rows}, ...}``: see docs/design.md, 8.
+            ``{"shards": {path: plain tensor with N rows}, ...}``: see DESIGN, "State in the checkpoint".
 
         Raises:
             ValueError: Ranks are simulated, see `rescale_data.testing.full_state_dict`.
+            RuntimeError: Another rank did not call it within a minute (within ``timeout``, where that is less).
+            DataStateError: The ranks stand at different batches.
         """
         return self.reading.state_dict()
 
     def full_state_dict(self) -> dict[str, Any]:
-        """`state_dict` with plain tensors of all N rows on every rank (collective over the dp ranks)."""
-        return self.reading.full_state_dict()
+        """`state_dict`, by the name it had when that returned the rows of one rank."""
+        return self.state_dict()
+
+    @property
+    def sharded(self) -> Sharded:
+        """What to save in place of the loader where all N rows on every rank are too many, or asking all ranks is too often.
+
+        ``dcp.save({"loader": loader.sharded})``: its state holds `DTensor` rows without communication where W divides N. It
+        does not pickle, and loads wherever the loader's own state does.
+        """
+        return self.reading.sharded
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state of any topology, in either form (collective over the dp ranks).
+        """Go on from a state of any topology, in any form; collective over the dp ranks where it is sharded.
 
         Raises:
             DataStateError: It belongs to another seed, N, dataset or pipeline, or is incomplete. Nothing has changed then.

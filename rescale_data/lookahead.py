@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rescale_data.engine.moment import Moment, counters
-from rescale_data.engine.statedict import full_state_dict, state_dict
+from rescale_data.engine.statedict import Sharded, state_dict
 from rescale_data.engine.stream import Stream
 from rescale_data.loader import DataLoader
 
@@ -57,6 +57,10 @@ class LookAhead:
     def epoch(self) -> int:
         """The epoch in which the trainer is."""
         return self._moment.clock.epoch
+
+    def standing(self) -> Moment:
+        """Where the trainer is."""
+        return self._moment
 
     def begin(self) -> None:
         """Go on in the trainer's epoch, or with the next where that has ended."""
@@ -111,9 +115,10 @@ class LookAhead:
         """As `DataLoader.state_dict`, of the batches that were taken."""
         return state_dict(self._moment)
 
-    def full_state_dict(self) -> dict[str, Any]:
-        """As `DataLoader.full_state_dict`, of the batches that were taken."""
-        return full_state_dict(self._moment)
+    @property
+    def sharded(self) -> Sharded:
+        """As `DataLoader.sharded`, of the batches that were taken."""
+        return Sharded(self.standing, self.load_state_dict)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As `DataLoader.load_state_dict`; what is in hand is forgotten."""

@@ -30,8 +30,6 @@ class Standing(Protocol):
     @property
     def clock(self) -> Clock: ...
     @property
-    def rows_are_dealt(self) -> bool: ...
-    @property
     def dropped_samples(self) -> int: ...
     @property
     def padded_samples(self) -> int: ...
@@ -60,7 +58,6 @@ class Moment:
     seed: int
     table: Ints
     clock: Clock
-    rows_are_dealt: bool
     dropped_samples: int
     padded_samples: int
 
@@ -73,7 +70,6 @@ class Moment:
             stream.seed,
             stream.table.copy(),
             stream.clock,
-            stream.rows_are_dealt,
             stream.dropped_samples,
             stream.padded_samples,
         )

@@ -69,6 +69,35 @@ class Ranks:
         self._all_reduce(rows, dist.ReduceOp.MAX)
         return rows.numpy()
 
+    def gather(self, table: Ints, owned: range) -> Ints:
+        """The table with each row as the rank has it that owns its shard (collective).
+
+        Args:
+            table: ``int64[N, columns]``.
+            owned: The rows of this rank; every rank has ``N / W`` of them, rounded up or down.
+        """
+        if self.world_size == 1:
+            return table.copy()
+        mine = torch.full((-(-len(table) // self.world_size), 1 + table.shape[1]), -1, dtype=torch.int64)
+        mine[: len(owned), 0] = torch.arange(owned.start, owned.stop)
+        mine[: len(owned), 1:] = torch.from_numpy(table[owned.start : owned.stop])
+        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
+        self._begin(dist.all_gather, parts, mine)()
+        rows = torch.cat(parts)
+        rows = rows[rows[:, 0] >= 0]
+        whole = torch.from_numpy(table.copy())
+        whole[rows[:, 0]] = rows[:, 1:]
+        return whole.numpy()
+
+    def meet(self, what: str) -> None:
+        """Wait for all ranks to come to something that users call, before the first collective of it (collective).
+
+        Raises:
+            RuntimeError: Some did not come in time; they can still go on together.
+        """
+        if self.roll_call is not None:
+            self.roll_call.meet(what)
+
     def least(self, value: int) -> Callable[[], int]:
         """Begin to find the smallest of all ranks' values in the background (collective); the result, called, waits for it."""
         least = torch.tensor([value], dtype=torch.int64)
@@ -130,11 +159,15 @@ class Ranks:
         self._begin_all_reduce(tensor, op)()
 
     def _begin_all_reduce(self, tensor: torch.Tensor, op: Any) -> Callable[[], None]:
+        return self._begin(dist.all_reduce, tensor, op=op)
+
+    def _begin(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], None]:
+        """Begin a collective; the result, called, waits for it."""
         if self.group is None or self.roll_call is None:
             return lambda: None
         roll_call = self.roll_call
         deadline = roll_call.come()
-        work = dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
+        work = collective(*args, **kwargs, group=self.group, async_op=True)
 
         def finish() -> None:
             try:

@@ -13,9 +13,9 @@ from typing import Any
 
 from rescale_data.engine.collate import pin, with_valid
 from rescale_data.engine.feed import MicroBatch
-from rescale_data.engine.moment import counters
+from rescale_data.engine.moment import Standing, counters
 from rescale_data.engine.setup import Setup
-from rescale_data.engine.statedict import full_state_dict, load_state_dict, state_dict
+from rescale_data.engine.statedict import Sharded, load_state_dict, state_dict
 from rescale_data.engine.stream import Stream
 from rescale_data.errors import require_int
 
@@ -99,12 +99,11 @@ class Reading:
         return {"wait_seconds": self._wait_seconds, **counters(self.stream)}
 
     def state_dict(self) -> dict[str, Any]:
-        self._warn_if_read_ahead()
-        return state_dict(self.stream)
+        return state_dict(self._standing())
 
-    def full_state_dict(self) -> dict[str, Any]:
-        self._warn_if_read_ahead()
-        return full_state_dict(self.stream)
+    @property
+    def sharded(self) -> Sharded:
+        return Sharded(self._standing, self.load_state_dict)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         load_state_dict(self.stream, state)
@@ -114,8 +113,9 @@ class Reading:
         """The iterators that there are give no more batches: who reads has changed, or from where."""
         self._num_iterators += 1
 
-    def _warn_if_read_ahead(self) -> None:
-        """Who takes batches in another thread than training's is perhaps a queue, whose batches a checkpoint would lose."""
+    def _standing(self) -> Standing:
+        """What a state is made of. Who takes batches in another thread than training's is perhaps a queue, whose batches a
+        checkpoint would lose."""
         iterator, thread = self._last_taken
         if iterator == self._num_iterators and thread != threading.get_ident():
             _logger.warning(
@@ -124,6 +124,7 @@ class Reading:
                 "state in that thread, or read ahead with rescale_data.lookahead.LookAhead (XLA: rescale_data.xla."
                 "DeviceLoader), whose state is that of training."
             )
+        return self.stream
 
     def _next(self, batches: Batches) -> Any:
         if batches.number != self._num_iterators:

@@ -10,6 +10,9 @@ _GRACE = 10.0
 """Seconds that slower ranks are given after a connection broke, so that only those that never come are named."""
 _LEAST_GRACE = 2.0
 """The same after the timeout has passed: the others see the failure a moment later."""
+_MEETING = 60.0
+"""Seconds, at most, that a rank waits for the others to call what it has called."""
+_LONGEST_PAUSE = 0.05
 
 
 class RollCall:
@@ -24,8 +27,9 @@ class RollCall:
     def __init__(self, group: dist.ProcessGroup, ranks: list[int], timeout: float) -> None:
         self._store = group.get_group_store()
         self._me, self._ranks, self._timeout = ranks[group.rank()], ranks, timeout
-        self._came = 0
+        self._came = self._met = 0
         self._note("failed")
+        self._note("met")
         self._note()
 
     def come(self) -> float:
@@ -33,6 +37,31 @@ class RollCall:
         self._came += 1
         self._note()
         return time.monotonic() + self._timeout
+
+    def meet(self, what: str) -> None:
+        """Wait until every rank has come here as often as this one; ``RuntimeError`` where some do not come in time."""
+        self._met += 1
+        self._note("met")
+        all_here, timeout = self._met * len(self._ranks), min(self._timeout, _MEETING)
+        deadline, pause = time.monotonic() + timeout, 0.0005
+        here = self._store.add(_ALL_MET, 1)
+        while here < all_here:
+            if time.monotonic() > deadline:
+                raise self._alone(what, timeout)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+            here = self._store.add(_ALL_MET, 0)
+
+    def _alone(self, what: str, timeout: float) -> RuntimeError:
+        """Take back that this rank has come, and say who has not."""
+        missing = [rank for rank in self._ranks if self._number("met", rank) < self._met]
+        self._met -= 1
+        self._note("met")
+        self._store.add(_ALL_MET, -1)
+        return RuntimeError(
+            f"{what} was called on rank {self._me}, and not within {timeout:g} s on the ranks {missing}: each rank knows its "
+            f"own rows alone, so all of them give theirs. Call it on every rank, before `if rank == 0`."
+        )
 
     def failure(self, error: RuntimeError, deadline: float) -> RuntimeError:
         """What to raise in place of ``error``: a message that names the ranks which did not come."""
@@ -53,7 +82,7 @@ class RollCall:
         )
 
     def _note(self, what: str = "came") -> None:
-        self._store.set(_key(what, self._me), str(self._came))
+        self._store.set(_key(what, self._me), str(self._met if what == "met" else self._came))
 
     def _missing(self) -> list[int] | None:
         """Ranks that have not come so far, else those that came and neither saw it fail nor went on; `None`: no store."""
@@ -69,5 +98,8 @@ class RollCall:
         return int(self._store.get(_key(what, rank)))
 
 
-def _key(what: str, rank: int) -> str:
+def _key(what: str, rank: int | str) -> str:
     return f"rescale_data/{what}/{rank}"
+
+
+_ALL_MET = _key("met", "all")

@@ -11,7 +11,7 @@ from rescale_data.engine.feed import InProcess
 from rescale_data.engine.recipe import Pipeline
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.setup import Setup, set_up
-from rescale_data.engine.statedict import load_state_dict, state_dict
+from rescale_data.engine.statedict import load_state_dict, local_state_dict
 from rescale_data.engine.stream import Stream
 from rescale_data.nodes.base import BaseNode
 
@@ -21,7 +21,8 @@ class LogicalShards(BaseNode[list[Any]]):
 
     Nodes above it that go on from a state they took earlier and then draw as many batches again (``snapshot_frequency`` of
     `Prefetcher` and `ParallelMapper`) count in batches of before: leave it at 1, the default, or go on with the same W and b.
-    Above nodes that take its state in a thread let W divide N, so that `state_dict` is no collective.
+    With several ranks its state holds the rows of its own rank alone: `rd.whole_state` makes the state of whatever is above it
+    whole, to be kept.
 
     Args:
         pipeline: ``Shard -> node``, the node graph of one logical shard.
@@ -83,4 +84,4 @@ class LogicalShards(BaseNode[list[Any]]):
         return self.stream.take().batch
 
     def get_state(self) -> dict[str, Any]:
-        return state_dict(self.stream)
+        return local_state_dict(self.stream)

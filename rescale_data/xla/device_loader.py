@@ -19,6 +19,7 @@ import torch
 import torch_xla
 
 from rescale_data.engine.reading import Batches
+from rescale_data.engine.statedict import Sharded
 from rescale_data.engine.stream import Stream
 from rescale_data.loader import DataLoader
 from rescale_data.lookahead import LookAhead
@@ -141,12 +142,13 @@ class DeviceLoader:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that describes the batches training has received; collective where `DataLoader.state_dict` is."""
+        """The state that describes the batches training has received; collective as `DataLoader.state_dict` is."""
         return self._ahead.state_dict()
 
-    def full_state_dict(self) -> dict[str, Any]:
-        """As `DataLoader.full_state_dict`, of the batches that training has received."""
-        return self._ahead.full_state_dict()
+    @property
+    def sharded(self) -> Sharded:
+        """As `DataLoader.sharded`, of the batches that training has received."""
+        return Sharded(self._ahead.standing, self.load_state_dict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state of this or of a `DataLoader`, of any topology."""
