@@ -53,10 +53,9 @@ class RollCall:
             here = self._store.add(_ALL_MET, 0)
 
     def _alone(self, what: str, timeout: float) -> RuntimeError:
-        """Take back that this rank has come, and say who has not."""
+        """Say who has not come, and let the next time count in place of this one; what this rank noted stays, for the others."""
         missing = [rank for rank in self._ranks if self._number("met", rank) < self._met]
         self._met -= 1
-        self._note("met")
         self._store.add(_ALL_MET, -1)
         return RuntimeError(
             f"{what} was called on rank {self._me}, and not within {timeout:g} s on the ranks {missing}: each rank knows its "

@@ -232,7 +232,7 @@ def test_a_row_with_another_stamp() -> None:
     loader = ROWS.loader(O)
     take(loader, 2)
     state = loader.state_dict()
-    state["shards"]["stamp"][5] -= 12
+    state["shards"]["stamp"][5] -= 12 * 24
     with pytest.raises(
         rd.DataStateError, match=r"The rows of 1 of 24 logical shards \(the first: \[5\]\) are not of sample 24"
     ):

@@ -90,8 +90,7 @@ def local_and_alone(folder: Path) -> dict[str, Any]:
     del folder
     found: dict[str, Any] = {}
     for name, data in CASES.items():
-        for workers in (False, True):
-            found[f"{name}, {workers}"] = _under_torchdata(data, prefetch=workers)
+        found[name] = _under_torchdata(data, prefetch=data.repeat)
     loader = CASES["endless"].loader(O, 3)
     take(loader, 2)
     for way, keep in {"pickle": pickle.dumps, "torch.save": lambda state: torch.save(state, "/dev/null")}.items():
@@ -141,9 +140,7 @@ def _under_torchdata(data: Data, prefetch: bool) -> Any:
 def test_states_of_one_rank_are_made_whole_refuse_to_be_pickled_and_one_that_asks_alone_is_told(tmp_path: Path) -> None:
     found = run_ranks(2, tmp_path, local_and_alone, tmp_path)
     for name in CASES:
-        for workers in (False, True):
-            one, other = (_state(rank[f"{name}, {workers}"]) for rank in found)
-            assert same_state(one, other)
+        assert same_state(*(_state(rank[name]) for rank in found))
     for rank in found:
         assert "Keep loader.state_dict(), which is whole" in rank["pickle"]
         assert rank["torch.save"] == rank["pickle"]
