@@ -16,7 +16,7 @@ from rescale_data.engine.feed import Feed, InProcess
 from rescale_data.engine.reading import Batches, Reading
 from rescale_data.engine.recipe import Pipeline
 from rescale_data.engine.runner import Runner
-from rescale_data.engine.setup import Tail, set_up
+from rescale_data.engine.setup import Tail, require_steps_per_epoch, set_up
 from rescale_data.engine.statedict import Sharded
 from rescale_data.engine.stream import OnSourceChange, Stream
 from rescale_data.engine.workers import Pool
@@ -52,6 +52,8 @@ class DataLoader:
         timeout: Seconds to wait for a worker, or for another rank in a collective.
         verify: Keep a digest of the rows that each logical shard has delivered, 8 bytes a shard and source in the state, and
             prove at the end of each epoch that every row was delivered once, across all legs of the run: else `DataStateError`.
+        steps_per_epoch: Where the data has no epoch, or only reading tells its end: an iterator ends whenever `step` is a
+            multiple of this. With ``repeat=False`` the data's own end comes within, and ends none (`progress` has its epochs).
         on_source_change: Of a state whose files were removed or changed since: "error", or "next_epoch": leave out what was
             left of the epoch, log how many rows that is, and begin the next one. Files that were only added join at the next
             epoch that no logical shard has begun, in either case.
@@ -81,6 +83,7 @@ class DataLoader:
         multiprocessing_context: str | BaseContext = "forkserver",
         timeout: float = 300.0,
         verify: bool = False,
+        steps_per_epoch: int | None = None,
         on_source_change: OnSourceChange = "error",
     ) -> None:
         if on_source_change not in ("error", "next_epoch"):
@@ -100,6 +103,8 @@ class DataLoader:
             timeout=timeout,
             verify=verify,
         )
+        if steps_per_epoch is not None:
+            require_steps_per_epoch(self.setup, steps_per_epoch)
         self.collate_fn = collate_fn or collate
         runner = Runner(self.setup.recipe, self.setup.schema)
         feed: Feed = InProcess(runner, collate_fn)
@@ -115,18 +120,40 @@ class DataLoader:
             )
         stream = Stream(self.setup, runner, feed)
         stream.on_source_change = on_source_change
-        self._reading: Reading | None = Reading(self.setup, stream, pin_memory=pin_memory and not num_workers)
+        pin = pin_memory and not num_workers
+        self._reading: Reading | None = Reading(self.setup, stream, pin_memory=pin, steps_per_epoch=steps_per_epoch)
         self._close = self._reading.close
 
     # Batches
 
     def __iter__(self) -> Batches:
-        """Go on from the position; an older iterator is invalid from now on."""
+        """Go on from the position, or with the next epoch where the last batch of this one has been taken.
+
+        After a load of a state that was saved there, the first iterator is empty, once. Older iterators are invalid.
+        """
         return iter(self.reading)
 
     def __len__(self) -> int:
-        """Micro batches left in this epoch; ``TypeError`` where it has no end or only reading would tell."""
+        """Micro batches of the whole epoch; ``TypeError`` where it has no end, or only reading would tell."""
         return len(self.reading)
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def batches_left(self) -> int:
+        """Micro batches until the iterator ends; 0 from when the last was taken; ``TypeError`` as `len`."""
+        return self.reading.batches_left
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the trainer counts: at the end of the one before the loader moves on; within it nothing happens.
+
+        Collective as iterating.
+
+        Raises:
+            ValueError: It is another epoch.
+        """
+        self.reading.set_epoch(epoch)
 
     def start(self) -> None:
         """Begin to read, so that the first batch is ready when training is: call it before the model is loaded.
@@ -139,13 +166,17 @@ class DataLoader:
     def peek(self) -> Any:
         """The next batch, which stays the next: ``next`` may return the same memory, so leave it as it is.
 
+        At the end of an epoch ``StopIteration``.
+
         Like iterating, collective over the dp ranks where an epoch's end is found by reading (``repeat=False`` with packing
         or filters): all ranks call it, or none. So are `start` and `skip`.
         """
         return self.reading.peek()
 
     def skip(self, num_samples: int) -> None:
-        """Leave out samples, as if they had been delivered; at a constant cost where the pipeline allows it.
+        """Leave out samples, as if they had been delivered, also over the ends of epochs.
+
+        At a constant cost where the pipeline allows it; whole epochs cost nothing where it knows its number of samples.
 
         Args:
             num_samples: Over all ranks, a multiple of ``W * b``.
@@ -205,7 +236,10 @@ class DataLoader:
 
     @property
     def epoch(self) -> int:
-        """Epochs that have ended; 0 with ``repeat=True``, where each shard has its own (see `progress`)."""
+        """The epoch that is read: the next one from ``StopIteration`` on, or from the ``iter`` that begins it.
+
+        0 with ``repeat=True`` and no ``steps_per_epoch``; each shard has its own there (see `progress`).
+        """
         return self.reading.epoch
 
     @property

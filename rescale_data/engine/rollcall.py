@@ -53,7 +53,7 @@ class RollCall:
             here = self._store.add(_ALL_MET, 0)
 
     def _alone(self, what: str, timeout: float) -> RuntimeError:
-        """Say who has not come, and let the next time count in place of this one; what this rank noted stays, for the others."""
+        """Say who has not come, and let the next time count in place of this one. What this rank noted stays, for others."""
         missing = [rank for rank in self._ranks if self._number("met", rank) < self._met]
         self._met -= 1
         self._store.add(_ALL_MET, -1)

@@ -66,21 +66,22 @@ class LogicalShards(BaseNode[list[Any]]):
         )
         runner = Runner(self.setup.recipe, self.setup.schema)
         self.stream = Stream(self.setup, runner, InProcess(runner, list))
-        self._epoch = 0
+        self._begun = 0  # samples at the beginning that it was reset to; from then on another reset changes nothing
 
     def reset(self, initial_state: Mapping[str, Any] | None = None) -> None:
         """Go on from a state; without one begin again, or, at the end of an epoch, go on with the next."""
         super().reset(None)
+        begun, self._begun = self._begun, -1
         if initial_state is not None:
             load_state_dict(self.stream, initial_state)
-        elif self.stream.epoch == self._epoch:
+            return
+        if self.stream.ended:
+            self.stream.move_on()
+        elif self.stream.clock.samples != begun:
             self.stream.reset()
-        self.stream.begin()
-        self._epoch = self.stream.epoch
+        self._begun = self.stream.clock.samples
 
     def next(self) -> list[Any]:
-        if self.stream.epoch != self._epoch:
-            raise StopIteration
         return self.stream.take().batch
 
     def get_state(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from rescale_data.engine.change import Fitted, fit, fixed_by_others, settle, wit
 from rescale_data.engine.differences import differences
 from rescale_data.engine.growth import Growth, begin_next_epoch, compare, joined, refuse_changes
 from rescale_data.engine.moment import Moment, Standing
-from rescale_data.engine.recipe import DEALT, SAMPLES, STAMP, STRINGS, UNDEALT, History
+from rescale_data.engine.recipe import DEALT, ENDED, SAMPLES, STAMP, STRINGS, UNDEALT, History
 from rescale_data.engine.stream import Stream
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
@@ -172,16 +172,18 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
     changed = state["pipeline"] != stream.schema.pipeline_json
     state = fitted.state
     table = _table(stream, state["shards"], int(state["samples"]))
+    _require_one_end(table)
     if changed:
         _report(stream, fitted, settle(stream.schema, table))
     saved = (int(state["global_batch_size"]), int(state["dp_world_size"]), int(state["micro_batch_size"]))
     clock = _clock(state)
     loaded = clock.loaded(saved, stream.layout)
-    if stream.repeat and (table[:, DEALT] != UNDEALT).any():
-        loaded = clock.restarted(saved[0])  # an endless stream has no end of an epoch to be in the middle of
-    if loaded != clock or stream.repeat:
+    ended = bool((table[:, DEALT] == ENDED).all())
+    if stream.repeat and (table[:, DEALT] != UNDEALT).any():  # an endless stream has no end of an epoch to be at
+        loaded = clock.next_epoch(saved[0]) if ended else clock.restarted(saved[0])
+    if stream.repeat or (loaded != clock and not ended):
         table[:, DEALT] = UNDEALT
-    if loaded != clock:
+    if loaded.origin != clock.origin:
         stream.ranks.log(
             logging.WARNING,
             "The state was saved with global_batch_size=%d, dp_world_size=%d, micro_batch_size=%d in the middle of a step, or "
@@ -354,6 +356,15 @@ def _table(stream: Stream, tensors: Mapping[str, torch.Tensor], samples: int) ->
     return np.ascontiguousarray(from_tensors(fields, tensors))
 
 
+def _require_one_end(table: Ints) -> None:
+    ended = table[:, DEALT] == ENDED
+    if ended.any() and not ended.all():
+        raise DataStateError(
+            f"By the state an epoch has ended for {int(ended.sum())} of {len(table)} logical shards, which happens to all at "
+            f"once: it was changed, or is that of several runs. Load another checkpoint."
+        )
+
+
 def _require_own_rows(stamp: torch.Tensor, samples: int) -> None:
     """``DataStateError`` where rows are not those of their logical shards at that sample.
 
@@ -417,8 +428,9 @@ def _begin_next_epoch(stream: Stream, growth: Growth, table: Ints, clock: Clock)
         "Files were removed or changed since the state was saved (%s): what was left of the epoch, %d rows, is left out, and "
         "all logical shards begin the next one (on_source_change='next_epoch').", "; ".join(growth.changed), left,
     )  # fmt: skip
-    o = stream.layout.global_batch_size
-    return clock.restarted(o) if stream.repeat else clock.next_epoch(o), histories
+    if not stream.repeat:
+        table[:, DEALT] = ENDED
+    return clock.restarted(stream.layout.global_batch_size), histories
 
 
 def _report(stream: Stream, fitted: Fitted, num_begun_again: int) -> None:

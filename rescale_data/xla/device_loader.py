@@ -78,8 +78,20 @@ class DeviceLoader:
         return Batches(self.epoch, self._num_iterators, self._next)
 
     def __len__(self) -> int:
-        """As `DataLoader.__len__`, from where training is."""
-        return self._ahead.num_batches_left()
+        """As `DataLoader.__len__`."""
+        return len(self._ahead)
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def batches_left(self) -> int:
+        """As `DataLoader.batches_left`, from where training is."""
+        return self._ahead.batches_left
+
+    def set_epoch(self, epoch: int) -> None:
+        """As `DataLoader.set_epoch`, where training is."""
+        self._ahead.set_epoch(epoch)
 
     def start(self) -> None:
         """As `DataLoader.start`."""
@@ -87,6 +99,8 @@ class DeviceLoader:
 
     def peek(self) -> Any:
         """The next batch, on the devices; it stays the next."""
+        if self._ahead.is_over():
+            raise StopIteration
         self._ahead.begin()
         return self._receive()[0]
 
