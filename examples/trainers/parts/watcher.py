@@ -100,7 +100,7 @@ class Watcher:
                 self._agents.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
 
     def watch(self, world_size: int, stop: int) -> tuple[Meeting, dict[int, list[int]]]:
-        """Let ``world_size`` ranks train up to the step before ``stop``; they wait there. Ranks that met in another number wait.
+        """Let ``world_size`` ranks train up to the step before ``stop``; then they wait. Others wait at once.
 
         Returns:
             The meeting, and the global batch of each step that it trained.
