@@ -78,7 +78,7 @@ class IndexedSource(FileSource):
         """Where the index of a file and its copy are, now."""
         path = self._index_path(file)
         copy = self._copy_path(path, file)
-        facts = {"version": _VERSION, "size": self._files.sizes[file], "stamp": self._files.stamps[file]}
+        facts = {"version": _VERSION, "size": int(self._files.sizes[file]), "stamp": self._files.stamps[file]}
         try:
             make_once(
                 path, lambda: _is_good(path, copy, facts), lambda aside: self._write_index(file, copy, aside, facts)
