@@ -7,15 +7,16 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, TypeVar
 
+from rescale_data.checkpoint.api import begin, write
 from rescale_data.checkpoint.convert.stored import BUDGET, StoredCheckpoint
 from rescale_data.checkpoint.convert.torch_file import map_file
 from rescale_data.checkpoint.convert.torch_zip import Pending, write_torch_file
 from rescale_data.checkpoint.ranks import Ranks
-from rescale_data.checkpoint.saving import begin, write
+from rescale_data.checkpoint.storage.dcp import CheckpointWriter, SaveInfo
 from rescale_data.checkpoint.storage.local import LocalStore
 from rescale_data.checkpoint.storage.manifest import checked_metrics
-from rescale_data.checkpoint.storage.store import StrPath, open_store
-from rescale_data.checkpoint.storage.writer import CheckpointWriter, SaveInfo
+from rescale_data.checkpoint.storage.open import open_store
+from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.tree import tree_of
 
 T = TypeVar("T")
@@ -72,7 +73,7 @@ def from_torch_save(
 
 def save_alone(path: StrPath, plain: dict[str, Any], storage_options: Mapping[str, Any] | None) -> None:
     """Save plain values and tensors from this process, whatever process groups there are."""
-    store, final = open_store(path, storage_options)
+    store, final = open_store(path, storage_options, to_write=True)
     ranks = Ranks.alone()
     workspace = begin(store, final, ranks, overwrite=False)
     write(plain, CheckpointWriter(store, workspace, SaveInfo(metrics=checked_metrics(None))), ranks)
