@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rescale_data.checkpoint.api import LoadReport, load, save
-    from rescale_data.checkpoint.convert.dcp import from_torch_save, to_torch_save
     from rescale_data.checkpoint.convert.safetensors import from_safetensors, to_safetensors
+    from rescale_data.checkpoint.convert.torch_save import from_torch_save, to_torch_save
     from rescale_data.checkpoint.data_state import check_checkpoint, load_changed, read_data_state
     from rescale_data.checkpoint.manager import CheckpointManager, RunReader, Saving
     from rescale_data.checkpoint.optimizer.full import (
@@ -45,8 +45,8 @@ __all__ = [
 
 _HOMES = {
     "api": ("LoadReport", "load", "save"),
-    "convert.dcp": ("from_torch_save", "to_torch_save"),
     "convert.safetensors": ("from_safetensors", "to_safetensors"),
+    "convert.torch_save": ("from_torch_save", "to_torch_save"),
     "data_state": ("check_checkpoint", "load_changed", "read_data_state"),
     "manager": ("CheckpointManager", "RunReader", "Saving"),
     "optimizer.full": (

@@ -158,13 +158,14 @@ def load(
     ranks = Ranks(process_group)
     store, folder = open_store(path, storage_options)
     if ranks.on_first(lambda: store.is_file(folder)):
-        from rescale_data.checkpoint.convert.torch_file import TorchFileReader
+        from rescale_data.checkpoint.convert.torch_save import map_file
+        from rescale_data.checkpoint.convert.values import ValuesReader
 
         if not store.renames:
             raise ValueError(
                 f"{folder} is a file in an object store, and is mapped to be read. Copy it to a local disk first."
             )
-        return read(TorchFileReader(folder), folder, state, ranks, strict=strict, trusted=trusted)
+        return read(ValuesReader(lambda: map_file(folder)), folder, state, ranks, strict=strict, trusted=trusted)
     return again(lambda: _load(path, state, ranks, strict, checksums, trusted, storage_options))
 
 

@@ -4,7 +4,7 @@
 
 The shapes on disk depend on N alone. In memory a table is one of three forms that are interchangeable there: a plain
 tensor where one process owns all rows, a `DTensor` over the dp mesh where W divides N, else plain tensors with all rows,
-gathered. Source: DESIGN, "State in the checkpoint".
+gathered. Source: docs/design.md, 8.
 """
 
 from __future__ import annotations

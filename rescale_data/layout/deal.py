@@ -5,7 +5,7 @@ alone, so every rank computes the same deal. In each step of it the O samples ar
 of the global batch; of a shard with several rows in one step, the rows are filled in the order of time (micro
 batch, then rank), so that at any micro batch what a shard has delivered is a prefix of what it has.
 
-Source: DESIGN, "The end of an epoch".
+Source: docs/design.md, 6.
 """
 
 from __future__ import annotations

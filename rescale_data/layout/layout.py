@@ -11,7 +11,7 @@ Indices, all starting at 0:
                              m = 0      rows 0 1      rows 4 5
                              m = 1      rows 2 3      rows 6 7
 
-Source: DESIGN, "Who serves which sample, and when".
+Source: docs/design.md, 4.
 """
 
 from __future__ import annotations
