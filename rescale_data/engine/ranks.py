@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
-import json
 import logging
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
@@ -398,18 +397,11 @@ _meetings: WeakKeyDictionary[Any, dict[tuple[int, int], list[int]]] = WeakKeyDic
 def _meet_by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[int]:
     me, everyone = dist.get_rank(), list(range(dist.get_world_size()))
     store = _part_of_store("dp", len(everyone), None)
-    store.set(f"given/{me}", json.dumps([dp_rank, dp_world_size]))
-    _meet(store, me, everyone, timeout)
-    if me == 0:  # reads what all have given, so that not everybody asks for everything
-        given = [json.loads(value) for value in store.multi_get([f"given/{rank}" for rank in everyone])]
-        store.set("given", json.dumps(given))
-    of_rank: list[list[int]] = [[] for _ in range(dp_world_size)]
-    given = json.loads(store.get("given"))
+    given = _table(_meet(store, me, everyone, timeout, f"{dp_rank} {dp_world_size}").split(",")).tolist()
     sizes = sorted({size for _, size in given})
     if len(sizes) > 1:
         raise ValueError(f"The ranks built their loaders with different dp_world_size: {sizes}. All need the same.")
-    for rank, (of, _) in enumerate(given):
-        of_rank[of].append(rank)
+    of_rank = [[rank for rank, (of, _) in enumerate(given) if of == wanted] for wanted in range(dp_world_size)]
     missing = [of for of, found in enumerate(of_rank) if not found]
     if missing:
         raise ValueError(
@@ -438,11 +430,11 @@ def _part(name: str, store: Any) -> Any:
     return PrefixStore(name, store)
 
 
-def _meet(store: Store, me: int, members: Sequence[int], timeout: float) -> None:
-    """``RuntimeError`` where some member does not come to where a group is made."""
+def _meet(store: Store, me: int, members: Sequence[int], timeout: float, value: str = "") -> str:
+    """What all members say, joined by commas; ``RuntimeError`` where some member does not come to where a group is made."""
     roll_call = RollCall(_part("meet", store), me, members)
     try:
-        roll_call.wait(roll_call.come("make", "", lambda _: ""), timeout)
+        return roll_call.wait(roll_call.come("make", value, ",".join), timeout)
     except Missing as missing:
         raise RuntimeError(
             f"The ranks {missing.ranks} did not build the data loader that rank {members[me]} builds, within "
