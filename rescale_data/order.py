@@ -100,8 +100,8 @@ def shard_sizes(shards: Ints, num_rows: int, num_logical_shards: int) -> Ints:
 def ranges_of(shards: Ints, epochs: Ints, num_rows: int, num_logical_shards: int, seed: int) -> Ints:
     """Which range of the virtual rows each shard reads in an epoch, ``int64[M]``: that of its own number.
 
-    Of fewer rows than shards most ranges are empty. Then all ranges move on from epoch to epoch, so that every shard
-    reads every range once in N epochs, a *round*; by how much is a hash of (seed, round).
+    Of fewer rows than shards some ranges are empty. Then all ranges move on from epoch to epoch, so that every shard
+    reads every range once in N epochs, a *round*; by how much is a hash of (seed, round). Rows are shuffled anew in each round.
     """
     if num_rows >= num_logical_shards:
         return shards

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rescale_data as rd
+from rescale_data.nodes.reading.rows import ShardRows
 from rescale_data.order import floor_sum, next_epoch_with_rows, ranges_of, rows_before, shard_sizes
 from rescale_data.testing import assert_rescalable
 
@@ -93,6 +94,17 @@ def test_each_row_once_an_epoch(num_rows: int, shuffle: bool, tmp_path: Path) ->
                 seen[epoch, str(row)] += 1
         assert set(seen.values()) == {1}
         assert len(seen) == 2 * N * num_rows
+
+
+@pytest.mark.parametrize("num_rows", SIZES[:3])
+def test_a_shard_reads_each_row_once_in_a_round(num_rows: int, tmp_path: Path) -> None:
+    for source in (parquet(tmp_path, num_rows), rd.DatasetSource(Numbers(num_rows))):
+        for shard in range(N):
+            rows = ShardRows(source, rd.Shard(shard, N), True)
+            for number in range(3):
+                epochs = range(number * N, (number + 1) * N)
+                read = [row for epoch in epochs for row in rows.owned(epoch, 0, rows.size(epoch)).tolist()]
+                assert sorted(read) == list(range(num_rows))
 
 
 def packed(shard: rd.Shard, source: Any, node: Any = rd.TokenPacker, **kwargs: Any) -> rd.BaseNode[Any]:

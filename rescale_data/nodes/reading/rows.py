@@ -134,6 +134,11 @@ class ShardRows:
         is_small = self._shard.repeat and self._view(epoch).num_rows < n
         return is_small and self.next_epoch(epoch) // n == epoch // n
 
+    def _shuffle(self, epoch: int) -> int:
+        """The epoch whose shuffle holds: of few rows that of a round, so that a shard reads each of them once in it."""
+        n = self._shard.num_logical_shards
+        return epoch if self._view(epoch).num_rows >= n else epoch // n
+
     def size(self, epoch: int) -> int:
         """Rows of the shard in an epoch."""
         return self.order(epoch).size
@@ -176,7 +181,7 @@ class ShardRows:
 
     def around(self, epoch: int, row: int, shard: int = -1) -> Ints:
         """Rows of the source that are permuted together around a row of a shard."""
-        return self.order(epoch, shard).rows(epoch, row, self.fragments(epoch))
+        return self.order(epoch, shard).rows(self._shuffle(epoch), row, self.fragments(epoch))
 
     def fragments_around(self, epoch: int, row: int, shard: int = -1) -> list[int]:
         """Fragments of the source in which the rows lie that are permuted together around a row of a shard."""
@@ -202,7 +207,7 @@ class ShardRows:
 
     def owned(self, epoch: int, first: int, stop: int) -> Ints:
         """Rows of the source that the shard's rows ``first .. stop - 1`` are, windows not permuted."""
-        return self.order(epoch).owned(epoch, first, stop, self.fragments(epoch))
+        return self.order(epoch).owned(self._shuffle(epoch), first, stop, self.fragments(epoch))
 
     def numbered(self, epoch: int, rows: Ints) -> Ints:
         """Rows of the source as the view of an epoch numbers them, whatever has joined since."""
@@ -228,7 +233,7 @@ class ShardRows:
         fragments, view = self._source.fragments, self._view(epoch)
         if fragments is None or (not self.window and view.fragments is None):
             return None
-        epoch = epoch if self.window else view.since
+        epoch = self._shuffle(epoch) if self.window else view.since
         key = (self._source_key, "order", self.window > 0, self._shard.seed, epoch, view.num_rows)
         return cache().make(key, lambda: self._in_order(fragments, view, epoch))
 
