@@ -30,6 +30,8 @@ class Standing(Protocol):
     @property
     def clock(self) -> Clock: ...
     @property
+    def owners(self) -> Ints: ...
+    @property
     def dropped_samples(self) -> int: ...
     @property
     def padded_samples(self) -> int: ...
@@ -58,6 +60,7 @@ class Moment:
     seed: int
     table: Ints
     clock: Clock
+    owners: Ints
     dropped_samples: int
     padded_samples: int
 
@@ -70,6 +73,7 @@ class Moment:
             stream.seed,
             stream.table.copy(),
             stream.clock,
+            stream.owners,
             stream.dropped_samples,
             stream.padded_samples,
         )

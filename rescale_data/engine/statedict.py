@@ -6,7 +6,7 @@ The shapes on disk depend on N alone. In memory a table is one of these, and all
 
     whole     plain tensors with all rows, equal on every rank (collective): what anybody may keep
     sharded   a `DTensor` over the dp mesh where W divides N, without communication; whole elsewhere
-    local     the same, and elsewhere `RankRows`, which `whole_state` makes whole: never any communication
+    local     `RankRows`, which `whole_state` makes whole: never any communication
 
 Every row says whose it is: ``stamp`` of row i is ``-1 - (samples * N + i)``. Source: DESIGN, "State in the checkpoint".
 """
@@ -20,12 +20,12 @@ from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from rescale_data.engine.change import Fitted, fit, fixed_by_others, settle, without_free
 from rescale_data.engine.differences import differences
 from rescale_data.engine.growth import Growth, begin_next_epoch, compare, joined, refuse_changes
 from rescale_data.engine.moment import Moment, Standing
+from rescale_data.engine.ranks import Ranks
 from rescale_data.engine.recipe import DEALT, ENDED, SAMPLES, STAMP, STRINGS, UNDEALT, History
 from rescale_data.engine.stream import Stream
 from rescale_data.errors import DataStateError
@@ -56,10 +56,8 @@ def state_dict(stream: Standing) -> dict[str, Any]:
     """The state with plain tensors of all N rows (collective over the dp ranks)."""
     _refuse_simulated(stream)
     _require_saveable(stream)
-    ranks, table = stream.ranks, stream.table
-    ranks.meet("state_dict() of the loader")
     _require_same_batch(stream)
-    whole = ranks.merge(table) if _is_dealt(table) else ranks.gather(table, stream.layout.owned(ranks.rank))
+    whole = stream.ranks.saving.merge(stream.table, stream.owners)
     return {"shards": _tensors(stream, whole, range(len(whole))), **header(stream)}
 
 
@@ -70,8 +68,6 @@ def sharded_state_dict(stream: Standing) -> dict[str, Any]:
 
 def local_state_dict(stream: Standing) -> dict[str, Any]:
     """The state as this rank knows it, without communication: `whole_state` makes it whole."""
-    if _has_blocks(stream):
-        return _in_blocks(stream)
     if stream.ranks.world_size == 1:
         return state_dict(stream)
     _refuse_simulated(stream)
@@ -80,7 +76,7 @@ def local_state_dict(stream: Standing) -> dict[str, Any]:
 
 
 class RankRows:
-    """The table as one rank knows it, where its rows are no block that torch can describe."""
+    """The table as one rank knows it."""
 
     def __init__(self, at: Moment) -> None:
         self._at = at
@@ -133,11 +129,9 @@ def whole_state(state: Any) -> Any:
     """
     if not isinstance(state, Mapping):
         return state
-    if "shards" not in state or not set(INTS) <= set(state):
-        return {key: whole_state(value) for key, value in state.items()}
-    shards = _whole(state["shards"])
-    _require_own_rows(shards[STAMP.key], int(state["samples"]))
-    return {**state, "shards": shards}
+    return {
+        k: v.whole() if isinstance(v, RankRows) else whole_state(v) for k, v in cast(Mapping[str, Any], state).items()
+    }
 
 
 def merged_state_dict(streams: Sequence[Stream]) -> dict[str, Any]:
@@ -168,7 +162,7 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
         raise DataStateError(
             f"The state lacks {missing}. Give what loader.state_dict() returned, or DCP loaded into it."
         )
-    fitted = require_fit(stream, {**state, "shards": _whole(state["shards"])})
+    fitted = require_fit(stream, {**state, "shards": _whole(stream.ranks, state["shards"])})
     changed = state["pipeline"] != stream.schema.pipeline_json
     state = fitted.state
     table = _table(stream, state["shards"], int(state["samples"]))
@@ -279,7 +273,7 @@ _DESCRIBED = {
 
 def _require_same_batch(stream: Standing) -> None:
     """Gathered rows all bear one stamp: so that ranks stand at the same batch has to be seen now (collective)."""
-    first, last = stream.ranks.extremes(stream.clock.samples)
+    first, last = stream.ranks.saving.extremes(stream.clock.samples)
     if first != last:
         raise DataStateError(
             f"The ranks save at different batches, which no state can describe: dp rank {stream.ranks.rank} after "
@@ -389,14 +383,14 @@ def _require_own_rows(stamp: torch.Tensor, samples: int) -> None:
     )
 
 
-def _whole(shards: Any) -> dict[str, torch.Tensor]:
+def _whole(ranks: Ranks, shards: Any) -> dict[str, torch.Tensor]:
     """The table with all rows (collective where it is that of one rank)."""
     if isinstance(shards, RankRows):
         return shards.whole()
     for value in shards.values():
         if not isinstance(value, torch.Tensor):
             raise DataStateError(f"A field of the state is a {type(value).__name__}, not a tensor.")
-    return {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in shards.items()}
+    return {key: ranks.whole(value) for key, value in shards.items()}
 
 
 def _clock(state: Mapping[str, Any]) -> Clock:

@@ -39,8 +39,8 @@ def test_a_rank_that_does_not_join_and_one_that_dies_are_named(tmp_path: Path) -
     assert found[1] is None
     for rank in (0, 2):
         assert len(found[rank]) == 2
-        save, end = found[rank]
-        assert f"state_dict() of the loader was called on rank {rank}, and not within 5 s on the ranks [1]" in save
-        assert (
-            f"A collective of the data loader failed on rank {rank} after at most 5 s, because the ranks [1] did" in end
-        )
+        for said in found[rank]:
+            assert (
+                f"A collective of the data loader failed on rank {rank} after at most 5 s, because the ranks [1] did"
+                in said
+            )
