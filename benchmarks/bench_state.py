@@ -139,7 +139,7 @@ def forgetful(source: rd.ArrowSource) -> Iterator[Any]:
     """Our loader with what carries state cut out: what it delivers is right, what it would save is not."""
     loader = loader_of(source)
     runner = ForgetfulRunner(loader.setup.recipe, loader.setup.schema)
-    loader._stream = ForgetfulStream(loader.setup, runner, InProcess(runner, None))  # pyright: ignore[reportPrivateUsage]
+    loader.reading.stream = ForgetfulStream(loader.setup, runner, InProcess(runner, None))
     return iter(loader)
 
 

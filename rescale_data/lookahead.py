@@ -34,7 +34,7 @@ class LookAhead:
     def __init__(self, loader: DataLoader, num_batches: int) -> None:
         if num_batches < 1:
             raise ValueError(f"num_batches={num_batches}: one batch at least must be in hand.")
-        self._loader, self._num_batches = loader.hand_over(), num_batches
+        self._reading, self._num_batches = loader.give_away(), num_batches
         self.last_batch_samples = 0
         self._forget()
 
@@ -46,7 +46,7 @@ class LookAhead:
     @property
     def stream(self) -> Stream:
         """What the loader reads, as far as it has read: ahead of the trainer."""
-        return self._loader.stream
+        return self._reading.stream
 
     @property
     def step(self) -> int:
@@ -61,7 +61,7 @@ class LookAhead:
     def begin(self) -> None:
         """Go on in the trainer's epoch, or with the next where that has ended."""
         if not self._in_hand:
-            self._batches = iter(self._loader)
+            self._batches = iter(self._reading)
             self._moment = Moment.of(self.stream)
 
     def read(self) -> list[Any]:
@@ -76,7 +76,7 @@ class LookAhead:
                 self._failure = error
                 break
             new.append(batch)
-            self._in_hand.append((batch, self._loader.last_batch_samples, Moment.of(self.stream)))
+            self._in_hand.append((batch, self._reading.last_batch_samples, Moment.of(self.stream)))
         if self._failure is not None and not self._in_hand:
             failure, self._failure = self._failure, None
             raise failure
@@ -89,19 +89,19 @@ class LookAhead:
 
     def num_batches_left(self) -> int:
         """Batches that the trainer has not received in its epoch; ``TypeError`` as ``len`` of the loader."""
-        unread = len(self._loader)
-        return len(self._in_hand) + (unread if self._loader.epoch == self.epoch else 0)
+        unread = len(self._reading)
+        return len(self._in_hand) + (unread if self._reading.epoch == self.epoch else 0)
 
     def skip(self, num_samples: int) -> None:
         """As `DataLoader.skip`, from where the trainer is; what is in hand is forgotten (collective as a state is)."""
         if self._in_hand:
             self.load_state_dict(self.state_dict())
-        self._loader.skip(num_samples)
+        self._reading.skip(num_samples)
         self._forget()
 
     def start(self) -> None:
         """As `DataLoader.start`."""
-        self._loader.start()
+        self._reading.start()
 
     def progress(self) -> dict[str, float]:
         """As `DataLoader.progress`, of the batches that were taken, without ``wait_seconds``."""
@@ -117,12 +117,12 @@ class LookAhead:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As `DataLoader.load_state_dict`; what is in hand is forgotten."""
-        self._loader.load_state_dict(state)
+        self._reading.load_state_dict(state)
         self._forget()
 
     def reset(self) -> None:
         """Go back to the beginning of the run."""
-        self._loader.reset()
+        self._reading.reset()
         self._forget()
 
     def _forget(self) -> None:

@@ -48,3 +48,24 @@ def _ends(batch: dict[str, Any]) -> list[int]:
     """The last token of each document, before its EOS, in the first sample."""
     ids = batch["doc_ids"][0].tolist()
     return [len(ids) - ids[::-1].index(doc) - 1 for doc in range(max(ids) + 1)]
+
+
+ROOT = DOCS.parent
+PAGES = sorted(
+    path for path in ROOT.rglob("*.md") if not any(part.startswith(".") for part in path.parts[len(ROOT.parts) :])
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_within_the_repository(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+    missing = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
+    assert not missing
+
+
+def test_the_rooms_of_the_package() -> None:
+    """Every place that the package's README names is there."""
+    text = (ROOT / "rescale_data" / "README.md").read_text()
+    named = set(re.findall(r"`([a-z_/]+(?:\.py|/))`", text)) - {"tests/test_api.py", "tests/"}
+    assert len(named) > 20
+    assert [name for name in sorted(named) if not (ROOT / "rescale_data" / name).exists()] == []

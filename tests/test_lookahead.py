@@ -97,6 +97,8 @@ def test_a_loader_that_is_read_ahead_refuses_what_would_be_ahead_of_training() -
     batches = iter(loader)
     next(batches)
     ahead = LookAhead(loader, 4)
+    with pytest.raises(RuntimeError, match="what reads the loader ahead took its place"):
+        next(batches)
     ahead.begin()
     ahead.read()
     asked = [
@@ -106,7 +108,7 @@ def test_a_loader_that_is_read_ahead_refuses_what_would_be_ahead_of_training() -
         loader.progress,
         lambda: loader.load_state_dict({}),
     ]
-    asked += [lambda: iter(loader), lambda: next(batches), lambda: loader.step, lambda: LookAhead(loader, 2)]
+    asked += [lambda: iter(loader), lambda: loader.step, lambda: LookAhead(loader, 2)]
     for ask in asked:
         with pytest.raises(RuntimeError, match=r"LookAhead\) in place of the loader"):
             ask()

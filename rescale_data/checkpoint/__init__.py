@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rescale_data.checkpoint.check import check_checkpoint
-    from rescale_data.checkpoint.convert.dcp import from_torch_save, to_torch_save
     from rescale_data.checkpoint.convert.safetensors import from_safetensors, to_safetensors
+    from rescale_data.checkpoint.convert.torch_save import from_torch_save, to_torch_save
     from rescale_data.checkpoint.data_state import read_data_state
     from rescale_data.checkpoint.loading import LoadReport, load
     from rescale_data.checkpoint.manager import CheckpointManager
@@ -44,7 +44,7 @@ __all__ = [
 
 _HOMES = {
     "check": ("check_checkpoint",),
-    "convert.dcp": ("from_torch_save", "to_torch_save"),
+    "convert.torch_save": ("from_torch_save", "to_torch_save"),
     "data_state": ("read_data_state",),
     "optimizer.full": (
         "full_optimizer_state",

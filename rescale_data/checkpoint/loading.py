@@ -82,13 +82,14 @@ def load(
     ranks = Ranks(process_group)
     store, folder = open_store(path, storage_options)
     if ranks.on_first(lambda: store.is_file(folder)):
-        from rescale_data.checkpoint.convert.torch_file import TorchFileReader
+        from rescale_data.checkpoint.convert.torch_save import map_file
+        from rescale_data.checkpoint.convert.values import ValuesReader
 
         if not store.renames:
             raise ValueError(
                 f"{folder} is a file in an object store, and is mapped to be read. Copy it to a local disk first."
             )
-        return read(TorchFileReader(folder), folder, state, ranks, strict=strict, trusted=trusted)
+        return read(ValuesReader(lambda: map_file(folder)), folder, state, ranks, strict=strict, trusted=trusted)
     folder = ranks.on_first(lambda: replaced_by_a_killed_save(store, folder) or folder)
     with reading(store, folder, wanted=ranks.is_first):
         refuse_damaged(store, folder, ranks, checksums=checksums)

@@ -12,8 +12,8 @@ from typing import Annotated, Any, TypeVar, cast
 import typer
 from rich.console import Console
 
-from rescale_data.checkpoint.convert import dcp as conversion
 from rescale_data.checkpoint.convert import safetensors
+from rescale_data.checkpoint.convert import torch_save as conversion
 from rescale_data.checkpoint.failures import DamagedCheckpointError
 from rescale_data.checkpoint.retention import Retention
 from rescale_data.checkpoint.storage.integrity import verify as verify_files

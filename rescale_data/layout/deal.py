@@ -5,7 +5,7 @@ alone, so every rank computes the same deal. In each step of it the O samples ar
 of the global batch; of a shard with several rows in one step, the rows are filled in the order of time (micro
 batch, then rank), so that at any micro batch what a shard has delivered is a prefix of what it has.
 
-Source: DESIGN, "The end of an epoch".
+Source: docs/design.md, 6.
 """
 
 from __future__ import annotations
@@ -70,6 +70,19 @@ class Deal:
             shards, _, real = self._step(t)
             counts = counts + np.bincount(shards[real & (self._micro_batch_of_row < m)], minlength=len(self.left))
         return counts
+
+    def owners(self, owner: Ints, u: int) -> Ints:
+        """Which rank has the row of each shard after micro batch u: ``int64[N]``.
+
+        Args:
+            owner: The same before it.
+        """
+        t, m = divmod(u, self.layout.gradient_accumulation_steps)
+        shards, _, real = self._step(t)
+        rows = np.flatnonzero(real & (self._micro_batch_of_row == m))
+        after = owner.copy()  # of a shard that several ranks serve, the highest has its last sample
+        after[shards[rows]] = rows // (self.layout.global_batch_size // self.layout.dp_world_size)
+        return after
 
     def turn(self, rank: int, u: int) -> Turn:
         """What ``rank`` delivers in micro batch u, counted from the deal."""

@@ -11,7 +11,7 @@ Indices, all starting at 0:
                              m = 0      rows 0 1      rows 4 5
                              m = 1      rows 2 3      rows 6 7
 
-Source: DESIGN, "Who serves which sample, and when".
+Source: docs/design.md, 4.
 """
 
 from __future__ import annotations
@@ -152,6 +152,12 @@ class Layout:
             return range(start, stop)
         size, k = stop - start, self.workers
         return range(start + worker * size // k, start + (worker + 1) * size // k)
+
+    @property
+    def owners(self) -> Ints:
+        """The rank that owns each shard: ``int64[N]``."""
+        shards = np.arange(self.num_logical_shards, dtype=np.int64)
+        return ((shards + 1) * self.dp_world_size - 1) // self.num_logical_shards
 
     def delivered(self, samples: Ints, first: int, stop: int) -> Ints:
         """Samples that each shard delivers in the micro batches ``first .. stop-1``.

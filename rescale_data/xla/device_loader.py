@@ -18,8 +18,9 @@ from typing import Any
 import torch
 import torch_xla
 
+from rescale_data.engine.reading import Batches
 from rescale_data.engine.stream import Stream
-from rescale_data.loader import Batches, DataLoader
+from rescale_data.loader import DataLoader
 from rescale_data.lookahead import LookAhead
 from rescale_data.xla.hosts import warn_if_hosts_share_samples
 from rescale_data.xla.input_sharding import InputSharding, check_input_sharding

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import json
 import pprint
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from rescale_data import checkpoint
-from rescale_data.checkpoint.convert.safetensors import parse_size
+from rescale_data.checkpoint.convert.safetensors import INDEX, NON_TENSORS, parse_size
+from rescale_data.checkpoint.convert.stored import StoredCheckpoint
 from tests.checkpoint.models import Plain, mesh, whole, wrap
 from tests.checkpoint.processes import run
 from tests.checkpoint.stand_in import StandInLoader
@@ -147,6 +155,121 @@ def test_safetensors_and_back(tmp_path: Path) -> None:
     state = blank()
     checkpoint.load(tmp_path / "back", state)
     assert_loaded(state, expected)
+
+
+def converted(folder: Path, **sizes: Any) -> list[str]:
+    """A checkpoint of ten tensors as safetensors."""
+    checkpoint.save(folder / "c", {"model": {f"w{n}": torch.full((10,), float(n)) for n in range(10)}, "step": 5})
+    return checkpoint.to_safetensors(folder / "c", folder / "st", **sizes)
+
+
+@given(lost=st.sets(st.integers(0, 4), min_size=1, max_size=4), index=st.booleans(), rest=st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_a_part_of_a_conversion_is_never_taken_for_the_whole(lost: set[int], index: bool, rest: bool) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        names = converted(folder, max_shard_size=80)
+        for gone in [names[number] for number in lost] + [INDEX] * (not index) + [NON_TENSORS] * (not rest):
+            (folder / "st" / gone).unlink()
+        with pytest.raises(FileNotFoundError, match="only a part of a conversion"):
+            checkpoint.from_safetensors(folder / "st", folder / "back")
+        assert not (folder / "back").exists()
+
+
+def test_the_index_says_which_files_belong_together(tmp_path: Path) -> None:
+    names = converted(tmp_path, max_shard_size=80)
+    shutil.copy(tmp_path / "st" / names[0], tmp_path / "st" / "consolidated.safetensors")
+    checkpoint.from_safetensors(tmp_path / "st", tmp_path / "back")
+    state = {"model": {f"w{n}": torch.zeros(10) for n in range(10)}, "step": 0}
+    assert checkpoint.load(tmp_path / "back", state) == checkpoint.LoadReport()
+    assert [int(value[0]) for value in state["model"].values()] == list(range(10))
+    index = tmp_path / "st" / INDEX
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.other"] = names[0]
+    index.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"names \['model\.other'\], which its files do not hold"):
+        checkpoint.from_safetensors(tmp_path / "st", tmp_path / "again")
+    index.write_text("{}")
+    with pytest.raises(ValueError, match="no index of safetensors, or is damaged"):
+        checkpoint.from_safetensors(tmp_path / "st", tmp_path / "again")
+    shutil.copy(index, tmp_path / "st" / "other.safetensors.index.json")
+    with pytest.raises(ValueError, match="holds 2 indices"):
+        checkpoint.from_safetensors(tmp_path / "st", tmp_path / "again")
+
+
+KILLED = """
+import os, signal, sys
+from rescale_data import checkpoint
+from rescale_data.checkpoint.convert.stored import StoredCheckpoint
+
+stream = StoredCheckpoint.stream
+def killed(self, names, budget):
+    for number, tensor in enumerate(stream(self, names, 1)):
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield tensor
+StoredCheckpoint.stream = killed
+getattr(checkpoint, sys.argv[1])(sys.argv[2], sys.argv[3])
+"""
+
+
+@pytest.mark.parametrize("how", ["to_safetensors", "to_torch_save"])
+@pytest.mark.parametrize("there", [False, True])
+def test_a_killed_conversion_leaves_nothing_that_looks_whole_and_the_next_one_tidies_up(
+    tmp_path: Path, how: str, there: bool
+) -> None:
+    checkpoint.save(tmp_path / "c", {"a": torch.ones(10), "b": torch.ones(10)})
+    out = tmp_path / "out"
+    if there and how == "to_safetensors":
+        out.mkdir()
+        (out / "config.json").write_text("{}")
+    elif there:
+        out.write_text("old")
+    done = subprocess.run([sys.executable, "-c", KILLED, how, tmp_path / "c", out], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert out.exists() == there
+    assert [path.name for path in out.glob("*")] == ["config.json"] * (there and how == "to_safetensors")
+    getattr(checkpoint, how)(tmp_path / "c", out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "out"]
+    if how == "to_safetensors":
+        found = {path.name for path in out.iterdir()}
+        assert found == {"model.safetensors", NON_TENSORS} | ({"config.json"} if there else set())
+
+
+def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.save(tmp_path / "c", {"a": torch.ones(10), "b": torch.ones(10)})
+
+    def failing(self: StoredCheckpoint, names: list[str], budget: int) -> Iterator[torch.Tensor]:
+        yield torch.ones(10)
+        raise OSError("disk full")
+
+    monkeypatch.setattr(StoredCheckpoint, "stream", failing)
+    for convert in (checkpoint.to_safetensors, checkpoint.to_torch_save):
+        with pytest.raises(OSError, match="disk full"):
+            convert(tmp_path / "c", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_files_in_an_object_store(tmp_path: Path) -> None:
+    """In which a file of another tool is read as well; to read it back it is copied to a local disk first."""
+    url = f"memory://{tmp_path.name}"
+    store = fsspec.filesystem("memory")
+    expected = build(2)
+    checkpoint.save(tmp_path / "c", expected)
+    names = checkpoint.to_safetensors(tmp_path / "c", f"{url}/st", max_shard_size=200)
+    checkpoint.to_torch_save(tmp_path / "c", f"{url}/f.pt", budget=100)
+    store.get(f"{url}/", str(tmp_path / "local"), recursive=True)
+    assert {*names, INDEX, NON_TENSORS} == {path.name for path in (tmp_path / "local" / "st").iterdir()}
+    checkpoint.from_safetensors(tmp_path / "local" / "st", tmp_path / "back")
+    for path in ("back", "local/f.pt"):
+        state = blank()
+        checkpoint.load(tmp_path / path, state)
+        assert_loaded(state, expected)
+    with pytest.raises(ValueError, match=r"already\. Give another folder"):
+        checkpoint.to_safetensors(tmp_path / "c", f"{url}/st")
+    for convert, source in ((checkpoint.from_safetensors, f"{url}/st"), (checkpoint.from_torch_save, f"{url}/f.pt")):
+        with pytest.raises(ValueError, match="Copy it to a local disk first"):
+            convert(source, tmp_path / "x")
 
 
 @pytest.mark.parametrize("sizes", [("5GB", 40), (40, "5GB")])

@@ -30,7 +30,7 @@ def aligned_layouts(n: int, o: int) -> list[Layout]:
 
 
 def by_definition(n: int, o: int, step: int) -> list[int]:
-    """The shard of each row of a global batch, as DESIGN 3 writes it."""
+    """The shard of each row of a global batch, as docs/design.md, 4, writes it."""
     if n % o == 0:
         tracks = n // o
         return [q * tracks + step % tracks for q in range(o)]

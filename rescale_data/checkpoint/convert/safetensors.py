@@ -1,65 +1,40 @@
-"""Between DCP folders and safetensors, the format of https://github.com/huggingface/safetensors, written and read here.
+"""Between DCP folders and safetensors, the format of https://github.com/huggingface/safetensors.
 
-A file is the length of its header (8 bytes, little endian), the header (JSON: dtype, shape and place of each tensor), and the
-bytes. Beside the tensors' files lie ``model.safetensors.index.json`` where there are several, and what is no tensor in
-``non_tensors.pt``, with the names' paths in the nested state.
+Beside the tensors' files lie ``model.safetensors.index.json`` where there are several, and what is no tensor in
+``non_tensors.pt``, with the names' paths in the nested state. The package maps files; they are written here, since it
+would want a file's tensors at once.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from rescale_data.checkpoint.convert.dcp import save_alone, write_aside
+from rescale_data.checkpoint.convert.aside import aside, local, save_alone, written
 from rescale_data.checkpoint.convert.stored import BUDGET, StoredCheckpoint
-from rescale_data.checkpoint.convert.torch_file import map_file
+from rescale_data.checkpoint.convert.torch_save import map_file
 from rescale_data.checkpoint.convert.torch_zip import as_buffer
 from rescale_data.checkpoint.storage.manifest import METADATA
-from rescale_data.checkpoint.storage.store import StrPath
+from rescale_data.checkpoint.storage.store import Store, StrPath, join, open_store
 from rescale_data.checkpoint.tree import tree_of
+
+try:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file, save
+except ImportError as error:
+    raise ImportError("This conversion needs the extra: pip install 'rescale_data[convert]'") from error
 
 NON_TENSORS = "non_tensors.pt"
 INDEX = "model.safetensors.index.json"
 _RESERVED = "__metadata__"  # of a file's header: what is said of the file as a whole
-
-_NAMES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
+_OF = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def to_safetensors(
@@ -74,12 +49,16 @@ def to_safetensors(
 ) -> list[str]:
     """Write a DCP folder as safetensors files, and return their names. Call it on one rank.
 
+    A folder that is new, or empty, appears when it is whole. Into any other, and into an object store, the files come one by
+    one and the index last; ``from_safetensors`` refuses what was not finished.
+
     Args:
         path: Of the checkpoint.
-        folder: Local; made if there is none, without safetensors of before.
+        folder: A local path or a URL; made if there is none, without safetensors of before.
         max_shard_size: Bytes of a file, ``"5GB"`` or ``"500MiB"``; a larger tensor has a file of its own.
         name: Of one top-level entry, without its name: ``"model"`` makes what other tools expect.
         budget: Bytes in memory at once, or the largest tensor and its largest stored piece.
+        storage_options: Passed on to fsspec, for ``path`` and for ``folder``.
 
     Raises:
         FileNotFoundError: no checkpoint at ``path``.
@@ -87,9 +66,16 @@ def to_safetensors(
             have, or ``folder`` holds safetensors already.
     """
     limit = parse_size(max_shard_size)
-    _refuse_used(Path(folder))
-    with StoredCheckpoint(path, name=name, checksums=checksums, storage_options=storage_options) as stored:
-        return _write_files(stored, Path(folder), _shards(stored, limit), budget)
+    store, final = open_store(folder, storage_options)
+    _refuse_used(store, final)
+    with (
+        StoredCheckpoint(path, name=name, checksums=checksums, storage_options=storage_options) as stored,
+        aside(store, final) as working,
+    ):
+        names = _write_files(store, working, stored, _files(stored, limit), budget)
+        if working != final:
+            _move(store, working, final, names)
+    return [name for name in names if name.endswith(".safetensors")]
 
 
 def from_safetensors(
@@ -98,55 +84,85 @@ def from_safetensors(
     """Write safetensors files as a DCP folder, with their tensors mapped and not loaded. Call it on one rank.
 
     Args:
-        folder: With ``*.safetensors``, of ``to_safetensors`` or of another tool; or one such file.
+        folder: Local, with ``*.safetensors``, of ``to_safetensors`` or of another tool; or one such file. Where there is an
+            index (``*.safetensors.index.json``) it says which files belong together.
         path: Of the checkpoint, which must not exist.
         name: Put all of it under this top-level name, as ``load`` will ask for it: ``"model"``.
 
     Raises:
-        FileNotFoundError: no safetensors there.
-        ValueError: a damaged file, or one name in two files; or ``path`` is taken.
+        FileNotFoundError: no safetensors there, or only a part of those that the index or a name (``-of-00003``) tells.
+        ValueError: a damaged file, a tensor that the index names is not there, one name in two files; or ``path`` is taken.
     """
-    source = Path(folder)
-    files = [source] if source.is_file() else sorted(source.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"No *.safetensors in {source}.{_what_is_there(source)}")
-    leaves: dict[str, Any] = {}
-    for file in files:
-        mapped = map_tensors(file)
-        if twice := leaves.keys() & mapped.keys():
-            raise ValueError(f"{file}: {sorted(twice)[:3]} are in another file of {source}, too.")
-        leaves |= mapped
-    rest = source / NON_TENSORS if source.is_dir() else source
-    extra: dict[str, Any] = (
-        map_file(os.fspath(rest)) if rest.name == NON_TENSORS and rest.exists() else {"values": {}, "paths": {}}
-    )
+    source = Path(local(folder))
+    leaves = _mapped([source]) if source.is_file() else _mapped_by_index(source)
+    rest = source / NON_TENSORS
+    extra: dict[str, Any] = map_file(os.fspath(rest)) if rest.exists() else {"values": {}, "paths": {}}
     leaves |= extra["values"]
     content = tree_of({key: tuple(extra["paths"].get(key, (key,))) for key in leaves}, leaves, extra.get("lost", ()))
     save_alone(path, content if name is None else {name: content}, storage_options)
 
 
-def map_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """The tensors of one file, read when they are used; ``ValueError`` where it is damaged."""
-    try:
-        with open(file, "rb") as stream:
-            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-        length = int.from_bytes(mapped[:8], "little")
-        header = json.loads(mapped[8 : 8 + length])
-        header.pop(_RESERVED, None)
-        return {key: _mapped(mapped, 8 + length, about) for key, about in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise ValueError(f"{file} is no safetensors file, or is damaged: {error}") from error
-
-
 def parse_size(size: int | str) -> int:
     """Bytes; ``ValueError`` for what is no size."""
-    match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", str(size))
-    unit = match[2].upper() if match else "?"
-    if match is None or unit not in _UNITS or float(match[1]) * _UNITS[unit] < 1:
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMGT]?)(I?)B?\s*", str(size).upper())
+    num_bytes = int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]]) if match else 0
+    if num_bytes < 1:
         raise ValueError(
-            f'max_shard_size={size!r}: give bytes, or a number with one of {", ".join(_UNITS)[2:]}, such as "5GB".'
+            f'max_shard_size={size!r}: give bytes, or a number with B, KB, MB, GB, TB, KiB, MiB, GiB or TiB, such as "5GB".'
         )
-    return int(float(match[1]) * _UNITS[unit])
+    return num_bytes
+
+
+def _mapped_by_index(source: Path) -> dict[str, Any]:
+    """The tensors of a folder's files, all that belong together."""
+    indices = sorted(source.glob("*.safetensors.index.json"))
+    if len(indices) > 1:
+        raise ValueError(f"{source} holds {len(indices)} indices, {indices[0].name} and others. Give a folder of each.")
+    weight_map = _weight_map(indices[0]) if indices else None
+    files = {file.name for file in source.glob("*.safetensors")}
+    wanted = files if weight_map is None else set(weight_map.values())
+    wanted = wanted | {name for file in wanted for name in _others(file)}
+    if not wanted:
+        raise FileNotFoundError(f"No *.safetensors in {source}.{_what_is_there(source)}")
+    if missing := sorted(name for name in wanted if not (source / name).is_file()):
+        raise FileNotFoundError(
+            f"{source} holds only a part of a conversion: {missing[:3]}{' ...' if len(missing) > 3 else ''} "
+            f"{'is' if len(missing) == 1 else 'are'} missing. Copy all files, or convert again into another folder."
+        )
+    leaves = _mapped([source / name for name in sorted(wanted)])
+    if lacking := sorted((weight_map or {}).keys() - leaves.keys()):
+        raise ValueError(
+            f"{indices[0]} names {lacking[:3]}, which its files do not hold: they are of another conversion."
+        )
+    return leaves
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        return {str(key): str(file) for key, file in json.loads(index.read_text())["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is no index of safetensors, or is damaged: {error}") from error
+
+
+def _others(file: str) -> list[str]:
+    """The names of the files that ``model-00001-of-00003.safetensors`` belongs to."""
+    match = _OF.fullmatch(file)
+    if match is None:
+        return []
+    return [f"{match[1]}-{n:0{len(match[2])}}-of-{match[3]}.safetensors" for n in range(1, int(match[3]) + 1)]
+
+
+def _mapped(files: list[Path]) -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for file in files:
+        try:
+            mapped = load_file(file)
+        except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            raise ValueError(f"{file} is no safetensors file, or is damaged: {error}") from error
+        if twice := leaves.keys() & mapped.keys():
+            raise ValueError(f"{file}: {sorted(twice)[:3]} are in another file of {file.parent}, too.")
+        leaves |= mapped
+    return leaves
 
 
 def _what_is_there(source: Path) -> str:
@@ -154,70 +170,90 @@ def _what_is_there(source: Path) -> str:
     return " It holds a DCP checkpoint already: convert it to a file of torch.save or to safetensors." if dcp else ""
 
 
-def _refuse_used(folder: Path) -> None:
+def _refuse_used(store: Store, folder: str) -> None:
     """Of two conversions in one folder nothing tells which files belong together."""
-    if folder.suffix == ".safetensors":
+    if folder.endswith(".safetensors"):
         raise ValueError(
             f"{folder} is the name of a file. Give a folder (and --to safetensors): its files are named model*.safetensors."
         )
-    used = [*folder.glob("*.safetensors"), *(file for name in (INDEX, NON_TENSORS) if (file := folder / name).exists())]
+    used = [name for name in store.names(folder) if name in (INDEX, NON_TENSORS) or name.endswith(".safetensors")]
     if used:
-        raise ValueError(f"{folder} holds {used[0].name} already. Give another folder, or remove the files first.")
+        raise ValueError(f"{folder} holds {used[0]} already. Give another folder, or remove the files first.")
 
 
-def _write_files(stored: StoredCheckpoint, target: Path, shards: list[list[str]], budget: int) -> list[str]:
-    target.mkdir(parents=True, exist_ok=True)
-    several = len(shards) > 1
-    files = {
-        f"model-{n:05}-of-{len(shards):05}.safetensors" if several else "model.safetensors": s
-        for n, s in enumerate(shards, 1)
-    }
-    for file, names in files.items():
-        write_aside(target / file, lambda stream, names=names: _write(stream, stored, names, budget))
-    if several:
-        weight_map = {key: file for file, names in files.items() for key in names}
-        index = {"metadata": {"total_size": sum(map(stored.num_bytes, weight_map))}, "weight_map": weight_map}
-        write_aside(target / INDEX, lambda stream: stream.write(json.dumps(index, indent=2).encode()))
-    content = {"values": stored.values(), "paths": stored.paths, "lost": stored.lost}
-    write_aside(target / NON_TENSORS, lambda stream: torch.save(content, stream))
-    return list(files)
-
-
-def _shards(stored: StoredCheckpoint, limit: int) -> list[list[str]]:
+def _files(stored: StoredCheckpoint, limit: int) -> dict[str, list[str]]:
+    """The tensors' names by file."""
     shards: list[list[str]] = [[]]
     size = 0
-    for key, meta in stored.tensors.items():
-        if meta.properties.dtype not in _NAMES:
-            raise ValueError(f"{key} is {meta.properties.dtype}, which safetensors does not know. Use to_torch_save.")
-        if key == _RESERVED:
-            raise ValueError(f"safetensors keeps the name {key} for itself. Use to_torch_save.")
+    for key in stored.tensors:
         if shards[-1] and size + stored.num_bytes(key) > limit:
             shards.append([])
             size = 0
         shards[-1].append(key)
         size += stored.num_bytes(key)
-    return shards
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{n:05}-of-{len(shards):05}.safetensors": names for n, names in enumerate(shards, 1)}
 
 
-def _write(stream: BinaryIO, stored: StoredCheckpoint, names: list[str], budget: int) -> None:
+def _write_files(
+    store: Store, folder: str, stored: StoredCheckpoint, files: Mapping[str, list[str]], budget: int
+) -> list[str]:
+    """Write everything, the index last, and return the files' names in their order."""
+    headers = {file: _header(stored, names) for file, names in files.items()}
+    content = {"values": stored.values(), "paths": stored.paths, "lost": stored.lost}
+    written(store, join(folder, NON_TENSORS), lambda stream: torch.save(content, stream))
+    for file, names in files.items():
+        tensors = stored.stream(names, budget)
+        written(
+            store, join(folder, file), lambda stream, file=file, tensors=tensors: _write(stream, headers[file], tensors)
+        )
+    if len(files) == 1:
+        return [NON_TENSORS, *files]
+    weight_map = {key: file for file, names in files.items() for key in names}
+    index = {"metadata": {"total_size": sum(map(stored.num_bytes, weight_map))}, "weight_map": weight_map}
+    store.write(join(folder, INDEX), json.dumps(index, indent=2).encode())
+    return [NON_TENSORS, *files, INDEX]
+
+
+def _header(stored: StoredCheckpoint, names: list[str]) -> bytes:
+    """The length of the header (8 bytes, little endian), and the header: dtype, shape and place of each tensor."""
     header: dict[str, Any] = {_RESERVED: {"format": "pt"}}
     offset = 0
     for key in names:
+        if key == _RESERVED:
+            raise ValueError(f"safetensors keeps the name {key} for itself. Use to_torch_save.")
         meta, end = stored.tensors[key], offset + stored.num_bytes(key)
-        header[key] = {"dtype": _NAMES[meta.properties.dtype], "shape": list(meta.size), "data_offsets": [offset, end]}
+        header[key] = {
+            "dtype": _name_of(key, meta.properties.dtype),
+            "shape": list(meta.size),
+            "data_offsets": [offset, end],
+        }
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    stream.write(len(text).to_bytes(8, "little") + text)
-    for tensor in stored.stream(names, budget):
+    return len(text).to_bytes(8, "little") + text
+
+
+def _name_of(key: str, dtype: torch.dtype) -> str:
+    """The package's own name of a dtype."""
+    try:
+        return json.loads(save({"x": torch.empty(0, dtype=dtype)})[8:])["x"]["dtype"]
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(f"{key} is {dtype}, which safetensors does not know. Use to_torch_save.") from error
+
+
+def _write(stream: BinaryIO, header: bytes, tensors: Iterable[torch.Tensor]) -> None:
+    stream.write(header)
+    for tensor in tensors:
         stream.write(as_buffer(tensor))
 
 
-def _mapped(mapped: mmap.mmap, start: int, about: Mapping[str, Any]) -> torch.Tensor:
-    begin, end = about["data_offsets"]
-    dtype = _DTYPES[about["dtype"]]
-    if end == begin:
-        return torch.empty(about["shape"], dtype=dtype)
-    flat = torch.frombuffer(mapped, dtype=torch.uint8, offset=start + begin, count=end - begin)
-    aligned = flat if (start + begin) % dtype.itemsize == 0 else flat.clone()
-    return aligned.view(dtype).reshape(about["shape"])
+def _move(store: Store, working: str, final: str, names: list[str]) -> None:
+    """Give the files their folder: by one step where it is new or empty, else one by one in this order."""
+    if not store.names(final):
+        store.rename(working, final)
+        return
+    for name in names:
+        store.rename(join(working, name), join(final, name))
+    store.sync_folder(final)

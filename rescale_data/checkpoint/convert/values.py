@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,16 +28,18 @@ from rescale_data.checkpoint.saving import quiet
 
 
 class ValuesReader(StorageReader):
-    """Loads from values in memory; tensors may be views of anything, and are copied row by row where they are asked for."""
+    """Loads from values in memory; tensors may be views of anything, and are copied row by row where they are asked for.
 
-    def __init__(self, tree: Mapping[str, Any], *, flat: bool = False) -> None:
-        self._tree = tree
+    Args:
+        tree: Gives the values, when they are first asked for.
+        flat: They are by flattened name.
+    """
+
+    def __init__(self, tree: Callable[[], Mapping[str, Any]], *, flat: bool = False) -> None:
+        self.tree = tree
         self._flat = flat
         self._values: dict[str, Any] = {}
         self._metadata: Metadata | None = None
-
-    def tree(self) -> Mapping[str, Any]:
-        return self._tree
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing: a reader is for one set of values."""
@@ -99,7 +101,7 @@ def as_bytes(value: Any) -> io.BytesIO:
 def fill(target: torch.Tensor, whole: torch.Tensor) -> None:
     """Copy into this rank's part of ``target``, however it is sharded, from the whole tensor; no communication."""
     # Flat as it is: DCP's way to flatten a state keeps its tensors alive until a garbage collection (torch 2.9).
-    reader = ValuesReader({"value": whole}, flat=True)
+    reader = ValuesReader(lambda: {"value": whole}, flat=True)
     planner = CheckingLoadPlanner([], trusted=True, flat=True)
     with quiet(Ranks.alone()):
         load_state({"value": target}, storage_reader=reader, planner=planner, no_dist=True)

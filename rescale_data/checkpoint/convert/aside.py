@@ -1,0 +1,68 @@
+"""What a conversion writes: aside first, then under its name, so that a kill leaves nothing that looks whole.
+
+local folder    .OUT.saving-<id>  --rename-->  OUT         the next conversion to OUT removes what a killed one left
+object store    OUT                                        an object appears when it is whole
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, BinaryIO
+
+from rescale_data.checkpoint.ranks import Ranks
+from rescale_data.checkpoint.saving import begin, write
+from rescale_data.checkpoint.storage.commit import remove_leftovers
+from rescale_data.checkpoint.storage.manifest import checked_metrics
+from rescale_data.checkpoint.storage.ownership import SAVING, hidden
+from rescale_data.checkpoint.storage.store import Store, StrPath, join, open_store, split
+from rescale_data.checkpoint.storage.writer import CheckpointWriter, SaveInfo
+
+
+@contextlib.contextmanager
+def aside(store: Store, final: str) -> Generator[str]:
+    """A folder to write to in place of ``final``; what is still there in the end is removed."""
+    if not store.renames:
+        yield final
+        return
+    folder, name = split(final)
+    remove_leftovers(store, final)
+    working = join(folder, hidden(name, SAVING, uuid.uuid4().hex))
+    store.make_folder(working)
+    try:
+        yield working
+        store.sync_folder(folder)
+    finally:
+        store.remove_folder(working)
+
+
+def local(path: StrPath) -> str:
+    """A path of this machine; ``ValueError`` for a URL of an object store."""
+    store, text = open_store(path)
+    if not store.renames:
+        raise ValueError(
+            f"{text} is in an object store, and its files are mapped to be read. Copy it to a local disk first."
+        )
+    return text
+
+
+def written(store: Store, path: str, work: Callable[[BinaryIO], object]) -> None:
+    """Write one file, whole and synced, or not at all."""
+    stream = store.open_write(path)
+    try:
+        work(stream)
+        stream.flush()
+        store.sync_file(stream)
+        stream.close()
+    except BaseException:
+        store.discard(stream, path)
+        raise
+
+
+def save_alone(path: StrPath, plain: dict[str, Any], storage_options: Mapping[str, Any] | None) -> None:
+    """Save plain values and tensors from this process, whatever process groups there are."""
+    store, final = open_store(path, storage_options)
+    ranks = Ranks.alone()
+    workspace = begin(store, final, ranks, overwrite=False)
+    write(plain, CheckpointWriter(store, workspace, SaveInfo(metrics=checked_metrics(None))), ranks)
