@@ -36,7 +36,7 @@ class TokenArcs:
         self, weights: tuple[float, ...], documents: Sequence[int], tokens: Sequence[int], since: Sequence[int]
     ) -> None:
         self._shares = shares(weights, 1 << _SHARE)
-        self._documents, self.tokens, self._since = list(documents), list(tokens), list(since)
+        self.documents, self.tokens, self._since = list(documents), list(tokens), list(since)
         self._all_documents, self._all_tokens = sum(documents), sum(tokens)
         self._counted = self._all_tokens - sum(since)
         self._grid = _STEP * sum(share > 0 for share in self._shares)
@@ -59,7 +59,7 @@ class TokenArcs:
 
     def drew(self, source: int, length: int) -> None:
         """A document of so many tokens has been drawn from a source."""
-        self._documents[source] += 1
+        self.documents[source] += 1
         self.tokens[source] += length
         self._all_documents += 1
         self._all_tokens += length
@@ -101,7 +101,7 @@ class TokenArcs:
         if not share:
             return 0
         tokens = self.tokens[source]
-        mean = (tokens + _PRIOR * self._mean << _FINE) // (self._documents[source] + _PRIOR)
+        mean = (tokens + _PRIOR * self._mean << _FINE) // (self.documents[source] + _PRIOR)
         behind = share * self._due - (tokens - self._since[source] << _SHARE)
         unit = _PATIENCE * self._mean * max(share, int(_SMALL * (1 << _SHARE)))
         longer, shorter = min(max(behind, 0), _MOST * unit), min(max(-behind, 0), _MOST * unit)

@@ -32,9 +32,14 @@ _KINDS = _DRAWS, _MIX, _DRAWN, _WEIGHT, _TOKENS, _SINCE = "draws", "mix", "drawn
 class WeightedSampler(Node[Any]):
     """The samples of several sources in the proportion of their weights.
 
-    Which source is next follows from how much has been drawn from each, without random numbers. In every prefix of a logical
-    shard's stream the samples of a source deviate from its share by less than one; its tokens by at most twice the longest
-    sample so far. Logical shards follow different orders of this kind, so that a global batch is a mixture as well.
+    Draw n of logical shard i takes the source in whose arc a point of a circle falls, which is a function of i and n alone
+    (`rescale_data.nodes.circle`). So *every global batch* is a mixture: by samples each source is within one sample of its
+    share where N is a multiple of O and the case is aligned, within a few elsewhere; a shard's own stream is within 8. That
+    holds where each sample of the loader is one of this mixture; below filters and packers the sources are spread as by
+    independent draws, or better. By tokens an arc follows the mean length of a source's documents, and what it is behind.
+
+    n goes on for ever. A source that is added, removed, that ends or has another weight moves arcs, not points. A mixture in a
+    mixture, with nothing but `Map` and the like between them, is the flat mixture of the products.
 
     Each source keeps its own epoch, ``<name>.<...>.epoch`` in the state. Between the legs of a run the weights may change:
     they count from then on; under a packer, from the end of the document or window that a logical shard is within, which
@@ -53,7 +58,14 @@ class WeightedSampler(Node[Any]):
 
     Raises:
         ValueError: Names or weights that do not fit; tokens without a column.
-        DataStateError: A source yielded nothing in two whole epochs (``stop="never"``).
+        DataStateError: A source yielded no sample, or by tokens no token, in two whole epochs (``stop="never"``).
+
+    Example:
+        >>> import rescale_data as rd
+        >>> shard = rd.Shard()
+        >>> rows = {"web": rd.Reader(["w"] * 70, shard), "code": rd.Reader(["c"] * 30, shard)}
+        >>> "".join(rd.WeightedSampler(rows, {"web": 0.7, "code": 0.3}, stop="first"))[:20]
+        'cwcwwcwwwwcwwcwcwwcw'
     """
 
     MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"weights"})

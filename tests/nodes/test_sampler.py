@@ -154,3 +154,15 @@ def test_progress() -> None:
     for name, weight in node.weights.items():
         assert progress[f"share/{name}"] == progress[f"drawn_samples/{name}"] / 1000
         assert abs(progress[f"share/{name}"] - weight) < 0.008
+
+
+@pytest.mark.parametrize("top", [rd.TokenPacker, rd.WholeDocumentPacker])
+def test_a_source_without_tokens_is_an_error_that_names_source_and_shard(top: Any) -> None:
+    """Rows without tokens are samples, so no epoch is silent, and no token ever comes."""
+    empty = rd.DatasetSource([{"tokens": [1] if i > 3 else []} for i in range(8)], name="few")
+    for weights in ({"few": 1.0}, {"few": 0.9, "web": 0.1}):
+        nodes = {"few": rd.Reader(empty, rd.Shard(1, 4, repeat=True), shuffle=False)}
+        nodes |= {"web": read(WEB, rd.Shard(1, 4, repeat=True))} if "web" in weights else {}
+        node = rd.WeightedSampler(nodes, weights, unit="tokens", column="tokens")
+        with pytest.raises(rd.DataStateError, match=r"'few' of a mixture yielded no token .* logical shard 1 of 4"):
+            take(top(node, column="tokens", seq_len=2, eos_id=None), 50)
