@@ -116,7 +116,7 @@ class WeightedSampler(Node[Any]):
         self._silent: dict[int, int] = {}
 
     def next(self) -> Any:
-        return self._draw(next)
+        return self.draw(next)
 
     def skip(self, num_samples: int) -> None:
         """By samples without reading, in time of the logarithm of their number, where sources know how many they have."""
@@ -211,10 +211,11 @@ class WeightedSampler(Node[Any]):
 
     # Drawing
 
-    def _draw(self, draw: Callable[[Node[Any]], Any]) -> Any:
+    def draw(self, how: Callable[[Node[Any]], Any]) -> Any:
+        """The next sample, or what ``how`` makes of the node that would yield it."""
         while (chosen := self._choose()) is not None:
             try:
-                sample = draw(self._nodes[chosen])
+                sample = how(self._nodes[chosen])
             except StopIteration:
                 self._end(chosen)
                 continue
@@ -277,13 +278,13 @@ class WeightedSampler(Node[Any]):
 
     def _draw_in(self, circle: Circle, first: int, stop: int, arc: Arc) -> int:
         """`skip_draws` a draw at a time, where only reading tells what there is."""
-        draw: Callable[[Node[Any]], Any] = next if self.unit == "tokens" else _pass_over
+        how: Callable[[Node[Any]], Any] = next if self.unit == "tokens" else _pass_over
         for number in range(first, stop):
             point = circle.point(number)
             if arc[0] <= point < arc[1]:
                 self._given = stretched(point, arc)
                 try:
-                    self._draw(draw)
+                    self.draw(how)
                 except StopIteration:
                     return number
         return stop
@@ -377,7 +378,7 @@ def _pass_over(node: Node[Any]) -> None:
     if inner is None or inner.unit == "tokens":
         node.skip(1)
     else:
-        inner._draw(_pass_over)
+        inner.draw(_pass_over)
 
 
 def _mixture_of(node: Node[Any]) -> WeightedSampler | None:
