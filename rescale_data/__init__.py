@@ -1,8 +1,7 @@
 """A training run's data order that reshards like its model."""
 
 from rescale_data import testing
-from rescale_data.checkpoint.changed import load_changed
-from rescale_data.checkpoint.check import check_checkpoint
+from rescale_data.checkpoint.data_state import check_checkpoint, load_changed
 from rescale_data.engine.collate import pad_collate
 from rescale_data.engine.shards import LogicalShards
 from rescale_data.errors import DataStateError

@@ -181,12 +181,6 @@ def listed(message: str) -> tuple[list[int], list[int]]:
 
 
 class TestData:
-    def test_a_shard_without_rows_in_an_endless_stream(self) -> None:
-        with pytest.raises(
-            ValueError, match=r"Rows has 20 rows for 24 logical shards.*num_logical_shards of at most 20, or more data"
-        ):
-            loader_of(Rows(20), repeat=True)
-
     def test_an_epoch_without_a_whole_global_batch(self) -> None:
         with pytest.raises(
             ValueError, match=r"11 samples, less than one global batch of 12.*smaller global_batch_size, tail='pad'"

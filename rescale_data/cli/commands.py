@@ -14,12 +14,12 @@ from rich.console import Console
 
 from rescale_data.checkpoint.convert import safetensors
 from rescale_data.checkpoint.convert import torch_save as conversion
-from rescale_data.checkpoint.failures import DamagedCheckpointError
 from rescale_data.checkpoint.retention import Retention
-from rescale_data.checkpoint.storage.integrity import verify as verify_files
+from rescale_data.checkpoint.storage.open import open_store
+from rescale_data.checkpoint.storage.open import verify as verify_files
 from rescale_data.checkpoint.storage.run_folder import RunFolder
-from rescale_data.checkpoint.storage.store import open_store
 from rescale_data.cli import inspect, render
+from rescale_data.errors import DamagedCheckpointError
 
 T = TypeVar("T")
 HELP = """Look after checkpoints of rescale_data, local or by URL (s3://bucket/run).

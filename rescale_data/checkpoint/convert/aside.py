@@ -11,13 +11,13 @@ import uuid
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, BinaryIO
 
+from rescale_data.checkpoint.api import begin, write
 from rescale_data.checkpoint.ranks import Ranks
-from rescale_data.checkpoint.saving import begin, write
-from rescale_data.checkpoint.storage.commit import remove_leftovers
+from rescale_data.checkpoint.storage.commit import SAVING, hidden, remove_leftovers
+from rescale_data.checkpoint.storage.dcp import CheckpointWriter, SaveInfo
 from rescale_data.checkpoint.storage.manifest import checked_metrics
-from rescale_data.checkpoint.storage.ownership import SAVING, hidden
-from rescale_data.checkpoint.storage.store import Store, StrPath, join, open_store, split
-from rescale_data.checkpoint.storage.writer import CheckpointWriter, SaveInfo
+from rescale_data.checkpoint.storage.open import open_store
+from rescale_data.checkpoint.storage.store import Store, StrPath, join, split
 
 
 @contextlib.contextmanager
@@ -62,7 +62,7 @@ def written(store: Store, path: str, work: Callable[[BinaryIO], object]) -> None
 
 def save_alone(path: StrPath, plain: dict[str, Any], storage_options: Mapping[str, Any] | None) -> None:
     """Save plain values and tensors from this process, whatever process groups there are."""
-    store, final = open_store(path, storage_options)
+    store, final = open_store(path, storage_options, to_write=True)
     ranks = Ranks.alone()
     workspace = begin(store, final, ranks, overwrite=False)
     write(plain, CheckpointWriter(store, workspace, SaveInfo(metrics=checked_metrics(None))), ranks)

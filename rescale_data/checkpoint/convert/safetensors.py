@@ -21,7 +21,8 @@ from rescale_data.checkpoint.convert.stored import BUDGET, StoredCheckpoint
 from rescale_data.checkpoint.convert.torch_save import map_file
 from rescale_data.checkpoint.convert.torch_zip import as_buffer
 from rescale_data.checkpoint.storage.manifest import METADATA
-from rescale_data.checkpoint.storage.store import Store, StrPath, join, open_store
+from rescale_data.checkpoint.storage.open import open_store
+from rescale_data.checkpoint.storage.store import Store, StrPath, join
 from rescale_data.checkpoint.tree import tree_of
 
 try:

@@ -16,7 +16,8 @@ import torch
 from rescale_data.checkpoint.convert.aside import aside, local, save_alone, written
 from rescale_data.checkpoint.convert.stored import BUDGET, StoredCheckpoint
 from rescale_data.checkpoint.convert.torch_zip import TorchFile
-from rescale_data.checkpoint.storage.store import StrPath, join, open_store
+from rescale_data.checkpoint.storage.open import open_store
+from rescale_data.checkpoint.storage.store import StrPath, join
 from rescale_data.checkpoint.tree import tree_of
 
 

@@ -19,7 +19,7 @@ from rescale_data.checkpoint.devices import first_state
 from rescale_data.checkpoint.optimizer.entries import as_saved, empty_like_saved, is_like_parameters, misfit
 from rescale_data.checkpoint.optimizer.groups import complaint, lacking, matched, merged
 from rescale_data.checkpoint.optimizer.optimizers import is_flat, named_state, names_of, parameters_of
-from rescale_data.checkpoint.saved import Saved
+from rescale_data.checkpoint.storage.dcp import Saved
 from rescale_data.checkpoint.tree import keys_of, tree_of
 
 Leaves: TypeAlias = dict[tuple[Any, ...], Any]
