@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
-from rescale_data.checkpoint.optimizer import optimizers
 from rescale_data.checkpoint.optimizer.load import OptimizerLoad
+from rescale_data.checkpoint.optimizer.named import named_state, owner
 from rescale_data.checkpoint.saved import Saved
 from rescale_data.checkpoint.tree import keys_of, string_keys
 
@@ -79,7 +79,7 @@ class OptimizerEntry(Entry):
         self.optimizer = optimizer
 
     def plain(self) -> Any:
-        return optimizers.named_state(self.model, self.optimizer)
+        return named_state(self.model, self.optimizer)
 
     def placeholder(self, saved: Saved) -> Any:
         self.load = OptimizerLoad(self.model, self.optimizer, saved, self.path)
@@ -183,7 +183,7 @@ def _entry(path: Path, value: Any, holder: Mapping[str, Any], modules: list[tupl
     if isinstance(value, nn.Module):
         return ModuleEntry(path, value)
     if isinstance(value, torch.optim.Optimizer):
-        return OptimizerEntry(path, optimizers.owner(".".join(path), value, modules), value)
+        return OptimizerEntry(path, owner(".".join(path), value, modules), value)
     if isinstance(value, Stateful):
         return StatefulEntry(path, value)
     if isinstance(value, list | tuple):
