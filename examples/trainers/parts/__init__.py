@@ -1,0 +1,1 @@
+"""What the examples need and a user need not read."""
