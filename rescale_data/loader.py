@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from rescale_data.engine.as_pipeline import as_pipeline
@@ -38,7 +39,10 @@ class DataLoader:
         num_logical_shards: N, fixed for the whole run. Default 4 * O.
         mesh: `DeviceMesh` of the data-parallel ranks, several dims counted row-major as one. Default: the whole
             process group where there is one, else a single rank.
-        dp_rank: In place of a mesh, together with ``dp_world_size``.
+        dp_rank: In place of a mesh, together with ``dp_world_size``: all ranks of the job then build the loader, and no group
+            spans the TP, PP and CP peers that share a dp rank.
+        group: The trainer's own process group of exactly the dp ranks, in their order, which exchanges CPU tensors
+            ("cpu:gloo,cuda:nccl"). Default: one gloo group for all loaders over the same ranks.
         num_workers: K worker processes; 0 makes batches in this process.
         seed: Seed of every order.
         repeat: `False`: ``iter(loader)`` ends with the epoch. `True`: it never ends.
@@ -48,7 +52,8 @@ class DataLoader:
         prefetch_factor: Messages that each worker may be ahead.
         pin_memory: Whether batches arrive in page-locked memory, where there is an accelerator.
         multiprocessing_context: How workers start. The default is safe although this process has used threads.
-        timeout: Seconds to wait for a worker, or for another rank in a collective.
+        timeout: Seconds to wait for a worker, or for another rank in a collective; not those in which that rank reads.
+        save_timeout: Seconds to wait for other ranks in `state_dict`; default 60, or ``timeout`` if that is less.
         verify: Keep a digest of the rows that each logical shard has delivered, 8 bytes a shard and source in the state, and
             prove at the end of each epoch that every row was delivered once, across all legs of the run: else `DataStateError`.
         on_source_change: Of a state whose files were removed or changed since: "error", or "next_epoch": leave out what was
@@ -70,6 +75,7 @@ class DataLoader:
         mesh: DeviceMesh | None = None,
         dp_rank: int | None = None,
         dp_world_size: int | None = None,
+        group: ProcessGroup | None = None,
         num_workers: int = 0,
         seed: int = 0,
         repeat: bool = False,
@@ -79,6 +85,7 @@ class DataLoader:
         pin_memory: bool = False,
         multiprocessing_context: str | BaseContext = "forkserver",
         timeout: float = 300.0,
+        save_timeout: float | None = None,
         verify: bool = False,
         on_source_change: OnSourceChange = "error",
     ) -> None:
@@ -92,11 +99,13 @@ class DataLoader:
             mesh=mesh,
             dp_rank=dp_rank,
             dp_world_size=dp_world_size,
+            group=group,
             num_workers=num_workers,
             seed=seed,
             repeat=repeat,
             tail=tail,
             timeout=timeout,
+            save_timeout=save_timeout,
             verify=verify,
         )
         self.collate_fn = collate_fn or collate

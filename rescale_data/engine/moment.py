@@ -30,6 +30,8 @@ class Standing(Protocol):
     @property
     def clock(self) -> Clock: ...
     @property
+    def owners(self) -> Ints: ...
+    @property
     def rows_are_dealt(self) -> bool: ...
     @property
     def dropped_samples(self) -> int: ...
@@ -60,6 +62,7 @@ class Moment:
     seed: int
     table: Ints
     clock: Clock
+    owners: Ints
     rows_are_dealt: bool
     dropped_samples: int
     padded_samples: int
@@ -73,6 +76,7 @@ class Moment:
             stream.seed,
             stream.table.copy(),
             stream.clock,
+            stream.owners,
             stream.rows_are_dealt,
             stream.dropped_samples,
             stream.padded_samples,

@@ -1,29 +1,144 @@
 """The data-parallel ranks of a run, and the few collectives that the loader makes among them.
 
-Every collective runs on the CPU, on one gloo group of the loader's own, so that it never meets the trainer's.
+Every collective is one all-gather on the CPU, among exactly these ranks, once all have come to it (`RollCall`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import new_group
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 from torch.distributed.tensor import DTensor, Shard
 
-from rescale_data.engine.rollcall import RollCall
+from rescale_data.engine.rollcall import Missing, RollCall, Store
 from rescale_data.state import Ints
 
 _logger = logging.getLogger("rescale_data")
-_LOWEST = torch.iinfo(torch.int64).min
 _MODEL_DIMS = {"tp", "tensor", "tensor_parallel", "pp", "pipeline", "cp", "context", "sp", "ep", "expert"}
+_SECONDS_AFTER_A_FAILURE = 10.0  # within which those that live say so
+
+
+class Exchanges(Protocol):
+    """What is asked of a group: torch's process groups and their backends have it."""
+
+    def allgather(self, output_tensors: Any, input_tensors: Any) -> Any: ...
+
+
+class Circle:
+    """A fixed set of processes, shared by all loaders of this process over it.
+
+    Args:
+        group: Of exactly these processes.
+        store: A part of a store that is theirs alone.
+        me: Index of this process.
+        names: Their ranks in the job, for messages.
+    """
+
+    def __init__(self, group: Exchanges, store: Store, me: int, names: Sequence[int]) -> None:
+        self._group, self._me, self._names = group, me, list(names)
+        self.roll_call = RollCall(store, me, names)
+        self.num_loaders = 0
+        self._broken: str | None = None
+
+    def agree(self, call: Call, values: Sequence[int], decide: Callable[[Ints], Ints]) -> Callable[[], Ints]:
+        """Say a few integers; the result, called, waits for what follows from those of all.
+
+        Args:
+            decide: ``int64[W, len(values)] -> int64[any]``, run on one process.
+        """
+        text = " ".join(map(str, values))
+        with call.errors(self._names[self._me]):
+            coming = self.roll_call.come(call.name, text, lambda texts: _text(decide(_table(texts))))
+
+        def result() -> Ints:
+            with call.errors(self._names[self._me]):
+                return _table([self.roll_call.wait(coming, call.seconds, call.is_reading)])[0]
+
+        return result
+
+    def gather(self, call: Call, tensor: torch.Tensor) -> torch.Tensor:
+        """Tensors of one shape, stacked, one of each process."""
+        with call.errors(self._names[self._me]):
+            coming = self.roll_call.come(call.name, "", self.roll_call.ticket)
+            ticket = int(self.roll_call.wait(coming, call.seconds, call.is_reading))
+            with self.roll_call.in_turn(ticket, call.seconds):
+                if self._broken is not None:
+                    raise RuntimeError(self._broken)
+                gathered = torch.empty((len(self._names), *tensor.shape), dtype=tensor.dtype)
+                work = self._group.allgather([list(gathered)], [tensor.contiguous()])
+                try:
+                    work.wait(datetime.timedelta(seconds=call.seconds))
+                except RuntimeError as error:
+                    self._broken = str(error)
+                    self._find_lost(coming.base)
+                    raise
+        return gathered
+
+    def _find_lost(self, name: str) -> None:
+        """`Missing` where some process does not say that it too saw an exchange fail."""
+        self.roll_call.wait(self.roll_call.come(f"{name}/lost", "", lambda _: ""), _SECONDS_AFTER_A_FAILURE)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One kind of thing that processes do together.
+
+    Args:
+        name: The same on all of them.
+        seconds: How long to wait for a process that does nothing.
+        is_reading: Whether a process may be reading before it comes, which does not count.
+        cure: Ends the message about processes that did not come.
+    """
+
+    name: str
+    seconds: float
+    is_reading: bool
+    cure: str
+
+    @contextlib.contextmanager
+    def errors(self, rank: int) -> Generator[None]:
+        """Whatever goes wrong as a ``RuntimeError`` that names who is missing."""
+        try:
+            yield
+        except Missing as missing:
+            raise self._failure(rank, missing.ranks, "it did not begin") from None
+        except (RuntimeError, dist.DistError) as error:
+            raise self._failure(rank, [], str(error)) from error
+
+    def _failure(self, rank: int, missing: list[int] | None, reason: str) -> RuntimeError:
+        if missing is None:
+            who = "and the process that holds the store (rank 0 of the job) cannot be reached either"
+        elif missing:
+            who = f"because the ranks {missing} did not come to it, or died in it"
+        else:
+            who = "although all ranks came: the network failed"
+        return RuntimeError(
+            f"A collective of the data loader failed on rank {rank} after at most {self.seconds:g} s, {who}. {self.cure} "
+            f"({reason})"
+        )
+
+
+def _text(values: Ints) -> str:
+    return " ".join(map(str, values.tolist()))
+
+
+def _table(texts: Sequence[str]) -> Ints:
+    return np.array([text.split() for text in texts], dtype=np.int64)
+
+
+_RESTART = "State that was saved is whole; restart from it."
+_CALL_ON_ALL = "A state is made by all dp ranks together: call it on every rank, before `if rank == 0`."
 
 
 @dataclass(frozen=True)
@@ -33,87 +148,81 @@ class Ranks:
     Args:
         rank: Data-parallel rank, ``0 <= rank < world_size``.
         world_size: W.
-        group: The loader's own gloo group; `None` without a process group.
-        roll_call: Tells who is missing in that group.
-        mesh: One-dimensional CPU mesh of exactly the W ranks; `None` where the group has other members too, or another order.
+        circle: The processes of these ranks, in their order; `None` without a process group, and for a single rank.
+        mesh: One-dimensional CPU mesh of the ranks, only to name them; `None` where torch has no group of just these.
+        timeout: Seconds that a rank which does nothing may keep the others waiting.
+        save_timeout: The same for a state.
+        loader: Tells the loaders of a process apart.
     """
 
     rank: int = 0
     world_size: int = 1
-    group: dist.ProcessGroup | None = None
-    roll_call: RollCall | None = None
+    circle: Circle | None = None
     mesh: DeviceMesh | None = None
+    timeout: float = 300.0
+    save_timeout: float = 60.0
+    loader: int = 0
+    _saves: bool = False
 
     @property
     def simulated(self) -> bool:
         """Whether the other ranks cannot be reached: ``dp_rank`` and ``dp_world_size`` were given without a process group."""
-        return self.world_size > 1 and self.group is None
+        return self.world_size > 1 and self.circle is None
+
+    @property
+    def saving(self) -> Ranks:
+        """The same ranks for what all of them call to have a state: a rank that calls alone is told so, and soon."""
+        return replace(self, _saves=True)
 
     def log(self, level: int, message: str, *values: object) -> None:
         """Say something once a run: on dp rank 0."""
         if self.rank == 0:
             _logger.log(level, message, *values)
 
-    def merge(self, table: Ints) -> Ints:
-        """The table with each row as the rank has it that served its shard last (collective).
+    def note_reading(self) -> None:
+        """While this rank reads, others may wait for it: that time does not count."""
+        if self.circle is not None:
+            self.circle.roll_call.note_reading()
+
+    def merge(self, table: Ints, owner: Ints) -> Ints:
+        """The table with each row as the rank has it that owns it (collective).
 
         Args:
-            table: ``int64[N, columns]``, the first column the samples that each shard has delivered.
+            table: ``int64[N, columns]``.
+            owner: ``int64[N]``, the rank that has each row right; the same on every rank.
         """
-        if self.world_size == 1:
+        if self.circle is None:
             return table.copy()
-        rows = torch.from_numpy(table.copy())
-        newest = rows[:, 0].clone()
-        self._all_reduce(newest, dist.ReduceOp.MAX)
-        rows[rows[:, 0] < newest] = _LOWEST
-        self._all_reduce(rows, dist.ReduceOp.MAX)
-        return rows.numpy()
+        counts = np.bincount(owner, minlength=self.world_size)
+        mine = np.zeros((counts.max(), table.shape[1]), dtype=np.int64)
+        mine[: counts[self.rank]] = table[owner == self.rank]
+        blocks = self._gather(torch.from_numpy(mine)).numpy()
+        merged = np.empty_like(table)
+        merged[np.argsort(owner, kind="stable")] = np.concatenate(
+            [block[:count] for block, count in zip(blocks, counts, strict=True)]
+        )
+        return merged
 
     def least(self, value: int) -> Callable[[], int]:
-        """Begin to find the smallest of all ranks' values in the background (collective); the result, called, waits for it."""
-        least = torch.tensor([value], dtype=torch.int64)
-        finish = self._begin_all_reduce(least, dist.ReduceOp.MIN)
-
-        def result() -> int:
-            finish()
-            return int(least)
-
-        return result
+        """Say a value ahead of time; the result, called, waits for the smallest of all ranks' values (collective)."""
+        finish = self._agree("sure", [value], lambda values: values.min(axis=0))
+        return lambda: int(finish()[0])
 
     def extremes(self, value: int) -> tuple[int, int]:
         """The smallest and the largest of all ranks' values (collective)."""
-        ends = torch.tensor([-value, value], dtype=torch.int64)
-        self._all_reduce(ends, dist.ReduceOp.MAX)
-        return -int(ends[0]), int(ends[1])
+        low, high = self._agree("extremes", [value], lambda values: np.array([values.min(), values.max()]))().tolist()
+        return low, high
 
     def require_same(self, what: dict[str, Any]) -> None:
         """``ValueError`` on every rank where some value differs between ranks, which names it (collective)."""
-        if self.group is None:
-            return
-        digests = torch.tensor([_digest(value) for value in what.values()], dtype=torch.int64)
-        low, high = digests.clone(), digests.clone()
-        self._all_reduce(low, dist.ReduceOp.MIN)
-        self._all_reduce(high, dist.ReduceOp.MAX)
-        differing = [name for name, same in zip(what, (low == high).tolist(), strict=True) if not same]
+        digests = [_digest(value) for value in what.values()]
+        differs = self._agree("same", digests, lambda values: (values != values[0]).any(axis=0).astype(np.int64))()
+        differing = [name for name, one in zip(what, differs.tolist(), strict=True) if one]
         if differing:
             given = {name: what[name] for name in differing}
             raise ValueError(
                 f"The ranks built their loaders with different {', '.join(differing)}; dp rank {self.rank} has {given}. "
                 f"All ranks need the same arguments and the same files."
-            )
-
-    def require_complete(self) -> None:
-        """``ValueError`` on every rank where some dp rank has no process: its shards would be read by nobody (collective)."""
-        self.require_same({"dp_world_size": self.world_size})
-        present = torch.zeros(self.world_size, dtype=torch.int64)
-        present[self.rank] = 1
-        self._all_reduce(present, dist.ReduceOp.MAX)
-        missing = torch.nonzero(present == 0).flatten().tolist()
-        if missing and self.group is not None:
-            raise ValueError(
-                f"dp_world_size={self.world_size}, but no process of the group was given dp_rank={missing[0]} ({len(missing)} "
-                f"of the dp ranks are missing), so their logical shards would never be read. Give each dp rank to a process "
-                f"at least, or pass mesh= in place of dp_rank= and dp_world_size=."
             )
 
     def shard(self, tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -126,32 +235,43 @@ class Ranks:
             tensor, self.mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride
         )
 
-    def _all_reduce(self, tensor: torch.Tensor, op: Any) -> None:
-        self._begin_all_reduce(tensor, op)()
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All rows of what `shard` made, or of any other `DTensor` (collective); a plain tensor as it is."""
+        if not isinstance(tensor, DTensor):
+            return tensor
+        if tensor.device_mesh is not self.mesh:
+            return tensor.full_tensor()
+        return self._gather(tensor.to_local()).flatten(0, 1)
 
-    def _begin_all_reduce(self, tensor: torch.Tensor, op: Any) -> Callable[[], None]:
-        if self.group is None or self.roll_call is None:
-            return lambda: None
-        roll_call = self.roll_call
-        deadline = roll_call.come()
-        work = dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
+    def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[None] if self.circle is None else self.circle.gather(self._call("rows"), tensor)
 
-        def finish() -> None:
-            try:
-                if work is not None:
-                    work.wait()
-            except RuntimeError as error:
-                raise roll_call.failure(error, deadline) from error
+    def _agree(self, what: str, values: Sequence[int], decide: Callable[[Ints], Ints]) -> Callable[[], Ints]:
+        if self.circle is None:
+            alone = decide(np.array([values], dtype=np.int64))
+            return lambda: alone
+        return self.circle.agree(self._call(what), values, decide)
 
-        return finish
+    def _call(self, what: str) -> Call:
+        seconds, cure = (self.save_timeout, _CALL_ON_ALL) if self._saves else (self.timeout, _RESTART)
+        name = f"{'save' if self._saves else 'read'}/{what}/{self.loader}"
+        return Call(name, seconds, not self._saves, cure)
 
 
-def find_ranks(mesh: DeviceMesh | None, dp_rank: int | None, dp_world_size: int | None, timeout: float) -> Ranks:
+def find_ranks(
+    mesh: DeviceMesh | None,
+    dp_rank: int | None,
+    dp_world_size: int | None,
+    group: dist.ProcessGroup | None,
+    timeout: float,
+    save_timeout: float,
+) -> Ranks:
     """The ranks that the arguments of a loader name (collective where there is a process group).
 
     Args:
         mesh: Mesh of the data-parallel ranks; several dims count row-major as one.
         dp_rank: In place of a mesh, together with ``dp_world_size``.
+        group: Of exactly these ranks in their order, and able to exchange CPU tensors; without, one is made.
     """
     if (dp_rank is None) != (dp_world_size is None):
         raise ValueError(f"dp_rank={dp_rank} and dp_world_size={dp_world_size}: give both, or neither.")
@@ -161,65 +281,165 @@ def find_ranks(mesh: DeviceMesh | None, dp_rank: int | None, dp_world_size: int 
         raise TypeError(
             f"mesh={mesh!r} is a {type(mesh).__name__}: give a DeviceMesh of the dp ranks, world_mesh['dp']."
         )
-    if mesh is not None:
-        return _from_mesh(mesh, timeout)
+    if group is not None and not isinstance(group, dist.ProcessGroup):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"group={group!r} is a {type(group).__name__}: give a process group of the dp ranks.")
+    if dp_rank is not None and dp_world_size is not None and not 0 <= dp_rank < dp_world_size:
+        raise ValueError(
+            f"dp_rank={dp_rank}, dp_world_size={dp_world_size}: a rank is at least 0 and less than the size."
+        )
     distributed = dist.is_available() and dist.is_initialized()
-    if dp_rank is not None and dp_world_size is not None:
-        if not 0 <= dp_rank < dp_world_size:
-            raise ValueError(
-                f"dp_rank={dp_rank}, dp_world_size={dp_world_size}: a rank is at least 0 and less than the size."
-            )
-        reachable = distributed and dp_world_size > 1 and dist.get_world_size() > 1
-        everyone = list(range(dist.get_world_size())) if reachable else []
-        ranks = Ranks(dp_rank, dp_world_size, *_own_group(everyone, timeout))
-        ranks.require_complete()
-        return ranks
-    if not distributed:
+    if (
+        not distributed
+        or (dp_world_size == 1 and group is None)
+        or (dp_rank is not None and dist.get_world_size() == 1)
+    ):
+        return Ranks(dp_rank or 0, dp_world_size or 1)
+    if dp_rank is not None and dp_world_size is not None and group is None:
+        members = _by_dp_rank(dp_rank, dp_world_size, timeout)
+    else:
+        members = _named(mesh, group)
+    me = members.index(dist.get_rank())
+    if dp_rank is not None and (me, len(members)) != (dp_rank, dp_world_size):
+        raise ValueError(
+            f"This process is rank {me} of {len(members)} in group=, but dp_rank={dp_rank} and dp_world_size={dp_world_size} "
+            f"were given: the group holds exactly the dp ranks, in their order."
+        )
+    if len(members) == 1:
         return Ranks()
-    _logger.info(
-        "No mesh given: all %d ranks of the process group read different samples. With TP, PP or CP pass mesh= (the data-"
-        "parallel dims alone), or peers that should read the same samples will not.",
-        dist.get_world_size(),
-    )
-    return _from_ranks(list(range(dist.get_world_size())), timeout)
+    circle = _circle(members, group, timeout)
+    circle.num_loaders += 1
+    named = _mesh(members, mesh, group)
+    return Ranks(me, len(members), circle, named, timeout, save_timeout, circle.num_loaders)
 
 
-def _from_mesh(mesh: DeviceMesh, timeout: float) -> Ranks:
+def _named(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> list[int]:
+    """The ranks of a mesh, of a group, or of the whole job."""
+    me = dist.get_rank()
+    of_group = None if group is None else dist.get_process_group_ranks(group)
+    if mesh is not None:
+        members = _of_mesh(mesh)
+        if of_group not in (None, members):
+            raise ValueError(
+                f"mesh holds the ranks {members}, group the ranks {of_group}: give the same, in one order."
+            )
+    elif of_group is not None:
+        members = of_group
+    else:
+        members = list(range(dist.get_world_size()))
+        _logger.info(
+            "No mesh given: all %d ranks of the process group read different samples. With TP, PP or CP pass mesh= (the data-"
+            "parallel dims alone), or peers that should read the same samples will not.",
+            len(members),
+        )
+    if me not in members:
+        raise ValueError(
+            f"This process has rank {me}, but {'group' if mesh is None else 'mesh'} holds the ranks {members}: pass the one "
+            f"that it is part of."
+        )
+    return members
+
+
+def _of_mesh(mesh: DeviceMesh) -> list[int]:
     model_dims = [name for name in mesh.mesh_dim_names or () if name.lower() in _MODEL_DIMS]
     if model_dims:
         raise ValueError(
             f"mesh has the dims {mesh.mesh_dim_names}; the ranks along {model_dims} share their samples. Pass the data-"
             f"parallel dims alone, for example mesh=world_mesh['dp']."
         )
-    return _from_ranks(mesh.mesh.flatten().tolist(), timeout)
+    return mesh.mesh.flatten().tolist()
 
 
-def _from_ranks(ranks: list[int], timeout: float) -> Ranks:
-    me = dist.get_rank()
-    if me not in ranks:
+def _mesh(members: list[int], mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> DeviceMesh | None:
+    """The members as a CPU mesh over a group that torch knows."""
+    if group is None and members == list(range(dist.get_world_size())):
+        group = dist.group.WORLD
+    if group is None and mesh is not None and mesh.ndim == 1:
+        group = mesh.get_group()
+    if group is None or dist.get_process_group_ranks(group) != members:
+        return None
+    return DeviceMesh.from_group(group, "cpu", mesh=members, mesh_dim_names=("dp",))
+
+
+_circles: WeakKeyDictionary[Any, dict[Any, Circle]] = WeakKeyDictionary()
+"""Of each process group: those that were made beside it, by their members; of a job's: all that have no group of torch's."""
+
+
+def _circle(members: list[int], group: dist.ProcessGroup | None, timeout: float) -> Circle:
+    """One circle for all loaders over the same ranks, as long as the job's process group, or the given one, exists."""
+    beside = dist.group.WORLD if group is None else group
+    known = _circles.setdefault(beside, {})
+    if tuple(members) not in known:
+        known[tuple(members)] = _new_circle(members, group, timeout)
+    return known[tuple(members)]
+
+
+def _new_circle(members: list[int], group: dist.ProcessGroup | None, timeout: float) -> Circle:
+    me, store = members.index(dist.get_rank()), _part_of_store(f"circle/{_digest(members)}", len(members), group)
+    exchanges: Any = group
+    if exchanges is None:
+        _meet(store, me, members, timeout)
+        wait = datetime.timedelta(seconds=timeout)
+        exchanges = ProcessGroupGloo(_part("gloo", store), me, len(members), wait)
+    return Circle(exchanges, store, me, members)
+
+
+def _by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[int]:
+    """The job's ranks that this one reads with: of the processes of each dp rank the first together, the second, ..."""
+    known = _meetings.setdefault(dist.group.WORLD, {})
+    if (dp_rank, dp_world_size) not in known:
+        known[dp_rank, dp_world_size] = _meet_by_dp_rank(dp_rank, dp_world_size, timeout)
+    return known[dp_rank, dp_world_size]
+
+
+_meetings: WeakKeyDictionary[Any, dict[tuple[int, int], list[int]]] = WeakKeyDictionary()
+
+
+def _meet_by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[int]:
+    me, everyone = dist.get_rank(), list(range(dist.get_world_size()))
+    store = _part_of_store("dp", len(everyone), None)
+    given = _table(_meet(store, me, everyone, timeout, f"{dp_rank} {dp_world_size}").split(",")).tolist()
+    sizes = sorted({size for _, size in given})
+    if len(sizes) > 1:
+        raise ValueError(f"The ranks built their loaders with different dp_world_size: {sizes}. All need the same.")
+    of_rank = [[rank for rank, (of, _) in enumerate(given) if of == wanted] for wanted in range(dp_world_size)]
+    missing = [of for of, found in enumerate(of_rank) if not found]
+    if missing:
         raise ValueError(
-            f"This process has rank {me}, but mesh holds the ranks {ranks}: pass the mesh that it is part of."
+            f"dp_world_size={dp_world_size}, but no process of the group was given dp_rank={missing[0]} ({len(missing)} "
+            f"of the dp ranks are missing), so their logical shards would never be read. Give each dp rank to a process "
+            f"at least, or pass mesh= in place of dp_rank= and dp_world_size=."
         )
-    if len(ranks) == 1:
-        return Ranks()
-    in_order = sorted(ranks)
-    group, roll_call = _own_group(in_order, timeout)
-    mesh = None  # of ranks in another order than the group's torch makes none: they gather their rows
-    if group is not None and ranks == in_order:
-        mesh = DeviceMesh.from_group(group, "cpu", mesh=ranks, mesh_dim_names=("dp",))
-    return Ranks(ranks.index(me), len(ranks), group, roll_call, mesh)
+    place = of_rank[dp_rank].index(me)
+    if len({len(found) for found in of_rank}) > 1:
+        raise ValueError(
+            f"The dp ranks were given to {sorted({len(found) for found in of_rank})} processes each: give each dp rank to as "
+            f"many (its TP, PP and CP peers), or pass mesh= or group= of the dp ranks."
+        )
+    return [found[place] for found in of_rank]
 
 
-def _own_group(ranks: list[int], timeout: float) -> tuple[dist.ProcessGroup | None, RollCall | None]:
-    if not ranks:
-        return None, None
-    wait = datetime.timedelta(seconds=timeout)
-    group = new_group(  # not dist.new_group, which torch_xla replaces by one that takes less
-        ranks, timeout=wait, backend="gloo", use_local_synchronization=True
-    )
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"This process is not one of the ranks {ranks}.")
-    return group, RollCall(group, ranks, timeout)
+def _part_of_store(name: str, num_members: int, group: dist.ProcessGroup | None) -> Store:
+    """A part of the group's (default: the job's) store that the members alone use, and no earlier ones have."""
+    owner: Any = dist.group.WORLD if group is None else group
+    store = _part(f"rescale_data/{name}", owner.get_group_store())
+    joined = store.add("joined", 1)  # a job may begin anew on an old store: each member joins once a time
+    return _part(str((joined - 1) // num_members), store)
+
+
+def _part(name: str, store: Any) -> Any:
+    return PrefixStore(name, store)
+
+
+def _meet(store: Store, me: int, members: Sequence[int], timeout: float, value: str = "") -> str:
+    """What all members say, joined by commas; ``RuntimeError`` where some member does not come to where a group is made."""
+    roll_call = RollCall(_part("meet", store), me, members)
+    try:
+        return roll_call.wait(roll_call.come("make", value, ",".join), timeout)
+    except Missing as missing:
+        raise RuntimeError(
+            f"The ranks {missing.ranks} did not build the data loader that rank {members[me]} builds, within "
+            f"timeout={timeout:g} s. All ranks of mesh= build it (default: all of the job)."
+        ) from None
 
 
 def _digest(value: Any) -> int:

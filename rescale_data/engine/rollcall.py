@@ -1,73 +1,200 @@
-"""Who is missing when a collective fails: gloo says that some peer is gone, not which rank."""
+"""Ranks come together, by name, before they exchange anything: so who is missing is known, and nothing is left half done.
+
+    each rank      adds what it has to say to one text in the store
+    the last one   reads that text, and writes what follows from it: the verdict
+    the first one  looks every few seconds who is missing, and when the time is over writes these as the verdict
+    all of them    wait for the verdict
+
+A rank asks for one key at a time, however many ranks there are. One that was left alone may come again.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import threading
 import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
+_LOOK = 2.0
+"""Seconds between looks for the verdict, or for who is missing."""
 _GRACE = 10.0
-"""Seconds that slower ranks are given after a connection broke, so that only those that never come are named."""
-_LEAST_GRACE = 2.0
-"""The same after the timeout has passed: the others see the failure a moment later."""
+"""Seconds without a sign from the rank that looks, after which another takes its place."""
+_NOTE_EVERY = 1.0
+
+
+class Missing(Exception):
+    """Some ranks did not come in time; `None` where the store cannot be asked."""
+
+    def __init__(self, ranks: list[int] | None) -> None:
+        super().__init__(ranks)
+        self.ranks = ranks
+
+
+class Store(Protocol):
+    """What is asked of a store of torch's; its own stubs lack some of it."""
+
+    def add(self, key: str, value: int, /) -> int: ...
+    def append(self, key: str, value: str, /) -> None: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def clone(self) -> Any: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+    def delete_key(self, key: str, /) -> bool: ...
+    def get(self, key: str, /) -> bytes: ...
+    def wait(self, keys: list[str], timeout: datetime.timedelta, /) -> None: ...
+
+
+@dataclass(frozen=True)
+class Coming:
+    """That this rank has come to a call.
+
+    Args:
+        name: Of the call, which is repeated.
+        turn: How often it was made before.
+        base: Begins its keys in the store, the same on every rank.
+        is_first: Whether no rank came before.
+    """
+
+    name: str
+    turn: int
+    base: str
+    is_first: bool
 
 
 class RollCall:
-    """Each rank notes in the group's store how many collectives it has come to, and the last that it saw fail.
+    """Who has come to what, kept in a store that all ranks share.
 
     Args:
-        group: The group whose collectives are counted.
-        ranks: Names of its members in the order of the group.
-        timeout: Seconds that a rank may keep the others waiting.
+        store: Of these ranks alone, or a part of one.
+        me: Index of this rank.
+        names: Names of all ranks by index, for messages.
     """
 
-    def __init__(self, group: dist.ProcessGroup, ranks: list[int], timeout: float) -> None:
-        self._store = group.get_group_store()
-        self._me, self._ranks, self._timeout = ranks[group.rank()], ranks, timeout
-        self._came = 0
-        self._note("failed")
-        self._note()
+    def __init__(self, store: Store, me: int, names: Sequence[int]) -> None:
+        self._home, self._me, self._names = store, me, list(names)
+        self._thread, self._own = threading.get_ident(), threading.local()
+        self._turns: dict[str, int] = {}
+        self._last: dict[str, str] = {}
+        self._done, self._next = 0, threading.Condition()
+        self._noted = 0.0
 
-    def come(self) -> float:
-        """Say that this rank has come to the next collective; when the others must have, as `time.monotonic`."""
-        self._came += 1
-        self._note()
-        return time.monotonic() + self._timeout
+    def come(self, name: str, value: str, decide: Callable[[list[str]], str]) -> Coming:
+        """Say that this rank has come to the next call of this name.
 
-    def failure(self, error: RuntimeError, deadline: float) -> RuntimeError:
-        """What to raise in place of ``error``: a message that names the ranks which did not come."""
-        self._note("failed")
-        now = time.monotonic()
-        end = max(min(deadline, now + _GRACE), now + _LEAST_GRACE)
-        while (missing := self._missing()) and time.monotonic() < end:
-            time.sleep(0.1)
-        if missing is None:
-            who = "and the process that holds the store (rank 0 of the job) cannot be reached either"
-        elif missing:
-            who = f"because the ranks {missing} did not come to it, or died in it"
-        else:
-            who = "although all ranks came: the network failed"
-        return RuntimeError(
-            f"A collective of the data loader failed on rank {self._me} after at most {self._timeout:g} s, {who}. State that "
-            f"was saved is whole; restart from it. (gloo: {error})"
-        )
+        Args:
+            value: What this rank has to say, one line.
+            decide: What follows from the values of all ranks, by index; run on the last rank that comes.
+        """
+        turn = self._turns.get(name, 0)
+        base = f"{name}/{turn}.{self._store.add(f'{name}/failed', 0)}"
+        self._store.append(f"{base}/came", f"{self._me} {value}\n")
+        count = self._store.add(f"{base}/count", 1)
+        if count == len(self._names):
+            came = self._came(base)
+            self._decide(base, f"all {decide([came[index] for index in range(count)])}")
+            self._forget(self._last.get(name))  # all have come to this call: nobody asks for the one before any more
+        self._turns[name], self._last[name] = turn + 1, base
+        return Coming(name, turn, base, count == 1)
 
-    def _note(self, what: str = "came") -> None:
-        self._store.set(_key(what, self._me), str(self._came))
+    def wait(self, coming: Coming, seconds: float, pauses_for_reading: bool = False) -> str:
+        """What was decided, once all have come; `Missing` where that takes longer than ``seconds``.
 
-    def _missing(self) -> list[int] | None:
-        """Ranks that have not come so far, else those that came and neither saw it fail nor went on; `None`: no store."""
+        Args:
+            pauses_for_reading: Whether time stands still while some rank says that it reads.
+        """
         try:
-            came = {rank: self._number("came", rank) for rank in self._ranks}
-            behind = [rank for rank in self._ranks if came[rank] < self._came]
-            abreast = [rank for rank in self._ranks if came[rank] == self._came]
-            return behind or [rank for rank in abreast if self._number("failed", rank) < self._came]
+            verdict = self._verdict(coming, seconds, pauses_for_reading)
         except (RuntimeError, dist.DistError):
-            return None
+            raise Missing(None) from None
+        kind, _, what = verdict.partition(" ")
+        if kind != "all":
+            self._turns[coming.name] = coming.turn  # it may be made again
+            raise Missing([self._names[int(index)] for index in what.split()])
+        return what
 
-    def _number(self, what: str, rank: int) -> int:
-        return int(self._store.get(_key(what, rank)))
+    def ticket(self, _: object = None) -> str:
+        """A decision: the number of an exchange that all ranks are ready for."""
+        return str(self._store.add("tickets", 1))
+
+    @contextlib.contextmanager
+    def in_turn(self, ticket: int, seconds: float) -> Generator[None]:
+        """One exchange at a time, in the order of their tickets: threads may have come to several at once."""
+        with self._next:
+            if not self._next.wait_for(lambda: self._done >= ticket - 1, seconds):
+                raise Missing([self._names[self._me]])
+        try:
+            yield
+        finally:
+            with self._next:
+                self._done = max(self._done, ticket)
+                self._next.notify_all()
+
+    def note_reading(self) -> None:
+        """A sign of life of a rank that reads while others may wait for it."""
+        if time.monotonic() >= self._noted + _NOTE_EVERY:
+            self._noted = time.monotonic()
+            self._store.add("reading", 1)
+
+    @property
+    def _store(self) -> Store:
+        """A connection for each thread: one that waits keeps its own busy."""
+        if threading.get_ident() == self._thread:
+            return self._home
+        if not hasattr(self._own, "store"):
+            self._own.store = self._home.clone()
+        return self._own.store
+
+    def _verdict(self, coming: Coming, seconds: float, pauses_for_reading: bool) -> str:
+        base, looks, successor = coming.base, coming.is_first, 0
+        signs = _Unchanged(0)  # of the rank that looks, seen by others
+        reading = _Unchanged(self._store.add("reading", 0) if pauses_for_reading else 0)
+        while not self._appears(f"{base}/verdict", min(_LOOK, seconds / 4)):
+            sign = self._store.add(f"{base}/looks", int(looks))
+            if looks and reading.seconds(self._store.add("reading", 0) if pauses_for_reading else 0) >= seconds:
+                came = self._came(base)
+                self._decide(base, f"missing {' '.join(str(i) for i in range(len(self._names)) if i not in came)}")
+            elif not looks and signs.seconds(sign) >= _GRACE:
+                successor += 1
+                looks = self._decide(f"{base}/{successor}", str(self._me))
+                signs, reading = _Unchanged(sign), _Unchanged(0)
+        return self._store.get(f"{base}/verdict").decode()
+
+    def _decide(self, base: str, verdict: str) -> bool:
+        """Whether this verdict was the first: that one holds."""
+        is_first = self._store.compare_set(f"{base}/verdict", "", verdict).decode() == verdict
+        if is_first and verdict.startswith("missing"):
+            self._store.add(f"{base.rsplit('/', 1)[0]}/failed", 1)
+        return is_first
+
+    def _came(self, base: str) -> dict[int, str]:
+        """What the ranks that have come say, by index."""
+        lines = self._store.get(f"{base}/came").decode().splitlines()
+        return {int(index): value for index, _, value in (line.partition(" ") for line in lines)}
+
+    def _appears(self, key: str, seconds: float) -> bool:
+        try:
+            self._store.wait([key], datetime.timedelta(seconds=seconds))
+        except (RuntimeError, dist.DistError):
+            return self._store.check([key])  # which fails too where the store is gone
+        return True
+
+    def _forget(self, base: str | None) -> None:
+        for what in ("came", "count", "looks", "verdict") if base is not None else ():
+            self._store.delete_key(f"{base}/{what}")
 
 
-def _key(what: str, rank: int) -> str:
-    return f"rescale_data/{what}/{rank}"
+class _Unchanged:
+    """For how long a value has not changed."""
+
+    def __init__(self, value: int) -> None:
+        self._value, self._since = value, time.monotonic()
+
+    def seconds(self, value: int) -> float:
+        now = time.monotonic()
+        if value != self._value:
+            self._value, self._since = value, now
+        return now - self._since

@@ -35,7 +35,7 @@ class Runner:
         self._histories: Histories = {}
         self._built: dict[int, Node[Any]] = {}
         self._live: list[Node[Any] | None] = [None] * recipe.num_logical_shards
-        self._columns = schema.root.writes
+        self._columns, self._write_ready = schema.root.writes, schema.root.write_ready
         self._samples = self.table[:, SAMPLES]  # a view
 
     def load(self, table: Ints, histories: Histories, owned: range | None = None) -> None:
@@ -116,8 +116,11 @@ class Runner:
 
     def _write(self, shards: list[int], columns: Columns) -> Any:
         tray = Tray(columns, len(shards))
-        for place, shard in enumerate(shards):
-            self._draw(shard, tray, place)
+        nodes = [self._live[shard] or self._wake(shard) for shard in shards]
+        place = 0
+        while (place := self._write_ready(nodes, tray, place)) < len(shards):
+            self._draw(shards[place], tray, place)
+            place += 1
         return tray.batch()
 
     def _draw(self, shard: int, tray: Tray | None = None, place: int = 0) -> Any:
@@ -190,6 +193,8 @@ class Runner:
                     f"The pipeline of logical shard {shard} yields the columns {node.writes}, the first one {self._columns}. "
                     f"Samples of all shards make up one batch, so they are alike."
                 )
+        if type(node) is not type(self._schema.root):
+            self._write_ready = Node.write_ready
         node.bind(self._slots(shard).data)
         self._live[shard] = node
         return node

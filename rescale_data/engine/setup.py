@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from rescale_data.engine.ranks import Ranks, find_ranks
@@ -47,7 +48,9 @@ def set_up(
     seed: int = 0,
     repeat: bool = False,
     tail: Tail = "drop",
+    group: ProcessGroup | None = None,
     timeout: float = 300.0,
+    save_timeout: float | None = None,
     verify: bool = False,
 ) -> Setup:
     """Resolve the defaults and refuse what cannot run (collective where there is a process group)."""
@@ -60,9 +63,11 @@ def set_up(
     require_bool(repeat=repeat, verify=verify)
     if global_batch_size < 1:
         raise ValueError(f"global_batch_size={global_batch_size}: it is at least 1, the samples of one optimizer step.")
-    if not isinstance(timeout, int | float) or not timeout > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"timeout={timeout!r}: give the seconds to wait for a worker or another rank, more than 0.")
-    ranks = find_ranks(mesh, dp_rank, dp_world_size, timeout)
+    for name, seconds in (("timeout", timeout), ("save_timeout", 1.0 if save_timeout is None else save_timeout)):
+        if not isinstance(seconds, int | float) or not seconds > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"{name}={seconds!r}: give the seconds to wait for a worker or another rank, more than 0.")
+    save_timeout = min(timeout, 60.0) if save_timeout is None else save_timeout
+    ranks = find_ranks(mesh, dp_rank, dp_world_size, group, timeout, save_timeout)
     layout = Layout(
         num_logical_shards=_num_logical_shards(num_logical_shards, global_batch_size, ranks),
         global_batch_size=global_batch_size,

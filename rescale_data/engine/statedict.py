@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from rescale_data.engine.change import Fitted, fit, fixed_by_others, settle, without_free
 from rescale_data.engine.differences import differences
@@ -68,7 +67,7 @@ def full_state_dict(stream: Standing) -> dict[str, Any]:
     refuse_simulated(stream, "full_state_dict")
     _require_saveable(stream)
     _require_same_batch(stream)
-    return {"shards": _tensors(stream, stream.ranks.merge(stream.table)), **header(stream)}
+    return {"shards": _tensors(stream, stream.ranks.saving.merge(stream.table, stream.owners)), **header(stream)}
 
 
 def merged_state_dict(streams: Sequence[Stream]) -> dict[str, Any]:
@@ -214,7 +213,7 @@ def refuse_simulated(stream: Standing, method: str) -> None:
 
 def _require_same_batch(stream: Standing) -> None:
     """Gathered rows all bear one stamp: so that ranks stand at the same batch has to be seen now (collective)."""
-    first, last = stream.ranks.extremes(stream.clock.samples)
+    first, last = stream.ranks.saving.extremes(stream.clock.samples)
     if first != last:
         raise DataStateError(
             f"The ranks save at different batches, which no state can describe: dp rank {stream.ranks.rank} after "
@@ -240,7 +239,7 @@ def _table(stream: Stream, shards: Mapping[str, Any], samples: int) -> Ints:
     missing = sorted({field.key for field in (*fields, STAMP)} - set(shards))
     if missing:
         raise DataStateError(f"The table of the state lacks the fields {missing}.")
-    tensors = {field.key: _whole(shards[field.key]) for field in (*fields, STAMP)}
+    tensors = {field.key: _whole(stream, shards[field.key]) for field in (*fields, STAMP)}
     for field in (*fields, STAMP):
         want, got = (
             ((n, *(field.shape or ())), field.dtype),
@@ -259,10 +258,10 @@ def _table(stream: Stream, shards: Mapping[str, Any], samples: int) -> Ints:
     return np.ascontiguousarray(from_tensors(fields, tensors))
 
 
-def _whole(tensor: Any) -> torch.Tensor:
+def _whole(stream: Stream, tensor: Any) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise DataStateError(f"A field of the state is a {type(tensor).__name__}, not a tensor.")
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return stream.ranks.whole(tensor)
 
 
 def _join(stream: Stream, growth: Growth, table: Ints) -> dict[str, History]:

@@ -63,6 +63,7 @@ class Stream:
         """Go on from a table in which all N rows are right."""
         self.table, self.clock = table, clock
         self._leg: Leg | None = None
+        self.owners = self.layout.owners  # the rank whose row of each shard is right, of all ranks
         self._agreement: Agreement | None = None
         self._settled, self._over = -1, False  # the micro batch before which the ranks agreed last, and on what
         self._rewind()
@@ -91,6 +92,9 @@ class Stream:
         self.peek()
         micro_batch = self._ahead.popleft()
         self.table[micro_batch.visited] = micro_batch.rows
+        leg = self._leg
+        if leg is not None and leg.deal is not None:
+            self.owners = leg.deal.owners(self.owners, self._u)
         self._advance(1)
         if self._agreement is not None:
             try:
@@ -201,6 +205,7 @@ class Stream:
     def _start(self, stop: int | None, deal: Deal | None = None) -> None:
         self._rewind()
         self._agreement = None
+        self.owners = self.layout.owners
         self._leg = Leg(self.layout, self.ranks.rank, stop, deal, self.schema.histories)
 
     def _advance(self, num_micro_batches: int) -> None:
@@ -213,7 +218,7 @@ class Stream:
         """The main phase is over: serve what the shards still have to the same ranks."""
         if self._left is None:
             left, self._epoch_end = self._count_to_epoch_end()
-            self.table = self.ranks.merge(self.table)
+            self.table = self.ranks.merge(self.table, self.owners)
             samples = self.table[:, SAMPLES].copy()
         else:
             delivered = self._main_phase(self._u - self._first)
@@ -257,7 +262,7 @@ class Stream:
 
     def _prove(self) -> None:
         """That every row of the epoch was delivered once, over all legs of the run (collective)."""
-        self._runner.load(self.ranks.merge(self.table), self.schema.histories)
+        self._runner.load(self.ranks.merge(self.table, self.owners), self.schema.histories)
         for shard in self.layout.owned(self.ranks.rank):
             self._runner.verify(shard)
         self.ranks.log(logging.INFO, "Epoch %d: every row was delivered once, across all legs of the run.", self.epoch)
@@ -282,12 +287,11 @@ class Stream:
     def _count_to_epoch_end(self) -> tuple[Ints, Ints]:
         """Samples left and the slots of the next epoch, of all shards, found by reading; each rank reads its own."""
         self._runner.load(self.table, self.schema.histories)
-        found = np.zeros((len(self.table), 2 + self.table.shape[1] - FIRST_SLOT), dtype=np.int64)
+        found = np.zeros((len(self.table), 1 + self.table.shape[1] - FIRST_SLOT), dtype=np.int64)
         for shard in self.layout.owned(self.ranks.rank):
-            found[shard, 0] = 1
-            found[shard, 1], found[shard, 2:] = self._runner.count_to_epoch_end(shard)
-        found = self.ranks.merge(found)
-        return found[:, 1], found[:, 2:]
+            found[shard, 0], found[shard, 1:] = self._runner.count_to_epoch_end(shard)
+        found = self.ranks.merge(found, self.layout.owners)
+        return found[:, 0], found[:, 1:]
 
     # Making ahead
 

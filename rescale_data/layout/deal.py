@@ -71,6 +71,19 @@ class Deal:
             counts = counts + np.bincount(shards[real & (self._micro_batch_of_row < m)], minlength=len(self.left))
         return counts
 
+    def owners(self, owner: Ints, u: int) -> Ints:
+        """Which rank has the row of each shard after micro batch u: ``int64[N]``.
+
+        Args:
+            owner: The same before it.
+        """
+        t, m = divmod(u, self.layout.gradient_accumulation_steps)
+        shards, _, real = self._step(t)
+        rows = np.flatnonzero(real & (self._micro_batch_of_row == m))
+        after = owner.copy()  # of a shard that several ranks serve, the highest has its last sample
+        after[shards[rows]] = rows // (self.layout.global_batch_size // self.layout.dp_world_size)
+        return after
+
     def turn(self, rank: int, u: int) -> Turn:
         """What ``rank`` delivers in micro batch u, counted from the deal."""
         layout = self.layout

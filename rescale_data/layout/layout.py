@@ -153,6 +153,12 @@ class Layout:
         size, k = stop - start, self.workers
         return range(start + worker * size // k, start + (worker + 1) * size // k)
 
+    @property
+    def owners(self) -> Ints:
+        """The rank that owns each shard: ``int64[N]``."""
+        shards = np.arange(self.num_logical_shards, dtype=np.int64)
+        return ((shards + 1) * self.dp_world_size - 1) // self.num_logical_shards
+
     def delivered(self, samples: Ints, first: int, stop: int) -> Ints:
         """Samples that each shard delivers in the micro batches ``first .. stop-1``.
 

@@ -146,6 +146,16 @@ class Node(BaseNode[T]):
         """Draw the next sample into row ``place`` of a tray of `writes`; at the end of an epoch as `next`."""
         raise NotImplementedError(f"{type(self).__name__} writes {list(self.writes)}, and so needs a write method.")
 
+    @staticmethod
+    def write_ready(nodes: Sequence[Any], tray: Tray, first: int) -> int:
+        """Draw the next sample of each node, all of this class, into its row from ``first`` on, while that takes but a copy.
+
+        Returns:
+            The first row that was not written: `write` does what that one needs.
+        """
+        del nodes, tray
+        return first
+
     def skip(self, num_samples: int) -> None:
         """Leave out the next samples, as if they had been drawn."""
         for _ in range(num_samples):
@@ -182,7 +192,8 @@ class Node(BaseNode[T]):
     def documents(self, column: str) -> Documents | None:
         """A token column of this node's samples, to be read many documents at a time; `None` where that is not possible.
 
-        It moves this node neither now nor later: it reads from positions that its caller keeps.
+        It moves this node neither now nor later: it reads from positions that its caller keeps. A node over others that hand
+        over documents can do so as well: it picks and cuts the `Spans` of its children, which are arrays of numbers.
         """
         del column
         return None

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+
 from rescale_data.errors import require_int
 from rescale_data.nodes.base import BaseNode, Node, View, copy_of
 from rescale_data.nodes.column import integers
 from rescale_data.nodes.reading.documents import Documents
+from rescale_data.nodes.reading.spans import EMPTY, Moves, Spans
 from rescale_data.state import Field, Ints
 
 _PIECE, _SHORT = 0, 1
@@ -148,36 +151,20 @@ class CleanedDocuments:
     def __init__(self, documents: Documents, cleaning: Cleaning) -> None:
         self._documents, self._cleaning = documents, cleaning
 
-    def read(self, position: memoryview) -> list[memoryview]:
+    def read(self, position: memoryview) -> Spans:
         self._start = copy_of(position[2:])
-        self._advanced = 0
-        passed = self._num_short = 0  # of documents before those that are returned
-        while documents := self._documents.read(self._start):
-            found = self._cut(documents, position[_PIECE] if not passed else 0)
-            if found:
+        first_piece, self._num_short = position[_PIECE], 0  # short documents before those that are returned
+        while len(spans := self._documents.read(self._start)):
+            found = self._cut(spans, position, first_piece)
+            if len(found):
                 return found
-            passed += len(documents)
-            self._num_short += len(documents)
-            self._documents.advance(self._start, len(documents))
-        return []
-
-    def advance(self, position: memoryview, num_documents: int) -> None:
-        self._advanced += num_documents
-        num_read, piece, num_short = self._after[self._advanced - 1]
-        source = position[2:]
-        source[:] = self._start
-        if num_read:
-            self._documents.advance(source, num_read)
-        position[_PIECE] = piece
-        position[_SHORT] += num_short - self._counted
-        self._counted = num_short
+            first_piece, self._num_short = 0, self._num_short + len(spans)
+            spans.move(self._start, len(spans))
+        return EMPTY
 
     def settle(self, position: memoryview) -> None:
         if not position[_PIECE]:
             self._documents.settle(position[2:])
-
-    def where(self) -> str | None:
-        return self._documents.where()
 
     def turn(self, position: memoryview) -> None:
         source = position[2:]
@@ -186,17 +173,32 @@ class CleanedDocuments:
         position[_PIECE] = 0
         position[_SHORT] += self._num_short
 
-    def _cut(self, documents: list[memoryview], first_piece: int) -> list[memoryview]:
-        """The pieces of documents, and where to go on after each: documents read, piece of the next, short ones passed."""
-        cut: list[memoryview] = []
-        self._after: list[tuple[int, int, int]] = []
-        self._counted, num_short = 0, self._num_short
-        for number, document in enumerate(documents):
-            pieces = self._cleaning.pieces(document)
+    def _cut(self, spans: Spans, position: memoryview, first_piece: int) -> Spans:
+        """The pieces of documents. Each moves behind the documents up to its own, and that one where it is the last of it."""
+        num_short = position[_SHORT] + self._num_short
+        document: list[int] = []  # of each piece
+        after: list[tuple[int, int]] = []  # piece of the next, short ones passed
+        places: list[slice] = []
+        for number, view in enumerate(spans.views()):
+            pieces = self._cleaning.pieces(view)
             num_short += not pieces
-            begin = first_piece if not number else 0
-            for piece in range(begin, len(pieces)):
-                cut.append(document[pieces[piece]])
-                last = piece + 1 == len(pieces)
-                self._after.append((number + last, 0 if last else piece + 1, num_short))
-        return cut
+            for piece in range(0 if number else first_piece, len(pieces)):
+                document.append(number)
+                after.append((0 if piece + 1 == len(pieces) else piece + 1, num_short))
+                places.append(pieces[piece])
+        own = np.array(after, dtype=np.int64).reshape(-1, 2)
+        at = np.array(document, dtype=np.int64)
+        begin, end = (
+            np.array([getattr(place, name) for place in places], dtype=np.int64) for name in ("start", "stop")
+        )
+        passed = Moves.between(position[2:], self._start)
+        below = Moves.join([passed, spans.moves]).grouped(1 + at + (own[:, 0] == 0)).under(2)
+        return Spans(
+            spans.arrays,
+            spans.array[at],
+            spans.start[at] + begin,
+            end - begin,
+            below.then(Moves.of([_PIECE, _SHORT], own)),
+            spans.keeps,
+            None if spans.where is None else tuple(spans.where[number] for number in document),
+        )

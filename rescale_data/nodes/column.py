@@ -12,6 +12,7 @@ import torch
 from rescale_data.nodes.base import Node
 from rescale_data.nodes.guard import add_place
 from rescale_data.nodes.provenance import PROVENANCE
+from rescale_data.nodes.reading.spans import EMPTY, Moves, Spans
 
 
 class ColumnDocuments:
@@ -29,31 +30,24 @@ class ColumnDocuments:
         for _, below in node.walk():
             below.reread = True
         self._ended = False
-        self._where: str | None = None
 
-    def read(self, position: memoryview) -> list[memoryview]:
+    def read(self, position: memoryview) -> Spans:
         if self._ended or self._node.position != position:
             self._node.position[:] = position
             self._node.bind(self._node.position)
         try:
             self._ended = False
             sample = next(self._node)
-            self._where = sample.get(PROVENANCE) if isinstance(sample, Mapping) else None
-            return [integers(sample, self._column, self._reader, self._node).data]
         except StopIteration:
             self._ended = True
-            return []
-
-    def advance(self, position: memoryview, num_documents: int) -> None:
-        del num_documents  # there was one
-        position[:] = self._node.position
+            return EMPTY
+        where = sample.get(PROVENANCE) if isinstance(sample, Mapping) else None
+        tokens = integers(sample, self._column, self._reader, self._node)
+        return Spans.of(tokens.copy(), Moves.between(position, self._node.position), where)
 
     def settle(self, position: memoryview) -> None:
         if self._settles:
             self._node.settle(position)
-
-    def where(self) -> str | None:
-        return self._where
 
     def turn(self, position: memoryview) -> None:
         position[:] = self._node.position

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -13,9 +13,10 @@ from rescale_data.errors import require_int
 from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.provenance import joined
-from rescale_data.nodes.reading.block import BlockMaker
-from rescale_data.nodes.token_stream import Run, TokenStream
+from rescale_data.nodes.reading.gather import Around, Rows, fill, say_without_kernel
+from rescale_data.nodes.token_stream import TokenStream
 from rescale_data.nodes.tray import Tray
+from rescale_data.sources.decoded.cache import cache
 from rescale_data.state import Field, Ints
 
 IGNORED = -100
@@ -77,23 +78,25 @@ class TokenPacker(Node[dict[str, Tensor]]):
         _check(seq_len, dtype, last)
         require_pad(pad_id, dtype)
         super().__init__(source=source)
+        say_without_kernel()
         child = self.children["source"]
         self.column, self.seq_len, self.labels, self.doc_ids = column, seq_len, labels, doc_ids
         self.dtype, self.last, self.eos_id, self.bos_id = dtype, last, eos_id, bos_id
         self.pad_id = pad_id if pad_id is not None else eos_id or 0
         names = ["tokens", *["labels"] * labels, *["doc_ids"] * doc_ids]
         self.writes = dict.fromkeys(names, (seq_len, DTYPES[dtype]))
+        self._changes = any(node.MAY_CHANGE for _, node in child.walk())
         self._stream = TokenStream(
             child.documents(column) or ColumnDocuments(child, column, type(self).__name__),
-            BlockMaker(eos_id, bos_id, DTYPES[dtype]),
+            Around(eos_id, bos_id, DTYPES[dtype]),
             num_tokens=seq_len,
             num_ahead=int(labels),
             repeat=any(node.repeat for _, node in child.walk()),
-            with_ends=doc_ids,
         )
+        self.ready = None if any(node.provenance for _, node in child.walk()) else self._stream.key
 
     def seek(self) -> None:
-        self._stream.bind(self.position, settles=not self.reread)
+        self._stream.bind(self.position, settles=self._changes and not self.reread)
         self._over = False
 
     def next(self) -> dict[str, Tensor]:
@@ -102,18 +105,20 @@ class TokenPacker(Node[dict[str, Tensor]]):
         return tray.sample()
 
     def write(self, tray: Tray, place: int) -> None:
-        tokens, ends = self._draw()
-        tray.put("tokens", place, tokens[: self.seq_len] if self.labels else tokens, self.pad_id)
-        if self.labels:
-            tray.put("labels", place, tokens[1:], IGNORED)
-        if self.doc_ids:
-            tray.put("doc_ids", place, _document_ids(min(len(tokens), self.seq_len), ends), -1)
+        self._draw(tray, place)
         if self._stream.where:
             tray.where.append(joined(self._stream.where))
 
+    @staticmethod
+    def write_ready(nodes: Sequence[Any], tray: Tray, first: int) -> int:
+        stretches = cache().get_many([node.ready for node in nodes])
+        columns = tray.arrays
+        return fill(stretches, first, columns["tokens"], columns.get("labels"), columns.get("doc_ids"))
+
     def skip(self, num_samples: int) -> None:
+        tray = Tray(self.writes, 1)
         for _ in range(num_samples):
-            self._draw()
+            self._draw(tray, 0)
 
     def settle(self, position: View) -> bool:
         return self.settle_within(position, 0)
@@ -126,22 +131,31 @@ class TokenPacker(Node[dict[str, Tensor]]):
         names = sorted({node.reads.name for _, node in self.walk() if node.reads is not None})
         return {f"tokens/{'+'.join(names)}": float(samples.sum()) * self.seq_len}
 
-    def _draw(self) -> Run:
-        """The tokens of the next sample, and with labels one more where there is one; ends the epoch if need be."""
-        if not self._over:
-            run = self._stream.take()
-            length = len(run[0])
-            if length >= self.seq_len or (length and self.last == "pad"):
-                return run
+    def _draw(self, tray: Tray, place: int) -> None:
+        """Write the next sample into a row; ends the epoch if need be."""
+        if self._over:
+            raise StopIteration
+        tokens, labels, doc_ids = tray.row("tokens", place), None, None
+        if self.labels:
+            labels = tray.row("labels", place)
+        if self.doc_ids:
+            doc_ids = tray.row("doc_ids", place)
+        there = self._stream.draw(tokens, labels, doc_ids)
+        size = min(there, self.seq_len)
+        if size < self.seq_len and not (size and self.last == "pad"):
             self._stream.turn()
             self._over = True
-        raise StopIteration
+            raise StopIteration
+        if there < self.seq_len + self.labels:
+            self._pad(size, tokens, labels, doc_ids)
 
-
-def _document_ids(length: int, ends: Ints) -> npt.NDArray[np.int64]:
-    begins = np.zeros(length + 1, dtype=np.int64)
-    begins[ends[ends > 0]] = 1  # what ends before the first token has none
-    return np.cumsum(begins[:length])
+    def _pad(self, size: int, tokens: Rows, labels: Rows | None, doc_ids: Rows | None) -> None:
+        """Fill up the last sample of an epoch, whose last token has no next one."""
+        if labels is not None:
+            labels[0, : size - 1], labels[0, size - 1 :] = tokens[0, 1:size], IGNORED
+        tokens[0, size:] = self.pad_id
+        if doc_ids is not None:
+            doc_ids[0, size:] = -1
 
 
 def require_pad(pad_id: int | None, dtype: torch.dtype) -> None:

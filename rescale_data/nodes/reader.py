@@ -13,11 +13,12 @@ from rescale_data.nodes.provenance import with_provenance
 from rescale_data.nodes.reading.chunks import Chunks
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.reading.fetching import Fetching
+from rescale_data.nodes.reading.fragment_documents import FragmentDocuments, block_bytes
 from rescale_data.nodes.reading.proof import Proof
 from rescale_data.nodes.reading.rows import DEFAULT_WINDOW, Plan, ShardRows
 from rescale_data.nodes.reading.rows import View as SourceView
 from rescale_data.nodes.reading.share import ShardShare
-from rescale_data.nodes.reading.spans import Spans, block_bytes
+from rescale_data.nodes.reading.spans import Moves
 from rescale_data.shard import Shard
 from rescale_data.sources.dataset import MapStyle, as_source
 from rescale_data.sources.decoded.cache import owner_of
@@ -123,6 +124,14 @@ class Reader(Node[Any]):
             position[3] = self._proof.read(position[3], position[0], position[1], num_rows)
         position[1] += num_rows
 
+    def moves(self, position: View, num_rows: int) -> Moves:
+        """What `advance` writes into a position after each of the next rows, all of one window."""
+        rows = np.arange(position[1] + 1, position[1] + num_rows + 1)
+        if self._proof is None:
+            return Moves.of([1], rows[:, None])
+        digests = self._proof.after_each(position[3], position[0], position[1], num_rows)
+        return Moves.of([1, 3], np.stack([rows, digests], axis=1))
+
     def turn(self, position: View) -> None:
         """Write the beginning of the next epoch into a position of one; what was left of it, a packer has dropped."""
         if self._proof is not None:
@@ -152,7 +161,7 @@ class Reader(Node[Any]):
             return None
         self._column = column
         num_bytes = block_bytes(self.source.cache_bytes, self.shard.num_logical_shards)
-        return Spans(self.source, column, self, num_bytes)
+        return FragmentDocuments(self.source, column, self, num_bytes)
 
     def prepare(self, rows: Ints, shards: Ints) -> None:
         if self._fetching is None:

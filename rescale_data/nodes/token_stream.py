@@ -2,178 +2,127 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
-import numpy as np
-
 from rescale_data.errors import DataStateError
-from rescale_data.nodes.base import copy_of
-from rescale_data.nodes.reading.block import Block, BlockMaker, TokenArray
+from rescale_data.nodes.base import View, copy_of
 from rescale_data.nodes.reading.documents import Documents
+from rescale_data.nodes.reading.gather import Around, Rows, Stretch, fill, stretch
+from rescale_data.nodes.reading.spans import Spans
 from rescale_data.sources.decoded.cache import cache, owner_of
-from rescale_data.state import Ints
 
 _SILENT_EPOCHS = 2
-_MAX_CUTS = 64  # at once, so that they take little memory beside the block
-
-Run: TypeAlias = tuple[TokenArray, Ints]
-"""Tokens in a row, and the places among them at which a document has ended. Not to be written to, nor kept."""
-
-Cut: TypeAlias = tuple[int, int, int]
-"""A sample in a block: its first token, and the document and the offset in it at which the next one begins."""
 
 
 class TokenStream:
     """Tokens from ``position`` on, a row of ``[offset in the document | position of the documents]``.
 
-    What has been put in order, a `Block`, lies in the cache of the process; this holds integers alone. A
-    block that has been evicted is made again from the position. That is the one directly behind the last token, wherever blocks
+    The documents that have been read, a `Stretch`, lie in the cache of the process; this holds integers alone. One that has
+    been evicted is made again from the position. That is the one directly behind the last token, wherever stretches
     begin and end: documents without a token are passed on the way to the next one.
-
-        block      | doc | document | d |   document   |
-        samples    ---| gathered |   cut   |   cut   |--       those within a block are cut many at once
 
     Args:
         documents: Where documents come from.
-        maker: Makes blocks of them.
+        around: What stands around each.
         num_tokens: Tokens of a sample.
-        num_ahead: As many of those behind it come along, and are not consumed.
+        num_ahead: As many of those behind it are looked at, and not consumed.
         repeat: Whether to go on with the next epoch after the last document of one.
     """
 
-    def __init__(
-        self, documents: Documents, maker: BlockMaker, *, num_tokens: int, num_ahead: int, repeat: bool, with_ends: bool
-    ) -> None:
-        self._documents, self._maker = documents, maker
-        self._num_tokens, self._num_ahead, self._repeat = num_tokens, num_ahead, repeat
-        self._with_ends = with_ends
-        self._width = num_tokens + num_ahead
-        self._key = (owner_of(self), "block")
+    def __init__(self, documents: Documents, around: Around, *, num_tokens: int, num_ahead: int, repeat: bool) -> None:
+        self._documents, self._around, self._repeat = documents, around, repeat
+        self._num_tokens, self._width = num_tokens, num_tokens + num_ahead
+        self.key = (owner_of(self), "stretch")
+        """Where the stretch is in the cache, for who draws from many streams at once."""
         self.where: list[str] = []
-        """Where the documents of the run that was taken last come from, where that is asked for."""
+        """Where the documents of the sample that was drawn last come from, if that is asked for."""
 
-    def bind(self, position: memoryview, *, settles: bool) -> None:
+    def bind(self, position: View, *, settles: bool) -> None:
         """Go on from ``position``, and keep it up to date.
 
         Args:
             position: An offset in a document, and the position of the documents.
             settles: Whether what has changed between legs takes effect at the beginning of a document (`Node.settle`).
         """
-        self._position, self._bookmark, self._settles = position, position[1:], settles
-        self._forget()
+        self._position, self._settles = position, settles
+        cache().forget(self.key)
 
-    def take(self) -> Run:
-        """The next sample's tokens and those ahead; less where the epoch ends."""
-        if self._next < len(self._cuts):
-            block: Block | None = cache().get(self._key)
-            if block is not None:
-                start, document, self._position[0] = self._cuts[self._next]
-                self._next += 1
-                before = self._document
-                if document != before:
-                    self._documents.advance(self._bookmark, document - before)
-                    self._document = document
-                ends = block.bounds[before + 1 : document + 1] - start if self._with_ends else _NO_ENDS
-                return block.tokens[start : start + self._width], ends
-            self._forget()
-        return self._gather()
+    def draw(self, tokens: Rows, labels: Rows | None, doc_ids: Rows | None) -> int:
+        """Write the next sample into the only row of each column; at the end of an epoch only as much of it as there is.
+
+        Returns:
+            The tokens that were there, with those looked ahead at. Without the latter there are no labels.
+        """
+        found = self._stretch()
+        before, num_ready = found.document, min(found.left, self._width)
+        size = min(num_ready, self._num_tokens)
+        if num_ready == self._width:
+            fill([found], 0, tokens, labels, doc_ids)
+        elif size:
+            fill([found], 0, tokens[:, :size], None, None if doc_ids is None else doc_ids[:, :size])
+        if found.owner.where is not None:
+            self._say_where(found, before)
+        return num_ready
 
     def turn(self) -> None:
-        """Move to the beginning of the next epoch, after `take` has found the end of this one."""
-        self._documents.turn(self._bookmark)
+        """Move to the beginning of the next epoch, after `draw` has found the end of this one."""
+        self._documents.turn(self._position[1:])
         self._position[0] = 0
-        self._forget()
+        cache().forget(self.key)
 
-    def _forget(self) -> None:
-        self._at = -1  # the next token in the block behind the cuts, -1 where there is no block
-        self._document = 0  # the document of the next token
-        self._cuts: list[Cut] = []
-        self._next = 0
+    def _stretch(self) -> Stretch:
+        """One with a whole sample, unless the epoch ends."""
+        found: Stretch | None = cache().get(self.key)
+        if found is None or found.left < self._width:
+            found = self._extend(found)
+            cache().put(self.key, found)
+        return found
 
-    def _gather(self) -> Run:
-        """A sample that is not within one block, and the cuts of those behind it that are."""
-        parts: list[TokenArray] = []
-        ends: list[Ints] = [_NO_ENDS]
-        self.where = []
-        length = 0
-        block = self._block()
-        while length < self._num_tokens and block is not None:
-            start, before = self._at, self._document
-            stop = min(start + self._num_tokens - length, len(block.tokens))
-            parts.append(block.tokens[start:stop])
-            self._move(block, stop)
-            if self._with_ends:
-                ends.append(block.bounds[before + 1 : self._document + 1] + (length - start))
-            if block.where is not None:
-                self.where.append(block.where)
-            length += stop - start
-            block = self._block() if length < self._width else block
-        if not parts:
-            return _NO_TOKENS, _NO_ENDS
-        if block is not None:
-            if length == self._num_tokens:
-                parts.append(block.tokens[self._at : self._at + self._num_ahead])
-            if self._at or self._position == self._origin:
-                self._cut(block)
-            else:
-                self._step_back()
-        return np.concatenate(parts, dtype=self._maker.dtype, casting="unsafe"), np.concatenate(ends)
+    def _extend(self, old: Stretch | None) -> Stretch:
+        """What is left of a stretch, and documents behind it."""
+        position, offset = copy_of(self._position[1:]), self._position[0]
+        parts = [] if old is None else [old.owner.rest(old.document)]
+        for part in parts:
+            part.move(position, len(part))
+        length = sum(self._length(part) for part in parts) - offset
+        num_turns = 0
+        while length < self._width:
+            if not (offset and not parts):  # else within a document, which goes on as it began
+                parts += self._settled(position)
+            spans = self._documents.read(position)
+            if not len(spans):
+                if not self._repeat:
+                    break
+                spans, num_turns = self._turned(position, num_turns), num_turns + 1
+            elif self._settles and offset and not parts:
+                spans = spans[:1]
+            spans.move(position, len(spans))
+            parts.append(spans)
+            length += (gained := self._length(spans))
+            num_turns = 0 if gained else num_turns
+        return stretch(Spans.join(parts), self._around, self._position)
 
-    def _move(self, block: Block, stop: int) -> None:
-        document, offset = block.locate(stop)
-        if document != self._document:
-            self._documents.advance(self._bookmark, int(document) - self._document)
-        self._at, self._document, self._position[0] = stop, int(document), int(offset)
+    def _length(self, spans: Spans) -> int:
+        return int(self._around.lengths(spans).sum())
 
-    def _cut(self, block: Block) -> None:
-        """Find the samples that lie within the block from here on."""
-        num_samples = min(_MAX_CUTS, (len(block.tokens) - self._num_ahead - self._at) // self._num_tokens)
-        if num_samples < 1 or block.where is not None:
-            return
-        stop = self._at + self._num_tokens * num_samples
-        starts = np.arange(self._at, stop, self._num_tokens)
-        documents, offsets = block.locate(starts + self._num_tokens)
-        self._cuts, self._next = list(zip(starts.tolist(), documents.tolist(), offsets.tolist(), strict=True)), 0
-        self._at = stop
+    def _settled(self, position: View) -> list[Spans]:
+        """What has changed takes effect here, as a mark, if anything has."""
+        before = copy_of(position)
+        if self._settles:
+            self._documents.settle(position)
+        return [] if position == before else [Spans.mark(before, position)]
 
-    def _block(self) -> Block | None:
-        """The block with the next token; `None` where the stream ends."""
-        block: Block | None = cache().get(self._key) if self._at >= 0 else None
-        if block is None or self._at == len(block.tokens):
-            block = self._load()
-        return block
+    def _turned(self, position: View, num_turns: int) -> Spans:
+        """The mark between two epochs."""
+        if num_turns > _SILENT_EPOCHS:
+            raise DataStateError(
+                f"A logical shard had no token in {_SILENT_EPOCHS} whole epochs: its documents are empty or filtered out. "
+                f"Check the column and the filters, or give fewer logical shards."
+            )
+        after = copy_of(position)
+        self._documents.turn(after)
+        return Spans.mark(position, after)
 
-    def _step_back(self) -> None:
-        """To before the documents without a token that were passed in search of the next one: none was needed yet."""
-        self._position[:] = self._origin
-        self._forget()
-
-    def _load(self) -> Block | None:
-        turns, has_passed = 0, False
-        while turns <= _SILENT_EPOCHS:
-            if self._settles and not self._position[0]:
-                self._documents.settle(self._bookmark)
-            if not has_passed:
-                self._origin = copy_of(self._position)
-            documents = self._documents.read(self._bookmark)
-            if documents and len((block := self._maker.make(documents, self._documents.where())).tokens):
-                cache().put(self._key, block)
-                self._forget()
-                self._at = self._position[0]
-                return block
-            has_passed = bool(documents)
-            if documents:
-                self._documents.advance(self._bookmark, len(documents))
-            elif self._repeat:
-                self._documents.turn(self._bookmark)
-                turns += 1
-            else:
-                self._step_back()
-                return None
-        raise DataStateError(
-            f"A logical shard had no token in {_SILENT_EPOCHS} whole epochs: its documents are empty or filtered out. "
-            f"Check the column and the filters, or give fewer logical shards."
-        )
-
-
-_NO_TOKENS = _NO_ENDS = np.zeros(0, dtype=np.int64)
+    def _say_where(self, found: Stretch, before: int) -> None:
+        stop = found.document + (self._position[0] > 0)
+        there = found.owner[before:stop]
+        has_tokens = self._around.lengths(there) > 0
+        self.where = [name for name, counts in zip(there.where or (), has_tokens.tolist(), strict=True) if counts]

@@ -33,6 +33,10 @@ class Tray:
         self.where: list[str] = []
         """Where each sample comes from, if that is asked for (`rescale_data.nodes.provenance`)."""
 
+    def row(self, column: str, place: int) -> npt.NDArray[Any]:
+        """``[1, length]``, a view."""
+        return self.arrays[column][place : place + 1]
+
     def put(self, column: str, place: int, values: npt.NDArray[Any], fill: int) -> None:
         """Write a value into row ``place``, filled up to the column's length."""
         array, length = self.arrays[column], len(values)

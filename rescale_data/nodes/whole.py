@@ -13,8 +13,9 @@ from rescale_data.nodes.base import Node, View, copy_of
 from rescale_data.nodes.bins import best_fit
 from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.packer import DTYPES, IGNORED, require_pad
-from rescale_data.nodes.provenance import joined
-from rescale_data.nodes.reading.block import Block, BlockMaker, TokenArray
+from rescale_data.nodes.provenance import joined as joined_places
+from rescale_data.nodes.reading.gather import Around, joined
+from rescale_data.nodes.reading.spans import Spans, TokenArray
 from rescale_data.nodes.tray import Tray
 from rescale_data.sources.decoded.cache import cache, owner_of
 from rescale_data.state import Field, Ints
@@ -130,7 +131,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         }
         child = self.children["source"]
         self._documents = child.documents(column) or ColumnDocuments(child, column, type(self).__name__)
-        self._maker = BlockMaker(eos_id, bos_id, self._numpy_dtype)
+        self._around = Around(eos_id, bos_id, self._numpy_dtype)
         self._repeat = any(node.repeat for _, node in child.walk())
         self._key = (owner_of(self), "window")
 
@@ -215,31 +216,27 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         if not (self.reread or self.position[_EMITTED]):
             self._documents.settle(self._bookmark)
         position = copy_of(self._bookmark)
-        blocks = self._blocks(position)
-        if not blocks:
+        spans = self._documents_at(position)
+        if not len(spans):
             return None
-        dtypes = {block.tokens.dtype for block in blocks}
-        dtype = dtypes.pop() if len(dtypes) == 1 else self._numpy_dtype
-        tokens = np.concatenate([block.tokens for block in blocks], dtype=dtype, casting="unsafe")
-        starts = np.cumsum([0, *(len(block.tokens) for block in blocks)]).tolist()
-        ends = [start + end for start, block in zip(starts, blocks, strict=False) for end in block.bounds[1:].tolist()]
+        tokens, starts = joined(spans, self._around)
+        ends = starts[1:].tolist()
         bounds = list(zip([0, *ends[:-1]], ends, range(len(ends)), strict=True))
         pieces = [piece for document in bounds for piece in self._pieces(*document)]
         bins = best_fit([stop - start for start, stop, _ in pieces], self.seq_len, self.max_documents)
         used = [sum(pieces[i][1] - pieces[i][0] for i in items) for items in bins]
         num_long = sum(stop - start > self.seq_len for start, stop, _ in bounds)
-        where = [block.where for block in blocks if block.where is not None]
-        return Window(tokens, pieces, bins, used, num_long, position, where)
+        return Window(tokens, pieces, bins, used, num_long, position, list(spans.where or ()))
 
-    def _blocks(self, position: View) -> list[Block]:
+    def _documents_at(self, position: View) -> Spans:
         """The documents of a window from a position on, which moves behind them."""
-        blocks: list[Block] = []
+        parts: list[Spans] = []
         left = self.window
-        while left and (documents := self._documents.read(position)[:left]):
-            blocks.append(self._maker.make(documents, self._documents.where()))
-            self._documents.advance(position, len(documents))
-            left -= len(documents)
-        return blocks
+        while left and len(spans := self._documents.read(position)[:left]):
+            spans.move(position, len(spans))
+            parts.append(spans)
+            left -= len(spans)
+        return Spans.join(parts)
 
     def _pieces(self, start: int, stop: int, document: int) -> list[tuple[int, int, int]]:
         """What is packed of a document."""
@@ -268,7 +265,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
             following = np.where(last, IGNORED, np.append(tokens[1:], tokens[:1]).astype(np.int64))
             tray.put("labels", place, following, IGNORED)
         if window.where:
-            tray.where.append(joined(window.where[document] for _, _, document in pieces))
+            tray.where.append(joined_places(window.where[document] for _, _, document in pieces))
 
 
 def _check(seq_len: int, window: int, max_documents: int, long: str, dtype: torch.dtype) -> None:

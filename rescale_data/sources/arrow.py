@@ -12,38 +12,19 @@ import pyarrow as pa
 import pyarrow.types as kinds
 
 from rescale_data.sources import ipc
-from rescale_data.sources.arrow_types import ArrowBuffer, ArrowSchema, ArrowTable, ArrowType
+from rescale_data.sources.arrow_types import ArrowBuffer, ArrowExpression, ArrowSchema, ArrowTable, ArrowType
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES, handles, owner_of
 from rescale_data.sources.documents import document_table, one_row_each
-from rescale_data.sources.file_source import Footer
 from rescale_data.sources.files.paths import Files, Paths
 from rescale_data.sources.files.ranges import Ranges, open_ranges
 from rescale_data.sources.files.remote import Remote
+from rescale_data.sources.fragments import Footer
 from rescale_data.sources.saved_dataset import data_files
-from rescale_data.sources.tables import SPILL_BYTES, TableSource
+from rescale_data.sources.tables import SPILL_BYTES, TableSource, schema_kind
 from rescale_data.state import Ints
 
 FRAGMENT_ROWS = 1024
 FRAGMENT_BYTES = 2**24
-
-
-@dataclass(frozen=True)
-class Batches:
-    """The record batches of one file, and which of them make a fragment: ``cuts[i] .. cuts[i + 1]``."""
-
-    schema: ArrowSchema
-    blocks: ipc.Blocks
-    cuts: Ints
-    has_footer: bool
-    is_compressed: bool
-
-    def part(self, fragment: int) -> ipc.Blocks:
-        """The record batches of one fragment."""
-        return self.blocks[slice(*self.cuts[fragment : fragment + 2].tolist())]
-
-    @property
-    def fragment_bytes(self) -> Ints:
-        return np.add.reduceat(self.blocks.body, self.cuts[:-1]) if len(self.blocks) else np.zeros(0, np.int64)
 
 
 class ArrowSource(TableSource):
@@ -59,6 +40,8 @@ class ArrowSource(TableSource):
         cache_bytes: What this process may keep decoded, over all sources.
         storage_options: For fsspec.
         remote: How to read files of URLs: retries, a local cache, reading ahead.
+        index_dir: Where an index of all files is kept, a folder that all ranks share; see `ParquetSource`.
+        filter: Which rows to read; see `ParquetSource`.
         spill_dir: A local folder for what is decoded and does not fit ``cache_bytes``, where this process serves so many
             logical shards that their fragments do not: each is then decoded once an epoch, and not again and again.
         spill_bytes: What this process may write there.
@@ -81,6 +64,8 @@ class ArrowSource(TableSource):
         cache_bytes: int = DEFAULT_BYTES,
         storage_options: Mapping[str, Any] | None = None,
         remote: Remote | None = None,
+        index_dir: str | os.PathLike[str] | None = None,
+        filter: ArrowExpression | None = None,
         document_per_batch: bool = False,
         spill_dir: str | os.PathLike[str] | None = None,
         spill_bytes: int = SPILL_BYTES,
@@ -92,19 +77,21 @@ class ArrowSource(TableSource):
             cache_bytes=cache_bytes,
             storage_options=storage_options,
             remote=remote,
+            index_dir=index_dir,
+            filter=filter,
             spill_dir=spill_dir,
             spill_bytes=spill_bytes,
         )
 
     @property
     def decoding_costs(self) -> bool:
-        return self._files.filesystem is not None or any(detail.is_compressed for detail in self._details)
+        return self._files.filesystem is not None or any(kind["is_compressed"] for kind in self._index.kinds)
 
     def _find(self, paths: Paths, storage_options: Mapping[str, Any] | None, remote: Remote | None) -> Files:
         return super()._find(data_files(paths, storage_options, remote), storage_options, remote)
 
-    def manifest(self) -> Mapping[str, Any]:
-        return {**super().manifest(), "document_per_batch": self.document_per_batch}
+    def _indexed_with(self) -> Mapping[str, Any]:
+        return {**super()._indexed_with(), "document_per_batch": self.document_per_batch}
 
     def _footer(self, file: int) -> Footer:
         ranges = open_ranges(self._files, file)
@@ -112,46 +99,77 @@ class ArrowSource(TableSource):
         schema = ipc.read_schema(ranges, blocks)
         _refuse_dictionaries(schema, has_footer)
         rows = np.ones_like(blocks.body) if self.document_per_batch else ipc.read_rows(ranges, blocks)
-        detail = Batches(schema, blocks, _cuts(rows, blocks.body), has_footer, ipc.starts_compressed(ranges, blocks))
-        rows = np.add.reduceat(rows, detail.cuts[:-1]) if len(rows) else rows
-        shown = one_row_each(schema) if self.document_per_batch else schema
-        return Footer(rows, detail.fragment_bytes, detail, shown)
+        cuts = _cuts(rows, blocks.body, _joints(blocks) if not _has_dictionary(schema) else None)
+        first, last = cuts[:-1], cuts[1:] - 1
+        places = {"batch": first, "batches": np.diff(cuts), "offset": blocks.offset[first]}
+        places["length"] = blocks.stop[last] - places["offset"]
+        rows, nbytes = (np.add.reduceat(counts, first) if len(counts) else counts for counts in (rows, blocks.body))
+        is_compressed = ipc.starts_compressed(ranges, blocks)
+        kind = {**schema_kind(schema), "has_footer": has_footer, "is_compressed": is_compressed}
+        return Footer(rows, nbytes, places, kind)
 
-    def _open(self, file: int) -> Ranges:
-        return open_ranges(self._files, file)
+    def _open(self, file: int) -> _Opened:
+        ranges = open_ranges(self._files, file)
+        is_near = self._files.filesystem is None and self._index.kind(file)["has_footer"]
+        return _Opened(ranges, ipc.footer_table(ranges) if is_near else None)
 
-    def _extent(self, file: int, number: int) -> tuple[int, int] | None:
-        index: Batches = self._details[file]
-        if index.is_compressed or self._needs_reader(index, self._schema.names):
+    def _ranges(self, file: int) -> Ranges:
+        return self._handle(file).ranges
+
+    def _shown(self, schema: ArrowSchema) -> ArrowSchema:
+        return one_row_each(schema) if self.document_per_batch else schema
+
+    def _extent(self, fragment: int) -> tuple[int, int] | None:
+        file = self._index.file_of(fragment)
+        if self._index.kind(file)["is_compressed"] or self._needs_reader(file, self._schema.names):
             return None
-        return index.part(number).extent
+        return self._span(fragment)
 
-    def _table(self, handle: Any, file: int, number: int, columns: Sequence[str]) -> ArrowTable:
-        index = self._details[file]
-        if self._needs_reader(index, columns):
-            return self._read_columns(handle, file, range(*index.cuts[number : number + 2].tolist()), columns)
-        blocks = index.part(number)
-        data = self._bytes(file, number, blocks.extent)
+    def _table(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
+        file = self._index.file_of(fragment)
+        if self._needs_reader(file, columns):
+            return self._read_columns(file, self._batches(fragment), columns)
+        offset, length = self._span(fragment)
+        schema, data = self._file_schema(file), self._bytes(fragment, (offset, length))
+        table = self._handle(file).table
+        batches = self._batches(fragment)
+        blocks = ipc.walk(data, offset) if table is None else ipc.blocks_of(table[batches.start : batches.stop])
         if self.document_per_batch:
-            return document_table(data, index.schema, blocks, columns)
-        return _read_messages(data, index.schema, blocks).select(list(columns))
+            return document_table(data, schema, blocks, columns)
+        return _read_messages(data, schema, blocks).select(list(columns))
 
-    def _release_with(self, decoded: object, handle: Any, file: int, number: int) -> None:
+    def _batches(self, fragment: int) -> range:
+        first = self._index.place("batch", fragment)
+        return range(first, first + self._index.place("batches", fragment))
+
+    def _release_with(self, decoded: object, fragment: int) -> None:
         if self._files.filesystem is not None:
             return  # what was fetched is a copy, and goes with what was decoded of it
-        handle.release_with(decoded, handle.read(*self._details[file].part(number).extent))
+        ranges = self._ranges(self._index.file_of(fragment))
+        ranges.release_with(decoded, ranges.read(*self._span(fragment)))
 
-    def _needs_reader(self, index: Batches, columns: Sequence[str]) -> bool:
+    def _needs_reader(self, file: int, columns: Sequence[str]) -> bool:
         """Whether to read by the footer: to decompress some columns only, or to find dictionaries."""
-        some = set(columns) != set(index.schema.names)
-        return index.has_footer and not self.document_per_batch and (some or _has_dictionary(index.schema))
+        schema = self._file_schema(file)
+        some = set(columns) != set(schema.names)
+        has_footer = self._index.kind(file)["has_footer"]
+        return has_footer and not self.document_per_batch and (some or _has_dictionary(schema))
 
-    def _read_columns(self, handle: Any, file: int, batches: range, columns: Sequence[str]) -> ArrowTable:
-        fields = [self._details[file].schema.get_field_index(name) for name in columns]
+    def _read_columns(self, file: int, batches: range, columns: Sequence[str]) -> ArrowTable:
+        schema, ranges = self._file_schema(file), self._ranges(file)
+        fields = [schema.get_field_index(name) for name in columns]
         options = pa.ipc.IpcReadOptions(included_fields=fields)
         key = (owner_of(self), file, *fields)
-        reader: Any = handles().make(key, lambda: pa.ipc.open_file(handle.whole(), options=options))
+        reader: Any = handles().make(key, lambda: pa.ipc.open_file(ranges.whole(), options=options))
         return pa.Table.from_batches([reader.get_batch(i) for i in batches]).select(list(columns))
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A file, and the table of its record batches where that costs nothing."""
+
+    ranges: Ranges
+    table: ipc.FooterTable | None
 
 
 def _read_messages(data: ArrowBuffer, schema: ArrowSchema, blocks: ipc.Blocks) -> ArrowTable:
@@ -161,16 +179,26 @@ def _read_messages(data: ArrowBuffer, schema: ArrowSchema, blocks: ipc.Blocks) -
     return pa.Table.from_batches([pa.ipc.read_record_batch(message, schema) for message in messages])
 
 
-def _cuts(rows: Ints, nbytes: Ints) -> Ints:
-    """Where fragments begin: as many batches as fit in the rows and bytes of one, and at least one batch."""
+def _cuts(rows: Ints, nbytes: Ints, joints: Ints | None = None) -> Ints:
+    """Where fragments begin: as many batches as fit in the rows and bytes of one, and at least one batch.
+
+    Args:
+        joints: The batches that do not begin where the one before ends, at which to cut; `None` where that is no matter.
+    """
     total_rows, total_bytes = (np.concatenate([[0], np.cumsum(counts)]) for counts in (rows, nbytes))
+    ends = np.append([] if joints is None else joints, len(rows)).astype(np.int64)
     cuts = [0]
     while cuts[-1] < len(rows):
         at = cuts[-1]
         by_rows = np.searchsorted(total_rows, total_rows[at] + FRAGMENT_ROWS, side="right") - 1
         by_bytes = np.searchsorted(total_bytes, total_bytes[at] + FRAGMENT_BYTES, side="right") - 1
-        cuts.append(max(at + 1, int(min(by_rows, by_bytes))))
+        by_joint = ends[np.searchsorted(ends, at, side="right")]
+        cuts.append(max(at + 1, int(min(by_rows, by_bytes, by_joint))))
     return np.array(cuts, dtype=np.int64)
+
+
+def _joints(blocks: ipc.Blocks) -> Ints:
+    return np.flatnonzero(blocks.offset[1:] != blocks.stop[:-1]) + 1
 
 
 def _has_dictionary(schema: ArrowSchema) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import struct
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Generator, Mapping, Sequence
@@ -14,20 +16,26 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from rescale_data.sources.arrow_types import ArrowBuffer, ArrowSchema
+from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.bad_row import BadRow
 from rescale_data.sources.decoded.ahead import far_ahead
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES, Sized, cache, handles, owner_of
 from rescale_data.sources.decoded.pieces import Share
+from rescale_data.sources.files.bundle import Bundle
 from rescale_data.sources.files.paths import Files, Paths, find
 from rescale_data.sources.files.ranges import Ranges
 from rescale_data.sources.files.remote import Remote, RemoteError
+from rescale_data.sources.fragments import Footer, Fragments, gather
+from rescale_data.sources.index import IndexFolder, listed
 from rescale_data.state import Ints
 
 V = TypeVar("V", bound=Sized)
 
+HIDDEN = ".rescale_data"
+"""The folder, beside local files, for what is kept of them."""
+
 _OPENING_THREADS = 16
-_DAMAGE = (OSError, ValueError, IndexError, pa.ArrowException)
+_DAMAGE = (OSError, ValueError, IndexError, struct.error, pa.ArrowException)
 
 
 class Explained(ValueError):
@@ -43,23 +51,6 @@ class Rows(Protocol):
     def row(self, index: int) -> dict[str, Any]:
         """A copy that the caller owns; `BadRow` where there is something wrong with it."""
         ...
-
-
-@dataclass(frozen=True)
-class Footer:
-    """What is known of a file before any of its data is read.
-
-    Args:
-        rows: ``int64[F]``, rows of each of its fragments.
-        nbytes: ``int64[F]``, about as many bytes as each takes in memory.
-        detail: Whatever the format needs to read a fragment without the footer; it must pickle.
-        schema: Of its rows, where they have one.
-    """
-
-    rows: Ints
-    nbytes: Ints
-    detail: Any
-    schema: ArrowSchema = None
 
 
 @dataclass(frozen=True)
@@ -86,26 +77,74 @@ class FileSource(ABC):
         cache_bytes: int = DEFAULT_BYTES,
         storage_options: Mapping[str, Any] | None = None,
         remote: Remote | None = None,
+        index_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         if cache_bytes < 1:
             raise ValueError(f"cache_bytes={cache_bytes}: give a number of bytes, at least 1.")
         self.cache_bytes, self.spill_bytes = cache_bytes, 0
+        self._index_dir = None if index_dir is None else os.path.abspath(os.fspath(index_dir))
         self._files = self._find(paths, storage_options, remote)
-        footers = self._read_footers()
-        self._accept(footers)
-        self._details = [footer.detail for footer in footers]
-        self._file_rows = [int(footer.rows.sum()) for footer in footers]
-        counts = np.concatenate([footer.rows for footer in footers])
-        self._file_of = np.repeat(np.arange(len(footers)), [len(footer.rows) for footer in footers])
-        self._number_of = np.concatenate([np.arange(len(footer.rows)) for footer in footers])
-        self._fragments = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        self.fragment_bytes = (
-            int(np.median(np.concatenate([footer.nbytes for footer in footers]))) if len(counts) else 0
-        )
-        if not self.num_rows:
+        self._mapped: str | None = None
+        folder = self._index_folder(paths)
+        if index_dir is not None or self._must_index or any(folder.earlier()):
+            self._map(folder)
+        else:
+            self._set(gather(self._read_footers(range(len(self._files.names)))))
+        self._accept()
+
+    def _map(self, folder: IndexFolder) -> None:
+        if self._files.filesystem is not None and self._index_dir is None:
             raise ValueError(
-                f"The {len(footers)} files below {self._files.root} have no rows. Give files that have some."
+                f"{self._files.root} is behind URLs, and an index of it must lie where all ranks can read it. Give "
+                f"index_dir=, a folder that they share."
             )
+        try:
+            self._mapped = folder.open(self._files, self._read_footers)
+        except PermissionError as error:
+            raise PermissionError(
+                f"The index of {self._files.root} cannot be written: {error}. Give index_dir=, a folder that all ranks share "
+                f"and may write to."
+            ) from error
+        bundle = folder.load(self._mapped)
+        self._files = listed(bundle, self._files)
+        self._set(Fragments.of(bundle))
+
+    def _set(self, index: Fragments) -> None:
+        self._index, self._fragments = index, index.starts
+        self.fragment_bytes = int(np.median(index.nbytes)) if len(index) else 0
+
+    def _index_folder(self, paths: Paths) -> IndexFolder:
+        root, given = self._files.root, [paths] if isinstance(paths, str | os.PathLike) else paths
+        about = {"format": self.FORMAT, **self._indexed_with()}
+        if self._index_dir is None:
+            folder = os.path.join(root, HIDDEN)
+            return IndexFolder(folder, about, [os.path.relpath(os.path.expanduser(path), root) for path in given])
+        stamped_by = "" if self._files.filesystem is None else type(self._files.filesystem).__name__
+        about |= {"root": root, "filesystem": stamped_by}
+        return IndexFolder(self._index_dir, about, [os.fspath(path) for path in given])
+
+    def _indexed_with(self) -> Mapping[str, Any]:
+        """The arguments, as JSON values, on which fragments depend."""
+        return {}
+
+    @property
+    def _must_index(self) -> bool:
+        """Whether what is known of the files is not to be found out by each process."""
+        return False
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        if self._mapped is not None:  # another process maps it too
+            del state["_index"], state["_fragments"]
+            state["_files"] = self._files.listed((), (), ())
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self._mapped is not None:
+            bundle = Bundle(self._mapped)
+            self._files = listed(bundle, self._files)
+            self._set(Fragments.of(bundle))
 
     def _find(self, paths: Paths, storage_options: Mapping[str, Any] | None, remote: Remote | None) -> Files:
         return find(paths, self.SUFFIXES, storage_options, remote)
@@ -122,22 +161,25 @@ class FileSource(ABC):
     def _load(self, fragment: int) -> Rows:
         """Read a fragment."""
 
-    def _extent(self, file: int, number: int) -> tuple[int, int] | None:
+    def _extent(self, fragment: int) -> tuple[int, int] | None:
         """Offset and length of a fragment in its file, where rows are made of its bytes as they are; `None` elsewhere.
 
         Then no more than these bytes is brought ahead. A thread that also decoded would interrupt the trainer's at each step,
         to save it less than that costs.
         """
-        del file, number
+        del fragment
         return None
 
     def _ranges(self, file: int) -> Ranges:
         """An open file, where there are extents."""
         return self._handle(file)
 
-    def _accept(self, footers: Sequence[Footer]) -> None:
-        """Look at the footers of all files; ``ValueError`` where they do not go together."""
-        del footers
+    def _accept(self) -> None:
+        """Look at what is known of all files; ``ValueError`` where they do not go together."""
+        if not self.num_rows:
+            raise ValueError(
+                f"The {len(self._files.names)} files below {self._files.root} have no rows. Give files that have some."
+            )
 
     @property
     def name(self) -> str:
@@ -153,13 +195,13 @@ class FileSource(ABC):
         return self._fragments
 
     def manifest(self) -> Mapping[str, Any]:
-        files = zip(self._files.names, self._files.sizes, self._file_rows, strict=True)
+        files = zip(self._files.names, map(int, self._files.sizes), self._index.file_rows, strict=True)
         return {"format": self.FORMAT, "files": [list(file) for file in files]}
 
     def subset(self, manifest: Mapping[str, Any]) -> Ints:
         named = {name for name, *_ in manifest["files"]}
         files = np.array([name in named for name in self._files.names])
-        return np.flatnonzero(files[self._file_of])
+        return np.flatnonzero(np.repeat(files, np.diff(self._index.files)))
 
     def locate(self, index: int) -> str:
         file, row = self._in_file(index)
@@ -183,12 +225,11 @@ class FileSource(ABC):
         key = self._key(fragment, column, share)
         if not self.reads_ahead or cache().get(key) is not None:
             return
-        place = self._place(fragment)
-        extent = self._extent(*place) if share is None else None
+        extent = self._extent(fragment) if share is None else None
         if extent is None:
             far_ahead().begin(key, partial(self._fill, column, fragment, share))
-        elif cache().get(key := self._bytes_key(*place)) is None:
-            far_ahead().begin(key, partial(self._bring, key, place[0], extent))
+        elif cache().get(key := self._bytes_key(fragment)) is None:
+            far_ahead().begin(key, partial(self._bring, key, self._index.file_of(fragment), extent))
 
     def _fill(self, column: str | None, fragment: int, share: Share | None) -> None:
         """Bring into the cache what will be needed; run by another thread, for which nobody else does so."""
@@ -199,17 +240,21 @@ class FileSource(ABC):
         if cache().get(key) is None:  # it may have come since somebody looked
             self._keep(key, _Brought(self._ranges(file).read(*extent)))
 
-    def _bytes(self, file: int, number: int, extent: tuple[int, int]) -> ArrowBuffer:
+    def _bytes(self, fragment: int, extent: tuple[int, int]) -> ArrowBuffer:
         """Those of a fragment, which may have been brought, or are read now."""
-        key = self._bytes_key(file, number)
+        key = self._bytes_key(fragment)
         brought: _Brought | None = self._awaited(key)
         if brought is None:
-            return self._ranges(file).read(*extent)
+            return self._ranges(self._index.file_of(fragment)).read(*extent)
         cache().forget(key)
         return brought.data
 
-    def _bytes_key(self, file: int, number: int) -> tuple[Any, ...]:
-        return (owner_of(self), "bytes", file, number)
+    def _bytes_key(self, fragment: int) -> tuple[Any, ...]:
+        return (owner_of(self), "bytes", fragment)
+
+    def _span(self, fragment: int) -> tuple[int, int]:
+        """The places that most formats keep: offset and length in the file."""
+        return self._index.place("offset", fragment), self._index.place("length", fragment)
 
     def _rows(self, fragment: int) -> Rows:
         key = self._key(fragment)
@@ -232,12 +277,11 @@ class FileSource(ABC):
 
     def _in_file(self, index: int) -> tuple[int, int]:
         """The file of a row, and the row in it."""
-        file = int(self._file_of[self._fragment_at(index)])
-        return file, index - int(self._fragments[np.searchsorted(self._file_of, file)])
-
-    def _place(self, fragment: int) -> tuple[int, int]:
-        """The file of a fragment, and its number in it."""
-        return int(self._file_of[fragment]), int(self._number_of[fragment])
+        fragment = self._fragment_at(index)
+        file, chosen = self._index.file_of(fragment), self._index.chosen_of(fragment)
+        if chosen is None:
+            return file, index - self._index.first_row(file)
+        return file, self._index.place("base", fragment) + int(chosen[index - self._fragments[fragment]])
 
     def _keep(self, key: tuple[Any, ...], decoded: V) -> V:
         cache().register(self)
@@ -263,16 +307,10 @@ class FileSource(ABC):
                 f"format: write it again, or leave it out."
             ) from error
 
-    def _read_footers(self) -> list[Footer]:
+    def _read_footers(self, files: Sequence[int]) -> list[Footer]:
         with ThreadPoolExecutor(_OPENING_THREADS) as pool:
-            return list(pool.map(self._try_footer, range(len(self._files.names))))
+            return list(pool.map(self._try_footer, files))
 
     def _try_footer(self, file: int) -> Footer:
         with self._blaming(file):
             return self._footer(file)
-
-
-def extent_of(places: Ints, number: int) -> tuple[int, int]:
-    """Offset and length of the fragment ``number``, given where fragments begin and the last one ends."""
-    start, stop = places[number : number + 2].tolist()
-    return start, stop - start

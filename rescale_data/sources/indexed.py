@@ -15,13 +15,14 @@ import numpy.typing as npt
 
 from rescale_data.sources.cuts import cut_rows
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES
-from rescale_data.sources.file_source import Explained, FileSource, Footer, extent_of
+from rescale_data.sources.file_source import Explained, FileSource
 from rescale_data.sources.files.blocks import BlockRanges, BlockTable, codec_of, decompressed, write_blocks
 from rescale_data.sources.files.bundle import Bundle, write_bundle
 from rescale_data.sources.files.once import make_once, write_aside
 from rescale_data.sources.files.paths import Paths
 from rescale_data.sources.files.ranges import Ranges, open_ranges
 from rescale_data.sources.files.remote import Remote
+from rescale_data.sources.fragments import Footer, spans
 from rescale_data.state import Ints
 
 FRAGMENT_ROWS = 1024
@@ -46,17 +47,6 @@ class Scan:
 
 
 @dataclass(frozen=True)
-class Indexed:
-    """One file: its index, its copy in blocks, first rows of the fragments and where they begin, ``int64[F + 1]`` both."""
-
-    index: str
-    copy: str | None
-    cuts: Ints
-    places: Ints
-    facts: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class Opened:
     ranges: Ranges
     index: Bundle
@@ -75,45 +65,53 @@ class IndexedSource(FileSource):
         index_dir: str | os.PathLike[str] | None = None,
         transcode: bool = True,
     ) -> None:
-        self._index_dir = None if index_dir is None else os.path.abspath(os.fspath(index_dir))
         self._transcode = transcode
-        super().__init__(paths, cache_bytes=cache_bytes, storage_options=storage_options, remote=remote)
+        super().__init__(
+            paths, cache_bytes=cache_bytes, storage_options=storage_options, remote=remote, index_dir=index_dir
+        )
 
     @abstractmethod
     def _scan(self, ranges: Ranges) -> Scan:
         """Read a file from its beginning to its end; ``ValueError`` where it is not whole."""
 
-    def _footer(self, file: int) -> Footer:
+    def _indexed(self, file: int) -> tuple[str, str | None]:
+        """Where the index of a file and its copy are, now."""
         path = self._index_path(file)
         copy = self._copy_path(path, file)
-        facts = {"version": _VERSION, "size": self._files.sizes[file], "stamp": self._files.stamp(file)}
+        facts = {"version": _VERSION, "size": int(self._files.sizes[file]), "stamp": self._files.stamps[file]}
         try:
-            make_once(path, lambda: _is_good(path, copy, facts), lambda aside: self._index(file, copy, aside, facts))
+            make_once(
+                path, lambda: _is_good(path, copy, facts), lambda aside: self._write_index(file, copy, aside, facts)
+            )
         except PermissionError as error:
             raise PermissionError(
                 f"The index of {self._files.path(file)} cannot be written beside it: {error}. Give index_dir=, a folder that "
                 f"all ranks share and may write to."
             ) from error
-        index = Bundle(path)
+        return path, copy
+
+    def _footer(self, file: int) -> Footer:
+        index = Bundle(self._indexed(file)[0])
         cuts = np.array(index.array("cuts"))
         places = np.array(index.array("starts")[cuts])
-        return Footer(np.diff(cuts), np.diff(places), Indexed(path, copy, cuts, places, index.facts["own"]))
+        return Footer(np.diff(cuts), *spans(places), index.facts["own"])
 
     def _open(self, file: int) -> Opened:
-        detail: Indexed = self._details[file]
-        index = Bundle(detail.index)
-        return Opened(self._opened(file, detail.copy, index), index)
+        path, copy = self._indexed(file)
+        index = Bundle(path)
+        return Opened(self._opened(file, copy, index), index)
 
-    def _extent(self, file: int, number: int) -> tuple[int, int]:
-        return extent_of(self._details[file].places, number)
+    def _extent(self, fragment: int) -> tuple[int, int]:
+        return self._span(fragment)
 
     def _ranges(self, file: int) -> Ranges:
         return self._handle(file).ranges
 
-    def _part(self, file: int, number: int) -> tuple[Opened, slice, Ints]:
+    def _part(self, fragment: int) -> tuple[Opened, slice, Ints]:
         """An open file, the rows in it that make a fragment, and where they begin, with the end of the last."""
+        file = self._index.file_of(fragment)
         opened: Opened = self._handle(file)
-        first, stop = self._details[file].cuts[number : number + 2].tolist()
+        first, stop = (self._fragments[fragment : fragment + 2] - self._index.first_row(file)).tolist()
         return opened, slice(first, stop), np.array(opened.index.array("starts")[first : stop + 1])
 
     def _opened(self, file: int, copy: str | None, index: Bundle) -> Ranges:
@@ -145,7 +143,7 @@ class IndexedSource(FileSource):
             )
         return index.removesuffix(".rdindex") + ".rdblocks"
 
-    def _index(self, file: int, copy: str | None, aside: str, facts: Mapping[str, Any]) -> None:
+    def _write_index(self, file: int, copy: str | None, aside: str, facts: Mapping[str, Any]) -> None:
         arrays: dict[str, npt.NDArray[Any]] = {}
         facts = dict(facts)
         if copy is None:

@@ -16,17 +16,20 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from rescale_data.sources.arrow_types import ArrowSchema
+from rescale_data.sources.arrow_types import ArrowBuffer, ArrowSchema
 from rescale_data.sources.files.ranges import Ranges
 from rescale_data.state import Ints
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
+FooterTable: TypeAlias = npt.NDArray[np.void]
 
 MAGIC = b"ARROW1"
 _FOOTER_RECORD_BATCHES = 3
 _MESSAGE_TYPE, _MESSAGE_HEADER, _MESSAGE_BODY = 1, 2, 3
 _BATCH_ROWS, _BATCH_NODES, _BATCH_BUFFERS, _BATCH_COMPRESSION = 0, 1, 2, 3
 _RECORD_BATCH = 3
+_BLOCK = np.dtype([("offset", "<i8"), ("metadata", "<i4"), ("", "<i4"), ("body", "<i8")])
+_INT, _TWO, _LONG, _SLOTS = (struct.Struct(form) for form in ("<i", "<ii", "<q", "<6H"))
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def is_file_format(file: Ranges) -> bool:
 
 def read_blocks(file: Ranges) -> Blocks:
     """The record batches of a file in either format; ``ValueError`` where it was cut off."""
-    blocks = _file_blocks(file) if is_file_format(file) else _stream_blocks(file)
+    blocks = blocks_of(footer_table(file)) if is_file_format(file) else _stream_blocks(file)
     if len(blocks) and int(blocks.stop.max()) > file.size:
         raise ValueError(f"it ends before its record batches do, at byte {file.size} of {int(blocks.stop.max())}")
     return blocks
@@ -119,7 +122,8 @@ def buffers(data: Bytes, batches: Ints, buffer: int) -> Ints:
     return _number(data, _follow(data, _field(data, batches, _BATCH_BUFFERS)) + 4 + 16 * buffer, "<i8")
 
 
-def _file_blocks(file: Ranges) -> Blocks:
+def footer_table(file: Ranges) -> FooterTable:
+    """The record batches of the file format, as its footer lists them; where the file is mapped, a view."""
     size = file.size
     length, magic = struct.unpack("<i6s", file.read(max(0, size - 10), 10).to_pybytes().rjust(10, b"\0"))
     if magic != MAGIC or not 0 < length < size:
@@ -128,28 +132,55 @@ def _file_blocks(file: Ranges) -> Blocks:
     footer = _number(data, np.zeros(1, np.int64), "<i4")
     vector = _follow(data, _field(data, footer, _FOOTER_RECORD_BATCHES))
     first, count = int(vector[0]) + 4, int(_number(data, vector, "<i4")[0])
-    kind = np.dtype([("offset", "<i8"), ("metadata", "<i4"), ("", "<i4"), ("body", "<i8")])
-    table = np.frombuffer(data[first : first + count * kind.itemsize].tobytes(), dtype=kind)
+    return np.frombuffer(data, dtype=_BLOCK, count=count, offset=first)
+
+
+def blocks_of(table: FooterTable) -> Blocks:
     return Blocks(*(table[name].astype(np.int64) for name in ("offset", "metadata", "body")))
+
+
+def walk(data: ArrowBuffer, begin: int) -> Blocks:
+    """The record batches in bytes that begin, with a message, at the place ``begin`` of their file."""
+    view, at = memoryview(data), 0
+    found: list[tuple[int, int, int]] = []
+    while at < len(view):
+        prefix, length = _prefix(*_TWO.unpack_from(view, at))
+        kind, body = _message(view, at + prefix)
+        if kind == _RECORD_BATCH:
+            found.append((begin + at, prefix + length, body))
+        at += prefix + length + body
+    return Blocks(*np.array(found, dtype=np.int64).reshape(-1, 3).T)
 
 
 def _stream_blocks(file: Ranges) -> Blocks:
     at, size = 0, file.size
     found: list[tuple[int, int, int]] = []
     while at + 8 <= size:
-        mark, length = struct.unpack("<ii", file.read(at, 8))
-        prefix, length = (8, length) if mark == -1 else (4, mark)
+        prefix, length = _prefix(*_TWO.unpack(file.read(at, 8)))
         if length == 0:
             break
-        data = np.frombuffer(file.read(at + prefix, max(0, length)), dtype=np.uint8)
+        data = memoryview(file.read(at + prefix, max(0, length)))
         if not 0 < length <= len(data):
             raise ValueError(f"it ends in the middle of a message, or is no Arrow IPC stream, at byte {at}")
-        message = _number(data, np.zeros(1, np.int64), "<i4")
-        body = int(_value(data, _field(data, message, _MESSAGE_BODY), "<i8")[0])
-        if _value(data, _field(data, message, _MESSAGE_TYPE), "<u1")[0] == _RECORD_BATCH:
+        kind, body = _message(data, 0)
+        if kind == _RECORD_BATCH:
             found.append((at, prefix + length, body))
         at += prefix + length + body
     return Blocks(*np.array(found, dtype=np.int64).reshape(-1, 3).T)
+
+
+def _prefix(mark: int, length: int) -> tuple[int, int]:
+    """Bytes before the metadata of a message, and of the metadata."""
+    return (8, length) if mark == -1 else (4, mark)
+
+
+def _message(view: memoryview, at: int) -> tuple[int, int]:
+    """Type and bytes of body of the message whose metadata begin at ``at``."""
+    table = at + _INT.unpack_from(view, at)[0]
+    vtable = table - _INT.unpack_from(view, table)[0]
+    size, *slots = _SLOTS.unpack_from(view, vtable)
+    kind, body = (slots[1 + slot] if 4 + 2 * slot < size else 0 for slot in (_MESSAGE_TYPE, _MESSAGE_BODY))
+    return view[table + kind] if kind else 0, _LONG.unpack_from(view, table + body)[0] if body else 0
 
 
 def _number(data: Bytes, at: Ints, kind: str) -> Ints:

@@ -89,9 +89,8 @@ class JsonlSource(IndexedSource):
         return Scan(starts, {"empty": empty})
 
     def _load(self, fragment: int) -> Rows:
-        place = self._place(fragment)
-        data = self._bytes(*place, self._extent(*place))
-        opened, _, starts = self._part(*place)
+        data = self._bytes(fragment, self._extent(fragment))
+        opened, _, starts = self._part(fragment)
         lines = _Lines(data, starts - starts[0], self._columns)
         opened.ranges.release_with(lines, data)
         return lines

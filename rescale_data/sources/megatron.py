@@ -8,7 +8,6 @@ Layout of the index: ``megatron/core/datasets/indexed_dataset.py`` of Megatron-L
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,9 +16,10 @@ import numpy as np
 from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.cuts import cut_rows
 from rescale_data.sources.decoded.pieces import Share
-from rescale_data.sources.file_source import FileSource, Footer, extent_of
+from rescale_data.sources.file_source import FileSource
 from rescale_data.sources.files.paths import Files
 from rescale_data.sources.files.ranges import Ranges, open_path, open_ranges
+from rescale_data.sources.fragments import Footer, spans
 from rescale_data.sources.source import Tokens
 from rescale_data.state import Ints
 
@@ -41,6 +41,7 @@ class MegatronSource(FileSource):
         cache_bytes: What this process may keep of them, over all sources.
         storage_options: For fsspec.
         remote: How to read files of URLs: retries, a local cache, reading ahead.
+        index_dir: Where an index of all files is kept, a folder that all ranks share.
 
     Raises:
         FileNotFoundError: ``paths`` stand for no file, or an ``.idx`` is missing.
@@ -50,14 +51,14 @@ class MegatronSource(FileSource):
     FORMAT: ClassVar[str] = "megatron"
     SUFFIXES: ClassVar[tuple[str, ...]] = (".bin",)
 
-    def _accept(self, footers: Sequence[Footer]) -> None:
-        dtypes = [footer.detail.dtype for footer in footers]
-        other = next((file for file, dtype in enumerate(dtypes) if dtype != dtypes[0]), None)
-        if other is not None:
+    def _accept(self) -> None:
+        dtypes = [kind["dtype"] for kind in self._index.kinds]
+        if len(dtypes) > 1:
             raise ValueError(
-                f"The files differ in their dtype: {dtypes[0]} in {self._files.path(0)}, {dtypes[other]} in "
-                f"{self._files.path(other)}. Give a source for each kind of file."
+                f"The files differ in their dtype: {dtypes[0]} in {self._files.path(0)}, {dtypes[1]} in "
+                f"{self._files.path(int(np.argmax(self._index.kind_of)))}. Give a source for each kind of file."
             )
+        super()._accept()
 
     def check_tokens(self, column: str) -> None:
         if column != COLUMN:
@@ -81,38 +82,27 @@ class MegatronSource(FileSource):
         if index.dtype.kind not in "iu":
             raise ValueError(f"it holds numbers of type {index.dtype}, not tokens")
         cuts = cut_rows(starts, FRAGMENT_ROWS, FRAGMENT_BYTES)
-        places = starts[cuts]
-        return Footer(np.diff(cuts), np.diff(places), _Detail(cuts, places, index.dtype.str))
+        return Footer(np.diff(cuts), *spans(starts[cuts]), {"dtype": index.dtype.str})
 
     def _open(self, file: int) -> _Opened:
         return _Opened(open_ranges(self._files, file), _Index(open_index(self._files, file)))
 
-    def _extent(self, file: int, number: int) -> tuple[int, int]:
-        return extent_of(self._details[file].places, number)
+    def _extent(self, fragment: int) -> tuple[int, int]:
+        return self._span(fragment)
 
     def _ranges(self, file: int) -> Ranges:
         return self._handle(file).ranges
 
     def _load(self, fragment: int) -> _Documents:
-        file, number = self._place(fragment)
-        detail: _Detail = self._details[file]
-        data = self._bytes(file, number, self._extent(file, number))
+        file = self._index.file_of(fragment)
+        data = self._bytes(fragment, self._extent(fragment))
         opened: _Opened = self._handle(file)
-        starts = opened.index.starts(*detail.cuts[number : number + 2].tolist())
-        dtype = np.dtype(detail.dtype)
+        first, stop = (self._fragments[fragment : fragment + 2] - self._index.first_row(file)).tolist()
+        starts, dtype = opened.index.starts(first, stop), opened.index.dtype
         tokens = Tokens(np.frombuffer(data, dtype=dtype), (starts - starts[0]) // dtype.itemsize)
         documents = _Documents(tokens)
         opened.ranges.release_with(documents, data)
         return documents
-
-
-@dataclass(frozen=True)
-class _Detail:
-    """First documents of the fragments, and where they begin in the ``.bin``, ``int64[F + 1]``; the dtype of the tokens."""
-
-    cuts: Ints
-    places: Ints
-    dtype: str
 
 
 @dataclass(frozen=True)

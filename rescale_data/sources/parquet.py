@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow.parquet as pq
+from pyarrow import dataset
 
 from rescale_data.sources.arrow_types import ArrowFile, ArrowTable
 from rescale_data.sources.decoded.ahead import ahead
 from rescale_data.sources.decoded.cache import cache
-from rescale_data.sources.file_source import Footer
+from rescale_data.sources.fragments import Footer
 from rescale_data.sources.source import Tokens
-from rescale_data.sources.tables import TableSource
+from rescale_data.sources.tables import TableSource, schema_kind
 
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}
 
@@ -23,7 +24,7 @@ _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96
 class ParquetSource(TableSource):
     """Rows of Parquet files, ``{column: value}``: arrays for lists of numbers, else Python values.
 
-    Opening reads the footers, several at a time, and nothing else. It pickles with them.
+    Opening reads the footers, several at a time, or an index of all of them.
 
     Args:
         paths: A glob, a folder (``*.parquet`` below it), a file, or a list of these; local or any fsspec URL. Files are
@@ -32,6 +33,11 @@ class ParquetSource(TableSource):
         cache_bytes: What this process may keep decoded, over all sources.
         storage_options: For fsspec.
         remote: How to read files of URLs: retries, a local cache, reading ahead.
+        index_dir: Where an index of all files is kept, a folder that all ranks share: the first process that opens the source
+            reads the footers, several processes at once share them out, all others map it.
+        filter: Which rows to read: an expression over any columns, such as ``pyarrow.compute.field("lang") == "de"``. All
+            other rows are as if they were not in the files. It is applied once, to the row groups that it may match, and
+            the rows that it matches are kept in an index, in ``index_dir`` or beside the files.
         spill_dir: A local folder for what is decoded and does not fit ``cache_bytes``, where this process serves so many
             logical shards that their fragments do not: each is then decoded once an epoch, and not again and again.
         spill_bytes: What this process may write there.
@@ -39,6 +45,8 @@ class ParquetSource(TableSource):
     Raises:
         FileNotFoundError: ``paths`` stand for no file.
         ValueError: A file is damaged or lacks a column, two differ in their columns, or there is no row; the file is named.
+            One has changed since the index was made.
+        DataStateError: No row matches the filter.
     """
 
     FORMAT: ClassVar[str] = "parquet"
@@ -47,26 +55,29 @@ class ParquetSource(TableSource):
     def _footer(self, file: int) -> Footer:
         with self._files.open(file) as handle:
             metadata = pq.read_metadata(handle)
-        groups = range(metadata.num_row_groups)
-        rows = np.array([metadata.row_group(i).num_rows for i in groups], dtype=np.int64)
+        groups = np.arange(metadata.num_row_groups)
+        rows = np.array([metadata.row_group(i).num_rows for i in groups.tolist()], dtype=np.int64)
         width = _decoded_bytes(metadata.row_group(0)) / max(1, rows[0]) if len(rows) else 0.0
-        return Footer(rows, (rows * width).astype(np.int64), metadata, metadata.schema.to_arrow_schema())
+        kind = schema_kind(metadata.schema.to_arrow_schema())
+        return Footer(rows, (rows * width).astype(np.int64), {"number": groups}, kind)
+
+    def _may_match(self, footer: Footer, condition: Any) -> list[int]:
+        """By their statistics."""
+        with self._files.open(0) as handle:
+            parts = dataset.ParquetFileFormat().make_fragment(handle).split_by_row_group(filter=condition)
+        found = {group.id for part in parts for group in part.row_groups}
+        return [i for i, number in enumerate(footer.places["number"].tolist()) if number in found]
 
     def _open(self, file: int) -> _Handle:
-        opened = self._files.open(file)
-        # pre_buffer=True, the default, would keep the bytes of the last row group while it is open
-        return _Handle(pq.ParquetFile(opened, metadata=self._details[file], pre_buffer=False))
+        return _Handle(partial(self._files.open, file))
 
-    def _table(self, handle: Any, file: int, number: int, columns: Sequence[str]) -> ArrowTable:
+    def _table(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
+        handle: _Handle = self._handle(self._index.file_of(fragment))
+        number = self._index.place("number", fragment)
         if self._files.filesystem is not None:
-            return self._fetch(file, number, columns)
+            return handle.fetch(number, columns)
         with handle.lock:
             return handle.file.read_row_group(number, columns=list(columns))
-
-    def _fetch(self, file: int, number: int, columns: Sequence[str]) -> ArrowTable:
-        """As one request for columns that lie side by side; any number of threads may do so at once."""
-        opened = pq.ParquetFile(self._files.open(file), metadata=self._details[file], pre_buffer=True)
-        return opened.read_row_group(number, columns=list(columns), use_threads=False)
 
     def tokens(self, column: str, fragment: int) -> Tokens:
         if not self.reads_ahead:
@@ -81,11 +92,23 @@ class ParquetSource(TableSource):
 
 
 class _Handle:
-    """An open file, for one thread at a time."""
+    """A file whose footer is read with its first row group, and kept as long as it is open."""
 
-    def __init__(self, file: ArrowFile) -> None:
-        self.file = file
-        self.lock = threading.Lock()
+    def __init__(self, opener: Callable[[], Any]) -> None:
+        self._opener = opener
+        self.lock = threading.RLock()
+
+    @cached_property
+    def file(self) -> ArrowFile:
+        """For one thread at a time."""
+        with self.lock:
+            # pre_buffer=True, the default, would keep the bytes of the last row group while it is open
+            return self.__dict__.get("file") or pq.ParquetFile(self._opener(), pre_buffer=False)
+
+    def fetch(self, number: int, columns: Sequence[str]) -> ArrowTable:
+        """As one request for columns that lie side by side; any number of threads may do so at once."""
+        opened = pq.ParquetFile(self._opener(), metadata=self.file.metadata, pre_buffer=True)
+        return opened.read_row_group(number, columns=list(columns), use_threads=False)
 
 
 def _decoded_bytes(group: Any) -> int:

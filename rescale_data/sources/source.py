@@ -171,7 +171,7 @@ class TokenSource(Source, Protocol):
         ...
 
     def tokens(self, column: str, fragment: int) -> Tokens:
-        """A column of the fragment that begins at row ``fragments[fragment]``; read-only, and not to be kept."""
+        """A column of the fragment that begins at row ``fragments[fragment]``; read-only, as it is while anybody has it."""
         ...
 
 

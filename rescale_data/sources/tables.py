@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import copy
 import os
 import threading
 from abc import abstractmethod
@@ -9,17 +11,21 @@ from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
-from rescale_data.sources.arrow_types import ArrowBuffer, ArrowSchema, ArrowTable
+from rescale_data.errors import DataStateError
+from rescale_data.sources.arrow_types import ArrowBuffer, ArrowExpression, ArrowSchema, ArrowTable
 from rescale_data.sources.bad_row import BadRow, NullValueError
+from rescale_data.sources.condition import Condition, chosen
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES, cache, handles, owner_of
 from rescale_data.sources.decoded.columns import Fragment, check_columns, chosen_columns, is_token_list, token_lists
 from rescale_data.sources.decoded.pieces import Piece, Share, cut_out
 from rescale_data.sources.decoded.spill import spill_in
-from rescale_data.sources.file_source import FileSource, Footer
+from rescale_data.sources.file_source import FileSource
 from rescale_data.sources.files.paths import Paths
 from rescale_data.sources.files.remote import Remote
+from rescale_data.sources.fragments import Footer, gather
 from rescale_data.sources.source import Tokens
 
 SPILL_BYTES = 2**36
@@ -36,21 +42,26 @@ class TableSource(FileSource):
         cache_bytes: int = DEFAULT_BYTES,
         storage_options: Mapping[str, Any] | None = None,
         remote: Remote | None = None,
+        index_dir: str | os.PathLike[str] | None = None,
+        filter: ArrowExpression | None = None,
         spill_dir: str | os.PathLike[str] | None = None,
         spill_bytes: int = SPILL_BYTES,
     ) -> None:
+        self._condition = None if filter is None else Condition(filter)
         self._columns = chosen_columns(columns)
         self._spill_dir = None if spill_dir is None else os.path.abspath(os.fspath(spill_dir))
-        super().__init__(paths, cache_bytes=cache_bytes, storage_options=storage_options, remote=remote)
+        super().__init__(
+            paths, cache_bytes=cache_bytes, storage_options=storage_options, remote=remote, index_dir=index_dir
+        )
         self.spill_bytes = spill_bytes if spill_dir is not None else 0
 
     @abstractmethod
-    def _table(self, handle: Any, file: int, number: int, columns: Sequence[str]) -> ArrowTable:
-        """Decode columns of the fragment ``number`` of a file."""
+    def _table(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
+        """Decode columns of a fragment."""
 
-    def _release_with(self, decoded: object, handle: Any, file: int, number: int) -> None:
+    def _release_with(self, decoded: object, fragment: int) -> None:
         """Let go of what a fragment takes beyond what was decoded of it, as soon as the latter is gone."""
-        del decoded, handle, file, number
+        del decoded, fragment
 
     @property
     def columns(self) -> list[str]:
@@ -77,7 +88,7 @@ class TableSource(FileSource):
             found = token_lists(table.column(column))
         except NullValueError as null:
             raise self._bad(int(self._fragments[fragment]) + null.row, null) from None
-        self._release(fragment, found)
+        self._release_with(found, fragment)
         return found
 
     def _fill(self, column: str | None, fragment: int, share: Share | None) -> None:
@@ -150,35 +161,89 @@ class TableSource(FileSource):
             return None
         return Piece(data, share.start(fragment), _stay)
 
-    def _accept(self, footers: Sequence[Footer]) -> None:
-        self._schema = self._one_schema([footer.schema for footer in footers], self._columns)
+    def manifest(self) -> Mapping[str, Any]:
+        return {**super().manifest(), **self._indexed_with()}
+
+    def _indexed_with(self) -> Mapping[str, Any]:
+        return {} if self._condition is None else {"filter": str(self._condition)}
+
+    @property
+    def _must_index(self) -> bool:
+        return self._condition is not None
+
+    def _accept(self) -> None:
+        self._schemas = [_schema_of(kind) for kind in self._index.kinds]
+        self._schema = self._one_schema(self._columns)
+        if self._condition is not None and not self.num_rows:
+            raise DataStateError(
+                f"{self.name}: no row of {len(self._files.names)} files below {self._files.root} matches filter="
+                f"{self._condition}. Give another filter, or leave the source out."
+            )
+        super()._accept()
+
+    def _try_footer(self, file: int) -> Footer:
+        footer = super()._try_footer(file)
+        return footer if self._condition is None else self._filtered(self._condition, file, footer)
+
+    def _filtered(self, condition: Condition, file: int, footer: Footer) -> Footer:
+        """What is left of a file: a source of it alone is read once, as far as the condition may match."""
+        with self._blaming(file):
+            used = condition.columns(self._shown(_schema_of(footer.kind)))
+            alone = copy.copy(self)
+            alone._condition, alone._files = None, self._files.only(file)
+            alone._set(gather([footer]))
+            alone._schemas = [_schema_of(footer.kind)]
+            found = alone._may_match(footer, condition.expression)
+            return chosen(footer, {i: condition.matches(alone._table(i, used)) for i in found})
+
+    def _may_match(self, footer: Footer, condition: ArrowExpression) -> list[int]:
+        """The fragments of the only file in which a row may match."""
+        del condition
+        return list(range(len(footer.rows)))
 
     def _load(self, fragment: int) -> Fragment:
         decoded = Fragment(self._decode(fragment, self._schema.names))
-        self._release(fragment, decoded)
+        self._release_with(decoded, fragment)
         return decoded
 
-    def _release(self, fragment: int, decoded: object) -> None:
-        file, number = self._place(fragment)
-        self._release_with(decoded, self._handle(file), file, number)
-
     def _decode(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
-        file, number = self._place(fragment)
-        with self._blaming(file):
-            return self._table(self._handle(file), file, number, columns)
+        with self._blaming(self._index.file_of(fragment)):
+            table, chosen = self._table(fragment, columns), self._index.chosen_of(fragment)
+            if chosen is None:
+                return table
+            self._release_with(table, fragment)
+            return table.take(pa.array(chosen))
 
-    def _one_schema(self, schemas: Sequence[ArrowSchema], columns: Sequence[str] | None) -> ArrowSchema:
+    def _shown(self, schema: ArrowSchema) -> ArrowSchema:
+        """That of a file's rows, given that of the file."""
+        return schema
+
+    def _file_schema(self, file: int) -> ArrowSchema:
+        return self._schemas[int(self._index.kind_of[file])]
+
+    def _one_schema(self, columns: Sequence[str] | None) -> ArrowSchema:
         """The columns that all files have; ``ValueError`` names two files and the field in which they differ."""
+        schemas = [self._shown(schema) for schema in self._schemas]
         first = schemas[0]
         wanted = list(first.names if columns is None else columns)
         check_columns(first, wanted, self._files.path(0))
-        for file, schema in enumerate(schemas):
+        for kind, schema in enumerate(schemas):
             if not schema.equals(first) and (field := _difference(first, schema, wanted, columns is None)):
+                other = self._files.path(int(np.argmax(self._index.kind_of == kind)))
                 raise ValueError(
                     f"The files differ in {field!r}: {_type(first, field)} in {self._files.path(0)}, {_type(schema, field)} in "
-                    f"{self._files.path(file)}. Give columns=[...] that all files share, or a source for each kind of file."
+                    f"{other}. Give columns=[...] that all files share, or a source for each kind of file."
                 )
         return pa.schema([first.field(name) for name in wanted])
+
+
+def schema_kind(schema: ArrowSchema) -> dict[str, Any]:
+    """A file's schema as a JSON value; what else was written beside it, such as an index of pandas, is left out."""
+    return {"schema": base64.b64encode(schema.remove_metadata().serialize()).decode()}
+
+
+def _schema_of(kind: Mapping[str, Any]) -> ArrowSchema:
+    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(kind["schema"])))
 
 
 def _difference(first: ArrowSchema, other: ArrowSchema, wanted: Sequence[str], whole: bool) -> str | None:

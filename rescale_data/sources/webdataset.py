@@ -17,12 +17,12 @@ from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.bad_row import BadRow
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES
 from rescale_data.sources.decoded.columns import chosen_columns
-from rescale_data.sources.file_source import Footer, Rows
+from rescale_data.sources.file_source import Rows
 from rescale_data.sources.files.as_file import AsFile
 from rescale_data.sources.files.paths import Paths
 from rescale_data.sources.files.ranges import Ranges
 from rescale_data.sources.files.remote import Remote
-from rescale_data.sources.indexed import Indexed, IndexedSource, Scan
+from rescale_data.sources.indexed import IndexedSource, Scan
 from rescale_data.state import Ints
 
 KEY = "__key__"
@@ -82,18 +82,18 @@ class WebDatasetSource(IndexedSource):
         """The columns of a row beside ``"__key__"``."""
         return list(self._columns)
 
-    def _accept(self, footers: Sequence[Footer]) -> None:
-        details: list[Indexed] = [footer.detail for footer in footers]
-        found = list(dict.fromkeys(name for detail in details for name in detail.facts["counts"]))
+    def _accept(self) -> None:
+        found = list(dict.fromkeys(name for kind in self._index.kinds for name in kind["counts"]))
         missing = [name for name in self._columns if name not in found]
         if missing:
             raise ValueError(f"The files below {self._files.root} have no column {missing[0]!r}. They have {found}.")
         self._columns = self._columns or found
-        self._warn_of_holes(footers)
+        super()._accept()
+        self._warn_of_holes()
 
-    def _warn_of_holes(self, footers: Sequence[Footer]) -> None:
-        for file, footer in enumerate(footers):
-            rows, counts = int(footer.rows.sum()), footer.detail.facts["counts"]
+    def _warn_of_holes(self) -> None:
+        for file, rows in enumerate(self._index.file_rows):
+            counts = self._index.kind(file)["counts"]
             lacking = {name: rows - counts.get(name, 0) for name in self._columns if counts.get(name, 0) < rows}
             if lacking:
                 _log.warning(
@@ -105,10 +105,10 @@ class WebDatasetSource(IndexedSource):
         return _group(members(ranges))
 
     def _load(self, fragment: int) -> Rows:
-        file, number = self._place(fragment)
-        data = self._bytes(file, number, self._extent(file, number))
-        opened, rows, starts = self._part(file, number)
-        index, names = opened.index, list(self._details[file].facts["counts"])
+        data = self._bytes(fragment, self._extent(fragment))
+        opened, rows, starts = self._part(fragment)
+        index = opened.index
+        names = list(index.facts["own"]["counts"])
         first = np.array(index.array("first")[rows.start : rows.stop + 1])
         part = slice(int(first[0]), int(first[-1]))
         ends = np.array(index.array("key_ends")[max(0, rows.start - 1) : rows.stop])

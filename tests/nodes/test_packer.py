@@ -14,7 +14,7 @@ from torchdata.nodes import Mapper
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.packer import TokenPacker
 from rescale_data.nodes.reader import Reader
-from rescale_data.nodes.reading import spans
+from rescale_data.nodes.reading import fragment_documents
 from rescale_data.shard import Shard
 from rescale_data.sources.decoded.cache import cache
 from tests.corpus import LAYOUTS, documents, write
@@ -52,8 +52,10 @@ def as_lists(samples: Any) -> list[dict[str, list[int]]]:
 
 
 def many_blocks(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
-    """Make blocks so small that samples span several of them."""
+    """Copy documents out of fragments, so few at a time that samples span several copies; 2**20: leave them where they are."""
     monkeypatch.setattr("rescale_data.nodes.reader.block_bytes", lambda *_: num_bytes)
+    if num_bytes < 2**20:
+        monkeypatch.setattr(fragment_documents.FragmentDocuments, "_have_room", lambda *_: False)
 
 
 @pytest.fixture(params=LAYOUTS)
@@ -314,6 +316,6 @@ def test_parameters_and_progress(tmp_path: Path) -> None:
 
 
 def test_what_all_shards_put_in_order_fits_the_cache() -> None:
-    assert spans.block_bytes(2**30, 1) == 2**20
-    assert spans.block_bytes(2**30, 1024) * 1024 == 2**28
-    assert spans.block_bytes(1, 1024) == 2**16
+    assert fragment_documents.block_bytes(2**30, 1) == 2**20
+    assert fragment_documents.block_bytes(2**30, 1024) * 1024 == 2**28
+    assert fragment_documents.block_bytes(1, 1024) == 2**16

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from rescale_data.nodes.reading.spans import Spans
+
 
 class Documents(Protocol):
     """The documents of a node, in its order. ``position`` is a row of that node: int64 slots.
 
-    Nothing but ``position`` moves: the caller reads ahead, and says by `advance` how far it has come.
+    Nothing moves here but what is written into ``position``: the caller reads ahead, and ``spans.move(position, n)`` says how
+    far it has come.
+
+        spans = documents.read(position)        # as many as are at hand
+        spans.move(position, len(spans))        # behind all of them: read goes on there
     """
 
-    def read(self, position: memoryview) -> list[memoryview]:
-        """The next documents, each a contiguous view of integers of one dtype; none at the end of the epoch.
+    def read(self, position: memoryview) -> Spans:
+        """The next documents, whose moves are of slots of ``position``; none at the end of the epoch.
 
-        How many is free, as long as there is one. They are to be copied, and not kept.
+        How many is free, as long as there is one. The arrays stay as they are while anybody has the spans.
         """
-        ...
-
-    def advance(self, position: memoryview, num_documents: int) -> None:
-        """Write into ``position`` where to go on after some of the documents that `read` has returned last."""
         ...
 
     def settle(self, position: memoryview) -> None:
         """Let what has changed between legs take effect in ``position``, the beginning of a document: `Node.settle`."""
-        ...
-
-    def where(self) -> str | None:
-        """Where the document comes from that `read` has returned last; `None` where nobody asks (`Reader(provenance=True)`)."""
         ...
 
     def turn(self, position: memoryview) -> None:

@@ -52,6 +52,12 @@ class Proof:
             digest, row = digest + sums[until] - sums[row - first], first + until
         return digest & _MASK
 
+    def after_each(self, digest: int, epoch: int, row: int, num_rows: int) -> Ints:
+        """``int64[num_rows]``, the digest after each of the next rows, all of one window."""
+        first, sums = self._sums(epoch, row)
+        here = np.asarray(sums)[row - first : row - first + num_rows + 1]
+        return ((here[1:] - here[0] + np.uint64(digest)) & np.uint64(_MASK)).astype(np.int64)
+
     def check(self, epoch: int, row: int, digest: int) -> None:
         """``DataStateError`` if the first ``row`` rows of the epoch are not what was read."""
         size = self._size(epoch)

@@ -1,152 +1,238 @@
-"""`Spans`: the documents of a `Reader`, cut out of decoded fragments without a Python object for a row."""
+"""`Spans`: documents as places in arrays, and what each of them does to the position. Nothing is copied.
+
+    arrays   | uint16, 400,000 tokens of a row group | uint16, another |
+    spans      (0, 7_100, 512)  (1, 0, 87)  (0, 1_024, 900)  ...              which array, from where, how many tokens
+
+There is no Python object for a document: a hundred thousand of them are a few arrays of numbers, which are sliced, permuted
+and joined as such.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from typing import Any, Protocol
-from weakref import WeakSet
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from rescale_data.nodes.reading.share import ShardShare
-from rescale_data.sources.decoded.pieces import PieceSource
-from rescale_data.sources.source import DecodingSource, Tokens, TokenSource
 from rescale_data.state import Ints
 
-_FEW_FRAGMENTS = 4
-_LARGER = 4
+TokenArray: TypeAlias = npt.NDArray[np.integer[Any]]
 
 
-class Rows(Protocol):
-    """The order in which one logical shard reads."""
-
-    def size(self, epoch: int) -> int:
-        """Rows of the shard in an epoch."""
-        ...
-
-    def rows_from(self, epoch: int, row: int) -> Ints:
-        """The rows of the source that are read from a row of the shard on: one at least, up to any."""
-        ...
-
-    def share(self, epoch: int) -> ShardShare | None:
-        """Where to find them in fragments that are cut up; `None` where fragments stay whole."""
-        ...
-
-    def rows_soon(self, epoch: int, row: int) -> list[int]:
-        """Some rows of the source that are read soon after those."""
-        ...
-
-    def advance(self, position: memoryview, num_rows: int) -> None: ...
-    def turn(self, position: memoryview) -> None: ...
-
-
-class Spans:
-    """A token column of one logical shard as `Documents`; positions are those of its `Reader`, (epoch, row).
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """What documents do to a position, a row of int64 slots: after document i, ``position[slot[k]] = value[k]`` for k from
+    ``ends[i]`` to ``ends[i + 1] - 1``, in this order.
 
     Args:
-        source: The source.
-        column: Its column of lists of integers.
-        rows: The order of the shard.
-        num_bytes: About as much is read at once.
+        ends: ``int64[D + 1]``, from 0.
+        slot, value: ``int64[M]``.
     """
 
-    def __init__(self, source: TokenSource, column: str, rows: Rows, num_bytes: int) -> None:
-        source.check_tokens(column)
-        if source.fragments is None:
-            raise TypeError(f"{source.name} can be read a fragment at a time, but says that it has no fragments.")
-        self._source, self._column, self._rows = source, column, rows
-        self._decoding = source if isinstance(source, DecodingSource) else None
-        self._fragments = source.fragments
-        self._bytes = num_bytes
-        self._share: ShardShare | None = None
-        _alive.add(self)
+    ends: Ints
+    slot: Ints
+    value: Ints
 
-    def read(self, position: memoryview) -> list[memoryview]:
-        epoch, row = position[0], position[1]
-        if row >= self._rows.size(epoch):
-            return []
-        self._share = self._rows.share(epoch)
-        rows = self._rows.rows_from(epoch, row)
-        rows = rows[: self._num_rows(int(rows[0]))]
-        if self._decoding is not None and self._share is None:
-            self._decode_ahead(self._decoding, epoch, row)
-        return self._cut_all(rows)
+    @staticmethod
+    def of(slot: Ints | Sequence[int], value: Ints) -> Moves:
+        """The same slots for each document.
 
-    def _cut_all(self, rows: Ints) -> list[memoryview]:
-        fragments = np.searchsorted(self._fragments, rows, side="right") - 1
-        limit = self._bytes * _LARGER
-        if fragments.min() == fragments.max():
-            documents = self._cut(int(fragments[0]), rows)
-            return documents if self._fragment_bytes <= limit else _up_to(limit, documents)
-        used = sorted(set(fragments.tolist()))
-        cut: list[memoryview] = [_NOTHING] * len(rows)
-        for fragment in used:
-            places = np.flatnonzero(fragments == fragment)
-            for place, view in zip(places.tolist(), self._cut(fragment, rows[places]), strict=True):
-                cut[place] = _copy(view) if len(used) > _FEW_FRAGMENTS else view  # not to hold many fragments at once
-        return _up_to(limit, cut)
+        Args:
+            slot: ``int64[k]``.
+            value: ``int64[D, k]``.
+        """
+        num, width = value.shape
+        ends = np.arange(num + 1, dtype=np.int64) * width
+        return Moves(ends, np.tile(np.asarray(slot, dtype=np.int64), num), np.ascontiguousarray(value).reshape(-1))
 
-    def advance(self, position: memoryview, num_documents: int) -> None:
-        self._rows.advance(position, num_documents)
+    @staticmethod
+    def between(before: memoryview, after: memoryview) -> Moves:
+        """That of one document, which leads from one position to another."""
+        old, new = np.asarray(before), np.asarray(after)
+        slot = np.flatnonzero(old != new)
+        return Moves(np.array([0, len(slot)]), slot, new[slot])
 
-    def settle(self, position: memoryview) -> None:
-        pass
+    def __len__(self) -> int:
+        return len(self.ends) - 1
 
-    def where(self) -> None:
-        return None
+    def __getitem__(self, part: slice) -> Moves:
+        first, stop, _ = part.indices(len(self))
+        ends = self.ends[first : max(first, stop) + 1]
+        inside = slice(int(ends[0]), int(ends[-1]))
+        return Moves(ends - ends[0], self.slot[inside], self.value[inside])
 
-    def turn(self, position: memoryview) -> None:
-        self._rows.turn(position)
+    def take(self, index: Ints) -> Moves:
+        """Those of some documents, in a new order."""
+        counts = np.diff(self.ends)[index]
+        ends = np.concatenate([[0], np.cumsum(counts)])
+        at = np.arange(ends[-1]) + np.repeat(self.ends[index] - ends[:-1], counts)
+        return Moves(ends, self.slot[at], self.value[at])
 
-    def _num_rows(self, row: int) -> int:
-        """As many as fill a block, were all rows like those around ``row``."""
-        tokens = self._tokens(self._fragment_at(row))
-        self._fragment_bytes = tokens.nbytes
-        mean = tokens.values.nbytes / (len(tokens.offsets) - 1)
-        return max(1, int(self._bytes / max(1.0, mean)))
+    def grouped(self, stops: Ints) -> Moves:
+        """Those of several documents in turn as those of one: of the first ``stops[0]``, of those up to ``stops[1]``, ..."""
+        ends = np.concatenate([[0], self.ends[stops]])
+        return Moves(ends, self.slot[: ends[-1]], self.value[: ends[-1]])
 
-    def _decode_ahead(self, source: DecodingSource, epoch: int, row: int) -> None:
-        """Have the next fragments decoded, where the cache has room for those of all shards."""
-        if 2 * len(_alive) * self._fragment_bytes <= source.cache_bytes:
-            for soon in self._rows.rows_soon(epoch, row):
-                source.decode_ahead(self._column, self._fragment_at(soon))
+    def then(self, other: Moves) -> Moves:
+        """Those of two nodes for the same documents, both in the same row: of each document these first."""
+        num = len(self)
+        index = np.arange(2 * num).reshape(2, num).T.reshape(-1)
+        both = Moves.join([self, other]).take(index)
+        return Moves(both.ends[::2], both.slot, both.value)
 
-    def _tokens(self, fragment: int) -> Tokens:
-        if self._share is None or not isinstance(self._source, PieceSource):
-            return self._source.tokens(self._column, fragment)
-        return self._source.tokens_of(self._column, fragment, self._share)
+    def under(self, first_slot: int) -> Moves:
+        """The same in a row of which that position is a part."""
+        return Moves(self.ends, self.slot + first_slot, self.value)
 
-    def _fragment_at(self, row: int) -> int:
-        return bisect_right(self._fragments.data, row) - 1
+    @staticmethod
+    def join(parts: Sequence[Moves]) -> Moves:
+        """Those of some documents, then those of others."""
+        counts = np.concatenate([np.diff(part.ends) for part in parts])
+        slot, value = (np.concatenate([getattr(part, name) for part in parts]) for name in ("slot", "value"))
+        return Moves(np.concatenate([[0], np.cumsum(counts)]), slot, value)
 
-    def _cut(self, fragment: int, rows: Ints) -> list[memoryview]:
-        """Rows of one fragment."""
-        tokens = self._tokens(fragment)
-        local = rows - (self._fragments[fragment] + tokens.first)
-        starts, stops = tokens.offsets[local].tolist(), tokens.offsets[local + 1].tolist()
-        values = tokens.values.data
-        return [values[start:stop] for start, stop in zip(starts, stops, strict=True)]
+    def apply(self, position: memoryview, num_documents: int) -> None:
+        """Move a position behind the first of the documents."""
+        stop = int(self.ends[num_documents])
+        np.asarray(position)[self.slot[:stop]] = self.value[
+            :stop
+        ]  # where a slot comes twice, NumPy keeps the last value
 
 
-def _up_to(num_bytes: int, documents: list[memoryview]) -> list[memoryview]:
-    """The first of the documents, where all of them are far larger than those by whose size they were counted."""
-    ends = np.cumsum(np.fromiter(map(len, documents), np.int64, len(documents)))
-    most = num_bytes // documents[0].itemsize
-    return documents if ends[-1] <= most else documents[: int(ends.searchsorted(most)) + 1]
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Documents in the order of a stream: document i is ``arrays[array[i]][start[i] : start[i] + length[i]]``.
 
+    Where ``array[i]`` is -1 there is no document but a *mark*: what happens to the position before the next document is begun,
+    when a new epoch begins or other weights take effect. It has no token, no bos and no eos.
 
-def block_bytes(cache_bytes: int, num_logical_shards: int) -> int:
-    """How much of a shard's tokens to put in order at once.
-
-    Enough for many samples, so that a fragment is not decoded for each of them where the fragments of all shards exceed the
-    cache; little enough for what all shards have put in order to take a quarter of it.
+    Args:
+        arrays: Of integers, 1-D and contiguous, any dtypes; read-only (`plain`). They are alive as long as this is.
+        array, start, length: ``int64[D]``.
+        moves: What each document does to the position from which they were read.
+        keeps: What has to stay, for each array to be of use.
+        where: Where each comes from, if anybody asked (`Reader(provenance=True)`).
     """
-    return max(2**16, min(2**20, cache_bytes // 4 // num_logical_shards))
+
+    arrays: tuple[TokenArray, ...]
+    array: Ints
+    start: Ints
+    length: Ints
+    moves: Moves
+    keeps: tuple[object, ...]
+    where: tuple[str, ...] | None = None
+
+    @staticmethod
+    def of(array: TokenArray, moves: Moves, where: str | None = None) -> Spans:
+        """One document, a whole array."""
+        zero = np.zeros(1, dtype=np.int64)
+        named = None if where is None else (where,)
+        return Spans((plain(array),), zero, zero, np.array([len(array)]), moves, (None,), named)
+
+    @staticmethod
+    def mark(before: memoryview, after: memoryview) -> Spans:
+        """What leads from one position to another without a document."""
+        zero = np.zeros(1, dtype=np.int64)
+        return Spans((), zero - 1, zero, zero, Moves.between(before, after), ())
+
+    @staticmethod
+    def join(parts: Sequence[Spans]) -> Spans:
+        """The documents of all parts, one part after the other, whose moves are of one row."""
+        if len(parts) <= 1:
+            return parts[0] if parts else EMPTY
+        first = np.cumsum([0, *(len(part.arrays) for part in parts)])
+        places = [
+            np.where(part.array < 0, -1, part.array + at) for part, at in zip(parts, first.tolist(), strict=False)
+        ]
+        start, length = (np.concatenate([getattr(part, name) for part in parts]) for name in ("start", "length"))
+        return Spans(
+            tuple(array for part in parts for array in part.arrays),
+            np.concatenate(places),
+            start,
+            length,
+            Moves.join([part.moves for part in parts]),
+            tuple(kept for part in parts for kept in part.keeps),
+            tuple(name for part in parts for name in part.where or ("",) * len(part))
+            if any(p.where for p in parts)
+            else None,
+        )
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    def __getitem__(self, part: slice) -> Spans:
+        where = None if self.where is None else self.where[part]
+        return Spans(
+            self.arrays, self.array[part], self.start[part], self.length[part], self.moves[part], self.keeps, where
+        )
+
+    def rest(self, first: int) -> Spans:
+        """The documents from one on, with only the arrays that they lie in."""
+        part = self[first:]
+        used, array = np.unique(part.array[part.array >= 0]), part.array.copy()
+        array[array >= 0] = np.searchsorted(used, array[array >= 0])
+        kept = used.tolist()
+        return replace(
+            part, arrays=tuple(self.arrays[i] for i in kept), array=array, keeps=tuple(self.keeps[i] for i in kept)
+        )
+
+    def take(self, index: Ints) -> Spans:
+        """Some of the documents, in a new order; their moves with them."""
+        where = None if self.where is None else tuple(self.where[i] for i in index.tolist())
+        return Spans(
+            self.arrays,
+            self.array[index],
+            self.start[index],
+            self.length[index],
+            self.moves.take(index),
+            self.keeps,
+            where,
+        )
+
+    def with_moves(self, moves: Moves) -> Spans:
+        """The same documents in the row of another node."""
+        return replace(self, moves=moves)
+
+    def move(self, position: memoryview, num_documents: int) -> None:
+        """Write into the position from which they were read where to go on after the first of them."""
+        self.moves.apply(position, num_documents)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that this keeps alive."""
+        numbers = (self.array, self.start, self.length, self.moves.slot, self.moves.value)
+        return sum(array.nbytes for array in (*self.arrays, *numbers))
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.length.sum())
+
+    def addresses(self) -> Ints:
+        """``int64[D]``, where each document lies in memory; ``IndexError`` if one is not within its array."""
+        begin, width, size = np.array(
+            [*((array.ctypes.data, array.itemsize, len(array)) for array in self.arrays), (0, 0, 0)], dtype=np.int64
+        ).T  # the last is that of a mark
+        if ((self.array < -1) | (self.array >= len(self.arrays))).any():
+            raise IndexError(f"documents lie in arrays that are not among the {len(self.arrays)}")
+        if ((self.start < 0) | (self.length < 0) | (self.start > size[self.array] - self.length)).any():
+            raise IndexError("a document reaches beyond its array")
+        return begin[self.array] + self.start * width[self.array]
+
+    def views(self) -> list[memoryview]:
+        """Each document without the marks; for those who look at them one by one."""
+        places = zip(self.array.tolist(), self.start.tolist(), (self.start + self.length).tolist(), strict=True)
+        data = [array.data for array in self.arrays]
+        return [data[array][start:stop] for array, start, stop in places if array >= 0]
 
 
-def _copy(view: memoryview[Any]) -> memoryview[Any]:
-    return memoryview(view.tobytes()).cast(view.format)  # pyright: ignore[reportArgumentType, reportCallIssue]
+def plain(array: npt.NDArray[Any]) -> TokenArray:
+    """The same numbers, contiguous and in the machine's byte order; a copy where they are not."""
+    return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
 
 
-_NOTHING = memoryview(b"")
-_alive: WeakSet[Spans] = WeakSet()
+_NONE = np.zeros(0, dtype=np.int64)
+NOTHING = Moves(np.zeros(1, dtype=np.int64), _NONE, _NONE)
+EMPTY = Spans((), _NONE, _NONE, _NONE, NOTHING, ())
+"""No document."""

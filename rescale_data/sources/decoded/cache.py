@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from rescale_data.sources.source import Described
@@ -94,6 +94,17 @@ class Cache:
                 return None
             self._entries.move_to_end(key)
             return entry[0]
+
+    def get_many(self, keys: Sequence[Hashable]) -> list[Any]:
+        """The value at each key, or `None`."""
+        found: list[Any] = []
+        with self._lock:
+            for key in keys:
+                entry = self._entries.get(key)
+                if entry is not None:
+                    self._entries.move_to_end(key)
+                found.append(None if entry is None else entry[0])
+        return found
 
     def put(self, key: Hashable, value: Sized) -> None:
         """Keep ``value`` in place of what was at ``key``."""

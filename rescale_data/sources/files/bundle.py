@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -20,7 +20,7 @@ class Bundle:
     """An open one; ``ValueError`` where the file is not whole."""
 
     def __init__(self, path: str) -> None:
-        self._data = np.memmap(path, dtype=np.uint8, mode="r")
+        self._data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
         if len(self._data) < 16 or self._data[:8].tobytes() != _MAGIC:
             raise ValueError(f"{path} is no index")
         length = int(self._data[8:16].view(np.int64)[0])
@@ -28,6 +28,11 @@ class Bundle:
         self._begin = _aligned(16 + length)
         if self._begin + self._header["bytes"] != len(self._data):
             raise ValueError(f"{path} is not whole")
+
+    @property
+    def names(self) -> list[str]:
+        """Of the arrays."""
+        return list(self._header["arrays"])
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -39,6 +44,29 @@ class Bundle:
         dtype, offset, length = self._header["arrays"][name]
         start = self._begin + offset
         return self._data[start : start + length * np.dtype(dtype).itemsize].view(dtype)
+
+
+class Strings(Sequence[str]):
+    """Texts in an index, each made when it is asked for."""
+
+    def __init__(self, bundle: Bundle, name: str) -> None:
+        self._text, self._ends = bundle.array(f"{name}.text"), bundle.array(f"{name}.ends")
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        start, stop = self._ends[index : index + 2].tolist()
+        return self._text[start:stop].tobytes().decode()
+
+
+def string_arrays(name: str, values: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+    """The arrays of `Strings`."""
+    encoded = [value.encode() for value in values]
+    ends = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
+    return {f"{name}.text": np.frombuffer(b"".join(encoded), dtype=np.uint8), f"{name}.ends": ends}
 
 
 def write_bundle(path: str, facts: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> None:

@@ -14,7 +14,7 @@ _BEAT_SECONDS = 2.0
 _DEAD_SECONDS = 30.0
 
 
-def make_once(path: str, is_good: Callable[[], bool], make: Callable[[str], None]) -> None:
+def make_once(path: str, is_good: Callable[[], bool], make: Callable[[str], None], *, wait: bool = True) -> None:
     """Let one process make a file; when this returns it is there.
 
     Whoever creates ``<path>.claim`` makes the file aside and renames it, touching the claim all the while. A claim that
@@ -24,10 +24,13 @@ def make_once(path: str, is_good: Callable[[], bool], make: Callable[[str], None
         path: Of the file.
         is_good: Whether it is there and is the right one.
         make: Writes it to the path that it is given.
+        wait: Whether to wait for a process that is making it.
     """
     watch = _Watch(f"{path}.claim")
     while not is_good():
         if not watch.claim():
+            if not wait:
+                return
             time.sleep(_POLL_SECONDS)
             continue
         with _beating(watch.path):

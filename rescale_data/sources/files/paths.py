@@ -8,7 +8,7 @@ import posixpath
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,6 +21,7 @@ from fsspec.utils import glob_translate
 
 from rescale_data.sources.arrow_types import ArrowFile
 from rescale_data.sources.files.remote import Remote, RemoteFile, attempt
+from rescale_data.state import Ints
 
 Paths: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -35,41 +36,39 @@ class Files:
         sizes: Bytes of each.
         filesystem: Of fsspec; `None` for the local one.
         remote: How to read them, where they are not local.
-        stamps: What changes when each of them does, as far as a filesystem of fsspec has told with the sizes.
+        stamps: What changes when each of them does: when it was written, as far as its filesystem tells.
     """
 
     root: str
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
+    names: Sequence[str]
+    sizes: Sequence[int] | Ints
     filesystem: AbstractFileSystem | None = None
     remote: Remote = field(default_factory=Remote)
-    stamps: tuple[str, ...] = ()
+    stamps: Sequence[str] = ()
 
     def path(self, file: int) -> str:
         return posixpath.join(self.root, self.names[file])
 
-    def stamp(self, file: int) -> str:
-        """What changes when the file does: when it was written, as far as its filesystem tells."""
-        return str(os.stat(self.path(file)).st_mtime_ns) if self.filesystem is None else self.stamps[file]
+    def listed(self, names: Sequence[str], sizes: Sequence[int] | Ints, stamps: Sequence[str]) -> Files:
+        """Others, below the same folder."""
+        return replace(self, names=names, sizes=sizes, stamps=stamps)
+
+    def only(self, file: int) -> Files:
+        return self.listed((self.names[file],), (int(self.sizes[file]),), (self.stamps[file],))
 
     def open(self, file: int) -> ArrowFile:
         """The file, to be read at random."""
         if self.filesystem is None:
             return pa.OSFile(self.path(file), "rb")
-        return self.remote_file(self.path(file)).whole()
+        return self.remote_file(self.path(file), file).whole()
 
-    def remote_file(self, path: str) -> RemoteFile:
+    def remote_file(self, path: str, file: int | None = None) -> RemoteFile:
         """One of them, or another file of their filesystem."""
         if self.filesystem is None:
             raise ValueError(f"{path} is a local file")
-        known = self._number.get(path)
-        if known is None:
+        if file is None:
             return RemoteFile(self.filesystem, path, self.remote)
-        return RemoteFile(self.filesystem, path, self.remote, self.sizes[known], self.stamps[known])
-
-    @cached_property
-    def _number(self) -> dict[str, int]:
-        return {self.path(file): file for file in range(len(self.names))}
+        return RemoteFile(self.filesystem, path, self.remote, int(self.sizes[file]), self.stamps[file])
 
 
 def find(
@@ -106,20 +105,21 @@ def find(
             f"'s3://bucket/folder'; leave it out for local files."
         )
     if not urls:
-        return _files({path: size for item in given for path, size in _local(item, suffixes)})
+        return _files({path: info for item in given for path, info in _local(item, suffixes)})
     if len(urls) != len(given):
         raise ValueError(f"Local paths and URLs in one list, {given}: give a source for each.")
     return _remote(given, suffixes, storage_options or {}, remote or Remote())
 
 
-def _files(sizes: Mapping[str, int]) -> Files:
-    root = posixpath.commonpath([posixpath.dirname(path) for path in sizes])
-    by_name = {posixpath.relpath(path, root): size for path, size in sizes.items()}
+def _files(found: Mapping[str, tuple[int, str]]) -> Files:
+    root = posixpath.commonpath([posixpath.dirname(path) for path in found])
+    by_name = {posixpath.relpath(path, root): info for path, info in found.items()}
     names = tuple(sorted(by_name))
-    return Files(root, names, tuple(by_name[name] for name in names))
+    sizes, stamps = zip(*(by_name[name] for name in names), strict=True)
+    return Files(root, names, sizes, stamps=stamps)
 
 
-def _local(given: str, suffixes: Sequence[str]) -> list[tuple[str, int]]:
+def _local(given: str, suffixes: Sequence[str]) -> list[tuple[str, tuple[int, str]]]:
     path = os.path.abspath(os.path.expanduser(given))
     if os.path.isdir(path):
         found = _wanted(_local_below(path), path, suffixes)
@@ -128,7 +128,11 @@ def _local(given: str, suffixes: Sequence[str]) -> list[tuple[str, int]]:
     else:
         found = [match for match in glob.glob(path, recursive=True) if os.path.isfile(match)]
     _refuse_none(found, given, suffixes, os.path.isdir(path))
-    return [(Path(match).as_posix(), os.path.getsize(match)) for match in found]
+    return [(Path(match).as_posix(), _facts(os.stat(match))) for match in found]
+
+
+def _facts(info: os.stat_result) -> tuple[int, str]:
+    return info.st_size, str(info.st_mtime_ns)
 
 
 def _local_below(folder: str) -> Iterator[str]:
@@ -165,9 +169,8 @@ def _remote(given: Sequence[str], suffixes: Sequence[str], options: Mapping[str,
             found = {match: found[match] for match in _wanted(found, path, suffixes)}
         _refuse_none(found, url, suffixes, folder)
         infos.update(found)
-    files = _files({path: int(info["size"]) for path, info in infos.items()})
-    stamps = tuple(_stamp(infos[files.path(file)]) for file in range(len(files.names)))
-    return replace(files, filesystem=filesystem, remote=remote, stamps=stamps)
+    files = _files({path: (int(info["size"]), _stamp(info)) for path, info in infos.items()})
+    return replace(files, filesystem=filesystem, remote=remote)
 
 
 def _look(filesystem: Any, path: str) -> tuple[bool, dict[str, Any]]:

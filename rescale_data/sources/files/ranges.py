@@ -65,7 +65,7 @@ class Mapped:
 
 def open_ranges(files: Files, file: int) -> Ranges:
     """A file of a source."""
-    return open_path(files, files.path(file))
+    return Mapped(files.path(file)) if files.filesystem is None else files.remote_file(files.path(file), file)
 
 
 def open_path(files: Files, path: str) -> Ranges:

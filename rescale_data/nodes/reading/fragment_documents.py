@@ -1,0 +1,163 @@
+"""`FragmentDocuments`: the documents of a `Reader`, found in decoded fragments without a Python object for a row."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import Protocol
+from weakref import WeakSet, WeakValueDictionary
+
+import numpy as np
+
+from rescale_data.nodes.reading.gather import copied
+from rescale_data.nodes.reading.share import ShardShare
+from rescale_data.nodes.reading.spans import EMPTY, NOTHING, Moves, Spans, plain
+from rescale_data.sources.decoded.pieces import PieceSource
+from rescale_data.sources.source import DecodingSource, Tokens, TokenSource
+from rescale_data.state import Ints
+
+_LARGER = 4
+_ROOM_TO_DECODE = 3  # where decoding costs, what is decoded ahead, and what is decoded already, needs room beside
+
+
+class Rows(Protocol):
+    """The order in which one logical shard reads."""
+
+    def size(self, epoch: int) -> int:
+        """Rows of the shard in an epoch."""
+        ...
+
+    def rows_from(self, epoch: int, row: int) -> Ints:
+        """The rows of the source that are read from a row of the shard on: one at least, up to any."""
+        ...
+
+    def share(self, epoch: int) -> ShardShare | None:
+        """Where to find them in fragments that are cut up; `None` where fragments stay whole."""
+        ...
+
+    def rows_soon(self, epoch: int, row: int) -> list[int]:
+        """Some rows of the source that are read soon after those."""
+        ...
+
+    def moves(self, position: memoryview, num_rows: int) -> Moves:
+        """What each of the next rows does to a position."""
+        ...
+
+    def turn(self, position: memoryview) -> None: ...
+
+
+class FragmentDocuments:
+    """A token column of one logical shard as `Documents`; positions are those of its `Reader`, (epoch, row, ...).
+
+    Documents stay where they were decoded, while the cache has room for the fragments of all shards. Where it has not, some at
+    a time are copied out of them, so that a fragment is not decoded for each sample.
+
+    Args:
+        source: The source.
+        column: Its column of lists of integers.
+        rows: The order of the shard.
+        num_bytes: About as much is copied at once.
+    """
+
+    def __init__(self, source: TokenSource, column: str, rows: Rows, num_bytes: int) -> None:
+        source.check_tokens(column)
+        if source.fragments is None:
+            raise TypeError(f"{source.name} can be read a fragment at a time, but says that it has no fragments.")
+        self._source, self._column, self._rows = source, column, rows
+        self._decoding = source if isinstance(source, DecodingSource) else None
+        self._fragments = source.fragments
+        self._bytes = num_bytes
+        self._share: ShardShare | None = None
+        self._lent: WeakValueDictionary[int, Tokens] = WeakValueDictionary()  # fragments that a packer still holds
+        _alive.add(self)
+
+    def read(self, position: memoryview) -> Spans:
+        epoch, row = position[0], position[1]
+        if row >= self._rows.size(epoch):
+            return EMPTY
+        self._share = self._rows.share(epoch)
+        rows = self._rows.rows_from(epoch, row)
+        first = self._tokens(self._fragment_at(int(rows[0])))
+        if self._decoding is not None and self._share is None and self._have_room(2 * first.nbytes):
+            for soon in self._rows.rows_soon(epoch, row):
+                self._decoding.decode_ahead(self._column, self._fragment_at(soon))
+        fragments = np.searchsorted(self._fragments, rows, side="right") - 1
+        room = first.nbytes * len(np.unique(fragments)) * (_ROOM_TO_DECODE if self._decoding is not None else 1)
+        if self._share is None and self._have_room(room):
+            spans = self._spans(rows, fragments)
+        else:
+            num_rows = self._num_rows(first)
+            spans = self._copied(rows[:num_rows], fragments[:num_rows])
+        return spans.with_moves(self._rows.moves(position, len(spans)))
+
+    def settle(self, position: memoryview) -> None:
+        pass
+
+    def turn(self, position: memoryview) -> None:
+        self._rows.turn(position)
+
+    def _spans(self, rows: Ints, fragments: Ints) -> Spans:
+        """Where the rows lie in the fragments, without their moves."""
+        used, array = np.unique(fragments, return_inverse=True)
+        tokens = [self._tokens(fragment) for fragment in used.tolist()]
+        start, stop = np.empty_like(rows), np.empty_like(rows)
+        for number, (fragment, found) in enumerate(zip(used.tolist(), tokens, strict=True)):
+            places = np.flatnonzero(array == number)
+            local = rows[places] - (self._fragments[fragment] + found.first)
+            start[places], stop[places] = found.offsets[local], found.offsets[local + 1]
+        return Spans(tuple(plain(found.values) for found in tokens), array, start, stop - start, NOTHING, tuple(tokens))
+
+    def _copied(self, rows: Ints, fragments: Ints) -> Spans:
+        """The same as copies, a fragment at a time, so that not many are held at once."""
+        parts: list[Spans] = []
+        order: list[Ints] = []
+        for fragment in np.unique(fragments).tolist():
+            places = np.flatnonzero(fragments == fragment)
+            there = self._spans(rows[places], fragments[places])
+            array, length = copied(there.arrays[0], there.start, there.length), there.length
+            parts.append(
+                Spans((array,), there.array, np.cumsum(length) - length, length, _unmoved(len(places)), (None,))
+            )
+            order.append(places)
+        return _up_to(self._bytes * _LARGER, Spans.join(parts).take(np.argsort(np.concatenate(order))))
+
+    def _num_rows(self, tokens: Tokens) -> int:
+        """As many as fill a block, were all rows like those of a fragment."""
+        mean = tokens.values.nbytes / (len(tokens.offsets) - 1)
+        return max(1, int(self._bytes / max(1.0, mean)))
+
+    def _have_room(self, num_bytes: int) -> bool:
+        """Whether the cache has room for so much of each shard."""
+        return len(_alive) * num_bytes <= self._source.cache_bytes
+
+    def _tokens(self, fragment: int) -> Tokens:
+        if self._share is not None and isinstance(self._source, PieceSource):
+            return self._source.tokens_of(self._column, fragment, self._share)
+        tokens = self._lent.get(fragment)
+        if tokens is None:
+            tokens = self._lent[fragment] = self._source.tokens(self._column, fragment)
+        return tokens
+
+    def _fragment_at(self, row: int) -> int:
+        return bisect_right(self._fragments.data, row) - 1
+
+
+def _up_to(num_bytes: int, spans: Spans) -> Spans:
+    """The first of the documents, where all of them are far larger than those by whose size they were counted."""
+    ends = np.cumsum(spans.length * spans.arrays[0].itemsize)
+    return spans if ends[-1] <= num_bytes else spans[: int(ends.searchsorted(num_bytes)) + 1]
+
+
+def _unmoved(num_documents: int) -> Moves:
+    return Moves(np.zeros(num_documents + 1, dtype=np.int64), NOTHING.slot, NOTHING.value)
+
+
+def block_bytes(cache_bytes: int, num_logical_shards: int) -> int:
+    """How much of a shard's tokens to put in order at once.
+
+    Enough for many samples, so that a fragment is not decoded for each of them where the fragments of all shards exceed the
+    cache; little enough for what all shards have put in order to take a quarter of it.
+    """
+    return max(2**16, min(2**20, cache_bytes // 4 // num_logical_shards))
+
+
+_alive: WeakSet[FragmentDocuments] = WeakSet()

@@ -1,0 +1,229 @@
+"""From spans to samples: documents end to end, and samples cut out of them into the rows of a batch.
+
+    spans    | document | document | mark | document |        places in memory
+    stretch  |b document e b document e     b document e|     with bos and eos around each; nothing is copied yet
+    samples      |  row 0  |  row 1  |  ...                   copied and widened once, into the batch
+
+`kernel.c` does this where it was built with the package; else NumPy does, with the same result, by copying twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cache as once
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from rescale_data.errors import require_int
+from rescale_data.nodes.reading.spans import NOTHING, Spans, TokenArray
+from rescale_data.state import Ints
+
+try:
+    from rescale_data.nodes.reading import kernel
+except ImportError:  # built without a compiler
+    kernel = None
+
+Rows: TypeAlias = npt.NDArray[np.integer[Any]]
+"""Of a batch: ``[b, seq_len]``, int64 or int32."""
+
+_KINDS = {np.dtype(kind).str: code for code, kind in enumerate(("i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8"))}
+_MARK = -1
+_log = logging.getLogger("rescale_data")
+
+
+@dataclass(frozen=True)
+class Around:
+    """What stands around each document, and in which dtype tokens come out.
+
+    Args:
+        eos_id, bos_id: Put after and before each document; `None` for nothing.
+        dtype: int64 or int32.
+    """
+
+    eos_id: int | None
+    bos_id: int | None
+    dtype: np.dtype[Any]
+
+    def __post_init__(self) -> None:
+        for name in ("eos_id", "bos_id"):
+            token = getattr(self, name)
+            if token is not None:
+                require_int(**{name: token})
+            if token is not None and not 0 <= token <= np.iinfo(self.dtype).max:
+                raise ValueError(
+                    f"{name}={token}: give a token from 0 to {np.iinfo(self.dtype).max}, or None for no such token."
+                )
+
+    @property
+    def tokens(self) -> list[int]:
+        """What stands between two documents."""
+        return [token for token in (self.eos_id, self.bos_id) if token is not None]
+
+    def lengths(self, spans: Spans) -> Ints:
+        """``int64[D]``, of each document with what stands around it; a mark has none."""
+        return np.where(spans.array < 0, 0, spans.length + len(self.tokens))
+
+
+class Stretch(Protocol):
+    """Documents end to end, and how far they have been drawn. It moves the position that it was made at."""
+
+    @property
+    def owner(self) -> Spans: ...
+
+    @property
+    def document(self) -> int:
+        """That of the next token."""
+        ...
+
+    @property
+    def left(self) -> int:
+        """Tokens that have not been drawn."""
+        ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+def stretch(spans: Spans, around: Around, position: memoryview) -> Stretch:
+    """The documents from a position on, int64 slots: an offset in the first, and where documents are read on.
+
+    Raises:
+        ValueError: The offset is behind the end of the first document.
+    """
+    if kernel is None:
+        return _Joined(spans, around, position)
+    kinds = np.array([*(_KINDS[array.dtype.str] for array in spans.arrays), _MARK], dtype=np.int8)[spans.array]
+    moves = spans.moves
+    bos, eos = (-1 if token is None else token for token in (around.bos_id, around.eos_id))
+    length, ends, slot, value = map(np.ascontiguousarray, (spans.length, moves.ends, moves.slot, moves.value))
+    return _Native(spans.addresses(), kinds, length, ends, slot, value, position, bos, eos, spans)
+
+
+def fill(stretches: list[Any], first: int, tokens: Rows, labels: Rows | None, doc_ids: Rows | None) -> int:
+    """Write the next sample of each stretch into its row, from row ``first`` on, and move their positions.
+
+    It stops where there is no stretch, or one with fewer tokens than a sample and, with labels, the one behind it.
+
+    Returns:
+        The first row that was not written.
+    """
+    if kernel is None:
+        while first < len(stretches) and _draw(stretches[first], first, tokens, labels, doc_ids):
+            first += 1
+        return first
+    try:
+        return kernel.fill(stretches, first, tokens, labels, doc_ids)
+    except OverflowError as error:
+        found: Stretch = stretches[error.args[0]]
+        _require_fit(found.owner[found.document :], tokens.dtype)
+        raise
+
+
+def copied(array: TokenArray, start: Ints, length: Ints) -> TokenArray:
+    """Documents of one array end to end, in an array of their own."""
+    part = Spans((array,), np.zeros_like(start), start, length, NOTHING, (None,))
+    if kernel is None:
+        return np.frombuffer(b"".join(part.views()), dtype=array.dtype)
+    into = np.empty(int(length.sum()), dtype=array.dtype)
+    kernel.join(part.addresses(), length * array.itemsize, into)
+    return into
+
+
+def joined(spans: Spans, around: Around) -> tuple[TokenArray, Ints]:
+    """Documents end to end, in the dtype they are stored in if that holds all tokens; ``int64[D + 1]``, where each begins."""
+    ends = np.concatenate([[0], np.cumsum(around.lengths(spans))])
+    stored = {array.dtype for array in spans.arrays}
+    _require_fit(spans, around.dtype)
+    dtype = stored.pop() if len(stored) == 1 else around.dtype
+    dtype = around.dtype if any(token > np.iinfo(dtype).max for token in around.tokens) else dtype
+    views = [v if v.format == dtype.char else np.asarray(v).astype(dtype).data for v in spans.views()]
+    separator = np.array(around.tokens, dtype=dtype).tobytes()
+    # One join of [nothing, the documents, nothing]: an eos too many at the front and a bos too many at the end.
+    tokens = np.frombuffer(separator.join((b"", *views, b"")), dtype=dtype)
+    front = int(around.eos_id is not None)
+    return tokens[front : front + int(ends[-1])], ends
+
+
+def say_without_kernel() -> None:
+    """Log, once, that NumPy is used where a few lines of C would be faster."""
+    if kernel is None:
+        _say()
+
+
+@once
+def _say() -> None:
+    _log.info(
+        "rescale_data was installed without a C compiler: packing goes through NumPy, with the same samples, at about half the "
+        "speed. Install it again where there is a compiler."
+    )
+
+
+if kernel is not None:
+
+    class _Native(kernel.Stretch):
+        __slots__ = ()
+
+        @property
+        def nbytes(self) -> int:
+            return self.owner.nbytes
+
+
+class _Joined:
+    """What `kernel.Stretch` is, in NumPy."""
+
+    def __init__(self, spans: Spans, around: Around, position: memoryview) -> None:
+        self.owner, self._position = spans, position
+        self.tokens, self._starts = joined(spans, around)
+        self._at = position[0]
+        self.document = 0
+        if not 0 <= self._at <= (self._starts[1] if len(spans) else 0):
+            raise ValueError(_BEHIND)
+
+    @property
+    def left(self) -> int:
+        return len(self.tokens) - self._at
+
+    @property
+    def nbytes(self) -> int:
+        return self.owner.nbytes + self.tokens.nbytes
+
+    def next(self, num_tokens: int) -> tuple[TokenArray, Ints]:
+        """The next tokens and the places among them at which a document has ended; the position moves behind them."""
+        start, stop = self._at, self._at + num_tokens
+        document = int(self._starts.searchsorted(stop))
+        document -= int(self._starts[document] > stop)
+        ends = self._starts[self.document + 1 : document + 1] - start
+        self.owner[self.document : document].move(self._position[1:], document - self.document)
+        self._at, self.document, self._position[0] = stop, document, stop - int(self._starts[document])
+        return self.tokens[start:stop], ends
+
+
+def _draw(found: Any, row: int, tokens: Rows, labels: Rows | None, doc_ids: Rows | None) -> bool:
+    size = tokens.shape[1]
+    if not isinstance(found, _Joined) or found.left < size + (labels is not None) or not size:
+        return False
+    start = len(found.tokens) - found.left
+    tokens[row], ends = found.next(size)
+    if labels is not None:
+        labels[row] = found.tokens[start + 1 : start + size + 1]
+    if doc_ids is not None:
+        begins = np.zeros(size + 1, dtype=np.int64)
+        begins[ends[ends > 0]] = 1  # what ends before the first token has none
+        doc_ids[row] = np.cumsum(begins[:size])
+    return True
+
+
+def _require_fit(spans: Spans, dtype: np.dtype[Any]) -> None:
+    """``ValueError`` where a token is larger than what it is to be written as."""
+    if all(np.can_cast(array.dtype, dtype) for array in spans.arrays):
+        return
+    found = [np.asarray(view) for view in spans.views() if len(view)]
+    least, most = min((int(v.min()) for v in found), default=0), max((int(v.max()) for v in found), default=0)
+    if least < np.iinfo(dtype).min or most > np.iinfo(dtype).max:
+        raise ValueError(f"The tokens from {least} to {most} do not fit {dtype}: give a wider dtype.")
+
+
+_BEHIND = "the position is behind the end of its document: the data is not what it was when the position was saved"

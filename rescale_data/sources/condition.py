@@ -1,0 +1,72 @@
+"""`Condition`: which rows of a table match an expression of ``pyarrow.compute``."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import dataset
+
+from rescale_data.sources.arrow_types import ArrowExpression, ArrowSchema, ArrowTable
+from rescale_data.sources.fragments import Footer
+from rescale_data.state import Ints
+
+_MATCH = "match"
+
+
+class Condition:
+    """An expression; ``TypeError`` where it is none."""
+
+    def __init__(self, expression: ArrowExpression) -> None:
+        if not isinstance(expression, pc.Expression):
+            raise TypeError(
+                f"filter={expression!r}: give an expression, such as pyarrow.compute.field('lang') == 'de'."
+            )
+        self.expression = expression
+
+    def __str__(self) -> str:
+        return str(self.expression)
+
+    def columns(self, schema: ArrowSchema) -> list[str]:
+        """Those that it asks for; ``ValueError`` where they are not there, or cannot be asked that."""
+        try:
+            kind = self._evaluate(schema.empty_table()).type
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+            raise ValueError(f"filter={self} cannot be asked of the columns {schema.names}: {error}") from None
+        if kind != pa.bool_():
+            raise ValueError(f"filter={self} is of type {kind}, not true or false: compare it with something.")
+        return [name for name in schema.names if self._asks_for(name, schema)]
+
+    def matches(self, table: ArrowTable) -> Ints:
+        """``int64[M]``, the rows for which it is true."""
+        return np.flatnonzero(self._evaluate(table).fill_null(False).to_numpy())
+
+    def _asks_for(self, name: str, schema: ArrowSchema) -> bool:
+        """Expressions do not tell. Without the column it cannot be bound."""
+        try:
+            self._evaluate(schema.remove(schema.get_field_index(name)).empty_table())
+        except pa.ArrowInvalid:
+            return True
+        return False
+
+    def _evaluate(self, table: ArrowTable) -> ArrowTable:
+        scanned = dataset.InMemoryDataset(table).scanner(columns={_MATCH: self.expression}, use_threads=False)
+        return scanned.to_table().column(_MATCH)
+
+
+def chosen(footer: Footer, matches: dict[int, Ints]) -> Footer:
+    """What is left of a file.
+
+    Args:
+        matches: Fragment -> which of its rows; none for those that are not there.
+    """
+    kept = [fragment for fragment, rows in sorted(matches.items()) if len(rows)]
+    counts = np.array([len(matches[fragment]) for fragment in kept], dtype=np.int64)
+    base = np.cumsum(footer.rows) - footer.rows
+    return Footer(
+        counts,
+        footer.nbytes[kept] * counts // np.maximum(1, footer.rows[kept]),
+        {**{name: values[kept] for name, values in footer.places.items()}, "base": base[kept]},
+        footer.kind,
+        np.concatenate([np.zeros(0, np.int64), *(matches[fragment] for fragment in kept)]).astype(np.uint32),
+    )

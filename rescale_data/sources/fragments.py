@@ -1,0 +1,146 @@
+"""`Fragments`: where the fragments of a source's files are, as plain arrays that can be mapped from one file."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rescale_data.sources.files.bundle import Bundle
+from rescale_data.state import Ints
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+_PLACE, _CHOSEN = "place.", "chosen"
+
+
+@dataclass(frozen=True)
+class Footer:
+    """What is known of a file before any of its data is read.
+
+    Args:
+        rows: ``int64[F]``, rows of each of its fragments.
+        nbytes: ``int64[F]``, about as many bytes as each takes in memory.
+        places: ``int64[F]`` each: what the format needs to find a fragment.
+        kind: What it needs to know of the file, as JSON values, the same in as many files as can be.
+        chosen: ``uint32[sum of rows]``, which row of its fragment each is, where a filter has chosen.
+    """
+
+    rows: Ints
+    nbytes: Ints
+    places: Mapping[str, Ints] = field(default_factory=dict[str, Ints])
+    kind: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    chosen: npt.NDArray[np.uint32] | None = None
+
+
+@dataclass(frozen=True)
+class Fragments:
+    """Those of all files: in memory, or mapped.
+
+    Args:
+        starts: ``int64[F + 1]``, the first row of each, and the number of rows.
+        nbytes: ``int64[F]``, about as many bytes as each takes in memory.
+        places: ``int64[F]`` each, see `Footer`.
+        files: ``int64[files + 1]``, the first fragment of each file.
+        kinds: Of the files, each once; ``kind_of``, ``int32[files]``, says which file is of which.
+        chosen: See `Footer`.
+    """
+
+    starts: Ints
+    nbytes: Ints
+    places: Mapping[str, Ints]
+    files: Ints
+    kinds: Sequence[Mapping[str, Any]]
+    kind_of: npt.NDArray[np.int32]
+    chosen: npt.NDArray[np.uint32] | None = None
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+    def file_of(self, fragment: int) -> int:
+        return bisect_right(self.files.data, fragment) - 1
+
+    def place(self, name: str, fragment: int) -> int:
+        return int(self.places[name][fragment])
+
+    def kind(self, file: int) -> Mapping[str, Any]:
+        return self.kinds[int(self.kind_of[file])]
+
+    def first_row(self, file: int) -> int:
+        return int(self.starts[self.files[file]])
+
+    @property
+    def file_rows(self) -> list[int]:
+        return np.diff(self.starts[self.files]).tolist()
+
+    def chosen_of(self, fragment: int) -> npt.NDArray[np.uint32] | None:
+        return None if self.chosen is None else self.chosen[self.starts[fragment] : self.starts[fragment + 1]]
+
+    def footer(self, file: int) -> Footer:
+        """What was known of one file."""
+        part = slice(*self.files[file : file + 2].tolist())
+        rows = slice(*self.starts[[part.start, part.stop]].tolist())
+        return Footer(
+            np.diff(self.starts[part.start : part.stop + 1]),
+            self.nbytes[part],
+            {name: values[part] for name, values in self.places.items()},
+            self.kind(file),
+            None if self.chosen is None else self.chosen[rows],
+        )
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """What `of` makes them of again, with ``kinds``."""
+        own = {"starts": self.starts, "nbytes": self.nbytes, "files": self.files, "kind_of": self.kind_of}
+        chosen = {} if self.chosen is None else {_CHOSEN: self.chosen}
+        return {**own, **chosen, **{_PLACE + name: values for name, values in self.places.items()}}
+
+    @staticmethod
+    def of(bundle: Bundle) -> Fragments:
+        """Those that lie in a file, mapped."""
+        own = {name: bundle.array(name) for name in ("starts", "nbytes", "files", "kind_of")}
+        places = {name.removeprefix(_PLACE): bundle.array(name) for name in bundle.names if name.startswith(_PLACE)}
+        chosen = bundle.array(_CHOSEN) if _CHOSEN in bundle.names else None
+        return Fragments(**own, places=places, kinds=bundle.facts["kinds"], chosen=chosen)
+
+
+def gather(footers: Sequence[Footer]) -> Fragments:
+    """The fragments of files in their order."""
+    kinds: dict[str, int] = {}
+    distinct: list[Mapping[str, Any]] = []
+    kind_of: list[int] = []
+    for footer in footers:
+        number = kinds.setdefault(repr(footer.kind), len(kinds))
+        if number == len(distinct):
+            distinct.append(footer.kind)
+        kind_of.append(number)
+    return Fragments(
+        _sums(_joined([footer.rows for footer in footers])),
+        _joined([footer.nbytes for footer in footers]),
+        {name: _joined([footer.places[name] for footer in footers]) for name in footers[0].places},
+        _sums(np.array([len(footer.rows) for footer in footers], dtype=np.int64)),
+        distinct,
+        np.array(kind_of, dtype=np.int32),
+        None if footers[0].chosen is None else np.concatenate([_of(footer.chosen) for footer in footers]),
+    )
+
+
+def spans(places: Ints) -> tuple[Ints, dict[str, Ints]]:
+    """Bytes and places of fragments that lie end to end, given where they begin and the last one ends."""
+    lengths = np.diff(places)
+    return lengths, {"offset": places[:-1], "length": lengths}
+
+
+def _joined(parts: Sequence[Ints]) -> Ints:
+    return np.concatenate(parts).astype(np.int64)
+
+
+def _sums(counts: Ints) -> Ints:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+
+
+def _of(chosen: npt.NDArray[np.uint32] | None) -> npt.NDArray[np.uint32]:
+    return np.zeros(0, np.uint32) if chosen is None else chosen

@@ -1,0 +1,186 @@
+"""The index of a source on disk: where its fragments are, and the list of its files, made once for all processes and runs.
+
+    <folder>/<what is indexed>-<listing>.rdindex        listing: a digest of names, sizes and times of the files
+
+It is never changed: other files have another one, for which only those files are read that the last one does not name. Whoever
+opens the source maps it. Processes that find none make it together, some files a part, each part by whoever comes first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from rescale_data.sources.files.bundle import Bundle, Strings, string_arrays, write_bundle
+from rescale_data.sources.files.once import make_once
+from rescale_data.sources.files.paths import Files
+from rescale_data.sources.fragments import Footer, Fragments, gather
+
+Read: TypeAlias = Callable[[Sequence[int]], list[Footer]]
+
+VERSION = 1
+PART_FILES = 32
+_SUFFIX, _PARTS = ".rdindex", ".parts"
+_SHOWN = 5
+_log = logging.getLogger("rescale_data")
+
+
+@dataclass(frozen=True)
+class IndexFolder:
+    """Where the indices of a source lie.
+
+    Args:
+        folder: Shared by all ranks.
+        about: What is indexed, as JSON values: the format, and what of its arguments the fragments depend on.
+        given: The paths that stand for the files, to know which earlier index was of these.
+    """
+
+    folder: str
+    about: Mapping[str, Any]
+    given: Sequence[str]
+
+    def open(self, files: Files, read: Read) -> str:
+        """The index of these files, made where there is none.
+
+        Args:
+            files: As they are now.
+            read: Numbers of files -> what is known of each.
+
+        Raises:
+            ValueError: The index is damaged or of another format, or a file is not what it was; it is named.
+        """
+        path = self.path(files)
+        if not os.path.exists(path):
+            self._make(path, files, read)
+        return path
+
+    def path(self, files: Files) -> str:
+        listed = _digest(list(files.names), [int(size) for size in files.sizes], list(files.stamps))
+        return os.path.join(self.folder, f"{_digest(self.about)}-{listed}{_SUFFIX}")
+
+    def earlier(self) -> Iterator[str]:
+        """The indices of this source, the newest first."""
+        begin = f"{_digest(self.about)}-"
+        try:
+            found = [entry for entry in os.scandir(self.folder) if entry.name.startswith(begin)]
+        except OSError:
+            return
+        for entry in sorted(found, key=lambda entry: entry.stat().st_mtime_ns, reverse=True):
+            if entry.name.endswith(_SUFFIX):
+                yield entry.path
+
+    def load(self, path: str) -> Bundle:
+        """An index, mapped; ``ValueError`` where it is not one of this source."""
+        try:
+            bundle = Bundle(path)
+        except ValueError as error:
+            raise ValueError(f"{error}: it was cut short, or is none. Delete it, and it is made anew.") from None
+        version = bundle.facts.get("version", 0)
+        if version > VERSION:
+            raise ValueError(
+                f"{path} is an index of version {version}, and this one knows {VERSION}: upgrade rescale_data."
+            )
+        if bundle.facts.get("about") != json.loads(json.dumps(self.about)):
+            raise ValueError(
+                f"{path} is an index of {bundle.facts.get('about')}, not of {dict(self.about)}. Delete it."
+            )
+        return bundle
+
+    def _make(self, path: str, files: Files, read: Read) -> None:
+        known = self._known(files)
+        os.makedirs(self.folder, exist_ok=True)
+        todo = [file for file, name in enumerate(files.names) if name not in known]
+        parts = [todo[at : at + PART_FILES] for at in range(0, len(todo), PART_FILES)]
+        _log.info("%s: %d of %d files are read for its index, %s", files.root, len(todo), len(files.names), path)
+        if len(parts) > 1:
+            _make_parts(path, parts, read)
+
+        def write(aside: str) -> None:
+            read_now = read(todo) if len(parts) <= 1 else _read_parts(path, len(parts))
+            found = {**known, **dict(zip((files.names[file] for file in todo), read_now, strict=True))}
+            self._write(aside, files, gather([found[name] for name in files.names]))
+
+        make_once(path, lambda: os.path.exists(path), write)
+        shutil.rmtree(path + _PARTS, ignore_errors=True)
+
+    def _known(self, files: Files) -> dict[str, Footer]:
+        """What the last index of the same paths says; ``ValueError`` where a file of it has changed since."""
+        for path in self.earlier():
+            bundle = self.load(path)
+            if bundle.facts["given"] != list(self.given):
+                continue
+            then, fragments = listed(bundle, files), Fragments.of(bundle)
+            old = {name: file for file, name in enumerate(then.names)}
+            now = {
+                name: (size, stamp) for name, size, stamp in zip(files.names, files.sizes, files.stamps, strict=True)
+            }
+            stale = [n for n, f in old.items() if n in now and now[n] != (int(then.sizes[f]), then.stamps[f])]
+            if stale:
+                raise ValueError(
+                    f"{_some(stale)} below {files.root} changed since the index {path} was made. Restore what was there, or "
+                    f"delete the index, so that all files are read anew."
+                )
+            if gone := [name for name in old if name not in now]:
+                _log.warning("%s: %s are in its index, and no longer there.", files.root, _some(gone))
+            return {name: fragments.footer(file) for name, file in old.items() if name in now}
+        return {}
+
+    def _write(self, path: str, files: Files, index: Fragments) -> None:
+        facts = {"version": VERSION, "about": self.about, "given": list(self.given), "kinds": list(index.kinds)}
+        write_bundle(path, facts, {**index.arrays(), **_listing(files)})
+
+
+def listed(bundle: Bundle, files: Files) -> Files:
+    """The files that an index is of, in the place of those that were found."""
+    return files.listed(Strings(bundle, "names"), bundle.array("sizes"), Strings(bundle, "stamps"))
+
+
+def _listing(files: Files) -> dict[str, Any]:
+    sizes = np.array(files.sizes, dtype=np.int64)
+    return {**string_arrays("names", files.names), "sizes": sizes, **string_arrays("stamps", files.stamps)}
+
+
+def _make_parts(path: str, parts: Sequence[Sequence[int]], read: Read) -> None:
+    """Read files until all parts are there: first those that nobody has begun, then those that nobody has finished."""
+    folder = path + _PARTS
+    os.makedirs(folder, exist_ok=True)
+    mixed = random.sample(range(len(parts)), len(parts))
+    try:
+        for wait in (False, True):
+            for part in mixed:
+                name = os.path.join(folder, str(part))
+
+                def write(aside: str, files: Sequence[int] = parts[part]) -> None:
+                    index = gather(read(files))
+                    write_bundle(aside, {"kinds": list(index.kinds)}, index.arrays())
+
+                make_once(name, lambda name=name: os.path.exists(path) or os.path.exists(name), write, wait=wait)
+    except FileNotFoundError:
+        if not os.path.exists(path):  # else somebody has made the whole of it, and cleared its parts away
+            raise
+
+
+def _read_parts(path: str, num_parts: int) -> list[Footer]:
+    found: list[Footer] = []
+    for part in range(num_parts):
+        index = Fragments.of(Bundle(os.path.join(path + _PARTS, str(part))))
+        found += [index.footer(file) for file in range(len(index.files) - 1)]
+    return found
+
+
+def _digest(*values: Any) -> str:
+    return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

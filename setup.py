@@ -1,0 +1,16 @@
+"""What pyproject.toml cannot say: the C extension, which is left out where there is no compiler."""
+
+from setuptools import Extension, setup
+
+setup(
+    ext_modules=[
+        Extension(
+            "rescale_data.nodes.reading.kernel",
+            ["rescale_data/nodes/reading/kernel.c"],
+            extra_compile_args=["-O3"],
+            optional=True,
+            py_limited_api=True,
+        )
+    ],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)

@@ -1,0 +1,112 @@
+"""The processes that a loader's collectives are made among: nobody else's group disturbs them, nobody else is in them."""
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from rescale_data.engine.ranks import find_ranks
+from tests.distributed.legs import Data, take
+from tests.distributed.ranks import run_ranks
+
+UNEVEN = Data("rows", 100, 7)
+
+
+def _error(kind: type[Exception], call: Any) -> str:
+    with pytest.raises(kind) as error:
+        call()
+    return str(error.value)
+
+
+def on_4_ranks() -> dict[str, Any]:
+    me = dist.get_rank()
+    found: dict[str, Any] = {}
+    dist.new_group([0])  # legal, and what made the names of torch's groups differ between ranks
+    pair = dist.new_group([0, 1]) if me < 2 else dist.new_group([0, 1]) and None
+    loader = UNEVEN.loader(12, 1, timeout=20.0, save_timeout=2.0)
+    take(loader, 2)
+    found["circle is shared"] = UNEVEN.loader(12, 1).setup.ranks.circle is loader.setup.ranks.circle
+
+    began = time.monotonic()
+    if me == 0:  # what `if rank == 0: torch.save(loader.state_dict())` comes to
+        found["alone"] = _error(RuntimeError, loader.full_state_dict)
+        found["seconds alone"] = time.monotonic() - began
+    dist.barrier()
+    found["together"] = loader.full_state_dict()["shards"]["samples"].tolist()  # being left alone has broken nothing
+
+    by_dp_rank = UNEVEN.loader(12, dp_rank=me // 2, dp_world_size=2)  # two TP peers each
+    take(by_dp_rank, 3)
+    found["peers"] = by_dp_rank.full_state_dict()["shards"]["samples"].tolist()
+    found["members"] = by_dp_rank.setup.ranks.circle._names  # type: ignore[union-attr]
+    found["missing"] = _error(ValueError, lambda: UNEVEN.loader(12, dp_rank=me % 2, dp_world_size=3))
+
+    world: Any = dist.group.WORLD
+    given = UNEVEN.loader(12, 1, group=world)
+    take(given, 2)
+    found["of the trainer"] = given.full_state_dict()["shards"]["samples"].tolist()
+    found["wrong size"] = _error(ValueError, lambda: UNEVEN.loader(12, dp_rank=0, dp_world_size=2, group=world))
+    if pair is not None:
+        found["pair"] = UNEVEN.loader(12, group=pair).setup.ranks.world_size
+    dist.barrier()
+    found["threads"] = _in_threads()
+    return found
+
+
+def _in_threads() -> bool:
+    """Two threads of each process, that come to their exchanges in another order on each rank."""
+    ranks = [find_ranks(None, None, None, None, 30.0, 30.0) for _ in range(2)]
+    owner = np.arange(4)
+    merged: list[list[Any]] = [[], []]
+
+    def exchange(which: int) -> None:
+        for turn in range(10):
+            if (turn + which + ranks[0].rank) % 3 == 0:
+                ranks[which].least(0)  # and nobody waits for it
+            table = np.full((4, 2), 100 * turn + which)
+            table[:, 1] = ranks[0].rank
+            merged[which].append(ranks[which].merge(table, owner))
+
+    threads = [threading.Thread(target=exchange, args=(which,)) for which in range(2)]
+    for thread in threads[:: 1 if ranks[0].rank % 2 else -1]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    want = [[[[100 * turn + which, rank] for rank in range(4)] for turn in range(10)] for which in range(2)]
+    return [[table.tolist() for table in tables] for tables in merged] == want
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(4, tmp_path_factory.mktemp("groups"), on_4_ranks)
+
+
+def test_groups_of_others_do_not_disturb_and_loaders_share_one(found: list[dict[str, Any]]) -> None:
+    assert all(rank["circle is shared"] for rank in found)
+
+
+def test_a_rank_that_saves_alone_is_told_so_and_may_save_with_the_others_afterwards(
+    found: list[dict[str, Any]],
+) -> None:
+    assert "the ranks [1, 2, 3] did not come" in found[0]["alone"]
+    assert "call it on every rank, before `if rank == 0`" in found[0]["alone"]
+    assert "at most 2 s" in found[0]["alone"]  # save_timeout, although timeout is longer
+    assert all(sum(rank["together"]) == 8 and rank["together"] == found[0]["together"] for rank in found)
+
+
+def test_no_group_spans_the_peers_that_share_a_dp_rank(found: list[dict[str, Any]]) -> None:
+    assert [rank["members"] for rank in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert all(sum(rank["peers"]) == 36 and rank["peers"] == found[0]["peers"] for rank in found)
+    assert all("no process of the group was given dp_rank=2" in rank["missing"] for rank in found)
+
+
+def test_the_trainers_own_group_serves_if_it_holds_the_dp_ranks(found: list[dict[str, Any]]) -> None:
+    assert all(rank["of the trainer"] == found[0]["of the trainer"] for rank in found)
+    assert [rank.get("pair") for rank in found] == [2, 2, None, None]
+    assert all("the group holds exactly the dp ranks, in their order" in rank["wrong size"] for rank in found)
+
+
+def test_threads_may_come_to_several_exchanges_in_any_order(found: list[dict[str, Any]]) -> None:
+    assert all(rank["threads"] for rank in found)

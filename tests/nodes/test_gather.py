@@ -1,0 +1,152 @@
+"""`gather`: the compiled extension and NumPy give the same samples and positions, which are those of a list of tokens."""
+
+import logging
+import shutil
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rescale_data.nodes.reading import gather
+from rescale_data.nodes.reading.spans import EMPTY, Moves, Spans
+
+KINDS = ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8"]
+WAYS = [None, gather.kernel] if gather.kernel is not None else [None]
+
+
+def test_it_was_built_where_there_is_a_compiler() -> None:
+    if shutil.which("cc") is None:
+        pytest.skip("there is no C compiler")
+    assert gather.kernel is not None, "python setup.py build_ext --inplace"
+
+
+@st.composite
+def documents(draw: Any) -> tuple[Spans, list[list[int]]]:
+    """Spans of several arrays, with marks among them, and their tokens; each moves its own slots of four."""
+    arrays = [
+        np.array(draw(st.lists(st.integers(0, 120), min_size=1, max_size=30)), dtype=draw(st.sampled_from(KINDS)))
+        for _ in range(draw(st.integers(1, 3)))
+    ]
+    places, moves, tokens = [], [], []
+    for number in range(draw(st.integers(1, 12))):
+        which = draw(st.integers(-1 if number else 0, len(arrays) - 1))
+        size = len(arrays[which]) if which >= 0 else 0
+        start = draw(st.integers(0, size))
+        length = draw(st.integers(0, size - start))
+        places.append((which, start, length))
+        moves.append(draw(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 99)), max_size=3)))
+        tokens.append([] if which < 0 else arrays[which][start : start + length].tolist())
+    ends = np.cumsum([0, *map(len, moves)])
+    slot, value = np.array([move for each in moves for move in each], dtype=np.int64).reshape(-1, 2).T
+    array, begin, length = np.array(places, dtype=np.int64).T
+    return Spans(tuple(arrays), array, begin, length, Moves(ends, slot, value), (None,) * len(arrays)), tokens
+
+
+def drawn(way: Any, spans: Spans, around: gather.Around, size: int, offset: int, labels: bool) -> list[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gather, "kernel", way)
+        position = np.array([offset, 0, 0, 0, 0])
+        stretch, found = gather.stretch(spans, around, position.data), []
+        while True:
+            columns = [np.full((3, size), -7, around.dtype) for _ in range(3)]
+            first = gather.fill([stretch] * 3, 0, columns[0], columns[1] if labels else None, columns[2])
+            found.append((first, [c.tolist() for c in columns], position.tolist(), stretch.left, stretch.document))
+            if first < 3:
+                return found
+
+
+@given(
+    spans=documents(),
+    size=st.integers(1, 9),
+    eos=st.sampled_from([None, 2, 70_000]),
+    bos=st.sampled_from([None, 1]),
+    dtype=st.sampled_from(["i4", "i8"]),
+    labels=st.booleans(),
+    offset=st.integers(0, 3),
+)
+@settings(max_examples=400, deadline=None)
+def test_samples_and_positions(spans, size, eos, bos, dtype, labels, offset) -> None:
+    made, tokens = spans
+    around = gather.Around(eos, bos, np.dtype(dtype))
+    offset = min(offset, int(around.lengths(made)[0]))
+    results = [drawn(way, made, around, size, offset, labels) for way in WAYS]
+    assert results.count(results[0]) == len(results)
+    flat = [
+        token
+        for which, document in zip(made.array.tolist(), tokens, strict=True)
+        for token in ([] if which < 0 else [*[bos] * (bos is not None), *document, *[eos] * (eos is not None)])
+    ][offset:]
+    samples = [row for first, columns, *_ in results[0] for row in columns[0][:first]]
+    assert [token for sample in samples for token in sample] == flat[: len(samples) * size]
+    assert len(samples) == max(0, (len(flat) - labels) // size)
+    if labels:
+        following = [row for first, columns, *_ in results[0] for row in columns[1][:first]]
+        assert [token for row in following for token in row] == flat[1 : len(samples) * size + 1]
+
+
+@pytest.mark.parametrize("way", WAYS)
+class TestBothWays:
+    @pytest.fixture(autouse=True)
+    def _patched(self, way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(gather, "kernel", way)
+
+    @pytest.mark.parametrize(("start", "length"), [(-1, 2), (3, 4), (0, 2**62), (2, -1)])
+    def test_nothing_beyond_an_array_is_read(self, start: int, length: int) -> None:
+        numbers = (np.array([0]), np.array([start]), np.array([length]))
+        spans = Spans((np.arange(6),), *numbers, Moves.of([0], np.array([[1]])), (None,))
+        with pytest.raises(IndexError, match="beyond its array"):
+            spans.addresses()
+
+    def test_a_position_that_is_no_longer_one(self) -> None:
+        spans = Spans.of(np.arange(3), Moves.of([0], np.array([[1]])))
+        with pytest.raises(ValueError, match="the data is not what it was"):
+            gather.stretch(spans, gather.Around(None, None, np.dtype("i8")), np.array([4, 0]).data)
+
+    @pytest.mark.parametrize(
+        ("kind", "token", "dtype"),
+        [("u4", 2**31, "i4"), ("i8", -(2**31) - 1, "i4"), ("u8", 2**63, "i8"), ("u8", 2**31, "i4")],
+    )
+    def test_a_token_that_does_not_fit(self, kind: str, token: int, dtype: str) -> None:
+        around, position = gather.Around(None, None, np.dtype(dtype)), np.array([0, 0])
+        spans = Spans.of(np.array([5, token], dtype=kind), Moves.of([0], np.array([[1]])))
+        with pytest.raises(ValueError, match=rf"{token}.* do not fit int"):
+            gather.fill([gather.stretch(spans, around, position.data)], 0, np.empty((1, 2), dtype), None, None)
+        assert position.tolist() == [0, 0]
+
+    def test_copies(self) -> None:
+        array = np.arange(10, dtype=np.uint16)
+        assert gather.copied(array, np.array([7, 0, 3]), np.array([2, 3, 0])).tolist() == [7, 8, 0, 1, 2]
+        assert len(gather.copied(array, np.array([0]), np.array([0]))) == 0
+
+    def test_where_there_is_none_it_stops(self) -> None:
+        around, position = gather.Around(None, None, np.dtype("i8")), np.array([0, 0])
+        full = gather.stretch(Spans.of(np.arange(9), Moves.of([0], np.array([[1]]))), around, position.data)
+        rows = np.zeros((3, 4), np.int64)
+        assert gather.fill([full, None, full], 0, rows, None, None) == 1
+        assert gather.fill([full, None, full], 2, rows, None, None) == 3
+        assert rows.tolist() == [[0, 1, 2, 3], [0, 0, 0, 0], [4, 5, 6, 7]]
+
+
+def test_moves() -> None:
+    moves = Moves.of([0, 2], np.array([[1, 5], [2, 6], [3, 7]]))
+    position = np.zeros(4, np.int64)
+    moves[1:].apply(position.data, 1)
+    assert position.tolist() == [2, 0, 6, 0]
+    moves.take(np.array([2, 0])).under(1).apply(position.data, 2)
+    assert position.tolist() == [2, 1, 6, 5]
+    both = moves.then(Moves.of([3], np.array([[8], [9], [10]])))
+    assert (both.ends.tolist(), both.slot.tolist(), both.value.tolist()) == (
+        [0, 3, 6, 9], [0, 2, 3] * 3, [1, 5, 8, 2, 6, 9, 3, 7, 10],
+    )  # fmt: skip
+    assert moves.grouped(np.array([1, 1, 3])).ends.tolist() == [0, 2, 2, 6]
+    assert len(Spans.join([EMPTY, EMPTY])) == 0
+
+
+def test_numpy_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(gather, "kernel", None)
+    gather._say.cache_clear()
+    with caplog.at_level(logging.INFO, "rescale_data"):
+        gather.say_without_kernel(), gather.say_without_kernel()
+    assert [record.levelname for record in caplog.records] == ["INFO"]
