@@ -78,9 +78,8 @@ def lost(
 
 def modes(training: Training, folder: Path) -> dict[str, Callable[[], Callable[[], bool]]]:
     count = iter(range(10**6))
-    managers = {
-        mode: CheckpointManager(folder / mode, keep_latest=1, async_mode=mode) for mode in ("thread", "process")
-    }  # type: ignore[arg-type]
+    manager = CheckpointManager(folder / "thread", keep_latest=1)
+    manager.warm_up(training.state)
     buffers = [torch.empty_like(value) for value in tensors(training)]
 
     def copy() -> Callable[[], bool]:
@@ -97,20 +96,14 @@ def modes(training: Training, folder: Path) -> dict[str, Callable[[], Callable[[
         dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder / f"stock-{next(count)}")
         return lambda: True
 
-    def staged(mode: str) -> Callable[[], Callable[[], bool]]:
-        def begin() -> Callable[[], bool]:
-            step = next(count)
-            managers[mode].save(step, training.state)
-            return lambda: step in managers[mode].steps()
-
-        return begin
+    def staged() -> Callable[[], bool]:
+        return manager.save(next(count), training.state).committed.done
 
     return {
         "memory copy": copy,
         "dcp.save": stock,
         "sync": sync,
-        "staged, thread": staged("thread"),
-        "staged, process": staged("process"),
+        "staged": staged,
     }
 
 

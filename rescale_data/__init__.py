@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rescale_data import testing
-    from rescale_data.checkpoint.changed import load_changed
-    from rescale_data.checkpoint.check import check_checkpoint
+    from rescale_data.checkpoint.data_state import check_checkpoint, load_changed
     from rescale_data.documents_of_step import step_documents
     from rescale_data.engine.collate import pad_collate
     from rescale_data.engine.shards import LogicalShards
@@ -79,8 +78,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "checkpoint.changed": ("load_changed",),
-    "checkpoint.check": ("check_checkpoint",),
+    "checkpoint.data_state": ("check_checkpoint", "load_changed"),
     "engine.collate": ("pad_collate",),
     "engine.shards": ("LogicalShards",),
     "errors": ("DataStateError",),

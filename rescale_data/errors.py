@@ -1,4 +1,4 @@
-"""The one exception class of our own, and the check of arguments that are counts."""
+"""The exceptions of our own, and the check of arguments that are counts."""
 
 
 class DataStateError(ValueError):
@@ -6,6 +6,18 @@ class DataStateError(ValueError):
 
     The message says what was given, what is allowed, and the cure.
     """
+
+
+class DamagedCheckpointError(ValueError):
+    """Files of a checkpoint are not those that were saved.
+
+    Attributes:
+        problems: One sentence a file.
+    """
+
+    def __init__(self, message: str, problems: list[str] | None = None) -> None:
+        super().__init__(message)
+        self.problems = problems or [message]
 
 
 def require_int(**values: object) -> None:

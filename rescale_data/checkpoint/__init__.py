@@ -9,29 +9,30 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rescale_data.checkpoint.check import check_checkpoint
+    from rescale_data.checkpoint.api import LoadReport, load, save
     from rescale_data.checkpoint.convert.safetensors import from_safetensors, to_safetensors
     from rescale_data.checkpoint.convert.torch_save import from_torch_save, to_torch_save
-    from rescale_data.checkpoint.data_state import read_data_state
-    from rescale_data.checkpoint.loading import LoadReport, load
-    from rescale_data.checkpoint.manager import CheckpointManager
+    from rescale_data.checkpoint.data_state import check_checkpoint, load_changed, read_data_state
+    from rescale_data.checkpoint.manager import CheckpointManager, RunReader, Saving
     from rescale_data.checkpoint.optimizer.full import (
         full_optimizer_state,
         load_full_optimizer_state,
         load_optimizer_stream,
         stream_optimizer_state,
     )
-    from rescale_data.checkpoint.saving import save
-    from rescale_data.checkpoint.storage.integrity import verify
+    from rescale_data.checkpoint.storage.open import verify
 
 __all__ = [
     "CheckpointManager",
     "LoadReport",
+    "RunReader",
+    "Saving",
     "check_checkpoint",
     "from_safetensors",
     "from_torch_save",
     "full_optimizer_state",
     "load",
+    "load_changed",
     "load_full_optimizer_state",
     "load_optimizer_stream",
     "read_data_state",
@@ -43,20 +44,18 @@ __all__ = [
 ]
 
 _HOMES = {
-    "check": ("check_checkpoint",),
+    "api": ("LoadReport", "load", "save"),
+    "convert.safetensors": ("from_safetensors", "to_safetensors"),
     "convert.torch_save": ("from_torch_save", "to_torch_save"),
-    "data_state": ("read_data_state",),
+    "data_state": ("check_checkpoint", "load_changed", "read_data_state"),
+    "manager": ("CheckpointManager", "RunReader", "Saving"),
     "optimizer.full": (
         "full_optimizer_state",
         "load_full_optimizer_state",
         "load_optimizer_stream",
         "stream_optimizer_state",
     ),
-    "storage.integrity": ("verify",),
-    "loading": ("LoadReport", "load"),
-    "manager": ("CheckpointManager",),
-    "convert.safetensors": ("from_safetensors", "to_safetensors"),
-    "saving": ("save",),
+    "storage.open": ("verify",),
 }
 
 

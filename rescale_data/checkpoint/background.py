@@ -27,9 +27,10 @@ class Background:
         self.num_waits = 0
         self.wait_seconds = 0.0
 
-    def submit(self, work: Callable[[], None]) -> None:
+    def submit(self, work: Callable[[], None]) -> Future[None]:
         """Start ``work``. ``settle`` comes first."""
         self._running = self._pool.submit(_logged, work)
+        return self._running
 
     def settle(self) -> None:
         """Wait for the job that runs; raise what it raised."""

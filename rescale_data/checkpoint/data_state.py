@@ -1,21 +1,28 @@
-"""The data loader's state in a checkpoint, without a model and without other ranks."""
+"""The data loader's state in a checkpoint: read without a model and without other ranks, explained, or changed on its way."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, TypeVar
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageReader
 
-from rescale_data.checkpoint.entries import Path, nested, value_at
-from rescale_data.checkpoint.loading import refuse_damaged
-from rescale_data.checkpoint.plain import load_plain
-from rescale_data.checkpoint.ranks import Ranks
-from rescale_data.checkpoint.storage.commit import replaced_by_a_killed_save
-from rescale_data.checkpoint.storage.lease import reading
-from rescale_data.checkpoint.storage.reader import CheckpointReader
-from rescale_data.checkpoint.storage.store import StrPath, open_store
+from rescale_data.checkpoint.planner import load_plain
+from rescale_data.checkpoint.storage.open import again, opened
+from rescale_data.checkpoint.storage.store import StrPath
+from rescale_data.checkpoint.tree import tree_of
+from rescale_data.engine.check import check
+from rescale_data.engine.data_state import find, names_under
+from rescale_data.engine.recipe import STRINGS
+from rescale_data.engine.statedict import INTS
+from rescale_data.engine.stream import HasStream
+
+T = TypeVar("T")
+Source: TypeAlias = str | os.PathLike[str] | StorageReader
 
 
 def read_data_state(
@@ -35,45 +42,89 @@ def read_data_state(
         FileNotFoundError: no checkpoint at ``path``.
         ValueError: no data state in it, several and no ``name``, or damaged files.
     """
-    store, folder = open_store(path, storage_options)
-    folder = replaced_by_a_killed_save(store, folder) or folder
-    with reading(store, folder):
-        refuse_damaged(store, folder, Ranks.alone(), checksums=checksums)
-        reader = CheckpointReader(store, folder, trusted=False)
-        metadata = reader.read_metadata()
-        root = _root(folder, metadata, name)
-        plain = placeholders(metadata, root)
-        load_plain(plain, reader)
-    return dict(value_at(plain, root))
+
+    def read() -> dict[str, Any]:
+        with opened(path, checksums=checksums, storage_options=storage_options) as reader:
+            return _DataState(reader, path, name).read()
+
+    return again(read)
 
 
-def data_states(metadata: Metadata) -> list[Path]:
-    """Where in a checkpoint data states are."""
-    paths = [tuple(map(str, path)) for path in (metadata.planner_data or {}).values()]
-    with_shards = {path[: path.index("shards")] for path in paths if "shards" in path}
-    return sorted(path[:-1] for path in paths if path[-1] == "num_logical_shards" and path[:-1] in with_shards)
+def check_checkpoint(path: Source, loader: HasStream, key: str | None = None) -> None:
+    """Explain why the data state of a DCP checkpoint does not fit a loader; return if it does.
+
+    Reads the checkpoint's metadata and the few numbers and strings of the data state; no tensor, and on this process alone.
+
+    Args:
+        path: The checkpoint's folder, or a DCP `StorageReader`.
+        loader: A `DataLoader`, `LogicalShards` or ``rescale_data.xla.DeviceLoader``.
+        key: Where the loader's state is in the checkpoint, ``"loader"``; default: found by its fields.
+
+    Raises:
+        FileNotFoundError: There is no DCP checkpoint.
+        DataStateError: It holds no data state, or one of another N, seed, dataset or pipeline.
+    """
+
+    def explain(state: _DataState) -> None:
+        table = {path[1]: name for name, path in state.names.items() if len(path) == 2 and path[0] == "shards"}
+        check({field: state.metadata[name] for field, name in table.items()}, state.read(*INTS, *STRINGS), loader)
+
+    _with_state(path, key, explain)
 
 
-def placeholders(metadata: Metadata, root: Path) -> dict[str, Any]:
-    """What DCP loads all that is under ``root`` into: whole tensors on the CPU."""
-    mappings = metadata.planner_data or {}
-    saved = [(tuple(mappings.get(key, (key,))), meta) for key, meta in metadata.state_dict_metadata.items()]
-    return nested([(path, _empty(meta)) for path, meta in saved if path[: len(root)] == root])
+def load_changed(path: Source, loader: Stateful, key: str | None = None) -> None:
+    """Go on from a DCP checkpoint although sources were added to a `WeightedSampler`, which ``dcp.load`` refuses.
+
+    For all else load the same checkpoint with ``dcp.load``, without the loader in its dict. The added sources begin with
+    their first row, removed ones are dropped with a warning, the others go on; the new weights count from now on. Ranks,
+    workers and batch sizes may change at the same time. Every rank reads the whole table, a few integers a logical shard.
+
+    Args:
+        path: The checkpoint's folder, or a DCP `StorageReader`.
+        loader: With the new pipeline; a `DataLoader` or ``rescale_data.xla.DeviceLoader``.
+        key: Where the loader's state is in the checkpoint, ``"loader"``; default: found by its fields.
+
+    Raises:
+        FileNotFoundError: There is no DCP checkpoint.
+        DataStateError: It holds no data state, or one that differs in more than that.
+    """
+    _with_state(path, key, lambda state: loader.load_state_dict(state.read("shards", *INTS, *STRINGS)))
+
+
+def _with_state(path: Source, key: str | None, work: Callable[[_DataState], T]) -> T:
+    """What ``work`` makes of the data state in a checkpoint, whose files have their sizes, or behind a reader."""
+    if isinstance(path, StorageReader):
+        return work(_DataState(path, path, key))
+
+    def read() -> T:
+        with opened(path, checksums=False) as reader:
+            return work(_DataState(reader, path, key))
+
+    return again(read)
+
+
+class _DataState:
+    """The values of one data state.
+
+    Attributes:
+        metadata: Of all values, by flattened name.
+        names: Paths within the data state, by flattened name.
+    """
+
+    def __init__(self, reader: StorageReader, where: object, key: str | None) -> None:
+        self._reader = reader
+        read = reader.read_metadata()
+        self.metadata = read.state_dict_metadata
+        paths = {name: (read.planner_data or {}).get(name, (name,)) for name in self.metadata}
+        self.names = names_under(paths, find(paths.values(), key, where))
+
+    def read(self, *parts: str) -> dict[str, Any]:
+        """What is under these names, default all, as whole tensors on the CPU."""
+        names = {name: path for name, path in self.names.items() if not parts or path[0] in parts}
+        plain = {name: _empty(self.metadata[name]) for name in names}
+        load_plain(plain, self._reader, flat=True)
+        return tree_of(names, plain)
 
 
 def _empty(meta: Any) -> Any:
     return torch.empty(meta.size, dtype=meta.properties.dtype) if isinstance(meta, TensorStorageMetadata) else None
-
-
-def _root(path: str, metadata: Metadata, name: str | None) -> Path:
-    found = {".".join(root): root for root in data_states(metadata)}
-    if name is None and len(found) == 1:
-        return next(iter(found.values()))
-    if name in found:
-        return found[name]
-    if not found:
-        raise ValueError(f"The checkpoint {path} holds no data state: no loader was in the state that was saved.")
-    asked = "" if name is None else f", and none is named {name!r}"
-    raise ValueError(
-        f"The checkpoint {path} holds the data states {sorted(found)}{asked}. Pass name= with one of them."
-    )

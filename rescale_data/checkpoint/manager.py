@@ -7,43 +7,148 @@ import logging
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, Self, TypeAlias, cast, get_args
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import new_group
 
+from rescale_data.checkpoint.api import LoadReport, begin, plain_state, read, write
 from rescale_data.checkpoint.background import Background
-from rescale_data.checkpoint.deletions import Deletions
-from rescale_data.checkpoint.entries import State, entries_of
-from rescale_data.checkpoint.failures import DamagedCheckpointError
-from rescale_data.checkpoint.loading import LoadReport, read, refuse_damaged
 from rescale_data.checkpoint.ranks import Ranks
-from rescale_data.checkpoint.retention import Retention
-from rescale_data.checkpoint.saving import begin, plain_state, write
+from rescale_data.checkpoint.retention import Deletions, Retention, ranked
 from rescale_data.checkpoint.staging import Staged, Stager
-from rescale_data.checkpoint.storage.integrity import problems
+from rescale_data.checkpoint.state import State, entries_of
+from rescale_data.checkpoint.storage.dcp import CheckpointWriter, SaveInfo
 from rescale_data.checkpoint.storage.manifest import checked_metrics
-from rescale_data.checkpoint.storage.reader import CheckpointReader
+from rescale_data.checkpoint.storage.open import again, open_store, opened
 from rescale_data.checkpoint.storage.run_folder import RunFolder
-from rescale_data.checkpoint.storage.store import StrPath, open_store
-from rescale_data.checkpoint.storage.writer import CheckpointWriter, SaveInfo
-from rescale_data.checkpoint.writer_process import ProcessWriter, WriterProcess
+from rescale_data.checkpoint.storage.store import StrPath
+from rescale_data.errors import DamagedCheckpointError
 
 logger = logging.getLogger(__name__)
 
-AsyncMode: TypeAlias = Literal["thread", "process", "disabled"]
+AsyncMode: TypeAlias = Literal["thread", "disabled"]
 
 
-class CheckpointManager:
+class RunReader:
+    """A run's checkpoints, ``<folder>/step-<step>``, for who only reads them: takes no lock, and needs no permission to write.
+
+    All ranks make the reader, and all call ``load`` and ``load_latest``. Where it may write, it has a lease while it loads,
+    so that the run leaves the checkpoint alone.
+
+    Args:
+        folder: Of the run; a local path or a URL that fsspec knows.
+        process_group: The ranks that load; default all.
+        storage_options: Passed on to fsspec.
+    """
+
+    def __init__(
+        self,
+        folder: StrPath,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._store, path = open_store(folder, storage_options)
+        self._folder = RunFolder(self._store, path)
+        self._options = storage_options
+        self._ranks = Ranks(process_group)
+
+    def steps(self) -> list[int]:
+        """Steps with a committed checkpoint, in order. Any rank may ask."""
+        return self._folder.steps()
+
+    def latest_step(self) -> int | None:
+        """The highest step with a committed checkpoint; None where there is none. Any rank may ask."""
+        return max(self.steps(), default=None)
+
+    def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
+        """The step that is best by a metric that was given to ``save``; None where none has it. Any rank may ask."""
+        if mode not in ("min", "max"):
+            raise ValueError(f'mode={mode!r}: give "min" or "max".')
+        return next(iter(ranked(self._folder.metrics(), metric, mode)), None)
+
+    def load(
+        self, step: int, state: State, *, strict: bool = True, checksums: bool = True, trusted: bool = False
+    ) -> LoadReport:
+        """Load the checkpoint of ``step`` into ``state``: ``rescale_data.checkpoint.load``."""
+        return again(lambda: self._load(step, state, strict, checksums, trusted))
+
+    def load_latest(
+        self, state: State, *, strict: bool = True, checksums: bool = True, trusted: bool = False
+    ) -> int | None:
+        """Load the newest checkpoint whose files are in order, and return its step; None where there is no checkpoint.
+
+        A damaged checkpoint is passed over with a warning and an error in the log. One that is whole and does not
+        fit ``state`` is an error, or with ``strict=False`` a warning in the log that names what was not loaded.
+
+        Raises:
+            ValueError: there are checkpoints, and all are damaged; or the newest whole one does not fit.
+        """
+        steps = self._ranks.on_first(self._folder.steps)
+        for step in reversed(steps):
+            try:
+                report = again(lambda step=step: self._load(step, state, strict, checksums, trusted))
+            except DamagedCheckpointError as error:
+                self._warn_of_damage(step, error.problems)
+            except FileNotFoundError as error:  # deleted since
+                self._warn_of_damage(step, [str(error)])
+            else:
+                self._warn_of_misfits(step, report)
+                return step
+        if steps:
+            raise DamagedCheckpointError(
+                f"All checkpoints in {self._folder.path} are damaged: steps {steps}. Nothing was loaded."
+            )
+        return None
+
+    def _load(self, step: int, state: State, strict: bool, checksums: bool, trusted: bool) -> LoadReport:
+        path, options = self._folder.checkpoint(step), self._options
+        with opened(path, self._ranks, checksums=checksums, trusted=trusted, storage_options=options) as reader:
+            return read(reader, reader.path, state, self._ranks, strict=strict, trusted=trusted)
+
+    def _warn_of_damage(self, step: int, found: list[str]) -> None:
+        listed, path = "\n  ".join(found), self._folder.checkpoint(step)
+        text = f"The checkpoint {path} is damaged and is passed over:\n  {listed}\nFalling back to the checkpoint before it."
+        if self._ranks.is_first:
+            logger.error(text)
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+    def _warn_of_misfits(self, step: int, report: LoadReport) -> None:
+        if self._ranks.is_first and (report.missing or report.unexpected or report.mismatched):
+            logger.warning(
+                "%s does not fit the state, and was loaded in part. "
+                "Missing in the checkpoint: %s. Not asked for: %s. Different: %s.",
+                self._folder.checkpoint(step),
+                *(list(names) or "none" for names in (report.missing, report.unexpected, report.mismatched)),
+            )
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A save that may still run.
+
+    Args:
+        staged: Done when parameters and optimizer state may change: ``staged.done()``.
+        committed: Done when the checkpoint exists. Its failure is raised by the manager's next call, too.
+    """
+
+    staged: Future[None]
+    committed: Future[None]
+
+
+class CheckpointManager(RunReader):
     """Saves a run's checkpoints as ``<folder>/step-<step>``, deletes those that no rule keeps, and loads them.
 
     All ranks make the manager, and all call ``save``, ``load``, ``load_latest`` and ``close``. With an async mode ``save``
     returns when the state is safe: what only an optimizer's step changes is copied while the next forward and backward
     run, and any ``optimizer.step()`` waits for the copy (or ``wait_for_staging``, for what changes parameters otherwise);
-    the rest is copied before it returns. Files are then written in the background, by a thread or by a process of the
-    manager's own, with collectives on a gloo group of the manager's own. One save runs at a time; the next one waits, and
-    counts the wait.
+    the rest is copied before it returns. Files are then written by a thread, with collectives on a gloo group of the manager's
+    own. One save runs at a time; the next one waits, and counts the wait.
+
+    A local folder has one manager: it holds the folder's lock until ``close``.
 
     A failed save is raised by the next call, or by ``close``, and leaves the checkpoints before it. An interpreter that
     exits without ``close`` waits for the save that runs; a killed one leaves nothing that could be taken for a checkpoint.
@@ -55,12 +160,12 @@ class CheckpointManager:
         keep_latest: Keep this many of the newest; None keeps all.
         keep_every: Keep every step that is a multiple of this.
         keep_best: ``(metric, "min" or "max", count)``: keep the best by a metric given to ``save``.
-        async_mode: Who writes: ``"thread"``, ``"process"``, or ``"disabled"`` for ``save`` itself.
+        async_mode: Who writes: ``"thread"``, or ``"disabled"`` for ``save`` itself.
         process_group: The ranks of the run; default all.
         storage_options: Passed on to fsspec.
 
     Raises:
-        ValueError: a rule that keeps nothing, or an unknown ``async_mode``.
+        ValueError: a rule that keeps nothing, an unknown ``async_mode``, or another process saves to the folder.
     """
 
     def __init__(
@@ -77,18 +182,15 @@ class CheckpointManager:
         if async_mode not in get_args(AsyncMode):
             raise ValueError(f"async_mode={async_mode!r}: choose one of {', '.join(map(repr, get_args(AsyncMode)))}.")
         retention = Retention(keep_latest=keep_latest, keep_every=keep_every, keep_best=keep_best)
-        self._store, path = open_store(folder, storage_options)
-        self._folder = RunFolder(self._store, path)
-        self._options = storage_options
-        self._ranks = Ranks(_own_group(process_group))
+        super().__init__(folder, process_group=_own_group(process_group), storage_options=storage_options)
+        self._closed = True
         self._ranks.on_first(self._folder.open_for_writing)
-        self._process = WriterProcess() if async_mode == "process" else None
-        self._stager = Stager(shared=async_mode == "process") if async_mode != "disabled" else None
+        self._stager = Stager() if async_mode != "disabled" else None
         self._uploads = Background("checkpoint-upload")
         self._deletions = Deletions(self._folder, retention)
         self._closed = False
 
-    def save(self, step: int, state: State, *, metrics: Mapping[str, float] | None = None) -> None:
+    def save(self, step: int, state: State, *, metrics: Mapping[str, float] | None = None) -> Saving:
         """Save ``state`` as ``step``, and delete what no rule keeps.
 
         Waits for the save before, if it runs still. A checkpoint of this step is replaced.
@@ -96,6 +198,9 @@ class CheckpointManager:
         Args:
             state: As for ``rescale_data.checkpoint.save``.
             metrics: Numbers for ``keep_best``.
+
+        Returns:
+            Two futures, to see how far it is.
 
         Raises:
             What the save before it failed with; then this one was not begun.
@@ -105,7 +210,7 @@ class CheckpointManager:
         if self._stager is None:
             info = self._ranks.together(lambda: self._info(step, metrics))
             self._write(plain_state(state, self._ranks), info)
-            return
+            return Saving(_done(), _done())
         try:
             info = self._info(step, metrics)
             staged = self._stager.stage(entries_of(state))
@@ -116,7 +221,17 @@ class CheckpointManager:
             self._uploads.submit(lambda: self._upload(staged, SaveInfo()))
             self._uploads.forget()
             raise
-        self._uploads.submit(lambda: self._upload(staged, info))
+        committed = self._uploads.submit(lambda: self._upload(staged, info))
+        return Saving(_without_value(staged), committed)
+
+    def warm_up(self, state: State) -> None:
+        """Take the memory that staging needs, which the first ``save`` of a state takes otherwise; nothing is saved.
+
+        Call it when the model and the optimizer's state are there, after ``load_latest`` or the first step.
+        """
+        self._settle()
+        if self._stager is not None:
+            self._stager.stage(entries_of(state)).result()
 
     def wait_for_staging(self) -> None:
         """Return when parameters and optimizer state may change. ``optimizer.step()`` of torch calls it by itself."""
@@ -127,46 +242,14 @@ class CheckpointManager:
         """Return when the save that runs is committed; raise what it failed with."""
         self._settle()
 
-    def load(
-        self, step: int, state: State, *, strict: bool = True, checksums: bool = True, trusted: bool = True
-    ) -> LoadReport:
-        """Load the checkpoint of ``step`` into ``state``: ``rescale_data.checkpoint.load``."""
-        self._settle()
-        path = self._folder.checkpoint(step)
-        with self._deletions.held_off(step, lease=self._ranks.is_first):
-            refuse_damaged(self._store, path, self._ranks, checksums=checksums)
-            return self._read(path, state, strict, trusted)
+    def delete(self, step: int) -> bool:
+        """Delete the checkpoint of ``step``, with all ranks; False where there is none, or someone reads it.
 
-    def load_latest(
-        self, state: State, *, strict: bool = True, checksums: bool = True, trusted: bool = True
-    ) -> int | None:
-        """Load the newest checkpoint whose files are in order, and return its step; None where there is no checkpoint.
-
-        A damaged checkpoint is passed over with a warning and an error in the log. One that is whole and does not
-        fit ``state`` is an error, or with ``strict=False`` a warning in the log that names what was not loaded.
-
-        Raises:
-            ValueError: there are checkpoints, and all are damaged; or the newest whole one does not fit.
+        Of a step that is a link the link goes, and what it points to stays.
         """
         self._settle()
-        steps = self._ranks.on_first(self._folder.steps)
-        for step in reversed(steps):
-            path = self._folder.checkpoint(step)
-            with self._deletions.held_off(step, lease=self._ranks.is_first):
-                found = self._problems(path, checksums)
-                if not found:
-                    self._warn_of_misfits(path, self._read(path, state, strict, trusted))
-                    return step
-            self._warn_of_damage(path, found)
-        if steps:
-            raise DamagedCheckpointError(
-                f"All checkpoints in {self._folder.path} are damaged: steps {steps}. Nothing was loaded."
-            )
-        return None
-
-    def steps(self) -> list[int]:
-        """Steps with a committed checkpoint, in order. Any rank may ask."""
-        return self._folder.steps()
+        self._deletions.wait()
+        return self._ranks.on_first(lambda: step in self.steps() and self._folder.delete(step))
 
     @property
     def num_waits(self) -> int:
@@ -178,6 +261,22 @@ class CheckpointManager:
         """How long calls have waited for the save before them, in all."""
         return self._uploads.wait_seconds
 
+    def load(
+        self, step: int, state: State, *, strict: bool = True, checksums: bool = True, trusted: bool = False
+    ) -> LoadReport:
+        """Load the checkpoint of ``step`` into ``state``: ``rescale_data.checkpoint.load``."""
+        self._settle()
+        self._deletions.wait()
+        return super().load(step, state, strict=strict, checksums=checksums, trusted=trusted)
+
+    def load_latest(
+        self, state: State, *, strict: bool = True, checksums: bool = True, trusted: bool = False
+    ) -> int | None:
+        """``RunReader.load_latest``, once the save that runs is committed."""
+        self._settle()
+        self._deletions.wait()
+        return super().load_latest(state, strict=strict, checksums=checksums, trusted=trusted)
+
     def close(self) -> None:
         """Wait for what runs in the background; raise what it failed with. May be called again."""
         if self._closed:
@@ -186,13 +285,11 @@ class CheckpointManager:
         with contextlib.ExitStack() as stack:
             stack.callback(self._folder.close)
             stack.callback(self._deletions.close)
-            if self._process is not None:
-                stack.callback(self._process.close)
             if self._stager is not None:
                 stack.callback(self._stager.close)
             self._uploads.close()
 
-    def __enter__(self) -> CheckpointManager:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -222,38 +319,27 @@ class CheckpointManager:
         step = info.step or 0
         self._deletions.spare(step)
         workspace = begin(self._store, self._folder.checkpoint(step), self._ranks, overwrite=True)
-        if self._process is None:
-            writer = CheckpointWriter(self._store, workspace, info)
-        else:
-            writer = ProcessWriter(self._store, workspace, info, self._process, self._options)
-        write(plain, writer, self._ranks)
+        write(plain, CheckpointWriter(self._store, workspace, info), self._ranks)
         if self._ranks.is_first:
             self._deletions.start()
 
-    def _read(self, path: str, state: State, strict: bool, trusted: bool) -> LoadReport:
-        reader = CheckpointReader(self._store, path, trusted=trusted)
-        return read(reader, path, state, self._ranks, strict=strict, trusted=trusted)
 
-    def _problems(self, path: str, checksums: bool) -> list[str]:
-        try:
-            return problems(self._store, path, self._ranks, checksums=checksums)
-        except FileNotFoundError as error:
-            return [str(error)]
+def _done() -> Future[None]:
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
 
-    def _warn_of_damage(self, path: str, found: list[str]) -> None:
-        listed = "\n  ".join(found)
-        text = f"The checkpoint {path} is damaged and is passed over:\n  {listed}\nFalling back to the checkpoint before it."
-        if self._ranks.is_first:
-            logger.error(text)
-            warnings.warn(text, RuntimeWarning, stacklevel=3)
 
-    def _warn_of_misfits(self, path: str, report: LoadReport) -> None:
-        if self._ranks.is_first and (report.missing or report.unexpected or report.mismatched):
-            logger.warning(
-                "%s does not fit the state, and was loaded in part. "
-                "Missing in the checkpoint: %s. Not asked for: %s. Different: %s.",
-                *(path, *(list(names) or "none" for names in (report.missing, report.unexpected, report.mismatched))),
-            )
+def _without_value(staged: Future[Staged]) -> Future[None]:
+    """Done when ``staged`` is, and without the copies: who keeps it keeps no memory."""
+    done: Future[None] = Future()
+
+    def follow(copied: Future[Staged]) -> None:
+        error = copied.exception()
+        done.set_result(None) if error is None else done.set_exception(error)
+
+    staged.add_done_callback(follow)
+    return done
 
 
 def _own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -1,18 +1,109 @@
-"""DCP's load planner, with every misfit found before a byte is read, and values unpickled only if trusted."""
+"""DCP's planners: a save with the tensors that a device has sharded, a load with every misfit found before a byte is read."""
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from dataclasses import dataclass, field
+from io import BytesIO
 from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_load_plan,
+)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.storage import StorageReader
 
-from rescale_data.checkpoint.devices import adapter_of, divided
-from rescale_data.checkpoint.entries import Entry
+from rescale_data.checkpoint.devices import Adapter, adapter_of, divided
+from rescale_data.checkpoint.ranks import Ranks, clear_error, quiet
+from rescale_data.checkpoint.state import Entry
+
+
+class HostCopy(torch.Tensor):
+    """The pieces that this process has of a sharded tensor, copied to the host: what an async save writes later.
+
+    A tensor, without elements, since DCP looks into a list for tensors alone.
+
+    Attributes:
+        items: One of each piece; their name is that of no value yet.
+        pieces: CPU tensors without padding.
+    """
+
+    items: list[WriteItem]
+    pieces: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, items: list[WriteItem], pieces: list[torch.Tensor]) -> HostCopy:
+        copy = torch.empty(0).as_subclass(cls)
+        copy.items, copy.pieces = items, pieces
+        return copy
+
+
+def host_copy(tensor: torch.Tensor, adapter: Adapter) -> HostCopy | torch.Tensor:
+    """A copy on the host that nothing changes any more, of what this process has of the tensor."""
+    if not adapter.is_sharded(tensor):
+        return adapter.unwrap(tensor).detach().cpu()
+    planner = adapter.save_planner()
+    planner.set_up_planner({"": tensor}, is_coordinator=False)
+    items = _distinct(planner.create_local_plan().items)
+    return HostCopy.of(items, [cast(torch.Tensor, planner.resolve_data(item)) for item in items])
+
+
+class CheckpointSavePlanner(DefaultSavePlanner):
+    """Names, plain values and whole tensors as DCP has them, whatever the device: so any planner reads the checkpoint."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self.items: dict[MetadataIndex, WriteItem] = {}
+        self.copies: dict[MetadataIndex, torch.Tensor] = {}
+        copies = {name: value for name, value in self.state_dict.items() if isinstance(value, HostCopy)}
+        for name, copy in copies.items():
+            self._add_copy(name, copy)
+            del self.state_dict[name]
+        adapter = adapter_of(self.state_dict.values())
+        if adapter is not None:
+            self._add_sharded(adapter)
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        return dataclasses.replace(plan, items=[*plan.items, *self.items.values()])
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | BytesIO:
+        if write_item.index in self.copies:
+            return self.copies[write_item.index]
+        # The planner of the device knows its pieces by the number that it gave them, and DCP numbers them anew.
+        item = self.items.get(write_item.index)
+        return super().resolve_data(write_item) if item is None else self.sharded.resolve_data(item)
+
+    def _add_copy(self, name: str, copy: HostCopy) -> None:
+        for item, data in zip(copy.items, copy.pieces, strict=True):
+            index = dataclasses.replace(item.index, fqn=name)
+            self.items[index] = dataclasses.replace(item, index=index)
+            self.copies[index] = data
+
+    def _add_sharded(self, adapter: Adapter) -> None:
+        adapter.settle()
+        sharded, whole = divided(self.state_dict, adapter)
+        self.state_dict = {name: value for name, value in self.state_dict.items() if name not in sharded} | whole
+        self.sharded = adapter.save_planner()
+        self.sharded.set_up_planner(cast(Any, sharded), is_coordinator=False)
+        self.items.update({item.index: item for item in _distinct(self.sharded.create_local_plan().items)})
+
+
+def _distinct(items: list[WriteItem]) -> list[WriteItem]:
+    """Each piece that holds something once, however many devices of this host have it.
+
+    A planner's own removal of duplicates would drop a piece altogether that occurs twice in one plan.
+    """
+    found = {item.index: item for item in items if item.tensor_data is None or item.tensor_data.chunk.sizes.numel()}
+    return list(found.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,3 +288,30 @@ def _harmless(name: str, value: io.BytesIO) -> io.BytesIO:
     torch.save(cast(object, content), clean)
     clean.seek(0)
     return clean
+
+
+def load_plain(plain: dict[str, Any], reader: StorageReader, *, flat: bool = False, trusted: bool = False) -> None:
+    """Read what ``plain`` has placeholders for.
+
+    Args:
+        flat: The keys are flattened names, and the values no mappings.
+        trusted: Unpickle values that could run code.
+
+    Raises:
+        ValueError: a value that is refused with ``trusted=False``.
+        OSError: files that cannot be read.
+    """
+    planner = CheckingLoadPlanner([], trusted=trusted, flat=flat)
+    try:
+        with quiet(Ranks.alone()):
+            load_state(plain, storage_reader=reader, planner=planner, no_dist=True)
+    except BaseException as error:
+        raise clear_error(error, "Reading the checkpoint") from error
+
+
+def read_values(names: list[str], reader: StorageReader, *, trusted: bool) -> dict[str, Any]:
+    """Plain values by flattened name."""
+    values: dict[str, Any] = dict.fromkeys(names)
+    if values:
+        load_plain(values, reader, flat=True, trusted=trusted)
+    return values

@@ -1,11 +1,18 @@
-"""Which checkpoints to keep: a pure function of the steps there are and their metrics."""
+"""Which checkpoints to keep, a pure function of steps and their metrics, and the thread that deletes the others."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import cast
+
+from rescale_data.checkpoint.storage.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +65,83 @@ class Retention:
         if self.keep_best is None:
             return []
         name, mode, count = self.keep_best
-        sign = 1.0 if mode == "min" else -1.0
-        scores = {step: sign * values[name] for step, values in metrics.items() if name in values}
-        return sorted(scores, key=lambda step: (math.isnan(scores[step]), scores[step], step))[:count]
+        return ranked(metrics, name, mode)[:count]
+
+
+def ranked(metrics: Mapping[int, Mapping[str, float]], name: str, mode: str) -> list[int]:
+    """Steps that have the metric, the best first; nan is worse than any number."""
+    sign = 1.0 if mode == "min" else -1.0
+    scores = {step: sign * values[name] for step, values in metrics.items() if name in values}
+    return sorted(scores, key=lambda step: (math.isnan(scores[step]), scores[step], step))
+
+
+class Deletions:
+    """Deletes the checkpoints of a run's folder by rule, in a thread, on the rank that commits."""
+
+    def __init__(self, folder: RunFolder, retention: Retention) -> None:
+        self._folder, self._retention = folder, retention
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-deletion")
+        self._saved: int | None = None
+        self._warned = False
+        self._warned_of_metric = False
+
+    def spare(self, step: int) -> None:
+        """Leave alone what is about to be saved as ``step``; returns when nothing is being deleted."""
+        self._saved = step
+        self.wait()
+
+    def start(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the interpreter exits: the next run deletes
+            self._pool.submit(self._delete)
+
+    def wait(self) -> None:
+        """Return when nothing is being deleted."""
+        with contextlib.suppress(RuntimeError):
+            self._pool.submit(int).result()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def _delete(self) -> None:
+        try:
+            metrics = self._folder.metrics()
+            self._warn_of_later(metrics)
+            doomed = self._retention.to_delete(metrics)
+            if doomed:
+                self._warn_of_missing_metric(metrics)
+            for step in doomed:
+                if step != self._saved:
+                    self._try(step)
+        except Exception as error:
+            logger.warning(_NOT_DELETED, self._folder.path, error)
+
+    def _try(self, step: int) -> None:
+        """One that cannot be deleted does not keep the others."""
+        path = self._folder.checkpoint(step)
+        try:
+            if self._folder.delete(step):
+                logger.info("Deleted %s.", path)
+        except Exception as error:
+            logger.warning(_NOT_DELETED, path, error)
+
+    def _warn_of_later(self, steps: Iterable[int]) -> None:
+        later = sorted(step for step in steps if self._saved is not None and step > self._saved)
+        if later and not self._warned:
+            self._warned = True
+            logger.warning(
+                "Step %s was saved, and %s holds the later steps %s: load_latest loads the last of them. Delete them if the "
+                "run went back to an earlier step, or go on in another folder.",
+                *(self._saved, self._folder.path, later),
+            )
+
+    def _warn_of_missing_metric(self, metrics: Mapping[int, Mapping[str, float]]) -> None:
+        missing = self._retention.missing_metric(metrics)
+        if missing and not self._warned_of_metric:
+            self._warned_of_metric = True
+            logger.warning("In %s %s. Give save() metrics of that name.", self._folder.path, missing)
+
+
+_NOT_DELETED = "%s: what no rule keeps was not deleted; the next save tries again: %s"
 
 
 def _is_count(value: object) -> bool:

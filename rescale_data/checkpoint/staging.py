@@ -19,26 +19,21 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from rescale_data.checkpoint.devices import adapter_of, refuse_pickled, settle
-from rescale_data.checkpoint.entries import Entry, ModuleEntry, OptimizerEntry, nested
-from rescale_data.checkpoint.save_planner import host_copy
-from rescale_data.checkpoint.unfit import refuse_unfit
+from rescale_data.checkpoint.devices import adapter_of, settle
+from rescale_data.checkpoint.planner import host_copy
+from rescale_data.checkpoint.state import Entry, ModuleEntry, OptimizerEntry, live_values, nested
 
 Staged = dict[str, Any]
 
 
 class Stager:
-    """Copies states for one manager, into host memory that is kept from save to save.
+    """Copies states for one manager, into host memory that is kept from save to save."""
 
-    Args:
-        shared: Into shared memory, for another process to write from.
-    """
-
-    def __init__(self, *, shared: bool) -> None:
+    def __init__(self) -> None:
         accelerated = torch.accelerator.is_available()
         options = StagingOptions(
             use_pinned_memory=torch.cuda.is_available(),
-            use_shared_memory=shared,
+            use_shared_memory=False,
             use_async_staging=True,
             use_non_blocking_copy=accelerated,
         )
@@ -52,9 +47,7 @@ class Stager:
         """The state of ``entries`` as it is now, once the copy is done. One at a time: the memory is used again."""
         steady = _changed_by_steps_alone(entries)
         late: dict[str, torch.Tensor] = {}
-        live = [(entry.path, entry.plain()) for entry in entries]
-        refuse_pickled(live)
-        refuse_unfit(nested(live))
+        live = live_values(entries)
         settle(live)
         plain = nested([(path, _copy(value, steady, late)) for path, value in live])
         self._pending = cast("Future[Any]", self._stager.stage(cast(Any, late)))

@@ -123,8 +123,8 @@ def prune(
 ) -> None:
     """Delete the checkpoints in a run's FOLDER that no rule keeps, except those that are being read."""
     from rescale_data.checkpoint.retention import Retention
+    from rescale_data.checkpoint.storage.open import open_store
     from rescale_data.checkpoint.storage.run_folder import RunFolder
-    from rescale_data.checkpoint.storage.store import open_store
 
     rules = _or_exit(lambda: Retention(keep_latest=keep_latest, keep_every=keep_every, keep_best=_best(keep_best)))
     runs = _or_exit(lambda: RunFolder.existing(*open_store(folder)))
@@ -158,7 +158,7 @@ def _or_exit(work: Callable[[], T]) -> T:
     try:
         return work()
     except (ValueError, TypeError, OSError) as error:
-        from rescale_data.checkpoint.failures import DamagedCheckpointError
+        from rescale_data.errors import DamagedCheckpointError
 
         typer.echo(str(error), err=True)
         raise typer.Exit(1 if isinstance(error, DamagedCheckpointError) else 2) from error

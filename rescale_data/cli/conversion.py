@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rescale_data.checkpoint.convert import torch_save
-from rescale_data.checkpoint.storage.store import Store, join, open_store, split
+from rescale_data.checkpoint.storage.open import open_store
+from rescale_data.checkpoint.storage.store import Store, join, split
 
 
 def convert(source: str, target: str, *, to: str | None, name: str | None, max_shard_size: str) -> dict[str, Any]:

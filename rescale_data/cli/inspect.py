@@ -10,10 +10,10 @@ import torch
 
 from rescale_data.checkpoint.convert.stored import StoredCheckpoint
 from rescale_data.checkpoint.data_state import read_data_state
-from rescale_data.checkpoint.storage.integrity import verify
 from rescale_data.checkpoint.storage.manifest import METADATA, read_manifest
+from rescale_data.checkpoint.storage.open import open_store, verify
 from rescale_data.checkpoint.storage.run_folder import RunFolder
-from rescale_data.checkpoint.storage.store import Store, StrPath, join, open_store
+from rescale_data.checkpoint.storage.store import Store, StrPath, join
 
 Options = Mapping[str, Any] | None
 

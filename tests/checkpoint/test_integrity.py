@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 from rescale_data import checkpoint
 from rescale_data.checkpoint.storage.local import LocalStore
-from rescale_data.checkpoint.storage.store import open_store
+from rescale_data.checkpoint.storage.open import open_store
 from tests.checkpoint.processes import run
 from tests.checkpoint.stand_in import StandInLoader
 
@@ -206,10 +206,13 @@ def test_hazard_a_killed_save_into_an_old_folder_is_not_a_mix(tmp_path: Path) ->
     assert got["b"] == 2, "the hazard: files of step 2 under the metadata of step 1"
     checkpoint.save(tmp_path / "c", state(1))
     store = LocalStore()
-    from rescale_data.checkpoint.storage import commit
+    from rescale_data.checkpoint.storage import commit, locks
 
     workspace = commit.prepare(store, str(tmp_path / "c"), "1" * 32, overwrite=True)
     shutil.copy(tmp_path / "stock-2" / "__0_0.distcp", workspace.working)
+    with pytest.raises(ValueError, match="is being saved by this process"):
+        checkpoint.save(tmp_path / "c", state(3), overwrite=True)
+    locks.release(f"{workspace.working}/rescale_data.json")  # a kill does
     assert checkpoint.read_data_state(tmp_path / "c")["step"] == 1, "what is written aside is not seen"
     checkpoint.save(tmp_path / "c", state(3), overwrite=True)
     assert os.listdir(tmp_path / "c").count("rescale_data.json") == 1
@@ -289,15 +292,21 @@ def test_metadata_with_any_byte_changed_is_a_value_error_or_loads(tmp_path: Path
             checkpoint.verify(tmp_path / "c")
 
 
-def test_a_link_to_a_checkpoint_is_the_checkpoint(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "c", {"a": 1})
-    (tmp_path / "latest").symlink_to("c")
-    checkpoint.save(tmp_path / "latest", {"a": 2}, overwrite=True)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != ".leases") == ["c", "latest"]
-    assert (tmp_path / "latest").is_symlink()
+def test_a_link_to_a_checkpoint_is_read_and_never_written_through(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "old" / "step-1", {"a": 1})
+    (tmp_path / "latest").symlink_to("old/step-1")
     target = {"a": 0}
-    checkpoint.load(tmp_path / "c", target)
+    checkpoint.load(tmp_path / "latest", target)
+    assert target == {"a": 1}
+    with pytest.raises(ValueError, match="overwrite=True"):
+        checkpoint.save(tmp_path / "latest", {"a": 2})
+    checkpoint.save(tmp_path / "latest", {"a": 2}, overwrite=True)
+    assert not (tmp_path / "latest").is_symlink()
+    checkpoint.load(tmp_path / "old" / "step-1", target)
+    assert target == {"a": 1}, "the checkpoint that the link pointed to"
+    checkpoint.load(tmp_path / "latest", target)
     assert target == {"a": 2}
+    assert sorted(os.listdir(tmp_path)) == ["latest", "old"]
 
 
 def test_a_url_is_a_str(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

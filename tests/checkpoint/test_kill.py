@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from rescale_data.checkpoint import CheckpointManager
 from rescale_data.checkpoint.storage import local
+from rescale_data.checkpoint.storage.commit import hidden_of
 from rescale_data.checkpoint.storage.local import LocalStore
-from rescale_data.checkpoint.storage.ownership import hidden_of
 from tests.checkpoint.processes import context, start
 from tests.checkpoint.stand_in import StandInLoader
 

@@ -25,7 +25,7 @@ import rescale_data as rd
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager
 from rescale_data.checkpoint.storage.lease import reading
-from rescale_data.checkpoint.storage.store import open_store
+from rescale_data.checkpoint.storage.open import open_store
 from tests.checkpoint.object_server import BUCKET, Fault, Server, serving
 
 
@@ -91,7 +91,7 @@ def save_on_ranks(folder: str, options: dict[str, Any], mode: Any) -> list[int]:
     return manager.steps()
 
 
-@pytest.mark.parametrize("mode", ["thread", "process"])
+@pytest.mark.parametrize("mode", ["thread", "disabled"])
 def test_ranks_save_and_retention_deletes(server: Server, folder: str, mode: str) -> None:
     assert run(2, save_on_ranks, folder, server.options, mode) == [[3, 4], [3, 4]]
     store, path = open_store(folder, server.options)

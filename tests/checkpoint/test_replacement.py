@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager
 from rescale_data.checkpoint.storage.objects import ObjectStore
-from rescale_data.checkpoint.storage.store import open_store
+from rescale_data.checkpoint.storage.open import open_store
 
 CHANGES = ("open_write", "remove", "remove_folder", "rename")
 

@@ -259,7 +259,9 @@ def test_read_data_state(saved: dict[str, tuple[str, dict[str, Any]]], tmp_path:
     [
         ([1], TypeError, "maps names to values"),
         ({1: 2}, TypeError, "keys are strings"),
-        ({"a": {"b": {3: 1}}}, TypeError, "'a.b.3'"),
+        ({"a": {"b": {(3,): 1}}}, TypeError, "'a.b' has the keys"),
+        ({"a": {"b": {3: 1, "3": 2}}}, TypeError, "'a.b' has the keys"),
+        ({"a": {"b": {3: StandInLoader()}}}, TypeError, "a name of its own"),
         ({"loaders": [StandInLoader()]}, TypeError, "a name of its own"),
         ({"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())}, ValueError, "Put its model into the state"),
     ],

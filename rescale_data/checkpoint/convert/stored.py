@@ -10,17 +10,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from rescale_data.checkpoint.data_state import data_states
-from rescale_data.checkpoint.loading import refuse_damaged
-from rescale_data.checkpoint.plain import load_plain
-from rescale_data.checkpoint.planner import describe
-from rescale_data.checkpoint.ranks import Ranks
-from rescale_data.checkpoint.storage.commit import replaced_by_a_killed_save
-from rescale_data.checkpoint.storage.lease import reading
+from rescale_data.checkpoint.planner import describe, load_plain
 from rescale_data.checkpoint.storage.manifest import read_manifest
-from rescale_data.checkpoint.storage.reader import CheckpointReader
-from rescale_data.checkpoint.storage.store import Store, StrPath, open_store
+from rescale_data.checkpoint.storage.open import opened
+from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.tree import Lost
+from rescale_data.engine.data_state import data_states
 
 BUDGET = 256 << 20
 
@@ -46,16 +41,13 @@ class StoredCheckpoint:
     def __init__(
         self, path: StrPath, *, name: str | None, checksums: bool, storage_options: Mapping[str, Any] | None
     ) -> None:
-        store, folder = open_store(path, storage_options)
-        self.folder = folder = replaced_by_a_killed_save(store, folder) or folder
         with contextlib.ExitStack() as stack:
-            stack.enter_context(reading(store, folder))
-            refuse_damaged(store, folder, Ranks.alone(), checksums=checksums)
-            self._open(store, folder, name)
+            self._reader = stack.enter_context(opened(path, checksums=checksums, storage_options=storage_options))
+            self.folder = self._reader.path
+            self._open(self.folder, name)
             self._lease = stack.pop_all()
 
-    def _open(self, store: Store, folder: str, name: str | None) -> None:
-        self._reader = CheckpointReader(store, folder, trusted=False)
+    def _open(self, folder: str, name: str | None) -> None:
         metadata = self._reader.read_metadata()
         paths = {key: tuple((metadata.planner_data or {}).get(key, (key,))) for key in metadata.state_dict_metadata}
         self._keys = {
@@ -63,13 +55,14 @@ class StoredCheckpoint:
             for key, path in paths.items()
             if (skip := _skip(path, name)) is not None
         }
+        self._paths = list(paths.values())
         if not self._keys:
             tops = sorted({str(path[0]) for path in paths.values()})
             raise ValueError(f"The checkpoint {folder} holds nothing named {name!r}. It holds {tops}.")
         saved = {short: metadata.state_dict_metadata[key] for short, key in self._keys.items()}
         self.paths = {short: paths[key][0 if name is None else 1 :] for short, key in self._keys.items()}
         self.tensors = {short: meta for short, meta in saved.items() if isinstance(meta, TensorStorageMetadata)}
-        manifest = read_manifest(store, folder)
+        manifest = read_manifest(self._reader.fs, folder)
         lost = manifest.lost if manifest else ()
         self.lost: Lost = [(path[skip:], key) for path, key in lost if (skip := _skip(tuple(path), name)) is not None]
         self._plain = [short for short in saved if short not in self.tensors]
@@ -103,7 +96,7 @@ class StoredCheckpoint:
 
     def data_states(self) -> list[str]:
         """Names of the loaders whose states are in the checkpoint."""
-        return [".".join(root) for root in data_states(self._reader.read_metadata())]
+        return [".".join(root) for root in data_states(self._paths)]
 
     def num_bytes(self, name: str) -> int:
         meta = self.tensors[name]

@@ -23,8 +23,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from rescale_data.checkpoint.planner import CheckingLoadPlanner
-from rescale_data.checkpoint.ranks import Ranks
-from rescale_data.checkpoint.saving import quiet
+from rescale_data.checkpoint.ranks import Ranks, quiet
 
 
 class ValuesReader(StorageReader):

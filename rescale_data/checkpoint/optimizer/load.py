@@ -33,7 +33,7 @@ from rescale_data.checkpoint.optimizer.named import (
     parameters_of,
     set_flat_state,
 )
-from rescale_data.checkpoint.saved import Saved
+from rescale_data.checkpoint.storage.dcp import Saved
 from rescale_data.checkpoint.tree import keys_of, tree_of
 
 Leaves: TypeAlias = dict[tuple[Any, ...], Any]

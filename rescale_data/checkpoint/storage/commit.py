@@ -1,4 +1,4 @@
-"""How a checkpoint comes to exist: written aside, then committed.
+"""How a checkpoint comes to exist: written aside, then committed; and what is provably ours, and so may be removed.
 
     local folder    .step-100.saving-<id>/  --rename-->  step-100/
     object store    step-100/rescale_data-<id>/...  --then-->  step-100/.metadata  --last-->  step-100/rescale_data.json
@@ -6,29 +6,53 @@
 A kill at any moment leaves the checkpoint that was, the checkpoint that will be, or none; never a mix of the two. Where a
 checkpoint in an object store is replaced, a kill leaves none between two small requests: its manifest is removed, and .metadata
 and the new manifest are put.
+
+What a kill leaves is known by a name that nobody else gives, or by the save id in its metadata:
+
+    .step-100.saving-<id>/        a save; the process that writes it holds the lock of its manifest's file
+    .step-100.replaced-<id>/      a checkpoint that a save was about to replace
+    .step-100.deleted-<id>/       a deletion
+    step-100/                     no manifest, and DCP's files with a save id of ours: a deletion
+    step-100/rescale_data-<id>/   object store: the files of a save
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import re
+import time
 import uuid
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from rescale_data.checkpoint.storage import locks
 from rescale_data.checkpoint.storage.manifest import MANIFEST, METADATA, Manifest, read_manifest
-from rescale_data.checkpoint.storage.ownership import (
-    DELETED,
-    REPLACED,
-    SAVE_ID_PREFIX,
-    SAVING,
-    hidden,
-    hidden_of,
-    is_remainder,
-)
+from rescale_data.checkpoint.storage.metadata import read_metadata
 from rescale_data.checkpoint.storage.store import Store, join, split
 
 logger = logging.getLogger(__name__)
+
+SAVING = "saving"
+REPLACED = "replaced"
+DELETED = "deleted"
+# DCP keeps a save id in its metadata: ours says that a folder without a manifest was never finished.
+SAVE_ID_PREFIX = "rescale_data-"
+_HIDDEN = re.compile(rf"\.(.+)\.({SAVING}|{REPLACED}|{DELETED})-[0-9a-f]{{32}}")
+_OWN_FOLDER = re.compile(rf"{SAVE_ID_PREFIX}[0-9a-f]{{32}}")
+# Where there are no locks, what was not committed is taken for abandoned after this long, in seconds.
+ABANDONED = 24 * 3600.0
+
+
+def hidden(name: str, kind: str, save_id: str) -> str:
+    """The name beside the checkpoint ``name`` of what is written or taken away."""
+    return f".{name}.{kind}-{save_id}"
+
+
+def hidden_of(entry: str) -> tuple[str, str] | None:
+    """The checkpoint's name and the kind that a hidden name of ours was made from; None for any other name."""
+    match = _HIDDEN.fullmatch(entry)
+    return (match[1], match[2]) if match else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,18 +76,44 @@ def prepare(store: Store, final: str, save_id: str, *, overwrite: bool) -> Works
     """Check that ``final`` may be written, remove what earlier saves to it left over, and make the workspace.
 
     Raises:
-        ValueError: ``final`` is a file, holds a checkpoint and ``overwrite`` is False, or holds something else.
+        ValueError: ``final`` is a file, holds a checkpoint and ``overwrite`` is False, holds something else, or is being saved.
     """
     remove_leftovers(store, final)
     _refuse_unless_free(store, final, overwrite)
     folder, name = split(final)
     if store.renames:
         workspace = Workspace(final=final, working=join(folder, hidden(name, SAVING, save_id)), save_id=save_id)
+        make_locked(store, workspace)
     else:
         own = SAVE_ID_PREFIX + save_id
         workspace = Workspace(final=final, working=join(final, own), prefix=f"{own}/", save_id=save_id)
-    store.make_folder(workspace.working)
+        store.make_folder(workspace.working)
     return workspace
+
+
+def make_locked(store: Store, workspace: Workspace) -> None:
+    """Make the folder, and hold the lock that keeps others from taking it for a leftover."""
+    lock = join(workspace.working, MANIFEST)
+    while not locks.is_held(lock):
+        store.make_folder(workspace.working)
+        # Taken away before it was locked: made again.
+        with contextlib.suppress(FileNotFoundError, locks.HeldError):
+            locks.take(lock)
+            if not store.is_file(lock):
+                locks.release(lock)
+    try:
+        _refuse_other_writers(store, workspace.final, workspace.working)
+    except ValueError:
+        abandon(store, workspace)
+        raise
+
+
+def _refuse_other_writers(store: Store, final: str, own: str = "") -> None:
+    folder, name = split(final)
+    for entry in store.names(folder):
+        who = locks.holder(join(folder, entry, MANIFEST)) if hidden_of(entry) == (name, SAVING) else ""
+        if who and join(folder, entry) != own:
+            raise ValueError(f"{final} is being saved by {who}. Wait until that has ended, or give another path.")
 
 
 def commit(store: Store, workspace: Workspace, manifest: Manifest) -> None:
@@ -76,22 +126,31 @@ def commit(store: Store, workspace: Workspace, manifest: Manifest) -> None:
 
 def abandon(store: Store, workspace: Workspace) -> None:
     """Remove what a failed save wrote, unless it was committed after all: an answer may be lost on its way."""
-    committed = None if store.renames else read_manifest(store, workspace.final)
-    if committed is None or committed.save_id != workspace.save_id:
-        store.remove_folder(workspace.working)
+    try:
+        committed = None if store.renames else read_manifest(store, workspace.final)
+        if committed is None or committed.save_id != workspace.save_id:
+            store.remove_folder(workspace.working)
+    finally:
+        locks.release(join(workspace.working, MANIFEST))
 
 
 def erase(store: Store, final: str) -> None:
-    """Remove a checkpoint whose manifest is gone. A kill leaves what is found to be ours and removed later."""
+    """Remove a checkpoint whose manifest is gone, or a link. A kill leaves what is found to be ours and removed later."""
     if store.renames:
-        folder, name = split(final)
-        aside = join(folder, hidden(name, DELETED, uuid.uuid4().hex))
-        store.rename(final, aside)
-        store.remove_folder(aside)
+        take_away(store, final)
     else:
         # The metadata last: it says whose the data files are.
         _remove_all_but(store, final, {METADATA})
         store.remove_folder(final)
+
+
+def take_away(store: Store, path: str) -> None:
+    """Remove a local folder, or a link to one, under another name: who writes into it fails, and commits nothing."""
+    folder, name = split(path)
+    of = hidden_of(name)
+    aside = join(folder, hidden(of[0] if of else name, DELETED, uuid.uuid4().hex))
+    store.rename(path, aside)
+    store.remove_folder(aside)
 
 
 def remove_leftovers(store: Store, final: str) -> None:
@@ -99,11 +158,61 @@ def remove_leftovers(store: Store, final: str) -> None:
     folder, name = split(final)
     leftovers = [(entry, hidden_of(entry)) for entry in store.names(folder)] if store.renames else []
     for entry, of in leftovers:
-        if of == (name, REPLACED) and not store.exists(final):
-            store.rename(join(folder, entry), final)
-        elif of is not None and of[0] == name:
-            store.remove_folder(join(folder, entry))
-            logger.info("Removed %s, which a killed save or deletion left.", join(folder, entry))
+        path = join(folder, entry)
+        if of is None or of[0] != name or not _is_dead(store, folder, hidden(name, SAVING, entry.rpartition("-")[2])):
+            continue
+        if of[1] == REPLACED and not (store.exists(final) or store.is_link(final)):
+            with contextlib.suppress(FileNotFoundError):
+                store.rename(path, final)
+        else:
+            with contextlib.suppress(FileNotFoundError):  # somebody else removes it
+                take_away(store, path)
+                logger.info("Removed %s, which a killed save or deletion left.", path)
+
+
+def _is_dead(store: Store, folder: str, workspace: str) -> bool:
+    """Whether nobody writes into a workspace, or it is gone."""
+    path = join(folder, workspace)
+    who = locks.holder(join(path, MANIFEST))
+    return who == "" or (who is None and age(store, path) > ABANDONED)
+
+
+def remove_abandoned_files(store: Store, final: str) -> None:
+    """Of a committed checkpoint in an object store: the files of saves that were killed when they were about to replace it."""
+    if store.renames:
+        return
+    own = [name for name in store.names(final) if _OWN_FOLDER.fullmatch(name)]
+    manifest = read_manifest(store, final) if len(own) > 1 else None
+    for name in own:
+        path = join(final, name)
+        if manifest is not None and name != SAVE_ID_PREFIX + manifest.save_id and age(store, path) > ABANDONED:
+            store.remove_folder(path)
+            logger.info("Removed %s, which a killed save left.", path)
+
+
+def age(store: Store, path: str) -> float:
+    """Seconds since the last change of a file in a folder, or in a folder in there."""
+    folders = [path, *(join(path, name) for name in store.names(path))]
+    files = [file for folder in folders for name in store.names(folder) if store.is_file(file := join(folder, name))]
+    return time.time() - max((store.modified(file) for file in files), default=0.0)
+
+
+def is_remainder(store: Store, path: str) -> bool:
+    """Whether a folder holds what a killed save or deletion of ours left there, and nothing else."""
+    names = store.names(path)
+    others = [name for name in names if not _OWN_FOLDER.fullmatch(name)]
+    if not others:
+        return bool(names)
+    known = METADATA in others and all(name == METADATA or name.endswith(".distcp") for name in others)
+    return known and _is_saved_by_us(store, path)
+
+
+def _is_saved_by_us(store: Store, path: str) -> bool:
+    try:
+        meta = read_metadata(store.read(join(path, METADATA))).storage_meta
+    except Exception:  # whatever it is that cannot be read, it is not provably ours
+        return False
+    return meta is not None and (meta.save_id or "").startswith(SAVE_ID_PREFIX)
 
 
 def replaced_by_a_killed_save(store: Store, path: str) -> str | None:
@@ -116,6 +225,8 @@ def replaced_by_a_killed_save(store: Store, path: str) -> str | None:
 
 
 def _refuse_unless_free(store: Store, final: str, overwrite: bool) -> None:
+    if store.is_link(final) and overwrite:
+        return  # a link is replaced, and what it points to stays
     if store.is_file(final):
         raise ValueError(f"{final} is a file; a checkpoint is a folder. Give another path, or move the file away.")
     names = store.names(final)
@@ -128,15 +239,17 @@ def _refuse_unless_free(store: Store, final: str, overwrite: bool) -> None:
 
 
 def _rename(store: Store, workspace: Workspace, manifest: Manifest) -> None:
+    # Into the file whose lock this process holds.
     store.write(join(workspace.working, MANIFEST), manifest.to_json())
     store.sync_folder(workspace.working)
     folder, name = split(workspace.final)
     replaced = join(folder, hidden(name, REPLACED, workspace.save_id))
-    if store.names(workspace.final):
+    if store.is_link(workspace.final) or store.names(workspace.final):
         store.rename(workspace.final, replaced)
     store.rename(workspace.working, workspace.final)
     store.sync_folder(folder)
     store.remove_folder(replaced)
+    locks.release(join(workspace.working, MANIFEST))
 
 
 def _switch(store: Store, workspace: Workspace, manifest: Manifest) -> None:

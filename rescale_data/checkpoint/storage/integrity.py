@@ -7,55 +7,42 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
+from torch.distributed.checkpoint.metadata import Metadata
+
 from rescale_data.checkpoint.ranks import Ranks
-from rescale_data.checkpoint.storage.commit import replaced_by_a_killed_save
-from rescale_data.checkpoint.storage.lease import reading
+from rescale_data.checkpoint.storage.commit import SAVE_ID_PREFIX
 from rescale_data.checkpoint.storage.manifest import MANIFEST, METADATA, Manifest, read_manifest
-from rescale_data.checkpoint.storage.ownership import SAVE_ID_PREFIX
-from rescale_data.checkpoint.storage.reader import CheckpointReader
-from rescale_data.checkpoint.storage.store import Store, StrPath, join, open_store
-from rescale_data.checkpoint.storage.streams import FileRecord
+from rescale_data.checkpoint.storage.metadata import UnknownClassError, read_metadata
+from rescale_data.checkpoint.storage.store import FileRecord, Store, join, split
 
 _BLOCK = 4 << 20
 
 
-def verify(path: StrPath, *, checksums: bool = True, storage_options: Mapping[str, Any] | None = None) -> list[str]:
-    """What is wrong with the checkpoint at ``path``, one sentence a file; empty where nothing is.
-
-    Args:
-        checksums: Read every file; False compares sizes alone.
-
-    Raises:
-        FileNotFoundError: there is no checkpoint at ``path``.
-    """
-    store, folder = open_store(path, storage_options)
-    folder = replaced_by_a_killed_save(store, folder) or folder
-    with reading(store, folder):
-        return problems(store, folder, Ranks.alone(), checksums=checksums)
-
-
-def problems(store: Store, path: str, ranks: Ranks, *, checksums: bool) -> list[str]:
-    """``verify`` with the files dealt over all ranks; every rank gets the whole list."""
-    manifest, complaint = ranks.on_first(lambda: _manifest_or_complaint(store, path))
+def problems(
+    store: Store, path: str, ranks: Ranks, *, checksums: bool, trusted: bool = False
+) -> tuple[list[str], str | None]:
+    """What is wrong, one sentence a file, and the save id: on every rank, with the files dealt over all of them."""
+    manifest, complaint = ranks.on_first(lambda: _manifest_or_complaint(store, path, trusted))
     if complaint:
-        return [complaint]
+        return [complaint], None
     if manifest is None:
-        return ranks.on_first(lambda: _problems_without_manifest(store, path))
+        return ranks.on_first(lambda: _problems_without_manifest(store, path, trusted)), None
     mine = sorted(manifest.files)[ranks.rank :: ranks.size]
-    found = ranks.on_each(lambda: _problems_of(store, path, {name: manifest.files[name] for name in mine}, checksums))
-    return [problem for per_rank in found for problem in per_rank]
+    files = {name: manifest.files[name] for name in mine}
+    found = ranks.on_each(lambda: problems_of(store, path, files, checksums=checksums))
+    return [problem for per_rank in found for problem in per_rank], manifest.save_id
 
 
-def _manifest_or_complaint(store: Store, path: str) -> tuple[Manifest | None, str]:
+def _manifest_or_complaint(store: Store, path: str, trusted: bool) -> tuple[Manifest | None, str]:
     try:
-        return require_committed(store, path), ""
-    except FileNotFoundError:
+        return require_committed(store, path, trusted), ""
+    except (FileNotFoundError, UnknownClassError):
         raise
     except ValueError as error:
         return None, str(error)
 
 
-def require_committed(store: Store, path: str) -> Manifest | None:
+def require_committed(store: Store, path: str, trusted: bool = False) -> Manifest | None:
     """The manifest; None for a checkpoint that another tool wrote, whose files cannot be checked.
 
     Raises:
@@ -73,7 +60,7 @@ def require_committed(store: Store, path: str) -> Manifest | None:
     if not store.is_file(join(path, METADATA)):
         here = f"it holds {store.names(path)[:5]}" if store.exists(path) else "there is nothing at this path"
         raise FileNotFoundError(f"No checkpoint at {path}: {here}.")
-    meta = CheckpointReader(store, path, trusted=False).read_metadata().storage_meta
+    meta = _read_metadata(store, path, trusted).storage_meta
     if meta is not None and (meta.save_id or "").startswith(SAVE_ID_PREFIX):
         raise ValueError(
             f"{path} has no {MANIFEST}: its save was never finished, or the file was removed. It is not loaded."
@@ -81,7 +68,8 @@ def require_committed(store: Store, path: str) -> Manifest | None:
     return None
 
 
-def _problems_of(store: Store, path: str, files: Mapping[str, FileRecord], checksums: bool) -> list[str]:
+def problems_of(store: Store, path: str, files: Mapping[str, FileRecord], *, checksums: bool) -> list[str]:
+    """Of these files alone, on this process alone."""
     if not files:
         return []
     with ThreadPoolExecutor(max_workers=4) as pool:
@@ -89,12 +77,24 @@ def _problems_of(store: Store, path: str, files: Mapping[str, FileRecord], check
         return [problem for future in found if (problem := future.result())]
 
 
+def changed_sizes(store: Store, path: str, files: Mapping[str, FileRecord]) -> list[str]:
+    """``problems_of`` by size alone and from listings: few requests, whatever the number of files."""
+    folders = {split(join(path, name))[0] for name in files}
+    found = {join(folder, name): size for folder in folders for name, size in store.sizes(folder).items()}
+    sizes = {name: (found.get(join(path, name)), record.size) for name, record in files.items()}
+    return [
+        f"{join(path, name)} is missing" if size is None else f"{join(path, name)} has {size} bytes; {saved} were saved"
+        for name, (size, saved) in sizes.items()
+        if size != saved
+    ]
+
+
 def _problem(store: Store, name: str, record: FileRecord, checksums: bool) -> str | None:
     try:
         size = store.size(name)
         if size != record.size:
             return f"{name} has {size} bytes; {record.size} were saved"
-        if checksums and _crc32(store, name) != record.crc32:
+        if checksums and _crc32(store, name, size) != record.crc32:
             return f"{name} is not what was saved: its {size} bytes have another checksum"
     except FileNotFoundError:
         return f"{name} is missing; {record.size} bytes were saved"
@@ -103,20 +103,30 @@ def _problem(store: Store, name: str, record: FileRecord, checksums: bool) -> st
     return None
 
 
-def _crc32(store: Store, name: str) -> int:
+def _crc32(store: Store, name: str, size: int) -> int:
     crc32 = 0
     with store.open_read(name) as stream:
-        while block := stream.read(_BLOCK):
-            crc32 = zlib.crc32(block, crc32)
+        # No further than the size says: a device has none, and no end.
+        while block := stream.read(min(_BLOCK, size)):
+            crc32, size = zlib.crc32(block, crc32), size - len(block)
     return crc32
 
 
-def _problems_without_manifest(store: Store, path: str) -> list[str]:
+def _problems_without_manifest(store: Store, path: str, trusted: bool) -> list[str]:
     """Of a checkpoint of another tool: files that are shorter than its metadata says."""
     ends: dict[str, int] = {}
-    for place in cast(dict[Any, Any], CheckpointReader(store, path).read_metadata().storage_data or {}).values():
+    for place in cast(dict[Any, Any], _read_metadata(store, path, trusted).storage_data or {}).values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
     return [problem for name, end in sorted(ends.items()) if (problem := _too_short(store, join(path, name), end))]
+
+
+def _read_metadata(store: Store, path: str, trusted: bool) -> Metadata:
+    try:
+        return read_metadata(store.read(join(path, METADATA)), trusted=trusted)
+    except UnknownClassError as error:
+        raise UnknownClassError(f"{path} cannot be read: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def _too_short(store: Store, name: str, end: int) -> str | None:

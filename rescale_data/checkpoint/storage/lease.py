@@ -16,6 +16,7 @@ import socket
 import time
 import uuid
 from collections.abc import Generator
+from typing import Any
 
 from rescale_data.checkpoint.storage.store import Store, join, split
 
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 STEP = re.compile(r"step-(\d+)")
 LEASES = ".leases"
-# A reader that was killed on another host holds its lease this long, in seconds.
+# The lease of a reader that was killed on another host counts this long, in seconds.
 LIFETIME = 6 * 3600.0
 
 
@@ -53,10 +54,9 @@ def is_read(store: Store, path: str) -> bool:
 
 
 def _write(store: Store, lease: str) -> bool:
-    content = {"expires": time.time() + LIFETIME, "host": socket.gethostname(), "pid": os.getpid()}
     try:
         store.make_folder(split(lease)[0])
-        store.write(lease, json.dumps(content).encode())
+        store.write(lease, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
     except Exception as error:
         logger.debug("No lease on %s: %s. A run that deletes checkpoints there cannot see this reader.", lease, error)
         return False
@@ -64,17 +64,20 @@ def _write(store: Store, lease: str) -> bool:
 
 
 def _is_alive(store: Store, lease: str) -> bool:
+    """Whether its reader lives, as far as can be known: it is of this host, or the lease is young. It may hold anything."""
+    content: Any = None
     try:
-        content = json.loads(store.read(lease))
+        young = store.modified(lease) > time.time() - LIFETIME
+        with contextlib.suppress(ValueError):  # it is being written, or its writer was killed
+            content = json.loads(store.read(lease))
     except FileNotFoundError:
         return False
-    except ValueError:
-        return True  # being written
-    gone = content["host"] == socket.gethostname() and not _runs(content["pid"])
-    if gone or content["expires"] < time.time():
-        store.remove(lease)
-        return False
-    return True
+    here = isinstance(content, dict) and content.get("host") == socket.gethostname()
+    pid = content.get("pid") if here else None
+    if young and (type(pid) is not int or _runs(pid)):
+        return True
+    store.remove(lease)
+    return False
 
 
 def _runs(pid: int) -> bool:

@@ -7,7 +7,7 @@ import os
 import shutil
 from typing import BinaryIO
 
-from rescale_data.checkpoint.storage.store import Store
+from rescale_data.checkpoint.storage.store import Store, StrPath
 
 
 class LocalStore(Store):
@@ -36,6 +36,12 @@ class LocalStore(Store):
     def size(self, path: str) -> int:
         return os.stat(path).st_size
 
+    def sizes(self, path: str) -> dict[str, int]:
+        if not os.path.isdir(path):
+            return {}
+        with os.scandir(path) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+
     def modified(self, path: str) -> float:
         return os.stat(path).st_mtime
 
@@ -45,15 +51,21 @@ class LocalStore(Store):
     def make_folder(self, path: str) -> None:
         os.makedirs(path, exist_ok=True)
 
-    def rename(self, old: str, new: str) -> None:
-        os.replace(old, new)
+    def is_link(self, path: str) -> bool:
+        return os.path.islink(path)
+
+    def rename(self, path: StrPath, new_path: StrPath) -> None:
+        os.replace(path, new_path)
 
     def remove(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
     def remove_folder(self, path: str) -> None:
-        shutil.rmtree(path, ignore_errors=True)
+        if self.is_link(path):
+            self.remove(path)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
 
     def sync_file(self, stream: BinaryIO) -> None:
         os.fsync(stream.fileno())

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rescale_data.checkpoint.failures import DamagedCheckpointError
-from rescale_data.checkpoint.storage.store import Store, join
-from rescale_data.checkpoint.storage.streams import FileRecord
+from rescale_data.checkpoint.storage.store import FileRecord, Store, join
 from rescale_data.checkpoint.tree import Lost
+from rescale_data.errors import DamagedCheckpointError
 
 MANIFEST = "rescale_data.json"
 METADATA = ".metadata"
@@ -67,7 +66,15 @@ class Manifest:
             raise ValueError("its content does not match its checksum")
         del content["version"]
         files = {name: FileRecord(**record) for name, record in content.pop("files").items()}
+        for name in files:
+            refuse_to_leave(name)
         return cls(files=files, **content)
+
+
+def refuse_to_leave(name: str) -> None:
+    """``ValueError`` where the name of a file, relative to a checkpoint's folder, is of one outside of it."""
+    if name.startswith("/") or "\\" in name or ".." in name.split("/"):
+        raise ValueError(f"it names the file {name!r}, outside of the folder")
 
 
 def read_manifest(store: Store, path: str) -> Manifest | None:

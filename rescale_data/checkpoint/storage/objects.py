@@ -8,7 +8,7 @@ from typing import Any, BinaryIO, cast
 
 import fsspec
 
-from rescale_data.checkpoint.storage.store import Store, split
+from rescale_data.checkpoint.storage.store import Store, StrPath, split
 
 
 class ObjectStore(Store):
@@ -20,6 +20,7 @@ class ObjectStore(Store):
     renames = False
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
         options = {"use_listings_cache": False, **(storage_options or {})}
         try:
             self._fs: Any = fsspec.core.url_to_fs(url, **options)[0]
@@ -51,6 +52,12 @@ class ObjectStore(Store):
     def size(self, path: str) -> int:
         return int(self._fs.size(path))
 
+    def sizes(self, path: str) -> dict[str, int]:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            listed = cast("list[dict[str, Any]]", self._fs.ls(path, detail=True))
+            return {split(entry["name"])[1]: int(entry["size"]) for entry in listed if entry["type"] == "file"}
+        return {}
+
     def modified(self, path: str) -> float:
         return float(self._fs.modified(path).timestamp())
 
@@ -65,8 +72,8 @@ class ObjectStore(Store):
     def make_folder(self, path: str) -> None:
         """Nothing: a folder begins with its first object."""
 
-    def rename(self, old: str, new: str) -> None:
-        self._fs.mv(old, new)
+    def rename(self, path: StrPath, new_path: StrPath) -> None:
+        self._fs.mv(path, new_path)
 
     def remove(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):

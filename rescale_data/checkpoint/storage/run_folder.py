@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
-from typing import Any
+import weakref
+from collections.abc import Callable
 
-from rescale_data.checkpoint.storage.commit import erase, remove_leftovers
+from rescale_data.checkpoint.storage import locks
+from rescale_data.checkpoint.storage.commit import (
+    ABANDONED,
+    age,
+    erase,
+    hidden_of,
+    is_remainder,
+    remove_abandoned_files,
+    remove_leftovers,
+)
 from rescale_data.checkpoint.storage.lease import STEP, is_read
 from rescale_data.checkpoint.storage.manifest import MANIFEST, METADATA, read_manifest
-from rescale_data.checkpoint.storage.ownership import hidden_of, is_remainder
 from rescale_data.checkpoint.storage.store import Store, join, split
 
 logger = logging.getLogger(__name__)
 
 LOCK = ".writer.lock"
-# An object store has no locks: what was not committed there is taken for abandoned after this long, in seconds.
-ABANDONED = 24 * 3600.0
 
 
 class RunFolder:
@@ -26,7 +32,7 @@ class RunFolder:
     def __init__(self, store: Store, path: str) -> None:
         self.store = store
         self.path = path
-        self._lock: Any = None
+        self._lock: Callable[[], object] | None = None
 
     @classmethod
     def existing(cls, store: Store, path: str) -> RunFolder:
@@ -60,36 +66,56 @@ class RunFolder:
         return found
 
     def open_for_writing(self) -> None:
-        """Remove what killed saves left over, unless another process saves to this folder now."""
+        """Take the folder's lock, and remove what killed saves left over.
+
+        Raises:
+            ValueError: another process has the lock.
+        """
         self.store.make_folder(self.path)
         if not self._take_lock():
-            logger.warning("Another process saves to %s: what killed saves left there is not removed.", self.path)
             return
         for name in self._names_of_leftovers():
-            remove_leftovers(self.store, join(self.path, name))
-        for step in sorted(set(self._named()) - set(self.steps())):
-            if self._is_abandoned(step) and self.delete(step):
-                logger.info("Removed %s, which a killed save or deletion left.", self.checkpoint(step))
+            self._tried(name, lambda name=name: remove_leftovers(self.store, join(self.path, name)))
+        committed = self.steps()
+        for step in self._named():
+            work = self._collect if step in committed else self._remove_if_abandoned
+            self._tried(f"step-{step}", lambda work=work, step=step: work(step))
 
     def close(self) -> None:
         if self._lock is not None:
-            import fcntl
-
-            # Closing would not do: a process that this one has forked keeps a copy of the file open.
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
-            self._lock.close()
-            self._lock = None
+            self._lock()
 
     def delete(self, step: int) -> bool:
-        """Delete a checkpoint; False where someone reads it, and it is tried again later."""
+        """Delete a checkpoint; False where someone reads it, and it is tried again later. Of a link the link alone goes."""
         path = self.checkpoint(step)
+        if self.store.is_link(path):
+            self.store.remove(path)
+            return True
         if is_read(self.store, path):
             return False
-        self.store.remove(join(path, MANIFEST))
+        manifest = join(path, MANIFEST)
+        content = self.store.read(manifest) if self.store.is_file(manifest) else None
+        self.store.remove(manifest)
         if is_read(self.store, path):
+            if content is not None:
+                self.store.write(manifest, content)
             return False
         erase(self.store, path)
         return True
+
+    def _tried(self, name: str, work: Callable[[], None]) -> None:
+        """What cannot be read or removed stops nothing else."""
+        try:
+            work()
+        except (OSError, ValueError) as error:
+            logger.warning("What was left over of %s is not removed: %s", join(self.path, name), error)
+
+    def _collect(self, step: int) -> None:
+        remove_abandoned_files(self.store, self.checkpoint(step))
+
+    def _remove_if_abandoned(self, step: int) -> None:
+        if self._is_abandoned(step) and self.delete(step):
+            logger.info("Removed %s, which a killed save or deletion left.", self.checkpoint(step))
 
     def _named(self) -> list[int]:
         return sorted(int(match[1]) for name in self.store.names(self.path) if (match := STEP.fullmatch(name)))
@@ -101,25 +127,22 @@ class RunFolder:
     def _is_abandoned(self, step: int) -> bool:
         """Whether an uncommitted folder is what a killed save or deletion of ours left, and nobody is saving it now."""
         path = self.checkpoint(step)
-        return is_remainder(self.store, path) and (self.store.renames or _age(self.store, path) > ABANDONED)
+        if self.store.is_link(path) or not is_remainder(self.store, path):
+            return False
+        return self.store.renames or age(self.store, path) > ABANDONED
 
     def _take_lock(self) -> bool:
+        """Whether nobody else can be saving here."""
         if not self.store.renames:
             return True
-        import fcntl
-
-        lock = open(join(self.path, LOCK), "ab")  # noqa: SIM115 - held until close, or until the process ends
+        lock = join(self.path, LOCK)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.close()
-            return False
-        self._lock = lock
-        return True
-
-
-def _age(store: Store, path: str) -> float:
-    """Seconds since the last change of a file in a folder, or in a folder in there."""
-    folders = [path, *(join(path, name) for name in store.names(path))]
-    files = [file for folder in folders for name in store.names(folder) if store.is_file(file := join(folder, name))]
-    return time.time() - max((store.modified(file) for file in files), default=0.0)
+            new = locks.take(lock)
+        except locks.HeldError as error:
+            raise ValueError(
+                f"{self.path} is held by {error}, which saves to it. End that first, or give this run another folder; to read "
+                f"the checkpoints there use RunReader."
+            ) from error
+        # Let go by close, or with a manager that is dropped without.
+        self._lock = weakref.finalize(self, locks.release, lock)
+        return new

@@ -1,25 +1,101 @@
-"""Where checkpoints live: what saving, loading and retention need of a file system, and nothing else."""
+"""Where checkpoints live: what saving, loading and retention need of a file system, and nothing else.
+
+A ``Store`` is the file system that DCP's reader and writer use, too. What they write is counted and checksummed on its way.
+"""
 
 from __future__ import annotations
 
+import copy
+import io
 import os
-import re
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, BinaryIO, TypeAlias, cast
+import zlib
+from abc import abstractmethod
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Self, TypeAlias, cast
+
+from torch.distributed.checkpoint.filesystem import FileSystemBase
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
 
-class Store(ABC):
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file held when it was written: ``size`` in bytes and the CRC-32 of its content."""
+
+    size: int
+    crc32: int
+
+
+class CheckedStream(io.RawIOBase):
+    """A file being written, with the size and the CRC-32 of all that went into it.
+
+    Attributes:
+        error: What the system said when a write failed: torch's own writer of tensors makes another error of it.
+    """
+
+    def __init__(self, raw: BinaryIO, path: str) -> None:
+        self.raw = raw
+        self.path = path
+        self.record = FileRecord(0, 0)
+        self.error: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        view = memoryview(data).cast("B")
+        with self._noted():
+            self.raw.write(view)
+        self.record = FileRecord(self.record.size + view.nbytes, zlib.crc32(view, self.record.crc32))
+        return view.nbytes
+
+    def tell(self) -> int:
+        return self.record.size
+
+    def fileno(self) -> int:
+        # Asked for by os.fsync, which knows nothing of Python's buffer.
+        with self._noted():
+            self.raw.flush()
+        return self.raw.fileno()
+
+    def close(self) -> None:
+        if not self.closed:
+            with self._noted():
+                self.raw.close()
+        super().close()
+
+    @contextmanager
+    def _noted(self) -> Generator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.error = self.error or error
+            if error.errno is not None and error.filename is None:
+                error.filename = self.path
+            raise
+
+
+class Store(FileSystemBase):
     """Files and folders by path. Paths are strings with ``/``; a folder need not exist before its files do.
 
     Attributes:
         renames: Whether a whole folder gets its name in one atomic step. Where it does not (object stores) a checkpoint
             is committed by the object that is written last.
+        written: The record of each file that DCP has written, by path.
     """
 
     renames: bool
+
+    def __init__(self) -> None:
+        self.written: dict[str, FileRecord] = {}
+
+    def recording(self) -> Self:
+        """The same store for one save: nothing is written yet."""
+        other = copy.copy(self)
+        other.written = {}
+        return other
 
     @abstractmethod
     def open_read(self, path: str) -> BinaryIO: ...
@@ -43,6 +119,10 @@ class Store(ABC):
         """Bytes of a file; ``FileNotFoundError`` where there is none."""
 
     @abstractmethod
+    def sizes(self, path: str) -> dict[str, int]:
+        """Bytes of each file directly in a folder, by name; empty where there is no folder."""
+
+    @abstractmethod
     def modified(self, path: str) -> float:
         """Seconds since the epoch of a file's last change."""
 
@@ -54,7 +134,7 @@ class Store(ABC):
     def make_folder(self, path: str) -> None: ...
 
     @abstractmethod
-    def rename(self, old: str, new: str) -> None:
+    def rename(self, path: StrPath, new_path: StrPath) -> None:
         """A file, or where ``renames`` a folder, under a new name."""
 
     @abstractmethod
@@ -63,14 +143,15 @@ class Store(ABC):
 
     @abstractmethod
     def remove_folder(self, path: str) -> None:
-        """A folder with all that is in it; it may be gone already."""
+        """A folder with all that is in it; it may be gone already. A link goes, and what it points to stays."""
+
+    def is_link(self, path: str) -> bool:
+        """Whether something else is found under this name than what lies there."""
+        return False
 
     @abstractmethod
     def sync_folder(self, path: str) -> None:
         """Make the names in a folder survive a power cut, where that is not so anyhow."""
-
-    def exists(self, path: str) -> bool:
-        return self.is_file(path) or self.is_folder(path)
 
     def read(self, path: str) -> bytes:
         with self.open_read(path) as stream:
@@ -87,8 +168,47 @@ class Store(ABC):
             raise
         stream.close()
 
-    def sync_file(self, stream: BinaryIO) -> None:  # noqa: B027 - nothing to do unless a store says otherwise
+    def sync_file(self, stream: BinaryIO) -> None:
         """Make what was written survive a power cut."""
+
+    # What DCP's reader and writer ask of a file system.
+
+    @contextmanager
+    def create_stream(self, path: StrPath, mode: str) -> Generator[io.IOBase, None, None]:
+        if "w" not in mode:
+            with self.open_read(os.fspath(path)) as raw:
+                yield cast(io.IOBase, raw)
+            return
+        raw = self.open_write(os.fspath(path))
+        stream = CheckedStream(raw, os.fspath(path))
+        try:
+            yield stream
+            stream.close()
+        except BaseException as error:
+            self.discard(raw, os.fspath(path))
+            if stream.error is None or stream.error is error:
+                raise
+            raise stream.error from error
+        self.written[os.fspath(path)] = stream.record
+
+    def concat_path(self, path: StrPath, suffix: str) -> str:
+        return join(os.fspath(path), suffix)
+
+    def init_path(self, path: StrPath) -> str:
+        return os.fspath(path)
+
+    def mkdir(self, path: StrPath) -> None:
+        self.make_folder(os.fspath(path))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
+        return True
+
+    def exists(self, path: StrPath) -> bool:
+        return self.is_file(os.fspath(path)) or self.is_folder(os.fspath(path))
+
+    def rm_file(self, path: StrPath) -> None:
+        self.remove(os.fspath(path))
 
 
 def join(folder: str, *names: str) -> str:
@@ -99,28 +219,3 @@ def split(path: str) -> tuple[str, str]:
     """The folder that holds ``path``, and its name in there."""
     folder, _, name = path.rstrip("/").rpartition("/")
     return folder or "/", name
-
-
-def open_store(path: StrPath, storage_options: Mapping[str, Any] | None = None) -> tuple[Store, str]:
-    """The store that ``path`` is in, and ``path`` as that store spells it: a link to a checkpoint is the checkpoint.
-
-    Args:
-        path: A local path, or a URL that fsspec knows (``s3://bucket/run``, ``gs://``, ``az://``, ``memory://``).
-        storage_options: Passed on to fsspec.
-
-    Raises:
-        TypeError: ``path`` is neither a string nor path-like.
-        ValueError: the scheme is unknown, what it needs is not installed, or a URL came as a ``pathlib.Path``.
-    """
-    if not isinstance(cast(object, path), str | os.PathLike):
-        raise TypeError(f"A checkpoint's path is a str or os.PathLike, not {type(path).__name__}.")
-    text = os.fspath(path)
-    if not isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):
-        raise ValueError(f"{text!r} was a URL: pathlib has taken one of its slashes. Give a URL as a str.")
-    if "://" in text and not text.startswith("file://"):
-        from rescale_data.checkpoint.storage.objects import ObjectStore
-
-        return ObjectStore(text, storage_options), text.rstrip("/")
-    from rescale_data.checkpoint.storage.local import LocalStore
-
-    return LocalStore(), os.path.realpath(text.removeprefix("file://"))

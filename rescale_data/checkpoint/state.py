@@ -7,7 +7,7 @@ user's state into what DCP knows, at any depth, and takes back what DCP has load
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -15,9 +15,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
+from rescale_data.checkpoint.devices import refuse_pickled
 from rescale_data.checkpoint.optimizer.load import OptimizerLoad
 from rescale_data.checkpoint.optimizer.named import named_state, owner
-from rescale_data.checkpoint.saved import Saved
+from rescale_data.checkpoint.storage.dcp import Saved
 from rescale_data.checkpoint.tree import keys_of, string_keys
 
 State: TypeAlias = Mapping[str, Any]
@@ -146,6 +147,18 @@ def entries_of(state: State) -> list[Entry]:
     return [_entry(path, value, holder, modules) for path, value, holder in values]
 
 
+def live_values(entries: list[Entry]) -> list[tuple[Path, Any]]:
+    """What DCP saves of each entry, by path; its tensors may be the live ones.
+
+    Raises:
+        TypeError, ValueError: values that have no place in a checkpoint.
+    """
+    values = [(entry.path, entry.plain()) for entry in entries]
+    refuse_pickled(values)
+    refuse_unfit(nested(values))
+    return values
+
+
 def nested(values: list[tuple[Path, Any]]) -> dict[str, Any]:
     """Values by path as nested dicts."""
     root: dict[str, Any] = {}
@@ -172,11 +185,15 @@ def _walk(state: Mapping[Any, Any], path: Path) -> list[tuple[Path, Any, Mapping
                 f"{'.'.join((*path, str(key)))!r}: the key {key!r} is a {type(key).__name__}; keys are strings."
             )
         here = (*path, key)
-        if isinstance(value, Mapping) and value and not isinstance(value, Stateful):
+        if isinstance(value, Mapping) and value and not isinstance(value, Stateful) and _has_names(value):
             found.extend(_walk(cast(Mapping[Any, Any], value), here))
         else:
             found.append((here, value, state))
     return found
+
+
+def _has_names(value: Mapping[Any, Any]) -> bool:
+    return all(isinstance(key, str) for key in value)
 
 
 def _entry(path: Path, value: Any, holder: Mapping[str, Any], modules: list[tuple[Path, nn.Module]]) -> Entry:
@@ -186,16 +203,58 @@ def _entry(path: Path, value: Any, holder: Mapping[str, Any], modules: list[tupl
         return OptimizerEntry(path, owner(".".join(path), value, modules), value)
     if isinstance(value, Stateful):
         return StatefulEntry(path, value)
-    if isinstance(value, list | tuple):
-        _refuse_stateful_items(path, cast("list[Any] | tuple[Any, ...]", value))
+    _refuse_inside(path, value)
     return ValueEntry(path, value, holder)
 
 
-def _refuse_stateful_items(path: Path, items: list[Any] | tuple[Any, ...]) -> None:
-    for index, item in enumerate(items):
+def _refuse_inside(path: Path, value: Any) -> None:
+    """``TypeError`` where a value holds what has a state, which would be pickled whole, or keys that no name tells apart."""
+    if isinstance(value, Mapping):
+        items = list(cast(Mapping[Any, Any], value).items())
+        odd = [key for key, _ in items if not isinstance(key, str | int | float | None)]
+        if odd or len({str(key) for key, _ in items}) < len(items):
+            raise TypeError(
+                f"{'.'.join(path)!r} has the keys {[key for key, _ in items][:5]}: give strings or numbers that differ as text."
+            )
+    elif isinstance(value, list | tuple):
+        items = list(enumerate(cast("list[Any] | tuple[Any, ...]", value)))
+    else:
+        return
+    for key, item in items:
         if isinstance(item, Stateful):
             name = ".".join(path)
             raise TypeError(
-                f"{name}[{index}] is a {type(item).__name__} in a {type(items).__name__}: it would be pickled whole and "
-                f'replaced at load. Give it a name of its own: {{"{name}_{index}": ...}}, or a dict of them.'
+                f"{name}[{key!r}] is a {type(item).__name__} in a {type(value).__name__}: it would be pickled whole and "
+                f'replaced at load. Give it a name of its own: {{"{name}_{key}": ...}}, or a dict of them.'
             )
+        _refuse_inside((*path, str(key)), item)
+
+
+def refuse_unfit(plain: Mapping[str, Any]) -> None:
+    """``ValueError`` naming every tensor of a nested state that has no place in a checkpoint, and the cure."""
+    found = [f"{name} {why}" for name, tensor in _tensors(plain, "") if (why := _why(tensor))]
+    if found:
+        listed = "\n  ".join(found)
+        raise ValueError(f"These tensors can be neither saved nor loaded; nothing was done:\n  {listed}")
+
+
+def _why(tensor: torch.Tensor) -> str:
+    if tensor.device.type == "meta":
+        return "is on the meta device and has no memory: call module.to_empty(device=...) before."
+    # Not is_quantized and is_nested: FSDP1's ShardedTensor knows neither.
+    if str(tensor.dtype).startswith(("torch.qint", "torch.quint")):
+        return "is quantized: put int_repr(), scale and zero point into the state instead."
+    if tensor.layout != torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.")
+        return f"is {layout}: put the dense tensors that it is made of into the state instead."
+    return ""
+
+
+def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors by flattened name, in the containers that DCP looks into; it pickles whatever else there is."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, Mapping | list):
+        items = cast("Mapping[Any, Any]", value).items() if isinstance(value, Mapping) else enumerate(value)
+        for key, inner in items:
+            yield from _tensors(inner, f"{name}.{key}" if name else str(key))

@@ -1,8 +1,10 @@
-"""Load a checkpoint into a state: checked first, then read, then taken over."""
+"""Save a state as one DCP checkpoint that exists wholly or not at all; load one, checked first, then read, then taken over."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,24 +12,97 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.checkpoint.storage import StorageReader
 
 from rescale_data.checkpoint.devices import settle
-from rescale_data.checkpoint.entries import Entry, State, entries_of, nested, value_at
-from rescale_data.checkpoint.failures import DamagedCheckpointError, clear_error
-from rescale_data.checkpoint.plain import read_values
-from rescale_data.checkpoint.planner import CheckingLoadPlanner, Misfits, is_asked
-from rescale_data.checkpoint.ranks import Ranks
-from rescale_data.checkpoint.saved import Saved
-from rescale_data.checkpoint.saving import quiet
-from rescale_data.checkpoint.storage.commit import replaced_by_a_killed_save
-from rescale_data.checkpoint.storage.integrity import problems
-from rescale_data.checkpoint.storage.lease import reading
-from rescale_data.checkpoint.storage.reader import CheckpointReader
-from rescale_data.checkpoint.storage.store import Store, StrPath, open_store
-from rescale_data.checkpoint.unfit import refuse_unfit
+from rescale_data.checkpoint.planner import CheckingLoadPlanner, CheckpointSavePlanner, Misfits, is_asked, read_values
+from rescale_data.checkpoint.ranks import Ranks, clear_error, quiet
+from rescale_data.checkpoint.state import Entry, State, entries_of, live_values, nested, refuse_unfit, value_at
+from rescale_data.checkpoint.storage.commit import Workspace, abandon, prepare
+from rescale_data.checkpoint.storage.dcp import CheckpointReader, CheckpointWriter, Saved, SaveInfo
+from rescale_data.checkpoint.storage.manifest import checked_metrics
+from rescale_data.checkpoint.storage.open import ReplacedError, again, open_store, opened
+from rescale_data.checkpoint.storage.store import Store, StrPath
+from rescale_data.checkpoint.tree import lost_in_names
 
 logger = logging.getLogger(__name__)
+
+
+def save(
+    path: StrPath,
+    state: State,
+    *,
+    overwrite: bool = False,
+    step: int | None = None,
+    metrics: Mapping[str, float] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> None:
+    """Save ``state`` at ``path``, with all ranks, and return when it is committed.
+
+    The folder is a plain DCP checkpoint that ``torch.distributed.checkpoint.load`` reads, and ``rescale_data.json``, which
+    lists every file with its size and checksum. Until the last step nothing is seen at ``path``: a save that fails leaves what
+    was there, and so does one that is killed, but that an object store's old checkpoint is gone while two small files are put.
+
+    Args:
+        path: A local folder that does not exist yet, or a URL that fsspec knows (``s3://bucket/run/step-100``).
+        state: Names to modules, optimizers (with their model), anything ``Stateful``, tensors, plain values, and
+            dicts of these.
+        overwrite: Replace a checkpoint at ``path``.
+        step: Of the trainer, for the manifest.
+        metrics: Numbers for the manifest.
+        process_group: The ranks that save; default all.
+        storage_options: Passed on to fsspec.
+
+    Raises:
+        TypeError: ``state`` holds what has no place in a checkpoint.
+        ValueError: ``path`` is taken, an optimizer's parameters are in no module of ``state``, or a tensor is on the meta
+            device, quantized, sparse or nested.
+        OSError: disk full, no permission; the message says what to do.
+    """
+    ranks = Ranks(process_group)
+    store, final = open_store(path, storage_options, to_write=True)
+    checked = ranks.together(lambda: checked_metrics(metrics))
+    plain = plain_state(state, ranks)
+    info = SaveInfo(world_size=ranks.size, step=step, metrics=checked)
+    workspace = begin(store, final, ranks, overwrite=overwrite)
+    write(plain, CheckpointWriter(store, workspace, info), ranks)
+
+
+def plain_state(state: State, ranks: Ranks) -> dict[str, Any]:
+    """What DCP saves of ``state``; its tensors may be the live ones. An error of one rank is raised on all."""
+    # Twice: sharded modules have collectives in their plain(), which all ranks must reach or none.
+    entries = ranks.together(lambda: entries_of(state))
+    return ranks.together(lambda: nested(live_values(entries)))
+
+
+def begin(store: Store, final: str, ranks: Ranks, *, overwrite: bool) -> Workspace:
+    """The workspace of one save, the same on all ranks."""
+    try:
+        return ranks.on_first(lambda: prepare(store, final, uuid.uuid4().hex, overwrite=overwrite))
+    except OSError as error:
+        raise clear_error(error, f"Saving {final}") from error
+
+
+def write(plain: dict[str, Any], writer: CheckpointWriter, ranks: Ranks) -> None:
+    """Write and commit, or remove what was written and raise why."""
+    doing = f"Saving {writer.workspace.final}"
+    writer.lost = lost_in_names(plain)
+    try:
+        with quiet(ranks):
+            save_state(
+                plain,
+                storage_writer=writer,
+                planner=CheckpointSavePlanner(),
+                process_group=ranks.group,
+                no_dist=not ranks.distributed,
+            )
+    except BaseException as error:
+        if ranks.is_first:
+            with contextlib.suppress(Exception):
+                abandon(writer.fs, writer.workspace)
+        raise clear_error(error, doing) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +129,7 @@ def load(
     *,
     strict: bool = True,
     checksums: bool = True,
-    trusted: bool = True,
+    trusted: bool = False,
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> LoadReport:
@@ -70,13 +145,14 @@ def load(
         strict: False loads what fits and reports the rest; a ``Stateful``, or an optimizer's state of one parameter, that does
             not fit whole is left as it is.
         checksums: False compares the sizes of the files alone.
-        trusted: False reads the checkpoint without ever running code from it: see the README of this module.
+        trusted: True runs code from the checkpoint where a value needs it: see the README of this module.
         process_group: The ranks that load; default all.
         storage_options: Passed on to fsspec.
 
     Raises:
         FileNotFoundError: no checkpoint at ``path``.
-        ValueError: files are damaged, or names, shapes or dtypes do not fit, or a tensor is on the meta device, quantized,
+        ValueError: files are damaged, a value needs code and ``trusted`` is False, or names, shapes or dtypes do not fit, or a
+            tensor is on the meta device, quantized,
             sparse or nested; the message lists them all.
     """
     ranks = Ranks(process_group)
@@ -90,21 +166,20 @@ def load(
                 f"{folder} is a file in an object store, and is mapped to be read. Copy it to a local disk first."
             )
         return read(ValuesReader(lambda: map_file(folder)), folder, state, ranks, strict=strict, trusted=trusted)
-    folder = ranks.on_first(lambda: replaced_by_a_killed_save(store, folder) or folder)
-    with reading(store, folder, wanted=ranks.is_first):
-        refuse_damaged(store, folder, ranks, checksums=checksums)
-        reader = CheckpointReader(store, folder, trusted=trusted)
-        return read(reader, folder, state, ranks, strict=strict, trusted=trusted)
+    return again(lambda: _load(path, state, ranks, strict, checksums, trusted, storage_options))
 
 
-def refuse_damaged(store: Store, path: str, ranks: Ranks, *, checksums: bool) -> None:
-    """``DamagedCheckpointError`` naming every file that is not what was saved."""
-    found = problems(store, path, ranks, checksums=checksums)
-    if found:
-        listed = "\n  ".join(found)
-        raise DamagedCheckpointError(
-            f"The checkpoint {path} is damaged:\n  {listed}\nNothing was loaded. Load an earlier checkpoint."
-        )
+def _load(
+    path: StrPath,
+    state: State,
+    ranks: Ranks,
+    strict: bool,
+    checksums: bool,
+    trusted: bool,
+    storage_options: Mapping[str, Any] | None,
+) -> LoadReport:
+    with opened(path, ranks, checksums=checksums, trusted=trusted, storage_options=storage_options) as reader:
+        return read(reader, reader.path, state, ranks, strict=strict, trusted=trusted)
 
 
 def read(reader: StorageReader, path: str, state: State, ranks: Ranks, *, strict: bool, trusted: bool) -> LoadReport:
@@ -134,6 +209,8 @@ def read(reader: StorageReader, path: str, state: State, ranks: Ranks, *, strict
             )
     except BaseException as error:
         raise clear_error(error, f"Loading {path}") from error
+    if ranks.on_first(lambda: isinstance(reader, CheckpointReader) and reader.is_replaced()):
+        raise ReplacedError(f"{path} was replaced or deleted while it was read.")
     skipped = planner.skipped()
     ranks.on_each(lambda: [entry.apply(value_at(plain, entry.path)) for entry in entries if entry not in skipped])
     settle(plain)

@@ -1,0 +1,177 @@
+"""DCP's reader and writer of files, on a ``Store``: what is half public in torch is used here and nowhere else.
+
+The reader reads metadata without trusting it. The writer records every file's size and checksum, and commits once, at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from rescale_data.checkpoint.storage.commit import SAVE_ID_PREFIX, Workspace, commit
+from rescale_data.checkpoint.storage.integrity import changed_sizes
+from rescale_data.checkpoint.storage.manifest import METADATA, Manifest, read_manifest
+from rescale_data.checkpoint.storage.metadata import read_metadata
+from rescale_data.checkpoint.storage.store import FileRecord, Store, join, split
+from rescale_data.checkpoint.tree import Lost
+from rescale_data.errors import DamagedCheckpointError
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is about to be loaded.
+
+    Args:
+        metadata: Names, shapes and dtypes.
+        values: Reads plain values by flattened name.
+    """
+
+    metadata: Metadata
+    values: Callable[[list[str]], dict[str, Any]]
+
+
+class CheckpointReader(FileSystemReader):
+    """Reads a DCP folder.
+
+    Args:
+        trusted: True runs what its metadata names, where that is not known.
+        save_id: Of the checkpoint that is read, so that it is seen when another takes its place.
+    """
+
+    def __init__(self, store: Store, path: str, *, trusted: bool = False, save_id: str | None = None) -> None:
+        super().__init__(path)
+        self.fs: Store = store
+        self.path: str = path
+        self.trusted = trusted
+        self.save_id = save_id
+        self._metadata: Metadata | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing: a reader is for one checkpoint."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is None:
+            try:
+                self._metadata = read_metadata(self.fs.read(join(self.path, METADATA)), trusted=self.trusted)
+            except ValueError as error:
+                raise ValueError(f"{self.path} cannot be read: {error}") from error
+        self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
+        self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+    def is_replaced(self) -> bool:
+        """Whether another checkpoint was saved here, or this one was taken away, since the reader was made."""
+        try:
+            manifest = read_manifest(self.fs, self.path)
+        except (OSError, ValueError):
+            return False
+        return self.save_id is not None and (manifest is None or manifest.save_id != self.save_id)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveInfo:
+    """What the manifest says beside the files."""
+
+    world_size: int = 1
+    step: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+class CheckpointWriter(FileSystemWriter):
+    """Writes DCP's own format. ``finish``, on rank 0 after all ranks have written, commits.
+
+    The records of a rank's files travel to rank 0 as further ``WriteResult`` s of DCP's own gather.
+    """
+
+    def __init__(self, store: Store, workspace: Workspace, info: SaveInfo) -> None:
+        super().__init__(workspace.working, sync_files=store.renames, overwrite=True)
+        self.fs: Store = store.recording()
+        self.path: str = workspace.working
+        self.workspace = workspace
+        self.info = info
+        self.lost: Lost = ()  # of the state's form, once it is known
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing: a writer is for one save, whose path was settled with all ranks."""
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.workspace.final, save_id=SAVE_ID_PREFIX + self.workspace.save_id)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            results = super().write_data(plan, planner).wait()
+        except OSError as error:
+            written = sum(record.size for record in self.fs.written.values())
+            error.add_note(
+                f"{_num_bytes(plan):,} bytes were to be written by this rank; {written:,} are in files that it has ended."
+            )
+            raise
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([*results, *(_as_result(path, record) for path, record in self.fs.written.items())])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        prefix = self.workspace.prefix
+        files = {
+            prefix + cast(_FileIndex, r.index).fqn: r.storage_data for rank in results for r in rank if _is_file(r)
+        }
+        self.fs.written.clear()
+        super().finish(metadata, [[_under(prefix, r) for r in rank if not _is_file(r)] for rank in results])
+        # DCP writes the metadata under another name, and renames it.
+        files[METADATA] = next(iter(self.fs.written.values()))
+        manifest = Manifest(
+            save_id=self.workspace.save_id,
+            files=files,
+            world_size=self.info.world_size,
+            step=self.info.step,
+            metrics=self.info.metrics,
+            created=time.time(),
+            torch=str(torch.__version__),
+            lost=self.lost,
+        )
+        commit(self.fs, self.workspace, manifest)
+        missing = changed_sizes(self.fs, self.workspace.final, files)
+        if missing:
+            listed = "\n  ".join(missing)
+            raise DamagedCheckpointError(
+                f"{self.workspace.final} was committed, and something else has changed its files:\n  {listed}\n"
+                f"Does another job write to the same folder?"
+            )
+
+
+class _FileIndex(MetadataIndex):
+    """Marks a ``WriteResult`` that is a file's record and not a value's place."""
+
+
+def _as_result(path: str, record: FileRecord) -> WriteResult:
+    return WriteResult(_FileIndex(split(path)[1]), record.size, cast(Any, record))
+
+
+def _under(prefix: str, result: WriteResult) -> WriteResult:
+    """A value's place, in a file whose name begins with ``prefix`` when the checkpoint is committed."""
+    place = result.storage_data
+    return dataclasses.replace(
+        result, storage_data=dataclasses.replace(place, relative_path=prefix + place.relative_path)
+    )
+
+
+def _is_file(result: WriteResult) -> bool:
+    return isinstance(result.index, _FileIndex)
+
+
+def _num_bytes(plan: SavePlan) -> int:
+    """Of the tensors of a plan; what is pickled is not known before."""
+    pieces = [item.tensor_data for item in plan.items if item.tensor_data is not None]
+    return sum(math.prod(piece.chunk.sizes) * piece.properties.dtype.itemsize for piece in pieces)
