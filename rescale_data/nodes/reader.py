@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-from rescale_data.nodes.base import Node, View
+from rescale_data.nodes.base import Node, View, copy_of
 from rescale_data.nodes.guard import Guard, OnError
 from rescale_data.nodes.provenance import with_provenance
 from rescale_data.nodes.reading.chunks import Chunks
@@ -29,9 +30,16 @@ from rescale_data.state import Field, Ints
 
 __all__ = ["DEFAULT_WINDOW", "Reader"]
 
+_FEW_ROWS = 8
+_warned: set[int] = set()
+_log = logging.getLogger("rescale_data")
+
 
 class Reader(Node[Any]):
     """The rows of one logical shard, one epoch until `StopIteration`.
+
+    Of a source of fewer rows than logical shards a shard owns one row in some epochs and none in the others. In an endless
+    stream it goes on at once to the next epoch in which it has one, and ends when it has read all rows (a round of N epochs).
 
     Args:
         source: A source, or anything with ``__len__`` and ``__getitem__``.
@@ -47,8 +55,7 @@ class Reader(Node[Any]):
         ``{column: value}`` of arrays, bytes, strings or numbers; from a map-style dataset, its own samples.
 
     Raises:
-        ValueError: ``shuffle`` is no window, or the stream is endless and the shard owns no row. Whatever reading a row raises
-            comes with the file and the row.
+        ValueError: ``shuffle`` is no window. Whatever reading a row raises comes with the file and the row.
         TypeError: ``provenance`` of samples that are no dicts.
     """
 
@@ -81,7 +88,7 @@ class Reader(Node[Any]):
         self._packed: str | None = None  # the only column that counts, however the rows are read
         self._column: str | None = None  # the one that is read without its rows
         self._source_key = owner_of(self.source)
-        _refuse_empty(self.source, shard)
+        _warn_if_small(self.source, shard)
         name = f"{self.source.name}, logical shard {shard.index} of {shard.num_logical_shards}"
         self._proof = (
             Proof(name, self.rows.size, self._sums, self._numbers_owned, self._window_of) if shard.verify else None
@@ -123,9 +130,15 @@ class Reader(Node[Any]):
         if self._proof is not None:
             position[3] = self._proof.read(position[3], position[0], position[1], num_rows)
         position[1] += num_rows
+        if position[1] >= self.rows.size(position[0]) and self.rows.goes_on(position[0]):
+            self.turn(position)
 
     def moves(self, position: View, num_rows: int) -> Moves:
         """What `advance` writes into a position after each of the next rows, all of one window."""
+        if self.rows.goes_on(position[0]):  # the shard has no other row in this epoch
+            after = copy_of(position)
+            self.advance(after, num_rows)
+            return Moves.between(position, after)
         rows = np.arange(position[1] + 1, position[1] + num_rows + 1)
         if self._proof is None:
             return Moves.of([1], rows[:, None])
@@ -137,7 +150,13 @@ class Reader(Node[Any]):
         if self._proof is not None:
             self._proof.check(position[0], position[1], position[3])
             position[3] = 0
-        position[0], position[1] = position[0] + 1, 0
+        position[0], position[1] = self.rows.next_epoch(position[0]), 0
+
+    def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
+        if is_drawn or position[1]:
+            position[0], position[1] = position[0] + 1, 0
+            if self._proof is not None:
+                position[3] = 0
 
     def verify(self) -> None:
         if self._proof is not None:
@@ -270,10 +289,14 @@ def _fetching(source: Source, width: int) -> Fetching | None:
     return Fetching(source, source.fragments, owner_of(source), width)
 
 
-def _refuse_empty(source: Source, shard: Shard) -> None:
-    if shard.repeat and shard.num_logical_shards > source.num_rows:
-        raise ValueError(
-            f"{source.name} has {source.num_rows} rows for {shard.num_logical_shards} logical shards, so some shards own "
-            f"no row, and an endless stream (repeat=True) cannot be made of none. Give num_logical_shards of at most "
-            f"{source.num_rows}, or more data."
-        )
+def _warn_if_small(source: Source, shard: Shard) -> None:
+    """Say once that what a logical shard reads together is little, or nothing in most epochs."""
+    rows, num_shards = source.num_rows, shard.num_logical_shards
+    if not shard.repeat or rows >= _FEW_ROWS * num_shards or owner_of(source) in _warned:
+        return
+    _warned.add(owner_of(source))
+    _log.warning(
+        "%s has %d rows for %d logical shards, %.2f each: neighbours in a logical shard are few to shuffle, and where a shard "
+        "has none in an epoch it goes on to the next. Give a smaller num_logical_shards, or more data, if that matters.",
+        source.name, rows, num_shards, rows / num_shards,
+    )  # fmt: skip

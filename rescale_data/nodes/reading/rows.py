@@ -11,13 +11,23 @@ import numpy as np
 from rescale_data.errors import require_int
 from rescale_data.nodes.reading.proof import running_sums
 from rescale_data.nodes.reading.share import ShardShare
-from rescale_data.order import FragmentOrder, ShardOrder, fragments_in_order, shard_sizes, some_fragments_order
+from rescale_data.order import (
+    FragmentOrder,
+    ShardOrder,
+    fragments_in_order,
+    next_epoch_with_rows,
+    ranges_of,
+    rows_before,
+    shard_sizes,
+    some_fragments_order,
+)
 from rescale_data.shard import Shard
 from rescale_data.sources.decoded.cache import cache, owner_of
 from rescale_data.sources.source import Source
 from rescale_data.state import Ints
 
 DEFAULT_WINDOW = 1024
+_NO_SUMS = memoryview(b"")
 
 
 @dataclass(frozen=True)
@@ -77,7 +87,7 @@ class ShardRows:
         self._views = list(views)
         self._since = [view.since for view in views]
         self._orders: dict[tuple[int, int], ShardOrder] = {}
-        cache().put(self._plan_key, Plan(-1, 0, np.zeros(0, np.int64), memoryview(b"")))
+        cache().put(self._plan_key, Plan(-1, 0, np.zeros(0, np.int64), _NO_SUMS))
 
     @property
     def width(self) -> int:
@@ -85,20 +95,50 @@ class ShardRows:
         return self.order(0).width
 
     def order(self, epoch: int, shard: int = -1) -> ShardOrder:
-        view, shard = self._view(epoch), self._shard.index if shard < 0 else shard
-        found = self._orders.get((view.since, shard))
+        view, part = self._view(epoch), self.range_of(epoch, self._shard.index if shard < 0 else shard)
+        found = self._orders.get((view.since, part))
         if found is None:
             found = ShardOrder(
                 num_rows=view.num_rows,
-                shard=shard,
+                shard=part,
                 num_logical_shards=self._shard.num_logical_shards,
                 seed=self._shard.seed,
                 window=self.window,
                 full=self.is_full,
             )
-            if shard == self._shard.index:
-                self._orders[view.since, shard] = found
+            if part == self._shard.index:
+                self._orders[view.since, part] = found
         return found
+
+    def range_of(self, epoch: int, shard: int) -> int:
+        """Number of the range of rows that a shard reads in an epoch."""
+        view = self._view(epoch)
+        if view.num_rows >= self._shard.num_logical_shards:
+            return shard
+        return int(ranges_of(np.array([shard]), np.array([epoch]), *self._args(view))[0])
+
+    def next_epoch(self, epoch: int) -> int:
+        """The epoch that follows; of an endless stream, the next one in which the shard has a row."""
+        epoch += 1
+        if not self._shard.repeat:
+            return epoch
+        for view, stop in zip(self._views, self._stops(), strict=True):
+            if epoch < stop:
+                found = next_epoch_with_rows(self._shard.index, max(epoch, view.since), *self._args(view))
+                if found < stop:
+                    return found
+        raise AssertionError
+
+    def goes_on(self, epoch: int) -> bool:
+        """Whether the end of an epoch is none for whoever reads: it has a row or none, and others of its round follow."""
+        n = self._shard.num_logical_shards
+        is_small = self._shard.repeat and self._view(epoch).num_rows < n
+        return is_small and self.next_epoch(epoch) // n == epoch // n
+
+    def _shuffle(self, epoch: int) -> int:
+        """The epoch whose shuffle holds: of few rows that of a round, so that a shard reads each of them once in it."""
+        n = self._shard.num_logical_shards
+        return epoch if self._view(epoch).num_rows >= n else epoch // n
 
     def size(self, epoch: int) -> int:
         """Rows of the shard in an epoch."""
@@ -106,16 +146,28 @@ class ShardRows:
 
     def sizes(self, epochs: Ints, shards: Ints) -> Ints:
         """Rows of shards in epochs, ``int64[M]`` each."""
-        of_view = np.stack([shard_sizes(shards, view.num_rows, self._shard.num_logical_shards) for view in self._views])
+        of_view = np.stack([self._sizes(epochs, shards, view) for view in self._views])
         return of_view[np.searchsorted(self._since, epochs, side="right") - 1, np.arange(len(shards))]
 
     def sizes_before(self, epochs: Ints, shards: Ints) -> Ints:
         """Rows of shards in all earlier epochs, ``int64[M]`` each."""
         total = np.zeros_like(epochs)
-        for view, stop in zip(self._views, [*self._since[1:], np.iinfo(np.int64).max], strict=True):
-            sizes = shard_sizes(shards, view.num_rows, self._shard.num_logical_shards)
-            total += np.maximum(np.minimum(epochs, stop) - view.since, 0) * sizes
+        for view, stop in zip(self._views, self._stops(), strict=True):
+            until = np.clip(epochs, view.since, stop)
+            since = np.full_like(epochs, view.since)
+            total += rows_before(shards, until, *self._args(view)) - rows_before(shards, since, *self._args(view))
         return total
+
+    def _sizes(self, epochs: Ints, shards: Ints, view: View) -> Ints:
+        parts = ranges_of(shards, epochs, *self._args(view))
+        return shard_sizes(parts, view.num_rows, self._shard.num_logical_shards)
+
+    def _args(self, view: View) -> tuple[int, int, int]:
+        return view.num_rows, self._shard.num_logical_shards, self._shard.seed
+
+    def _stops(self) -> list[int]:
+        """The epoch at which each view ends."""
+        return [*self._since[1:], int(np.iinfo(np.int64).max)]
 
     def plan(self, epoch: int, row: int) -> tuple[Plan, bool]:
         """Which rows of the source the shard reads around ``row``, and whether that was computed now."""
@@ -123,14 +175,14 @@ class ShardRows:
         if plan is not None and plan.covers(epoch, row):
             return plan, False
         rows = self.around(epoch, row)
-        sums = running_sums(self.numbered(epoch, rows) if self._shard.verify else rows[:0])
+        sums = running_sums(self.numbered(epoch, rows)) if self._shard.verify else _NO_SUMS
         plan = Plan(epoch, self.order(epoch).span(row)[0], rows, sums)
         cache().put(self._plan_key, plan)
         return plan, True
 
     def around(self, epoch: int, row: int, shard: int = -1) -> Ints:
         """Rows of the source that are permuted together around a row of a shard."""
-        return self.order(epoch, shard).rows(epoch, row, self.fragments(epoch))
+        return self.order(epoch, shard).rows(self._shuffle(epoch), row, self.fragments(epoch))
 
     def fragments_around(self, epoch: int, row: int, shard: int = -1) -> list[int]:
         """Fragments of the source in which the rows lie that are permuted together around a row of a shard."""
@@ -147,7 +199,7 @@ class ShardRows:
     def after(self, epoch: int, row: int) -> tuple[int, int]:
         """Epoch and row at which the next window begins."""
         stop = self.order(epoch).span(row)[1]
-        return (epoch, stop) if stop < self.size(epoch) else (epoch + 1, 0)
+        return (epoch, stop) if stop < self.size(epoch) else (self.next_epoch(epoch), 0)
 
     def ends(self, epoch: int, row: int) -> list[int]:
         """The two ends of what the window behind the one at ``row`` permutes, if there is one."""
@@ -156,7 +208,7 @@ class ShardRows:
 
     def owned(self, epoch: int, first: int, stop: int) -> Ints:
         """Rows of the source that the shard's rows ``first .. stop - 1`` are, windows not permuted."""
-        return self.order(epoch).owned(epoch, first, stop, self.fragments(epoch))
+        return self.order(epoch).owned(self._shuffle(epoch), first, stop, self.fragments(epoch))
 
     def numbered(self, epoch: int, rows: Ints) -> Ints:
         """Rows of the source as the view of an epoch numbers them, whatever has joined since."""
@@ -171,8 +223,10 @@ class ShardRows:
         """How fragments are cut up for a shard; `None` where there are none."""
         if self._source.fragments is None:
             return None
+        shard = self._shard.index if shard < 0 else shard
+        moved = self.range_of(epoch, shard) - shard
         return ShardShare(
-            self._shard, epoch, self._source.fragments, self.fragments(epoch), self._source_key, shard_index=shard
+            self._shard, epoch, self._source.fragments, self.fragments(epoch), self._source_key, shard, moved
         )
 
     def fragments(self, epoch: int) -> FragmentOrder | None:
@@ -180,7 +234,7 @@ class ShardRows:
         fragments, view = self._source.fragments, self._view(epoch)
         if fragments is None or (not self.window and view.fragments is None):
             return None
-        epoch = epoch if self.window else view.since
+        epoch = self._shuffle(epoch) if self.window else view.since
         key = (self._source_key, "order", self.window > 0, self._shard.seed, epoch, view.num_rows)
         return cache().make(key, lambda: self._in_order(fragments, view, epoch))
 

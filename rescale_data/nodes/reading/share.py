@@ -22,7 +22,8 @@ class ShardShare:
         fragments: ``int64[F + 1]`` of the source.
         order: Of the fragments in this epoch; `None` for their own.
         source: Key of the source, under which this process's shards are known.
-        shard_index: Another logical shard than ``shard``, of the same run.
+        index: The logical shard; ``shard`` is any of the same run.
+        moved: By how much the ranges of all shards have moved in this epoch, see `rescale_data.order.ranges_of`.
     """
 
     def __init__(
@@ -32,11 +33,11 @@ class ShardShare:
         fragments: Ints,
         order: FragmentOrder | None,
         source: int,
-        *,
-        shard_index: int = -1,
+        index: int,
+        moved: int,
     ) -> None:
         self._shard, self.epoch, self._fragments, self._order, self._source = shard, epoch, fragments, order, source
-        self._index = shard.index if shard_index < 0 else shard_index
+        self._index, self._moved = index, moved
         self._num_rows = int(fragments[-1] if order is None else order.virtual[-1])
         self._begins: dict[int, int] = {}
 
@@ -55,9 +56,10 @@ class ShardShare:
         last = int(np.searchsorted(starts, begin + num_rows, side="left"))
         here = set(shards_of(self._source, num_shards)) | {self._index}
         found: list[Cut] = []
-        for shard in range(first, last):
-            start = max(int(starts[shard]) - begin, 0)
-            stop = min(int(starts[shard + 1]) - begin, num_rows)
+        for part in range(first, last):
+            start = max(int(starts[part]) - begin, 0)
+            stop = min(int(starts[part + 1]) - begin, num_rows)
+            shard = (part - self._moved) % num_shards
             if shard in here and stop > start:
                 found.append(Cut(self._key(shard), start, stop))
         return found
@@ -66,7 +68,8 @@ class ShardShare:
         virtual = self._begins.get(fragment)
         if virtual is None:
             virtual = self._begins[fragment] = self._virtual(fragment)
-        own = self._index * self._num_rows // self._shard.num_logical_shards
+        num_shards = self._shard.num_logical_shards
+        own = (self._index + self._moved) % num_shards * self._num_rows // num_shards
         return max(own - virtual, 0)
 
     def _virtual(self, fragment: int) -> int:

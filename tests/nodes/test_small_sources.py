@@ -1,0 +1,182 @@
+"""Sources of fewer rows than logical shards: each row has one owner an epoch, and nobody waits for one."""
+
+import itertools
+import logging
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rescale_data as rd
+from rescale_data.nodes.reading.rows import ShardRows
+from rescale_data.order import floor_sum, next_epoch_with_rows, ranges_of, rows_before, shard_sizes
+from rescale_data.testing import assert_rescalable
+
+N = 24
+SIZES = [1, 7, N - 1, N + 1]
+CHAIN = [(1, 4, 0), (2, 3, 0), (3, 4, 0), (4, 1, 0), (2, 6, 0)]
+
+
+@given(st.integers(1, 60), st.integers(1, 40), st.integers(0, 2**40), st.integers(0, 500))
+@settings(max_examples=60)
+def test_ranges_partition_the_rows_and_each_shard_reads_all_in_a_round(
+    n: int, rows: int, seed: int, epoch: int
+) -> None:
+    shards = np.arange(n)
+    ranges = ranges_of(shards, np.full(n, epoch), rows, n, seed)
+    assert sorted(ranges.tolist()) == shards.tolist()
+    if rows >= n:
+        assert ranges.tolist() == shards.tolist()
+    else:
+        begin = epoch - epoch % n
+        assert sorted(ranges_of(np.zeros(n, int), np.arange(begin, begin + n), rows, n, seed).tolist()) == list(
+            range(n)
+        )
+
+
+@given(st.integers(1, 40), st.integers(1, 50), st.integers(0, 9), st.data())
+@settings(max_examples=60)
+def test_rows_before_and_the_next_epoch_are_as_counted(n: int, rows: int, seed: int, data: st.DataObject) -> None:
+    shard, epoch = data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, 3 * n))
+    epochs = np.arange(epoch + 2 * n + 2)
+    sizes = shard_sizes(ranges_of(np.full(len(epochs), shard), epochs, rows, n, seed), rows, n)
+    assert rows_before(np.array([shard]), np.array([epoch]), rows, n, seed).tolist() == [sizes[:epoch].sum()]
+    assert next_epoch_with_rows(shard, epoch, rows, n, seed) == epoch + int(np.flatnonzero(sizes[epoch:])[0])
+
+
+@given(st.integers(0, 300), st.integers(1, 300), st.integers(0, 9000), st.integers(0, 9000))
+def test_floor_sum(count: int, modulus: int, factor: int, offset: int) -> None:
+    found = floor_sum(np.array([count]), modulus, np.array([factor]), np.array([offset]))
+    assert found.tolist() == [sum((factor * i + offset) // modulus for i in range(count))]
+
+
+class Numbers:
+    def __init__(self, num_rows: int, first: int = 0) -> None:
+        self.num_rows, self.first = num_rows, first
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": self.first + index}
+
+
+def parquet(folder: Path, num_rows: int, **kwargs: Any) -> rd.ParquetSource:
+    folder.mkdir(exist_ok=True)
+    tokens = pa.array([[100 + i] * (1 + i % 5) for i in range(num_rows)], pa.list_(pa.int32()))
+    pq.write_table(pa.table({"tokens": tokens}), folder / "a.parquet", row_group_size=5)
+    return rd.ParquetSource(folder, **kwargs)
+
+
+@pytest.mark.parametrize("num_rows", SIZES)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_each_row_once_an_epoch(num_rows: int, shuffle: bool, tmp_path: Path) -> None:
+    """Also where fragments are cut up for the shards of one process."""
+    for source in (parquet(tmp_path, num_rows), parquet(tmp_path, num_rows, cache_bytes=1), Numbers(num_rows)):
+        seen: Counter[tuple[int, str]] = Counter()
+        for shard in range(N):
+            reader = rd.Reader(source, rd.Shard(shard, N, seed=3, repeat=True), shuffle=shuffle)
+            reader.reset()
+            while reader.position[0] < 2 * N:
+                epoch = reader.position[0]
+                try:
+                    row = next(reader)
+                except StopIteration:
+                    reader.reset(reader.get_state())
+                    continue
+                seen[epoch, str(row)] += 1
+        assert set(seen.values()) == {1}
+        assert len(seen) == 2 * N * num_rows
+
+
+@pytest.mark.parametrize("num_rows", SIZES[:3])
+def test_a_shard_reads_each_row_once_in_a_round(num_rows: int, tmp_path: Path) -> None:
+    for source in (parquet(tmp_path, num_rows), rd.DatasetSource(Numbers(num_rows))):
+        for shard in range(N):
+            rows = ShardRows(source, rd.Shard(shard, N), True)
+            for number in range(3):
+                epochs = range(number * N, (number + 1) * N)
+                read = [row for epoch in epochs for row in rows.owned(epoch, 0, rows.size(epoch)).tolist()]
+                assert sorted(read) == list(range(num_rows))
+
+
+def packed(shard: rd.Shard, source: Any, node: Any = rd.TokenPacker, **kwargs: Any) -> rd.BaseNode[Any]:
+    return node(rd.Reader(source, shard, **kwargs), column="tokens", seq_len=8, eos_id=7)
+
+
+def mixed(shard: rd.Shard, small: Any, large: Any) -> rd.BaseNode[Any]:
+    nodes = {"small": rd.Reader(small, shard), "large": rd.Reader(large, shard)}
+    return rd.WeightedSampler(nodes, {"small": 0.1, "large": 0.9})
+
+
+def loader_of(pipeline: Any, rank: int, world: int, micro: int, workers: int, **kwargs: Any) -> rd.DataLoader:
+    return rd.DataLoader(
+        pipeline, global_batch_size=12, micro_batch_size=micro, dp_rank=rank, dp_world_size=world, num_workers=workers,
+        num_logical_shards=N, repeat=True, seed=5, **kwargs,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_rows", SIZES)
+def test_rescales_alone(num_rows: int, tmp_path: Path) -> None:
+    source = parquet(tmp_path, num_rows)
+    for node in (rd.TokenPacker, rd.WholeDocumentPacker):
+        pipeline = partial(packed, source=source, node=node)
+        assert_rescalable(partial(loader_of, pipeline), CHAIN, steps=3)
+    assert_rescalable(partial(loader_of, Numbers(num_rows)), CHAIN, steps=5)
+
+
+@pytest.mark.parametrize("num_rows", SIZES)
+def test_rescales_in_a_mixture(num_rows: int, tmp_path: Path) -> None:
+    pipeline = partial(mixed, small=Numbers(num_rows), large=Numbers(1000, first=1000))
+    assert_rescalable(partial(loader_of, pipeline), CHAIN, steps=6)
+    loader = loader_of(pipeline, 0, 1, 12, 0)
+    drawn = np.concatenate([batch["x"].numpy() for batch in itertools.islice(loader, 400)])
+    small = Counter(drawn[drawn < 1000].tolist())
+    assert abs(sum(small.values()) - 480) <= N  # a sample a shard
+    assert len(small) == num_rows
+    if num_rows >= 7:
+        assert max(small.values()) - min(small.values()) <= 480 / num_rows
+
+
+@pytest.mark.parametrize("num_rows", SIZES)
+def test_packed_tokens_are_those_of_the_rows_in_turn(num_rows: int, tmp_path: Path) -> None:
+    """However they are read: a fragment at a time, or row by row."""
+    source = parquet(tmp_path, num_rows)
+    for shard in (0, 5, N - 1):
+        streams = [
+            packed(rd.Shard(shard, N, seed=1, repeat=True, verify=True), source, provenance=by_row)
+            for by_row in (False, True)
+        ]
+        first, second = ([next(node)["tokens"].tolist() for _ in range(60)] for node in streams)
+        assert first == second
+
+
+def kept(shard: rd.Shard) -> rd.BaseNode[Any]:
+    return rd.Filter(rd.Reader(Numbers(N - 1), shard), _is_row_five)
+
+
+def test_a_filter_that_leaves_little_is_no_silence() -> None:
+    """A shard has seen every row before it is said to have none."""
+    for batch in itertools.islice(loader_of(kept, 0, 1, 12, 0), 20):
+        assert batch["x"].tolist() == [5] * 12
+
+
+def _is_row_five(sample: dict[str, Any]) -> bool:
+    return sample["x"] == 5
+
+
+def test_few_rows_a_shard_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    few, enough = Numbers(8 * N - 1), Numbers(8 * N)
+    with caplog.at_level(logging.WARNING, "rescale_data"):
+        loaders = [loader_of(source, 0, 1, 12, 0) for source in (few, few, enough)]
+        [next(iter(loader)) for loader in loaders]
+    said = [message for message in caplog.messages if "logical shards" in message and "each" in message]
+    assert said
+    assert all("191 rows for 24 logical shards, 7.96 each" in message for message in said)
