@@ -82,7 +82,7 @@ class TokenStream:
         parts = [] if old is None else [old.owner.rest(old.document)]
         for part in parts:
             part.move(position, len(part))
-        length = sum(self._length(part) for part in parts) - offset
+        length = -offset if old is None else old.left
         num_turns = 0
         while length < self._width:
             if not (offset and not parts):  # else within a document, which goes on as it began
@@ -96,12 +96,9 @@ class TokenStream:
                 spans = spans[:1]
             spans.move(position, len(spans))
             parts.append(spans)
-            length += (gained := self._length(spans))
+            length += (gained := self._around.num_tokens(spans))
             num_turns = 0 if gained else num_turns
         return stretch(Spans.join(parts), self._around, self._position)
-
-    def _length(self, spans: Spans) -> int:
-        return int(self._around.lengths(spans).sum())
 
     def _settled(self, position: View) -> list[Spans]:
         """What has changed takes effect here, as a mark, if anything has."""

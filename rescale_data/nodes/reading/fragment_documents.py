@@ -81,9 +81,10 @@ class FragmentDocuments:
             for soon in self._rows.rows_soon(epoch, row):
                 self._decoding.decode_ahead(self._column, self._fragment_at(soon))
         fragments = np.searchsorted(self._fragments, rows, side="right") - 1
-        room = first.nbytes * len(np.unique(fragments)) * (_ROOM_TO_DECODE if self._decoding is not None else 1)
+        used = sorted(set(fragments.tolist()))
+        room = first.nbytes * len(used) * (_ROOM_TO_DECODE if self._decoding is not None else 1)
         if self._share is None and self._have_room(room):
-            spans = self._spans(rows, fragments)
+            spans = self._spans(rows, fragments, used)
         else:
             num_rows = self._num_rows(first)
             spans = self._copied(rows[:num_rows], fragments[:num_rows])
@@ -95,15 +96,14 @@ class FragmentDocuments:
     def turn(self, position: memoryview) -> None:
         self._rows.turn(position)
 
-    def _spans(self, rows: Ints, fragments: Ints) -> Spans:
+    def _spans(self, rows: Ints, fragments: Ints, used: list[int]) -> Spans:
         """Where the rows lie in the fragments, without their moves."""
-        used, array = np.unique(fragments, return_inverse=True)
-        tokens = [self._tokens(fragment) for fragment in used.tolist()]
-        start, stop = np.empty_like(rows), np.empty_like(rows)
-        for number, (fragment, found) in enumerate(zip(used.tolist(), tokens, strict=True)):
-            places = np.flatnonzero(array == number)
+        tokens = [self._tokens(fragment) for fragment in used]
+        array, start, stop = (np.empty_like(rows) for _ in range(3))
+        for number, (fragment, found) in enumerate(zip(used, tokens, strict=True)):
+            places = np.flatnonzero(fragments == fragment)
             local = rows[places] - (self._fragments[fragment] + found.first)
-            start[places], stop[places] = found.offsets[local], found.offsets[local + 1]
+            array[places], start[places], stop[places] = number, found.offsets[local], found.offsets[local + 1]
         return Spans(tuple(plain(found.values) for found in tokens), array, start, stop - start, NOTHING, tuple(tokens))
 
     def _copied(self, rows: Ints, fragments: Ints) -> Spans:
@@ -112,7 +112,7 @@ class FragmentDocuments:
         order: list[Ints] = []
         for fragment in np.unique(fragments).tolist():
             places = np.flatnonzero(fragments == fragment)
-            there = self._spans(rows[places], fragments[places])
+            there = self._spans(rows[places], fragments[places], [fragment])
             array, length = copied(there.arrays[0], there.start, there.length), there.length
             parts.append(
                 Spans((array,), there.array, np.cumsum(length) - length, length, _unmoved(len(places)), (None,))

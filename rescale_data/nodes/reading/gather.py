@@ -62,6 +62,10 @@ class Around:
         """What stands between two documents."""
         return [token for token in (self.eos_id, self.bos_id) if token is not None]
 
+    def num_tokens(self, spans: Spans) -> int:
+        """Of all documents with what stands around them."""
+        return int(spans.length.sum()) + len(self.tokens) * int(np.count_nonzero(spans.array >= 0))
+
     def lengths(self, spans: Spans) -> Ints:
         """``int64[D]``, of each document with what stands around it; a mark has none."""
         return np.where(spans.array < 0, 0, spans.length + len(self.tokens))
@@ -99,7 +103,7 @@ def stretch(spans: Spans, around: Around, position: memoryview) -> Stretch:
     moves = spans.moves
     bos, eos = (-1 if token is None else token for token in (around.bos_id, around.eos_id))
     length, ends, slot, value = map(np.ascontiguousarray, (spans.length, moves.ends, moves.slot, moves.value))
-    return _Native(spans.addresses(), kinds, length, ends, slot, value, position, bos, eos, spans)
+    return _native(kernel.Stretch)(spans.addresses(), kinds, length, ends, slot, value, position, bos, eos, spans)
 
 
 def fill(stretches: list[Any], first: int, tokens: Rows, labels: Rows | None, doc_ids: Rows | None) -> int:
@@ -161,14 +165,18 @@ def _say() -> None:
     )
 
 
-if kernel is not None:
+@once
+def _native(base: Any) -> Any:
+    """The extension's stretch, with what the cache wants to know."""
 
-    class _Native(kernel.Stretch):
+    class Native(base):
         __slots__ = ()
 
         @property
         def nbytes(self) -> int:
             return self.owner.nbytes
+
+    return Native
 
 
 class _Joined:

@@ -27,6 +27,7 @@ from rescale_data.sources.source import Source
 from rescale_data.state import Ints
 
 DEFAULT_WINDOW = 1024
+_NO_SUMS = memoryview(b"")
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class ShardRows:
         self._views = list(views)
         self._since = [view.since for view in views]
         self._orders: dict[tuple[int, int], ShardOrder] = {}
-        cache().put(self._plan_key, Plan(-1, 0, np.zeros(0, np.int64), memoryview(b"")))
+        cache().put(self._plan_key, Plan(-1, 0, np.zeros(0, np.int64), _NO_SUMS))
 
     @property
     def width(self) -> int:
@@ -174,7 +175,7 @@ class ShardRows:
         if plan is not None and plan.covers(epoch, row):
             return plan, False
         rows = self.around(epoch, row)
-        sums = running_sums(self.numbered(epoch, rows) if self._shard.verify else rows[:0])
+        sums = running_sums(self.numbered(epoch, rows)) if self._shard.verify else _NO_SUMS
         plan = Plan(epoch, self.order(epoch).span(row)[0], rows, sums)
         cache().put(self._plan_key, plan)
         return plan, True

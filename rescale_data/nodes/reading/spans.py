@@ -44,8 +44,10 @@ class Moves:
             value: ``int64[D, k]``.
         """
         num, width = value.shape
-        ends = np.arange(num + 1, dtype=np.int64) * width
-        return Moves(ends, np.tile(np.asarray(slot, dtype=np.int64), num), np.ascontiguousarray(value).reshape(-1))
+        slots = np.empty((num, width), dtype=np.int64)
+        slots[:] = slot
+        ends = np.arange(0, (num + 1) * width, width, dtype=np.int64)
+        return Moves(ends, slots.reshape(-1), np.ascontiguousarray(value).reshape(-1))
 
     @staticmethod
     def between(before: memoryview, after: memoryview) -> Moves:
@@ -171,12 +173,11 @@ class Spans:
     def rest(self, first: int) -> Spans:
         """The documents from one on, with only the arrays that they lie in."""
         part = self[first:]
-        used, array = np.unique(part.array[part.array >= 0]), part.array.copy()
-        array[array >= 0] = np.searchsorted(used, array[array >= 0])
-        kept = used.tolist()
-        return replace(
-            part, arrays=tuple(self.arrays[i] for i in kept), array=array, keeps=tuple(self.keeps[i] for i in kept)
-        )
+        used = sorted({number for number in part.array.tolist() if number >= 0})  # few documents are left
+        new = {number: at for at, number in enumerate(used)}
+        array = np.array([new.get(number, -1) for number in part.array.tolist()], dtype=np.int64)
+        arrays, keeps = (tuple(all_of[number] for number in used) for all_of in (self.arrays, self.keeps))
+        return replace(part, arrays=arrays, array=array, keeps=keeps)
 
     def take(self, index: Ints) -> Spans:
         """Some of the documents, in a new order; their moves with them."""
@@ -202,23 +203,17 @@ class Spans:
     @property
     def nbytes(self) -> int:
         """Of all that this keeps alive."""
-        numbers = (self.array, self.start, self.length, self.moves.slot, self.moves.value)
-        return sum(array.nbytes for array in (*self.arrays, *numbers))
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.length.sum())
+        return sum([array.nbytes for array in self.arrays]) + 24 * len(self) + 16 * len(self.moves.slot)
 
     def addresses(self) -> Ints:
         """``int64[D]``, where each document lies in memory; ``IndexError`` if one is not within its array."""
-        begin, width, size = np.array(
-            [*((array.ctypes.data, array.itemsize, len(array)) for array in self.arrays), (0, 0, 0)], dtype=np.int64
-        ).T  # the last is that of a mark
-        if ((self.array < -1) | (self.array >= len(self.arrays))).any():
-            raise IndexError(f"documents lie in arrays that are not among the {len(self.arrays)}")
-        if ((self.start < 0) | (self.length < 0) | (self.start > size[self.array] - self.length)).any():
-            raise IndexError("a document reaches beyond its array")
-        return begin[self.array] + self.start * width[self.array]
+        arrays = [(array.__array_interface__["data"][0], array.itemsize, len(array)) for array in self.arrays]
+        begin, width, size = np.array([*arrays, (0, 0, 0)], dtype=np.int64).T  # the last is that of a mark
+        which, last = self.array, len(arrays) - 1
+        room = size[which] - self.length - self.start
+        if len(which) and ((which + 1) | (last - which) | self.start | self.length | room).min() < 0:
+            raise IndexError("a document reaches beyond its array, or lies in none")
+        return begin[which] + self.start * width[which]
 
     def views(self) -> list[memoryview]:
         """Each document without the marks; for those who look at them one by one."""

@@ -7,6 +7,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Protocol
 
 import pyarrow as pa
@@ -78,8 +79,13 @@ def _drop_pages(data: ArrowBuffer) -> None:
 
     Without this, what a process has ever touched of a mapped file counts as its memory until the file is closed.
     """
-    advise, dont_need = getattr(ctypes.CDLL(None), "madvise", None), getattr(mmap, "MADV_DONTNEED", None)
+    advise, dont_need = _madvise(), getattr(mmap, "MADV_DONTNEED", None)
     start = -(-data.address // mmap.PAGESIZE) * mmap.PAGESIZE
     stop = (data.address + data.size) // mmap.PAGESIZE * mmap.PAGESIZE
     if advise is not None and dont_need is not None and stop > start:
         advise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), ctypes.c_int(dont_need))
+
+
+@cache
+def _madvise() -> Any:
+    return getattr(ctypes.CDLL(None), "madvise", None)
