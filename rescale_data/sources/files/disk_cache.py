@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 
@@ -18,6 +19,7 @@ from rescale_data.sources.files.once import write_aside
 
 _log = logging.getLogger(__name__)
 _OWN = "rescale_data-ranges"  # what else lies in the user's folder is not ours to delete
+_LOCKS = os.path.join(tempfile.gettempdir(), f"rescale_data-{os.getuid()}-ranges")
 _LOOK_AFTER = 64  # of the bound, in what one process has written
 _FULL, _TRIMMED = 7 / 8, 3 / 4
 
@@ -62,8 +64,10 @@ class DiskCache:
     @contextmanager
     def _alone(self, path: str) -> Generator[None]:
         """Hold the lock of this range, and of few others, on this machine; where there can be none, go on without."""
+        number = hashlib.blake2b(path.encode(), digest_size=20).hexdigest()[:3]
         try:
-            lock = os.open(os.path.join(self._folder, f"{os.path.basename(path)[:3]}.lock"), os.O_CREAT | os.O_RDWR)
+            os.makedirs(_LOCKS, exist_ok=True)
+            lock = os.open(os.path.join(_LOCKS, number), os.O_CREAT | os.O_RDWR, 0o600)
         except OSError:
             yield
             return

@@ -156,8 +156,16 @@ class RemoteFile:
         del user, data  # a copy, which goes with whoever holds it
 
     def _range(self, offset: int, length: int) -> ArrowBuffer:
+        ask = self._asker()
+
+        def request() -> bytes:
+            data = ask(offset, length)
+            if len(data) != length:
+                raise OSError(f"{len(data)} bytes arrived of {length} at {offset}")
+            return data
+
         def fetch() -> bytes:
-            return self._try(lambda: self._request(offset, length))
+            return self._try(request)
 
         if not length:
             return pa.py_buffer(b"")
@@ -167,18 +175,13 @@ class RemoteFile:
         name = f"{self.url}|{self.size}|{self._stamp}|{offset}|{length}"
         return pa.py_buffer(kept.read(name, length, fetch))
 
-    def _request(self, offset: int, length: int) -> bytes:
-        data = self._ask(offset, length)
-        if len(data) != length:
-            raise OSError(f"{len(data)} bytes arrived of {length} at {offset}")
-        return data
-
-    def _ask(self, offset: int, length: int) -> bytes:
+    def _asker(self) -> Callable[[int, int], bytes]:
+        """Who asks, in any thread. Finding it takes the lock of all open files, which a request must not wait for."""
         if self._remote.filesystem is None:
-            return self._filesystem.cat_file(self._path, start=offset, end=offset + length)
+            return lambda offset, length: self._filesystem.cat_file(self._path, start=offset, end=offset + length)
         key = (owner_of(self._remote), "native", self._path)
         native: _Native = handles().make(key, partial(_Native, self._remote.filesystem, self._path))
-        return native.read(offset, length)
+        return native.read
 
     def _try(self, work: Callable[[], T]) -> T:
         return attempt(self._remote, self.url, work, self._remote.hedge_after)
