@@ -641,7 +641,8 @@ class TestTorchdata:
         loader = loader_of(lambda shard: Batcher(rd.Reader(ROWS, shard), 2), repeat=True, collate_fn=list)
         batch = next(iter(loader))
         assert [len(sample) for sample in batch] == [2] * 4
-        expected = ["dealt", "samples", "source.epoch", "source.row", "source.skipped", "stamp"]
+        own = ["_ended", "epoch", "row", "skipped"]
+        expected = ["begun", "dealt", "samples", *(f"source.{name}" for name in own), "stamp"]
         assert sorted(loader.state_dict()["shards"]) == expected
 
     def test_steps_are_counted_anew_in_each_epoch(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from rescale_data.nodes.base import BaseNode, Node
-from rescale_data.nodes.foreign import as_node
+from rescale_data.nodes.foreign import as_node, refuse_ranks
 from rescale_data.shard import Shard
 from rescale_data.sources.source import Described
 from rescale_data.state import Field, Ints, encode, field_of, flatten
@@ -43,7 +43,9 @@ class Recipe:
     def build(self, shard: int) -> Node[Any]:
         """The root node of one logical shard."""
         try:
-            root = as_node(self.pipeline(Shard(shard, self.num_logical_shards, self.seed, self.repeat, self.verify)))
+            given = Shard(shard, self.num_logical_shards, self.seed, self.repeat, self.verify)
+            root = as_node(self.pipeline(given))
+            refuse_ranks(root, given)
             if self.num_logical_shards > 1:
                 _refuse_whole(root)
             return root

@@ -147,9 +147,8 @@ class Runner:
                 continue
         raise DataStateError(
             f"Logical shard {shard} of {self._recipe.num_logical_shards} yielded no sample in two whole epochs: all of its "
-            f"rows were filtered out, it has none, or a node that is not of rescale_data (as IterableWrapper) does not start "
-            f"again when it is reset to its state at the end. Use fewer logical shards, more data, a filter that keeps some of "
-            f"it, or an rd.Reader in place of that node."
+            f"rows were filtered out, it has none, or a node that is not of rescale_data does not start again at reset(None). "
+            f"Use fewer logical shards, more data, a filter that keeps some of it, or an rd.Reader in place of that node."
         )
 
     def _fetch(self, shard: int, number: int, is_real: bool) -> Any:
@@ -167,7 +166,7 @@ class Runner:
         It can be had from any position, and is the same in every topology. The shard has samples, if not in the first epoch.
         """
         node = self._build(shard)
-        node.reset(None)
+        node.bind(node.initial())
         while True:
             try:
                 return node.next()

@@ -12,23 +12,47 @@ that imports torchdata: what of it others need, they take from here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import singledispatch
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
-from torchdata.nodes import BaseNode, ParallelMapper, PinMemory, Prefetcher
+from torchdata.nodes import (
+    BaseNode,
+    IterableWrapper,
+    MultiNodeWeightedSampler,
+    ParallelMapper,
+    PinMemory,
+    Prefetcher,
+    SamplerWrapper,
+    Stateful,
+)
 
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.tray import Columns, Tray
 from rescale_data.shard import Shard
 from rescale_data.sources.source import Described
-from rescale_data.state import Field, Ints, decode, encode, flatten, nest, offsets
+from rescale_data.state import Field, Ints, decode, encode, flatten, nest, offsets, place_slots
 
-__all__ = ["BaseNode", "Node", "ParallelMapper", "PinMemory", "Prefetcher", "View", "as_node", "copy_of"]
+__all__ = [
+    "BaseNode",
+    "IterableWrapper",
+    "MultiNodeWeightedSampler",
+    "Node",
+    "ParallelMapper",
+    "PinMemory",
+    "Prefetcher",
+    "SamplerWrapper",
+    "Stateful",
+    "View",
+    "as_node",
+    "copy_of",
+]
 
 T = TypeVar("T")
+_ENDED = "_ended"
 View = memoryview  # of int64, always over a NumPy row, so that slices copy from one into another
 
 
@@ -48,8 +72,9 @@ class Node(BaseNode[T]):
 
     - The position after a sample has been yielded, whatever was read ahead, is the one from which the next sample is made.
     - At the end of an epoch `next` raises `StopIteration`, writes the beginning of the next epoch into the position, and
-      raises again until it is bound or reset: ``reset(get_state())`` then begins that epoch. After the last
+      raises again until it is bound or reset: ``reset(get_state())`` or ``reset(None)`` then begins that epoch. After the last
       sample of an epoch, but before that `StopIteration`, the position still belongs to the epoch.
+    - ``reset(None)`` in the middle of an epoch leaves out the rest of it, and begins the next.
     - Paths, dtypes, shapes and the initial row are the same for every logical shard.
     """
 
@@ -63,6 +88,9 @@ class Node(BaseNode[T]):
     CHILDREN_MAY_CHANGE: ClassVar[bool] = False
     """Whether children may come and go between the legs of a run (`rescale_data.load_changed`). What a node keeps for a
     child lies in own fields whose path ends in the child's name."""
+
+    one_for_one: bool = False
+    """Whether this node yields one sample for each that its only child, ``source``, does."""
 
     reads: Described | None = None
     """The source whose rows this node reads, if it reads any itself."""
@@ -84,10 +112,15 @@ class Node(BaseNode[T]):
 
     def __init__(self, **children: BaseNode[Any]) -> None:
         super().__init__()
+        self._begun = self._ended = False
         self.children: dict[str, Node[Any]] = {name: as_node(child) for name, child in children.items()}
         self.fields: tuple[Field, ...] = self.own_fields() + tuple(
             field.under(name) for name, child in self.children.items() for field in child.fields
         )
+        widths = [offsets(fields)[-1] for fields in (self.own_fields(), *(c.fields for c in self.children.values()))]
+        self._slices = {
+            name: slice(*ends) for name, ends in zip(self.children, pairwise(accumulate(widths)), strict=True)
+        }
         self.position: View = self.initial()
 
     def own_fields(self) -> tuple[Field, ...]:
@@ -107,6 +140,7 @@ class Node(BaseNode[T]):
     def bind(self, position: View) -> None:
         """Go on from ``position`` and keep the state there from now on: int64 slots of `fields`, in their order."""
         super().reset(None)
+        self._begun, self._ended = True, False
         self.position = position
         for name, child in self.children.items():
             part = self.bookmark(name)
@@ -120,11 +154,45 @@ class Node(BaseNode[T]):
         """The position has been rewritten: forget what was derived from it. Children have been told."""
 
     def reset(self, initial_state: Mapping[str, Any] | None = None) -> None:
-        self.position[:] = self.initial() if initial_state is None else self.encode(initial_state)
+        values = dict(initial_state or {})
+        ended = bool(values.pop(_ENDED, False))
+        if initial_state is not None:
+            self.position[:] = self.encode(values)
+        elif not self._ended:
+            self.next_epoch(self.position)
         self.bind(self.position)
+        self._ended = ended
 
     def get_state(self) -> dict[str, Any]:
         return self.decode(self.position)
+
+    def state_dict(self) -> dict[str, Any]:
+        """`get_state`, and whether the epoch has ended: what torchdata's nodes keep, some of which yield once more then."""
+        return {**super().state_dict(), _ENDED: self._ended}
+
+    def __next__(self) -> T:
+        if self._ended:
+            raise StopIteration
+        if not self._begun:
+            self.bind(self.position)
+        try:
+            return self.next()
+        except StopIteration:
+            self._ended = True
+            raise
+
+    def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
+        """Write the beginning of the next epoch into a row of this node; one at which nothing has been drawn stays.
+
+        Args:
+            is_drawn: Something has been drawn all the same: a node above is within the first sample.
+        """
+        first = self.initial()
+        for slot in place_slots(self.own_fields()):
+            is_drawn |= self.READS_AHEAD and position[slot] != first[slot]
+            position[slot] = first[slot]
+        for name, child in self.children.items():
+            child.next_epoch(position[self._slots(name)], is_drawn=is_drawn and len(self.children) == 1)
 
     def decode(self, position: View) -> dict[str, Any]:
         """The nested state that a row stands for."""
@@ -202,6 +270,9 @@ class Node(BaseNode[T]):
         """Whatever changes the order or the content of the samples, JSON values by name; checked when a state is loaded."""
         return {}
 
+    def check_saved(self, keys: Set[str]) -> None:
+        """``DataStateError`` where a state has these fields for this node, which are of an order that there is no more."""
+
     def settle(self, position: View) -> bool:
         """Let what has changed between legs (`MAY_CHANGE`) take effect in a row of this node, behind which nobody goes back.
 
@@ -260,13 +331,7 @@ class Node(BaseNode[T]):
         return rows
 
     def _slots(self, child: str) -> slice:
-        start = sum(f.num_slots for f in self.own_fields())
-        for name, node in self.children.items():
-            width = offsets(node.fields)[-1]
-            if name == child:
-                return slice(start, start + width)
-            start += width
-        raise KeyError(child)
+        return self._slices[child]
 
 
 @singledispatch

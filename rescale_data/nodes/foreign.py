@@ -3,41 +3,89 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any, TypeVar
 
-from rescale_data.nodes.base import BaseNode, Node, ParallelMapper, PinMemory, Prefetcher, View, as_node
+from rescale_data.nodes.base import (
+    BaseNode,
+    IterableWrapper,
+    MultiNodeWeightedSampler,
+    Node,
+    ParallelMapper,
+    PinMemory,
+    Prefetcher,
+    SamplerWrapper,
+    Stateful,
+    View,
+    as_node,
+)
 from rescale_data.nodes.guard import Guard
-from rescale_data.state import Field, Ints, field_of, flatten, nest
+from rescale_data.shard import Shard
+from rescale_data.state import Field, Ints, field_of, flatten
 
 T = TypeVar("T")
 
+_NUM_COMPARED = 8
+_BEGUN = Field(("begun",))
+_AS_BUILT, _AT_BEGINNING, _WITHIN = range(3)
+
 
 class Foreign(Node[T]):
-    """A torchdata node that is not ours: its `state_dict()`, taken after every sample, is the row."""
+    """A torchdata node that is not ours: its `state_dict()`, taken after every sample, is the row.
+
+    An epoch ends and begins as under torchdata's `Loader`: at `StopIteration` the node is reset, and so are all below it.
+    Those of them that are ours then go on with their next epoch. A row in which nothing has `begun` stands for the state in
+    which the node was built, which may differ from shard to shard.
+    """
 
     def __init__(self, node: BaseNode[T]) -> None:
         self.node = node
-        self._first = flatten(node.state_dict())
+        self._samplers = [below for below in _all_below(node) if isinstance(below, SamplerWrapper)]
+        self._first = node.state_dict()
         super().__init__()
 
     def own_fields(self) -> tuple[Field, ...]:
-        return tuple(field_of(path, value) for path, value in self._first)
-
-    def initial(self) -> View:
-        return self.encode(nest(self._first))
+        return (_BEGUN, *(field_of(path, value) for path, value in flatten(self._first)))
 
     def seek(self) -> None:
-        self.node.reset(self.decode(self.position))
+        self._over = False
+        self._reset(self.position)
 
     def next(self) -> T:
+        if self._over:
+            raise StopIteration
+        begun = _WITHIN
         try:
             return next(self.node)
+        except StopIteration:
+            self._over, begun = True, _AT_BEGINNING
+            self._begin()
+            raise
         finally:
-            self.position[:] = self.encode(self.node.state_dict())
+            self._keep(self.position, begun)
+
+    def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
+        if is_drawn or position[0] == _WITHIN:
+            self._reset(position)
+            self._begin()
+            self._keep(position, _AT_BEGINNING)
+
+    def _begin(self) -> None:
+        """Begin the next epoch."""
+        for sampler in self._samplers:  # those that nobody has asked since a resume would stay in their epoch
+            if not isinstance(sampler.sampler, Stateful):
+                next(sampler, None)
+        self.node.reset(None)
+
+    def _reset(self, position: View) -> None:
+        kept = self.decode(position)
+        self.node.reset(self._first if kept.pop(_BEGUN.key) == _AS_BUILT else kept)
+
+    def _keep(self, position: View, begun: int) -> None:
+        position[:] = self.encode({_BEGUN.key: begun, **self.node.state_dict()})
 
     def parameters(self) -> dict[str, Any]:
-        public = {k: v for k, v in vars(self.node).items() if not k.startswith("_")}
-        return {k: v for k, v in public.items() if isinstance(v, str | int | float | bool)}
+        return _parameters(self.node)
 
     def walk(self, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Node[Any]]]:
         yield path, self
@@ -52,6 +100,7 @@ class Mapped(Node[Any]):
         super().__init__(source=mapper.source)
         self._map = mapper.map_fn
         self._guard = Guard(self, "raise", "in the function of Mapper, given")
+        self.one_for_one = True
 
     def next(self) -> Any:
         sample = next(self.children["source"])
@@ -69,33 +118,120 @@ class Mapped(Node[Any]):
 
 @as_node.register(BaseNode)
 def _wrapped(node: BaseNode[Any]) -> Node[Any]:
-    _refuse_threads(node)
-    if isinstance(node, ParallelMapper) and node.prebatch is not None:
-        raise TypeError(
-            f"ParallelMapper(prebatch={node.prebatch}) maps in batches for the sake of its threads, which a logical shard's "
-            f"pipeline has none of. Leave prebatch out."
-        )
+    for below in _all_below(node):
+        _refuse_threads(below)
+        _refuse_once(below)
+        _refuse_nested(below)
     return Mapped(node) if isinstance(node, ParallelMapper) else Foreign(node)
 
 
+def refuse_ranks(root: Node[Any], shard: Shard) -> None:
+    """``TypeError`` where something in a pipeline reads the part of a rank, in place of that of a logical shard."""
+    for _, node in root.walk():
+        for part in _with_ranks(node.node) if isinstance(node, Foreign) else ():
+            rank, world_size = _ranks_of(part)
+            if (rank, world_size) not in ((0, 1), (shard.index, shard.num_logical_shards)):
+                raise TypeError(
+                    f"{type(part).__name__} reads as rank {rank} of {world_size}, so another number of ranks would read other "
+                    f"samples. A pipeline knows no ranks: give it rank=shard.index and as the number of ranks "
+                    f"shard.num_logical_shards, of the shard that the pipeline is called with."
+                )
+
+
 def _refuse_threads(node: BaseNode[Any]) -> None:
-    """``TypeError`` where a node, or one below it, owns threads or processes."""
-    workers = isinstance(node, ParallelMapper) and node.num_workers > 0
-    if workers or isinstance(node, Prefetcher | PinMemory):
+    """``TypeError`` where a node owns threads or processes, or maps in batches for their sake."""
+    if isinstance(node, ParallelMapper) and not node.num_workers:
+        if node.prebatch is not None:
+            raise TypeError(
+                f"ParallelMapper(prebatch={node.prebatch}) maps in batches for the sake of its threads, which a logical "
+                f"shard's pipeline has none of. Leave prebatch out."
+            )
+    elif isinstance(node, ParallelMapper | Prefetcher | PinMemory):
         raise TypeError(
             f"{type(node).__name__} owns threads or processes and reads ahead of what it yields, so it cannot be part of a "
             f"logical shard's pipeline. Put it above rd.LogicalShards, or use rd.DataLoader(num_workers=...)."
         )
-    for _, child in _children(node):
-        _refuse_threads(child)
 
 
-def _own_below(node: BaseNode[Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Node[Any]]]:
+def _refuse_once(node: BaseNode[Any]) -> None:
+    """``TypeError`` where what a node wraps can be read once only, or is another order each time."""
+    wrapped = _wrapped_by(node)
+    if wrapped is None or isinstance(wrapped, Stateful):
+        return
+    if isinstance(wrapped, Iterator):
+        raise TypeError(
+            f"{type(node).__name__} was given a {type(wrapped).__name__}, which can be read once: neither a resume nor a "
+            f"second epoch could begin it again. Give an object whose __iter__ begins anew, or use rd.IterableSource."
+        )
+    if isinstance(node, SamplerWrapper):
+        first, again = (list(islice(iter(node.sampler), _NUM_COMPARED)) for _ in range(2))
+        if str(first) != str(again):
+            raise TypeError(
+                f"The {type(wrapped).__name__} of SamplerWrapper yields another order each time ({first}, then {again}), so a "
+                f"resume would lose and repeat rows. Use rd.Reader(dataset, shard), which shuffles, or a sampler whose "
+                f"order follows from set_epoch(epoch)."
+            )
+
+
+def _refuse_nested(node: BaseNode[Any]) -> None:
+    """``TypeError`` where a mixture of torchdata's reads another, which does not begin its next epoch after every resume."""
+    if isinstance(node, MultiNodeWeightedSampler):
+        for below in _all_below(node):
+            if below is not node and isinstance(below, MultiNodeWeightedSampler):
+                raise TypeError(
+                    "A MultiNodeWeightedSampler reads another, which after some resumes would not begin its next epoch. Make "
+                    "one of both with the products of their weights, or use rd.WeightedSampler."
+                )
+
+
+def _wrapped_by(node: BaseNode[Any]) -> Any:
+    """The iterable or sampler that a node of torchdata wraps; `None` where it wraps none."""
+    if isinstance(node, SamplerWrapper):
+        return node.sampler
+    return node.iterable if isinstance(node, IterableWrapper) else None
+
+
+def _with_ranks(node: BaseNode[Any]) -> Iterator[Any]:
+    """What has a rank and a number of ranks, of the nodes from one on down and of the samplers that they wrap."""
+    for below in _all_below(node):
+        yield from (part for part in (below, _wrapped_by(below)) if all(value is not None for value in _ranks_of(part)))
+
+
+def _ranks_of(part: Any) -> tuple[Any, Any]:
+    """The rank and the number of ranks, in torchdata's words or those of torch's `DistributedSampler`."""
+    return getattr(part, "rank", None), getattr(part, "world_size", getattr(part, "num_replicas", None))
+
+
+def _parameters(node: BaseNode[Any]) -> dict[str, Any]:
+    """What a node was built with and JSON can hold, and the same of the foreign nodes below it."""
+    public = {k: v for k, v in vars(node).items() if not k.startswith("_")}
+    below = {
+        name: {"node": type(child).__name__, **_parameters(child)}
+        for name, child in _children(node)
+        if not isinstance(child, Node)
+    }
+    return {**{k: v for k, v in public.items() if _is_plain(v)}, **below}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return bool(value) and all(isinstance(k, str) and _is_plain(v) for k, v in value.items())
+    return isinstance(value, str | int | float | bool)
+
+
+def _own_below(node: BaseNode[Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Node[Any]]]:
+    """The nodes of ours that a foreign one reads, itself or through other foreign ones, with their paths."""
     for name, child in _children(node):
         if isinstance(child, Node):
             yield (*path, name), child
         else:
             yield from _own_below(child, (*path, name))
+
+
+def _all_below(node: BaseNode[Any]) -> Iterator[BaseNode[Any]]:
+    yield node
+    for _, child in _children(node):
+        yield from _all_below(child)
 
 
 def _children(node: BaseNode[Any]) -> Iterator[tuple[str, BaseNode[Any]]]:

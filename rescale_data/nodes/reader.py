@@ -152,6 +152,12 @@ class Reader(Node[Any]):
             position[3] = 0
         position[0], position[1] = self.rows.next_epoch(position[0]), 0
 
+    def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
+        if is_drawn or position[1]:
+            position[0], position[1] = position[0] + 1, 0
+            if self._proof is not None:
+                position[3] = 0
+
     def verify(self) -> None:
         if self._proof is not None:
             self._proof.check(self.position[0], self.position[1], self.position[3])

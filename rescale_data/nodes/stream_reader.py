@@ -81,6 +81,11 @@ class StreamReader(Node[Any]):
             self._over = True
         raise StopIteration
 
+    def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
+        epoch, is_drawn = position[_EPOCH], is_drawn or position[_STREAM] + position[_COUNT] > 0
+        super().next_epoch(position)
+        position[_EPOCH] = epoch + is_drawn
+
     def locate(self) -> str:
         stream, count = self.position[_STREAM], self.position[_COUNT]
         here = stream < len(self._streams) and count > 0

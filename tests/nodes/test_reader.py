@@ -108,8 +108,18 @@ def test_stops_again_and_again_until_it_is_reset() -> None:
         assert reader.get_state() == {"epoch": 1, "row": 0, "skipped": 0}
     reader.reset(reader.get_state())
     assert epoch_of(reader) == [0, 1, 2]
-    reader.reset(None)
-    assert reader.get_state() == {"epoch": 0, "row": 0, "skipped": 0}
+
+
+def test_reset_without_a_state_begins_an_epoch() -> None:
+    """As torchdata's `Loader` does it: the next one after an end, or where something of this one has been drawn."""
+    reader = Reader(Fragmented(3), Shard(), shuffle=False)
+    for drawn, epoch in ((0, 0), (3, 1), (0, 1), (1, 2), (2, 3), (0, 3)):
+        for _ in range(drawn):
+            next(reader)
+        if drawn == 3:
+            assert next(reader, None) is None
+        reader.reset(None)
+        assert reader.get_state() == {"epoch": epoch, "row": 0, "skipped": 0}
 
 
 def test_after_the_last_row_the_position_still_belongs_to_the_epoch() -> None:

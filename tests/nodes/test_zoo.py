@@ -1,13 +1,21 @@
 """Every pipeline goes on from every position of its stream, and rescales."""
 
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torchdata import nodes
 
 import rescale_data as rd
+from rescale_data.nodes.base import as_node
 from rescale_data.testing import assert_rescalable
-from tests.nodes.resume import assert_ends, assert_resumes
-from tests.nodes.zoo import ENDLESS, PIPELINES, WEB, is_kept
+from tests.nodes.resume import assert_ends, assert_resumes, plain, take
+from tests.nodes.zoo import ENDLESS, FEW, FILTERED, LOSSY, PIPELINES, STOCK, TIMES, WEB, ids_of, is_kept
 
 TOPOLOGIES = [(1, 12, 0), (1, 4, 0), (2, 6, 0), (2, 2, 0), (3, 4, 0), (4, 3, 0), (6, 1, 0)]
 
@@ -20,12 +28,40 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("repeat", [False, True])
 def test_resumes_at_every_position(name: str, repeat: bool) -> None:
     shard = rd.Shard(1, 6, seed=5, repeat=repeat)
-    assert_resumes(lambda: PIPELINES[name](shard), num_samples=40)
+    assert_resumes(lambda: as_node(PIPELINES[name](shard)), num_samples=40)
 
 
 def test_ends_its_epochs(name: str) -> None:
     if name not in ENDLESS:
-        assert_ends(lambda: PIPELINES[name](rd.Shard(0, 4)))
+        assert_ends(lambda: as_node(PIPELINES[name](rd.Shard(0, 4))))
+
+
+@pytest.mark.parametrize("name", [name for name in PIPELINES if name not in (*ENDLESS, "Weighted-foreign")])
+def test_under_loader_of_torchdata(name: str) -> None:
+    """Epoch after epoch, and from every state, those at an end too, what our own contract says.
+
+    Not torchdata's mixture over its `SamplerWrapper`, whose epoch torchdata itself does not always advance after a resume.
+    """
+    shard = rd.Shard(1, 4, seed=2)
+    node = as_node(PIPELINES[name](shard))
+    epochs = []
+    for _ in range(3):
+        epochs.append([plain(sample) for sample in node])
+        node.reset(node.get_state())
+    loader = nodes.Loader(PIPELINES[name](shard))
+    for number, expected in enumerate(epochs):
+        states = [(0, loader.state_dict())] if not number else []
+        found = []
+        for sample in loader:
+            found.append(plain(sample))
+            states.append((len(found), loader.state_dict()))
+        assert found == expected
+        states.append((len(found), loader.state_dict()))
+        for drawn, state in states:
+            resumed = nodes.Loader(PIPELINES[name](shard))
+            resumed.load_state_dict(state)
+            rest = [plain(sample) for sample in resumed]
+            assert rest == (expected[drawn:] or epochs[number + 1] if number < 2 else rest)
 
 
 @given(
@@ -48,6 +84,7 @@ def test_any_chain_of_topologies(name: str, chain: list[tuple[int, int, int]], n
             dp_world_size=dp_world_size,
             repeat=True,
             seed=3,
+            collate_fn=list if name in STOCK else None,
         )
 
     assert_rescalable(make_loader, chain, steps=steps)
@@ -82,3 +119,103 @@ def test_finite_epochs_on_one_rank(num_workers: int) -> None:
                 found += [batch["id"].tolist() for _, batch in zip(range(stop - len(found)), loader, strict=False)]
             state = loader.state_dict()
     assert found == [*whole[0], *whole[1]][: len(found)]
+
+
+@pytest.mark.parametrize("name", [name for name in STOCK if name not in ENDLESS])
+def test_three_epochs_saved_at_every_batch(name: str) -> None:
+    """Each batch by a loader of its own, from the state of the one before: the batches of one loader, with all rows."""
+
+    def make_loader() -> rd.DataLoader:
+        return rd.DataLoader(STOCK[name], global_batch_size=1, num_logical_shards=4, collate_fn=ids_of, verify=True)
+
+    loader = make_loader()
+    whole = [(epoch, ids) for epoch in range(3) for ids in loader]
+    if name not in LOSSY:
+        rows = sorted([row["id"] for row in FEW.dataset] * TIMES.get(name, 1))
+        kept = [i for i in rows if is_kept({"id": i})]
+        expected = {"Weighted-all": sorted(rows + kept), "Weighted-foreign": sorted(rows + rows)}
+        for epoch in range(3):
+            found = sorted(i for e, ids in whole if e == epoch for i in ids)
+            assert found == expected.get(name, kept if name in FILTERED else rows)
+    found, state = [], None
+    while True:
+        loader = make_loader()
+        if state is not None:
+            loader.load_state_dict(state)
+        if loader.epoch == 3:
+            break
+        epoch = loader.epoch
+        found += [(epoch, ids) for ids in itertools.islice(loader, 1)]
+        state = loader.state_dict()
+    assert found == whole
+
+
+@pytest.mark.parametrize("name", [name for name in STOCK if name not in LOSSY])
+def test_stock_nodes_stream_without_end(name: str) -> None:
+    """Three epochs in one stream hold what the first does, three times."""
+    node = as_node(STOCK[name](rd.Shard(1, 4, repeat=True)))
+    first = [ids_of(ids) for ids in node]
+    node.reset(None)
+    rows = Counter(i for ids in take(node, 3 * len(first)) for i in ids_of(ids))
+    assert rows == {i: 3 * n for i, n in Counter(itertools.chain(*first)).items()}
+
+
+class Twice(nodes.BaseNode[Any]):
+    def __init__(self, shard: rd.Shard, rank: int, world_size: int) -> None:
+        super().__init__()
+        self.source, self.rank, self.world_size = STOCK["Mapper"](shard), rank, world_size
+
+    def get_state(self) -> dict[str, Any]:
+        return {"source": self.source.state_dict()}
+
+    def next(self) -> Any:
+        return next(self.source)
+
+
+def _prefetcher(shard: rd.Shard) -> nodes.BaseNode[Any]:
+    return nodes.Unbatcher(nodes.Batcher(nodes.Prefetcher(STOCK["Mapper"](shard), 2), 4))
+
+
+REFUSED: dict[str, tuple[Callable[[rd.Shard], Any], str]] = {
+    "prefetcher": (_prefetcher, "^Prefetcher owns threads .* Put it above rd.LogicalShards"),
+    "threads": (
+        lambda shard: nodes.ParallelMapper(STOCK["Mapper"](shard), id, num_workers=1),
+        "^ParallelMapper owns thr",
+    ),
+    "prebatch": (lambda shard: nodes.ParallelMapper(STOCK["Mapper"](shard), id, 0, prebatch=2), "Leave prebatch out"),
+    "generator": (lambda shard: nodes.IterableWrapper(i for i in range(9)), "a generator, which can be read once"),
+    "random": (
+        lambda shard: nodes.SamplerWrapper(torch.utils.data.RandomSampler(range(99))),
+        "RandomSampler .* rd.Reader",
+    ),
+    "ranks": (lambda shard: Twice(shard, 1, 4), "Twice reads as rank 1 of 4, .* rank=shard.index"),
+    "distributed": (
+        lambda shard: nodes.SamplerWrapper(torch.utils.data.DistributedSampler(range(99), 2, 1)),
+        "DistributedSampler reads as rank 1 of 2",
+    ),
+    "nested": (
+        lambda shard: nodes.MultiNodeWeightedSampler(
+            {"a": STOCK["Weighted-all"](shard)}, {"a": 1.0}, rank=0, world_size=1
+        ),
+        "one of both with the products",
+    ),
+    "loader": (lambda shard: nodes.Loader(STOCK["Mapper"](shard)), "made of nodes, but it was given a Loader"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_rescale_is_refused_when_the_loader_is_built(name: str) -> None:
+    pipeline, message = REFUSED[name]
+    with pytest.raises(TypeError, match=message):
+        rd.DataLoader(pipeline, global_batch_size=2, num_logical_shards=3)
+
+
+def test_parameters_of_nodes_inside_are_compared() -> None:
+    def make(size: int) -> rd.DataLoader:
+        def pipeline(shard: rd.Shard) -> Any:
+            return nodes.Unbatcher(nodes.Batcher(STOCK["Mapper"](shard), size))
+
+        return rd.DataLoader(pipeline, global_batch_size=2, num_logical_shards=2)
+
+    with pytest.raises(rd.DataStateError, match="batch_size"):
+        make(3).load_state_dict(make(2).state_dict())

@@ -1,10 +1,11 @@
 """Pipelines of every kind of node, alone and combined, over small corpora."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from torchdata import nodes
 
 import rescale_data as rd
 
@@ -19,6 +20,7 @@ def corpus(name: str, lengths: list[int]) -> list[dict[str, Any]]:
 
 
 WEB = rd.DatasetSource(corpus("web", 4 * [3, 9, 0, 5, 14, 2, 7, 1, 6, 4, 11, 3, 8, 2, 5, 23, 1]), name="web")
+FEW = rd.DatasetSource(corpus("web", [3, 9, 1, 5, 14, 2, 7, 1, 6, 4, 11, 3, 8, 2, 5, 2, 1, 8, 3, 4, 5, 1]), name="few")
 CODE = rd.DatasetSource(corpus("code", 5 * [6, 1, 2, 12, 4, 3, 9, 2, 5, 7, 1]), name="code")
 BOOKS = rd.DatasetSource(corpus("books", 5 * [17, 5, 30, 8, 2, 21, 9, 3, 12, 6, 4]), name="books")
 
@@ -56,16 +58,16 @@ def mixture(shard: rd.Shard, weights: dict[str, float] | None = None, **kwargs: 
     return rd.WeightedSampler({name: read(sources[name], shard) for name in weights}, weights, **kwargs)
 
 
-def mapped(shard: rd.Shard) -> rd.BaseNode[Any]:
-    return rd.Map(read(WEB, shard), without_arrays)
+def mapped(shard: rd.Shard, source: Any = WEB) -> rd.BaseNode[Any]:
+    return rd.Map(read(source, shard), without_arrays)
 
 
 def skipping(shard: rd.Shard) -> rd.BaseNode[Any]:
     return rd.Map(rd.Map(read(WEB, shard), fails_on_some, on_error="skip"), without_arrays)
 
 
-def filtered(shard: rd.Shard) -> rd.BaseNode[Any]:
-    return rd.Map(rd.Filter(read(WEB, shard), is_kept), without_arrays)
+def filtered(shard: rd.Shard, source: Any = WEB) -> rd.BaseNode[Any]:
+    return rd.Map(rd.Filter(read(source, shard), is_kept), without_arrays)
 
 
 def random(shard: rd.Shard) -> rd.BaseNode[Any]:
@@ -115,7 +117,101 @@ def _cut(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
     return {**sample, "tokens": sample["tokens"][: 1 + rng.integers(len(sample["tokens"]))]}
 
 
-PIPELINES: dict[str, Callable[[rd.Shard], rd.BaseNode[Any]]] = {
+class Ids:
+    """The ids of a shard's rows, anew each time it is iterated: as an iterable, and as a sampler with epochs."""
+
+    def __init__(self, shard: rd.Shard) -> None:
+        self.ids = [row["id"] for row in FEW.dataset][shard.index :: shard.num_logical_shards]
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        turned = self.epoch % len(self.ids)
+        return iter(self.ids[turned:] + self.ids[:turned])
+
+
+class Counting(Ids):
+    """An iterable that keeps its own place."""
+
+    def __init__(self, shard: rd.Shard) -> None:
+        super().__init__(shard)
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < len(self.ids):
+            self.at += 1
+            yield self.ids[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def ids_of(samples: Any) -> list[int]:
+    """The ids in a sample, a batch of samples, or one id alone."""
+    if isinstance(samples, list):
+        return [i for sample in samples for i in ids_of(sample)]
+    return [samples["id"] if isinstance(samples, dict) else int(samples)]
+
+
+def batched(shard: rd.Shard, *, drop_last: bool) -> nodes.BaseNode[Any]:
+    return nodes.Batcher(mapped(shard, FEW), 4, drop_last=drop_last)
+
+
+def weighted(shard: rd.Shard, stop: str, *, foreign: bool = False) -> nodes.BaseNode[Any]:
+    sources = (
+        {"a": by_ids(shard), "b": mapped(shard, FEW)}
+        if foreign
+        else {"a": mapped(shard, FEW), "b": filtered(shard, FEW)}
+    )
+    where = {"rank": shard.index, "world_size": shard.num_logical_shards}
+    return nodes.MultiNodeWeightedSampler(sources, {"a": 1.0, "b": 2.0}, stop, **where)
+
+
+def by_ids(shard: rd.Shard) -> nodes.BaseNode[Any]:
+    return nodes.MapStyleWrapper({i: {"id": i, "text": "x"} for i in Ids(shard).ids}, Ids(shard))
+
+
+STOCK: dict[str, Callable[[rd.Shard], nodes.BaseNode[Any]]] = {
+    "Mapper": lambda shard: nodes.Mapper(mapped(shard, FEW), lambda x: x),
+    "ParallelMapper": lambda shard: nodes.ParallelMapper(mapped(shard, FEW), lambda x: x, num_workers=0),
+    "Batcher": functools.partial(batched, drop_last=False),
+    "Batcher-drop": functools.partial(batched, drop_last=True),
+    "Batcher-filter": lambda shard: nodes.Batcher(filtered(shard, FEW), 3, drop_last=False),
+    "Unbatcher": lambda shard: nodes.Unbatcher(batched(shard, drop_last=False)),
+    "Unbatcher-drop": lambda shard: nodes.Unbatcher(batched(shard, drop_last=True)),
+    "Unbatcher-Mapper": lambda shard: nodes.Mapper(
+        nodes.Unbatcher(nodes.Mapper(mapped(shard, FEW), lambda x: [x, x])), lambda x: x
+    ),
+    "Unbatcher-Map": lambda shard: nodes.Unbatcher(rd.Map(batched(shard, drop_last=False), lambda x: x[::-1])),
+    "Map-Unbatcher": lambda shard: rd.Filter(
+        rd.Map(nodes.Unbatcher(batched(shard, drop_last=False)), lambda x: x), is_kept
+    ),
+    "IterableWrapper": lambda shard: nodes.IterableWrapper(Ids(shard)),
+    "IterableWrapper-state": lambda shard: nodes.IterableWrapper(Counting(shard)),
+    "SamplerWrapper": lambda shard: nodes.SamplerWrapper(Ids(shard)),
+    "MapStyleWrapper": by_ids,
+    "Batcher-MapStyle": lambda shard: nodes.Unbatcher(nodes.Batcher(by_ids(shard), 4, drop_last=False)),
+    "Weighted-all": functools.partial(weighted, stop="ALL_DATASETS_EXHAUSTED"),
+    "Weighted-first": functools.partial(weighted, stop="FIRST_DATASET_EXHAUSTED"),
+    "Weighted-cycle": functools.partial(weighted, stop="CYCLE_UNTIL_ALL_DATASETS_EXHAUSTED"),
+    "Weighted-forever": functools.partial(weighted, stop="CYCLE_FOREVER"),
+    "Weighted-foreign": functools.partial(weighted, stop="ALL_DATASETS_EXHAUSTED", foreign=True),
+}
+"""Every node of torchdata that can live in a pipeline, over ours and over its own; all yield ids or samples with them."""
+
+TIMES = {"Unbatcher-Mapper": 2}
+"""How often each row comes in an epoch where it is not once."""
+FILTERED = ("Batcher-filter", "Map-Unbatcher")
+LOSSY = ("Batcher-drop", "Unbatcher-drop", "Weighted-first", "Weighted-cycle", "Weighted-forever")
+"""Those that drop rows or repeat them as they are told to."""
+
+PIPELINES: dict[str, Callable[[rd.Shard], nodes.BaseNode[Any]]] = {
     "map": mapped,
     "skip": skipping,
     "filter": filtered,
@@ -128,6 +224,7 @@ PIPELINES: dict[str, Callable[[rd.Shard], rd.BaseNode[Any]]] = {
     "clean": cleaned,
     "whole": whole,
     "everything": everything,
+    **STOCK,
 }
-ENDLESS = ("mixture", "tokens", "everything")
+ENDLESS = ("mixture", "tokens", "everything", "Weighted-forever")
 """Those that no epoch ends."""
