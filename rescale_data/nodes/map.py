@@ -31,6 +31,7 @@ class Map(Node[Any]):
         self.fn = fn
         self._source = self.children["source"]
         self._guard = Guard(self, on_error)
+        self.one_for_one = not self._guard.skips
 
     def next(self) -> Any:
         while True:

@@ -55,6 +55,7 @@ class RandomMap(Node[Any]):
         self._key = (shard.seed, shard.index, depth)
         self._slots_of_place = place_slots(self._source.fields)
         self._guard = Guard(self, on_error)
+        self.one_for_one = not self._guard.skips
 
     def next(self) -> Any:
         while True:
