@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.checkpoint.stateful import Stateful
 
 from rescale_data.checkpoint.devices import refuse_pickled
-from rescale_data.checkpoint.optimizer import optimizers
 from rescale_data.checkpoint.optimizer.load import OptimizerLoad
+from rescale_data.checkpoint.optimizer.named import named_state, owner
 from rescale_data.checkpoint.rank_values import PerRank, own_name, source_rank
 from rescale_data.checkpoint.storage.dcp import Saved
 from rescale_data.checkpoint.tree import keys_of, string_keys
@@ -92,7 +92,7 @@ class OptimizerEntry(Entry):
         self.optimizer = optimizer
 
     def plain(self) -> Any:
-        return optimizers.named_state(self.model, self.optimizer)
+        return named_state(self.model, self.optimizer)
 
     def placeholder(self, saved: Saved) -> Any:
         self.load = OptimizerLoad(self.model, self.optimizer, saved, self.path)
@@ -246,7 +246,7 @@ def _entry(path: Path, value: Any, holder: Mapping[str, Any], modules: list[tupl
     if isinstance(value, nn.Module):
         return ModuleEntry(path, value)
     if isinstance(value, torch.optim.Optimizer):
-        return OptimizerEntry(path, optimizers.owner(".".join(path), value, modules), value)
+        return OptimizerEntry(path, owner(".".join(path), value, modules), value)
     if isinstance(value, Stateful):
         return StatefulEntry(path, value)
     _refuse_inside(path, value)
