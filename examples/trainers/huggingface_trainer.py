@@ -46,7 +46,7 @@ class StopAt(TrainerCallback):
 
 def train(folder: Path, leg: str, world_size: int, stop: int, resume: str | None) -> None:
     arguments = TrainingArguments(
-        str(folder), use_cpu=True, num_train_epochs=EPOCHS, per_device_train_batch_size=MICRO_BATCH_SIZE, save_steps=4,
+        str(folder), use_cpu=True, num_train_epochs=EPOCHS, per_device_train_batch_size=MICRO_BATCH_SIZE, save_steps=2,
         gradient_accumulation_steps=GLOBAL_BATCH_SIZE // (world_size * MICRO_BATCH_SIZE), report_to=[], disable_tqdm=True,
     )  # fmt: skip
     loader = rd.DataLoader(
@@ -63,19 +63,20 @@ def train(folder: Path, leg: str, world_size: int, stop: int, resume: str | None
     trainer.train(resume_from_checkpoint=resume)
 
 
-def main() -> int:
+def main(step: int = 12) -> int:
+    """Stop after 14 steps, and go on from the checkpoint of one before: 10 is the end of an epoch, 12 is within one."""
     with tempfile.TemporaryDirectory(prefix="huggingface-") as name:
         folder = Path(name)
         torchrun(__file__, 4, folder, "first", 4, 14, "")
-        torchrun(__file__, 2, folder, "second", 2, -1, folder / "checkpoint-12")
+        torchrun(__file__, 2, folder, "second", 2, -1, folder / f"checkpoint-{step}")
         legs = [read(folder / "first", 4), read(folder / "second", 2)]
     sizes: dict[str, Any] = {"global_batch_size": GLOBAL_BATCH_SIZE, "seed": 0}
     return 0 if compare(legs, NUM_ROWS, EPOCHS * NUM_ROWS // GLOBAL_BATCH_SIZE, **sizes) else 1
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if len(sys.argv) > 2:
         folder, leg, world_size, stop, resume = sys.argv[1:]
         train(Path(folder), leg, int(world_size), int(stop), resume or None)
     else:
-        sys.exit(main())
+        sys.exit(main(*map(int, sys.argv[1:])))

@@ -1,7 +1,7 @@
 """Hugging Face `Trainer` (transformers 5): a mixin that trains from a `rescale_data.DataLoader` and keeps its state.
 
-The state lies in each checkpoint as ``rescale_data.pt``, beside the trainer's own files. With `accelerate` alone nothing of this is
-needed: ``accelerator.register_for_checkpointing(loader)``.
+The state lies in each checkpoint as ``rescale_data.pt``, beside the trainer's own files. With `accelerate` alone nothing of
+this is needed: ``accelerator.register_for_checkpointing(loader)``.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ def _require_fit(args: TrainingArguments, loader: DataLoader) -> None:
     if args.gradient_accumulation_steps != loader.gradient_accumulation_steps:
         raise ValueError(
             f"TrainingArguments(gradient_accumulation_steps={args.gradient_accumulation_steps}), but the loader makes a global "
-            f"batch of {loader.gradient_accumulation_steps} micro batches a rank. Give that number, or another micro_batch_size."
+            f"batch of {loader.gradient_accumulation_steps} micro batches a rank. Give that, or another micro_batch_size."
         )
     for name in ("split_batches", "dispatch_batches"):
         if getattr(args.accelerator_config, name, None):
             raise ValueError(
-                f"accelerator_config has {name}=True: accelerate would deal the batches of one rank to all. Each rank has its own "
-                f"from rd.DataLoader; leave {name} out."
+                f"accelerator_config has {name}=True: accelerate would deal the batches of one rank to all. Each rank has "
+                f"its own from rd.DataLoader; leave {name} out."
             )
 
 
@@ -82,7 +82,7 @@ def _read(checkpoint: Path) -> dict[str, Any]:
     file = checkpoint / FILE
     if not file.exists():
         raise FileNotFoundError(
-            f"{checkpoint} holds no {FILE}: it was saved without DataStateMixin, or the job was killed while it was saved. Resume from "
-            f"the checkpoint before it."
+            f"{checkpoint} holds no {FILE}: it was saved without DataStateMixin, or the job was killed while it was saved. Resume "
+            f"from the checkpoint before it."
         )
     return torch.load(file, weights_only=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from rescale_data.engine.recipe import ENDED, UNDEALT
 from rescale_data.loader import DataLoader
 
 
@@ -34,8 +35,8 @@ class DataState(pl.Callback):
             steps = loader.gradient_accumulation_steps
             if trainer.accumulate_grad_batches != steps:
                 raise ValueError(
-                    f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}), but the loader makes a global batch of "
-                    f"{steps} micro batches a rank. Give Trainer(accumulate_grad_batches={steps}) or another micro_batch_size."
+                    f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}), but the loader makes a global batch "
+                    f"of {steps} micro batches a rank. Give Trainer(accumulate_grad_batches={steps}) or another micro_batch_size."
                 )
             try:
                 len(loader)
@@ -57,6 +58,7 @@ class DataState(pl.Callback):
         fit_loop = checkpoint["loops"]["fit_loop"]
         states = [state for state in fit_loop["state_dict"].get("combined_loader", []) if _is_ours(state)]
         for state in states:
+            _leave_ended_epoch(state)
             _recount(fit_loop, _accumulation(state), trainer.accumulate_grad_batches)
 
 
@@ -73,11 +75,21 @@ def _loaders(dataloaders: Any) -> Iterator[DataLoader]:
 
 
 def _is_ours(state: Any) -> bool:
-    return isinstance(state, Mapping) and {"shards", "global_batch_size", "dp_world_size", "micro_batch_size"} <= set(state)
+    return isinstance(state, Mapping) and {"shards", "global_batch_size", "dp_world_size", "micro_batch_size"} <= set(
+        state
+    )
 
 
 def _accumulation(state: Mapping[str, Any]) -> int:
     return int(state["global_batch_size"]) // (int(state["dp_world_size"]) * int(state["micro_batch_size"]))
+
+
+def _leave_ended_epoch(state: dict[str, Any]) -> None:
+    """Lightning has counted an epoch whose last batch is taken; the loader's empty iterator would be a second one."""
+    dealt = state["shards"]["dealt"]
+    if bool((dealt == ENDED).all()):
+        state["epoch"] += 1
+        dealt.fill_(UNDEALT)
 
 
 def _recount(fit_loop: dict[str, Any], saved: int, now: int) -> None:
@@ -86,7 +98,7 @@ def _recount(fit_loop: dict[str, Any], saved: int, now: int) -> None:
     steps, begun = divmod(current["ready"], saved)
     if begun and saved != now:
         raise ValueError(
-            f"The checkpoint was saved after {begun} of {saved} micro batches of a step, and the loader now makes {now} a step. "
+            f"The checkpoint was saved after {begun} of {saved} micro batches of a step, and the loader now makes {now}. "
             f"Lightning counts micro batches: resume it once with {saved}, or from a checkpoint at the end of a step."
         )
     more = steps * now + begun - current["ready"]

@@ -63,12 +63,17 @@ def compare(legs: list[dict[int, list[int]]], num_rows: int, num_steps: int, **l
     trained: dict[int, list[int]] = {}
     for leg in legs:
         again = sorted(trained.keys() & leg.keys())
-        print(f"steps {min(leg)} to {max(leg)}" + (f"; {len(again)} of them again, after the last checkpoint" if again else ""))
+        print(
+            f"steps {min(leg)} to {max(leg)}"
+            + (f"; {len(again)} of them again, after the last checkpoint" if again else "")
+        )
         trained.update(leg)
     alone, expected = rd.DataLoader(Rows(num_rows), dp_rank=0, dp_world_size=1, **loader), []
     while len(expected) < num_steps:
         expected += [batch["row"].tolist() for batch in alone]
     same = sum(trained.get(step) == expected[step] for step in range(num_steps))
     held = same == num_steps == len(trained)
-    print(f"{'ok  ' if held else 'FAIL'}  {same} of {num_steps} global batches are those of one rank that never stopped, row by row")
+    print(
+        f"{'ok  ' if held else 'FAIL'}  {same} of {num_steps} global batches are those of one rank that never stopped"
+    )
     return held
