@@ -82,7 +82,7 @@ def _read(checkpoint: Path) -> dict[str, Any]:
     file = checkpoint / FILE
     if not file.exists():
         raise FileNotFoundError(
-            f"{checkpoint} holds no {FILE}: it was saved without DataStateMixin, or the job was killed while it was saved. Resume "
+            f"{checkpoint} holds no {FILE}: it was saved without DataStateMixin, or the job was killed at it. Resume "
             f"from the checkpoint before it."
         )
     return torch.load(file, weights_only=True)

@@ -36,7 +36,7 @@ class DataState(pl.Callback):
             if trainer.accumulate_grad_batches != steps:
                 raise ValueError(
                     f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}), but the loader makes a global batch "
-                    f"of {steps} micro batches a rank. Give Trainer(accumulate_grad_batches={steps}) or another micro_batch_size."
+                    f"of {steps} micro batches a rank. Give accumulate_grad_batches={steps} or another micro_batch_size."
                 )
             try:
                 len(loader)
