@@ -1,36 +1,45 @@
-"""A training run's data order that reshards like its model."""
+"""A training run's data order that reshards like its model.
 
-from rescale_data import testing
-from rescale_data.checkpoint.data_state import check_checkpoint, load_changed
-from rescale_data.engine.collate import pad_collate
-from rescale_data.engine.shards import LogicalShards
-from rescale_data.errors import DataStateError
-from rescale_data.layout.plan import plan
-from rescale_data.loader import DataLoader
-from rescale_data.nodes.base import BaseNode, Node
-from rescale_data.nodes.clean import CleanDocuments
-from rescale_data.nodes.filter import Filter
-from rescale_data.nodes.map import Map
-from rescale_data.nodes.packer import TokenPacker
-from rescale_data.nodes.random_map import RandomMap
-from rescale_data.nodes.reader import Reader
-from rescale_data.nodes.sampler import WeightedSampler
-from rescale_data.nodes.stream_reader import StreamReader
-from rescale_data.nodes.tokenize import Tokenize
-from rescale_data.nodes.varlen import flat_cu_seqlens
-from rescale_data.nodes.whole import WholeDocumentPacker
-from rescale_data.shard import Shard
-from rescale_data.sources.arrow import ArrowSource
-from rescale_data.sources.dataset import DatasetSource
-from rescale_data.sources.files.remote import Remote
-from rescale_data.sources.iterable import IterableSource
-from rescale_data.sources.jsonl import JsonlSource
-from rescale_data.sources.megatron import MegatronSource
-from rescale_data.sources.parquet import ParquetSource
-from rescale_data.sources.source import Source
-from rescale_data.sources.synthetic import SyntheticSource
-from rescale_data.sources.webdataset import WebDatasetSource
-from rescale_data.step_documents import step_documents
+Names are imported when they are used: torch and pyarrow take their time, and the command line seldom needs them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rescale_data import testing
+    from rescale_data.checkpoint.data_state import check_checkpoint, load_changed
+    from rescale_data.documents_of_step import step_documents
+    from rescale_data.engine.collate import pad_collate
+    from rescale_data.engine.shards import LogicalShards
+    from rescale_data.errors import DataStateError
+    from rescale_data.layout.plan import plan
+    from rescale_data.loader import DataLoader
+    from rescale_data.nodes.base import BaseNode, Node
+    from rescale_data.nodes.clean import CleanDocuments
+    from rescale_data.nodes.filter import Filter
+    from rescale_data.nodes.map import Map
+    from rescale_data.nodes.packer import TokenPacker
+    from rescale_data.nodes.random_map import RandomMap
+    from rescale_data.nodes.reader import Reader
+    from rescale_data.nodes.sampler import WeightedSampler
+    from rescale_data.nodes.stream_reader import StreamReader
+    from rescale_data.nodes.tokenize import Tokenize
+    from rescale_data.nodes.varlen import flat_cu_seqlens
+    from rescale_data.nodes.whole import WholeDocumentPacker
+    from rescale_data.shard import Shard
+    from rescale_data.sources.arrow import ArrowSource
+    from rescale_data.sources.dataset import DatasetSource
+    from rescale_data.sources.files.remote import Remote
+    from rescale_data.sources.iterable import IterableSource
+    from rescale_data.sources.jsonl import JsonlSource
+    from rescale_data.sources.megatron import MegatronSource
+    from rescale_data.sources.parquet import ParquetSource
+    from rescale_data.sources.source import Source
+    from rescale_data.sources.synthetic import SyntheticSource
+    from rescale_data.sources.webdataset import WebDatasetSource
 
 __all__ = [
     "ArrowSource",
@@ -67,3 +76,46 @@ __all__ = [
     "step_documents",
     "testing",
 ]
+
+_HOMES = {
+    "checkpoint.data_state": ("check_checkpoint", "load_changed"),
+    "engine.collate": ("pad_collate",),
+    "engine.shards": ("LogicalShards",),
+    "errors": ("DataStateError",),
+    "layout.plan": ("plan",),
+    "loader": ("DataLoader",),
+    "nodes.base": ("BaseNode", "Node"),
+    "nodes.clean": ("CleanDocuments",),
+    "nodes.filter": ("Filter",),
+    "nodes.map": ("Map",),
+    "nodes.packer": ("TokenPacker",),
+    "nodes.random_map": ("RandomMap",),
+    "nodes.reader": ("Reader",),
+    "nodes.sampler": ("WeightedSampler",),
+    "nodes.stream_reader": ("StreamReader",),
+    "nodes.tokenize": ("Tokenize",),
+    "nodes.varlen": ("flat_cu_seqlens",),
+    "nodes.whole": ("WholeDocumentPacker",),
+    "shard": ("Shard",),
+    "sources.arrow": ("ArrowSource",),
+    "sources.dataset": ("DatasetSource",),
+    "sources.files.remote": ("Remote",),
+    "sources.iterable": ("IterableSource",),
+    "sources.jsonl": ("JsonlSource",),
+    "sources.megatron": ("MegatronSource",),
+    "sources.parquet": ("ParquetSource",),
+    "sources.source": ("Source",),
+    "sources.synthetic": ("SyntheticSource",),
+    "sources.webdataset": ("WebDatasetSource",),
+    "documents_of_step": ("step_documents",),
+}
+_ROOMS = ("checkpoint", "testing")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"{__name__}.{name}")
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

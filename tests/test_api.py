@@ -46,7 +46,7 @@ FLOORS = [
     ["nodes"],
     ["engine"],
     ["loader"],
-    ["lookahead", "step_documents"],
+    ["lookahead", "documents_of_step"],
     ["checkpoint"],
     ["xla"],
     ["testing", "cli"],

@@ -20,11 +20,13 @@ if TYPE_CHECKING:
         load_optimizer_stream,
         stream_optimizer_state,
     )
+    from rescale_data.checkpoint.rank_values import PerRank
     from rescale_data.checkpoint.storage.open import verify
 
 __all__ = [
     "CheckpointManager",
     "LoadReport",
+    "PerRank",
     "RunReader",
     "Saving",
     "check_checkpoint",
@@ -55,6 +57,7 @@ _HOMES = {
         "load_optimizer_stream",
         "stream_optimizer_state",
     ),
+    "rank_values": ("PerRank",),
     "storage.open": ("verify",),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from rescale_data.checkpoint.devices import settle
 from rescale_data.checkpoint.planner import CheckingLoadPlanner, CheckpointSavePlanner, Misfits, is_asked, read_values
+from rescale_data.checkpoint.rank_values import refuse_disagreement
 from rescale_data.checkpoint.ranks import Ranks, clear_error, quiet
 from rescale_data.checkpoint.state import Entry, State, entries_of, live_values, nested, refuse_unfit, value_at
 from rescale_data.checkpoint.storage.commit import Workspace, abandon, prepare
@@ -57,39 +58,51 @@ def save(
 
     Raises:
         TypeError: ``state`` holds what has no place in a checkpoint.
-        ValueError: ``path`` is taken, an optimizer's parameters are in no module of ``state``, or a tensor is on the meta
-            device, quantized, sparse or nested.
+        ValueError: ``path`` is taken, ranks differ in it or in a value that is not ``PerRank``, an optimizer's parameters are
+            in no module of ``state``, or a tensor is on the meta device, quantized, sparse or nested.
         OSError: disk full, no permission; the message says what to do.
     """
     ranks = Ranks(process_group)
     store, final = open_store(path, storage_options, to_write=True)
     checked = ranks.together(lambda: checked_metrics(metrics))
-    plain = plain_state(state, ranks)
+    plain, loose = plain_state(state, ranks)
     info = SaveInfo(world_size=ranks.size, step=step, metrics=checked)
     workspace = begin(store, final, ranks, overwrite=overwrite)
-    write(plain, CheckpointWriter(store, workspace, info), ranks)
+    write(plain, CheckpointWriter(store, workspace, info), ranks, loose)
 
 
-def plain_state(state: State, ranks: Ranks) -> dict[str, Any]:
-    """What DCP saves of ``state``; its tensors may be the live ones. An error of one rank is raised on all."""
+def plain_state(state: State, ranks: Ranks) -> tuple[dict[str, Any], set[str]]:
+    """What DCP saves of ``state``, and the names in it that may differ between ranks. Its tensors may be the live ones.
+
+    An error of one rank is raised on all.
+    """
     # Twice: sharded modules have collectives in their plain(), which all ranks must reach or none.
-    entries = ranks.together(lambda: entries_of(state))
-    return ranks.together(lambda: nested(live_values(entries)))
+    entries = ranks.together(lambda: entries_of(state, ranks.rank))
+    return ranks.together(lambda: nested(live_values(entries))), loose_names(entries)
+
+
+def loose_names(entries: list[Entry]) -> set[str]:
+    return {name for entry in entries for name in entry.loose}
 
 
 def begin(store: Store, final: str, ranks: Ranks, *, overwrite: bool) -> Workspace:
     """The workspace of one save, the same on all ranks."""
+    others = ranks.on_each(lambda: (final, overwrite))
+    if len(set(others)) > 1:
+        said = ", ".join(f"{path}{' (overwrite)' * over}" for path, over in sorted(set(others))[:4])
+        raise ValueError(f"All ranks save one checkpoint, and they name {len(set(others))}: {said}. Give all the same.")
     try:
         return ranks.on_first(lambda: prepare(store, final, uuid.uuid4().hex, overwrite=overwrite))
     except OSError as error:
         raise clear_error(error, f"Saving {final}") from error
 
 
-def write(plain: dict[str, Any], writer: CheckpointWriter, ranks: Ranks) -> None:
+def write(plain: dict[str, Any], writer: CheckpointWriter, ranks: Ranks, loose: Set[str] = frozenset()) -> None:
     """Write and commit, or remove what was written and raise why."""
     doing = f"Saving {writer.workspace.final}"
     writer.lost = lost_in_names(plain)
     try:
+        refuse_disagreement(plain, loose, ranks)
         with quiet(ranks):
             save_state(
                 plain,
@@ -184,7 +197,7 @@ def _load(
 
 def read(reader: StorageReader, path: str, state: State, ranks: Ranks, *, strict: bool, trusted: bool) -> LoadReport:
     """Load from a reader whose files are in order."""
-    entries = ranks.together(lambda: entries_of(state))
+    entries = ranks.together(lambda: entries_of(state, ranks.rank))
     planner = CheckingLoadPlanner(entries, trusted=trusted)
     plain: dict[str, Any] = {}
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, TypeAlias, cast, get_args
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import new_group
 
-from rescale_data.checkpoint.api import LoadReport, begin, plain_state, read, write
+from rescale_data.checkpoint.api import LoadReport, begin, loose_names, plain_state, read, write
 from rescale_data.checkpoint.background import Background
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.retention import Deletions, Retention, ranked
@@ -209,19 +209,21 @@ class CheckpointManager(RunReader):
         self._settle()
         if self._stager is None:
             info = self._ranks.together(lambda: self._info(step, metrics))
-            self._write(plain_state(state, self._ranks), info)
+            self._write(*plain_state(state, self._ranks), info)
             return Saving(_done(), _done())
         try:
             info = self._info(step, metrics)
-            staged = self._stager.stage(entries_of(state))
+            entries = entries_of(state, self._ranks.rank)
+            staged = self._stager.stage(entries)
+            loose = loose_names(entries)
         except Exception as error:
             # The other ranks have begun: this one takes part, so that they fail now and not at a timeout.
             staged = Future[Staged]()
             staged.set_exception(error)
-            self._uploads.submit(lambda: self._upload(staged, SaveInfo()))
+            self._uploads.submit(lambda: self._upload(staged, set(), SaveInfo()))
             self._uploads.forget()
             raise
-        committed = self._uploads.submit(lambda: self._upload(staged, info))
+        committed = self._uploads.submit(lambda: self._upload(staged, loose, info))
         return Saving(_without_value(staged), committed)
 
     def warm_up(self, state: State) -> None:
@@ -231,7 +233,7 @@ class CheckpointManager(RunReader):
         """
         self._settle()
         if self._stager is not None:
-            self._stager.stage(entries_of(state)).result()
+            self._stager.stage(entries_of(state, self._ranks.rank)).result()
 
     def wait_for_staging(self) -> None:
         """Return when parameters and optimizer state may change. ``optimizer.step()`` of torch calls it by itself."""
@@ -311,15 +313,15 @@ class CheckpointManager(RunReader):
             error.add_note("This save failed in the background. The checkpoints before it are untouched.")
             raise
 
-    def _upload(self, staged: Future[Staged], info: SaveInfo) -> None:
+    def _upload(self, staged: Future[Staged], loose: set[str], info: SaveInfo) -> None:
         self._ranks.on_each(lambda: staged.result() and None)
-        self._write(staged.result(), info)
+        self._write(staged.result(), loose, info)
 
-    def _write(self, plain: Staged, info: SaveInfo) -> None:
+    def _write(self, plain: Staged, loose: set[str], info: SaveInfo) -> None:
         step = info.step or 0
         self._deletions.spare(step)
         workspace = begin(self._store, self._folder.checkpoint(step), self._ranks, overwrite=True)
-        write(plain, CheckpointWriter(self._store, workspace, info), self._ranks)
+        write(plain, CheckpointWriter(self._store, workspace, info), self._ranks, loose)
         if self._ranks.is_first:
             self._deletions.start()
 

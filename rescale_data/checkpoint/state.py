@@ -16,8 +16,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.checkpoint.stateful import Stateful
 
 from rescale_data.checkpoint.devices import refuse_pickled
-from rescale_data.checkpoint.optimizer import optimizers
 from rescale_data.checkpoint.optimizer.load import OptimizerLoad
+from rescale_data.checkpoint.optimizer.named import named_state, owner
+from rescale_data.checkpoint.rank_values import PerRank, own_name, source_rank
 from rescale_data.checkpoint.storage.dcp import Saved
 from rescale_data.checkpoint.tree import keys_of, string_keys
 
@@ -35,6 +36,7 @@ class Entry(ABC):
         whole: Whether a part of it may not be loaded without the rest.
         refused: What of the checkpoint does not fit although the names do, and why, by name; known with the placeholder.
         left_out: Names of the checkpoint that are not loaded for that, with all that is under them.
+        loose: Names of values that may differ between ranks; known with ``plain``.
     """
 
     whole = False
@@ -43,6 +45,7 @@ class Entry(ABC):
         self.path = path
         self.refused: dict[str, str] = {}
         self.left_out: set[str] = set()
+        self.loose: set[str] = set()
 
     @property
     def name(self) -> str:
@@ -67,10 +70,19 @@ class ModuleEntry(Entry):
         self.module = module
 
     def plain(self) -> Any:
-        return get_model_state_dict(self.module)
+        plain = get_model_state_dict(self.module)
+        buffers = {address for buffer in self.module.buffers() if (address := _address(buffer))}
+        self.loose = {f"{self.name}.{key}" for key, value in plain.items() if _address(value) in buffers}
+        return plain
 
     def apply(self, loaded: Any) -> None:
         set_model_state_dict(self.module, loaded)
+
+
+def _address(value: Any) -> int:
+    """Of the memory of a whole tensor in this process; 0 for any other."""
+    plain = type(value) in (torch.Tensor, nn.Parameter) and value.device.type in ("cpu", "cuda")
+    return value.data_ptr() if plain else 0
 
 
 class OptimizerEntry(Entry):
@@ -80,7 +92,7 @@ class OptimizerEntry(Entry):
         self.optimizer = optimizer
 
     def plain(self) -> Any:
-        return optimizers.named_state(self.model, self.optimizer)
+        return named_state(self.model, self.optimizer)
 
     def placeholder(self, saved: Saved) -> Any:
         self.load = OptimizerLoad(self.model, self.optimizer, saved, self.path)
@@ -133,8 +145,39 @@ class ValueEntry(Entry):
         self.holder[self.path[-1]] = keys_of(self.value, loaded)
 
 
-def entries_of(state: State) -> list[Entry]:
+class PerRankEntry(Entry):
+    """A rank's own value, by the rule of its kind, under the rank's name."""
+
+    def __init__(self, path: Path, value: PerRank, rank: int) -> None:
+        super().__init__(path)
+        self.value, self.rank = value, rank
+        self.key = own_name(rank)
+        self.holder = {self.key: value.value}
+        self.entry = _entry((*path, self.key), value.value, self.holder, [])
+        self.whole = self.entry.whole
+
+    def plain(self) -> Any:
+        return {self.key: self.entry.plain()}
+
+    def placeholder(self, saved: Saved) -> Any:
+        paths = (saved.metadata.planner_data or {}).values()
+        size = len(self.path)
+        names = {str(path[size]) for path in paths if len(path) > size and tuple(map(str, path[:size])) == self.path}
+        self.key = own_name(source_rank(names, self.rank))
+        self.left_out = {f"{self.name}.{name}" for name in names if name != self.key}
+        return {self.key: self.entry.placeholder(saved)}
+
+    def apply(self, loaded: Any) -> None:
+        self.entry.apply(loaded[self.key])
+        if isinstance(self.entry, ValueEntry):
+            self.value.value = self.holder[own_name(self.rank)]
+
+
+def entries_of(state: State, rank: int = 0) -> list[Entry]:
     """The entries of a state, nested mappings included.
+
+    Args:
+        rank: Whose own values are meant by ``PerRank``.
 
     Raises:
         TypeError: ``state`` is no mapping, has keys that are not strings, or a module, an optimizer or a Stateful in a list.
@@ -144,7 +187,10 @@ def entries_of(state: State) -> list[Entry]:
         raise TypeError(f'state maps names to values, {{"model": model, ...}}; it is a {type(state).__name__}.')
     values = _walk(state, ())
     modules = [(path, value) for path, value, _ in values if isinstance(value, nn.Module)]
-    return [_entry(path, value, holder, modules) for path, value, holder in values]
+    return [
+        PerRankEntry(path, value, rank) if isinstance(value, PerRank) else _entry(path, value, holder, modules)
+        for path, value, holder in values
+    ]
 
 
 def live_values(entries: list[Entry]) -> list[tuple[Path, Any]]:
@@ -200,7 +246,7 @@ def _entry(path: Path, value: Any, holder: Mapping[str, Any], modules: list[tupl
     if isinstance(value, nn.Module):
         return ModuleEntry(path, value)
     if isinstance(value, torch.optim.Optimizer):
-        return OptimizerEntry(path, optimizers.owner(".".join(path), value, modules), value)
+        return OptimizerEntry(path, owner(".".join(path), value, modules), value)
     if isinstance(value, Stateful):
         return StatefulEntry(path, value)
     _refuse_inside(path, value)

@@ -1,25 +1,23 @@
-"""The commands of ``rescale-data``. Each prints for people, or with ``--json`` for scripts."""
+"""The commands of ``rescale-data``. Each prints for people, or with ``--json`` for scripts.
+
+What they do is imported when they do it: torch takes seconds, and ``--help`` needs none of it.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Annotated, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
-from rich.console import Console
 
-from rescale_data.checkpoint.convert import safetensors
-from rescale_data.checkpoint.convert import torch_save as conversion
-from rescale_data.checkpoint.retention import Retention
-from rescale_data.checkpoint.storage.open import open_store
-from rescale_data.checkpoint.storage.open import verify as verify_files
-from rescale_data.checkpoint.storage.run_folder import RunFolder
-from rescale_data.cli import inspect, render
-from rescale_data.errors import DamagedCheckpointError
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rescale_data.checkpoint.retention import Retention
+    from rescale_data.checkpoint.storage.run_folder import RunFolder
 
 T = TypeVar("T")
 HELP = """Look after checkpoints of rescale_data, local or by URL (s3://bucket/run).
@@ -43,6 +41,8 @@ class Format(StrEnum):
 @app.command()
 def ls(folder: Folder, as_json: Json = False) -> None:
     """List the checkpoints in a run's FOLDER, with size, time and metrics."""
+    from rescale_data.cli import inspect, render
+
     found = _or_exit(lambda: inspect.list_checkpoints(folder))
     _out(as_json, found, lambda console: render.show_list(console, found))
 
@@ -50,6 +50,8 @@ def ls(folder: Folder, as_json: Json = False) -> None:
 @app.command()
 def show(path: Path, as_json: Json = False) -> None:
     """Show what the checkpoint at PATH holds: model, optimizer, and how far the data is, shard by shard."""
+    from rescale_data.cli import inspect, render
+
     summary = _or_exit(lambda: inspect.summarize(path))
     _out(as_json, summary, lambda console: render.show_summary(console, summary))
 
@@ -63,13 +65,12 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Compare the files of the checkpoint at PATH with the sizes and checksums that were recorded. Exit code 1 if damaged."""
-    problems = _or_exit(lambda: verify_files(path, checksums=not sizes_only))
-    _out(
-        as_json,
-        {"path": path, "problems": problems},
-        lambda console: console.print("\n".join(problems) or "whole", markup=False),
-    )
-    raise typer.Exit(1 if problems else 0)
+    from rescale_data.cli import inspect
+
+    found = _or_exit(lambda: inspect.verified(path, checksums=not sizes_only))
+    whole = "whole" if found["checked"] == "checksums" else f"sizes only: {found['why']}"
+    _out(as_json, found, lambda console: console.print("\n".join(found["problems"]) or whole, markup=False))
+    raise typer.Exit(1 if found["problems"] else 0)
 
 
 @app.command()
@@ -81,6 +82,8 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Show the names, shapes and values in which the checkpoints A and B differ. Exit code 1 if they do."""
+    from rescale_data.cli import inspect, render
+
     found = _or_exit(lambda: inspect.differences(a, b, values=values))
     _out(as_json, found, lambda console: render.show_differences(console, found, limit))
     raise typer.Exit(1 if found else 0)
@@ -97,18 +100,14 @@ def convert(
         str | None, typer.Option(help="Only this entry (to files), or put all under this name (to dcp): model.")
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Of one safetensors file.")] = "5GB",
+    as_json: Json = False,
 ) -> None:
     """Convert between DCP folders, torch.save files and safetensors, in bounded memory."""
-    kind = to or _format_of(target)
-    if kind is Format.torch:
-        _or_exit(lambda: _refuse_existing(target))
-        _or_exit(lambda: conversion.to_torch_save(source, target, name=name))
-    elif kind is Format.safetensors:
-        _or_exit(lambda: safetensors.to_safetensors(source, target, name=name, max_shard_size=max_shard_size))
-    elif os.path.isfile(source) and not source.endswith(".safetensors"):
-        _or_exit(lambda: conversion.from_torch_save(source, target, name=name))
-    else:
-        _or_exit(lambda: safetensors.from_safetensors(source, target, name=name))
+    from rescale_data.cli import conversion, render
+
+    made = _or_exit(lambda: conversion.convert(source, target, to=to, name=name, max_shard_size=max_shard_size))
+    text = f"{made['target']}: {made['format']}, {len(made['files'])} files, {render.size(made['bytes'])}"
+    _out(as_json, made, lambda console: console.print(text, markup=False))
 
 
 @app.command()
@@ -123,6 +122,10 @@ def prune(
     as_json: Json = False,
 ) -> None:
     """Delete the checkpoints in a run's FOLDER that no rule keeps, except those that are being read."""
+    from rescale_data.checkpoint.retention import Retention
+    from rescale_data.checkpoint.storage.open import open_store
+    from rescale_data.checkpoint.storage.run_folder import RunFolder
+
     rules = _or_exit(lambda: Retention(keep_latest=keep_latest, keep_every=keep_every, keep_best=_best(keep_best)))
     runs = _or_exit(lambda: RunFolder.existing(*open_store(folder)))
     doomed = _or_exit(lambda: _doomed(runs, rules))
@@ -150,22 +153,13 @@ def _best(text: str | None) -> tuple[str, str, int] | None:
     return metric, mode, int(count)
 
 
-def _refuse_existing(target: str) -> None:
-    if os.path.exists(target):
-        raise ValueError(f"{target} exists already. Give another name, or remove it first.")
-
-
-def _format_of(target: str) -> Format:
-    if target.endswith((".pt", ".pth", ".bin", ".ckpt")):
-        return Format.torch
-    return Format.safetensors if target.rstrip("/").endswith("safetensors") else Format.dcp
-
-
 def _or_exit(work: Callable[[], T]) -> T:
     """What ``work`` returns; a user's error is printed, with exit code 2, or 1 for damage."""
     try:
         return work()
     except (ValueError, TypeError, OSError) as error:
+        from rescale_data.errors import DamagedCheckpointError
+
         typer.echo(str(error), err=True)
         raise typer.Exit(1 if isinstance(error, DamagedCheckpointError) else 2) from error
 
@@ -174,6 +168,8 @@ def _out(as_json: bool, value: Any, show: Callable[[Console], None]) -> None:
     if as_json:
         typer.echo(json.dumps(_finite(value), indent=1, default=str, allow_nan=False))
     else:
+        from rich.console import Console
+
         show(Console())
 
 

@@ -11,7 +11,7 @@ import torch
 from rescale_data.checkpoint.convert.stored import StoredCheckpoint
 from rescale_data.checkpoint.data_state import read_data_state
 from rescale_data.checkpoint.storage.manifest import METADATA, read_manifest
-from rescale_data.checkpoint.storage.open import open_store
+from rescale_data.checkpoint.storage.open import open_store, verify
 from rescale_data.checkpoint.storage.run_folder import RunFolder
 from rescale_data.checkpoint.storage.store import Store, StrPath, join
 
@@ -45,6 +45,15 @@ def summarize(path: StrPath, *, checksums: bool = False, storage_options: Option
             for name in stored.data_states()
         }
         return {"checkpoint": _about(store, stored.folder), "entries": _entries(stored), "data": data}
+
+
+def verified(path: StrPath, *, checksums: bool = True, storage_options: Options = None) -> dict[str, Any]:
+    """``problems`` of a checkpoint's files, and what was ``checked``: ``"checksums"``, or ``"sizes"`` and ``why``."""
+    problems = verify(path, checksums=checksums, storage_options=storage_options)
+    recorded = read_manifest(*open_store(path, storage_options)) is not None if not problems else True
+    why = "" if recorded else "the checkpoint has no checksums, as another tool wrote it"
+    how = {"checked": "checksums"} if checksums and recorded else {"checked": "sizes", "why": why or "as asked for"}
+    return {"path": str(path), **how, "problems": problems}
 
 
 def _entries(stored: StoredCheckpoint) -> dict[str, dict[str, Any]]:

@@ -58,6 +58,9 @@ class Fitted:
 
 def fit(schema: Schema, state: Mapping[str, Any]) -> Fitted:
     """Take children that are gone out of a state, and put in those that are new; what differs otherwise stays."""
+    for path, node in schema.root.walk():
+        above = "".join(f"{name}." for name in path)
+        node.check_saved({key.removeprefix(above) for key in json.loads(state["fields"]) if key.startswith(above)})
     removed, added = _changes(schema, json.loads(state["pipeline"]))
     shards = {key: value for key, value in state["shards"].items() if not any(child.has(key) for child in removed)}
     fresh = to_tensors(schema.fields, schema.fresh_table(int(state["num_logical_shards"]))) if added else {}

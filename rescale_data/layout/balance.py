@@ -30,33 +30,48 @@ class Fewest:
         return shard
 
 
-def water_fill(samples: Ints, num_picks: int) -> Ints:
-    """How many of the next ``num_picks`` samples each shard serves.
+def water_fill(samples: Ints, num_picks: Ints, starts: Ints) -> Ints:
+    """How many of its next samples each shard serves, where every block of shards has so many.
 
     Args:
         samples: ``int64[M]``, what each has delivered.
+        num_picks: ``int64[B]``, of each block.
+        starts: ``int64[B + 1]``, the first shard of each block, which has one at least, and M.
 
     Returns:
-        ``int64[M]``, adding up to ``num_picks``.
+        ``int64[M]``, adding up to ``num_picks`` in each block.
     """
-    low, high = int(samples.min()), int(samples.min()) + num_picks
-    while low < high:  # the highest level that the picks fill for all shards
+    sizes = np.diff(starts)
+    low = np.minimum.reduceat(samples, starts[:-1])
+    high = low + num_picks
+    while (low < high).any():  # the highest level that the picks of a block fill for all of its shards
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if np.maximum(middle - samples, 0).sum() <= num_picks else (low, middle - 1)
-    counts = np.maximum(low - samples, 0)
-    ready = np.flatnonzero(samples <= low)
-    counts[ready[: num_picks - int(counts.sum())]] += 1
+        needed = np.add.reduceat(np.maximum(np.repeat(middle, sizes) - samples, 0), starts[:-1])
+        fits = needed <= num_picks
+        low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
+    level = np.repeat(low, sizes)
+    counts = np.maximum(level - samples, 0)
+    rest = num_picks - np.add.reduceat(counts, starts[:-1])
+    is_ready = samples <= level
+    before = np.cumsum(is_ready) - is_ready  # ready shards before each, of all blocks
+    counts += is_ready & (before - np.repeat(before[starts[:-1]], sizes) < np.repeat(rest, sizes))
     return counts
 
 
-def feasible_picks(samples: Ints, left: Ints) -> int:
-    """How many samples are served before the order asks a shard that has none left.
+def feasible_picks(samples: Ints, left: Ints, starts: Ints) -> Ints:
+    """How many samples are served in each block before the order asks a shard that has none left.
 
     Args:
         samples: ``int64[M]``, what each has delivered.
         left: ``int64[M]``, what each still has.
+        starts: ``int64[B + 1]``, as in `water_fill`.
+
+    Returns:
+        ``int64[B]``.
     """
-    end = samples + left
-    shard = int(np.lexsort((np.arange(len(end)), end))[0])  # the first request (s, i) that cannot be served
-    before = np.maximum(end[shard] - samples + (np.arange(len(end)) < shard), 0)
-    return int(before.sum())
+    end, sizes, shards = samples + left, np.diff(starts), np.arange(len(samples))
+    least = np.repeat(np.minimum.reduceat(end, starts[:-1]), sizes)
+    first = np.minimum.reduceat(np.where(end == least, shards, len(samples)), starts[:-1])
+    # (least, first) is the first request (s, i) of a block that cannot be served
+    before = np.maximum(least - samples + (shards < np.repeat(first, sizes)), 0)
+    return np.add.reduceat(before, starts[:-1])

@@ -16,7 +16,7 @@ Source: docs/design.md, 4.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -170,15 +170,8 @@ class Layout:
         """
         if self.aligned:
             return self._since_origin(stop) - self._since_origin(first)
-        counts = np.zeros(self.num_logical_shards, dtype=np.int64)
-        for rank in range(self.dp_world_size):
-            for worker in range(self.workers):
-                block = self.owned(rank, worker)
-                turns = _turns(worker, self.workers, stop) - _turns(worker, self.workers, first)
-                counts[block.start : block.stop] = water_fill(
-                    samples[block.start : block.stop], turns * self.micro_batch_size
-                )
-        return counts
+        turns = self._turns(stop) - self._turns(first)
+        return water_fill(samples, turns * self.micro_batch_size, self._block_starts)
 
     def last_whole(self, samples: Ints, left: Ints, first: int) -> int:
         """The micro batch at which the main phase of an epoch ends: a step boundary, before any shard runs out.
@@ -196,14 +189,21 @@ class Layout:
             total = left + self._since_origin(first)
             steps = self._first_visit() + (total // self.samples_per_visit) * self.num_tracks
             return int(steps.min()) * a
-        ends: list[int] = []
-        for rank in range(self.dp_world_size):
-            for worker in range(self.workers):
-                block = slice(self.owned(rank, worker).start, self.owned(rank, worker).stop)
-                turns = feasible_picks(samples[block], left[block]) // self.micro_batch_size
-                done = _turns(worker, self.workers, first)
-                ends.append((done + turns) * self.workers + worker)
-        return min(ends) // a * a
+        turns = self._turns(first) + feasible_picks(samples, left, self._block_starts) // self.micro_batch_size
+        return int((turns * self.workers + np.arange(len(turns)) % self.workers).min()) // a * a
+
+    @cached_property
+    def _block_starts(self) -> Ints:
+        """``int64[W * K + 1]``, the first shard that each worker of each rank owns, and N."""
+        return np.array([*(block.start for block in self._blocks()), self.num_logical_shards], dtype=np.int64)
+
+    def _blocks(self) -> Iterator[range]:
+        return (self.owned(rank, worker) for rank in range(self.dp_world_size) for worker in range(self.workers))
+
+    def _turns(self, u: int) -> Ints:
+        """``int64[W * K]``, how many of the micro batches ``0 .. u-1`` each worker of each rank makes."""
+        worker = np.arange(self.dp_world_size * self.workers, dtype=np.int64) % self.workers
+        return (u - worker + self.workers - 1) // self.workers
 
     def _first_visit(self) -> Ints:
         return np.arange(self.num_logical_shards, dtype=np.int64) % self.num_tracks
@@ -217,11 +217,6 @@ class Layout:
         )
         begun = np.clip(m * self.micro_batch_size - row, 0, c) * (track == t % g)
         return (t - track + g - 1) // g * c + begun
-
-
-def _turns(worker: int, workers: int, u: int) -> int:
-    """How many of the micro batches ``0 .. u-1`` a worker makes."""
-    return (u - worker + workers - 1) // workers
 
 
 def _is_aligned(

@@ -12,8 +12,9 @@ that imports torchdata: what of it others need, they take from here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import singledispatch
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
@@ -88,6 +89,9 @@ class Node(BaseNode[T]):
     """Whether children may come and go between the legs of a run (`rescale_data.load_changed`). What a node keeps for a
     child lies in own fields whose path ends in the child's name."""
 
+    one_for_one: bool = False
+    """Whether this node yields one sample for each that its only child, ``source``, does."""
+
     reads: Described | None = None
     """The source whose rows this node reads, if it reads any itself."""
 
@@ -113,6 +117,10 @@ class Node(BaseNode[T]):
         self.fields: tuple[Field, ...] = self.own_fields() + tuple(
             field.under(name) for name, child in self.children.items() for field in child.fields
         )
+        widths = [offsets(fields)[-1] for fields in (self.own_fields(), *(c.fields for c in self.children.values()))]
+        self._slices = {
+            name: slice(*ends) for name, ends in zip(self.children, pairwise(accumulate(widths)), strict=True)
+        }
         self.position: View = self.initial()
 
     def own_fields(self) -> tuple[Field, ...]:
@@ -262,6 +270,9 @@ class Node(BaseNode[T]):
         """Whatever changes the order or the content of the samples, JSON values by name; checked when a state is loaded."""
         return {}
 
+    def check_saved(self, keys: Set[str]) -> None:
+        """``DataStateError`` where a state has these fields for this node, which are of an order that there is no more."""
+
     def settle(self, position: View) -> bool:
         """Let what has changed between legs (`MAY_CHANGE`) take effect in a row of this node, behind which nobody goes back.
 
@@ -320,13 +331,7 @@ class Node(BaseNode[T]):
         return rows
 
     def _slots(self, child: str) -> slice:
-        start = sum(f.num_slots for f in self.own_fields())
-        for name, node in self.children.items():
-            width = offsets(node.fields)[-1]
-            if name == child:
-                return slice(start, start + width)
-            start += width
-        raise KeyError(child)
+        return self._slices[child]
 
 
 @singledispatch

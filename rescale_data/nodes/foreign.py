@@ -100,6 +100,7 @@ class Mapped(Node[Any]):
         super().__init__(source=mapper.source)
         self._map = mapper.map_fn
         self._guard = Guard(self, "raise", "in the function of Mapper, given")
+        self.one_for_one = True
 
     def next(self) -> Any:
         sample = next(self.children["source"])

@@ -32,6 +32,7 @@ class Map(Node[Any]):
         self.fn = fn
         self._source = self.children["source"]
         self._guard, self._bound = Guard(self, on_error), Bound(self)
+        self.one_for_one = not self._guard.skips
 
     def next(self) -> Any:
         misses = 0

@@ -56,6 +56,7 @@ class RandomMap(Node[Any]):
         self._key = (shard.seed, shard.index, depth)
         self._slots_of_place = place_slots(self._source.fields)
         self._guard, self._bound = Guard(self, on_error), Bound(self)
+        self.one_for_one = not self._guard.skips
 
     def next(self) -> Any:
         misses = 0

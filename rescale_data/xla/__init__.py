@@ -3,11 +3,15 @@
 Nothing else of the package imports this one; `rescale_data.checkpoint` does when a state holds XLA tensors.
 """
 
-from rescale_data.xla.installed import require_torch_xla
+try:
+    import torch_xla as _  # noqa: F401
+except ImportError as error:  # also where it was built for another torch
+    raise ImportError(
+        f"rescale_data.xla needs torch_xla and the release of torch that it is built for ({error}). Run "
+        f"`pip install 'rescale_data[xla]'` (torch_xla has releases up to 2.9 only, so this may install an older torch)."
+    ) from error
 
-require_torch_xla()
-
-from rescale_data.xla.device_loader import DeviceLoader  # noqa: E402
-from rescale_data.xla.hosts import host_mesh  # noqa: E402
+from rescale_data.xla.device_loader import DeviceLoader
+from rescale_data.xla.hosts import host_mesh
 
 __all__ = ["DeviceLoader", "host_mesh"]

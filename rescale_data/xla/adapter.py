@@ -25,8 +25,8 @@ class XlaAdapter:
     """`rescale_data.checkpoint.devices.Adapter` for torch_xla in SPMD mode."""
 
     def is_sharded(self, tensor: torch.Tensor) -> bool:
-        wrapped = wrap_if_sharded(tensor)
-        return isinstance(wrapped, XLAShardedTensor) and wrapped.sharding_type in _CUT
+        wrapped = wrap_if_sharded(tensor)  # torch_xla's planners leave out what has no elements
+        return tensor.numel() > 0 and isinstance(wrapped, XLAShardedTensor) and wrapped.sharding_type in _CUT
 
     def unwrap(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.global_tensor if isinstance(tensor, XLAShardedTensor) else tensor

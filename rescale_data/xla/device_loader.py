@@ -1,22 +1,25 @@
 """Batches on XLA devices, and a state that describes those that training has received.
 
-    DataLoader ──► in hand ──► torch_xla's threads ──► training
-                   state: of what has come out here ───────────┘
+    DataLoader ──► in hand ──► a thread ──► training
+                   state: of what has come out here ─┘
 
 torch_xla's ``MpDeviceLoader`` reads some 30 batches ahead from a thread of its own: a loader that it reads directly
-would say in a checkpoint that they were all trained on. It also takes an error of the loader for the end of the data.
+would say in a checkpoint that they were all trained on. It also takes an error of the loader for the end of the data. Here
+one thread sends what is in hand: sending waits for the devices, so without it the trainer would.
 """
 
 from __future__ import annotations
 
-import functools
 import time
+from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch_xla
+from torch_xla.core import xla_model
 
 from rescale_data.engine.reading import Batches
 from rescale_data.engine.stream import Stream
@@ -24,7 +27,6 @@ from rescale_data.loader import DataLoader
 from rescale_data.lookahead import LookAhead
 from rescale_data.xla.hosts import warn_if_hosts_share_samples
 from rescale_data.xla.input_sharding import InputSharding, check_input_sharding
-from rescale_data.xla.transfer import Transfer
 
 
 class DeviceLoader:
@@ -38,11 +40,11 @@ class DeviceLoader:
         input_sharding: How batches lie on the devices: of all columns, or by column (`None`: replicated). With several dp
             ranks, which have rows of their own, of every tensor: ``ShardingSpec(mesh, (all axes of the mesh, None, ...),
             minibatch=True)``.
-        read_ahead: Batches on their way to the devices.
+        read_ahead: Batches on the devices, or on their way, before training wants them.
         batches_per_execution: Batches between two ``torch_xla.sync()``, as ``MpDeviceLoader`` has it.
 
     Raises:
-        ValueError: From the first batch, where it does not fit ``input_sharding``.
+        ValueError: From any batch that does not fit ``input_sharding``.
     """
 
     def __init__(
@@ -58,15 +60,10 @@ class DeviceLoader:
         self.loader = loader
         self._ahead = LookAhead(loader, read_ahead)
         self._sharding = dict(input_sharding) if isinstance(input_sharding, Mapping) else input_sharding
-        self._new_transfer = functools.partial(
-            Transfer,
-            torch_xla.device() if device is None else device,
-            input_sharding=self._sharding,
-            num_batches=read_ahead,
-            batches_per_execution=batches_per_execution,
-        )
-        self._transfer: Transfer | None = None
-        self._received: list[Any] = []  # on the device and not taken, one at most
+        self._device = torch_xla.device() if device is None else device
+        self._steps_between_syncs, self._steps = batches_per_execution, 0
+        self._sent: deque[Future[Any]] = deque()  # of what is in hand the first ones
+        self._thread: ThreadPoolExecutor | None = None  # ends with close, or with this object
         self._num_iterators = 0  # the newest is the valid one
         self._wait_seconds = 0.0
 
@@ -87,26 +84,28 @@ class DeviceLoader:
     def peek(self) -> Any:
         """The next batch, on the devices; it stays the next."""
         self._ahead.begin()
-        return self._receive()[0]
+        self._send()
+        return self._sent[0].result()
 
     def skip(self, num_samples: int) -> None:
         """As `DataLoader.skip`, from where training is; an iterator is invalid from now on (collective as a state is)."""
-        self._stop()
+        self._sent.clear()
         self._ahead.skip(num_samples)
         self._num_iterators += 1
 
     def reset(self) -> None:
         """Go back to the beginning of the run."""
-        self._stop()
+        self._sent.clear()
         self._ahead.reset()
         self._num_iterators += 1
 
     def close(self) -> None:
-        """Stop threads and worker processes; the position stays, and the next batch starts them again."""
-        try:
-            self._stop()
-        finally:
-            self.loader.close()
+        """Stop the thread and worker processes; the position stays, and the next batch starts them again."""
+        self._sent.clear()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown(cancel_futures=True)
+        self.loader.close()
 
     # Where training is
 
@@ -150,7 +149,7 @@ class DeviceLoader:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state of this or of a `DataLoader`, of any topology."""
-        self._stop()
+        self._sent.clear()
         self._ahead.load_state_dict(state_dict)
         self._num_iterators += 1
 
@@ -168,37 +167,33 @@ class DeviceLoader:
                 "This iterator is no longer valid: a newer iter(loader), a reset or a load took its place. Use the newest."
             )
         started = time.perf_counter()
-        if batches.epoch != self.epoch or not self._receive():
-            self._stop()
-            torch_xla.sync()  # of the last step, as the next batch does of the others
+        if self._steps % self._steps_between_syncs == 0:
+            torch_xla.sync()  # the devices begin with the last step
+        self._steps += 1
+        if batches.epoch != self.epoch or not self._send():
+            torch_xla.sync()
             raise StopIteration
+        batch = self._sent[0].result()
+        self._sent.popleft()
         self._ahead.take()
         self._wait_seconds += time.perf_counter() - started
-        return self._received.pop()
+        return batch
 
-    def _receive(self) -> list[Any]:
-        """The next batch, on the devices, and still in hand; nothing at the end of the epoch."""
-        if self._received:
-            return self._received
-        new = self._ahead.read()
-        if not self._ahead.in_hand:
-            return []
-        if self._transfer is None:
-            new = self._ahead.in_hand
-            check_input_sharding(new[0], self._sharding, self.loader.setup.ranks.world_size)
-            self._transfer = self._new_transfer()
-        try:
-            for batch in new:
-                self._transfer.put(batch)
-            self._received.append(self._transfer.take())
-        except BaseException:
-            self._stop()
-            raise
-        return self._received
+    def _send(self) -> bool:
+        """Send all that is in hand on its way; False at the end of the epoch."""
+        self._ahead.read()
+        for batch in self._ahead.in_hand[len(self._sent) :]:
+            self._thread = self._thread or ThreadPoolExecutor(1, "rescale_data-xla")
+            self._sent.append(self._thread.submit(self._to_device, batch))
+        return bool(self._sent)
 
-    def _stop(self) -> None:
-        """End the threads. What they have in hand stays in ours, for new ones."""
-        transfer, self._transfer = self._transfer, None
-        self._received.clear()
-        if transfer is not None:
-            transfer.end()
+    @torch.no_grad()
+    def _to_device(self, batch: Any) -> Any:
+        sharding, ranks = self._sharding, self.loader.setup.ranks
+        check_input_sharding(batch, sharding, ranks.world_size, ranks.rank)
+        if not isinstance(sharding, Mapping):
+            return xla_model.send_cpu_data_to_device([batch], self._device, sharding)[0]
+        return {
+            column: xla_model.send_cpu_data_to_device(value, self._device, sharding[column])[0]
+            for column, value in batch.items()
+        }

@@ -7,22 +7,20 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
+import torch_xla
 import torch_xla.runtime as xr
 from torch_xla.distributed.spmd import ShardingSpec
 
 InputSharding: TypeAlias = ShardingSpec | Mapping[str, ShardingSpec | None]
 
 
-def check_input_sharding(batch: Any, input_sharding: InputSharding | None, num_hosts: int) -> None:
+def check_input_sharding(batch: Any, input_sharding: InputSharding | None, num_hosts: int, host: int = 0) -> None:
     """``ValueError`` where something in a batch would not come to the devices, or not as it is asked to.
 
     Args:
         num_hosts: Hosts that read rows of their own, the dp world size.
+        host: This one's dp rank.
     """
-    if batch is None:
-        raise ValueError(
-            "The batch is None, which torch_xla takes for the end of the data. Return tensors from collate_fn."
-        )
     by_column: Mapping[str, ShardingSpec | None] = {}
     if isinstance(input_sharding, Mapping):
         _check_columns(batch, by_column := input_sharding)
@@ -31,7 +29,7 @@ def check_input_sharding(batch: Any, input_sharding: InputSharding | None, num_h
         _check_value(name, value)
         if isinstance(value, torch.Tensor):
             sharding = by_column[path[0]] if isinstance(input_sharding, Mapping) else input_sharding
-            _check_rows(name, value, sharding, num_hosts)
+            _check_rows(name, value, sharding, num_hosts, host)
 
 
 def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -74,7 +72,7 @@ def _check_value(name: str, value: Any) -> None:
         )
 
 
-def _check_rows(name: str, value: torch.Tensor, sharding: ShardingSpec | None, num_hosts: int) -> None:
+def _check_rows(name: str, value: torch.Tensor, sharding: ShardingSpec | None, num_hosts: int, host: int) -> None:
     """With ``minibatch`` each host gives its own rows: they must be cut alike on all, and without padding."""
     if sharding is None or not sharding.minibatch:
         if num_hosts > 1:
@@ -83,7 +81,7 @@ def _check_rows(name: str, value: torch.Tensor, sharding: ShardingSpec | None, n
                 f"global batch. Give input_sharding=ShardingSpec(mesh, (all axes of the mesh, None, ...), minibatch=True)."
             )
         return
-    _check_mesh(sharding)
+    _check_mesh(sharding, num_hosts, host)
     dims, shape = len(sharding.partition_spec), list(value.shape)
     if value.dim() != dims and (value.dim() or num_hosts > 1):
         raise ValueError(
@@ -98,8 +96,8 @@ def _check_rows(name: str, value: torch.Tensor, sharding: ShardingSpec | None, n
         )
 
 
-def _check_mesh(sharding: ShardingSpec) -> None:
-    """With ``minibatch`` the rows go over all devices, and to a host's devices in the order of their ids."""
+def _check_mesh(sharding: ShardingSpec, num_hosts: int, host: int) -> None:
+    """With ``minibatch`` rows go over all devices, and a host's rows to its own devices in their order."""
     mesh, spec = sharding.mesh, sharding.partition_spec
     axes = [_axis(sharding, axis) for axis in (spec[0] if isinstance(spec[0], tuple) else spec[:1])]
     rest = [axis for axis in range(len(mesh.mesh_shape)) if axis not in axes]
@@ -110,11 +108,13 @@ def _check_mesh(sharding: ShardingSpec) -> None:
             f"torch_xla cuts the rows of the hosts over all devices. Give {(every, *(None,) * (len(spec) - 1))}."
         )
     devices = mesh.get_logical_mesh().transpose([*axes, *rest]).ravel().tolist()
-    if devices != sorted(devices):
+    own = [int(name.rpartition(":")[2]) for name in torch_xla.real_devices()]
+    blocks = [devices[start : start + len(own)] for start in range(0, len(devices), len(own))]
+    if own not in (blocks[host : host + 1] if len(blocks) == num_hosts else blocks):
         raise ValueError(
-            f"The ShardingSpec has minibatch=True and cuts rows over the devices {devices}: torch_xla gives a host's rows to "
-            f"its devices by their ids, so they would come out in another order. Make the mesh of "
-            f"numpy.arange({len(devices)}), and name its axes in their order."
+            f"The ShardingSpec has minibatch=True and cuts rows over the devices {devices}. The rows of this host, dp rank "
+            f"{host} of {num_hosts}, go to its devices {own} in this order, so they would come out in another. Make the mesh "
+            f"of the hosts' devices host after host, in the order of the dp ranks, and name its axes in their order."
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from tests.checkpoint.stand_in import StandInLoader
@@ -90,7 +91,7 @@ def test_verify(run_folder: Path) -> None:
     content = bytearray(file.read_bytes())
     content[99] ^= 1
     file.write_bytes(content)
-    assert "whole" in call("verify", run_folder / "step-5", "--sizes-only")
+    assert call("verify", run_folder / "step-5", "--sizes-only") == "sizes only: as asked for\n"
     assert "not what was saved" in call("verify", run_folder / "step-5", code=1).replace("\n", " ")
     assert len(json.loads(call("verify", run_folder / "step-5", "--json", code=1))["problems"]) == 1
     call("verify", run_folder / "none", code=2)
@@ -206,3 +207,43 @@ def test_picture_and_size() -> None:
     assert len(picture(list(range(100)), 10)) == 10
     assert picture([], 10) == ""
     assert [size(n) for n in (0, 999, 123456, 5e12)] == ["0 B", "999 B", "123 kB", "5 TB"]
+
+
+def test_verify_of_a_checkpoint_without_checksums_says_so(tmp_path: Path) -> None:
+    """A flipped byte of a plain DCP checkpoint cannot be seen: it is not called whole."""
+    dcp.save({"w": torch.ones(1000)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    data = next((tmp_path / "c").glob("*.distcp"))
+    content = bytearray(data.read_bytes())
+    content[-99] ^= 1
+    data.write_bytes(content)
+    assert "sizes only: the checkpoint has no checksums" in call("verify", tmp_path / "c")
+    said = json.loads(call("verify", tmp_path / "c", "--json"))
+    assert (said["checked"], said["problems"]) == ("sizes", [])
+    data.write_bytes(content[:-200])
+    assert json.loads(call("verify", tmp_path / "c", "--json", code=1))["problems"]
+
+
+def test_convert_says_what_it_wrote(run_folder: Path, tmp_path: Path) -> None:
+    step = run_folder / "step-20"
+    for target, kind in (
+        (tmp_path / "f.pt", "torch"),
+        (tmp_path / "st.safetensors-folder", None),
+        (tmp_path / "d", "dcp"),
+    ):
+        arguments = ["--to", "safetensors"] if kind is None else []
+        source = tmp_path / "f.pt" if kind == "dcp" else step
+        said = json.loads(call("convert", source, target, *arguments, "--json"))
+        assert said["format"] == (kind or "safetensors")
+        files = [target / name for name in said["files"]] if target.is_dir() else [target]
+        assert said["bytes"] == sum(file.stat().st_size for file in files) > 0
+    assert "torch, 1 files" in call("convert", step, tmp_path / "g.pt")
+
+
+def test_help_imports_neither_torch_nor_what_reads_checkpoints() -> None:
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom rescale_data.cli.commands import app\n"
+        "assert CliRunner().invoke(app, ['--help']).exit_code == 0\n"
+        "print([name for name in ('torch', 'numpy', 'pyarrow', 'fsspec', 'torchdata') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

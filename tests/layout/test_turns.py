@@ -30,21 +30,29 @@ def test_fewest_first(samples: list[int], num_picks: int, first: int) -> None:
     assert [fewest.pick() for _ in range(num_picks)] == [first + shard for shard in picked(samples, num_picks)]
 
 
-@given(counts, st.integers(0, 60))
-def test_water_fill_counts_the_picks(samples: list[int], num_picks: int) -> None:
-    found = Counter(picked(samples, num_picks))
-    expected = [found[shard] for shard in range(len(samples))]
-    assert water_fill(np.array(samples, np.int64), num_picks).tolist() == expected
+@given(st.lists(st.tuples(counts, st.integers(0, 60)), min_size=1, max_size=4))
+def test_water_fill_counts_the_picks_of_each_block(blocks: list[tuple[list[int], int]]) -> None:
+    found = [Counter(picked(samples, num_picks)) for samples, num_picks in blocks]
+    expected = [here[shard] for here, (samples, _) in zip(found, blocks, strict=True) for shard in range(len(samples))]
+    samples, starts = joined([samples for samples, _ in blocks])
+    assert water_fill(samples, np.array([num_picks for _, num_picks in blocks]), starts).tolist() == expected
 
 
-@given(st.lists(st.tuples(st.integers(0, 15), st.integers(0, 6)), min_size=1, max_size=8))
-def test_feasible_picks_stop_before_a_shard_that_has_none_left(shards: list[tuple[int, int]]) -> None:
-    samples, left = zip(*shards, strict=True)
-    feasible = feasible_picks(np.array(samples, np.int64), np.array(left, np.int64))
-    served = Counter(picked(list(samples), feasible + 1))
-    last = picked(list(samples), feasible + 1)[-1]
-    assert served[last] == left[last] + 1
-    assert all(served[shard] <= left[shard] for shard in range(len(left)) if shard != last)
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 15), st.integers(0, 6)), min_size=1, max_size=8), min_size=1, max_size=4)
+)
+def test_feasible_picks_stop_before_a_shard_that_has_none_left(blocks: list[list[tuple[int, int]]]) -> None:
+    (samples, starts), (left, _) = (joined([[shard[i] for shard in block] for block in blocks]) for i in range(2))
+    for block, feasible in zip(blocks, feasible_picks(samples, left, starts).tolist(), strict=True):
+        picks = picked([samples for samples, _ in block], feasible + 1)
+        served, last = Counter(picks), picks[-1]
+        assert served[last] == block[last][1] + 1
+        assert all(served[shard] <= block[shard][1] for shard in range(len(block)) if shard != last)
+
+
+def joined(blocks: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """All blocks in one array, and where each begins."""
+    return np.array([value for block in blocks for value in block]), np.cumsum([0, *map(len, blocks)])
 
 
 @given(layouts(), st.data())

@@ -44,6 +44,27 @@ def test_never_exceeds_the_budget_and_keeps_what_was_used_last(puts: list[tuple[
         order = kept[::-1]
 
 
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(1, 150)), max_size=40), st.data())
+def test_what_is_kept_beside_the_entries_is_true_of_them(puts: list[tuple[int, int, int]], data: st.DataObject) -> None:
+    """Owners and large entries are found without a look at every entry: also after drops, and when a budget goes."""
+    lru, small, large = Cache(), Budget(40), Budget(100)
+    lru.register(small), lru.register(large)
+    for owner, name, size in puts:
+        lru.put((owner, name), Sized(size))
+        if data.draw(st.integers(0, 5)) == 0:
+            dropped = data.draw(st.integers(0, 2))
+            lru.drop(dropped)
+            assert all(key[0] != dropped for key in lru._entries)
+    del large
+    lru.put((3, 0), Sized(1))
+    sizes = {key: size for key, (_, size) in lru._entries.items()}
+    assert lru.budget == 40
+    assert lru.nbytes == sum(sizes.values())
+    assert lru.nbytes <= max(40, max(sizes.values()) * 9 // 8) or len(sizes) == 1
+    assert lru._large == {key: size for key, size in sizes.items() if size > 20}
+    assert {key: None for keys in lru._of_owner.values() for key in keys} == dict.fromkeys(sizes)
+
+
 def test_reading_keeps_an_entry() -> None:
     lru, source = Cache(), Budget(20)
     lru.register(source)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -32,30 +33,8 @@ def test_a_missing_torch_xla_is_named_with_the_cure() -> None:
         import rescale_data.xla  # noqa: F401
 
 
-@pytest.mark.parametrize(
-    ("torch", "xla", "message"),
-    [
-        ("2.9.0", None, r"which is not installed"),
-        ("2.13.0+cpu", "2.9.0", r"torch 2\.13\.0\+cpu and torch_xla 2\.9\.0 do not match.*torch==2\.9\.\*"),
-        ("2.9.1", "2.9.0", None),
-    ],
-)
-def test_versions_are_compared_before_anything_is_imported(torch: str, xla: str | None, message: str | None) -> None:
-    program = (
-        "import importlib.metadata as metadata, sys\n"
-        f"versions = {{'torch': {torch!r}, 'torch_xla': {xla!r}}}\n"
-        "def version(name):\n"
-        "    if versions[name] is None: raise metadata.PackageNotFoundError(name)\n"
-        "    return versions[name]\n"
-        "metadata.version = version\n"
-        "import importlib.util\n"
-        "spec = importlib.util.spec_from_file_location('installed', 'rescale_data/xla/installed.py')\n"
-        "installed = importlib.util.module_from_spec(spec); spec.loader.exec_module(installed)\n"
-        "installed.require_torch_xla()\n"
-    )
+def test_a_torch_xla_for_another_torch_is_named_with_the_cure(tmp_path: Path) -> None:
+    (tmp_path / "torch_xla.py").write_text("raise ImportError('_XLAC.so: undefined symbol: _ZN5torch')")
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import rescale_data.xla"
     output = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    if message is None:
-        assert output.returncode == 0, output.stderr
-    else:
-        with pytest.raises(AssertionError, match=message):
-            raise AssertionError(output.stderr.strip().splitlines()[-1])
+    assert "the release of torch that it is built for (_XLAC.so: undefined symbol: _ZN5torch)" in output.stderr

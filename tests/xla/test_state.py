@@ -32,6 +32,7 @@ def test_every_kind_of_value_comes_back_as_it_was(tmp_path: Path) -> None:
             "scalar": torch.tensor(scale).to("xla"),
             "half": xs.mark_sharding(values.bfloat16(), mesh, ((0, 1), None)).global_tensor,
             "empty": torch.zeros(0, 3).to("xla"),
+            "empty and sharded": xs.mark_sharding(torch.zeros(0, 4).to("xla"), mesh, (0, None)),
             "cpu": torch.arange(3) * int(scale),
             "subclass": nn.Parameter(torch.ones(2) * scale),
             "number": scale,

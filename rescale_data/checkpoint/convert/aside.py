@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from rescale_data.checkpoint.api import begin, write
 from rescale_data.checkpoint.ranks import Ranks
-from rescale_data.checkpoint.storage.commit import SAVING, hidden, remove_leftovers
+from rescale_data.checkpoint.storage.commit import SAVING, Workspace, abandon, hidden, make_locked, remove_leftovers
 from rescale_data.checkpoint.storage.dcp import CheckpointWriter, SaveInfo
 from rescale_data.checkpoint.storage.manifest import checked_metrics
 from rescale_data.checkpoint.storage.open import open_store
@@ -22,19 +22,24 @@ from rescale_data.checkpoint.storage.store import Store, StrPath, join, split
 
 @contextlib.contextmanager
 def aside(store: Store, final: str) -> Generator[str]:
-    """A folder to write to in place of ``final``; what is still there in the end is removed."""
+    """The path to write to in place of ``final``, a file or a folder, and to rename; what is there in the end is removed.
+
+    Raises:
+        ValueError: another process writes to ``final``.
+    """
     if not store.renames:
         yield final
         return
     folder, name = split(final)
     remove_leftovers(store, final)
-    working = join(folder, hidden(name, SAVING, uuid.uuid4().hex))
-    store.make_folder(working)
+    save_id = uuid.uuid4().hex
+    workspace = Workspace(final=final, working=join(folder, hidden(name, SAVING, save_id)), save_id=save_id)
+    make_locked(store, workspace)
     try:
-        yield working
+        yield join(workspace.working, "out")
         store.sync_folder(folder)
     finally:
-        store.remove_folder(working)
+        abandon(store, workspace)
 
 
 def local(path: StrPath) -> str:

@@ -67,7 +67,7 @@ def to_safetensors(
             have, or ``folder`` holds safetensors already.
     """
     limit = parse_size(max_shard_size)
-    store, final = open_store(folder, storage_options)
+    store, final = open_store(folder, storage_options, to_write=True)
     _refuse_used(store, final)
     with (
         StoredCheckpoint(path, name=name, checksums=checksums, storage_options=storage_options) as stored,
@@ -203,6 +203,7 @@ def _write_files(
     """Write everything, the index last, and return the files' names in their order."""
     headers = {file: _header(stored, names) for file, names in files.items()}
     content = {"values": stored.values(), "paths": stored.paths, "lost": stored.lost}
+    store.make_folder(folder)
     written(store, join(folder, NON_TENSORS), lambda stream: torch.save(content, stream))
     for file, names in files.items():
         tensors = stored.stream(names, budget)

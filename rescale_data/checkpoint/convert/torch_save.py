@@ -17,7 +17,7 @@ from rescale_data.checkpoint.convert.aside import aside, local, save_alone, writ
 from rescale_data.checkpoint.convert.stored import BUDGET, StoredCheckpoint
 from rescale_data.checkpoint.convert.torch_zip import TorchFile
 from rescale_data.checkpoint.storage.open import open_store
-from rescale_data.checkpoint.storage.store import StrPath, join
+from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.tree import tree_of
 
 
@@ -45,17 +45,16 @@ def to_torch_save(
         FileNotFoundError: no checkpoint at ``path``.
         ValueError: damaged files, nothing named ``name``, or values that only unpickling code could read.
     """
-    store, final = open_store(file, storage_options)
+    store, final = open_store(file, storage_options, to_write=True)
     with (
         StoredCheckpoint(path, name=name, checksums=checksums, storage_options=storage_options) as stored,
         aside(store, final) as working,
     ):
         content = TorchFile({key: (meta.size, meta.properties.dtype) for key, meta in stored.tensors.items()})
         tree = tree_of(stored.paths, stored.values() | content.tensors, stored.lost)
-        target = final if working == final else join(working, "file")
-        written(store, target, lambda stream: content.write(stream, tree, lambda names: stored.stream(names, budget)))
-        if target != final:
-            store.rename(target, final)
+        written(store, working, lambda stream: content.write(stream, tree, lambda names: stored.stream(names, budget)))
+        if working != final:
+            store.rename(working, final)
 
 
 def from_torch_save(

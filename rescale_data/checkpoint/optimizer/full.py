@@ -8,22 +8,26 @@ load_...                  the same two, back into a model of any wrapping
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 from rescale_data.checkpoint.convert.values import fill
 from rescale_data.checkpoint.devices import first_state
-from rescale_data.checkpoint.optimizer import optimizers
-from rescale_data.checkpoint.optimizer.entries import empty_like_saved, misfit
-from rescale_data.checkpoint.optimizer.groups import complaint, matched, merged
+from rescale_data.checkpoint.optimizer.fit import complaint, empty_like_saved, matched, merged, misfit
 from rescale_data.checkpoint.optimizer.load import apply
+from rescale_data.checkpoint.optimizer.named import (
+    flat_state,
+    is_flat,
+    named_state,
+    names_of,
+    numbered,
+    parameters_of,
+)
 from rescale_data.checkpoint.ranks import Ranks
 
 Item: TypeAlias = tuple[str, Any]
@@ -52,15 +56,13 @@ def full_optimizer_state(
     """
     if keyed_by not in ("name", "index"):
         raise ValueError(f'keyed_by={keyed_by!r}: choose "name" or "index".')
-    full: dict[str, Any] = {"state": {}, GROUPS: []}
-    for name, value in stream_optimizer_state(model, optimizer, process_group=process_group):
-        if name == GROUPS:
-            full[GROUPS] = value
-        elif value:
-            full["state"][name] = value
+    items = dict(stream_optimizer_state(model, optimizer, process_group=process_group))
+    names = numbered(model, optimizer, named_state(model, optimizer)) if keyed_by == "index" else []
     if not Ranks(process_group).is_first:
         return {}
-    return full if keyed_by == "name" else _by_index(full)
+    groups = items.pop(GROUPS)
+    full = {"state": {name: entries for name, entries in items.items() if entries}, GROUPS: groups}
+    return _renamed(full, {name: number for number, name in enumerate(names)}) if names else full
 
 
 def load_full_optimizer_state(
@@ -80,8 +82,8 @@ def load_full_optimizer_state(
             all ranks, with the names.
     """
     ranks = Ranks(process_group)
-    names = optimizers.names_of(optimizers.named_state(model, optimizer))
-    items = ranks_first_items(state, names, ranks)
+    names = numbered(model, optimizer, named_state(model, optimizer))
+    items = ranks.together(lambda: _items(state, names) if ranks.is_first else None)
     load_optimizer_stream(model, optimizer, items, process_group=process_group)
 
 
@@ -97,17 +99,13 @@ def stream_optimizer_state(
         ValueError: a state tensor is shaped unlike its sharded parameter; the message names it.
     """
     ranks = Ranks(process_group)
-    sharded = optimizers.named_state(model, optimizer)
-    parameters = (
-        {}
-        if optimizers.is_flat(model)
-        else dict(zip(optimizers.names_of(sharded), optimizers.parameters_of(optimizer), strict=True))
-    )
+    sharded = named_state(model, optimizer)
+    parameters = {} if is_flat(model) else dict(zip(names_of(sharded), parameters_of(optimizer), strict=True))
     yield GROUPS, sharded[GROUPS] if ranks.is_first else []
     for name in _common_order(sharded["state"], ranks):
         entries = sharded["state"].get(name, {})
         _refuse_unmappable(name, parameters.get(name), entries)
-        whole = {key: _whole(value, ranks) for key, value in entries.items()}
+        whole = each_tensor(entries, functools.partial(_whole, ranks=ranks))
         yield name, whole if ranks.is_first else {}
 
 
@@ -129,127 +127,118 @@ def load_optimizer_stream(
     ranks = Ranks(process_group)
     source = iter(items or ())
     target = _Target(model, optimizer)
-    held: dict[str, Any] = {}
+    held: list[torch.Tensor] = []
 
     def announce() -> Item | None:
+        held.clear()
         item = next(source, None)
         if item is None or item[0] == GROUPS:
             return item
-        name, values = item
-        held.clear()
-        held.update(values)
-        return name, {key: _Shape.of(value) for key, value in held.items()}
+        return item[0], each_tensor(item[1], lambda tensor: held.append(tensor) or tensor.detach().to("meta"))
 
     while (item := ranks.on_first(announce)) is not None:
-        name, values = item
-        if name == GROUPS:
-            ranks.on_each(lambda values=values: target.take_groups(values))
-            continue
-        ranks.on_each(lambda name=name, values=values: target.prepare(name, values))
-        for key, shape in values.items():
-            if isinstance(shape, _Shape):
-                fill(target.state[name][key], _broadcast(held.get(key), shape, ranks))
+        ranks.on_each(functools.partial(target.take, *item))
+        following = iter(held)
+        for place, shape in target.places:
+            fill(place, _broadcast(next(following, None), shape, ranks))
     apply(model, optimizer, {"state": target.state, GROUPS: target.groups})
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """A tensor that follows."""
-
-    size: torch.Size
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, value: Any) -> Any:
-        return cls(value.size(), value.dtype) if isinstance(value, torch.Tensor) else value
-
-
 class _Target:
-    """An optimizer's state as it is built up, sharded like the parameters."""
+    """An optimizer's state as it is built up, sharded like the parameters.
+
+    Attributes:
+        places: Tensors of what was taken last, to be filled, with a tensor of the whole shape on the meta device.
+    """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.state: dict[str, dict[str, Any]] = {}
+        self.places: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.optimizer = optimizer
-        self.flat = optimizers.is_flat(model)
-        if self.flat:
-            # FSDP1 alone knows how its flat parameters are cut: torch makes the state, by a step with zero gradients.
-            current = cast(dict[str, Any], get_optimizer_state_dict(model, optimizer))
-            self.live: dict[str, Any] = current["state"]
-        else:
-            current = optimizers.named_state(model, optimizer)
-            self.live = current["state"]
-            self.parameters = dict(zip(optimizers.names_of(current), optimizers.parameters_of(optimizer), strict=True))
+        self.flat = is_flat(model)
+        current = flat_state(model, optimizer) if self.flat else named_state(model, optimizer)
+        self.live: dict[str, Any] = current["state"]
         self.groups: list[dict[str, Any]] = current[GROUPS]
+        self.parameters = {} if self.flat else dict(zip(names_of(current), parameters_of(optimizer), strict=True))
 
     @functools.cached_property
     def first(self) -> Mapping[torch.Tensor, dict[str, Any]]:
         """Where a device's library has sharded the parameters: the state after a first step."""
-        return first_state(self.optimizer, optimizers.parameters_of(self.optimizer))
+        return first_state(self.optimizer, parameters_of(self.optimizer))
 
-    def take_groups(self, groups: list[dict[str, Any]]) -> None:
-        """The values of ``groups``; ``ValueError`` where they have other parameters."""
+    def take(self, name: str, values: Any) -> None:
+        """Make room for an item; ``ValueError`` where it does not fit."""
+        self.places = []
+        if name == GROUPS:
+            self.groups = self._groups(values)
+            return
+        if not self.flat and name not in self.parameters:
+            raise ValueError(f"The optimizer has no parameter {name!r}. It has {list(self.parameters)[:5]} ...")
+        live = self.live.get(name) or ({} if self.flat else self.first.get(self.parameters[name], {}))
+        self.state[name] = {
+            key: each_tensor(value, functools.partial(self._place, name, key, live.get(key)))
+            for key, value in values.items()
+        }
+
+    def _groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The optimizer's groups with the values of ``groups``."""
         current, given = [group["params"] for group in self.groups], [group["params"] for group in groups]
         numbers = matched(current, given)
         if groups and (text := complaint(current, given, numbers)):
             raise ValueError(f"The state does not fit the optimizer: {text}.")
-        self.groups = merged(self.groups, groups, numbers)
+        return merged(self.groups, groups, numbers)
 
-    def prepare(self, name: str, values: Mapping[str, Any]) -> None:
-        if not self.flat and name not in self.parameters:
-            raise ValueError(f"The optimizer has no parameter {name!r}. It has {list(self.parameters)[:5]} ...")
-        live = self.live.get(name) or ({} if self.flat else self.first.get(self.parameters[name], {}))
-        self.state[name] = {key: self._entry(name, key, live.get(key), value) for key, value in values.items()}
-
-    def _entry(self, name: str, key: str, live: Any, value: Any) -> Any:
-        if not isinstance(value, _Shape):
-            return value
+    def _place(self, name: str, key: str, live: Any, shape: torch.Tensor) -> torch.Tensor:
+        place = live
         if not self.flat:
             parameter = self.parameters[name]
-            if text := misfit(self.optimizer, parameter, live, value.size):
+            if text := misfit(self.optimizer, parameter, live, shape.size()):
                 raise ValueError(f"{name}.{key} {text}.")
-            return empty_like_saved(parameter, live, value.size, value.dtype)
-        if isinstance(live, torch.Tensor) and live.size() == value.size:
-            return live
-        raise ValueError(f"{name}.{key} has the shape {list(value.size)}, which FSDP1 cannot map on its parameter.")
-
-
-def ranks_first_items(state: Mapping[str, Any] | None, names: list[str], ranks: Ranks) -> list[Item] | None:
-    """The items of a whole state on rank 0; every error on all ranks."""
-    items: list[Item] = []
-
-    def check() -> None:
-        if not isinstance(state, Mapping) or not {"state", GROUPS} <= set(state):
-            raise ValueError(f'state on rank 0 is {type(state).__name__}: give {{"state": ..., "param_groups": ...}}.')
-        named = _by_name(state, names)
-        if unknown := sorted(set(named["state"]) - set(names)):
+            place = empty_like_saved(parameter, live, shape.size(), shape.dtype)
+        elif not hasattr(live, "size") or live.size() != shape.size():
             raise ValueError(
-                f"The state has parameters that the optimizer has not: {unknown[:5]}. It has {names[:5]} ..."
+                f"{name}.{key} has the shape {list(shape.shape)}, which FSDP1 cannot map on its parameter."
             )
-        items.extend([(GROUPS, named[GROUPS]), *named["state"].items()])
-
-    ranks.on_first(check)
-    return items if ranks.is_first else None
+        self.places.append((place, shape))
+        return place
 
 
-def _by_index(full: Mapping[str, Any]) -> dict[str, Any]:
-    index = {name: number for number, name in enumerate(optimizers.names_of(full))}
-    groups = [{**group, "params": [index[name] for name in group["params"]]} for group in full[GROUPS]]
-    state = {index[name]: entries for name, entries in full["state"].items()}
-    return {"state": dict(sorted(state.items())), GROUPS: groups}
+def each_tensor(value: Any, work: Callable[[torch.Tensor], Any]) -> Any:
+    """``value`` with ``work`` done to the tensors in its dicts, lists and tuples, in their order."""
+    if isinstance(value, torch.Tensor):
+        return work(value)
+    if isinstance(value, Mapping):
+        return {key: each_tensor(inner, work) for key, inner in cast(Mapping[Any, Any], value).items()}
+    if type(value) in (list, tuple):
+        return type(value)(each_tensor(inner, work) for inner in value)
+    return value
 
 
-def _by_name(state: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
-    """The state by name, whichever form it has; indices count the parameters in the order of the groups."""
-    keys = optimizers.names_of(state)
-    if not all(isinstance(cast(object, key), int) for key in keys):
-        return dict(state)
-    if len(keys) != len(names):
-        raise ValueError(
-            f"The state has {len(keys)} parameters by index and the optimizer {len(names)}: they cannot be matched."
-        )
-    name_of = dict(zip(keys, names, strict=True))
-    groups = [{**group, "params": [name_of[key] for key in group["params"]]} for group in state[GROUPS]]
-    return {"state": {name_of[key]: entries for key, entries in state["state"].items()}, GROUPS: groups}
+def _items(state: Any, names: list[str]) -> list[Item]:
+    """The items of a whole state, by name whichever form it has."""
+    if not isinstance(state, Mapping) or not {"state", GROUPS} <= set(cast("Mapping[str, Any]", state)):
+        raise ValueError(f'state on rank 0 is {type(state).__name__}: give {{"state": ..., "param_groups": ...}}.')
+    named = cast("Mapping[str, Any]", state)
+    keys: list[Any] = names_of(named)
+    if all(isinstance(key, int) for key in keys):  # in the order of the groups
+        if len(keys) != len(names):
+            raise ValueError(
+                f"The state has {len(keys)} parameters by index and the optimizer {len(names)}: they cannot be matched."
+            )
+        named = _renamed(named, dict(zip(keys, names, strict=True)))
+    if unknown := sorted(set(named["state"]) - set(names)):
+        raise ValueError(f"The state has parameters that the optimizer has not: {unknown[:5]}. It has {names[:5]} ...")
+    return [(GROUPS, named[GROUPS]), *named["state"].items()]
+
+
+def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+    """A state with its parameters under other names, or numbers, and in their order."""
+    place = {old: number for number, old in enumerate(names)}
+    groups = [
+        {**group, "params": [names[old] for old in sorted(group["params"], key=place.__getitem__)]}
+        for group in state[GROUPS]
+    ]
+    return {"state": {new: state["state"][old] for old, new in names.items() if old in state["state"]}, GROUPS: groups}
 
 
 def _common_order(state: Mapping[str, Any], ranks: Ranks) -> list[str]:
@@ -271,37 +260,26 @@ def _refuse_unmappable(name: str, parameter: torch.Tensor | None, entries: Mappi
             )
 
 
-def _whole(value: Any, ranks: Ranks) -> Any:
-    """A value without sharding, on the CPU; all ranks take part."""
+def _whole(value: Any, ranks: Ranks) -> torch.Tensor:
+    """A tensor without sharding, on the CPU of the first rank; all ranks take part."""
     if isinstance(value, DTensor):
         return value.full_tensor().cpu()
-    if hasattr(value, "local_shards"):
-        return _whole_of_shards(value, ranks)
-    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+    if not hasattr(value, "local_shards"):
+        return value.detach().cpu().clone()
+    shards = value.local_shards()  # of FSDP1's ShardedTensor
+    device = shards[0].tensor.device if shards else "cpu"
+    whole = torch.empty(value.size(), dtype=value.dtype, device=device) if ranks.is_first else None
+    value.gather(0, whole, dtype=value.dtype)
+    return torch.empty(0) if whole is None else whole.cpu()
 
 
-def _whole_of_shards(value: Any, ranks: Ranks) -> torch.Tensor:
-    """Of FSDP1's ShardedTensor: each shard from the rank that has it."""
-    own = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in value.local_shards()}
-    whole = torch.empty(value.size(), dtype=value.dtype)
-    for shard in value.metadata().shards_metadata:
-        shape = _Shape(torch.Size(shard.shard_sizes), value.dtype)
-        piece = _broadcast(own.get(tuple(shard.shard_offsets)), shape, ranks, source=shard.placement.rank())
-        whole[
-            tuple(slice(start, start + n) for start, n in zip(shard.shard_offsets, shard.shard_sizes, strict=True))
-        ] = piece
-    return whole
-
-
-def _broadcast(value: torch.Tensor | None, shape: _Shape, ranks: Ranks, source: int | None = None) -> torch.Tensor:
-    """A tensor of one rank, on all; rank 0 of the group unless a global rank is given."""
+def _broadcast(value: torch.Tensor | None, shape: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """A tensor of the first rank, on all."""
     if not ranks.distributed:
         return cast(torch.Tensor, value)
     device = torch.accelerator.current_accelerator() if dist.get_backend(ranks.group) == "nccl" else torch.device("cpu")
-    buffer = torch.empty(shape.size, dtype=shape.dtype, device=device)
-    first = 0 if ranks.group is None else dist.get_global_rank(ranks.group, 0)
-    source = first if source is None else source
-    if value is not None and dist.get_rank() == source:
+    buffer = torch.empty(shape.size(), dtype=shape.dtype, device=device)
+    if value is not None:
         buffer.copy_(value.detach())
-    dist.broadcast(buffer, src=source, group=ranks.group)
+    dist.broadcast(buffer, src=0 if ranks.group is None else dist.get_global_rank(ranks.group, 0), group=ranks.group)
     return buffer.cpu()

@@ -8,17 +8,31 @@ were saved.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from rescale_data.checkpoint.devices import first_state
-from rescale_data.checkpoint.optimizer.entries import as_saved, empty_like_saved, is_like_parameters, misfit
-from rescale_data.checkpoint.optimizer.groups import complaint, lacking, matched, merged
-from rescale_data.checkpoint.optimizer.optimizers import is_flat, named_state, names_of, parameters_of
+from rescale_data.checkpoint.optimizer.fit import (
+    as_saved,
+    complaint,
+    empty_like_saved,
+    is_like_parameters,
+    lacking,
+    matched,
+    merged,
+    misfit,
+)
+from rescale_data.checkpoint.optimizer.named import (
+    flat_state,
+    is_flat,
+    named_state,
+    names_of,
+    parameters_of,
+    set_flat_state,
+)
 from rescale_data.checkpoint.storage.dcp import Saved
 from rescale_data.checkpoint.tree import keys_of, tree_of
 
@@ -126,9 +140,8 @@ class OptimizerLoad:
         return {".".join(map(str, (prefix, *path))): text for path, text in found.items() if text}
 
     def _flat_states(self) -> dict[str, Any]:
-        # FSDP1 alone knows how its flat parameters are cut, so here torch makes the state, by its step with zero gradients.
         wanted = self.states.keys() - self._kept
-        state = cast(dict[str, Any], get_optimizer_state_dict(self.model, self.optimizer))["state"] if wanted else {}
+        state = flat_state(self.model, self.optimizer)["state"] if wanted else {}
         return {name: entries for name, entries in state.items() if name in wanted}
 
     def _group(self, number: int, saved: Leaves) -> dict[str, Any]:
@@ -139,7 +152,7 @@ class OptimizerLoad:
 def apply(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Give an optimizer a whole state by name, with its own groups in their order."""
     if is_flat(model):
-        _apply_flat(model, optimizer, state)
+        set_flat_state(model, optimizer, state)
         return
     named = named_state(model, optimizer)
     index = {name: number for number, name in enumerate(names_of(named))}
@@ -152,15 +165,6 @@ def apply(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, A
         if number in by_index:
             saved = {key: value for key, value in by_index[number].items() if key != "step"}  # torch knows its dtype
             optimizer.state[parameter] = as_saved(optimizer.state[parameter], saved)
-
-
-def _apply_flat(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    if state["state"]:
-        set_optimizer_state_dict(model, optimizer, cast(Any, state), options=StateDictOptions(strict=False))
-        return
-    optimizer.state.clear()
-    for group, values in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        group.update({key: value for key, value in values.items() if key != "params"})
 
 
 def _layout(metadata: Metadata, path: tuple[str, ...]) -> tuple[dict[str, Leaves], list[Leaves]]:

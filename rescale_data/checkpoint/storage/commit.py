@@ -83,7 +83,7 @@ def prepare(store: Store, final: str, save_id: str, *, overwrite: bool) -> Works
     folder, name = split(final)
     if store.renames:
         workspace = Workspace(final=final, working=join(folder, hidden(name, SAVING, save_id)), save_id=save_id)
-        _make_locked(store, workspace)
+        make_locked(store, workspace)
     else:
         own = SAVE_ID_PREFIX + save_id
         workspace = Workspace(final=final, working=join(final, own), prefix=f"{own}/", save_id=save_id)
@@ -91,7 +91,7 @@ def prepare(store: Store, final: str, save_id: str, *, overwrite: bool) -> Works
     return workspace
 
 
-def _make_locked(store: Store, workspace: Workspace) -> None:
+def make_locked(store: Store, workspace: Workspace) -> None:
     """Make the folder, and hold the lock that keeps others from taking it for a leftover."""
     lock = join(workspace.working, MANIFEST)
     while not locks.is_held(lock):

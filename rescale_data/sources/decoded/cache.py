@@ -64,7 +64,7 @@ class Decoded(Protocol):
 
 
 class Cache:
-    """Least recently used first out, until the rest fits the budget; safe under threads.
+    """Least recently used first out, until the rest fits the budget; safe under threads. More entries cost no more time.
 
     The budget is the largest `cache_bytes` of the sources that are alive. One entry that is larger still
     is kept while it is in use, with an eighth of its size for what is made from it: a fragment that exceeds the budget is
@@ -73,18 +73,32 @@ class Cache:
 
     def __init__(self) -> None:
         self._entries: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
+        self._of_owner: dict[Hashable, dict[Hashable, None]] = {}  # keys, by the owner that they begin with
+        self._large: dict[Hashable, int] = {}  # sizes of the entries of more than half of the budget
         self._budgeted: weakref.WeakSet[Budgeted] = weakref.WeakSet()
         self._lock = threading.RLock()  # a finalizer may run inside any of the methods
         self.nbytes = 0
+        self._budget = -1  # not known
 
     @property
     def budget(self) -> int:
-        return max((source.cache_bytes for source in self._budgeted), default=DEFAULT_BYTES)
+        with self._lock:
+            if self._budget < 0:
+                self._budget = max((source.cache_bytes for source in self._budgeted), default=DEFAULT_BYTES)
+                half = self._budget // 2
+                self._large = {key: size for key, (_, size) in self._entries.items() if size > half}
+            return self._budget
 
     def register(self, source: Budgeted) -> None:
         """Count the budget of a source while it is alive."""
         with self._lock:
-            self._budgeted.add(source)
+            if source not in self._budgeted:
+                self._budgeted.add(source)
+                weakref.finalize(source, self._forget_budget).atexit = False
+                self._forget_budget()
+
+    def _forget_budget(self) -> None:
+        self._budget = -1
 
     def get(self, key: Hashable) -> Any:
         """The value at ``key``, or `None`."""
@@ -112,8 +126,13 @@ class Cache:
         with self._lock:
             self._pop(key)
             self._entries[key] = value, size
+            self._of_owner.setdefault(_owner(key), {})[key] = None
             self.nbytes += size
-            self._shrink()
+            budget = self.budget
+            if size > budget // 2:
+                self._large[key] = size
+            if self.nbytes > budget:
+                self._shrink(budget)
 
     def make(self, key: Hashable, maker: Callable[[], V]) -> V:
         """The value at ``key``, made where there is none."""
@@ -131,29 +150,37 @@ class Cache:
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:
-            self._entries.clear()
+            for kept in (self._entries, self._of_owner, self._large):
+                kept.clear()
             self.nbytes = 0
 
     def drop(self, owner: int) -> None:
         """Forget the entries whose key is a tuple that begins with ``owner``."""
         with self._lock:
-            for key in [key for key in self._entries if isinstance(key, tuple) and key[0] == owner]:
+            for key in list(self._of_owner.get(owner, ())):
                 self._pop(key)
 
-    def _pop(self, key: Hashable) -> None:
-        _, size = self._entries.pop(key, (None, 0))
-        self.nbytes -= size
+    def _pop(self, key: Hashable) -> Any:
+        value, size = self._entries.pop(key, (None, -1))
+        if size >= 0:
+            self.nbytes -= size
+            self._large.pop(key, None)
+            owner = _owner(key)
+            self._of_owner[owner].pop(key)
+            if not self._of_owner[owner]:
+                del self._of_owner[owner]
+        return value
 
-    def _shrink(self) -> None:
-        budget = self.budget
-        if self.nbytes <= budget:
-            return
-        limit = max(budget, max(size for _, size in self._entries.values()) * 9 // 8)
+    def _shrink(self, budget: int) -> None:
+        limit = max(budget, max(self._large.values(), default=0) * 9 // 8)
         while self.nbytes > limit and len(self._entries) > 1:
-            value, _ = self._entries[key := next(iter(self._entries))]
-            self._pop(key)
+            value = self._pop(next(iter(self._entries)))
             if isinstance(value, Evicted):
                 value.evicted()
+
+
+def _owner(key: Hashable) -> Hashable:
+    return key[0] if isinstance(key, tuple) else None
 
 
 class Handles:

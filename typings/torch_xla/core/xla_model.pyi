@@ -1,1 +1,6 @@
+from typing import Any
+
+import torch
+
 def wait_device_ops(devices: list[str] = ...) -> None: ...
+def send_cpu_data_to_device(datas: Any, device: torch.device, input_sharding: Any = None) -> list[Any]: ...

@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 
 
 def owner(name: str, optimizer: torch.optim.Optimizer, modules: list[tuple[tuple[str, ...], nn.Module]]) -> nn.Module:
@@ -77,3 +77,68 @@ def names_of(state: Mapping[str, Any]) -> list[str]:
 def is_flat(model: nn.Module) -> bool:
     """Whether FSDP1 keeps the parameters in flat pieces."""
     return bool(FullyShardedDataParallel.fsdp_modules(model))
+
+
+def flat_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """A state of all of FSDP1's parameters, by name.
+
+    FSDP1 alone knows how its flat parameters are cut, so torch makes what is missing, by its step with zero gradients.
+    """
+    with _without_gradients(optimizer):
+        return cast(dict[str, Any], get_optimizer_state_dict(model, optimizer))
+
+
+def set_flat_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Give FSDP1's optimizer a whole state by name."""
+    if state["state"]:
+        with _without_gradients(optimizer):
+            set_optimizer_state_dict(model, optimizer, cast(Any, state), options=StateDictOptions(strict=False))
+        return
+    optimizer.state.clear()
+    for group, values in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        group.update({key: value for key, value in values.items() if key != "params"})
+
+
+@contextmanager
+def _without_gradients(optimizer: torch.optim.Optimizer) -> Generator[None]:
+    """With gradients torch takes an optimizer without state for one that never has any."""
+    gradients = [(parameter, parameter.grad) for parameter in parameters_of(optimizer)]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def numbered(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> list[str]:
+    """Parameters in the order in which the optimizer of the same model without wrapping numbers them.
+
+    A group has them in that order, but for FSDP1's flat parameters, each of which is several: those of a group go by the
+    order of the modules that own them, as ``model.parameters()`` does.
+    """
+    names = names_of(state)
+    place = _module_places(model, names)
+    return [
+        name
+        for live, named in zip(optimizer.param_groups, state["param_groups"], strict=True)
+        for name in (
+            sorted(named["params"], key=lambda name: place[name.rpartition(".")[0]])
+            if any(isinstance(parameter, FlatParameter) for parameter in live["params"])
+            else named["params"]
+        )
+    ]
+
+
+def _module_places(model: nn.Module, names: list[str]) -> dict[str, int]:
+    """When a walk through the modules first comes to those that own parameters, by their names without wrapping."""
+    parts = [name.split(".")[:-1] for name in names]
+    known = {tuple(path[:length]) for path in parts for length in range(len(path) + 1)}
+    places: dict[str, int] = {}
+    for raw, _ in model.named_modules():
+        path: tuple[str, ...] = ()
+        for part in raw.split("."):
+            path = (*path, part) if (*path, part) in known else path  # what is in no name is a wrapper's
+        places.setdefault(".".join(path), len(places))
+    return places

@@ -1,0 +1,119 @@
+"""Values and ranks: what all ranks hold under one name is one value, and what is each rank's own is said to be.
+
+DCP saves a value that is not sharded from one of the ranks that hold it. Where they differ, the others' is lost without a word.
+So it is an error here, found by digests: one from each rank, and names and digests only where these differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Set
+from typing import Any, cast
+
+import torch
+
+from rescale_data.checkpoint.ranks import Ranks
+
+_OWN = re.compile(r"rank-(\d+)")
+_COLUMNS = 1021
+
+
+class PerRank:
+    """A value of each rank's own in a state, such as the state of its random numbers.
+
+    It is saved once a rank. At a load rank r gets the value of rank r of the run that saved; where that had fewer ranks, of
+    rank r modulo their number, so that values repeat: seed anew what must differ.
+
+    Args:
+        value: A tensor, loaded in place; a ``Stateful``; or a plain value, which a load replaces.
+
+    Example:
+        >>> own = PerRank(torch.get_rng_state())
+        >>> state = {"rng": own}  # checkpoint.save(path, state); checkpoint.load(path, state)
+        >>> torch.set_rng_state(own.value)
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def own_name(rank: int) -> str:
+    """The key under which a rank's own value is saved."""
+    return f"rank-{rank}"
+
+
+def source_rank(saved: Set[str], rank: int) -> int:
+    """The rank whose value this rank loads, of those that are saved under these keys."""
+    ranks = sorted(int(match[1]) for name in saved if (match := _OWN.fullmatch(name)))
+    return rank if rank in ranks or not ranks else ranks[rank % len(ranks)]
+
+
+def refuse_disagreement(plain: Mapping[str, Any], loose: Set[str], ranks: Ranks) -> None:
+    """``ValueError`` naming what ranks hold under one name and not with one value; a collective.
+
+    Compared are tensors that are nobody's shards, and numbers, strings and lists of them.
+
+    Args:
+        loose: Names that may differ: buffers of modules, of which DDP, too, takes one rank's.
+    """
+    if ranks.size == 1:
+        return
+    digests = {name: _digest(value) for name, value in _leaves(plain, ()) if name not in loose}
+    digests = {name: digest for name, digest in digests.items() if digest}
+    total = hashlib.blake2b(repr(sorted(digests.items())).encode(), digest_size=16).digest()
+    totals = ranks.on_each(lambda: total)
+    if len(set(totals)) == 1:
+        return
+    # Stages of a pipeline hold other names: one rank of each kind tells its own.
+    tells = totals.index(total) == ranks.rank
+    holders: dict[str, dict[bytes, int]] = {}
+    for rank, told in enumerate(ranks.on_each(lambda: digests if tells else {})):
+        for name, digest in told.items():
+            holders.setdefault(name, {}).setdefault(digest, rank)
+    odd = {name: sorted(values.values()) for name, values in holders.items() if len(values) > 1}
+    if odd:
+        listed = "\n  ".join(f"{name}, on ranks {of[0]} and {of[1]}" for name, of in sorted(odd.items())[:20])
+        raise ValueError(
+            f"{len(odd)} values are not the same on all ranks, and a checkpoint holds one of each:\n  {listed}\n"
+            f"Wrap what is each rank's own into checkpoint.PerRank(value), or give it a name of its own on each rank."
+        )
+
+
+def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, inner in cast(Mapping[Any, Any], value).items():
+            if not _OWN.fullmatch(str(key)):
+                yield from _leaves(inner, (*path, str(key)))
+    elif type(value) is list and any(isinstance(item, torch.Tensor | Mapping) for item in cast("list[Any]", value)):
+        for number, inner in enumerate(cast("list[Any]", value)):
+            yield from _leaves(inner, (*path, str(number)))
+    else:
+        yield ".".join(path), value
+
+
+def _digest(value: Any) -> bytes:
+    """Eight bytes; none for what is sharded or has no text of its own."""
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        return _digest_of_tensor(cast(torch.Tensor, value).detach()) if value.device.type in ("cpu", "cuda") else b""
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).digest() if _has_text(value) else b""
+
+
+def _has_text(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return all(_has_text(item) for item in cast("list[Any]", value))
+    return value is None or type(value) in (bool, int, float, complex, str, bytes)
+
+
+def _digest_of_tensor(tensor: torch.Tensor) -> bytes:
+    """By sums of 64-bit words in many columns, at the speed of memory, on the tensor's device."""
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    flat = flat if flat.storage_offset() % 8 == 0 else flat.clone()
+    words = flat[: len(flat) // 8 * 8].view(torch.int64)
+    rows = len(words) // _COLUMNS
+    parts = [words[: rows * _COLUMNS].view(rows, _COLUMNS).sum(0) if rows > 1 else words[: rows * _COLUMNS]]
+    parts += [words[rows * _COLUMNS :], flat[len(words) * 8 :]]
+    digest = hashlib.blake2b(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest_size=8)
+    for part in parts:
+        digest.update(part.cpu().numpy().tobytes())
+    return digest.digest()

@@ -1,0 +1,108 @@
+"""Arcs for a mixture by tokens: how long the documents of a source are is known only once they have been drawn.
+
+The same circle as by samples, over draws of documents. The arc of a source is as long as its weight divided by the mean length
+of its documents so far in this logical shard, and longer where the source is behind in tokens, shorter where it is ahead.
+All of it follows from counts, in integers: a last bit that differs between processors would be another order.
+
+What belongs to all sources, the mean length and the tokens so far, counts in steps. So a draw changes the arc of its own
+source alone, most of the time, and costs the logarithm of their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rescale_data.nodes.circle import TURN, shares
+
+_PRIOR = 4  # documents of the mean length of all that each source is taken to have had
+_PATIENCE = 6  # documents behind its share, of an even mixture's, that double the arc of a source
+_MOST = 3  # such doublings at once
+_STEP = 1  # documents a source after which what all share is looked at again
+_SMALL = 1 / 50  # a share below it counts as that, when deficits are judged
+_SHARE, _FINE = 32, 8  # bits of a share, and of a mean length behind the point
+
+
+class TokenArcs:
+    """The arcs of one logical shard's sources at one position.
+
+    Args:
+        weights: Of each; 0 for one that rests.
+        documents: That have been drawn from each.
+        tokens: In these.
+        since: How many of those tokens do not count as ahead or behind, being of other weights.
+    """
+
+    def __init__(
+        self, weights: tuple[float, ...], documents: Sequence[int], tokens: Sequence[int], since: Sequence[int]
+    ) -> None:
+        self._shares = shares(weights, 1 << _SHARE)
+        self.documents, self.tokens, self._since = list(documents), list(tokens), list(since)
+        self._all_documents, self._all_tokens = sum(documents), sum(tokens)
+        self._counted = self._all_tokens - sum(since)
+        self._grid = _STEP * sum(share > 0 for share in self._shares)
+        self._rebuild()
+
+    def choose(self, point: int) -> int:
+        """The source in whose arc a point falls."""
+        at, bit, left = 0, self._top, point * self._total // TURN
+        tree = self._tree
+        while bit:
+            if at + bit <= len(self._arcs) and tree[at + bit] <= left:
+                at += bit
+                left -= tree[at]
+            bit >>= 1
+        return at
+
+    def stretch(self, point: int, source: int) -> int:
+        """Where a point of a source's arc comes to lie when the arc is stretched to the whole circle."""
+        return (point * self._total - sum(self._arcs[:source]) * TURN) // self._arcs[source]
+
+    def drew(self, source: int, length: int) -> None:
+        """A document of so many tokens has been drawn from a source."""
+        self.documents[source] += 1
+        self.tokens[source] += length
+        self._all_documents += 1
+        self._all_tokens += length
+        self._counted += length
+        if self._shared() != (self._mean, self._due):
+            self._rebuild()
+        else:
+            self._set(source, self._arc(source))
+
+    def _shared(self) -> tuple[int, int]:
+        """The mean length of all documents, to an eighth of it, and the tokens that count, to a multiple of that."""
+        mean = max(1, self._all_tokens // max(1, self._all_documents))
+        coarse = max(0, mean.bit_length() - 4)
+        mean = mean >> coarse << coarse
+        step = mean * self._grid
+        return mean, self._counted // step * step
+
+    def _rebuild(self) -> None:
+        self._mean, self._due = self._shared()
+        self._arcs = [self._arc(source) for source in range(len(self._shares))]
+        self._total = sum(self._arcs)
+        self._top = 1 << (len(self._arcs).bit_length() - 1)
+        self._tree = [0, *self._arcs]
+        for i in range(1, len(self._tree)):
+            above = i + (i & -i)
+            if above < len(self._tree):
+                self._tree[above] += self._tree[i]
+
+    def _set(self, source: int, arc: int) -> None:
+        change, i = arc - self._arcs[source], source + 1
+        self._arcs[source] = arc
+        self._total += change
+        while i < len(self._tree):
+            self._tree[i] += change
+            i += i & -i
+
+    def _arc(self, source: int) -> int:
+        share = self._shares[source]
+        if not share:
+            return 0
+        tokens = self.tokens[source]
+        mean = (tokens + _PRIOR * self._mean << _FINE) // (self.documents[source] + _PRIOR)
+        behind = share * self._due - (tokens - self._since[source] << _SHARE)
+        unit = _PATIENCE * self._mean * max(share, int(_SMALL * (1 << _SHARE)))
+        longer, shorter = min(max(behind, 0), _MOST * unit), min(max(-behind, 0), _MOST * unit)
+        return max(1, (share * (unit + longer) << 16) // (max(1, mean) * (unit + shorter)))

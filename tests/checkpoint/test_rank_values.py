@@ -1,0 +1,132 @@
+"""What all ranks hold under one name is one value, or each rank's own where that is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from rescale_data import checkpoint
+from rescale_data.checkpoint import CheckpointManager, PerRank
+from rescale_data.checkpoint.rank_values import _digest_of_tensor, source_rank
+from tests.checkpoint.processes import run
+from tests.checkpoint.stand_in import StandInLoader
+
+
+def said(work: Any) -> str:
+    try:
+        work()
+    except ValueError as error:
+        return str(error)
+    return "saved"
+
+
+def disagree(folder: str) -> list[str]:
+    rank = dist.get_rank()
+    norm = nn.BatchNorm1d(2)
+    norm.running_mean.fill_(rank)  # type: ignore[union-attr]
+    odd = nn.Linear(2, 2)
+    nn.init.constant_(odd.weight, rank)
+    same = {
+        "w": torch.arange(5000.0),
+        "epoch": 3,
+        "lr": [0.1, 0.2],
+        "norm": norm,
+        f"stage-{rank}": torch.full((3,), rank),
+    }
+    states: dict[str, dict[str, Any]] = {
+        "same": same,
+        "tensor": same | {"w": torch.randperm(5000, generator=torch.Generator().manual_seed(rank))},
+        "number": same | {"epoch": 3 + rank},
+        "nested": same | {"extra": {"seeds": [1, rank]}},
+        "parameter": same | {"norm": odd},
+    }
+    found = [said(lambda name=name: checkpoint.save(f"{folder}/{name}", states[name])) for name in states]
+    found.append(said(lambda: checkpoint.save(f"{folder}/other-{rank}", same)))
+    with CheckpointManager(f"{folder}/run") as manager:
+        manager.save(5 + rank, {"w": torch.ones(2)})
+        found.append(said(manager.wait))
+        manager.save(7, {"w": torch.full((2,), rank)})
+        found.append(said(manager.wait))
+        manager.save(8, {"w": torch.ones(2)})
+    return [*found, str(manager.steps())]
+
+
+def test_ranks_that_disagree_are_an_error_on_all(tmp_path: Path) -> None:
+    first, second = run(2, disagree, str(tmp_path))
+    assert first == second
+    words = [
+        "saved",
+        "w, on ranks 0 and 1",
+        "epoch, on",
+        "extra.seeds, on",
+        "norm.weight, on",
+        *["they name 2"] * 2,
+        "w, on",
+    ]
+    assert [word in text for word, text in zip(words, first, strict=False)] == [True] * 8, first
+    assert first[-1] == "[8]"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run", "same"]
+
+
+def of_rank(rank: int) -> dict[str, Any]:
+    loader = StandInLoader()
+    loader.advance(rank + 1)
+    return {
+        "tensor": PerRank(torch.full((2,), float(rank))),
+        "plain": PerRank(("rng", rank)),
+        "loader": PerRank(loader),
+        "w": 1,
+    }
+
+
+def save_own(folder: str) -> None:
+    checkpoint.save(f"{folder}/c", of_rank(dist.get_rank()))
+
+
+def load_own(folder: str) -> tuple[Any, ...]:
+    state = of_rank(17)
+    report = checkpoint.load(f"{folder}/c", state)
+    assert report.not_asked == ()
+    return state["tensor"].value.tolist(), state["plain"].value, state["loader"].value.step
+
+
+def test_a_rank_gets_its_own_back_and_on_another_world_size_by_its_number(tmp_path: Path) -> None:
+    run(2, save_own, str(tmp_path))
+    expected = [([float(rank)] * 2, ("rng", rank), rank + 1) for rank in (0, 1, 0)]
+    assert run(3, load_own, str(tmp_path)) == expected
+    assert load_own(str(tmp_path)) == expected[0], "one process"
+
+
+def test_a_rank_without_a_value_of_its_own_is_told(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "c", {"w": 1})
+    with pytest.raises(ValueError, match=r"missing in the checkpoint: rng.rank-0"):
+        checkpoint.load(tmp_path / "c", {"w": 1, "rng": PerRank(torch.zeros(2))})
+
+
+def test_the_source_of_each_rank() -> None:
+    assert [source_rank({"rank-0", "rank-1", "x"}, rank) for rank in range(5)] == [0, 1, 0, 1, 0]
+    assert source_rank(set(), 3) == 3
+
+
+@given(
+    size=st.integers(0, 20_000), dtype=st.sampled_from([torch.float32, torch.bool, torch.int64, torch.bfloat16]),
+    offset=st.integers(0, 3), data=st.data(),
+)  # fmt: skip
+def test_a_digest_tells_one_changed_element_and_nothing_of_the_memory(
+    size: int, dtype: torch.dtype, offset: int, data: Any
+) -> None:
+    tensor = torch.randint(0, 2, (size + offset,), generator=torch.Generator().manual_seed(size)).to(dtype)[offset:]
+    assert _digest_of_tensor(tensor) == _digest_of_tensor(tensor.clone())
+    assert _digest_of_tensor(tensor) != _digest_of_tensor(tensor.to(torch.float64))
+    if size:
+        other = tensor.clone()
+        at = data.draw(st.integers(0, size - 1))
+        other[at] = 1 - other[at].to(torch.int64)
+        assert _digest_of_tensor(tensor) != _digest_of_tensor(other)

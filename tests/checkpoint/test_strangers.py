@@ -1,0 +1,387 @@
+"""What others do to a run's folder: a second writer, links, odd leases, files that lead outside, metadata of old torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import fsspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from rescale_data import checkpoint
+from rescale_data.checkpoint import CheckpointManager, RunReader
+from rescale_data.checkpoint.storage import lease
+from rescale_data.checkpoint.storage.commit import hidden
+from rescale_data.checkpoint.storage.local import LocalStore
+from rescale_data.checkpoint.storage.objects import ObjectStore
+from rescale_data.checkpoint.storage.open import open_store
+
+STATE = {"w": torch.ones(3)}
+
+OTHER = """
+import os, sys, torch
+from rescale_data import checkpoint
+from rescale_data.checkpoint.storage import commit
+from rescale_data.checkpoint.storage.local import LocalStore
+folder, how = sys.argv[1:]
+if how == "manager":
+    manager = checkpoint.CheckpointManager(folder)
+else:
+    commit.prepare(LocalStore(), folder + "/step-7", "1" * 32, overwrite=False)
+print(os.getpid(), flush=True)
+sys.stdin.read()
+"""
+
+
+class Other:
+    """Another process that has a manager on the folder, or is in the middle of a save there."""
+
+    def __init__(self, folder: Path, how: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", OTHER, str(folder), how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.pid = self.process.stdout.readline().strip()  # type: ignore[union-attr]
+
+    def __enter__(self) -> Other:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def test_a_second_manager_is_told_who_holds_the_folder(tmp_path: Path) -> None:
+    run = tmp_path.resolve() / "run"
+    with Other(run, "manager") as other:
+        with pytest.raises(ValueError, match=rf"held by process {other.pid} on {os.uname().nodename} since"):
+            CheckpointManager(run)
+        assert RunReader(run).steps() == []
+    with CheckpointManager(run) as manager:
+        assert manager.steps() == [], "a killed one holds nothing"
+
+
+def test_a_save_that_runs_is_no_leftover_and_has_its_path_alone(tmp_path: Path) -> None:
+    run = tmp_path.resolve() / "run"
+    run.mkdir()
+    working = hidden("step-7", "saving", "1" * 32)
+    with Other(run, "save") as other:
+        with CheckpointManager(run, async_mode="disabled") as manager:
+            assert working in os.listdir(run)
+            with pytest.raises(ValueError, match=rf"step-7 is being saved by process {other.pid}"):
+                manager.save(7, STATE)
+            manager.save(8, STATE)
+        with pytest.raises(ValueError, match="is being saved by"):
+            checkpoint.save(run / "step-7", STATE)
+        assert working in os.listdir(run)
+    with CheckpointManager(run) as manager:
+        assert working not in os.listdir(run), "its process was killed"
+        assert manager.steps() == [8]
+
+
+def test_a_save_whose_files_something_removes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = LocalStore.rename
+
+    def tidy(store: LocalStore, path: Any, new_path: Any) -> None:
+        rename(store, path, new_path)
+        (tmp_path / "c" / "__0_0.distcp").unlink(missing_ok=True)
+
+    monkeypatch.setattr(LocalStore, "rename", tidy)
+    with pytest.raises(ValueError, match=r"__0_0\.distcp is missing"):
+        checkpoint.save(tmp_path / "c", STATE)
+
+
+@pytest.fixture
+def forked(tmp_path: Path) -> tuple[Path, Path]:
+    """A run that was forked with ``ln -s``."""
+    checkpoint.save(tmp_path / "old" / "step-100", STATE)
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "step-100").symlink_to(tmp_path / "old" / "step-100")
+    return tmp_path / "old" / "step-100", tmp_path / "new"
+
+
+@pytest.mark.parametrize("how", ["retention", "delete", "overwrite", "dangling"])
+def test_a_link_is_never_entered(forked: tuple[Path, Path], how: str) -> None:
+    foreign, new = forked
+    if how == "dangling":
+        (new / "step-99").symlink_to(new / "nowhere")
+    with CheckpointManager(new, keep_latest=1, async_mode="disabled") as manager:
+        target = {"w": torch.zeros(3)}
+        assert manager.load_latest(target) == 100
+        assert target["w"].all()
+        if how == "delete":
+            assert manager.delete(100)
+            assert not manager.delete(100)
+        elif how == "overwrite":
+            manager.save(100, {"w": torch.zeros(3)})
+            assert not (new / "step-100").is_symlink()
+        elif how == "dangling":
+            manager.save(99, {"w": torch.zeros(3)})
+        else:
+            manager.save(101, STATE)
+            manager._deletions.wait()
+            assert manager.steps() == [101]
+    assert checkpoint.verify(foreign) == []
+    assert sorted(os.listdir(foreign)) == [".metadata", "__0_0.distcp", "rescale_data.json"]
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", "null", '{"host": 3, "pid": "x"}', '{"pid": 1'])
+def test_a_lease_of_any_content_counts_for_a_time(tmp_path: Path, content: str) -> None:
+    with CheckpointManager(tmp_path, keep_latest=1, async_mode="disabled") as manager:
+        manager.save(1, STATE)
+        (tmp_path / ".leases").mkdir(exist_ok=True)
+        file = tmp_path / ".leases" / f"step-1-{'0' * 32}.json"
+        file.write_text(content)
+        for step in (2, 3):
+            manager.save(step, STATE)
+        manager._deletions.wait()
+        assert manager.steps() == [1, 3], "a young one may be of a reader"
+        os.utime(file, (time.time() - lease.LIFETIME - 1,) * 2)
+        manager.save(4, STATE)
+        manager._deletions.wait()
+        assert manager.steps() == [4]
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "a/../../outside"])
+def test_a_manifest_that_names_a_file_outside(tmp_path: Path, name: str) -> None:
+    checkpoint.save(tmp_path / "c", STATE)
+    file = tmp_path / "c" / "rescale_data.json"
+    content = json.loads(file.read_text())
+    del content["crc32"]
+    content["files"][name] = {"size": 0, "crc32": 0}
+    content["crc32"] = zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    file.write_text(json.dumps(content))
+    assert "outside of the folder" in checkpoint.verify(tmp_path / "c")[0]
+    with pytest.raises(ValueError, match="outside of the folder"):
+        checkpoint.load(tmp_path / "c", dict(STATE))
+
+
+def test_a_device_in_place_of_a_file_is_not_read_for_ever(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "c", STATE)
+    (tmp_path / "c" / "__0_0.distcp").unlink()
+    (tmp_path / "c" / "__0_0.distcp").symlink_to("/dev/zero")
+    assert checkpoint.verify(tmp_path / "c") != []
+
+
+ATTACKS: dict[str, Callable[[bytes], bytes]] = {
+    "an attribute of Path": lambda m: b"\x80\x02cpathlib\nPath\nN}(X\x06\x00\x00\x00existsctorch\nSize\nu\x86b0" + m,
+    "an attribute of Metadata": lambda m: (
+        b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\nN}(X\x06\x00\x00\x00existsK\x01u\x86b0" + m
+    ),
+    "an attribute of a dtype": lambda m: b"\x80\x02ctorch\nfloat32\nN}(X\x06\x00\x00\x00existsK\x01u\x86b0" + m,
+}
+
+
+@pytest.mark.parametrize("how", ATTACKS)
+def test_metadata_sets_nothing_that_others_see(tmp_path: Path, how: str) -> None:
+    dcp.save(dict(STATE), checkpoint_id=tmp_path / "c")
+    file = tmp_path / "c" / ".metadata"
+    file.write_bytes(ATTACKS[how](pickle.dumps(pickle.loads(file.read_bytes()), protocol=2)[2:]))
+    exists = pathlib.Path.exists
+    with pytest.raises(ValueError, match="cannot be read"):
+        checkpoint.load(tmp_path / "c", dict(STATE))
+    assert pathlib.Path.exists is exists
+    assert not hasattr(dcp.metadata.Metadata, "exists")
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_metadata_of_torch_2_1(tmp_path: Path, trusted: bool) -> None:
+    """As torch's own test_compatibility.py makes it."""
+    from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as Old
+
+    with patch("torch.distributed.checkpoint.metadata.TensorProperties", Old):
+        dcp.save({"w": torch.ones(4, 4, dtype=torch.bfloat16)}, checkpoint_id=tmp_path / "c")
+    target = {"w": torch.zeros(4, 4, dtype=torch.bfloat16)}
+    checkpoint.load(tmp_path / "c", target, trusted=trusted)
+    assert target["w"].all()
+    assert checkpoint.verify(tmp_path / "c") == []
+
+
+class Extra:
+    """What another tool puts into its metadata."""
+
+
+def test_metadata_with_a_class_that_is_unknown_is_not_damaged(tmp_path: Path) -> None:
+    dcp.save(dict(STATE), checkpoint_id=tmp_path / "c")
+    file = tmp_path / "c" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    metadata.storage_meta.modules = [Extra()]
+    file.write_bytes(pickle.dumps(metadata))
+    target = {"w": torch.zeros(3)}
+    with pytest.raises(ValueError, match=r"test_strangers.Extra.*add_safe_globals") as caught:
+        checkpoint.load(tmp_path / "c", target)
+    assert "damaged" not in str(caught.value)
+    checkpoint.load(tmp_path / "c", target, trusted=True)
+    assert target["w"].all()
+    with torch.serialization.safe_globals([Extra]):
+        checkpoint.load(tmp_path / "c", {"w": torch.zeros(3)})
+
+
+def test_a_run_that_may_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with CheckpointManager(tmp_path / "run", async_mode="disabled", keep_latest=None) as manager:
+        for step, loss in ((1, 0.5), (2, 0.1), (3, float("nan"))):
+            manager.save(step, {"w": torch.full((3,), float(step))}, metrics={"loss": loss})
+        assert (manager.latest_step(), manager.best_step("loss", "min")) == (3, 2)
+        assert manager.delete(3)
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError(13, "read-only")
+
+    for name in ("open_write", "make_folder", "rename", "remove", "remove_folder"):
+        monkeypatch.setattr(LocalStore, name, refuse)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    reader, target = RunReader(tmp_path / "run"), {"w": torch.zeros(3)}
+    assert (reader.steps(), reader.latest_step()) == ([1, 2], 2)
+    assert (reader.best_step("loss", "min"), reader.best_step("loss", "max"), reader.best_step("x", "max")) == (
+        2,
+        1,
+        None,
+    )
+    assert reader.load_latest(target) == 2
+    reader.load(1, target)
+    assert target["w"].tolist() == [1.0] * 3
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+    assert RunReader(tmp_path / "none").load_latest(target) is None
+
+
+def test_one_folder_without_permission_does_not_stop_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with CheckpointManager(tmp_path, keep_latest=None, async_mode="disabled") as manager:
+        for step in (1, 2, 3):
+            manager.save(step, STATE)
+    (tmp_path / "step-4").mkdir()
+    names, remove = LocalStore.names, LocalStore.remove
+
+    def refuse(store: LocalStore, path: str) -> Any:
+        if "step-1/" in path or path.endswith("step-4"):
+            raise PermissionError(13, "Permission denied", path)
+        return remove(store, path) if path.endswith(".json") else names(store, path)
+
+    monkeypatch.setattr(LocalStore, "names", refuse)
+    monkeypatch.setattr(LocalStore, "remove", refuse)
+    with CheckpointManager(tmp_path, keep_latest=1, async_mode="disabled") as manager:
+        assert "step-4 is not removed" in caplog.text
+        manager.save(5, STATE)
+        manager._deletions.wait()
+        assert manager.steps() == [1, 5]
+    assert "step-1: what no rule keeps was not deleted" in caplog.text
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each file that is opened: what is loaded is the old one or the new one, and nothing is called damaged."""
+    open_read, at = LocalStore.open_read, 0
+    while True:
+        opened: list[str] = []
+        checkpoint.save(tmp_path / "c", {"w": torch.full((100,), 1.0), "n": 1}, overwrite=True)
+
+        def replaced(store: LocalStore, path: str, at: int = at, opened: list[str] = opened) -> Any:
+            opened.append(path)
+            if len(opened) == at + 1:
+                monkeypatch.setattr(LocalStore, "open_read", open_read)
+                checkpoint.save(tmp_path / "c", {"w": torch.full((100,), 2.0), "n": 2}, overwrite=True)
+                monkeypatch.setattr(LocalStore, "open_read", replaced)
+            return open_read(store, path)
+
+        monkeypatch.setattr(LocalStore, "open_read", replaced)
+        target = {"w": torch.zeros(100), "n": 0}
+        checkpoint.load(tmp_path / "c", target)
+        monkeypatch.setattr(LocalStore, "open_read", open_read)
+        if len(opened) <= at:
+            break
+        assert (target["w"] == target["n"]).all()
+        at += 1
+    assert at > 3
+
+
+def test_what_a_killed_replacement_left_in_an_object_store_is_collected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = f"memory://{tmp_path.name}/run"
+    checkpoint.save(f"{folder}/step-1", STATE)
+    store, path = open_store(folder)
+    store.write(f"{path}/step-1/rescale_data-{'3' * 32}/__0_0.distcp", b"of a killed save")
+    CheckpointManager(folder).close()
+    assert len(store.names(f"{path}/step-1")) == 4, "younger than a day: it may be written"
+    monkeypatch.setattr(ObjectStore, "modified", lambda *_: 0.0)
+    CheckpointManager(folder).close()
+    assert len(store.names(f"{path}/step-1")) == 3
+    assert checkpoint.verify(f"{folder}/step-1") == []
+    fsspec.filesystem("memory").store.clear()
+
+
+def save_and_wait(manager: CheckpointManager, step: int, state: dict[str, Any]) -> None:
+    manager.save(step, state)
+    manager.wait()
+
+
+@pytest.mark.parametrize("mode", ["disabled", "thread"])
+def test_a_disk_that_fills_up_inside_a_tensor(tmp_path: Path, mode: Any) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], check=False, capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("this user may not mount a tmpfs")
+    try:
+        with CheckpointManager(disk, async_mode=mode) as manager:
+            manager.save(1, STATE)
+            manager.wait()
+            with pytest.raises(OSError, match=r"step-2 failed: No space left.*12,582,912 bytes") as caught:
+                save_and_wait(manager, 2, {f"w{i}": torch.ones(1 << 18) for i in range(12)})
+            assert str(disk) in str(caught.value)
+            manager.save(3, STATE)
+            manager.wait()
+            assert manager.steps() == [1, 3]
+            assert checkpoint.verify(disk / "step-3") == []
+        assert not [name for name in os.listdir(disk) if "saving" in name]
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_the_futures_of_a_save(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 3)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    with CheckpointManager(tmp_path) as manager:
+        manager.warm_up(state)
+        assert manager.steps() == []
+        saving = manager.save(1, state)
+        saving.staged.result(60)
+        saving.committed.result(60)
+        assert manager.latest_step() == 1
+    with CheckpointManager(tmp_path, async_mode="disabled") as manager:
+        assert manager.save(2, state).committed.done()
+
+
+def test_states_with_numbers_for_keys(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5])
+    checkpoint.save(
+        tmp_path / "c", {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict(), "m": {3: {1: 2}}}
+    )
+    expected = {key: value.clone() for key, value in optimizer.state_dict()["state"][0].items()}
+    target = {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict(), "m": {3: {1: 0}}}
+    for value in target["optimizer"]["state"][0].values():
+        value.zero_()
+    checkpoint.load(tmp_path / "c", target)
+    assert {key: value.tolist() for key, value in target["optimizer"]["state"][0].items()} == {
+        key: value.tolist() for key, value in expected.items()
+    }
+    assert target["m"] == {3: {1: 2}}
+    assert target["schedule"]["milestones"] == {3: 1, 5: 1}
+    optimizer.load_state_dict(target["optimizer"])

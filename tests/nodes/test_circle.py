@@ -1,0 +1,203 @@
+"""Points on a circle: global batches, micro batches and each shard's own stream are near the weights."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from rescale_data.layout.layout import Layout
+from rescale_data.layout.turns import AlignedTurns, BalancedTurns
+from rescale_data.nodes.circle import TURN, Arc, arcs, circle_of, floor_sum, shares, stretched, within
+from rescale_data.state import Ints
+
+WEIGHTS = {
+    "73": (0.7, 0.3),
+    "532": (0.5, 0.3, 0.2),
+    "11": (1.0, 1.0),
+    "91": (0.9, 0.1),
+    "power20": tuple(1 / (k + 1) for k in range(20)),
+    "power200": tuple(1 / (k + 1) for k in range(200)),
+}
+weights = st.sampled_from(list(WEIGHTS.values())) | st.lists(
+    st.sampled_from([0, 1e-6, 0.25]) | st.floats(0.001, 10), min_size=1, max_size=8
+).filter(any).map(tuple)
+points = st.integers(0, TURN - 1)
+
+
+def off(found: Ints, weights: Sequence[float]) -> float:
+    """By how much the counts of some draws differ from the weights, at most."""
+    wanted = np.array(weights) / math.fsum(weights)
+    return float(np.abs(np.bincount(found, minlength=len(wanted)) - len(found) * wanted).max())
+
+
+class Run:
+    """All micro batches of a run over `circle_of`, as the layouts deal them."""
+
+    def __init__(self, layout: Layout, drawn: Ints | None = None) -> None:
+        self.layout, n = layout, layout.num_logical_shards
+        self.drawn = np.zeros(n, dtype=np.int64) if drawn is None else drawn.copy()
+        circles = [circle_of(shard, n) for shard in range(n)]
+        self._starts, self._step = np.array([c.start for c in circles], dtype=np.uint64), np.uint64(circles[0].step)
+        ranks = range(layout.dp_world_size)
+        self._turns = [
+            AlignedTurns(layout, r) if layout.aligned else BalancedTurns(layout, r, self.drawn.copy()) for r in ranks
+        ]
+
+    def steps(self, num_steps: int) -> Iterator[list[np.ndarray]]:
+        """The points of each step's micro batches."""
+        accumulation = self.layout.gradient_accumulation_steps
+        for u in range(0, num_steps * accumulation, accumulation):
+            yield [
+                self._points(turns.turn(micro).shards) for micro in range(u, u + accumulation) for turns in self._turns
+            ]
+
+    def _points(self, shards: list[int]) -> np.ndarray:
+        numbers = np.zeros(len(shards), dtype=np.uint64)
+        for place, shard in enumerate(shards):
+            numbers[place] = self.drawn[shard]
+            self.drawn[shard] += 1
+        return self._starts[shards] + numbers * self._step
+
+
+def worst(run: Run, weights: Sequence[float], num_steps: int) -> tuple[float, float]:
+    """How far a global batch and a micro batch are off, at most."""
+    words, batch, micro = arcs(tuple(weights)).words, 0.0, 0.0
+    for step in run.steps(num_steps):
+        found = [words.searchsorted(points, side="right") for points in step]
+        batch = max(batch, off(np.concatenate(found), weights))
+        micro = max(micro, *(off(each, weights) for each in found))
+    return batch, micro
+
+
+def layout(o: int, n: int, w: int, b: int, k: int) -> Layout:
+    return Layout(num_logical_shards=n, global_batch_size=o, dp_world_size=w, micro_batch_size=b, num_workers=k)
+
+
+@pytest.mark.parametrize(
+    ("shape", "bound"),
+    [
+        ((256, 1024, 4, 8, 0), 1),
+        ((512, 2048, 4, 16, 2), 1),
+        ((64, 64, 2, 8, 0), 1),
+        ((60, 240, 4, 5, 0), 1),
+        ((96, 24, 4, 8, 0), 2),
+        ((256, 64, 8, 8, 0), 2),
+        ((576, 144, 4, 12, 0), 2),
+        ((932, 233, 1, 932, 0), 2),
+        ((256, 1024, 4, 8, 3), 2 * 12),
+        ((256, 1024, 1, 256, 3), 2 * 3),
+        ((60, 256, 4, 5, 0), 2 * 4),
+        ((768, 1024, 4, 8, 0), 2 * 4),
+    ],
+)
+def test_global_batches_and_micro_batches_are_even(shape: tuple[int, ...], bound: float) -> None:
+    """One sample off where N is a multiple of O, two where O is one of N, two for each (rank, worker) where nothing aligns."""
+    for wanted in WEIGHTS.values():
+        batch, micro = worst(Run(layout(*shape)), wanted, 24)
+        assert batch <= bound + 1e-9, (shape, len(wanted))
+        assert micro <= 3 + 1e-9 or shape[3] > 64, (shape, len(wanted))
+
+
+@given(
+    weights,
+    st.sampled_from([12, 24, 30, 48, 64, 96, 160, 256]),
+    st.integers(1, 6),
+    st.data(),
+)
+@example(WEIGHTS["power20"], 256, 4, None)
+@settings(max_examples=60, deadline=None)
+def test_at_most_one_sample_off_in_every_aligned_step(
+    weights: tuple[float, ...], o: int, tracks: int, data: st.DataObject | None
+) -> None:
+    if data is None:
+        w, b = 4, 8
+    else:
+        w = data.draw(st.sampled_from([w for w in (1, 2, 3, 4, 6) if o % w == 0]))
+        b = data.draw(st.sampled_from([b for b in range(1, o // w + 1) if o // w % b == 0]))
+    assert worst(Run(layout(o, o * tracks, w, b, 0)), weights, 2 * tracks + 1)[0] <= 1 + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("n", "before", "after"), [(1024, 256, 512), (1024, 256, 1024), (1024, 256, 128), (1024, 64, 1024)]
+)
+def test_another_global_batch_in_the_middle_of_a_round_of_tracks(n: int, before: int, after: int) -> None:
+    for done in range(1, n // before):
+        old = layout(before, n, 1, before, 0)
+        drawn = old.delivered(np.zeros(n, dtype=np.int64), 0, done)
+        for wanted in WEIGHTS.values():
+            assert worst(Run(layout(after, n, 1, after, 0), drawn=drawn), wanted, 2 * n // after)[0] <= 3
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 24, 64, 96, 144, 233, 256, 1024, 2048, 3072, 4096])
+def test_a_shard_s_own_stream(n: int) -> None:
+    for path, wanted in itertools.product(["", "inner"], ("73", "532", "91", "power20")):
+        share = np.array(WEIGHTS[wanted]) / math.fsum(WEIGHTS[wanted])
+        words = arcs(WEIGHTS[wanted]).words
+        found = words.searchsorted(circle_of(n // 2, n, path).points(0, 200_000), side="right")
+        for source in range(min(3, len(share))):
+            drawn = np.cumsum(found == source)
+            assert np.abs(drawn - np.arange(1, len(found) + 1) * share[source]).max() <= 8
+
+
+def test_golden() -> None:
+    """Changing the order of mixtures is a breaking change of kind ORDER."""
+    words = arcs(WEIGHTS["532"]).words
+    drawn = [words.searchsorted(circle_of(i, 24, path).points(n, 24), side="right") for i, n, path in GOLDEN]
+    assert ["".join(map(str, line)) for line in drawn] == list(GOLDEN.values())
+
+
+GOLDEN = {
+    (0, 0, ""): "010021002102100210011021",
+    (5, 0, ""): "002100210210021001102100",
+    (5, 10**12, ""): "010021002102100210011021",
+    (5, 0, "inner"): "100100210021021002100110",
+}
+
+
+@given(st.integers(0, 60), st.integers(0, 3 * TURN), st.integers(-TURN, TURN))
+def test_a_sum_of_floors(num: int, step: int, start: int) -> None:
+    assert floor_sum(num, step, start) == sum((start + i * step) // TURN for i in range(num))
+
+
+@given(weights, st.integers(0, 99), st.integers(0, 10**15), st.integers(0, 300), st.data())
+@settings(max_examples=100)
+def test_draws_of_an_arc_are_counted_and_found(
+    weights: tuple[float, ...], shard: int, first: int, num: int, data: st.DataObject
+) -> None:
+    circle, all_arcs = circle_of(shard, 100), arcs(weights)
+    source = data.draw(st.integers(0, len(weights) - 1))
+    arc = all_arcs.arc(source)
+    mine = [n for n in range(first, first + num) if all_arcs.choose(circle.point(n)) == source]
+    assert circle.count(first, first + num, arc) == len(mine)
+    for number in {0, len(mine) // 2, len(mine) - 1} & set(range(len(mine))):
+        assert circle.find(first, arc, number) == mine[number]
+
+
+def test_that_takes_no_time_for_any_number_of_draws() -> None:
+    circle, arc = circle_of(3, 1024), arcs((0.7, 0.3)).arc(1)
+    assert abs(circle.count(10**6, 10**15, arc) - 0.3 * (10**15 - 10**6)) < 20
+    assert abs(circle.find(10**6, arc, 3 * 10**14) - 10**15) < 10**7
+
+
+@given(st.tuples(points, points), st.tuples(points, points), points)
+def test_an_arc_within_an_arc(outer: Arc, inner: Arc, point: int) -> None:
+    outer, inner = (min(outer), max(outer) + 1), (min(inner), max(inner) + 1)
+    found = within(inner, outer)
+    for p in (point, found[0], found[0] - 1, found[1], found[1] - 1):
+        if outer[0] <= p < outer[1]:
+            assert (found[0] <= p < found[1]) == (inner[0] <= stretched(p, outer) < inner[1])
+
+
+@given(weights, st.sampled_from([TURN, 1 << 32, 10]))
+def test_shares_make_up_the_whole(weights: tuple[float, ...], whole: int) -> None:
+    found = shares(weights, whole)
+    assert sum(found) == whole
+    assert all(
+        abs(s - whole * w / math.fsum(weights)) <= 1 + whole * 1e-12 for s, w in zip(found, weights, strict=True)
+    )
+    assert all(not share for share, weight in zip(found, weights, strict=True) if not weight)
+    assert shares(tuple(w * 8 for w in weights), whole) == found

@@ -1,9 +1,0 @@
-from collections.abc import Iterable, Iterator
-from typing import Any
-
-import torch
-
-class ParallelLoader:
-    def __init__(self, cpu_loader: Iterable[Any], devices: list[torch.device], **kwargs: Any) -> None: ...
-    def per_device_loader(self, device: torch.device) -> Iterator[Any]: ...
-    def close(self) -> None: ...
