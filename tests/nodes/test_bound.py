@@ -11,6 +11,7 @@ import pytest
 
 import rescale_data as rd
 from rescale_data.errors import require_int
+from rescale_data.nodes.foreign import as_node
 from tests.nodes.zoo import mixture, weighted
 
 
@@ -45,8 +46,9 @@ def test_over_a_mixture_without_an_end(name: str, resting: bool) -> None:
 
 
 def test_over_a_torchdata_mixture_without_an_end() -> None:
+    below = as_node(weighted(rd.Shard(1, 3), "CYCLE_FOREVER"))
     with pytest.raises(rd.DataStateError, match=r"Filter has drawn .* few in logical shard 1 of 3"):
-        next(rd.Filter(weighted(rd.Shard(1, 3), "CYCLE_FOREVER"), never))
+        next(rd.Filter(below, never))
 
 
 @pytest.mark.parametrize(
