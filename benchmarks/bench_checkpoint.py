@@ -1,6 +1,6 @@
 """What does training lose to a save?
 
-    python benchmarks/bench_checkpoint.py [--megabytes 200 1000] [--saves 5] [--folder DIR]
+    python benchmarks/bench_checkpoint.py [--megabytes 200 1000] [--saves 5] [--small 20000] [--folder DIR]
 
 One process trains a model of linear layers with AdamW, whose parameters and state have the given size. "Lost" is the time of
 all steps from the call of save until the checkpoint is committed, less the time that as many undisturbed steps take (the
@@ -131,10 +131,32 @@ def measure(megabytes: int, saves: int, folder: Path) -> None:
         print(f"  {name:16} {median:7.3f} ({min(losses):.3f} .. {max(losses):.3f})   {median / reference:5.2f} x sync")
 
 
+def measure_small(count: int, folder: Path) -> None:
+    """Seconds of a save and a load of many small tensors, beside DCP's own in the same run."""
+    state = {f"w{number}": torch.randn(64) for number in range(count)}
+    times: dict[str, list[float]] = {}
+    for turn in range(3):
+        works: dict[str, Callable[[], object]] = {
+            "dcp.save": lambda turn=turn: dcp.save(state, checkpoint_id=folder / f"stock-{turn}"),
+            "save": lambda turn=turn: checkpoint.save(folder / f"ours-{turn}", state),
+            "dcp.load": lambda turn=turn: dcp.load(state, checkpoint_id=folder / f"stock-{turn}"),
+            "load": lambda turn=turn: checkpoint.load(folder / f"ours-{turn}", state),
+        }
+        for name, work in works.items():
+            wall, cpu = time.perf_counter(), time.process_time()
+            work()
+            times.setdefault(name, []).append(time.perf_counter() - wall)
+            times.setdefault(f"{name} (CPU)", []).append(time.process_time() - cpu)
+    print(f"\n{count} tensors of 256 bytes: seconds, median of 3")
+    for name, taken in times.items():
+        print(f"  {name:16} {statistics.median(taken):7.3f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, nargs="+", default=[200, 1000])
+    parser.add_argument("--megabytes", type=int, nargs="*", default=[200, 1000])
     parser.add_argument("--saves", type=int, default=5)
+    parser.add_argument("--small", type=int, default=20_000, help="number of small tensors; 0 leaves them out")
     parser.add_argument("--folder", type=Path, default=None)
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message="torch.distributed is")
@@ -145,6 +167,8 @@ def main() -> None:
     try:
         for megabytes in options.megabytes:
             measure(megabytes, options.saves, folder / str(megabytes))
+        if options.small:
+            measure_small(options.small, folder / "small")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -74,12 +74,16 @@ def _tar(path: Path, documents: list[np.ndarray]) -> None:
 
 
 def _megatron(path: Path, documents: list[np.ndarray]) -> None:
-    lengths = np.array([len(d) for d in documents], dtype=np.int32)
-    places = np.concatenate([[0], np.cumsum(lengths[:-1].astype(np.int64) * 4)]).astype(np.int64)
-    counts = np.array([len(documents), len(documents) + 1], dtype=np.int64)
-    path.with_suffix(".bin").write_bytes(np.concatenate(documents).tobytes())
-    header = b"MMIDIDX\0\0" + np.int64(1).tobytes() + np.uint8(4).tobytes()
-    parts = (counts, lengths, places, np.arange(len(documents) + 1, dtype=np.int64))
+    write_megatron(path, np.concatenate(documents), np.cumsum([0, *map(len, documents)]))
+
+
+def write_megatron(path: Path, tokens: np.ndarray, ends: np.ndarray) -> None:
+    """Documents end to end, and where each of them begins, and the last ends."""
+    lengths, width = np.diff(ends).astype(np.int32), tokens.itemsize
+    counts = np.array([len(lengths), len(lengths) + 1], dtype=np.int64)
+    path.with_suffix(".bin").write_bytes(tokens.tobytes())
+    header = b"MMIDIDX\0\0" + np.int64(1).tobytes() + np.uint8({2: 8, 4: 4}[width]).tobytes()
+    parts = (counts, lengths, (ends[:-1] * width).astype(np.int64), np.arange(len(lengths) + 1, dtype=np.int64))
     path.with_suffix(".idx").write_bytes(header + b"".join(part.tobytes() for part in parts))
 
 

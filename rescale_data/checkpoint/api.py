@@ -199,6 +199,7 @@ def read(reader: StorageReader, path: str, state: State, ranks: Ranks, *, strict
     """Load from a reader whose files are in order."""
     entries = ranks.together(lambda: entries_of(state, ranks.rank))
     planner = CheckingLoadPlanner(entries, trusted=trusted)
+    planner.progress.doing = f"Loading {path}"
     plain: dict[str, Any] = {}
 
     def check() -> tuple[Misfits, set[str]]:

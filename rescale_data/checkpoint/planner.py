@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any, cast
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from rescale_data.checkpoint.devices import Adapter, adapter_of, divided
 from rescale_data.checkpoint.ranks import Ranks, clear_error, quiet
 from rescale_data.checkpoint.state import Entry
+from rescale_data.checkpoint.storage.progress import Progress
 
 
 class HostCopy(torch.Tensor):
@@ -148,6 +150,7 @@ class CheckingLoadPlanner(DefaultLoadPlanner):
         self.entries = entries
         self.trusted = trusted
         self.misfits = Misfits()
+        self.progress = Progress("Loading")
         self.sharded: LoadPlanner | None = None  # of the device that has cut some of the tensors
         self.sharded_names: set[str] = set()
 
@@ -196,6 +199,7 @@ class CheckingLoadPlanner(DefaultLoadPlanner):
         return super().resolve_tensor(read_item) if sharded is None else sharded.resolve_tensor(read_item)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        self.progress.add(math.prod(read_item.lengths) * tensor.element_size())
         sharded = self._sharded_planner(read_item)
         if sharded is None:
             super().commit_tensor(read_item, tensor)

@@ -134,6 +134,8 @@ def _children(path: Path, saved: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _merged(saved: str, now: str, removed: list[Changed], added: list[Changed]) -> str:
+    if saved == now:  # the rule, and the list of all files may be long
+        return saved
     old, new = json.loads(saved), json.loads(now)
     kept = {key: value for key, value in old.items() if not any(change.has(key) for change in removed)}
     found = {key: value for key, value in new.items() if any(change.has(key) for change in added)}

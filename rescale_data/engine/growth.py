@@ -42,9 +42,11 @@ class Growth:
 
 def compare(schema: Schema, saved: str) -> Growth:
     """Compare the data of a state with that of now; ``DataStateError`` where it is something else."""
+    if saved == schema.sources_json:
+        return Growth({path: _history(schema, path) for path in schema.manifests}, [], [])
     histories = {path: parse(value) for path, value in json.loads(saved).items()}
     last = {path: dict(history[-1][1]) for path, history in histories.items()}
-    now = {path: dict(source.manifest()) for path, source in schema.sources().items()}
+    now = {path: dict(manifest) for path, manifest in schema.manifests.items()}
     growing = {path for path, source in schema.sources().items() if isinstance(source, GrowingSource)}
     grown = sorted(
         path for path in growing & last.keys() if last[path] != now[path] and _same_kind(last[path], now[path])
@@ -65,9 +67,8 @@ def refuse_changes(growth: Growth) -> None:
 
 def joined(growth: Growth, schema: Schema, table: Ints) -> dict[str, History]:
     """The histories from now on: what was added joins at the next epoch that no logical shard has begun."""
-    sources = schema.sources()
     return {
-        path: _grow(history, next_epoch(schema, table, path), sources[path].manifest())
+        path: _grow(history, next_epoch(schema, table, path), schema.manifests[path])
         if path in growth.grown
         else history
         for path, history in growth.histories.items()
@@ -92,8 +93,7 @@ def begin_next_epoch(growth: Growth, schema: Schema, table: Ints) -> tuple[dict[
         new[:, 0] = since
     table[:, FIRST_SLOT:] = fresh[:, FIRST_SLOT:]
     table[:, DEALT] = UNDEALT
-    sources = schema.sources()
-    histories = {p: _grow(history, since, sources[p].manifest()) for p, history in growth.histories.items()}
+    histories = {p: _grow(history, since, schema.manifests[p]) for p, history in growth.histories.items()}
     return histories, left
 
 
@@ -114,6 +114,12 @@ def next_epoch(schema: Schema, table: Ints, path: str) -> int:
 def parse(value: Any) -> History:
     """A history as it stands in a state."""
     return [(int(epoch), manifest) for epoch, manifest in value["by_epoch"]] if "by_epoch" in value else [(0, value)]
+
+
+def _history(schema: Schema, path: str) -> History:
+    """That which a schema would save."""
+    known = schema.histories.get(path, ())
+    return list(known) if len(known) > 1 else [(0, schema.manifests[path])]
 
 
 def _grow(history: History, since: int, manifest: Manifest) -> History:

@@ -87,6 +87,7 @@ class Schema:
         _require_all_named_or_none(root)
         self.root = root
         self.histories: Histories = {}
+        self._sources_json: str | None = None
         self.fields = (*OWN_FIELDS, *root.fields)
         keys = [field.key for field in (*self.fields, STAMP)]
         twice = sorted({key for key in keys if keys.count(key) > 1})
@@ -139,6 +140,8 @@ class Schema:
 
     def adopt(self, histories: Histories) -> None:
         """From now on the sources consist of what the histories say."""
+        if histories != self.histories:
+            self._sources_json = None
         self.histories = histories
         adopt(self.root, histories)
 
@@ -153,11 +156,17 @@ class Schema:
             if rows is not None:
                 node.prepare(rows, shards)
 
+    @cached_property
+    def manifests(self) -> Mapping[str, Mapping[str, Any]]:
+        """Of what each source consists now, by the path of its reader: listed once, since there may be many files."""
+        return {path: dict(source.manifest()) for path, source in self.sources().items()}
+
     @property
     def sources_json(self) -> str:
-        now = {path: dict(source.manifest()) for path, source in self.sources().items()}
-        grown = {path: {"by_epoch": history} for path, history in self.histories.items() if len(history) > 1}
-        return to_json({**now, **grown})
+        if self._sources_json is None:
+            grown = {path: {"by_epoch": history} for path, history in self.histories.items() if len(history) > 1}
+            self._sources_json = to_json({**self.manifests, **grown})
+        return self._sources_json
 
     @cached_property
     def pipeline_json(self) -> str:

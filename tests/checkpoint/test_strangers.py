@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager, RunReader
-from rescale_data.checkpoint.storage import lease
+from rescale_data.checkpoint.storage import lease, progress
 from rescale_data.checkpoint.storage.commit import hidden
 from rescale_data.checkpoint.storage.local import LocalStore
 from rescale_data.checkpoint.storage.objects import ObjectStore
@@ -363,6 +363,21 @@ def test_the_futures_of_a_save(tmp_path: Path) -> None:
         assert manager.latest_step() == 1
     with CheckpointManager(tmp_path, async_mode="disabled") as manager:
         assert manager.save(2, state).committed.done()
+
+
+def test_what_takes_long_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="rescale_data")
+    checkpoint.save(tmp_path / "a", STATE)
+    checkpoint.load(tmp_path / "a", dict(STATE))
+    assert " GB" not in caplog.text
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    state = {"w": torch.ones(2_500_000)}
+    checkpoint.save(tmp_path / "b", state)
+    checkpoint.load(tmp_path / "b", state)
+    for words in ("Saving", "Checking", "Loading"):
+        assert f"{words} {tmp_path.resolve()}/b: 0.01 of 0.01 GB on this rank." in caplog.text
 
 
 def test_states_with_numbers_for_keys(tmp_path: Path) -> None:

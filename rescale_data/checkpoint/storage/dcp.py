@@ -24,6 +24,7 @@ from rescale_data.checkpoint.storage.commit import SAVE_ID_PREFIX, Workspace, co
 from rescale_data.checkpoint.storage.integrity import changed_sizes
 from rescale_data.checkpoint.storage.manifest import METADATA, Manifest, read_manifest
 from rescale_data.checkpoint.storage.metadata import read_metadata
+from rescale_data.checkpoint.storage.progress import Progress
 from rescale_data.checkpoint.storage.store import FileRecord, Store, join, split
 from rescale_data.checkpoint.tree import Lost
 from rescale_data.errors import DamagedCheckpointError
@@ -97,7 +98,8 @@ class CheckpointWriter(FileSystemWriter):
 
     def __init__(self, store: Store, workspace: Workspace, info: SaveInfo) -> None:
         super().__init__(workspace.working, sync_files=store.renames, overwrite=True)
-        self.fs: Store = store.recording()
+        self.progress = Progress(f"Saving {workspace.final}")
+        self.fs: Store = store.recording(self.progress)
         self.path: str = workspace.working
         self.workspace = workspace
         self.info = info
@@ -110,6 +112,7 @@ class CheckpointWriter(FileSystemWriter):
         return StorageMeta(checkpoint_id=self.workspace.final, save_id=SAVE_ID_PREFIX + self.workspace.save_id)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self.progress.total = _num_bytes(plan)
         try:
             results = super().write_data(plan, planner).wait()
         except OSError as error:

@@ -13,6 +13,7 @@ from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.storage.commit import SAVE_ID_PREFIX
 from rescale_data.checkpoint.storage.manifest import MANIFEST, METADATA, Manifest, read_manifest
 from rescale_data.checkpoint.storage.metadata import UnknownClassError, read_metadata
+from rescale_data.checkpoint.storage.progress import Progress
 from rescale_data.checkpoint.storage.store import FileRecord, Store, join, split
 
 _BLOCK = 4 << 20
@@ -72,8 +73,9 @@ def problems_of(store: Store, path: str, files: Mapping[str, FileRecord], *, che
     """Of these files alone, on this process alone."""
     if not files:
         return []
+    progress = Progress(f"Checking {path}", sum(record.size for record in files.values())) if checksums else None
     with ThreadPoolExecutor(max_workers=4) as pool:
-        found = [pool.submit(_problem, store, join(path, name), record, checksums) for name, record in files.items()]
+        found = [pool.submit(_problem, store, join(path, name), record, progress) for name, record in files.items()]
         return [problem for future in found if (problem := future.result())]
 
 
@@ -89,12 +91,12 @@ def changed_sizes(store: Store, path: str, files: Mapping[str, FileRecord]) -> l
     ]
 
 
-def _problem(store: Store, name: str, record: FileRecord, checksums: bool) -> str | None:
+def _problem(store: Store, name: str, record: FileRecord, progress: Progress | None) -> str | None:
     try:
         size = store.size(name)
         if size != record.size:
             return f"{name} has {size} bytes; {record.size} were saved"
-        if checksums and _crc32(store, name, size) != record.crc32:
+        if progress is not None and _crc32(store, name, size, progress) != record.crc32:
             return f"{name} is not what was saved: its {size} bytes have another checksum"
     except FileNotFoundError:
         return f"{name} is missing; {record.size} bytes were saved"
@@ -103,12 +105,13 @@ def _problem(store: Store, name: str, record: FileRecord, checksums: bool) -> st
     return None
 
 
-def _crc32(store: Store, name: str, size: int) -> int:
+def _crc32(store: Store, name: str, size: int, progress: Progress) -> int:
     crc32 = 0
     with store.open_read(name) as stream:
         # No further than the size says: a device has none, and no end.
         while block := stream.read(min(_BLOCK, size)):
             crc32, size = zlib.crc32(block, crc32), size - len(block)
+            progress.add(len(block))
     return crc32
 
 

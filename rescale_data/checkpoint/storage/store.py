@@ -17,6 +17,8 @@ from typing import Any, BinaryIO, Self, TypeAlias, cast
 
 from torch.distributed.checkpoint.filesystem import FileSystemBase
 
+from rescale_data.checkpoint.storage.progress import Progress
+
 StrPath: TypeAlias = str | os.PathLike[str]
 
 
@@ -35,9 +37,10 @@ class CheckedStream(io.RawIOBase):
         error: What the system said when a write failed: torch's own writer of tensors makes another error of it.
     """
 
-    def __init__(self, raw: BinaryIO, path: str) -> None:
+    def __init__(self, raw: BinaryIO, path: str, progress: Progress | None = None) -> None:
         self.raw = raw
         self.path = path
+        self.progress = progress
         self.record = FileRecord(0, 0)
         self.error: OSError | None = None
 
@@ -49,6 +52,8 @@ class CheckedStream(io.RawIOBase):
         with self._noted():
             self.raw.write(view)
         self.record = FileRecord(self.record.size + view.nbytes, zlib.crc32(view, self.record.crc32))
+        if self.progress is not None:
+            self.progress.add(view.nbytes)
         return view.nbytes
 
     def tell(self) -> int:
@@ -84,17 +89,19 @@ class Store(FileSystemBase):
         renames: Whether a whole folder gets its name in one atomic step. Where it does not (object stores) a checkpoint
             is committed by the object that is written last.
         written: The record of each file that DCP has written, by path.
+        progress: Is told what DCP writes.
     """
 
     renames: bool
 
     def __init__(self) -> None:
         self.written: dict[str, FileRecord] = {}
+        self.progress: Progress | None = None
 
-    def recording(self) -> Self:
+    def recording(self, progress: Progress) -> Self:
         """The same store for one save: nothing is written yet."""
         other = copy.copy(self)
-        other.written = {}
+        other.written, other.progress = {}, progress
         return other
 
     @abstractmethod
@@ -180,7 +187,7 @@ class Store(FileSystemBase):
                 yield cast(io.IOBase, raw)
             return
         raw = self.open_write(os.fspath(path))
-        stream = CheckedStream(raw, os.fspath(path))
+        stream = CheckedStream(raw, os.fspath(path), self.progress)
         try:
             yield stream
             stream.close()
