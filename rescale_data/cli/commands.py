@@ -48,6 +48,29 @@ def ls(folder: Folder, as_json: Json = False) -> None:
 
 
 @app.command()
+def index(
+    paths: Annotated[
+        list[str], typer.Argument(help="What the source is given: a glob in quotes, a folder, files, URLs.")
+    ],
+    index_dir: Annotated[
+        str, typer.Option(help="Where ranks find it, a folder that they share: index_dir= of the source.")
+    ],
+    form: Annotated[str | None, typer.Option("--format", help="parquet, arrow, jsonl, tar or megatron.")] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Processes that read files.")] = 4,
+    document_per_batch: Annotated[bool, typer.Option(help="Of an ArrowSource.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Index the files at PATHS, so that a job that reads them with index_dir= starts without looking into each."""
+    from rescale_data.cli import index as indexing
+
+    extra = {"document_per_batch": True} if document_per_batch else {}
+    console = Console(stderr=True)
+    made = _or_exit(lambda: indexing.index(paths, index_dir, form, processes, console, **extra))
+    text = "{files} {format} files with {rows} rows are indexed in {index_dir}".format(**made)
+    _out(as_json, made, lambda console: console.print(text))
+
+
+@app.command()
 def show(path: Path, as_json: Json = False) -> None:
     """Show what the checkpoint at PATH holds: model, optimizer, and how far the data is, shard by shard."""
     from rescale_data.cli import inspect, render

@@ -86,7 +86,7 @@ class FileSource(ABC):
         self._files = self._find(paths, storage_options, remote)
         self._mapped: str | None = None
         folder = self._index_folder(paths)
-        if index_dir is not None or self._must_index or any(folder.earlier()):
+        if index_dir is not None or self._must_index:
             self._map(folder)
         else:
             self._set(gather(self._read_footers(range(len(self._files.names)))))

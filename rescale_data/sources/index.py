@@ -177,6 +177,15 @@ def _read_parts(path: str, num_parts: int) -> list[Footer]:
     return found
 
 
+def parts_done(folder: str) -> int:
+    """Of all indices that are being made in a folder."""
+    try:
+        making = [entry.path for entry in os.scandir(folder) if entry.name.endswith(_PARTS)]
+        return sum(entry.name.isdigit() for path in making for entry in os.scandir(path))
+    except FileNotFoundError:  # not begun, or just done
+        return 0
+
+
 def _digest(*values: Any) -> str:
     return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=8).hexdigest()
 

@@ -255,20 +255,24 @@ def drawn_lengths(rng: np.random.Generator, mean: int, sigma: float, num: int) -
 @pytest.mark.parametrize("weights", [(0.5, 0.3, 0.2), (0.7, 0.3)])
 @pytest.mark.parametrize(
     ("mean", "sigma", "seeds", "bound"),
-    [(4096, 0, 2, 0.35), (500, 0, 1, 0.35), (100, 1, 1, 0.7), (500, 1, 2, 0.95), (16000, 1, 8, 1.1)],
+    [(4096, 0, 2, 0.35), (500, 0, 1, 0.35), (100, 1, 1, 0.7), (500, 1, 2, 0.95), (2000, 1, 3, 1.05)],
 )
 def test_global_batches_by_tokens(
     weights: tuple[float, ...], mean: int, sigma: float, seeds: int, bound: float
 ) -> None:
-    """Standard deviations of a source's share of packed global batches, against those of documents drawn independently."""
+    """How far a source's share of packed global batches is from its weight, against that of documents drawn independently."""
     shape = {"shards": 64 if mean > 100 else 32, "tracks": 4, "steps": 400 if mean > 100 else 200, "size": 4096}
     even, independent = np.zeros(len(weights)), np.zeros(len(weights))
+
+    def off_weights(found: Any) -> Any:
+        return np.sqrt(np.square(found - np.array(weights)).mean(axis=0))
+
     for seed in range(seeds):
         rng = np.random.default_rng(seed)
         lengths = [drawn_lengths(rng, mean, sigma, 5000) for _ in weights]
         found, standing = pack(weights, lengths, **shape)
-        even += found.std(axis=0)
-        independent += pack(weights, lengths, **shape, rng=rng)[0].std(axis=0)
+        even += off_weights(found)
+        independent += off_weights(pack(weights, lengths, **shape, rng=rng)[0])
         for each_shard in standing:
             off = [
                 t - w * sum(each_shard.tokens) / sum(weights) for t, w in zip(each_shard.tokens, weights, strict=True)

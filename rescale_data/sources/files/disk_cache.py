@@ -1,22 +1,25 @@
 """`DiskCache`: ranges of remote files on a local disk, shared by all processes of a machine, with a bound.
 
-Each range is a file of its own, written aside and renamed. Nobody waits for anybody: two processes that miss the same range
-both fetch it. What was not used for longest is deleted first, by whoever has written enough to look: also files aside, which
+Each range is a file of its own, written aside and renamed. Of several processes that miss the same range one fetches it, and
+the others wait. What was not used for longest is deleted first, by whoever has written enough to look: also files aside, which
 killed processes leave. What could not be kept is fetched again when it is wanted: a cache never ends a run.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import os
-from collections.abc import Callable
-from contextlib import suppress
+import tempfile
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 
 from rescale_data.sources.files.once import write_aside
 
 _log = logging.getLogger(__name__)
 _OWN = "rescale_data-ranges"  # what else lies in the user's folder is not ours to delete
+_LOCKS = os.path.join(tempfile.gettempdir(), f"rescale_data-{os.getuid()}-ranges")
 _LOOK_AFTER = 64  # of the bound, in what one process has written
 _FULL, _TRIMMED = 7 / 8, 3 / 4
 
@@ -46,17 +49,33 @@ class DiskCache:
     def read(self, name: str, length: int, fetch: Callable[[], bytes]) -> bytes:
         """The bytes called ``name``, fetched where they are not there."""
         path = self._path(name)
-        with suppress(OSError):  # another process may have deleted it, or not let others read it
-            with open(path, "rb") as file:
-                data = file.read()
-            if len(data) == length:
-                with suppress(OSError):
-                    os.utime(path)
+        data = _read(path, length)
+        if data is not None:
+            return data
+        with self._alone(path):
+            data = _read(path, length)  # another process may have brought it
+            if data is not None:
                 return data
-        data = fetch()
-        if length <= self.max_bytes // 8:
-            self._keep(path, data)
+            data = fetch()
+            if length <= self.max_bytes // 8:
+                self._keep(path, data)
         return data
+
+    @contextmanager
+    def _alone(self, path: str) -> Generator[None]:
+        """Hold the lock of this range, and of few others, on this machine; where there can be none, go on without."""
+        number = hashlib.blake2b(path.encode(), digest_size=20).hexdigest()[:3]
+        try:
+            os.makedirs(_LOCKS, exist_ok=True)
+            lock = os.open(os.path.join(_LOCKS, number), os.O_CREAT | os.O_RDWR, 0o600)
+        except OSError:
+            yield
+            return
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(lock)
 
     def _keep(self, path: str, data: bytes) -> None:
         def write(aside: str) -> None:
@@ -104,6 +123,18 @@ class DiskCache:
     def _path(self, name: str) -> str:
         key = hashlib.blake2b(name.encode(), digest_size=20).hexdigest()
         return os.path.join(self._folder, key[:2], key)
+
+
+def _read(path: str, length: int) -> bytes | None:
+    """What lies there; `None` where that is not whole: another process may have deleted it, or not let others read it."""
+    with suppress(OSError):
+        with open(path, "rb") as file:
+            data = file.read()
+        if len(data) == length:
+            with suppress(OSError):
+                os.utime(path)
+            return data
+    return None
 
 
 _caches: dict[str, DiskCache] = {}

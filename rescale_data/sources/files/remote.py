@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import threading
@@ -9,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
@@ -20,6 +21,8 @@ from rescale_data.sources.decoded.ahead import leaving
 from rescale_data.sources.decoded.cache import handles, owner_of
 from rescale_data.sources.files.as_file import AsFile
 from rescale_data.sources.files.disk_cache import DiskCache, disk_cache
+from rescale_data.sources.files.gate import Gate
+from rescale_data.sources.files.hedge import Hedge
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -29,6 +32,7 @@ T = TypeVar("T")
 _REQUESTS_AT_ONCE = 16
 _SMALL = 2**16
 _LONGEST_PAUSE = 30.0
+_SLOW_DOWN = ("SlowDown", "Slow Down", "SLOW_DOWN", "503", "429", "TooManyRequests")
 _PERMANENT = (
     FileNotFoundError,
     PermissionError,
@@ -49,6 +53,11 @@ class Remote:
     Args:
         retries: How often a request that failed is made again, unless there is no such file or no permission.
         backoff_seconds: Pause before the second attempt; each further one is twice as long, up to half a minute.
+        deadline_seconds: For one range of one file, all attempts together.
+        hedge_after: A request that takes longer than 99 % of those before is made a second time, and the first answer wins; so
+            many seconds hold before a hundred have been answered. One request in fifty at most is made twice. `None`: never.
+        max_requests: How many requests the processes of this user on this machine make at once. Half as many after an answer
+            that asks to slow down (503, 429); then more again, twice as many each half minute.
         cache_dir: A local folder to keep what was read in, shared by the processes of a machine; `None` for none.
         cache_dir_bytes: What may lie there; the ranges that were not used for longest go first, and one of more than an eighth
             of it is not kept.
@@ -64,6 +73,9 @@ class Remote:
 
     retries: int = 5
     backoff_seconds: float = 0.5
+    deadline_seconds: float = 600.0
+    hedge_after: float | None = 5.0
+    max_requests: int = 256
     cache_dir: str | os.PathLike[str] | None = None
     cache_dir_bytes: int = 2**36
     read_ahead: bool = True
@@ -79,6 +91,16 @@ class Remote:
             raise ValueError(
                 f"rd.Remote(retries={self.retries}, backoff_seconds={self.backoff_seconds}, cache_dir_bytes="
                 f"{self.cache_dir_bytes}): retries and backoff_seconds are at least 0, cache_dir_bytes at least 1."
+            )
+        if not 0 < self.deadline_seconds < math.inf or self.max_requests < 1:
+            raise ValueError(
+                f"rd.Remote(deadline_seconds={self.deadline_seconds}, max_requests={self.max_requests}): give a time above 0, "
+                f"and at least 1 request."
+            )
+        if self.hedge_after is not None and not 0 < self.hedge_after < self.deadline_seconds:
+            raise ValueError(
+                f"rd.Remote(hedge_after={self.hedge_after}, deadline_seconds={self.deadline_seconds}): a second request helps "
+                f"before the deadline only. Give hedge_after between 0 and deadline_seconds, or None for no second request."
             )
 
     @property
@@ -134,8 +156,16 @@ class RemoteFile:
         del user, data  # a copy, which goes with whoever holds it
 
     def _range(self, offset: int, length: int) -> ArrowBuffer:
+        ask = self._asker()
+
+        def request() -> bytes:
+            data = ask(offset, length)
+            if len(data) != length:
+                raise OSError(f"{len(data)} bytes arrived of {length} at {offset}")
+            return data
+
         def fetch() -> bytes:
-            return self._try(lambda: self._request(offset, length))
+            return self._try(request)
 
         if not length:
             return pa.py_buffer(b"")
@@ -145,21 +175,16 @@ class RemoteFile:
         name = f"{self.url}|{self.size}|{self._stamp}|{offset}|{length}"
         return pa.py_buffer(kept.read(name, length, fetch))
 
-    def _request(self, offset: int, length: int) -> bytes:
-        data = self._ask(offset, length)
-        if len(data) != length:
-            raise OSError(f"{len(data)} bytes arrived of {length} at {offset}")
-        return data
-
-    def _ask(self, offset: int, length: int) -> bytes:
+    def _asker(self) -> Callable[[int, int], bytes]:
+        """Who asks, in any thread. Finding it takes the lock of all open files, which a request must not wait for."""
         if self._remote.filesystem is None:
-            return self._filesystem.cat_file(self._path, start=offset, end=offset + length)
+            return lambda offset, length: self._filesystem.cat_file(self._path, start=offset, end=offset + length)
         key = (owner_of(self._remote), "native", self._path)
         native: _Native = handles().make(key, partial(_Native, self._remote.filesystem, self._path))
-        return native.read(offset, length)
+        return native.read
 
     def _try(self, work: Callable[[], T]) -> T:
-        return attempt(self._remote, self.url, work)
+        return attempt(self._remote, self.url, work, self._remote.hedge_after)
 
 
 class _Native:
@@ -180,27 +205,46 @@ class _Native:
             raise
 
 
-def attempt(remote: Remote, url: str, work: Callable[[], T]) -> T:
-    """What ``work`` returns, tried again and again where it fails for a reason that may pass."""
+def attempt(remote: Remote, url: str, work: Callable[[], T], hedge_after: float | None = None) -> T:
+    """What ``work`` returns, tried again and again where it fails for a reason that may pass, until the deadline.
+
+    Args:
+        hedge_after: See `Remote`; `None` for work that is not done twice.
+    """
     started = time.monotonic()
-    for number in range(remote.retries + 1):
-        try:
+    gate = _gate(remote.max_requests)
+
+    def admitted() -> T:
+        with gate.enter():
             return work()
+
+    for number in range(remote.retries + 1):
+        left = started + remote.deadline_seconds - time.monotonic()
+        try:
+            return _hedge.call(admitted, hedge_after, left)
         except Exception as error:
             if isinstance(error, _PERMANENT):
                 raise
-            if number == remote.retries or leaving.is_set():
-                raise _spent(remote, url, error, time.monotonic() - started) from error
-        leaving.wait(_pause(remote.backoff_seconds, number))
+            if _asks_to_slow_down(error):
+                gate.slow_down()
+            pause = _pause(remote.backoff_seconds, number)
+            seconds = time.monotonic() - started
+            if number == remote.retries or leaving.is_set() or seconds + pause >= remote.deadline_seconds:
+                raise _spent(remote, url, error, number + 1, seconds) from error
+        leaving.wait(pause)
     raise AssertionError
 
 
-def _spent(remote: Remote, url: str, error: Exception, seconds: float) -> RemoteError:
+def _asks_to_slow_down(error: Exception) -> bool:
+    return any(mark in f"{type(error).__name__} {error}" for mark in _SLOW_DOWN)
+
+
+def _spent(remote: Remote, url: str, error: Exception, attempts: int, seconds: float) -> RemoteError:
     given = "storage_options=" if remote.filesystem is None else "rd.Remote(filesystem=)"
     return RemoteError(
-        f"{url} could not be read in {remote.retries + 1} attempts over {seconds:.1f} s; the last one: "
+        f"{url} could not be read in {attempts} attempts over {seconds:.1f} s; the last one: "
         f"{type(error).__name__}: {error}. Look to the network, the credentials in {given}, or allow more: "
-        f"remote=rd.Remote(retries=..., backoff_seconds=...)."
+        f"remote=rd.Remote(retries=..., backoff_seconds=..., deadline_seconds=...)."
     )
 
 
@@ -209,6 +253,8 @@ def _pause(backoff: float, attempt: int) -> float:
     return min(_LONGEST_PAUSE, backoff * 2**attempt) * random.uniform(0.5, 1.0)
 
 
+_hedge = Hedge()
+_gate = lru_cache(maxsize=16)(Gate)
 _lock = threading.Lock()
 _requests: ThreadPoolExecutor | None = None
 
@@ -223,8 +269,8 @@ def _pool() -> ThreadPoolExecutor:
 
 def _renew() -> None:
     """A forked child has no thread, and the lock may have been held."""
-    global _requests, _lock
-    _requests, _lock = None, threading.Lock()
+    global _requests, _lock, _hedge
+    _requests, _lock, _hedge = None, threading.Lock(), Hedge()
 
 
 os.register_at_fork(after_in_child=_renew)

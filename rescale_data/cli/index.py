@@ -1,0 +1,68 @@
+"""``rescale-data index``: what sources know of their files before any is read, found out before a job starts."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from rescale_data.sources.arrow import ArrowSource
+from rescale_data.sources.file_source import FileSource
+from rescale_data.sources.files.paths import find
+from rescale_data.sources.index import PART_FILES, parts_done
+from rescale_data.sources.jsonl import JsonlSource
+from rescale_data.sources.megatron import MegatronSource
+from rescale_data.sources.parquet import ParquetSource
+from rescale_data.sources.webdataset import WebDatasetSource
+
+FORMATS: dict[str, type[FileSource]] = {
+    kind.FORMAT: kind for kind in (ParquetSource, ArrowSource, JsonlSource, WebDatasetSource, MegatronSource)
+}
+_POLL_SECONDS = 0.5
+
+
+def index(
+    paths: Sequence[str], index_dir: str, form: str | None, processes: int, console: Console, **kwargs: Any
+) -> dict[str, Any]:
+    """Make the index of a source, by several processes that share its files out.
+
+    Args:
+        paths: As they are given to the source.
+        index_dir: As it is given to the source.
+        form: A key of `FORMATS`; by default the format of the files' names.
+        kwargs: What else of the source's arguments an index depends on.
+    """
+    given = paths[0] if len(paths) == 1 else list(paths)
+    kind = FORMATS[form] if form is not None else _format_of(given)
+    num_files = len(find(given, kind.SUFFIXES).names)
+    found, arguments = 0, (kind, given, index_dir, kwargs)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, spawn) as pool, Progress(console=console) as bar:
+        task = bar.add_task(f"{num_files} files", total=num_files)
+        running = {pool.submit(_open, *arguments) for _ in range(min(processes, -(-num_files // PART_FILES)))}
+        while running:
+            done, running = wait(running, _POLL_SECONDS, "FIRST_COMPLETED")
+            rows = [future.result() for future in done]
+            bar.update(task, completed=min(num_files, PART_FILES * parts_done(index_dir)))
+            if rows:
+                found = rows[0]
+        bar.update(task, completed=num_files)
+    return {"format": kind.FORMAT, "files": num_files, "rows": found, "index_dir": os.path.abspath(index_dir)}
+
+
+def _open(kind: type[Any], paths: Any, index_dir: str, kwargs: dict[str, Any]) -> int:
+    return kind(paths, index_dir=index_dir, **kwargs).num_rows
+
+
+def _format_of(paths: Any) -> type[FileSource]:
+    suffixes = tuple(suffix for kind in FORMATS.values() for suffix in kind.SUFFIXES)
+    first = find(paths, suffixes).names[0]
+    for kind in FORMATS.values():
+        if first.endswith(kind.SUFFIXES):
+            return kind
+    raise ValueError(f"{first} ends in none of {', '.join(suffixes)}: give --format, one of {', '.join(FORMATS)}.")

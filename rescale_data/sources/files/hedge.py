@@ -1,0 +1,105 @@
+"""`Hedge`: a request that takes longer than nearly all others is made a second time, and the first answer wins.
+
+Dean and Barroso, "The Tail at Scale" (2013): what stalls is most often one connection, not the other side.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+_KNOWN_AFTER = 100
+_OF_REQUESTS = 50
+_LATE, _SOON = 0.99, 0.1
+
+
+class _Answer(NamedTuple, Generic[T]):
+    value: T | None
+    error: Exception | None
+    seconds: float
+
+
+class Hedge:
+    """What one process knows of how long answers take.
+
+    At most one request in fifty is made again, so that a network that is slow is not asked for more.
+    """
+
+    def __init__(self) -> None:
+        self._took: deque[float] = deque(maxlen=1000)
+        self._lock = threading.Lock()
+        self.requests = self.hedges = 0
+
+    def delay(self, at_first: float) -> float:
+        """Seconds after which an answer is late: later than 99 % of the last thousand, and no less than a tenth of a second.
+
+        Args:
+            at_first: Before there are a hundred.
+        """
+        with self._lock:
+            if len(self._took) < _KNOWN_AFTER:
+                return at_first
+            return max(_SOON, sorted(self._took)[int(len(self._took) * _LATE)])
+
+    def call(self, work: Callable[[], T], at_first: float | None, seconds: float) -> T:
+        """What the first of one or two calls returns.
+
+        Args:
+            work: May be abandoned: it runs in a thread of its own.
+            at_first: See `delay`; `None` for one call only.
+            seconds: For all of it.
+
+        Raises:
+            TimeoutError: There is no answer.
+        """
+        answers: SimpleQueue[_Answer[T]] = SimpleQueue()
+        until = time.monotonic() + seconds
+        self._begin(work, answers)
+        late = seconds if at_first is None else min(seconds, self.delay(at_first))
+        answer = _wait(answers, late)
+        if answer is None and late < seconds and self._may_hedge():
+            self._begin(work, answers)
+            answer = _wait(answers, until - time.monotonic())
+            if answer is not None and answer.error is not None:  # the other may still do better
+                answer = _wait(answers, until - time.monotonic()) or answer
+        elif answer is None:
+            answer = _wait(answers, until - time.monotonic())
+        if answer is None:
+            raise TimeoutError(f"no answer in {seconds:.1f} s")
+        if answer.error is not None:
+            raise answer.error
+        with self._lock:
+            self._took.append(answer.seconds)
+        value: Any = answer.value
+        return value
+
+    def _may_hedge(self) -> bool:
+        with self._lock:
+            allowed = self.hedges < 1 + self.requests // _OF_REQUESTS
+            self.hedges += allowed
+        return allowed
+
+    def _begin(self, work: Callable[[], T], answers: SimpleQueue[_Answer[T]]) -> None:
+        def run() -> None:
+            started = time.monotonic()
+            try:
+                answers.put(_Answer(work(), None, time.monotonic() - started))
+            except Exception as error:
+                answers.put(_Answer(None, error, time.monotonic() - started))
+
+        with self._lock:
+            self.requests += 1
+        threading.Thread(target=run, daemon=True, name="rescale_data-request").start()
+
+
+def _wait(answers: SimpleQueue[_Answer[T]], seconds: float) -> _Answer[T] | None:
+    try:
+        return answers.get(timeout=max(0.0, seconds))
+    except Empty:
+        return None

@@ -1,0 +1,233 @@
+"""The index of a source: made once for all processes, mapped by them, and right."""
+
+import logging
+import multiprocessing
+import os
+import pickle
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from typer.testing import CliRunner
+
+import rescale_data as rd
+from rescale_data.cli.commands import app
+from rescale_data.sources import index as indexing
+from rescale_data.sources.file_source import FileSource
+from rescale_data.sources.files.bundle import Bundle
+from rescale_data.testing import assert_rescalable, assert_source
+from tests.sources.test_rescalable import loader_of, make_source, packed
+
+FORMATS = ["parquet", "arrow", "jsonl", "jsonl.gz", "tar", "megatron"]
+
+
+class Counting(LocalFileSystem):
+    """Counts what would be requests."""
+
+    protocol = "counted"
+    cachable = False
+    asked: ClassVar[Counter[str]] = Counter()
+
+    def ls(self, path: str, detail: bool = False, **kwargs: Any) -> Any:
+        Counting.asked["ls"] += 1
+        return super().ls(path, detail, **kwargs)
+
+    def info(self, path: str, **kwargs: Any) -> Any:
+        Counting.asked["info"] += isinstance(path, str)  # else it is of a listing
+        return super().info(path, **kwargs)
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+        Counting.asked[os.path.basename(path)] += 1
+        return super().cat_file(path, start, end, **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def counted() -> None:
+    fsspec.register_implementation("counted", Counting, clobber=True)
+    Counting.asked.clear()
+
+
+def open_counted(folder: Path) -> rd.ParquetSource:
+    return rd.ParquetSource(f"counted://{folder / 'data'}", index_dir=folder / "index")
+
+
+def open_and_count(folder: Path) -> tuple[int, int, int]:
+    Counting.asked.clear()
+    source = open_counted(folder)
+    reads = sum(count for name, count in Counting.asked.items() if name.endswith(".parquet"))
+    return reads, Counting.asked.total() - reads, len(pickle.dumps(source))
+
+
+def test_eight_processes_and_ten_thousand_files(tmp_path: Path) -> None:
+    """Each file is read once in all, each process asks for little, and nothing of the index is pickled."""
+    (tmp_path / "data").mkdir()
+    pq.write_table(pa.table({"x": list(range(20))}), tmp_path / "first", row_group_size=10)
+    num_files, num_processes = 10_000, 8
+    for i in range(num_files):
+        os.link(tmp_path / "first", tmp_path / "data" / f"{i:05d}.parquet")
+    with multiprocessing.get_context("fork").Pool(num_processes) as pool:
+        found = pool.map(open_and_count, [tmp_path] * num_processes, chunksize=1)
+        again = pool.map(open_and_count, [tmp_path] * num_processes, chunksize=1)
+    assert num_files <= sum(reads for reads, _, _ in found)
+    assert sum(reads + others for reads, others, _ in found) <= num_files + 10 * num_processes
+    assert [reads for reads, _, _ in again] == [0] * num_processes
+    assert max(others for _, others, _ in again) <= 5
+    assert max(size for *_, size in found + again) < 4096
+    source = open_counted(tmp_path)
+    assert source.num_rows == 20 * num_files
+    [made] = (tmp_path / "index").iterdir()
+    assert made.stat().st_size <= 100 * (len(source.fragments) - 1)
+    assert source.row(123_456)["x"] == 123_456 % 20
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_an_indexed_source_is_the_same(kind: str, tmp_path: Path) -> None:
+    plain = make_source(kind, tmp_path / kind)
+    make = partial(type(plain), tmp_path / kind, index_dir=tmp_path / "index")
+    for source in (make(), make(), pickle.loads(pickle.dumps(make()))):
+        assert source.manifest() == plain.manifest()
+        assert source.fragments.tolist() == plain.fragments.tolist()
+        assert [str(source.row(i)) for i in range(200)] == [str(plain.row(i)) for i in range(200)]
+        assert source.locate(150) == plain.locate(150)
+    assert_source(make())
+
+
+def test_workers_map_it(tmp_path: Path) -> None:
+    make_source("parquet", tmp_path / "data")
+    source = rd.ParquetSource(tmp_path / "data", index_dir=tmp_path / "index")
+    assert_rescalable(
+        partial(loader_of, partial(packed, source=source, kind="parquet")), [(1, 4, 2), (2, 3, 0)], steps=2
+    )
+
+
+def write(folder: Path, name: str, first: int = 0) -> None:
+    folder.mkdir(exist_ok=True)
+    pq.write_table(pa.table({"x": list(range(first, first + 20))}), folder / f"{name}.parquet", row_group_size=10)
+
+
+def test_only_files_that_were_added_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    read: list[str] = []
+    footer = rd.ParquetSource._footer
+
+    def seen(self: Any, file: int) -> Any:
+        read.append(self._files.names[file])
+        return footer(self, file)
+
+    monkeypatch.setattr(rd.ParquetSource, "_footer", seen)
+    for name in ("b", "d"):
+        write(tmp_path / "data", name)
+    make = partial(rd.ParquetSource, tmp_path / "data", index_dir=tmp_path / "index")
+    make()
+    assert sorted(read) == ["b.parquet", "d.parquet"]
+    write(tmp_path / "data", "c", 100)
+    source = make()
+    assert read[2:] == ["c.parquet"]
+    assert [source.row(i)["x"] for i in (0, 20, 40)] == [0, 100, 0]
+    (tmp_path / "data" / "b.parquet").unlink()
+    with caplog.at_level(logging.WARNING, "rescale_data"):
+        assert make().num_rows == 40
+    assert any("b.parquet are in its index, and no longer there" in message for message in caplog.messages)
+    assert len(read) == 3
+
+
+def test_a_file_that_has_changed_is_named(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write(tmp_path / "data", name)
+    make = partial(rd.ParquetSource, tmp_path / "data", index_dir=tmp_path / "index")
+    make()
+    write(tmp_path / "data", "b", 1000)
+    os.utime(tmp_path / "data" / "b.parquet", ns=(1, 1))
+    with pytest.raises(ValueError, match=r"b\.parquet below .* changed since the index .* was made"):
+        make()
+
+
+def test_parts_are_shared_out_and_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another process has read is not read again, and who dies in the middle leaves its parts."""
+    monkeypatch.setattr(indexing, "PART_FILES", 2)
+    for i in range(9):
+        write(tmp_path / "data", f"{i}", 100 * i)
+    make = partial(rd.ParquetSource, tmp_path / "data", index_dir=tmp_path / "index")
+    footer, read = rd.ParquetSource._footer, []
+
+    def fails(self: Any, file: int) -> Any:
+        read.append(file)
+        if len(read) > 5:
+            raise KeyboardInterrupt
+        return footer(self, file)
+
+    monkeypatch.setattr(rd.ParquetSource, "_footer", fails)
+    with pytest.raises(KeyboardInterrupt):
+        make()
+    monkeypatch.setattr(rd.ParquetSource, "_footer", footer)
+    monkeypatch.setattr(FileSource, "_try_footer", _counting(FileSource._try_footer, again := []))
+    source = make()
+    assert 3 <= len(again) <= 7
+    assert [source.row(20 * i)["x"] for i in range(9)] == [100 * i for i in range(9)]
+    assert [path.suffix for path in (tmp_path / "index").iterdir()] == [".rdindex"]
+
+
+def _counting(function: Any, seen: list[int]) -> Any:
+    def call(self: Any, file: int) -> Any:
+        seen.append(file)
+        return function(self, file)
+
+    return call
+
+
+class TestBadIndices:
+    @pytest.fixture
+    def made(self, tmp_path: Path) -> Path:
+        write(tmp_path / "data", "a")
+        rd.ParquetSource(tmp_path / "data", index_dir=tmp_path / "index")
+        return next((tmp_path / "index").iterdir())
+
+    def test_cut_short(self, made: Path, tmp_path: Path) -> None:
+        made.write_bytes(made.read_bytes()[:-9])
+        with pytest.raises(ValueError, match="is not whole: it was cut short"):
+            rd.ParquetSource(tmp_path / "data", index_dir=tmp_path / "index")
+
+    def test_no_index(self, made: Path, tmp_path: Path) -> None:
+        made.write_bytes(b"something else")
+        with pytest.raises(ValueError, match="is no index: it was cut short, or is none"):
+            rd.ParquetSource(tmp_path / "data", index_dir=tmp_path / "index")
+
+    def test_of_another_format(self, made: Path, tmp_path: Path) -> None:
+        with pa.ipc.new_file(tmp_path / "data" / "b.arrow", pa.schema({"x": pa.int64()})) as writer:
+            writer.write_table(pa.table({"x": [1]}))
+        rd.ArrowSource(tmp_path / "data", index_dir=tmp_path / "arrow")
+        os.replace(next((tmp_path / "arrow").iterdir()), made)
+        with pytest.raises(ValueError, match=r"is an index of .*'arrow'.* not of .*'parquet'"):
+            rd.ParquetSource(tmp_path / "data", index_dir=tmp_path / "index")
+
+    def test_of_a_newer_version(self, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        made.unlink()
+        with monkeypatch.context() as patch:
+            patch.setattr(indexing, "VERSION", 9)
+            rd.ParquetSource(tmp_path / "data", index_dir=tmp_path / "index")
+        with pytest.raises(ValueError, match="is an index of version 9, and this one knows 1"):
+            rd.ParquetSource(tmp_path / "data", index_dir=tmp_path / "index")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_the_command(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = make_source(kind, tmp_path / "data")
+    found = CliRunner().invoke(app, ["index", str(tmp_path / "data"), "--index-dir", str(tmp_path / "index")])
+    assert found.exit_code == 0, found.output
+    assert "with 200 rows are indexed" in found.output
+    monkeypatch.setattr(type(plain), "_footer", None)
+    assert type(plain)(tmp_path / "data", index_dir=tmp_path / "index").num_rows == 200
+    assert any(Bundle(str(path)) for path in (tmp_path / "index").glob("*.rdindex"))
+
+
+def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
+    found = CliRunner().invoke(app, ["index", str(tmp_path / "nothing"), "--index-dir", str(tmp_path)])
+    assert found.exit_code == 2
+    assert "nothing" in found.output

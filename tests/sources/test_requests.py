@@ -1,0 +1,170 @@
+"""Requests that stall are made again, and are bounded on a machine; past the deadline there is an error."""
+
+import multiprocessing
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rescale_data as rd
+from rescale_data.sources.files.disk_cache import DiskCache
+from rescale_data.sources.files.gate import Gate, recovered
+from rescale_data.sources.files.hedge import Hedge
+from rescale_data.sources.files.remote import RemoteError, attempt
+
+
+class Stalls:
+    """Every ``period``-th request waits until it is told to go on."""
+
+    def __init__(self, period: int) -> None:
+        self.period, self.made, self.go_on, self.lock = period, 0, threading.Event(), threading.Lock()
+
+    def __call__(self) -> int:
+        with self.lock:
+            self.made += 1
+            stalls = self.made % self.period == 0
+        if stalls:
+            self.go_on.wait(60)
+        return 7
+
+
+def test_one_that_stalls_is_made_again_and_few_others() -> None:
+    hedge, request = Hedge(), Stalls(500)
+    took = []
+    for _ in range(2000):
+        started = time.monotonic()
+        assert hedge.call(request, 0.2, 60.0) == 7
+        took.append(time.monotonic() - started)
+    request.go_on.set()
+    assert max(took) < 30  # the stall would be 60
+    assert request.made <= 2000 * 1.02 + 1
+    assert hedge.hedges >= 4
+
+
+def test_it_is_late_when_nearly_all_others_were_faster() -> None:
+    hedge = Hedge()
+    assert hedge.delay(3.0) == 3.0
+    hedge._took.extend([0.1] * 995 + [9.0] * 5)
+    assert hedge.delay(3.0) == 0.1
+    hedge._took.extend([2.0] * 1000)
+    assert hedge.delay(0.5) == 2.0  # a slow network is no stall
+
+
+def test_without_a_second_request_the_deadline_holds() -> None:
+    request = Stalls(1)
+    remote = rd.Remote(deadline_seconds=0.3, hedge_after=None, retries=9)
+    with pytest.raises(RemoteError, match=r"s3://bucket/x could not be read in 1 attempts over 0\.\d s.*no answer"):
+        attempt(remote, "s3://bucket/x", request)
+    request.go_on.set()
+
+
+def test_errors_of_both_are_errors() -> None:
+    def fails() -> int:
+        raise FileNotFoundError("gone")
+
+    with pytest.raises(FileNotFoundError, match="gone"):
+        Hedge().call(fails, 0.1, 5.0)
+
+
+def test_the_second_may_succeed_where_the_first_fails_late() -> None:
+    begun, lock = [0], threading.Lock()
+    second_has_begun = threading.Event()
+
+    def work() -> int:
+        with lock:
+            begun[0] += 1
+            mine = begun[0]
+        if mine == 1:
+            second_has_begun.wait(10)
+            raise OSError("reset")
+        second_has_begun.set()
+        time.sleep(0.05)
+        return mine
+
+    assert Hedge().call(work, 0.01, 10.0) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"hedge_after": 5.0, "deadline_seconds": 4.0}, r"hedge_after=5\.0, deadline_seconds=4\.0"),
+        ({"hedge_after": 0.0}, r"hedge_after=0\.0"),
+        ({"deadline_seconds": 0.0}, r"deadline_seconds=0\.0"),
+        ({"max_requests": 0}, "max_requests=0"),
+    ],
+)
+def test_bad_values(given: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        rd.Remote(**given)
+
+
+def enter(folder: str, at_once: Any, most: Any) -> None:
+    gate = Gate(3, folder)
+    for _ in range(10):
+        with gate.enter():
+            with at_once.get_lock():
+                at_once.value += 1
+                most.value = max(most.value, at_once.value)
+            time.sleep(0.002)
+            with at_once.get_lock():
+                at_once.value -= 1
+
+
+def test_a_machine_makes_so_many_at_once(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    at_once, most = context.Value("i", 0), context.Value("i", 0)
+    processes = [context.Process(target=enter, args=(str(tmp_path), at_once, most)) for _ in range(8)]
+    [process.start() for process in processes]
+    [process.join() for process in processes]
+    assert [process.exitcode for process in processes] == [0] * 8
+    assert 1 <= most.value <= 3
+
+
+def test_fewer_after_slow_down_and_more_again_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, other = Gate(64, str(tmp_path)), Gate(64, str(tmp_path))
+    assert other.limit == 64
+    gate.slow_down()
+    assert other.limit == 32
+    gate.slow_down()
+    assert other.limit == 16
+    assert [recovered(16, 64, seconds) for seconds in (0, 30, 45, 60, 10**9)] == [16, 32, 45, 64, 64]
+    assert recovered(16, 64, -5) == 16  # a clock that went back
+
+
+def test_an_answer_that_asks_to_slow_down_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rescale_data.sources.files import remote
+
+    gate = Gate(8, str(tmp_path))
+    monkeypatch.setattr(remote, "_gate", lambda limit: gate)
+    answers: list[Any] = [OSError("An error occurred (SlowDown): Please reduce your request rate."), None]
+
+    def work() -> int:
+        answer = answers.pop(0)
+        if answer is not None:
+            raise answer
+        return 3
+
+    assert attempt(rd.Remote(backoff_seconds=0.0), "s3://x", work) == 3
+    assert gate.limit == 4
+
+
+def miss(folder: str, fetched: Any) -> None:
+    def fetch() -> bytes:
+        with fetched.get_lock():
+            fetched.value += 1
+        time.sleep(0.2)
+        return b"x" * 100
+
+    assert DiskCache(folder, 2**20).read("range", 100, fetch) == b"x" * 100
+
+
+def test_ranks_of_a_machine_that_miss_a_range_fetch_it_once(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    fetched = context.Value("i", 0)
+    processes = [context.Process(target=miss, args=(str(tmp_path), fetched)) for _ in range(6)]
+    [process.start() for process in processes]
+    [process.join() for process in processes]
+    assert [process.exitcode for process in processes] == [0] * 6
+    assert fetched.value == 1
