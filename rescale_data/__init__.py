@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rescale_data.documents_of_step import step_documents
     from rescale_data.engine.collate import pad_collate
     from rescale_data.engine.shards import LogicalShards
+    from rescale_data.engine.statedict import whole_state
     from rescale_data.errors import DataStateError
     from rescale_data.layout.plan import plan
     from rescale_data.loader import DataLoader
@@ -75,12 +76,14 @@ __all__ = [
     "plan",
     "step_documents",
     "testing",
+    "whole_state",
 ]
 
 _HOMES = {
     "checkpoint.data_state": ("check_checkpoint", "load_changed"),
     "engine.collate": ("pad_collate",),
     "engine.shards": ("LogicalShards",),
+    "engine.statedict": ("whole_state",),
     "errors": ("DataStateError",),
     "layout.plan": ("plan",),
     "loader": ("DataLoader",),

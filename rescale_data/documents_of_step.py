@@ -31,7 +31,7 @@ def step_documents(loader: DataLoader, step: int) -> list[list[str]]:
             f"The loader is at step {loader.step}, past step {step}. Load an older checkpoint, or build a new loader to begin "
             f"with step 0."
         )
-    state = loader.full_state_dict()
+    state = loader.state_dict()
     try:
         loader.skip((step - loader.step) * whole - begun)
         batches = list(itertools.islice(loader, loader.gradient_accumulation_steps))

@@ -17,7 +17,8 @@ from rescale_data.engine.feed import Feed, InProcess
 from rescale_data.engine.reading import Batches, Reading
 from rescale_data.engine.recipe import Pipeline
 from rescale_data.engine.runner import Runner
-from rescale_data.engine.setup import Tail, set_up
+from rescale_data.engine.setup import Tail, require_steps_per_epoch, set_up
+from rescale_data.engine.statedict import Sharded
 from rescale_data.engine.stream import OnSourceChange, Stream
 from rescale_data.engine.workers import Pool
 from rescale_data.sources.dataset import MapStyle
@@ -56,6 +57,8 @@ class DataLoader:
         save_timeout: Seconds to wait for other ranks in `state_dict`; default 60, or ``timeout`` if that is less.
         verify: Keep a digest of the rows that each logical shard has delivered, 8 bytes a shard and source in the state, and
             prove at the end of each epoch that every row was delivered once, across all legs of the run: else `DataStateError`.
+        steps_per_epoch: Where the data has no epoch, or only reading tells its end: an iterator ends whenever `step` is a
+            multiple of this. With ``repeat=False`` the data's own end comes within, and ends none (`progress` has its epochs).
         on_source_change: Of a state whose files were removed or changed since: "error", or "next_epoch": leave out what was
             left of the epoch, log how many rows that is, and begin the next one. Files that were only added join at the next
             epoch that no logical shard has begun, in either case.
@@ -87,6 +90,7 @@ class DataLoader:
         timeout: float = 300.0,
         save_timeout: float | None = None,
         verify: bool = False,
+        steps_per_epoch: int | None = None,
         on_source_change: OnSourceChange = "error",
     ) -> None:
         if on_source_change not in ("error", "next_epoch"):
@@ -108,6 +112,8 @@ class DataLoader:
             save_timeout=save_timeout,
             verify=verify,
         )
+        if steps_per_epoch is not None:
+            require_steps_per_epoch(self.setup, steps_per_epoch)
         self.collate_fn = collate_fn or collate
         runner = Runner(self.setup.recipe, self.setup.schema)
         feed: Feed = InProcess(runner, collate_fn)
@@ -123,18 +129,40 @@ class DataLoader:
             )
         stream = Stream(self.setup, runner, feed)
         stream.on_source_change = on_source_change
-        self._reading: Reading | None = Reading(self.setup, stream, pin_memory=pin_memory and not num_workers)
+        pin = pin_memory and not num_workers
+        self._reading: Reading | None = Reading(self.setup, stream, pin_memory=pin, steps_per_epoch=steps_per_epoch)
         self._close = self._reading.close
 
     # Batches
 
     def __iter__(self) -> Batches:
-        """Go on from the position; an older iterator is invalid from now on."""
+        """Go on from the position, or with the next epoch where the last batch of this one has been taken.
+
+        After a load of a state that was saved there, the first iterator is empty, once. Older iterators are invalid.
+        """
         return iter(self.reading)
 
     def __len__(self) -> int:
-        """Micro batches left in this epoch; ``TypeError`` where it has no end or only reading would tell."""
+        """Micro batches of the whole epoch; ``TypeError`` where it has no end, or only reading would tell."""
         return len(self.reading)
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def batches_left(self) -> int:
+        """Micro batches until the iterator ends; 0 from when the last was taken; ``TypeError`` as `len`."""
+        return self.reading.batches_left
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the trainer counts: at the end of the one before the loader moves on; within it nothing happens.
+
+        Collective as iterating.
+
+        Raises:
+            ValueError: It is another epoch.
+        """
+        self.reading.set_epoch(epoch)
 
     def start(self) -> None:
         """Begin to read, so that the first batch is ready when training is: call it before the model is loaded.
@@ -147,13 +175,17 @@ class DataLoader:
     def peek(self) -> Any:
         """The next batch, which stays the next: ``next`` may return the same memory, so leave it as it is.
 
+        At the end of an epoch ``StopIteration``.
+
         Like iterating, collective over the dp ranks where an epoch's end is found by reading (``repeat=False`` with packing
         or filters): all ranks call it, or none. So are `start` and `skip`.
         """
         return self.reading.peek()
 
     def skip(self, num_samples: int) -> None:
-        """Leave out samples, as if they had been delivered; at a constant cost where the pipeline allows it.
+        """Leave out samples, as if they had been delivered, also over the ends of epochs.
+
+        At a constant cost where the pipeline allows it; whole epochs cost nothing where it knows its number of samples.
 
         Args:
             num_samples: Over all ranks, a multiple of ``W * b``.
@@ -213,7 +245,10 @@ class DataLoader:
 
     @property
     def epoch(self) -> int:
-        """Epochs that have ended; 0 with ``repeat=True``, where each shard has its own (see `progress`)."""
+        """The epoch that is read: the next one from ``StopIteration`` on, or from the ``iter`` that begins it.
+
+        0 with ``repeat=True`` and no ``steps_per_epoch``; each shard has its own there (see `progress`).
+        """
         return self.reading.epoch
 
     @property
@@ -236,25 +271,35 @@ class DataLoader:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that describes the batches delivered so far, a copy.
+        """The state that describes the batches delivered so far: a copy, and the same on every rank.
 
-        Collective over the dp ranks where W does not divide N, and in the last steps of an epoch; the other ranks then
-        have ``timeout`` seconds to join.
+        Collective over the dp ranks: all of them call it, before any ``if rank == 0``. It pickles, and loads on any topology.
 
         Returns:
-            ``{"shards": {path: tensor with N rows}, ...}``: see docs/design.md, 8.
+            ``{"shards": {path: plain tensor with N rows}, ...}``: see DESIGN, "State in the checkpoint".
 
         Raises:
             ValueError: Ranks are simulated, see `rescale_data.testing.full_state_dict`.
+            RuntimeError: Another rank did not call it within a minute (within ``timeout``, where that is less).
+            DataStateError: The ranks stand at different batches.
         """
         return self.reading.state_dict()
 
     def full_state_dict(self) -> dict[str, Any]:
-        """`state_dict` with plain tensors of all N rows on every rank (collective over the dp ranks)."""
-        return self.reading.full_state_dict()
+        """`state_dict`, by the name it had when that returned the rows of one rank."""
+        return self.state_dict()
+
+    @property
+    def sharded(self) -> Sharded:
+        """What to save in place of the loader where all N rows on every rank are too many, or asking all ranks is too often.
+
+        ``dcp.save({"loader": loader.sharded})``: its state holds `DTensor` rows without communication where W divides N. It
+        does not pickle, and loads wherever the loader's own state does.
+        """
+        return self.reading.sharded
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state of any topology, in either form (collective over the dp ranks).
+        """Go on from a state of any topology, in any form; collective over the dp ranks where it is sharded.
 
         Raises:
             DataStateError: It belongs to another seed, N, dataset or pipeline, or is incomplete. Nothing has changed then.

@@ -12,12 +12,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from rescale_data.engine.moment import Moment, counters
-from rescale_data.engine.statedict import full_state_dict, state_dict
+from rescale_data.engine.reading import refuse_epoch
+from rescale_data.engine.statedict import Sharded, state_dict
 from rescale_data.engine.stream import Stream
 from rescale_data.loader import DataLoader
+
+
+class _Read(NamedTuple):
+    """A batch that was read, and where the trainer is when it has it."""
+
+    batch: Any
+    num_real: int
+    epoch: int
+    ended: bool
+    moment: Moment
 
 
 class LookAhead:
@@ -41,7 +52,7 @@ class LookAhead:
     @property
     def in_hand(self) -> list[Any]:
         """Batches that were read and not taken, in order."""
-        return [batch for batch, *_ in self._in_hand]
+        return [read.batch for read in self._in_hand]
 
     @property
     def stream(self) -> Stream:
@@ -51,32 +62,50 @@ class LookAhead:
     @property
     def step(self) -> int:
         """Global batches that the trainer has received."""
-        return self._moment.clock.global_step(self._moment.layout.global_batch_size)
+        return self._at.moment.clock.global_step(self._at.moment.layout.global_batch_size)
 
     @property
     def epoch(self) -> int:
-        """The epoch in which the trainer is."""
-        return self._moment.clock.epoch
+        """The epoch in which the trainer is: the next one when it has seen the end."""
+        return self._at.epoch
+
+    @property
+    def ended(self) -> bool:
+        """Whether the trainer has the last batch of its epoch, and has not seen the end."""
+        return self._at.ended
+
+    def is_over(self) -> bool:
+        """Whether no batch is left in the trainer's epoch."""
+        return not self._in_hand and (self.ended or self._reading.is_over())
+
+    def standing(self) -> Moment:
+        """Where the trainer is."""
+        return self._at.moment
 
     def begin(self) -> None:
         """Go on in the trainer's epoch, or with the next where that has ended."""
         if not self._in_hand:
             self._batches = iter(self._reading)
-            self._moment = Moment.of(self.stream)
+            self._at = self._read()
 
     def read(self) -> list[Any]:
-        """Fill the hand, and return what is new in it. An error of the loader is raised when the trainer comes to it."""
+        """Fill the hand, and return what is new in it; with nothing in it the trainer has seen the end of its epoch.
+
+        An error of the loader is raised when the trainer comes to it.
+        """
         new: list[Any] = []
         while self._failure is None and len(self._in_hand) < self._num_batches:
             try:
                 batch = next(self._batches)
             except StopIteration:
+                if not self._in_hand:
+                    self._at = self._read()
                 break
             except Exception as error:
                 self._failure = error
                 break
             new.append(batch)
-            self._in_hand.append((batch, self._reading.last_batch_samples, Moment.of(self.stream)))
+            self._in_hand.append(self._read(batch))
         if self._failure is not None and not self._in_hand:
             failure, self._failure = self._failure, None
             raise failure
@@ -84,13 +113,32 @@ class LookAhead:
 
     def take(self) -> Any:
         """The oldest batch in hand; from here on the state says that the trainer has it."""
-        batch, self.last_batch_samples, self._moment = self._in_hand.popleft()
-        return batch
+        self._at = self._in_hand.popleft()
+        self.last_batch_samples = self._at.num_real
+        return self._at.batch
 
-    def num_batches_left(self) -> int:
-        """Batches that the trainer has not received in its epoch; ``TypeError`` as ``len`` of the loader."""
-        unread = len(self._reading)
-        return len(self._in_hand) + (unread if self._reading.epoch == self.epoch else 0)
+    def __len__(self) -> int:
+        """As `DataLoader.__len__`."""
+        return len(self._reading)
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def batches_left(self) -> int:
+        """As `DataLoader.batches_left`, of the trainer's epoch."""
+        if self.ended:
+            return 0
+        return len(self._in_hand) + (self._reading.batches_left if self._reading.epoch == self.epoch else 0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """As `DataLoader.set_epoch`, of the trainer's epoch."""
+        if epoch == self.epoch:
+            return
+        if self._in_hand or (self.ended and epoch != self.epoch + 1):
+            refuse_epoch(epoch, self.epoch)
+        self._reading.set_epoch(epoch)
+        self._at = self._read()
 
     def skip(self, num_samples: int) -> None:
         """As `DataLoader.skip`, from where the trainer is; what is in hand is forgotten (collective as a state is)."""
@@ -105,15 +153,16 @@ class LookAhead:
 
     def progress(self) -> dict[str, float]:
         """As `DataLoader.progress`, of the batches that were taken, without ``wait_seconds``."""
-        return counters(self._moment)
+        return counters(self._at.moment)
 
     def state_dict(self) -> dict[str, Any]:
         """As `DataLoader.state_dict`, of the batches that were taken."""
-        return state_dict(self._moment)
+        return state_dict(self._at.moment)
 
-    def full_state_dict(self) -> dict[str, Any]:
-        """As `DataLoader.full_state_dict`, of the batches that were taken."""
-        return full_state_dict(self._moment)
+    @property
+    def sharded(self) -> Sharded:
+        """As `DataLoader.sharded`, of the batches that were taken."""
+        return Sharded(self.standing, self.load_state_dict)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As `DataLoader.load_state_dict`; what is in hand is forgotten."""
@@ -126,7 +175,11 @@ class LookAhead:
         self._forget()
 
     def _forget(self) -> None:
-        self._in_hand: deque[tuple[Any, int, Moment]] = deque()
+        self._in_hand: deque[_Read] = deque()
         self._batches: Iterator[Any] = iter(())
         self._failure: Exception | None = None
-        self._moment = Moment.of(self.stream)
+        self._at = self._read()
+
+    def _read(self, batch: Any = None) -> _Read:
+        reading = self._reading
+        return _Read(batch, reading.last_batch_samples, reading.epoch, reading.ended, Moment.of(reading.stream))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from typing import Any
@@ -48,7 +49,8 @@ def test_the_state_is_that_of_a_loader_that_took_the_same(num_batches: int, stop
     assert (ahead.step, ahead.epoch) == (plain.step, plain.epoch)
     fresh = make(rows, tail=tail)
     fresh.load_state_dict(state)
-    assert torch.equal(next(iter(fresh))["row"], next(iter(plain))["row"])
+    assert fresh.batches_left == plain.batches_left
+    assert torch.equal(next(itertools.chain(fresh, fresh))["row"], next(iter(plain))["row"])
 
 
 def test_epochs_follow_each_other_and_a_load_forgets_what_is_in_hand() -> None:
@@ -103,7 +105,7 @@ def test_a_loader_that_is_read_ahead_refuses_what_would_be_ahead_of_training() -
     ahead.read()
     asked = [
         loader.state_dict,
-        loader.full_state_dict,
+        lambda: loader.sharded,
         loader.reset,
         loader.progress,
         lambda: loader.load_state_dict({}),
@@ -129,10 +131,10 @@ def test_what_is_asked_is_answered_for_the_trainer(stop: int, skipped: int, tail
         waited, counted = plain.progress(), ahead.progress()
         assert {**counted, "wait_seconds": waited["wait_seconds"]} == waited
         assert ahead.last_batch_samples == plain.last_batch_samples
-        assert ahead.num_batches_left() == len(plain)
+        assert (ahead.batches_left, len(ahead)) == (plain.batches_left, len(plain))
     ahead.skip(4 * skipped)
     plain.skip(4 * skipped)
-    assert (ahead.full_state_dict()["samples"], ahead.step) == (plain.full_state_dict()["samples"], plain.step)
+    assert (ahead.sharded.state_dict()["samples"], ahead.step) == (plain.full_state_dict()["samples"], plain.step)
     ahead.begin()
     ahead.read()
     assert torch.equal(ahead.take()["row"], next(iter(plain))["row"])

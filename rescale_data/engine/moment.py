@@ -32,8 +32,6 @@ class Standing(Protocol):
     @property
     def owners(self) -> Ints: ...
     @property
-    def rows_are_dealt(self) -> bool: ...
-    @property
     def dropped_samples(self) -> int: ...
     @property
     def padded_samples(self) -> int: ...
@@ -63,7 +61,6 @@ class Moment:
     table: Ints
     clock: Clock
     owners: Ints
-    rows_are_dealt: bool
     dropped_samples: int
     padded_samples: int
 
@@ -77,7 +74,6 @@ class Moment:
             stream.table.copy(),
             stream.clock,
             stream.owners,
-            stream.rows_are_dealt,
             stream.dropped_samples,
             stream.padded_samples,
         )

@@ -9,13 +9,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from rescale_data.engine.collate import pin, with_valid
 from rescale_data.engine.feed import MicroBatch
-from rescale_data.engine.moment import counters
+from rescale_data.engine.moment import Standing, counters
 from rescale_data.engine.setup import Setup
-from rescale_data.engine.statedict import full_state_dict, load_state_dict, state_dict
+from rescale_data.engine.statedict import Sharded, load_state_dict, state_dict
 from rescale_data.engine.stream import Stream
 from rescale_data.errors import require_int
 
@@ -32,42 +32,69 @@ class Batches(Iterator[Any]):
         return self._next_batch(self)
 
 
+def refuse_epoch(epoch: int, now: int) -> NoReturn:
+    raise ValueError(
+        f"set_epoch({epoch}): the loader is in epoch {now}, and moves on to {now + 1} when its last batch has been taken. "
+        f"Count the trainer's epochs from loader.epoch, or load the state that was saved with that count."
+    )
+
+
 class Reading:
     """What `DataLoader` documents, method by method.
 
     Args:
         pin_memory: Whether batches are brought to page-locked memory here.
+        steps_per_epoch: An epoch is so many steps; `None`: it is that of the data.
     """
 
-    def __init__(self, setup: Setup, stream: Stream, *, pin_memory: bool) -> None:
-        self.setup, self.stream, self._pin = setup, stream, pin_memory
+    def __init__(self, setup: Setup, stream: Stream, *, pin_memory: bool, steps_per_epoch: int | None = None) -> None:
+        self.setup, self.stream, self._pin, self._steps = setup, stream, pin_memory, steps_per_epoch
+        self._resumed = False  # a state was loaded, and nothing has been read since: the end of an epoch may come first
+        self._at_multiple = False  # of steps_per_epoch, with the last batch of an epoch, whose end has not been seen
         self._num_iterators = 0  # the newest is the valid one
         self._last_taken = (-1, 0)  # from which iterator, and in which thread
         self._wait_seconds = 0.0
         self.last_batch_samples = 0
 
     def __iter__(self) -> Batches:
-        self.stream.begin()
+        if self.ended and not self._resumed:
+            self._move_on()
+        self._resumed = False
+        self.is_over()
         self.invalidate()
         return Batches(self.epoch, self._num_iterators, self._next)
 
     def __len__(self) -> int:
-        left = self.stream.num_micro_batches_left() if self.setup.recipe.repeat or self.setup.counts_are_known else None
-        if left is None:
-            why = (
-                "repeat=True is endless"
-                if self.setup.recipe.repeat
-                else "the pipeline does not know its number of samples"
-            )
-            raise TypeError(f"The number of batches left has no len(): {why}.")
-        return left
+        if self._steps is not None:
+            return self._steps * self.setup.layout.gradient_accumulation_steps
+        return self._known(self.stream.num_micro_batches() if not self.setup.recipe.repeat else None)
+
+    @property
+    def batches_left(self) -> int:
+        if self.ended:
+            return 0
+        if self._steps is not None:
+            clock, layout = self.stream.clock, self.setup.layout
+            begun = (clock.samples - clock.origin) % layout.global_batch_size // layout.micro_step_samples
+            return (self._steps - self.step % self._steps) * layout.gradient_accumulation_steps - begun
+        return self._known(self.stream.num_micro_batches_left() if self.setup.counts_are_known else None)
+
+    def _known(self, num_batches: int | None) -> int:
+        if num_batches is None:
+            endless = self.setup.recipe.repeat
+            why = "repeat=True is endless" if endless else "the pipeline does not know its number of samples"
+            raise TypeError(f"The loader has no number of batches: {why}. Give it steps_per_epoch=, or do not ask.")
+        return num_batches
 
     def start(self) -> None:
-        self.stream.start()
-        if not self.setup.layout.num_workers:
-            self.stream.peek()
+        if not self.is_over():
+            self.stream.start()
+            if not self.setup.layout.num_workers:
+                self.stream.peek()
 
     def peek(self) -> Any:
+        if self.is_over():
+            raise StopIteration
         return self._finish(self.stream.peek())
 
     def skip(self, num_samples: int) -> None:
@@ -78,10 +105,23 @@ class Reading:
                 f"skip(num_samples={num_samples}): give a multiple of dp_world_size * micro_batch_size = {whole}, counted over "
                 f"all ranks."
             )
-        self.stream.skip(num_samples // whole)
+        if num_samples:
+            self.stream.skip(num_samples // whole)
+            self._resumed, self._at_multiple = False, self._is_multiple()
+
+    def set_epoch(self, epoch: int) -> None:
+        require_int(epoch=epoch)
+        at = self.epoch
+        if epoch == at + 1 and self.is_over():
+            self._move_on()
+        elif self._resumed and 0 <= epoch == at - 1 and self._is_multiple():
+            self._at_multiple = True  # a state there says not whether the end was seen
+        elif epoch != at:
+            refuse_epoch(epoch, at)
 
     def reset(self) -> None:
         self.stream.reset()
+        self._resumed = self._at_multiple = False
         self.invalidate()
 
     def close(self) -> None:
@@ -93,29 +133,35 @@ class Reading:
 
     @property
     def epoch(self) -> int:
-        return self.stream.epoch
+        return self.stream.epoch if self._steps is None else self.step // self._steps - self._at_multiple
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last batch of the epoch has been taken, and its end not been seen."""
+        return self.stream.ended if self._steps is None else self._at_multiple
 
     def progress(self) -> dict[str, float]:
         return {"wait_seconds": self._wait_seconds, **counters(self.stream)}
 
     def state_dict(self) -> dict[str, Any]:
-        self._warn_if_read_ahead()
-        return state_dict(self.stream)
+        return state_dict(self._standing())
 
-    def full_state_dict(self) -> dict[str, Any]:
-        self._warn_if_read_ahead()
-        return full_state_dict(self.stream)
+    @property
+    def sharded(self) -> Sharded:
+        return Sharded(self._standing, self.load_state_dict)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         load_state_dict(self.stream, state)
+        self._resumed, self._at_multiple = True, False
         self.invalidate()
 
     def invalidate(self) -> None:
         """The iterators that there are give no more batches: who reads has changed, or from where."""
         self._num_iterators += 1
 
-    def _warn_if_read_ahead(self) -> None:
-        """Who takes batches in another thread than training's is perhaps a queue, whose batches a checkpoint would lose."""
+    def _standing(self) -> Standing:
+        """What a state is made of. Who takes batches in another thread than training's is perhaps a queue, whose batches a
+        checkpoint would lose."""
         iterator, thread = self._last_taken
         if iterator == self._num_iterators and thread != threading.get_ident():
             _logger.warning(
@@ -124,6 +170,7 @@ class Reading:
                 "state in that thread, or read ahead with rescale_data.lookahead.LookAhead (XLA: rescale_data.xla."
                 "DeviceLoader), whose state is that of training."
             )
+        return self.stream
 
     def _next(self, batches: Batches) -> Any:
         if batches.number != self._num_iterators:
@@ -131,16 +178,38 @@ class Reading:
                 "This iterator is no longer valid: a newer iter(loader), a reset, a load or what reads the loader ahead took "
                 "its place. Use the newest."
             )
-        stream = self.stream
-        if stream.epoch != batches.epoch:
+        if self.epoch != batches.epoch:
             raise StopIteration
-        started = time.perf_counter()
+        started, stream = time.perf_counter(), self.stream
+        if self.is_over():
+            self._move_on()
+            raise StopIteration
         batch = self._finish(stream.peek())
         micro_batch = stream.take()  # no sooner: a batch that cannot be handed over has not been delivered
+        self._at_multiple = self._is_multiple()
         self._last_taken = (batches.number, threading.get_ident())
         self._wait_seconds += time.perf_counter() - started
         self.last_batch_samples = micro_batch.num_real
         return batch
+
+    def is_over(self) -> bool:
+        """Whether no batch is left in the epoch, which is planned where it has not begun."""
+        if self._steps is None:
+            return self.stream.begin() is None
+        while not self._at_multiple and self.stream.begin() is None:
+            self.stream.move_on()  # the data's own end is none of an epoch of steps
+        return self._at_multiple
+
+    def _move_on(self) -> None:
+        if self._steps is None:
+            self.stream.move_on()
+        self._resumed = self._at_multiple = False
+
+    def _is_multiple(self) -> bool:
+        if self._steps is None:
+            return False
+        clock, o = self.stream.clock, self.setup.layout.global_batch_size
+        return (clock.samples - clock.origin) % o == 0 and self.step % self._steps == 0
 
     def _finish(self, micro_batch: MicroBatch) -> Any:
         batch = micro_batch.batch

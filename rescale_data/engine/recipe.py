@@ -15,7 +15,7 @@ from rescale_data.nodes.base import BaseNode, Node
 from rescale_data.nodes.foreign import as_node, refuse_ranks
 from rescale_data.shard import Shard
 from rescale_data.sources.source import Described
-from rescale_data.state import Field, Ints, encode, field_of, flatten
+from rescale_data.state import Field, Ints, encode, field_of, flatten, offsets
 
 Pipeline: TypeAlias = Callable[[Shard], BaseNode[Any]]
 
@@ -26,7 +26,11 @@ Histories: TypeAlias = Mapping[str, History]
 SAMPLES, DEALT, FIRST_SLOT = 0, 1, 2  # columns of the table: two of the loader's own, then the slots of the pipeline
 OWN_FIELDS = (Field(("samples",)), Field(("dealt",)))
 STAMP = Field(("stamp",))
-UNDEALT = -1
+UNDEALT, ENDED = (
+    -1,
+    -2,
+)  # in DEALT: nothing is dealt; the last batch of the epoch was taken, and the rows begin the next
+EPOCH = "epoch"  # how a field that counts epochs is called
 STRINGS = ("sources", "pipeline", "fields")
 """What `Schema` says in JSON, part of a state under these names."""
 
@@ -121,6 +125,16 @@ class Schema:
     def epoch_end(self, table: Ints) -> tuple[Ints, Ints] | None:
         """Samples left in the epoch and the slots at which the next begins, of all shards; `None` where it must be read."""
         return self.root.epoch_end(table[:, FIRST_SLOT:], np.arange(len(table), dtype=np.int64))
+
+    def epoch_size(self, table: Ints) -> int | None:
+        """Samples of the epoch that the positions are in, delivered or not; `None` where it must be read."""
+        beginning = self.fresh_table(len(table))
+        for field, start in zip(self.root.fields, offsets(self.root.fields), strict=False):
+            if field.counts or field.path[-1] == EPOCH:
+                slots = slice(FIRST_SLOT + start, FIRST_SLOT + start + field.num_slots)
+                beginning[:, slots] = table[:, slots]
+        end = self.epoch_end(beginning)
+        return None if end is None else int(end[0].sum())
 
     def sources(self) -> dict[str, Described]:
         """The sources of the pipeline by the path of the node that reads each."""

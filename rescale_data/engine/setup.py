@@ -102,6 +102,17 @@ def set_up(
     return setup
 
 
+def require_steps_per_epoch(setup: Setup, steps: int) -> None:
+    """``ValueError`` where the data itself knows its epoch."""
+    require_int(steps_per_epoch=steps)
+    if steps < 1:
+        raise ValueError(f"steps_per_epoch={steps}: it is at least 1.")
+    if not setup.recipe.repeat and setup.counts_are_known:
+        raise ValueError(
+            f"steps_per_epoch={steps}, but the pipeline knows how many samples an epoch has. Leave it out, or give repeat=True."
+        )
+
+
 def _num_logical_shards(given: int | None, global_batch_size: int, ranks: Ranks) -> int:
     if given is not None:
         return given

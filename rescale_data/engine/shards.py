@@ -11,7 +11,7 @@ from rescale_data.engine.feed import InProcess
 from rescale_data.engine.recipe import Pipeline
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.setup import Setup, set_up
-from rescale_data.engine.statedict import load_state_dict, state_dict
+from rescale_data.engine.statedict import load_state_dict, local_state_dict
 from rescale_data.engine.stream import Stream
 from rescale_data.nodes.base import BaseNode
 
@@ -21,7 +21,8 @@ class LogicalShards(BaseNode[list[Any]]):
 
     Nodes above it that go on from a state they took earlier and then draw as many batches again (``snapshot_frequency`` of
     `Prefetcher` and `ParallelMapper`) count in batches of before: leave it at 1, the default, or go on with the same W and b.
-    Above nodes that take its state in a thread let W divide N, so that `state_dict` is no collective.
+    With several ranks its state holds the rows of its own rank alone: `rd.whole_state` makes the state of whatever is above it
+    whole, to be kept.
 
     Args:
         pipeline: ``Shard -> node``, the node graph of one logical shard.
@@ -65,22 +66,23 @@ class LogicalShards(BaseNode[list[Any]]):
         )
         runner = Runner(self.setup.recipe, self.setup.schema)
         self.stream = Stream(self.setup, runner, InProcess(runner, list))
-        self._epoch = 0
+        self._begun = 0  # samples at the beginning that it was reset to; from then on another reset changes nothing
 
     def reset(self, initial_state: Mapping[str, Any] | None = None) -> None:
         """Go on from a state; without one begin again, or, at the end of an epoch, go on with the next."""
         super().reset(None)
+        begun, self._begun = self._begun, -1
         if initial_state is not None:
             load_state_dict(self.stream, initial_state)
-        elif self.stream.epoch == self._epoch:
+            return
+        if self.stream.ended:
+            self.stream.move_on()
+        elif self.stream.clock.samples != begun:
             self.stream.reset()
-        self.stream.begin()
-        self._epoch = self.stream.epoch
+        self._begun = self.stream.clock.samples
 
     def next(self) -> list[Any]:
-        if self.stream.epoch != self._epoch:
-            raise StopIteration
         return self.stream.take().batch
 
     def get_state(self) -> dict[str, Any]:
-        return state_dict(self.stream)
+        return local_state_dict(self.stream)

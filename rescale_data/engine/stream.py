@@ -17,7 +17,7 @@ import numpy as np
 
 from rescale_data.engine.agreement import Agreement
 from rescale_data.engine.feed import Feed, Leg, MicroBatch
-from rescale_data.engine.recipe import DEALT, FIRST_SLOT, SAMPLES, UNDEALT
+from rescale_data.engine.recipe import DEALT, ENDED, FIRST_SLOT, SAMPLES, UNDEALT
 from rescale_data.engine.runner import Exhausted, Runner
 from rescale_data.engine.setup import Setup
 from rescale_data.errors import DataStateError
@@ -66,7 +66,17 @@ class Stream:
         self.owners = self.layout.owners  # the rank whose row of each shard is right, of all ranks
         self._agreement: Agreement | None = None
         self._settled, self._over = -1, False  # the micro batch before which the ranks agreed last, and on what
+        self.ended = bool((table[:, DEALT] == ENDED).all())
+        self._took, self._was_empty = False, False  # in this epoch, from here on; the epoch before
+        self._size: int | None = None
         self._rewind()
+
+    def move_on(self) -> None:
+        """Begin the next epoch, if the last micro batch of this one was taken."""
+        if self.ended:
+            self.table[:, DEALT] = UNDEALT
+            self.clock = self.clock.next_epoch(self.layout.global_batch_size)
+            self.ended, self._took, self._size = False, False, None
 
     @property
     def clock(self) -> Clock:
@@ -104,11 +114,9 @@ class Stream:
         return micro_batch
 
     def peek(self) -> MicroBatch:
-        """The next micro batch, which stays the next."""
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
-        self.begin()
+        """The next micro batch, which stays the next; `StopIteration` at the end of the epoch."""
+        if self.begin() is None:
+            raise StopIteration
         if not self._ahead and self._make_until(self._u + 1) == self._u:
             raise DataStateError(
                 "A logical shard ended before its pipeline's epoch_end() said that it would. Return None there if the "
@@ -125,23 +133,37 @@ class Stream:
             self._started = True
 
     def skip(self, num_micro_batches: int) -> None:
-        """Leave out micro batches as if they had been taken."""
+        """Leave out micro batches as if they had been taken, over the ends of epochs."""
         while num_micro_batches:
+            self.move_on()
             leg = self.begin()
-            if leg.deal is not None or self._agreement is not None:
+            if leg is None:
+                continue
+            if self._agreement is not None or (leg.deal is not None and self._left is None):
                 self.take()
                 num_micro_batches -= 1
                 continue
             here = num_micro_batches if leg.stop is None else min(num_micro_batches, leg.stop - self._u)
-            self._skip_in_main_phase(here)
+            left = self.num_micro_batches_left()
+            if left is None or num_micro_batches < left or self._verify:
+                self._skip_rows(leg, here)
+            self._rewind()
+            self._advance(here)
             num_micro_batches -= here
 
-    def begin(self) -> Leg:
-        """The leg that the next micro batch belongs to, planned where it has not begun."""
-        leg = self._leg
-        if leg is None or (self._agreement is not None and self._is_unsettled):
-            leg = self._begin()
-        return leg
+    def begin(self) -> Leg | None:
+        """The leg that the next micro batch belongs to, planned where it has not begun; `None` at the end of the epoch."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        while not self.ended:
+            if self._leg is None:
+                self._plan()
+            elif self._agreement is not None and self._is_unsettled:
+                self._settle(self._agreement)
+            else:
+                return self._leg
+        return None
 
     def close(self) -> None:
         self._feed.close()
@@ -157,6 +179,8 @@ class Stream:
     def num_micro_batches_left(self) -> int | None:
         """Micro batches until the epoch ends; `None` where it never does, or cannot be known."""
         leg = self.begin()
+        if leg is None:
+            return 0
         if leg.stop is None or self._left is None:
             return None
         if leg.deal is not None:
@@ -165,26 +189,21 @@ class Stream:
         rest = Deal(self.layout, self._left - self._main_phase(main), self._left, self._tail == "pad")
         return leg.stop - self._u + rest.num_micro_batches
 
+    def num_micro_batches(self) -> int | None:
+        """Micro batches of the whole epoch, as long as O stays; `None` where it never ends, or cannot be known."""
+        if self._size is None and not self.repeat:
+            self._size = self.schema.epoch_size(self.table)
+        if self._size is None:
+            return None
+        steps, rest = divmod(self._size, self.layout.global_batch_size)
+        return (steps + (self._tail == "pad" and rest > 0)) * self.layout.gradient_accumulation_steps
+
     # Legs
 
     @property
     def _is_unsettled(self) -> bool:
         """Whether the ranks have yet to agree on this micro batch, or to act on it: perhaps reading ahead has failed."""
         return self._settled != self._u or self._over
-
-    def _begin(self) -> Leg:
-        first = self.epoch
-        while self.epoch < first + 2:
-            if self._leg is None:
-                self._plan()
-            elif self._agreement is not None and self._is_unsettled:
-                self._settle(self._agreement)
-            else:
-                return self._leg
-        raise DataStateError(
-            f"Two epochs in a row hold less than one global batch of {self.layout.global_batch_size} samples. Use a smaller "
-            f"global_batch_size, more data, tail='pad', or repeat=True."
-        )
 
     def _plan(self) -> None:
         """Begin the leg of this position, in which all rows are right."""
@@ -209,6 +228,7 @@ class Stream:
         self._leg = Leg(self.layout, self.ranks.rank, stop, deal, self.schema.histories)
 
     def _advance(self, num_micro_batches: int) -> None:
+        self._took = True
         self._taken += num_micro_batches
         leg = self._leg
         if leg is not None and leg.stop is not None and leg.stop == self._u:
@@ -249,14 +269,20 @@ class Stream:
             self._end_epoch(deal)
 
     def _end_epoch(self, deal: Deal) -> None:
+        if self._was_empty and not self._took:
+            raise DataStateError(
+                f"Two epochs in a row hold less than one global batch of {self.layout.global_batch_size} samples. Use a "
+                f"smaller global_batch_size, more data, tail='pad', or repeat=True."
+            )
         if self._verify:
             self._prove()
         end, delivered = self.schema.epoch_end(self.table), deal.delivered(self._u)
         self.table[:, FIRST_SLOT:] = self._epoch_end if end is None else end[1]
         self.table[:, SAMPLES] = deal.samples + delivered
-        self.table[:, DEALT] = UNDEALT
+        self.table[:, DEALT] = ENDED
         self._count_tail(deal.num_samples - int(delivered.sum()), deal.num_padded)
-        self.clock = self.clock.next_epoch(self.layout.global_batch_size)
+        self.clock = self.clock.restarted(self.layout.global_batch_size)
+        self.ended, self._was_empty = True, not self._took
         self._leg = self._agreement = None
         self._rewind()
 
@@ -270,9 +296,9 @@ class Stream:
     def _count_tail(self, num_dropped: int, num_padded: int) -> None:
         self.dropped_samples += num_dropped
         self.padded_samples += num_padded
-        if num_dropped or num_padded:
-            self.ranks.log(
-                logging.INFO,
+        if num_dropped or num_padded or not self._took:
+            self.ranks.log(  # nothing was taken: it was loaded with another global batch, or is too small
+                logging.INFO if self._took else logging.WARNING,
                 "Epoch %d ended with less than a global batch of %d samples: %d dropped, %d repeated to fill the last one.",
                 self.epoch,
                 self.layout.global_batch_size,
@@ -314,13 +340,16 @@ class Stream:
         self._started = self._exhausted = False
         self._failure: Exception | None = None
 
-    def _skip_in_main_phase(self, num_micro_batches: int) -> None:
+    def _skip_rows(self, leg: Leg, num_micro_batches: int) -> None:
+        """Move the rows that this rank owns, wherever they were served last."""
+        stop = self._u + num_micro_batches
+        if leg.deal is not None:
+            reached = leg.deal.samples + leg.deal.delivered(stop)
+        else:
+            reached = self.table[:, SAMPLES] + self.layout.delivered(self.table[:, SAMPLES], self._u, stop)
         block = self.layout.owned(self.ranks.rank)
-        counts = self.layout.delivered(self.table[:, SAMPLES], self._u, self._u + num_micro_batches)
         self._runner.load(self.table, self.schema.histories)
         for shard in block:
-            self._runner.skip(shard, int(counts[shard]))
+            self._runner.skip(shard, int(reached[shard] - self.table[shard, SAMPLES]))
         owned = slice(block.start, block.stop)
-        self.table[owned] = self._runner.table[owned]
-        self._rewind()
-        self._advance(num_micro_batches)
+        self.table[owned], self.owners = self._runner.table[owned], self.layout.owners

@@ -74,16 +74,18 @@ class _Reference:
 
     def check(self, loaders: Sequence[DataLoader], where: str) -> None:
         """Take one micro batch on every rank and compare."""
-        self._begin_epoch(loaders[0])
+        self._begin_epoch(loaders)
         for rank, loader in enumerate(loaders):
             micro_batch = loader.stream.take()
             samples = [self._next(shard) for shard in micro_batch.shards[: micro_batch.num_real]]
             if len(samples) == len(micro_batch.shards):
                 _compare(micro_batch.batch, loader.collate_fn(samples), f"{where}, rank {rank}")
 
-    def _begin_epoch(self, loader: DataLoader) -> None:
-        loader.stream.begin()
-        while self._epoch < loader.epoch:
+    def _begin_epoch(self, loaders: Sequence[DataLoader]) -> None:
+        for loader in loaders:
+            while loader.stream.begin() is None:
+                loader.stream.move_on()
+        while self._epoch < loaders[0].stream.epoch:
             self._epoch += 1
             for node in self._nodes:
                 _drain(node)

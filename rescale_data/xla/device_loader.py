@@ -22,6 +22,7 @@ import torch_xla
 from torch_xla.core import xla_model
 
 from rescale_data.engine.reading import Batches
+from rescale_data.engine.statedict import Sharded
 from rescale_data.engine.stream import Stream
 from rescale_data.loader import DataLoader
 from rescale_data.lookahead import LookAhead
@@ -74,8 +75,20 @@ class DeviceLoader:
         return Batches(self.epoch, self._num_iterators, self._next)
 
     def __len__(self) -> int:
-        """As `DataLoader.__len__`, from where training is."""
-        return self._ahead.num_batches_left()
+        """As `DataLoader.__len__`."""
+        return len(self._ahead)
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def batches_left(self) -> int:
+        """As `DataLoader.batches_left`, from where training is."""
+        return self._ahead.batches_left
+
+    def set_epoch(self, epoch: int) -> None:
+        """As `DataLoader.set_epoch`, where training is."""
+        self._ahead.set_epoch(epoch)
 
     def start(self) -> None:
         """As `DataLoader.start`."""
@@ -83,6 +96,8 @@ class DeviceLoader:
 
     def peek(self) -> Any:
         """The next batch, on the devices; it stays the next."""
+        if self._ahead.is_over():
+            raise StopIteration
         self._ahead.begin()
         self._send()
         return self._sent[0].result()
@@ -140,12 +155,13 @@ class DeviceLoader:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that describes the batches training has received; collective where `DataLoader.state_dict` is."""
+        """The state that describes the batches training has received; collective as `DataLoader.state_dict` is."""
         return self._ahead.state_dict()
 
-    def full_state_dict(self) -> dict[str, Any]:
-        """As `DataLoader.full_state_dict`, of the batches that training has received."""
-        return self._ahead.full_state_dict()
+    @property
+    def sharded(self) -> Sharded:
+        """As `DataLoader.sharded`, of the batches that training has received."""
+        return Sharded(self._ahead.standing, self.load_state_dict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state of this or of a `DataLoader`, of any topology."""

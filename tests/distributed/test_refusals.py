@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 import rescale_data as rd
+from rescale_data.engine.statedict import local_state_dict
 from rescale_data.state import Field
 from tests.distributed.legs import Data, take
 from tests.distributed.ranks import run_ranks
@@ -37,10 +38,10 @@ def on_2_ranks(folder: Path) -> dict[str, str]:
     loader = ROWS.loader(O, 6)
     take(loader, 2)
     if rank == 0:
-        dcp.save({"loader": loader}, checkpoint_id=folder / "rank 0 alone", no_dist=True)
+        dcp.save({"loader": loader.sharded}, checkpoint_id=folder / "rank 0 alone", no_dist=True)
     dist.barrier()
 
-    saves: dict[str, Any] = {"loader": loader} if rank == 0 else {}
+    saves: dict[str, Any] = {"loader": loader.sharded} if rank == 0 else {}
     said["a rank without its loader"] = _said(
         lambda: dcp.save(saves, checkpoint_id=folder / "lost"), CheckpointException
     )
@@ -48,18 +49,24 @@ def on_2_ranks(folder: Path) -> dict[str, str]:
     dcp.save({"loader": loader}, checkpoint_id=folder / "whole")
     if rank == 1:
         take(loader, 1)
-    dcp.save({"loader": loader}, checkpoint_id=folder / "different steps")
+    dcp.save({"loader": loader.sharded}, checkpoint_id=folder / "different steps")
     for name in ("rank 0 alone", "different steps"):
         said[name] = _said(functools.partial(_load, ROWS.loader(O, 6), folder / name), rd.DataStateError)
 
     uneven = UNEVEN.loader(O, 6)
     take(uneven, 1 + rank)
-    said["different steps, gathered"] = _said(uneven.full_state_dict, rd.DataStateError)
+    said["different steps, gathered"] = _said(uneven.state_dict, rd.DataStateError)
+    whole = functools.partial(rd.whole_state, {"root": _local(uneven)})
+    said["different steps, made whole"] = _said(whole, rd.DataStateError)
 
     said["another N"] = _said(lambda: _load(Data("rows", 200, 48).loader(O, 6), folder / "whole"), CheckpointException)
     said["another field"] = _said(lambda: _load(FILTERED.loader(O, 6), folder / "whole"), CheckpointException)
     said["another seed"] = _said(lambda: _load(ROWS.loader(O, 6, seed=8), folder / "whole"), rd.DataStateError)
     return said
+
+
+def _local(loader: rd.DataLoader) -> dict[str, Any]:
+    return local_state_dict(loader.stream)
 
 
 def _load(loader: rd.DataLoader, path: Path) -> None:
@@ -85,6 +92,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
         ),
         ("a rank without its loader", ["Failed to validate global plan", *VOLUMES]),
         ("different steps", ["are not of sample", "ranks saved at different steps"]),
+        ("different steps, made whole", ["The ranks save at different batches", "others between 12 and 24"]),
         ("different steps, gathered", ["The ranks save at different batches", "others between 12 and 24"]),
         ("another N", ["Size mismatch between saved torch.Size([24]) and current: torch.Size([48])"]),
         ("another field", ["Missing key in checkpoint state_dict: loader.shards."]),
@@ -224,7 +232,7 @@ def test_a_row_with_another_stamp() -> None:
     loader = ROWS.loader(O)
     take(loader, 2)
     state = loader.state_dict()
-    state["shards"]["stamp"][5] -= 12
+    state["shards"]["stamp"][5] -= 12 * 24
     with pytest.raises(
         rd.DataStateError, match=r"The rows of 1 of 24 logical shards \(the first: \[5\]\) are not of sample 24"
     ):

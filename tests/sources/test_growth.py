@@ -55,6 +55,8 @@ def leg(
     seen: Counter[int] = Counter()
     for _ in range(steps * loaders[0].gradient_accumulation_steps):
         for loader in loaders:
+            while loader.stream.begin() is None:
+                loader.stream.move_on()
             seen.update(loader.stream.take().batch["x"].tolist())
     state = full_state_dict(loaders)
     [loader.close() for loader in loaders]

@@ -298,7 +298,7 @@ def test_what_a_training_loop_asks_of_a_loader_is_answered_for_training(tmp_path
     for _ in range(2):
         for batch, same in zip(loader, plain, strict=True):
             assert batch["id"].tolist() == same["id"].tolist()
-            _assert_same_state(loader.full_state_dict(), plain.full_state_dict())
+            _assert_same_state(loader.sharded.state_dict(), plain.state_dict())
             assert answers(loader) == answers(plain)
             if plain.step % 2:
                 assert loader.peek()["id"].tolist() == plain.peek()["id"].tolist()

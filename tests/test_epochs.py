@@ -1,0 +1,426 @@
+"""The end of an epoch: whatever loop a trainer has, wherever it saves and on whatever it goes on, it trains its epochs once."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torchdata.nodes import Loader, Mapper, Prefetcher, Unbatcher
+
+import rescale_data as rd
+from rescale_data.lookahead import LookAhead
+from rescale_data.testing import full_state_dict
+from tests.simulate import Topology
+
+EPOCHS, N, NUM_ROWS = 3, 12, 50
+
+
+class Loop(NamedTuple):
+    """How a trainer goes through its epochs.
+
+    Args:
+        by_count: It takes as many batches as there are, and so never sees an iterator end.
+        counts: Its epochs: ``range(loader.epoch, EPOCHS)``; a counter that it keeps in the checkpoint; that and `set_epoch`.
+    """
+
+    by_count: bool
+    counts: Literal["loader", "own", "set_epoch"]
+
+
+LOOPS = [Loop(by_count, counts) for by_count in (False, True) for counts in ("loader", "own", "set_epoch")]
+Save = tuple[dict[str, Any], int]
+
+
+def odd_or_small(sample: dict[str, int]) -> bool:
+    return sample["row"] % 2 == 1 or sample["row"] < 30
+
+
+def rows_of(shard: rd.Shard) -> rd.BaseNode[Any]:
+    return rd.Reader(rd.DatasetSource([{"row": row} for row in range(NUM_ROWS)], name="rows"), shard)
+
+
+def filtered(shard: rd.Shard) -> rd.BaseNode[Any]:
+    return rd.Filter(rows_of(shard), odd_or_small)
+
+
+PIPELINES = {"rows": (rows_of, NUM_ROWS), "filtered": (filtered, 40)}
+
+
+class Trainer:
+    """The loaders of all ranks, asked at once, or one that is read ahead; what it took, by the loader's epoch."""
+
+    def __init__(self, loop: Loop, kind: str, topology: Topology, tail: str, ahead: int, save: Save | None) -> None:
+        self.loop, (pipeline, _), w = loop, PIPELINES[kind], topology.w
+        loaders = [
+            rd.DataLoader(
+                pipeline,
+                global_batch_size=topology.o,
+                micro_batch_size=topology.b,
+                num_logical_shards=N,
+                seed=3,
+                num_workers=topology.k,
+                tail=tail,  # type: ignore[arg-type]
+                **({"dp_rank": rank, "dp_world_size": w} if w > 1 else {}),
+            )
+            for rank in range(w)
+        ]
+        self.ranks: list[Any] = [LookAhead(loaders[0], ahead)] if ahead else loaders
+        self.known, self.counter = kind == "rows", 0
+        if save is not None:
+            for loader in self.ranks:
+                loader.load_state_dict(save[0])
+            self.counter = save[1]
+
+    def save(self) -> Save:
+        state = self.ranks[0].state_dict() if len(self.ranks) == 1 else full_state_dict(self.ranks)
+        return state, self.counter
+
+    def same(self, ask: Callable[[Any], Any]) -> Any:
+        found = [ask(loader) for loader in self.ranks]
+        assert len(set(found)) == 1, "the ranks disagree"
+        return found[0]
+
+    @property
+    def epoch(self) -> int:
+        return self.same(lambda loader: loader.epoch)
+
+    def train(self) -> Iterator[tuple[int, list[int]]]:
+        """The trainer's epoch and the rows of each batch; and once after each epoch, when its counter has moved on."""
+        for epoch in range(self.epoch if self.loop.counts == "loader" else self.counter, EPOCHS):
+            self.counter = epoch
+            if self.loop.counts == "set_epoch":
+                self.same(lambda loader, epoch=epoch: loader.set_epoch(epoch))
+            yield from ((epoch, rows) for rows in self._one_epoch())
+            self.counter = epoch + 1
+            yield epoch, []
+
+    def _one_epoch(self) -> Iterator[list[int]]:
+        iterators = [iter(_Ahead(loader) if isinstance(loader, LookAhead) else loader) for loader in self.ranks]
+        if self.loop.by_count:
+            for _ in range(self.same(lambda loader: loader.batches_left)):
+                yield self._rows([next(iterator) for iterator in iterators])
+            return
+        size = self.same(len) if self.known else 0
+        while True:
+            batches = [next(iterator, None) for iterator in iterators]
+            assert len({batch is None for batch in batches}) == 1
+            if batches[0] is None:
+                return
+            rows = self._rows(batches)
+            assert not self.known or self.same(len) == size
+            yield rows
+
+    def _rows(self, batches: list[Any]) -> list[int]:
+        assert self.same(bool)
+        real = [batch["valid"] if "valid" in batch else slice(None) for batch in batches]
+        return [row for batch, valid in zip(batches, real, strict=True) for row in batch["row"][valid].tolist()]
+
+
+class _Ahead:
+    def __init__(self, ahead: LookAhead) -> None:
+        self._ahead = ahead
+
+    def __iter__(self) -> Iterator[Any]:
+        self._ahead.begin()
+        return self._batches()
+
+    def _batches(self) -> Iterator[Any]:
+        while self._ahead.read() or self._ahead.in_hand:
+            yield self._ahead.take()
+
+
+class Run(NamedTuple):
+    """A run in legs, each of which ends with a save after some batches or epochs.
+
+    Args:
+        legs: Topology, how far it reads ahead, and how many batches and ends of epochs it goes.
+    """
+
+    loop: Loop
+    kind: str
+    tail: str
+    legs: list[tuple[Topology, int, int]]
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Run:
+    loop, tail = draw(st.sampled_from(LOOPS)), draw(st.sampled_from(["drop", "pad"]))
+    kind = "rows" if loop.by_count else draw(st.sampled_from(list(PIPELINES)))
+    legs: list[tuple[Topology, int, int]] = []
+    for _ in range(draw(st.integers(1, 4))):
+        o = draw(st.sampled_from([4, 6, 8, 12, 24]))
+        w = 1 if kind == "filtered" else draw(st.sampled_from([w for w in (1, 2, 3) if o % w == 0]))
+        b = draw(st.sampled_from([b for b in range(1, o // w + 1) if o % (w * b) == 0]))
+        ahead = draw(st.sampled_from([0, 1, 3, 30])) if w == 1 else 0
+        legs.append((Topology(w, b, o), ahead, draw(st.integers(0, 3 * NUM_ROWS * w * b // (w * b) // (w * b) + 4))))
+    return Run(loop, kind, tail, legs)
+
+
+@settings(max_examples=150, deadline=None)
+@given(runs())
+@example(
+    Run(Loop(False, "own"), "rows", "drop", [(Topology(1, 4, 4), 0, 12)])
+)  # eoe: in the loop, after the last batch
+@example(Run(Loop(True, "set_epoch"), "rows", "drop", [(Topology(1, 4, 4), 0, 13)]))  # the counter is one further
+@example(
+    Run(Loop(False, "loader"), "rows", "drop", [(Topology(1, 4, 4), 0, 11), (Topology(1, 8, 8), 0, 1)])
+)  # extra_epoch
+@example(Run(Loop(False, "own"), "filtered", "drop", [(Topology(1, 4, 4), 0, 9), (Topology(1, 24, 24), 3, 2)]))
+def test_every_loop_trains_its_epochs_once_wherever_it_saves(run: Run) -> None:
+    taken: dict[int, list[int]] = defaultdict(list)
+    largest, save, short = 0, None, 0
+    for topology, ahead, stop in [*run.legs, (run.legs[-1][0], 0, 10**9)]:
+        if save is not None and run.loop == Loop(True, "own") and save[0]["epoch"] + short < save[1]:
+            short += 1  # the one combination that needs set_epoch: its counter has moved on, the loader has not
+        trainer = Trainer(run.loop, run.kind, topology, run.tail, ahead, save)
+        largest = max(largest, topology.o)
+        for i, (epoch, rows) in enumerate(trainer.train()):
+            if rows:
+                assert epoch == trainer.epoch + short, (
+                    "the loader's epoch is the trainer's while its batches are trained"
+                )
+                taken[trainer.epoch] += rows
+            if i == stop:
+                break
+        save = trainer.save()
+    whole = EPOCHS - short
+    assert sorted(taken) == list(range(whole))
+    size = PIPELINES[run.kind][1]
+    for rows in taken.values():
+        assert max(Counter(rows).values()) == 1, "no row twice"
+        assert size - largest < len(rows) <= size
+        assert run.tail == "drop" or len(rows) == size
+
+
+@pytest.mark.parametrize("topology", [Topology(1, 2, 4, 1), Topology(1, 2, 4, 2)])
+def test_workers_may_read_ahead_over_the_end(topology: Topology) -> None:
+    expected = [rows for _, rows in Trainer(LOOPS[0], "rows", topology._replace(k=0), "drop", 0, None).train()]
+    trainer = Trainer(LOOPS[0], "rows", topology, "drop", 0, None)
+    assert [rows for _, rows in trainer.train()] == expected
+    trainer.ranks[0].reset()
+    steps = trainer.train()
+    for _ in range(24):
+        next(steps)
+    state, _ = trainer.save()
+    trainer.ranks[0].close()
+    assert (state["epoch"], trainer.ranks[0].batches_left) == (0, 0)
+    again = Trainer(LOOPS[0], "rows", topology, "drop", 0, (state, 0))
+    assert [rows for _, rows in again.train()] == expected[24:]
+    again.ranks[0].close()
+
+
+def loader_of(**arguments: Any) -> rd.DataLoader:
+    return rd.DataLoader(
+        rows_of, **{"global_batch_size": 4, "micro_batch_size": 2, "num_logical_shards": N, **arguments}
+    )
+
+
+class TestBetweenTheLastBatchAndTheEnd:
+    @pytest.mark.parametrize("ahead", [False, True])
+    @pytest.mark.parametrize("by", ["taking", "skipping"])
+    def test_what_is_asked(self, by: str, ahead: bool, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO)
+        loader: Any = LookAhead(loader_of(verify=True), 3) if ahead else loader_of(verify=True)
+        if by == "skipping":
+            loader.skip(48)
+        for _ in range(24 if by == "taking" else 0):
+            batches = iter(_Ahead(loader) if ahead else loader)
+            next(batches)
+        assert (loader.epoch, loader.batches_left, loader.step, len(loader)) == (0, 0, 12, 24)
+        assert loader.progress()["dropped_samples"] == 2
+        assert "Epoch 0: every row was delivered once" in caplog.text
+        state = loader.state_dict()
+        assert (state["epoch"], state["step"]) == (0, 12)
+        assert set(state["shards"]["dealt"].tolist()) == {-2}
+        assert set(state["shards"]["epoch"].tolist()) == {1}
+        if not ahead:
+            for _ in range(2):
+                with pytest.raises(StopIteration):
+                    loader.peek()
+        with pytest.raises(ValueError, match=r"set_epoch\(2\): the loader is in epoch 0"):
+            loader.set_epoch(2)
+        loader.set_epoch(0)
+        assert loader.epoch == 0
+        loader.skip(4)
+        assert (loader.epoch, loader.batches_left, loader.step) == (1, 22, 13)
+
+    def test_the_iterator_ends_for_good_and_moves_the_epoch(self) -> None:
+        loader = loader_of()
+        batches = iter(loader)
+        assert len(list(batches)) == 24
+        assert loader.epoch == 1
+        assert [next(batches, None), next(batches, None), loader.epoch] == [None, None, 1]
+        again = iter(loader)
+        assert next(batches, "old") != "old" if batches is again else True
+        assert len(list(again)) == 24
+
+    def test_another_iterator_within_an_epoch_goes_on(self) -> None:
+        loader = loader_of()
+        taken = [next(iter(loader))["row"].tolist() for _ in range(24)]
+        assert loader.epoch == 0
+        assert taken == [batch["row"].tolist() for batch in loader_of()]
+        assert next(iter(loader)) is not None
+        assert loader.epoch == 1
+
+    @pytest.mark.parametrize("tail", ["drop", "pad"])
+    def test_less_than_another_global_batch_is_the_end_of_the_same_epoch_with_one_warning(
+        self, tail: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        first = loader_of(tail=tail)
+        first.skip(44)
+        loader = loader_of(tail=tail, global_batch_size=8, micro_batch_size=8)
+        loader.load_state_dict(first.state_dict())
+        caplog.clear()
+        assert (loader.epoch, loader.batches_left) == (0, 0 if tail == "drop" else 1)
+        assert len(list(loader)) == (tail == "pad")
+        said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert said == (
+            ["Epoch 0 ended with less than a global batch of 8 samples: 6 dropped, 0 repeated to fill the last one."]
+            if tail == "drop"
+            else []
+        )
+        assert (loader.epoch, len(list(loader))) == (1, 6 if tail == "drop" else 7)
+
+    def test_rows_that_are_not_all_at_the_end_are_an_error(self) -> None:
+        loader = loader_of()
+        loader.skip(48)
+        state = loader.state_dict()
+        state["shards"]["dealt"][3] = -1
+        with pytest.raises(rd.DataStateError, match="an epoch has ended for 11 of 12 logical shards"):
+            loader_of().load_state_dict(state)
+
+    def test_an_endless_stream_goes_on_from_such_a_state(self) -> None:
+        loader = loader_of()
+        loader.skip(48)
+        endless = loader_of(repeat=True)
+        endless.load_state_dict(loader.state_dict())
+        assert next(iter(endless))["row"].tolist() == next(iter(loader))["row"].tolist()
+
+
+class TestSkipOfWholeEpochs:
+    @pytest.mark.parametrize("verify", [False, True])
+    def test_reads_nothing(self, verify: bool) -> None:
+        class Rows:
+            num_read = 0
+
+            def __len__(self) -> int:
+                return 1000
+
+            def __getitem__(self, row: int) -> int:
+                Rows.num_read += 1
+                return row
+
+        def make() -> rd.DataLoader:
+            return rd.DataLoader(Rows(), global_batch_size=24, num_logical_shards=30, verify=verify)
+
+        skipped, taken = make(), make()
+        skipped.skip(24 * 41 * 5 + 24)
+        assert Rows.num_read == 0
+        assert (skipped.epoch, skipped.step, skipped.progress()["dropped_samples"]) == (5, 41 * 5 + 1, 80)
+        for _ in range(5):
+            list(taken)
+        next(iter(taken))
+        assert all(a.tolist() == b.tolist() for a, b in zip(skipped, taken, strict=True))
+
+
+class TestUnderTorchdata:
+    """Nodes of torchdata above `LogicalShards`, saved at every batch of three epochs and at every end."""
+
+    ABOVE: Mapping[str, Callable[[Any], Any]] = {
+        "nothing": lambda node: node,
+        "Unbatcher": Unbatcher,
+        "Prefetcher": lambda node: Prefetcher(node, 3),
+        "Mapper of Unbatcher": lambda node: Mapper(Unbatcher(node), str),
+    }
+
+    @pytest.mark.parametrize("above", ABOVE)
+    def test_epochs_follow_each_other_wherever_it_was_saved(self, above: str) -> None:
+        def make() -> Loader[Any]:
+            shards = rd.LogicalShards(rows_of, num_logical_shards=N, global_batch_size=10, repeat=False)
+            return Loader(self.ABOVE[above](shards))
+
+        loader, epochs, states = make(), [], []
+        for epoch in range(EPOCHS):
+            taken: list[str] = []
+            for item in loader:
+                taken.append(str(item))
+                states.append((epoch, len(taken), loader.state_dict()))
+            epochs.append(taken)
+            states.append((epoch, len(taken), loader.state_dict()))
+        assert len({tuple(taken) for taken in epochs}) == EPOCHS
+        for epoch, count, state in states:
+            again = make()
+            again.load_state_dict(state)
+            rest = [str(item) for item in again]
+            following = [epochs[epoch][count:], *epochs[epoch + 1 :]]
+            if not following[0]:  # torchdata's Loader begins the next epoch at once
+                following = following[1:]
+            for expected in following:
+                assert rest == expected, (above, epoch, count)
+                rest = [str(item) for item in again]
+
+
+class TestStepsPerEpoch:
+    @pytest.mark.parametrize(("repeat", "kind"), [(True, "rows"), (False, "filtered")])
+    @pytest.mark.parametrize("loop", LOOPS)
+    def test_an_epoch_is_so_many_steps_wherever_it_was_saved(self, loop: Loop, repeat: bool, kind: str) -> None:
+        def make(save: Save | None = None) -> Trainer:
+            trainer = Trainer(loop, kind, Topology(1, 2, 4), "drop", 0, None)
+            trainer.ranks = [
+                rd.DataLoader(
+                    PIPELINES[kind][0],
+                    global_batch_size=4,
+                    micro_batch_size=2,
+                    num_logical_shards=N,
+                    repeat=repeat,
+                    steps_per_epoch=7,
+                    seed=3,
+                )
+            ]
+            trainer.known = True
+            if save is not None:
+                trainer.ranks[0].load_state_dict(save[0])
+                trainer.counter = save[1]
+            return trainer
+
+        whole = make()
+        expected, saves = [], []
+        for epoch, rows in whole.train():
+            if rows:
+                expected.append((epoch, rows))
+            saves.append((len(expected), whole.save()))
+        assert len(expected) == 7 * 2 * EPOCHS
+        assert whole.ranks[0].step == 7 * EPOCHS
+        for count, save in saves:
+            trainer = make(save)
+            at_end = count % 14 == 0 and count > 0
+            rest = [(epoch, rows) for epoch, rows in trainer.train() if rows]
+            if at_end and save[1] * 14 < count and loop.counts == "own":
+                assert len(rest) == len(expected) - count + 14  # a state there is the beginning of the next epoch
+            else:
+                assert rest == expected[count:], count
+
+    def test_what_it_says_of_itself(self) -> None:
+        loader = rd.DataLoader(
+            filtered, global_batch_size=4, micro_batch_size=2, num_logical_shards=N, steps_per_epoch=15
+        )
+        seen = [(len(loader), loader.batches_left, loader.epoch) for _ in loader]
+        assert seen == [(30, left, 0) for left in range(29, -1, -1)]
+        assert (loader.epoch, loader.step, loader.progress()["epoch_max/rows"]) == (1, 15, 1)
+        other = rd.DataLoader(filtered, global_batch_size=4, num_logical_shards=N, steps_per_epoch=4)
+        other.load_state_dict(loader.state_dict())
+        assert (other.epoch, other.batches_left, len(list(other)), other.step) == (3, 1, 1, 16)
+
+    @pytest.mark.parametrize("steps", [0, -1])
+    def test_of_less_than_a_step(self, steps: int) -> None:
+        with pytest.raises(ValueError, match=rf"steps_per_epoch={steps}: it is at least 1"):
+            loader_of(repeat=True, steps_per_epoch=steps)
+
+    def test_where_the_data_knows_its_epoch(self) -> None:
+        with pytest.raises(ValueError, match="steps_per_epoch=5, but the pipeline knows how many samples an epoch has"):
+            loader_of(steps_per_epoch=5)
