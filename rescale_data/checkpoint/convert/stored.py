@@ -15,7 +15,7 @@ from rescale_data.checkpoint.storage.manifest import read_manifest
 from rescale_data.checkpoint.storage.open import opened
 from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.tree import Lost
-from rescale_data.engine.data_state import data_states
+from rescale_data.engine.state_paths import data_states
 
 BUDGET = 256 << 20
 
