@@ -1,5 +1,7 @@
 """The exceptions of our own, and the check of arguments that are counts."""
 
+import numpy as np
+
 
 class DataStateError(ValueError):
     """The state of a checkpoint and the run that loads it do not fit, or the data cannot go on.
@@ -23,7 +25,7 @@ class DamagedCheckpointError(ValueError):
 def require_int(**values: object) -> None:
     """``TypeError`` where an argument, by name, is no int."""
     for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool):
+        if not isinstance(value, int | np.integer) or isinstance(value, bool):
             raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give an int.")
 
 

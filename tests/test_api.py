@@ -46,7 +46,7 @@ FLOORS = [
     ["nodes"],
     ["engine"],
     ["loader"],
-    ["lookahead", "documents_of_step"],
+    ["documents_of_step", "integrations", "lookahead"],
     ["checkpoint"],
     ["xla"],
     ["testing", "cli"],

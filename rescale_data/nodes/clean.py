@@ -10,6 +10,7 @@ import numpy as np
 
 from rescale_data.errors import require_int
 from rescale_data.nodes.base import BaseNode, Node, View, copy_of
+from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.column import integers
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.reading.spans import EMPTY, Moves, Spans
@@ -84,7 +85,7 @@ class CleanDocuments(Node[dict[str, Any]]):
         super().__init__(source=source)
         self.column = column
         self.cleaning = Cleaning(frozenset(int(token) for token in strip), min_length, max_length)
-        self._source = self.children["source"]
+        self._source, self._bound = self.children["source"], Bound(self)
 
     def seek(self) -> None:
         self._bookmark = self.bookmark("source")
@@ -92,6 +93,7 @@ class CleanDocuments(Node[dict[str, Any]]):
         self._over = False
 
     def next(self) -> dict[str, Any]:
+        misses = 0
         while not self._over:
             pieces = self._open()
             piece = self.position[_PIECE]
@@ -101,6 +103,7 @@ class CleanDocuments(Node[dict[str, Any]]):
                 self.position[_PIECE] = piece + 1
             if piece < len(pieces):
                 return {**self._sample, self.column: self._tokens[pieces[piece]]}
+            misses = self._bound.missed(misses)
         raise StopIteration
 
     def settle(self, position: View) -> bool:

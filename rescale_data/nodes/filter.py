@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import logging
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 from rescale_data.nodes.base import BaseNode, Node
+from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.guard import Guard, OnError
 from rescale_data.state import Field, Ints
+
+_LOOK_AFTER = 1000
+_log = logging.getLogger("rescale_data")
+_seen: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, False])
+"""By predicate, in this process: kept, dropped, and whether that was said."""
 
 
 class Filter(Node[Any]):
     """The samples for which ``predicate`` is true. The others count as drawn, and are counted (``filtered_rows``).
 
+    Where more than 90 % are dropped, one warning says so: they are all read.
+
     Args:
         source: A node.
         predicate: From a sample to whether it stays, without a memory of its own. An error in it names the row.
         on_error: "raise", or "skip": leave out samples for which it raises, log and count them (``skipped_rows``).
+
+    Raises:
+        DataStateError: Nothing was kept in two whole epochs of an endless source.
     """
 
     FIELDS: ClassVar[tuple[Field, ...]] = (Field(("filtered",), counts=True), Field(("skipped",), counts=True))
@@ -25,19 +38,36 @@ class Filter(Node[Any]):
         super().__init__(source=source)
         self.predicate = predicate
         self._source = self.children["source"]
-        self._guard = Guard(self, on_error)
+        self._guard, self._bound = Guard(self, on_error), Bound(self)
+        names = sorted({node.reads.name for _, node in self.walk() if node.reads is not None})
+        self._name = f"{getattr(predicate, '__qualname__', type(predicate).__name__)} over {', '.join(names)}"
+        self._seen = _seen[self._name]
 
     def next(self) -> Any:
+        misses = 0
         while True:
             sample = next(self._source)
             try:
                 if self.predicate(sample):
+                    self._seen[0] += 1
                     return sample
+                self.position[0] += 1
+                self._drop()
             except Exception as error:
                 self._guard.caught(error, self.locate(), self.position[1])
                 self.position[1] += 1
-                continue
-            self.position[0] += 1
+            misses = self._bound.missed(misses)
+
+    def _drop(self) -> None:
+        self._seen[1] += 1
+        kept, dropped, said = self._seen
+        if not dropped % _LOOK_AFTER and dropped > 9 * kept and not said:
+            self._seen[2] = True
+            _log.warning(
+                "Filter(%s) has dropped %d of %d samples, all of which were read. Filter the files once and read what is left, "
+                "or give ParquetSource and ArrowSource a filter=, which reads no more than what matches.",
+                self._name, dropped, kept + dropped,
+            )  # fmt: skip
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         filtered, skipped = rows[:, :2].sum(axis=0).tolist()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from rescale_data.nodes.base import BaseNode, Node
+from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.counted import epoch_end_of_source
 from rescale_data.nodes.guard import Guard, OnError
 from rescale_data.nodes.provenance import carried
@@ -30,10 +31,11 @@ class Map(Node[Any]):
         super().__init__(source=source)
         self.fn = fn
         self._source = self.children["source"]
-        self._guard = Guard(self, on_error)
+        self._guard, self._bound = Guard(self, on_error), Bound(self)
         self.one_for_one = not self._guard.skips
 
     def next(self) -> Any:
+        misses = 0
         while True:
             sample = next(self._source)
             try:
@@ -41,6 +43,7 @@ class Map(Node[Any]):
             except Exception as error:
                 self._guard.caught(error, self.locate(), self.position[0])
                 self.position[0] += 1
+                misses = self._bound.missed(misses)
 
     def skip(self, num_samples: int) -> None:
         if self._guard.skips:

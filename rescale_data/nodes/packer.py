@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rescale_data.errors import require_int
 from rescale_data.nodes.base import Node, View
+from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.provenance import joined
 from rescale_data.nodes.reading.gather import Around, Rows, fill, say_without_kernel
@@ -92,6 +93,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
             num_tokens=seq_len,
             num_ahead=int(labels),
             repeat=any(node.repeat for _, node in child.walk()),
+            bound=Bound(child, type(self).__name__),
         )
         self.ready = None if any(node.provenance for _, node in child.walk()) else self._stream.key
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rescale_data.nodes.base import BaseNode, Node
+from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.counted import epoch_end_of_source
 from rescale_data.nodes.guard import Guard, OnError
 from rescale_data.nodes.provenance import carried
@@ -54,10 +55,11 @@ class RandomMap(Node[Any]):
         depth = sum(isinstance(node, RandomMap) for _, node in self._source.walk())
         self._key = (shard.seed, shard.index, depth)
         self._slots_of_place = place_slots(self._source.fields)
-        self._guard = Guard(self, on_error)
+        self._guard, self._bound = Guard(self, on_error), Bound(self)
         self.one_for_one = not self._guard.skips
 
     def next(self) -> Any:
+        misses = 0
         while True:
             rng = generator(f"random_map/{self.label}", *self._key, *self._place())
             sample = next(self._source)
@@ -66,6 +68,7 @@ class RandomMap(Node[Any]):
             except Exception as error:
                 self._guard.caught(error, self.locate(), self.position[0])
                 self.position[0] += 1
+                misses = self._bound.missed(misses)
 
     def _place(self) -> list[int]:
         position = self._source.position

@@ -30,7 +30,7 @@ from rescale_data.state import Field, Ints
 
 __all__ = ["DEFAULT_WINDOW", "Reader"]
 
-_FEW_ROWS = 8
+_FEW_ROWS, _EVEN_ROWS = 8, 20  # a shard; from the second on, rows of an endless stream come equally often within 5 %
 _warned: set[int] = set()
 _log = logging.getLogger("rescale_data")
 
@@ -292,11 +292,14 @@ def _fetching(source: Source, width: int) -> Fetching | None:
 def _warn_if_small(source: Source, shard: Shard) -> None:
     """Say once that what a logical shard reads together is little, or nothing in most epochs."""
     rows, num_shards = source.num_rows, shard.num_logical_shards
-    if not shard.repeat or rows >= _FEW_ROWS * num_shards or owner_of(source) in _warned:
+    enough = _EVEN_ROWS if rows % num_shards else _FEW_ROWS
+    if not shard.repeat or rows >= enough * num_shards or owner_of(source) in _warned:
         return
     _warned.add(owner_of(source))
     _log.warning(
         "%s has %d rows for %d logical shards, %.2f each: neighbours in a logical shard are few to shuffle, and where a shard "
-        "has none in an epoch it goes on to the next. Give a smaller num_logical_shards, or more data, if that matters.",
-        source.name, rows, num_shards, rows / num_shards,
+        "has none in an epoch it goes on to the next. An endless stream (repeat=True) draws as much from a shard with %d rows "
+        "as from one with %d. Give num_logical_shards=%d or less, more data, or repeat=False, where each epoch is whole.",
+        source.name, rows, num_shards, rows / num_shards, rows // num_shards, -(-rows // num_shards),
+        max(1, rows // _EVEN_ROWS),
     )  # fmt: skip

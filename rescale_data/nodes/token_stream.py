@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import View, copy_of
+from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.reading.gather import Around, Rows, Stretch, fill, stretch
 from rescale_data.nodes.reading.spans import Spans
@@ -27,7 +28,10 @@ class TokenStream:
         repeat: Whether to go on with the next epoch after the last document of one.
     """
 
-    def __init__(self, documents: Documents, around: Around, *, num_tokens: int, num_ahead: int, repeat: bool) -> None:
+    def __init__(
+        self, documents: Documents, around: Around, *, num_tokens: int, num_ahead: int, repeat: bool, bound: Bound
+    ) -> None:
+        self._bound = bound
         self._documents, self._around, self._repeat = documents, around, repeat
         self._num_tokens, self._width = num_tokens, num_tokens + num_ahead
         self.key = (owner_of(self), "stretch")
@@ -83,7 +87,7 @@ class TokenStream:
         for part in parts:
             part.move(position, len(part))
         length = -offset if old is None else old.left
-        num_turns = 0
+        num_turns = misses = 0
         while length < self._width:
             if not (offset and not parts):  # else within a document, which goes on as it began
                 parts += self._settled(position)
@@ -98,6 +102,7 @@ class TokenStream:
             parts.append(spans)
             length += (gained := self._around.num_tokens(spans))
             num_turns = 0 if gained else num_turns
+            misses = 0 if gained else self._bound.missed(misses, position)
         return stretch(Spans.join(parts), self._around, self._position)
 
     def _settled(self, position: View) -> list[Spans]:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from rescale_data.errors import require_int
 from rescale_data.nodes.base import BaseNode, Node, View, copy_of
+from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.counted import epoch_end_of_source
 from rescale_data.nodes.guard import Guard, OnError
 from rescale_data.sources.decoded.cache import cache, owner_of
@@ -93,7 +94,7 @@ class Tokenize(Node[dict[str, Any]]):
         super().__init__(source=source)
         self.tokenizer, self.column, self.into, self.batch_size = tokenizer, column, into, batch_size
         self._source = self.children["source"]
-        self._guard = Guard(self, on_error)
+        self._guard, self._bound = Guard(self, on_error), Bound(self)
         self._key = (owner_of(self), "batch")
 
     def seek(self) -> None:
@@ -102,6 +103,7 @@ class Tokenize(Node[dict[str, Any]]):
         self._over = False
 
     def next(self) -> dict[str, Any]:
+        misses = 0
         while not self._over:
             sample, after = self._entry()
             self._bookmark[:] = after
@@ -109,6 +111,7 @@ class Tokenize(Node[dict[str, Any]]):
                 self._over = True
             elif sample is _Mark.FAILED:
                 self.position[0] += 1
+                misses = self._bound.missed(misses)
             else:
                 return sample
         raise StopIteration

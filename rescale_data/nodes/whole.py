@@ -11,6 +11,7 @@ import torch
 from rescale_data.errors import DataStateError, require_int
 from rescale_data.nodes.base import Node, View, copy_of
 from rescale_data.nodes.bins import best_fit
+from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.packer import DTYPES, IGNORED, require_pad
 from rescale_data.nodes.provenance import joined as joined_places
@@ -134,6 +135,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         self._around = Around(eos_id, bos_id, self._numpy_dtype)
         self._repeat = any(node.repeat for _, node in child.walk())
         self._key = (owner_of(self), "window")
+        self._bound = Bound(self)
 
     def seek(self) -> None:
         self._bookmark = self.bookmark("source")
@@ -176,7 +178,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
     def _window(self) -> Window:
         """The window of the next sample; ends the epoch if need be."""
         window: Window | None = cache().get(self._key) if self._read else None
-        num_turns = 0
+        num_turns = misses = 0
         while window is None and not self._over:
             window = self._pack()
             if window is None:
@@ -186,6 +188,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
             elif not window.bins:
                 self._leave(window)
                 window = None
+                misses = self._bound.missed(misses)
             if num_turns > _SILENT_EPOCHS:
                 raise DataStateError(
                     f"A logical shard had no token in {_SILENT_EPOCHS} whole epochs: its documents are empty, filtered out or "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,10 @@ class MapStyle(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
+
+
+_log = logging.getLogger("rescale_data")
+_warned: set[str] = set()
 
 
 @runtime_checkable
@@ -63,6 +68,7 @@ class DatasetSource:
         self.batch_rows = batch_rows if isinstance(dataset, Batched) else 1
         self._name = name or type(dataset).__name__
         self._num_rows = len(dataset)
+        _warn_of_state(dataset)
         if not self._num_rows:
             raise ValueError(f"The dataset {self._name} has no rows (its len() is 0). Give one that has some.")
 
@@ -94,6 +100,17 @@ class DatasetSource:
 
     def locate(self, index: int) -> str:
         return f"{self._name}[{index}]"
+
+
+def _warn_of_state(dataset: MapStyle) -> None:
+    """Once a class: `StatefulDataLoader` of torchdata would call these."""
+    name = type(dataset).__qualname__
+    if name not in _warned and all(callable(getattr(dataset, key, None)) for key in ("state_dict", "load_state_dict")):
+        _warned.add(name)
+        _log.warning(
+            "The dataset %s has state_dict and load_state_dict, which are not called: a row is a function of its index alone, "
+            "so that any rank can read it. Let an epoch or a random number come from the row, or use rd.RandomMap.", name,
+        )  # fmt: skip
 
 
 _wrapped: weakref.WeakValueDictionary[int, DatasetSource] = weakref.WeakValueDictionary()

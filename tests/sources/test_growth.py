@@ -274,3 +274,21 @@ def test_another_source_is_an_error(kind: str, data: Path) -> None:
     state = leg(source_of(data, kind), None, 4)[1]
     with pytest.raises(rd.DataStateError, match="sources differ"):
         make_loader(rd.SyntheticSource(60), 0, 1, 6).load_state_dict(state)
+
+
+def test_what_joins_while_an_epoch_is_dealt_from_its_first_step(kind: str, tmp_path: Path) -> None:
+    """Fewer rows than logical shards: the deal is planned, so they join at the epoch after it."""
+    write(tmp_path, kind, "b", range(4))
+    first = make_loader(source_of(tmp_path, kind), 0, 1, BATCH, tail="pad")
+    assert sum(1 for _ in first) == 1
+    len(first)  # plans the next epoch
+    state = first.state_dict()
+    write(tmp_path, kind, "c", range(100, 130))
+    second = make_loader(source_of(tmp_path, kind), 0, 1, BATCH, tail="pad")
+    second.load_state_dict(state)
+    epochs = {}
+    while second.epoch < 3:
+        epoch = second.epoch
+        epochs[epoch] = {i for batch in second for i in batch["x"].tolist()}
+    assert epochs[1] == {*range(4)}
+    assert epochs[2] == {*range(4), *range(100, 130)}

@@ -1,0 +1,82 @@
+"""Hugging Face `Trainer`: 4 ranks, stopped in the middle of an epoch, then 2 ranks with another accumulation.
+
+    pip install -c constraints-trainers.txt -e '.[huggingface]'
+    python examples/trainers/huggingface_trainer.py         # about a minute; exit code 0 only if every row is right
+
+What a user of `Trainer` adds: `DataStateMixin` as a base class, and ``train_loader=`` in place of ``train_dataset=``.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from parts.rows import VOCABULARY, Record, Rows, compare, read, torchrun
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import rescale_data as rd
+from rescale_data.integrations.huggingface import DataStateMixin
+
+NUM_ROWS, GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE = 240, 24, 3  # ten steps an epoch
+EPOCHS = 2
+
+
+class MyTrainer(DataStateMixin, Trainer):
+    """Records what it trains."""
+
+    record: Record
+
+    def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.record(self.state.global_step, inputs.pop("row"))
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+class StopAt(TrainerCallback):
+    """Stands for a job that is stopped."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == self._step
+
+
+def train(folder: Path, leg: str, world_size: int, stop: int, resume: str | None) -> None:
+    arguments = TrainingArguments(
+        str(folder), use_cpu=True, num_train_epochs=EPOCHS, per_device_train_batch_size=MICRO_BATCH_SIZE, save_steps=2,
+        gradient_accumulation_steps=GLOBAL_BATCH_SIZE // (world_size * MICRO_BATCH_SIZE), report_to=[], disable_tqdm=True,
+    )  # fmt: skip
+    loader = rd.DataLoader(
+        Rows(NUM_ROWS), global_batch_size=GLOBAL_BATCH_SIZE, micro_batch_size=MICRO_BATCH_SIZE, seed=0
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+        )
+    )
+    trainer = MyTrainer(model, arguments, train_loader=loader, callbacks=[StopAt(stop)])
+    trainer.record = Record(folder / leg)
+    trainer.train(resume_from_checkpoint=resume)
+
+
+def main(step: int = 12) -> int:
+    """Stop after 14 steps, and go on from the checkpoint of one before: 10 is the end of an epoch, 12 is within one."""
+    with tempfile.TemporaryDirectory(prefix="huggingface-") as name:
+        folder = Path(name)
+        torchrun(__file__, 4, folder, "first", 4, 14, "")
+        torchrun(__file__, 2, folder, "second", 2, -1, folder / f"checkpoint-{step}")
+        legs = [read(folder / "first", 4), read(folder / "second", 2)]
+    sizes: dict[str, Any] = {"global_batch_size": GLOBAL_BATCH_SIZE, "seed": 0}
+    return 0 if compare(legs, NUM_ROWS, EPOCHS * NUM_ROWS // GLOBAL_BATCH_SIZE, **sizes) else 1
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        folder, leg, world_size, stop, resume = sys.argv[1:]
+        train(Path(folder), leg, int(world_size), int(stop), resume or None)
+    else:
+        sys.exit(main(*map(int, sys.argv[1:])))

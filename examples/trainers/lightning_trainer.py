@@ -1,0 +1,79 @@
+"""Lightning: 4 ranks, stopped in the middle of an epoch, then 2 ranks with another accumulation.
+
+    pip install -c constraints-trainers.txt -e '.[lightning]'
+    python examples/trainers/lightning_trainer.py           # about a minute; exit code 0 only if every row is right
+
+What a user of Lightning adds: `DataState()` among the callbacks, and the loader in place of torch's.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from parts.rows import VOCABULARY, Record, Rows, compare, read, torchrun
+
+import rescale_data as rd
+from rescale_data.integrations.lightning import DataState
+
+NUM_ROWS, GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE = 240, 24, 3  # ten steps an epoch
+EPOCHS = 2
+
+
+class Model(pl.LightningModule):
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, 8), torch.nn.Linear(8, VOCABULARY))
+        self._record = record
+
+    def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+        self._record(self.global_step, batch["row"])
+        return F.cross_entropy(self.layers(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Data(pl.LightningDataModule):
+    """Makes the loader when Lightning's process group is there."""
+
+    def train_dataloader(self) -> rd.DataLoader:
+        return rd.DataLoader(
+            Rows(NUM_ROWS), global_batch_size=GLOBAL_BATCH_SIZE, micro_batch_size=MICRO_BATCH_SIZE, seed=0
+        )
+
+
+def train(folder: Path, leg: str, world_size: int, stop: int, resume: str | None) -> None:
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=world_size, strategy="ddp", max_epochs=EPOCHS, max_steps=stop, logger=False,
+        accumulate_grad_batches=GLOBAL_BATCH_SIZE // (world_size * MICRO_BATCH_SIZE), enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[DataState(), ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, filename="{step}")],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    trainer.fit(Model(Record(folder / leg)), datamodule=Data(), ckpt_path=resume, weights_only=True)
+
+
+def main(step: int = 12) -> int:
+    """Stop after 14 steps, and go on from the checkpoint of one before: 10 is the end of an epoch, 12 is within one."""
+    with tempfile.TemporaryDirectory(prefix="lightning-") as name:
+        folder = Path(name)
+        torchrun(__file__, 4, folder, "first", 4, 14, "")
+        torchrun(__file__, 2, folder, "second", 2, -1, folder / f"step={step}.ckpt")
+        legs = [read(folder / "first", 4), read(folder / "second", 2)]
+    sizes: dict[str, Any] = {"global_batch_size": GLOBAL_BATCH_SIZE, "seed": 0}
+    return 0 if compare(legs, NUM_ROWS, EPOCHS * NUM_ROWS // GLOBAL_BATCH_SIZE, **sizes) else 1
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        folder, leg, world_size, stop, resume = sys.argv[1:]
+        train(Path(folder), leg, int(world_size), int(stop), resume or None)
+    else:
+        sys.exit(main(*map(int, sys.argv[1:])))

@@ -1,0 +1,1 @@
+"""Thin modules that put `rescale_data.DataLoader` into a trainer, each imported when it is used: `lightning`, `huggingface`."""

@@ -1,0 +1,73 @@
+"""`Bound`: how long a node may draw without anything to yield, where what it draws from has no end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rescale_data.errors import DataStateError
+from rescale_data.nodes.base import Node, View
+from rescale_data.nodes.shard_of import find_shard
+from rescale_data.state import Ints
+
+_EVERY = 256  # draws between two looks
+_WHOLE_EPOCHS = 2
+_EPOCHS_BESIDE_RESTING = 64
+_DRAWS = 2**24  # where no source of ours says how far it has come
+
+
+class Bound:
+    """Draws of a node that yielded nothing, counted within one `next`.
+
+    Each source that was drawn from may be read for two whole epochs; where others were not drawn from, as a mixture does with
+    small weights, for 64.
+
+    Args:
+        node: Where it stands tells how far its sources have come.
+        name: Of the node that draws, if it is another.
+    """
+
+    def __init__(self, node: Node[Any], name: str = "") -> None:
+        self._node, self._name = node, name or type(node).__name__
+        self._since: list[list[int]] = []
+
+    def missed(self, num_before: int, position: View | None = None) -> int:
+        """Count one more; `DataStateError` where that was in vain for too long.
+
+        Args:
+            position: Where ``node`` stands, if not at its own position.
+        """
+        if not (num_before + 1) % _EVERY:
+            self._look(num_before + 1, self._node.position if position is None else position)
+        return num_before + 1
+
+    def _look(self, misses: int, position: View) -> None:
+        row = np.array([position])
+        now = [_place(self._node, row, path, below) for path, below in self._node.walk() if below.reads is not None]
+        if misses == _EVERY:
+            self._since = now
+            return
+        passed = [here[0] - there[0] for here, there in zip(now, self._since, strict=True) if here != there]
+        num_resting = len(now) - len(passed)
+        enough = _EPOCHS_BESIDE_RESTING if num_resting else _WHOLE_EPOCHS + 1
+        if misses >= _DRAWS if not passed else min(passed) > _WHOLE_EPOCHS and max(passed) >= enough:
+            self._raise(misses)
+
+    def _raise(self, misses: int) -> None:
+        names = sorted({below.reads.name for _, below in self._node.walk() if below.reads is not None})
+        shard = find_shard(self._node)
+        where = "" if shard is None else f" in logical shard {shard.index} of {shard.num_logical_shards}"
+        raise DataStateError(
+            f"{self._name} has drawn {misses} samples in a row from {', '.join(names) or 'its source'}{where} "
+            f"and kept none, over more than {_WHOLE_EPOCHS} whole epochs: all were filtered out, skipped or empty. Check the "
+            f"predicate or the column, or give fewer logical shards or more data."
+        )
+
+
+def _place(node: Node[Any], row: Ints, path: tuple[str, ...], below: Node[Any]) -> list[int]:
+    """The slots of a node below in a row of ``node``; inside a torchdata node, as they are."""
+    try:
+        return node.columns(row, path)[0].tolist()
+    except KeyError:
+        return below.position.tolist()

@@ -1,0 +1,127 @@
+"""Nodes that may loop: over endless sources they end with an error that says where."""
+
+import functools
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rescale_data as rd
+from rescale_data.errors import require_int
+from rescale_data.nodes.foreign import as_node
+from tests.nodes.zoo import mixture, weighted
+
+
+def never(_: Any) -> bool:
+    return False
+
+
+def fails(*_: Any) -> Any:
+    raise ValueError("by hand")
+
+
+NODES: dict[str, Callable[[Any], rd.BaseNode[Any]]] = {
+    "Filter": lambda node: rd.Filter(node, never),
+    "Filter-skip": lambda node: rd.Filter(node, fails, on_error="skip"),
+    "Map": lambda node: rd.Map(node, fails, on_error="skip"),
+    "RandomMap": lambda node: rd.RandomMap(node, fails, on_error="skip"),
+    "CleanDocuments": lambda node: rd.CleanDocuments(node, "tokens", min_length=1000),
+    "Tokenize": lambda node: rd.Tokenize(node, fails, "text", on_error="skip"),
+}
+
+
+@pytest.mark.parametrize("name", NODES)
+@pytest.mark.parametrize("resting", [False, True])
+def test_over_a_mixture_without_an_end(name: str, resting: bool) -> None:
+    """Also where a source rests, and below another node."""
+    weights = {"web": 1.0, "code": 0.0 if resting else 0.2}
+    node = NODES[name](rd.Map(mixture(rd.Shard(2, 5), weights), lambda x: x))
+    with pytest.raises(
+        rd.DataStateError, match=f"{name.split('-')[0]} has drawn .* code, web in logical shard 2 of 5 and"
+    ):
+        next(node)
+
+
+def test_over_a_torchdata_mixture_without_an_end() -> None:
+    below = as_node(weighted(rd.Shard(1, 3), "CYCLE_FOREVER"))
+    with pytest.raises(rd.DataStateError, match=r"Filter has drawn .* few in logical shard 1 of 3"):
+        next(rd.Filter(below, never))
+
+
+@pytest.mark.parametrize(
+    "packer",
+    [
+        functools.partial(rd.TokenPacker, column="tokens", seq_len=8, eos_id=None),
+        functools.partial(rd.WholeDocumentPacker, column="tokens", seq_len=8, window=3),
+    ],
+)
+def test_a_packer_over_documents_without_tokens(packer: Any) -> None:
+    empty = rd.DatasetSource([{"tokens": []}] * 7, name="empty")
+    rows = rd.WeightedSampler(
+        {"a": rd.Reader(empty, rd.Shard(1, 3)), "b": rd.Reader(empty, rd.Shard(1, 3))}, {"a": 2, "b": 1}
+    )
+    with pytest.raises(rd.DataStateError, match=r"Packer has drawn .* from empty in logical shard 1 of 3"):
+        next(packer(rows))
+
+
+def test_what_is_rare_is_found() -> None:
+    """A source with a small weight, of which alone something is kept."""
+    node = rd.Filter(mixture(rd.Shard(), {"web": 1.0, "code": 0.01}), lambda row: row["id"] >= 4000)
+    assert [next(node)["id"] // 1000 for _ in range(5)] == [4] * 5
+
+
+def test_a_filter_that_drops_most_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
+    def rare(row: int) -> bool:
+        return row % 40 == 0
+
+    def half(row: int) -> bool:
+        return row % 2 == 0
+
+    with caplog.at_level(logging.WARNING, "rescale_data"):
+        for shard in range(4):
+            assert len(list(rd.Filter(rd.Reader(range(9000), rd.Shard(shard, 4)), half)))
+        assert "has dropped" not in caplog.text
+        for shard in range(4):
+            assert len(list(rd.Filter(rd.Reader(range(9000), rd.Shard(shard, 4)), rare)))
+    assert caplog.text.count("has dropped") == 1
+    assert re.search(r"rare over range\) has dropped 1000 of 10\d\d samples", caplog.text)
+
+
+def test_a_numpy_integer_is_an_int() -> None:
+    require_int(value=np.int32(3))
+    with pytest.raises(TypeError, match="give an int"):
+        require_int(value=np.float64(3))
+
+    def make(kind: Any) -> rd.DataLoader:
+        return rd.DataLoader(
+            lambda shard: rd.Map(rd.Reader(range(48), shard, shuffle=kind(4)), lambda x: x),
+            global_batch_size=kind(4), micro_batch_size=kind(2), num_logical_shards=kind(8), seed=kind(3),
+        )  # fmt: skip
+
+    one, other = make(int), make(np.int64)
+    for _ in range(3):
+        assert next(iter(one)).tolist() == next(iter(other)).tolist()
+    make(int).load_state_dict(other.state_dict())
+
+
+def test_a_dataset_with_a_state_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Counting(list[int]):
+        def state_dict(self) -> Any: ...
+        def load_state_dict(self, state: Any) -> None: ...
+
+    for _ in range(2):
+        rd.DatasetSource(Counting(range(5)))
+    assert caplog.text.count("state_dict and load_state_dict, which are not called") == 1
+
+
+@pytest.mark.parametrize(("rows", "is_said"), [(1000, True), (999, True), (9600, False), (20000, False), (800, False)])
+def test_few_rows_in_an_endless_stream_are_said_once(
+    rows: int, is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = rd.DatasetSource(range(rows), name="few")
+    for shard in range(3):
+        rd.Reader(source, rd.Shard(shard, 96 if rows != 800 else 100, repeat=True))
+    assert caplog.text.count("draws as much from a shard with") == is_said

@@ -1,0 +1,13 @@
+from typing import Any
+
+class LightningModule: ...
+
+class Trainer:
+    accumulate_grad_batches: int
+    num_training_batches: int | float
+    @property
+    def train_dataloader(self) -> Any: ...
+
+class Callback:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None: ...
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None: ...

@@ -1,0 +1,3 @@
+PREFIX_CHECKPOINT_DIR: str
+
+def get_last_checkpoint(folder: str) -> str | None: ...
