@@ -16,8 +16,8 @@ from rescale_data.checkpoint.storage.open import again, opened
 from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.tree import tree_of
 from rescale_data.engine.check import check
-from rescale_data.engine.state_paths import find, names_under
 from rescale_data.engine.recipe import STRINGS
+from rescale_data.engine.state_paths import find, names_under
 from rescale_data.engine.statedict import INTS
 from rescale_data.engine.stream import HasStream
 
