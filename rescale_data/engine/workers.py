@@ -14,14 +14,18 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -38,12 +42,37 @@ _MESSAGE_LIMIT = 64
 _LOOK_SECONDS = 1.0  # so often is looked whether workers live
 
 
+PRELOAD = ["rescale_data.engine.workers"]
+"""What the fork server imports, once, before it forks the first worker: whatever all workers need, and no data."""
+
+
 @dataclass(frozen=True)
 class Begin:
-    """Go on in a leg at the positions of a table."""
+    """Go on in a leg.
+
+    Args:
+        shards: Whose positions are told: those that the rank may serve in this leg.
+        rows: The row of the table of each.
+        num_logical_shards: N.
+    """
 
     leg: Leg
-    table: Ints
+    shards: slice
+    rows: Ints
+    num_logical_shards: int
+
+    @classmethod
+    def of(cls, leg: Leg, table: Ints) -> Begin:
+        owned = leg.layout.owned(leg.rank) if leg.deal is None else range(len(table))
+        shards = slice(owned.start, owned.stop)
+        return cls(leg, shards, table[shards].copy(), len(table))
+
+    @property
+    def table(self) -> Ints:
+        """The table, in which the rows of other ranks are zero."""
+        table = np.zeros((self.num_logical_shards, self.rows.shape[1]), dtype=np.int64)
+        table[self.shards] = self.rows
+        return table
 
 
 @dataclass(frozen=True)
@@ -81,9 +110,9 @@ class Worker(Dataset[Any]):
     def _begin(self, command: Begin) -> None:
         if self._runner is None:
             self._runner = Runner(self._recipe, Schema(self._recipe.build(0)))  # as in the trainer's process
-        owned = command.leg.layout.owned(command.leg.rank)
-        self._runner.load(command.table, command.leg.histories, owned)
-        self._turns = command.leg.turns(command.table)
+        owned, table = command.leg.layout.owned(command.leg.rank), command.table
+        self._runner.load(table, command.leg.histories, owned)
+        self._turns = command.leg.turns(table)
         self._slabs = Slabs()  # messages that nobody received may have held the old ones
 
     def _make(self, u: int) -> MicroBatch | None:
@@ -169,6 +198,7 @@ class Pool:
             multiprocessing_context=start_method,
             timeout=timeout / self._num_looks,
             generator=generator,
+            worker_init_fn=_end_with_the_trainer,
         )
         self._loader: DataLoader[Any] | None = None
         self._pin = pin_memory
@@ -177,7 +207,7 @@ class Pool:
 
     def start(self, leg: Leg, table: Ints, first: int) -> None:
         self._made = iter(())
-        self._commands.begin, self._commands.first = Begin(leg, table.copy()), first
+        self._commands.begin, self._commands.first = Begin.of(leg, table), first
         if self._loader is None:
             self._loader = self._new_loader()
         self._inboxes = [Inbox(self._pin) for _ in range(self._k)]
@@ -239,7 +269,34 @@ def _context(given: str | BaseContext) -> BaseContext:
     known = multiprocessing.get_all_start_methods()
     if isinstance(given, str) and given not in known:
         raise ValueError(f"multiprocessing_context={given!r}: give one of {known}, or a multiprocessing context.")
+    if given == "forkserver":
+        multiprocessing.set_forkserver_preload([*PRELOAD, "__main__"])  # of no effect where the server runs
     return multiprocessing.get_context(given) if isinstance(given, str) else given
+
+
+def _end_with_the_trainer(_: int) -> None:
+    """In a worker: end when the trainer's process has ended, however it did.
+
+    Torch's own look is for the process that forked the worker: the fork server, which for its part lives while workers do.
+    """
+    trainer = multiprocessing.parent_process()
+    if trainer is not None:
+        threading.Thread(target=_end_after, args=(trainer,), daemon=True).start()
+
+
+def _end_after(trainer: Any) -> None:
+    while not wait([trainer.sentinel], _LOOK_SECONDS) and _lives(trainer.pid):
+        pass
+    os._exit(1)
+
+
+def _lives(pid: int) -> bool:
+    """Processes that the trainer forked may hold its end of the sentinel open."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def require_pickle(pipeline: object, collate: object, worker: Worker) -> None:
