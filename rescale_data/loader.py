@@ -37,7 +37,7 @@ class DataLoader:
             ``__getitem__``: then each row is a sample, in shuffled order.
         global_batch_size: O, samples per optimizer step over all ranks.
         micro_batch_size: b, samples of one batch of one rank; ``W * b`` divides O. Default O / W.
-        num_logical_shards: N, fixed for the whole run. Default 4 * O.
+        num_logical_shards: N, fixed for the whole run. Default 4 * O; less where that is above 2,048 (`rd.plan`).
         mesh: `DeviceMesh` of the data-parallel ranks, several dims counted row-major as one. Default: the whole
             process group where there is one, else a single rank.
         dp_rank: In place of a mesh, together with ``dp_world_size``: all ranks of the job then build the loader, and no group

@@ -25,6 +25,9 @@ import numpy as np
 from rescale_data.layout.balance import feasible_picks, water_fill
 from rescale_data.state import Ints
 
+_LEAST_SHARDS, _MOST_SHARDS = 256, 2048
+"""Each shard of a rank keeps a fragment of each source open: at 2,048 that is little, and ranks enough for most."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -59,7 +62,7 @@ class Layout:
             raise ValueError(
                 f"num_logical_shards={self.num_logical_shards} is less than dp_world_size={self.dp_world_size} times "
                 f"{self.workers} worker(s): every worker must own at least one logical shard. Use fewer workers or ranks; "
-                f"the number of logical shards itself is fixed when a run begins (default 4 * global_batch_size)."
+                f"the number of logical shards itself is fixed when a run begins (by default the most, up to 2,048, that fit the global batch)."
             )
 
     def _indivisible(self) -> str:
@@ -241,5 +244,12 @@ def _nearest(value: int, fits: Callable[[int], bool]) -> list[int]:
 
 
 def default_num_logical_shards(global_batch_size: int) -> int:
-    """N where the user names none: 4 * O keeps the order for K = 0, 1, 2 and 4 workers."""
-    return 4 * global_batch_size
+    """N where the user names none: 4 * O keeps the order for K = 0, 1, 2 and 4 workers; above 2,048 it costs too much.
+
+    Then it is 2 * O or O; of a larger O the part, not below 256, that most world sizes divide.
+    """
+    o = global_batch_size
+    if o <= _MOST_SHARDS:
+        return next(k for k in (4, 2, 1) if k * o <= _MOST_SHARDS) * o
+    parts = [n for n in range(_LEAST_SHARDS, _MOST_SHARDS + 1) if o % n == 0]
+    return max(parts, key=lambda n: (sum(n % w == 0 for w in range(1, n + 1)), n), default=o)

@@ -66,7 +66,7 @@ def plan(
     Args:
         global_batch_size: O.
         micro_batch_size: b; default: every one that fits.
-        num_logical_shards: N; default 4 * O.
+        num_logical_shards: N; default as in `DataLoader`: 4 * O, at most about 2,048.
         num_workers: The K to look at, one or several.
 
     Raises:

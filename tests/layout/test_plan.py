@@ -31,7 +31,7 @@ def test_is_every_topology_that_is_aligned(o: int, n: int | None) -> None:
 
 
 def test_narrowed_to_a_micro_batch_and_workers() -> None:
-    plan = rd.plan(768, micro_batch_size=8, num_workers=4)
+    plan = rd.plan(768, micro_batch_size=8, num_logical_shards=4 * 768, num_workers=4)
     assert [p.dp_world_size for p in plan] == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96]
     assert {(p.micro_batch_size, p.num_workers) for p in plan} == {(8, 4)}
     assert all(p.gradient_accumulation_steps * 8 * p.dp_world_size == 768 for p in plan)
@@ -74,3 +74,9 @@ def test_the_default_number_of_shards_keeps_the_order_for_0_1_2_and_4_workers() 
     for o in range(1, 40):
         for w in (w for w in range(1, o + 1) if o % w == 0):
             assert {p.num_workers for p in rd.plan(o, o // w) if p.dp_world_size == w} >= {0, 1, 2, 4}
+
+
+def test_the_default_number_of_shards_stays_small_and_fits_the_global_batch() -> None:
+    found = {o: rd.plan(o, num_workers=0).num_logical_shards for o in (512, 513, 768, 1025, 2048, 6144, 8192, 2053)}
+    assert found == {512: 2048, 513: 1026, 768: 1536, 1025: 1025, 2048: 2048, 6144: 1536, 8192: 2048, 2053: 2053}
+    assert {option.dp_world_size for option in rd.plan(8192, num_workers=0)} == {2**k for k in range(12)}

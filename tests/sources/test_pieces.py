@@ -3,6 +3,7 @@
 import gc
 import itertools
 import os
+import resource
 import subprocess
 import sys
 from collections import Counter
@@ -183,6 +184,24 @@ class TestSpill:
         spill.put(1, pa.py_buffer(b"y" * 80))
         assert spill.get(0) is None
         assert data.to_pybytes() == b"x" * 80
+
+    def test_without_space_it_goes_on_without_and_says_where(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        spill = Spill(str(tmp_path), 2**20)
+        spill.put("before", pa.py_buffer(b"x" * 100))
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # a larger file fails as on a full disk
+        try:
+            spill.put("too much", pa.py_buffer(bytes(5000)))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        spill.put("after", pa.py_buffer(b"y" * 100))
+        assert spill.get("before").to_pybytes() == b"x" * 100
+        assert spill.get("too much") is None
+        assert spill.get("after") is None
+        assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) == 100
+        assert [str(tmp_path) in record.message for record in caplog.records] == [True]
 
     def test_goes_with_the_process(self, tmp_path: Path) -> None:
         code = f"""

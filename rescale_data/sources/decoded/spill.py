@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
 import threading
@@ -17,6 +18,7 @@ import pyarrow as pa
 
 from rescale_data.sources.arrow_types import ArrowBuffer
 
+_logger = logging.getLogger("rescale_data")
 _PREFIX, _LOCK = "rescale_data-spill-", "in_use"
 
 
@@ -31,7 +33,7 @@ class Spill:
     def __init__(self, folder: str, max_bytes: int) -> None:
         self.max_bytes, self.nbytes = max_bytes, 0
         self._files: OrderedDict[Hashable, tuple[str, int]] = OrderedDict()
-        self._mutex = threading.RLock()
+        self._mutex, self._works = threading.RLock(), True
         os.makedirs(folder, exist_ok=True)
         _sweep(folder)
         self._folder = os.path.join(folder, f"{_PREFIX}{uuid.uuid4().hex[:12]}")
@@ -43,15 +45,29 @@ class Spill:
     def put(self, key: Hashable, data: ArrowBuffer) -> None:
         """Write what is not there yet; what exceeds the bound by itself is left out."""
         with self._mutex:
-            if key in self._files or data.size > self.max_bytes:
+            if key in self._files or data.size > self.max_bytes or not self._works:
                 return
             while self.nbytes + data.size > self.max_bytes:
                 self._delete(next(iter(self._files)))
             path = os.path.join(self._folder, uuid.uuid4().hex)
-            with open(path, "wb") as file:
-                file.write(memoryview(data))
+            try:
+                with open(path, "wb") as file:
+                    file.write(memoryview(data))
+            except OSError as error:
+                self._go_without(path, error)
+                return
             self._files[key] = path, data.size
             self.nbytes += data.size
+
+    def _go_without(self, path: str, error: OSError) -> None:
+        """What lies here stays, nothing is added: without spilling all works, if with more reading."""
+        self._works = False
+        with suppress(OSError):
+            os.unlink(path)
+        _logger.warning(
+            "Nothing more is spilled to %s: %s. What leaves the cache is read and decoded again when it is needed. Free space "
+            "there, or give another spill_dir or a larger cache_bytes.", self._folder, error,
+        )  # fmt: skip
 
     def get(self, key: Hashable) -> ArrowBuffer | None:
         """The bytes at ``key``, mapped; `None` where there are none."""
