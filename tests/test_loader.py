@@ -111,7 +111,7 @@ class TestIteration:
         assert len(next(iter(loader))["row"]) == 4
         rd.DataLoader(ROWS, global_batch_size=8)
         assert [record.message for record in caplog.records].count(
-            "num_logical_shards=32 (for this global_batch_size), fixed from here on for the whole run: name it if the global batch "
+            "num_logical_shards=32 (by default), fixed from here on for the whole run: name it if the global batch "
             "may change."
         ) == 1, "said once, by dp rank 0"
 

@@ -119,7 +119,7 @@ def _num_logical_shards(given: int | None, global_batch_size: int, ranks: Ranks)
     default = default_num_logical_shards(global_batch_size)
     ranks.log(
         logging.INFO,
-        "num_logical_shards=%d (for this global_batch_size), fixed from here on for the whole run: name it if the global batch "
+        "num_logical_shards=%d (by default), fixed from here on for the whole run: name it if the global batch "
         "may change.",
         default,
     )

@@ -62,7 +62,7 @@ class Layout:
             raise ValueError(
                 f"num_logical_shards={self.num_logical_shards} is less than dp_world_size={self.dp_world_size} times "
                 f"{self.workers} worker(s): every worker must own at least one logical shard. Use fewer workers or ranks; "
-                f"the number of logical shards itself is fixed when a run begins (by default the most, up to 2,048, that fit the global batch)."
+                f"the number of logical shards itself is fixed when a run begins."
             )
 
     def _indivisible(self) -> str:
