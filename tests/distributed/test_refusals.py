@@ -213,9 +213,9 @@ def test_check_checkpoint_accepts_what_may_change(whole: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "key", "message"),
     [
-        ("none", None, r"holds 0 states of a rescale_data loader; they are under \[\]"),
-        ("two", None, r"holds 2 states of a rescale_data loader; they are under \['train', 'validation'\]"),
-        ("two", "loader", r"holds 0 states of a rescale_data loader under key='loader'"),
+        ("none", None, r"holds no data state of a rescale_data loader. Save the loader in the state"),
+        ("two", None, r"holds the data states \['train', 'validation'\]. Name one of them"),
+        ("two", "loader", r"holds the data states \['train', 'validation'\], and none is named 'loader'"),
     ],
 )
 def test_a_checkpoint_without_the_data_state(whole: Path, name: str, key: str | None, message: str) -> None:
@@ -224,7 +224,7 @@ def test_a_checkpoint_without_the_data_state(whole: Path, name: str, key: str | 
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"holds no DCP checkpoint \(a folder with a \.metadata file\)"):
+    with pytest.raises(FileNotFoundError, match="No checkpoint at .*: there is nothing at this path"):
         rd.check_checkpoint(tmp_path / "nothing", ROWS.loader(O))
 
 

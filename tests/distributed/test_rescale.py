@@ -176,6 +176,6 @@ def test_the_same_topology_resumes_exactly(run: Run, name: str) -> None:
 def test_a_load_says_once_where_steps_are_counted_anew(run: Run) -> None:
     anew = [case for case in CASES.values() if case.samples and not case.keeps_steps]
     assert len(run.warnings[0]) == len(anew)
-    assert all("steps are counted anew" in said for said in run.warnings[0])
+    assert all("global batches begin anew at sample" in said for said in run.warnings[0])
     assert not any(run.warnings[1:])
     assert run.steps == {name: {case.samples // case.o} for name, case in CASES.items()}

@@ -149,13 +149,13 @@ def test_cuts_are_what_the_shards_read(lengths: list[int], num_shards: int, perm
     for i in range(num_shards):
         virtual = np.arange(i * fragments[-1] // num_shards, (i + 1) * fragments[-1] // num_shards)
         rows = virtual if order is None else order.rows(virtual)
-        share = ShardShare(rd.Shard(i, num_shards, 3), epoch, fragments, order, id(source))
+        share = ShardShare(rd.Shard(i, num_shards, 3), epoch, fragments, order, id(source), i, 0)
         drawn[share.key] = set(rows.tolist())
         for fragment in range(len(lengths)):
             for cut in share.cuts(fragment):
                 if cut.key == share.key:
                     assert share.start(fragment) == cut.start
-    share = ShardShare(rd.Shard(0, num_shards, 3), epoch, fragments, order, id(source))
+    share = ShardShare(rd.Shard(0, num_shards, 3), epoch, fragments, order, id(source), i, 0)
     found: dict[Any, set[int]] = {key: set() for key in drawn}
     for fragment in range(len(lengths)):
         for cut in share.cuts(fragment):
