@@ -50,7 +50,7 @@ def epoch_of(kind: str, num_rows: int, n: int, shard: int, epoch: int) -> list[A
     node = pipeline_of(kind, data_for(kind, num_rows))(rd.Shard(shard, n, seed=7))
     for _ in range(epoch):
         list(node)
-        node.reset(node.get_state())
+        node.reset(None)
     return [plain(sample) for sample in node]
 
 
@@ -61,7 +61,7 @@ def endless(kind: str, num_rows: int, n: int, shard: int, count: int) -> list[An
         before = len(found)
         found += map(plain, itertools.islice(node, count - before))
         if len(found) == before:
-            node.reset(node.get_state())
+            node.reset(None)
     return found[:count]
 
 

@@ -57,7 +57,7 @@ def _epoch(data: Data, shard: int, epoch: int) -> list[Any]:
     node = pipeline_of(data.kind, data_for(data.kind, data.num_rows))(rd.Shard(shard, data.n, seed=SEED))
     for _ in range(epoch):
         list(node)
-        node.reset(node.get_state())
+        node.reset(None)
     return [plain(sample) for sample in node]
 
 
@@ -67,7 +67,7 @@ def _endless(data: Data, shard: int, count: int) -> list[Any]:
     found: list[Any] = []
     while len(found) < count:
         found += map(plain, itertools.islice(node, count - len(found)))
-        node.reset(node.get_state())
+        node.reset(None)
     return found
 
 
