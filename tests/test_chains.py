@@ -1,7 +1,7 @@
 """R1, R2, R3 and R4 over chains of topologies, with a save at any micro batch of any leg."""
 
 import itertools
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import pytest
 from hypothesis import given, settings
@@ -59,9 +59,18 @@ def play(case: Case, legs: list[Leg]) -> tuple[Run, list[Begin]]:
 def peek(run: Run) -> None:
     """On every rank, which changes nothing."""
     before = run.save()
-    shown = [plain(loader.peek()["samples"]) for loader in run.loaders]
-    assert shown == [plain(loader.peek()["samples"]) for loader in run.loaders]
+    shown = [_shown(loader) for loader in run.loaders]
+    assert shown == [_shown(loader) for loader in run.loaders]
+    assert all((batch is None) == run.loaders[0].stream.ended for batch in shown)
     assert same_state(before, run.save())
+
+
+def _shown(loader: rd.DataLoader) -> Any:
+    """`None` at the end of an epoch."""
+    try:
+        return plain(loader.peek()["samples"])
+    except StopIteration:
+        return None
 
 
 def legs_of(topologies: st.SearchStrategy[Topology]) -> st.SearchStrategy[list[Leg]]:
