@@ -61,6 +61,8 @@ def index(
     as_json: Json = False,
 ) -> None:
     """Index the files at PATHS, so that a job that reads them with index_dir= starts without looking into each."""
+    from rich.console import Console
+
     from rescale_data.cli import index as indexing
 
     extra = {"document_per_batch": True} if document_per_batch else {}

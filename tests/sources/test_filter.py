@@ -131,7 +131,7 @@ def epoch(source: Any) -> Counter[tuple[int, ...]]:
         ]
         if state is not None:
             [loader.load_state_dict(state) for loader in loaders]
-        left, batches = len(loaders[0]), [iter(loader) for loader in loaders]
+        left, batches = loaders[0].batches_left, [iter(loader) for loader in loaders]
         for _ in range(min(left, 5)):
             for loader, it in zip(loaders, batches, strict=True):
                 rows = next(it)["samples"][: loader.last_batch_samples]

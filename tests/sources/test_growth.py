@@ -281,7 +281,8 @@ def test_what_joins_while_an_epoch_is_dealt_from_its_first_step(kind: str, tmp_p
     write(tmp_path, kind, "b", range(4))
     first = make_loader(source_of(tmp_path, kind), 0, 1, BATCH, tail="pad")
     assert sum(1 for _ in first) == 1
-    len(first)  # plans the next epoch
+    iter(first)
+    first.peek()  # plans the next epoch
     state = first.state_dict()
     write(tmp_path, kind, "c", range(100, 130))
     second = make_loader(source_of(tmp_path, kind), 0, 1, BATCH, tail="pad")

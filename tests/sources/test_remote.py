@@ -289,14 +289,16 @@ class TestAhead:
     @pytest.mark.parametrize("kind", FORMATS)
     @pytest.mark.parametrize("read_ahead", [True, False])
     def test_fetches_nothing_twice(self, kind: str, read_ahead: bool, tmp_path: Path) -> None:
-        source = far(kind, tmp_path, remote=rd.Remote(read_ahead=read_ahead))
+        source = far(kind, tmp_path, remote=rd.Remote(read_ahead=read_ahead, hedge_after=None))
         cache().clear()
         ranges: list[tuple[Any, ...]] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(remote, "_SMALL", 1)  # else small files are one request
-            request = RemoteFile._request
+            asker = RemoteFile._asker
             patch.setattr(
-                RemoteFile, "_request", lambda file, *place: ranges.append((file.url, *place)) or request(file, *place)
+                RemoteFile,
+                "_asker",
+                lambda file: lambda *place: ranges.append((file.url, *place)) or asker(file)(*place),
             )
             assert len(list(rd.DataLoader(source, global_batch_size=8, num_logical_shards=8, collate_fn=list))) == 25
         assert ranges

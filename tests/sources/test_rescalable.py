@@ -117,7 +117,7 @@ def test_rows_rescale_and_are_seen_once(sources: Any, kind: str, chain: Any) -> 
         loaders = [loader_of(pipeline, r, world, micro, workers, repeat=False, collate_fn=list) for r in range(world)]
         if state is not None:
             [loader.load_state_dict(state) for loader in loaders]
-        left = len(loaders[0])
+        left = loaders[0].batches_left
         batches = [iter(loader) for loader in loaders]
         for _ in range(min(left, 3)):
             for it in batches:
