@@ -277,9 +277,8 @@ def _require_same_batch(stream: Standing) -> None:
     if first != last:
         raise DataStateError(
             f"The ranks save at different batches, which no state can describe: dp rank {stream.ranks.rank} after "
-            f"{stream.clock.samples} samples, others between {first} and {last}. Save on all ranks after the same "
-            f"batch. dcp.load asks for the state as well: to go back with loaders that stand apart, call loader.reset() on every "
-            f"rank first."
+            f"{stream.clock.samples} samples, others between {first} and {last}. Save on all ranks after the same batch. "
+            f"dcp.load asks for the state as well: where loaders stand apart, call loader.reset() on all ranks first."
         )
 
 

@@ -224,7 +224,7 @@ def test_a_checkpoint_without_the_data_state(whole: Path, name: str, key: str | 
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="No checkpoint at .*: there is nothing at this path"):
+    with pytest.raises(FileNotFoundError, match=r"No checkpoint at .*: there is nothing at this path"):
         rd.check_checkpoint(tmp_path / "nothing", ROWS.loader(O))
 
 

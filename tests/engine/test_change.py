@@ -363,5 +363,5 @@ class TestCheckpoint:
         self.save(tmp_path)
         with pytest.raises(rd.DataStateError, match="stop: saved"):
             rd.load_changed(tmp_path, loaders(ALL, stop="first")[0])
-        with pytest.raises(FileNotFoundError, match="No checkpoint at .*none"):
+        with pytest.raises(FileNotFoundError, match=r"No checkpoint at .*none"):
             rd.load_changed(tmp_path / "none", loaders(ALL)[0])

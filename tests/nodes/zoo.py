@@ -20,7 +20,9 @@ def corpus(name: str, lengths: list[int]) -> list[dict[str, Any]]:
 
 
 WEB = rd.DatasetSource(corpus("web", 4 * [3, 9, 0, 5, 14, 2, 7, 1, 6, 4, 11, 3, 8, 2, 5, 23, 1]), name="web")
-FEW = rd.DatasetSource(corpus("web", [3, 9, 1, 5, 14, 2, 7, 1, 6, 4, 11, 3, 8, 2, 5, 2, 1, 8, 3, 4, 5, 1]), name="few")
+FEW = rd.DatasetSource(
+    corpus("web", 3 * [3, 9, 1, 5, 14, 2, 7, 1, 6, 4, 11, 3, 8, 2, 5, 2, 1, 8, 3, 4, 5, 1]), name="few"
+)
 CODE = rd.DatasetSource(corpus("code", 5 * [6, 1, 2, 12, 4, 3, 9, 2, 5, 7, 1]), name="code")
 BOOKS = rd.DatasetSource(corpus("books", 5 * [17, 5, 30, 8, 2, 21, 9, 3, 12, 6, 4]), name="books")
 

@@ -39,7 +39,7 @@ def test_a_single_host_needs_no_group_and_several_do() -> None:
     assert host_mesh() is None
     assert loader(mesh=host_mesh()).setup.ranks.world_size == 1
     DeviceLoader(loader())
-    assert not warnings
+    assert not [warning for warning in warnings if "rows for" not in warning]  # that shards have few is said as well
     xr.process_count = lambda: 2
     with pytest.raises(ValueError, match=r"init_process_group\('gloo'"):
         host_mesh()

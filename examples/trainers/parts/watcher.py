@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-PATIENCE = 120  # seconds without a word from any worker
+PATIENCE = 240  # seconds without a word from any worker
 RENDEZVOUS = "join_timeout=300,last_call_timeout=4,keep_alive_interval=2,keep_alive_max_attempt=5"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """The second: torch 2.9 to 2.14 keep the address of the first meeting's store, which an agent that joins later never learns."""
