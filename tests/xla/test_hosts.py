@@ -35,11 +35,12 @@ def test_a_single_host_needs_no_group_and_several_do() -> None:
     warnings: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    handler.addFilter(lambda record: "rows for" not in record.getMessage())  # that shards have few is said as well
     logging.getLogger("rescale_data").addHandler(handler)
     assert host_mesh() is None
     assert loader(mesh=host_mesh()).setup.ranks.world_size == 1
     DeviceLoader(loader())
-    assert not [warning for warning in warnings if "rows for" not in warning]  # that shards have few is said as well
+    assert not warnings
     xr.process_count = lambda: 2
     with pytest.raises(ValueError, match=r"init_process_group\('gloo'"):
         host_mesh()
