@@ -122,8 +122,19 @@ def resume(how: str, folder: str) -> list[list[float]]:
     return found
 
 
+OLD_TORCH = pytest.mark.skipif(
+    torch.__version__.startswith("2.9."),
+    reason="set_optimizer_state_dict(strict=False) of torch 2.9 cannot leave out parameters without a state in FSDP1",
+)
+
+
 @pytest.mark.parametrize(
-    ("before", "ranks", "after"), [("fsdp1-flat", 4, "fsdp2"), ("fsdp2", 4, "fsdp1-flat"), ("fsdp1", 2, "fsdp1")]
+    ("before", "ranks", "after"),
+    [
+        ("fsdp1-flat", 4, "fsdp2"),
+        pytest.param("fsdp2", 4, "fsdp1-flat", marks=OLD_TORCH),
+        pytest.param("fsdp1", 2, "fsdp1", marks=OLD_TORCH),
+    ],
 )
 def test_nested_models_go_on_in_any_wrapping(tmp_path: Path, before: str, ranks: int, after: str) -> None:
     plain = wrapped("none")
