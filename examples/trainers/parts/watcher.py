@@ -92,8 +92,8 @@ class Watcher:
         for _ in range(number):
             command = [
                 sys.executable, "-m", "torch.distributed.run", "--nnodes=2:6", "--nproc-per-node=1", "--max-restarts=10",
-                "--monitor-interval=0.5", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{self._store.port}", "--rdzv-id=example",
-                f"--rdzv-conf={RENDEZVOUS}", self._script, self._folder,
+                "--monitor-interval=0.5", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{self._store.port}",
+                f"--rdzv-conf={RENDEZVOUS}", "--rdzv-id=example", self._script, self._folder,
             ]  # fmt: skip
             environment = {**os.environ, **ENVIRONMENT}
             with open(f"{self._folder}/agent{len(self._agents)}.log", "wb") as log:
