@@ -50,6 +50,11 @@ def _ends(batch: dict[str, Any]) -> list[int]:
     return [len(ids) - ids[::-1].index(doc) - 1 for doc in range(max(ids) + 1)]
 
 
+def test_code_of_world_sizes(capsys: Any) -> None:
+    run(DOCS / "world_sizes.md")
+    assert "ranks W" in capsys.readouterr().out
+
+
 ROOT = DOCS.parent
 PAGES = sorted(
     path for path in ROOT.rglob("*.md") if not any(part.startswith(".") for part in path.parts[len(ROOT.parts) :])
