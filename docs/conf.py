@@ -18,7 +18,9 @@ html_theme_options = {"light_css_variables": {"color-brand-primary": "#2f5d8a", 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 
-autodoc_typehints = "none"  # the signature has them
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented_params"
+default_role = "code"
 autodoc_member_order = "bysource"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False

@@ -41,7 +41,7 @@ def table() -> None:
         next(batches)
     shards = loader.state_dict()["shards"]
     names = {"document": "source.row", "token": "offset", "samples": "samples"}
-    figure, axes = board(21, 7.2, (9.2, 3.3))
+    figure, axes = board(21, 6.5, (9.2, 3))
     for i in range(4):
         y = 1.5 + 1.2 * i
         box(axes, 0.2, y, 3, 1, f"rows {24 * i} to {24 * i + 23}", RANKS[i])
