@@ -128,8 +128,8 @@ class Reading:
         in_step, begun = self.setup.layout.gradient_accumulation_steps, self._begun
         if begun:
             raise ValueError(
-                f"set_global_batch_size({global_batch_size}) in the middle of a step: {begun} of its {in_step} micro batches have "
-                f"been taken. Call it when loader.step is {self.step + 1}, after {in_step - begun} more."
+                f"set_global_batch_size({global_batch_size}) within a step: {begun} of its {in_step} micro batches have been "
+                f"taken. Call it when loader.step is {self.step + 1}, after {in_step - begun} more."
             )
         changed = with_global_batch_size(self.setup, global_batch_size)
         if changed.layout != self.setup.layout:

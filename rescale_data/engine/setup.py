@@ -102,8 +102,8 @@ def with_global_batch_size(setup: Setup, global_batch_size: int) -> Setup:
     require_int(global_batch_size=global_batch_size)
     if setup.ranks.simulated and not setup.recipe.repeat:
         raise ValueError(
-            f"set_global_batch_size({global_batch_size}) with repeat=False needs what all {setup.ranks.world_size} dp ranks have "
-            f"left of the epoch, but there is no process group (dp_rank= and dp_world_size= were given). Start it, use "
+            f"set_global_batch_size({global_batch_size}) with repeat=False needs what all {setup.ranks.world_size} dp ranks "
+            f"have left of the epoch, but there is no process group (dp_rank= and dp_world_size= were given). Start it, use "
             f"repeat=True, or load full_state_dict(loaders) into loaders with the new global batch."
         )
     changed = replace(setup, layout=replace(setup.layout, global_batch_size=global_batch_size))

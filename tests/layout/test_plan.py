@@ -85,7 +85,8 @@ def test_the_default_number_of_shards_stays_small_and_fits_the_global_batch() ->
 @pytest.mark.parametrize("several", [[1024, 1536, 2048], [12, 24], [12, 18], [8, 8], [512, 768, 8192]])
 def test_several_global_batches_get_the_topologies_aligned_with_each(several: list[int]) -> None:
     plan = rd.plan(several)
-    assert plan.global_batch_sizes == tuple(several) and len(plan) > 1
+    assert plan.global_batch_sizes == tuple(several)
+    assert len(plan) > 1
     for option in plan:
         for o in several:
             layout = Layout(
