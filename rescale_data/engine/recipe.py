@@ -21,7 +21,8 @@ Pipeline: TypeAlias = Callable[[Shard], BaseNode[Any]]
 
 History: TypeAlias = list[tuple[int, Mapping[str, Any]]]
 Histories: TypeAlias = Mapping[str, History]
-"""Of what a source consists, ``(epoch, manifest)`` by the epoch from which that holds; by the path of its reader."""
+"""Of what a source consists, ``(epoch, manifest)`` by the epoch from which that holds; by the path of its reader. By that of
+a packer, what form its samples had (`rescale_data.nodes.form.History`)."""
 
 SAMPLES, DEALT, FIRST_SLOT = 0, 1, 2  # columns of the table: two of the loader's own, then the slots of the pipeline
 OWN_FIELDS = (Field(("samples",)), Field(("dealt",)))
@@ -31,6 +32,8 @@ UNDEALT, ENDED = (
     -2,
 )  # in DEALT: nothing is dealt; the last batch of the epoch was taken, and the rows begin the next
 EPOCH = "epoch"  # how a field that counts epochs is called
+BEFORE = "before"
+"""Beside the parameters of a packer: what form its samples had before."""
 STRINGS = ("sources", "pipeline", "fields")
 """What `Schema` says in JSON, part of a state under these names."""
 
@@ -92,6 +95,7 @@ class Schema:
         self.root = root
         self.histories: Histories = {}
         self._sources_json: str | None = None
+        self._pipeline_json: str | None = None
         self.fields = (*OWN_FIELDS, *root.fields)
         keys = [field.key for field in (*self.fields, STAMP)]
         twice = sorted({key for key in keys if keys.count(key) > 1})
@@ -155,7 +159,7 @@ class Schema:
     def adopt(self, histories: Histories) -> None:
         """From now on the sources consist of what the histories say."""
         if histories != self.histories:
-            self._sources_json = None
+            self._sources_json = self._pipeline_json = None
         self.histories = histories
         adopt(self.root, histories)
 
@@ -178,13 +182,20 @@ class Schema:
     @property
     def sources_json(self) -> str:
         if self._sources_json is None:
-            grown = {path: {"by_epoch": history} for path, history in self.histories.items() if len(history) > 1}
+            histories = {path: self.histories.get(path, ()) for path in self.manifests}
+            grown = {path: {"by_epoch": history} for path, history in histories.items() if len(history) > 1}
             self._sources_json = to_json({**self.manifests, **grown})
         return self._sources_json
 
-    @cached_property
+    @property
     def pipeline_json(self) -> str:
-        return to_json({path_name(path): _parameters(path, node) for path, node in self.root.walk()})
+        if self._pipeline_json is None:
+            nodes = {path_name(path): _parameters(path, node) for path, node in self.root.walk()}
+            for path, node in self.root.walk():
+                if node.FORM and (forms := self.histories.get(path_name(path))):
+                    nodes[path_name(path)][BEFORE] = forms
+            self._pipeline_json = to_json(nodes)
+        return self._pipeline_json
 
     @cached_property
     def fields_json(self) -> str:
