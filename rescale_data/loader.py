@@ -206,6 +206,17 @@ class DataLoader:
         """
         self.reading.skip(num_samples)
 
+    def set_global_batch_size(self, global_batch_size: int) -> None:
+        """Go on with another global batch, in a ramp say; the micro batch stays, and iterators go on.
+
+        As if the state were saved and loaded with the new one; collective over the dp ranks. `rd.plan` names an N that is
+        aligned with several.
+
+        Raises:
+            ValueError: A step has begun, and the message says when the next one does; or this O does not fit.
+        """
+        self.setup = self.reading.set_global_batch_size(global_batch_size)
+
     def reset(self) -> None:
         """Go back to the beginning of the run."""
         self.reading.reset()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from torch.distributed import ProcessGroup
@@ -94,13 +94,33 @@ def set_up(
             "sources": schema.sources_json,
         }
     )
-    if layout.misfit is not None:
-        ranks.log(
+    _warn_if_not_aligned(setup)
+    return setup
+
+
+def with_global_batch_size(setup: Setup, global_batch_size: int) -> Setup:
+    """The same with another O, refused where it cannot run (collective where there is a process group)."""
+    require_int(global_batch_size=global_batch_size)
+    if setup.ranks.simulated and not setup.recipe.repeat:
+        raise ValueError(
+            f"set_global_batch_size({global_batch_size}) with repeat=False needs what all {setup.ranks.world_size} dp ranks "
+            f"have left of the epoch, but there is no process group (dp_rank= and dp_world_size= were given). Start it, use "
+            f"repeat=True, or load full_state_dict(loaders) into loaders with the new global batch."
+        )
+    changed = replace(setup, layout=replace(setup.layout, global_batch_size=global_batch_size))
+    _check_epoch(changed)
+    setup.ranks.require_same({"global_batch_size": global_batch_size})
+    _warn_if_not_aligned(changed)
+    return changed
+
+
+def _warn_if_not_aligned(setup: Setup) -> None:
+    if setup.layout.misfit is not None:
+        setup.ranks.log(
             logging.WARNING,
             "Not aligned: %s. Nothing is lost or repeated, but the order depends on this topology.",
-            layout.misfit,
+            setup.layout.misfit,
         )
-    return setup
 
 
 def require_steps_per_epoch(setup: Setup, steps: int) -> None:

@@ -298,6 +298,10 @@ class Node(BaseNode[T]):
         """Whether a row of this node needs a child that is gone, to yield what it would have yielded."""
         return any(child.is_stuck(position[self._slots(name)]) for name, child in self.children.items())
 
+    def is_pending(self, position: View) -> bool:
+        """Whether a change between legs has still to take effect in a row of this node (`settle`)."""
+        return any(child.is_pending(position[self._slots(name)]) for name, child in self.children.items())
+
     def locate(self) -> str:
         """Where the sample that was yielded last comes from, for messages; empty where that is not known."""
         return next(iter(self.children.values())).locate() if len(self.children) == 1 else ""
