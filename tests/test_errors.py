@@ -124,6 +124,35 @@ class TestTopology:
         with pytest.raises(error, match=message):
             loader_of(**kwargs)
 
+    @pytest.mark.parametrize(
+        ("name", "cure"),
+        [
+            ("batch_size", "micro_batch_size="),
+            ("sampler", "shuffle= and seed="),
+            ("drop_last", "tail="),
+            ("speed", "."),
+        ],
+    )
+    def test_arguments_of_torchs_loaders(self, name: str, cure: str) -> None:
+        with pytest.raises(TypeError, match=rf"rd\.DataLoader has no argument {name}=.*{re.escape(cure)}"):
+            loader_of(**{name: 3})
+
+    def test_shuffle_of_a_pipeline(self) -> None:
+        with pytest.raises(TypeError, match=r"shuffle=False with a function.*rd\.Reader\(source, shard, shuffle="):
+            loader_of(lambda shard: rd.Reader(ROWS, shard), shuffle=False)
+
+    def test_an_iterable_dataset(self) -> None:
+        class Stream(torch.utils.data.IterableDataset[int]):
+            def __iter__(self) -> Iterator[int]:
+                return iter(range(3))
+
+        with pytest.raises(TypeError, match=r"A Stream is an IterableDataset.*rd\.IterableSource"):
+            loader_of(Stream())
+
+    def test_text_in_place_of_tokens(self) -> None:
+        with pytest.raises(TypeError, match=r"given a str.*rd\.Tokenize makes them"):
+            next(rd.TokenPacker(rd.Reader([{"text": "a"}], rd.Shard()), column="text", seq_len=2, eos_id=0))
+
     def test_no_path(self) -> None:
         with pytest.raises(TypeError, match="paths=3 is a int: give a glob, a folder, a file, or a list"):
             rd.ParquetSource(3)  # type: ignore[arg-type]

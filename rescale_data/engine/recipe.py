@@ -47,11 +47,12 @@ class Recipe:
     seed: int
     repeat: bool
     verify: bool = False
+    global_batch_size: int = 1
 
     def build(self, shard: int) -> Node[Any]:
         """The root node of one logical shard."""
         try:
-            given = Shard(shard, self.num_logical_shards, self.seed, self.repeat, self.verify)
+            given = Shard(shard, self.num_logical_shards, self.seed, self.repeat, self.verify, self.global_batch_size)
             root = as_node(self.pipeline(given))
             refuse_ranks(root, given)
             if self.num_logical_shards > 1:
@@ -145,16 +146,24 @@ class Schema:
         return {path_name(path): node.reads for path, node in self.root.walk() if node.reads is not None}
 
     def progress(self, table: Ints, shards: Ints) -> dict[str, float]:
-        """What the given shards have drawn; values of several readers of one source add up."""
+        """What the given shards have drawn; values of several readers of one source add up, those of namesakes do not."""
         total: dict[str, float] = {}
+        namesakes = self._namesakes()
         for path, node in self.root.walk():
             rows = _slots_at(self.root, table[shards, FIRST_SLOT:], path)
             if rows is None:
                 continue
             for key, value in node.progress(rows, shards, table[shards, SAMPLES]).items():
+                if node.reads is not None and node.reads.name in namesakes and key.endswith(f"/{node.reads.name}"):
+                    key += f" ({path_name(path)})"
                 merge = min if key.startswith("epoch_min/") else max if key.startswith("epoch_max/") else float.__add__
                 total[key] = merge(total[key], float(value)) if key in total else float(value)
         return total
+
+    def _namesakes(self) -> set[str]:
+        """Names that several sources have in common."""
+        first: dict[str, Described] = {}
+        return {s.name for s in self.sources().values() if first.setdefault(s.name, s) is not s}
 
     def adopt(self, histories: Histories) -> None:
         """From now on the sources consist of what the histories say."""
