@@ -43,8 +43,8 @@ def save(
     """Save ``state`` at ``path``, with all ranks, and return when it is committed.
 
     The folder is a plain DCP checkpoint that ``torch.distributed.checkpoint.load`` reads, and ``rescale_data.json``, which
-    lists every file with its size and checksum. Until the last step nothing is seen at ``path``: a save that fails leaves what
-    was there, and so does one that is killed, but that an object store's old checkpoint is gone while two small files are put.
+    lists every file with its size and checksum. Until the last step nothing is seen at ``path``: a save that fails or is
+    killed leaves what was there.
 
     Args:
         path: A local folder that does not exist yet, or a URL that fsspec knows (``s3://bucket/run/step-100``).

@@ -77,7 +77,7 @@ def opened(
     with reading(store, folder, wanted=ranks.is_first):
         reader = CheckpointReader(store, folder, trusted=trusted)
         try:
-            found, reader.save_id = problems(store, folder, ranks, checksums=checksums, trusted=trusted)
+            found, reader.manifest = problems(store, folder, ranks, checksums=checksums, trusted=trusted)
             if found:
                 listed = "\n  ".join(found)
                 raise DamagedCheckpointError(
