@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager
 from rescale_data.checkpoint.storage import commit
+from rescale_data.checkpoint.storage.manifest import read_manifest
 from rescale_data.checkpoint.storage.objects import ObjectStore
 from rescale_data.checkpoint.storage.open import open_store
 
@@ -173,3 +175,17 @@ def test_nothing_of_the_old_checkpoint_stays(url: str) -> None:
         assert (metadata, manifest) == (".metadata", "rescale_data.json")
         assert store.names(f"{path}/{name}/{own}") == [".metadata", "__0_0.distcp"]
         assert checkpoint.verify(f"{url}/{name}") == []
+
+
+def test_a_checkpoint_of_before_is_read_and_replaced(url: str) -> None:
+    """Then the manifest named the metadata that has a fixed name."""
+    checkpoint.save(f"{url}/c", state(1))
+    store, path = open_store(f"{url}/c")
+    manifest = read_manifest(store, path)
+    assert manifest is not None
+    files = {".metadata" if name == manifest.metadata else name: record for name, record in manifest.files.items()}
+    store.remove(f"{path}/{manifest.metadata}")
+    store.write(f"{path}/rescale_data.json", dataclasses.replace(manifest, files=files).to_json())
+    assert (loaded(f"{url}/c"), checkpoint.verify(f"{url}/c")) == (1, [])
+    checkpoint.save(f"{url}/c", state(2), overwrite=True)
+    assert loaded(f"{url}/c") == loaded_by_stock_dcp(f"{url}/c") == 2

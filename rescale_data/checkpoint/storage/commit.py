@@ -3,8 +3,8 @@
     local folder    .step-100.saving-<id>/  --rename-->  step-100/
     object store    step-100/rescale_data-<id>/...  --one request-->  step-100/rescale_data.json
 
-A kill at any moment leaves the checkpoint that was, or the checkpoint that will be; never a mix of the two, or neither. In an object
-store step-100/.metadata is a copy for stock DCP: put before the first manifest, and after one that replaces another.
+A kill at any moment leaves the checkpoint that was, or the checkpoint that will be; never a mix of the two, or neither.
+In an object store step-100/.metadata is stock DCP's copy: put before a first manifest, and after one that replaces another.
 
 What a kill leaves is known by a name that nobody else gives, or by the save id in its metadata:
 
@@ -22,7 +22,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Generator
 from dataclasses import dataclass
 
 from rescale_data.checkpoint.storage import locks
@@ -79,19 +79,39 @@ def prepare(store: Store, final: str, save_id: str, *, overwrite: bool) -> Works
     """
     remove_leftovers(store, final)
     _refuse_unless_free(store, final, overwrite)
-    folder, name = split(final)
     if store.renames:
-        workspace = Workspace(final=final, working=join(folder, hidden(name, SAVING, save_id)), save_id=save_id)
-        make_locked(store, workspace)
-    else:
-        own = SAVE_ID_PREFIX + save_id
-        workspace = Workspace(final=final, working=join(final, own), prefix=f"{own}/", save_id=save_id)
-        store.make_folder(workspace.working)
+        return _make_locked(store, final, save_id)
+    own = SAVE_ID_PREFIX + save_id
+    workspace = Workspace(final=final, working=join(final, own), prefix=f"{own}/", save_id=save_id)
+    store.make_folder(workspace.working)
     return workspace
 
 
-def make_locked(store: Store, workspace: Workspace) -> None:
-    """Make the folder, and hold the lock that keeps others from taking it for a leftover."""
+@contextlib.contextmanager
+def aside(store: Store, final: str) -> Generator[str]:
+    """The path to write to in place of ``final``, a file or a folder, and to rename; what is there in the end is removed.
+
+    In an object store it is ``final``: an object appears when it is whole.
+
+    Raises:
+        ValueError: another process writes to ``final``.
+    """
+    if not store.renames:
+        yield final
+        return
+    remove_leftovers(store, final)
+    workspace = _make_locked(store, final, uuid.uuid4().hex)
+    try:
+        yield join(workspace.working, "out")
+        store.sync_folder(split(final)[0])
+    finally:
+        abandon(store, workspace)
+
+
+def _make_locked(store: Store, final: str, save_id: str) -> Workspace:
+    """Make a workspace beside ``final``, and hold the lock that keeps others from taking it for a leftover."""
+    folder, name = split(final)
+    workspace = Workspace(final=final, working=join(folder, hidden(name, SAVING, save_id)), save_id=save_id)
     lock = join(workspace.working, MANIFEST)
     while not locks.is_held(lock):
         store.make_folder(workspace.working)
@@ -105,6 +125,7 @@ def make_locked(store: Store, workspace: Workspace) -> None:
     except ValueError:
         abandon(store, workspace)
         raise
+    return workspace
 
 
 def _refuse_other_writers(store: Store, final: str, own: str = "") -> None:

@@ -63,9 +63,7 @@ def require_committed(store: Store, path: str, trusted: bool = False) -> Manifes
         raise FileNotFoundError(f"No checkpoint at {path}: {here}.")
     meta = _read_metadata(store, path, trusted).storage_meta
     if meta is not None and (meta.save_id or "").startswith(SAVE_ID_PREFIX):
-        raise ValueError(
-            f"{path} has no {MANIFEST}: its save or its deletion was never finished. It is not loaded."
-        )
+        raise ValueError(f"{path} has no {MANIFEST}: its save or its deletion was never finished. It is not loaded.")
     return None
 
 

@@ -55,6 +55,16 @@ def open_store(
     return local.LocalStore(), os.path.realpath(found)
 
 
+def mapped_path(path: StrPath) -> str:
+    """A path of this machine; ``ValueError`` for a URL of an object store."""
+    store, text = open_store(path)
+    if not store.renames:
+        raise ValueError(
+            f"{text} is in an object store, and its files are mapped to be read. Copy it to a local disk first."
+        )
+    return text
+
+
 @contextmanager
 def opened(
     path: StrPath,
