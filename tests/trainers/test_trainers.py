@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "trainers"
     ("package", "argument"),
     [
         ("lightning", "12"),  # within an epoch
-        ("lightning", "10"),  # at its end
+        ("lightning", "10 fsdp2"),  # at its end, with sharded checkpoints
         ("transformers", "12"),
         ("transformers", "10"),
         ("torchtitan", "0"),  # repeat=False
