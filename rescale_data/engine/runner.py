@@ -92,17 +92,22 @@ class Runner:
                 self._slots(shard)[:] = end[1][0]
                 self._live[shard] = None
 
-    def count_to_epoch_end(self, shard: int) -> tuple[int, Ints]:
-        """How many samples a shard has left in its epoch, and the slots at which the next begins, found by drawing them."""
-        node, row = self._build(shard), self._slots(shard).copy()
-        node.bind(row.data)
-        num_samples = 0
-        try:
-            while True:
-                node.next()
-                num_samples += 1
-        except StopIteration:
-            return num_samples, row
+    def look_ahead(self, shard: int, num_samples: int, note: Callable[[], None]) -> tuple[int, Ints | None]:
+        """Up to so many samples of a shard are left in its epoch, found by drawing them: whoever goes on loads the table anew.
+
+        Args:
+            note: Called before each.
+
+        Returns:
+            How many; where these are fewer, the slots at which the next epoch begins.
+        """
+        for count in range(num_samples):
+            note()
+            try:
+                self._draw(shard)
+            except Exhausted:
+                return count, self._slots(shard).copy()
+        return num_samples, None
 
     def verify(self, shard: int) -> None:
         """``DataStateError`` where a shard's readers did not deliver each row once, as far as its position goes."""
