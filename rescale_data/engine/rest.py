@@ -40,16 +40,18 @@ class Rest:
         Args:
             table: With all N rows right.
         """
+        self._runner.load(table, histories)
         enough = STEPS_OF_A_ROUND * self._layout.global_batch_size
-        ahead = -(-enough // len(table))
+        seen, ahead = 0, -(-enough // len(table))
         while True:
-            self._read(table, histories, ahead)
-            known, left = self._ends[:, 0] != _UNKNOWN, self._ends[:, 0] - table[:, SAMPLES]
-            goes_on = ~known | (left >= ahead)
-            left = np.where(goes_on, ahead, left)
-            if left.sum() >= enough or not goes_on.any():
+            self._read(table[:, SAMPLES], seen, ahead)
+            left = np.where(
+                self._ends[:, 0] == _UNKNOWN, ahead, np.minimum(self._ends[:, 0] - table[:, SAMPLES], ahead)
+            )
+            going = int((left == ahead).sum())
+            if left.sum() >= enough or not going:
                 return left
-            ahead = max(2 * ahead, -(-enough // int(goes_on.sum())))
+            seen, ahead = ahead, max(2 * ahead, -(-enough // going))
 
     def next_epoch(self, table: Ints, histories: Histories) -> Ints:
         """The slots at which the next epoch begins, of all shards (collective): asked when `look` has seen the last sample."""
@@ -57,12 +59,12 @@ class Rest:
             self.look(table, histories)
         return self._ends[:, 1:]
 
-    def _read(self, table: Ints, histories: Histories, ahead: int) -> None:
-        """Find the ends that are less than ``ahead`` samples away."""
-        self._runner.load(table, histories)
-        for shard in self._layout.owned(self._ranks.rank):
-            if self._ends[shard, 0] == _UNKNOWN:
-                count, slots = self._runner.look_ahead(shard, ahead, self._ranks.note_reading)
-                if slots is not None:
-                    self._ends[shard] = [table[shard, SAMPLES] + count, *slots]
+    def _read(self, samples: Ints, seen: int, ahead: int) -> None:
+        """Find the ends that are less than ``ahead`` samples away; ``seen`` have been read of the shards that may have more."""
+        with self._ranks.reading():
+            for shard in self._layout.owned(self._ranks.rank):
+                if self._ends[shard, 0] == _UNKNOWN:
+                    count, slots = self._runner.look_ahead(shard, ahead - seen)
+                    if slots is not None:
+                        self._ends[shard] = [samples[shard] + seen + count, *slots]
         self._ends = self._ranks.merge(self._ends, self._layout.owners)

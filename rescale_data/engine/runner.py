@@ -92,17 +92,13 @@ class Runner:
                 self._slots(shard)[:] = end[1][0]
                 self._live[shard] = None
 
-    def look_ahead(self, shard: int, num_samples: int, note: Callable[[], None]) -> tuple[int, Ints | None]:
-        """Up to so many samples of a shard are left in its epoch, found by drawing them: whoever goes on loads the table anew.
-
-        Args:
-            note: Called before each.
+    def look_ahead(self, shard: int, num_samples: int) -> tuple[int, Ints | None]:
+        """Draw up to so many samples of a shard, to find its epoch's end. Who serves after that loads the table anew.
 
         Returns:
-            How many; where these are fewer, the slots at which the next epoch begins.
+            How many were there; where these are fewer, the slots at which the next epoch begins.
         """
         for count in range(num_samples):
-            note()
             try:
                 self._draw(shard)
             except Exhausted:

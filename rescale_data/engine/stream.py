@@ -291,7 +291,9 @@ class Stream:
         if self._verify:
             self._prove()
         end, delivered = self.schema.epoch_end(self.table), deal.delivered(self._u)
-        self.table[:, FIRST_SLOT:] = self._rest.next_epoch(self._whole(), self.schema.histories) if end is None else end[1]
+        self.table[:, FIRST_SLOT:] = (
+            self._rest.next_epoch(self._whole(), self.schema.histories) if end is None else end[1]
+        )
         self.table[:, SAMPLES] = deal.samples + delivered
         self.table[:, DEALT] = ENDED
         self._count_tail(deal.num_samples - int(delivered.sum()), deal.num_padded)
@@ -335,8 +337,8 @@ class Stream:
         self.start()
         while not self._exhausted and self._u + len(self._ahead) < u:
             try:
-                self.ranks.note_reading()
-                self._ahead.append(self._feed.take())
+                with self.ranks.reading():
+                    self._ahead.append(self._feed.take())
             except Exhausted:
                 self._exhausted = True
             except BaseException:
