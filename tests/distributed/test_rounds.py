@@ -1,7 +1,6 @@
-"""Random chains of topologies over epochs whose number of samples only reading tells: their ends are dealt in rounds, on real ranks."""
+"""Random chains of topologies on real ranks, over epochs whose end only reading tells: it is dealt in rounds."""
 
 import random
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest

@@ -1,4 +1,4 @@
-"""The end of an epoch that only reading can tell: every document is packed once, and no call reads more than some steps' samples."""
+"""The end of an epoch that only reading tells: every document is packed once, and no call reads more than some steps."""
 
 from typing import Any
 
