@@ -27,8 +27,17 @@ from rescale_data.engine.form import reform, without_form
 from rescale_data.engine.growth import Growth, begin_next_epoch, compare, joined, refuse_changes
 from rescale_data.engine.moment import Moment, Standing
 from rescale_data.engine.ranks import Ranks
-from rescale_data.engine.recipe import DEALT, ENDED, SAMPLES, STAMP, STRINGS, UNDEALT, History
+from rescale_data.engine.recipe import (
+    DEALT,
+    ENDED,
+    SAMPLES,
+    STAMP,
+    STRINGS,
+    UNDEALT,
+    History,
+)
 from rescale_data.engine.stream import Stream
+from rescale_data.engine.warned import say_changes, steps_left_out, without_functions
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
 from rescale_data.sources.source import Saveable
@@ -171,7 +180,8 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
     was_dealt = _is_dealt(table)
     forms: dict[str, History] = {}
     if changed:
-        forms = _reform(stream, state["pipeline"], table)
+        say_changes(stream, state["pipeline"])
+        forms = reform(stream, state["pipeline"], table)
         _report(stream, fitted, settle(stream.schema, table))
     saved = (int(state["global_batch_size"]), int(state["dp_world_size"]), int(state["micro_batch_size"]))
     clock = _clock(state)
@@ -192,11 +202,13 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
             loaded.samples,
             loaded.step,
         )
+    excluded = steps_left_out(stream, state["pipeline"], loaded.global_step(stream.layout.global_batch_size))
     histories = fitted.growth.histories
     if fitted.growth.changed:
         loaded, histories = _begin_next_epoch(stream, fitted.growth, table, loaded)
     elif fitted.growth.grown:
         histories = _join(stream, fitted.growth, table)
+    stream.schema.exclude_steps(excluded)
     stream.schema.adopt({**histories, **forms})
     stream.load(table, loaded)
 
@@ -244,9 +256,10 @@ def require_fit(stream: Stream, saved: Mapping[str, Any]) -> Fitted:
     if stream.on_source_change == "error":
         refuse_changes(growth)
     if fitted.state["pipeline"] != now["pipeline"]:
+        pipelines = without_functions(fitted.state["pipeline"], now["pipeline"])
         _require_same(
             "pipeline",
-            *(without_form(stream.schema, without_free(stream.schema, d["pipeline"])) for d in (fitted.state, now)),
+            *(without_form(stream.schema, without_free(stream.schema, pipeline)) for pipeline in pipelines),
             fixed=fixed_by_others(stream.schema),
         )
     return replace(fitted, growth=growth)
@@ -432,17 +445,6 @@ def _begin_next_epoch(stream: Stream, growth: Growth, table: Ints, clock: Clock)
     if not stream.repeat:
         table[:, DEALT] = ENDED
     return clock.restarted(stream.layout.global_batch_size), histories
-
-
-def _reform(stream: Stream, saved: str, table: Ints) -> dict[str, History]:
-    forms, said = reform(stream.schema, saved, table)
-    if said:
-        table[:, DEALT][table[:, DEALT] != ENDED] = UNDEALT  # what was dealt are samples of the form before
-        stream.ranks.log(
-            logging.WARNING, "Samples have another form than when the state was saved: %s. No token is lost or repeated.",
-            "; ".join(said),
-        )  # fmt: skip
-    return forms
 
 
 def _report(stream: Stream, fitted: Fitted, num_begun_again: int) -> None:

@@ -305,6 +305,22 @@ class Node(BaseNode[T]):
         """Whether a row of this node needs a child that is gone, to yield what it would have yielded."""
         return any(child.is_stuck(position[self._slots(name)]) for name, child in self.children.items())
 
+    def pass_blocked(self, position: View) -> None:
+        """Move a row of this node, at the beginning of a sample, behind what is on a blocklist (`Exclude`)."""
+        if not self.READS_AHEAD:
+            for name, child in self.children.items():
+                child.pass_blocked(position[self._slots(name)])
+
+    def is_blocked(self, position: View) -> bool:
+        """Whether somebody who went back to this row, to go on within a sample, finds that one on a blocklist that is new."""
+        if not self.one_for_one:
+            return self.is_relisted(position)  # which sample that was, nobody knows
+        return self.children["source"].is_blocked(position[self._slots("source")])
+
+    def is_relisted(self, position: View) -> bool:
+        """Whether a blocklist below is another than when this row was written."""
+        return any(child.is_relisted(position[self._slots(name)]) for name, child in self.children.items())
+
     def is_pending(self, position: View) -> bool:
         """Whether a change between legs has still to take effect in a row of this node (`settle`)."""
         return any(child.is_pending(position[self._slots(name)]) for name, child in self.children.items())

@@ -109,6 +109,11 @@ class CleanDocuments(Node[dict[str, Any]]):
     def settle(self, position: View) -> bool:
         return self.settle_within(position, _PIECE)
 
+    def is_blocked(self, position: View) -> bool:
+        again = self.is_relisted(position)
+        position[_PIECE] *= not again  # which document that was, nobody knows: the one there is begun again
+        return again
+
     def documents(self, column: str) -> Documents | None:
         inner = self._source.documents(column) if column == self.column else None
         return None if inner is None else CleanedDocuments(inner, self.cleaning)
@@ -127,6 +132,8 @@ class CleanDocuments(Node[dict[str, Any]]):
     def _open(self) -> list[slice]:
         """The pieces of the document at the bookmark; none where it is too short, or the epoch has ended."""
         if self._pieces is None:
+            if self.position[_PIECE] and not self.reread:
+                self.is_blocked(self.position)
             if not (self.reread or self.position[_PIECE]):
                 self._source.settle(self._bookmark)
             if self._source.position != self._bookmark:

@@ -48,6 +48,7 @@ class ColumnDocuments:
     def settle(self, position: memoryview) -> None:
         if self._settles:
             self._node.settle(position)
+            self._node.pass_blocked(position)
 
     def turn(self, position: memoryview) -> None:
         position[:] = self._node.position

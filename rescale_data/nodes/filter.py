@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from rescale_data.nodes.base import BaseNode, Node
 from rescale_data.nodes.bound import Bound
+from rescale_data.nodes.function import identity
 from rescale_data.nodes.guard import Guard, OnError
 from rescale_data.state import Field, Ints
 
@@ -26,6 +27,8 @@ class Filter(Node[Any]):
     Args:
         source: A node.
         predicate: From a sample to whether it stays, without a memory of its own. An error in it names the row.
+        version: Of the predicate, compared when a state is loaded: another one is an error. Without, another name or
+            source is only warned about.
         on_error: As in `Map`: "skip" counts the samples for which it raises apart (``skipped_rows``).
 
     Raises:
@@ -34,8 +37,16 @@ class Filter(Node[Any]):
 
     FIELDS: ClassVar[tuple[Field, ...]] = (Field(("filtered",), counts=True), Field(("skipped",), counts=True))
 
-    def __init__(self, source: BaseNode[Any], predicate: Callable[[Any], bool], *, on_error: OnError = "raise") -> None:
+    def __init__(
+        self,
+        source: BaseNode[Any],
+        predicate: Callable[[Any], bool],
+        *,
+        on_error: OnError = "raise",
+        version: str | int | None = None,
+    ) -> None:
         super().__init__(source=source)
+        self._identity = identity(predicate, version)
         self.predicate = predicate
         self._source = self.children["source"]
         self._guard, self._bound = Guard(self, on_error), Bound(self)
@@ -71,6 +82,9 @@ class Filter(Node[Any]):
                 "or give ParquetSource and ArrowSource a filter=, which reads no more than what matches.",
                 self._name, dropped, kept + dropped,
             )  # fmt: skip
+
+    def parameters(self) -> dict[str, Any]:
+        return self._identity
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         filtered, skipped = rows[:, :2].sum(axis=0).tolist()

@@ -98,6 +98,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
             num_ahead=int(labels),
             repeat=any(node.repeat for _, node in child.walk()),
             bound=Bound(child, type(self).__name__),
+            is_blocked=child.is_blocked,
         )
         self.ready = None if any(node.provenance for _, node in child.walk()) else self._stream.key
 

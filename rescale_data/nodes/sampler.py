@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rescale_data.errors import DataStateError
-from rescale_data.nodes.base import BaseNode, Node, View
+from rescale_data.nodes.base import BaseNode, Node, View, copy_of
 from rescale_data.nodes.circle import WHOLE, Arc, Arcs, Circle, arcs, circle_of, stretched, within
 from rescale_data.nodes.guard import add_place
 from rescale_data.nodes.lengths import TokenArcs
@@ -192,6 +192,13 @@ class WeightedSampler(Node[Any]):
         """Some of the weight is that of a source that is gone."""
         gone = position[_NOW] != _mix_of(self.names, _floats(position[self._weights]))
         return gone or super().is_stuck(position)
+
+    def is_blocked(self, position: View) -> bool:
+        if not self.is_relisted(position):
+            return False
+        self.bind(copy_of(position))
+        chosen = self._choose()
+        return chosen is not None and self._nodes[chosen].is_blocked(position[self._slots(self.names[chosen])])
 
     def is_pending(self, position: View) -> bool:
         return position[_NOW] != self._mix or super().is_pending(position)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import View, copy_of
 from rescale_data.nodes.bound import Bound
@@ -26,11 +28,21 @@ class TokenStream:
         num_tokens: Tokens of a sample.
         num_ahead: As many of those behind it are looked at, and not consumed.
         repeat: Whether to go on with the next epoch after the last document of one.
+        is_blocked: Of a position of the documents, whether the one that is begun there is blocked since.
     """
 
     def __init__(
-        self, documents: Documents, around: Around, *, num_tokens: int, num_ahead: int, repeat: bool, bound: Bound
+        self,
+        documents: Documents,
+        around: Around,
+        *,
+        num_tokens: int,
+        num_ahead: int,
+        repeat: bool,
+        bound: Bound,
+        is_blocked: Callable[[View], bool],
     ) -> None:
+        self._is_blocked = is_blocked
         self._bound = bound
         self._documents, self._around, self._repeat = documents, around, repeat
         self._num_tokens, self._width = num_tokens, num_tokens + num_ahead
@@ -82,6 +94,8 @@ class TokenStream:
 
     def _extend(self, old: Stretch | None) -> Stretch:
         """What is left of a stretch, and documents behind it."""
+        if old is None and self._position[0] and self._is_blocked(self._position[1:]):
+            self._position[0] = 0  # the document ends here
         position, offset = copy_of(self._position[1:]), self._position[0]
         parts = [] if old is None else [old.owner.rest(old.document)]
         for part in parts:

@@ -15,6 +15,7 @@ from rescale_data.nodes.bins import best_fit
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.form import History, num_tokens
+from rescale_data.nodes.guard import say_again
 from rescale_data.nodes.packer import DTYPES, IGNORED, require_pad
 from rescale_data.nodes.provenance import joined as joined_places
 from rescale_data.nodes.reading.gather import Around, joined
@@ -237,6 +238,9 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
 
     def _pack(self) -> Window | None:
         """The window at the bookmark; `None` where the epoch has ended."""
+        if self.position[_EMITTED] and not self.reread and self.children["source"].is_relisted(self._bookmark):
+            say_again(self)
+            self.position[_EMITTED] = 0
         if not (self.reread or self.position[_EMITTED]):
             self._documents.settle(self._bookmark)
         position = copy_of(self._bookmark)
