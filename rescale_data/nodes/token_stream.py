@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rescale_data.errors import DataStateError
+from rescale_data.nodes.aligned import Aligned, Values
 from rescale_data.nodes.base import View, copy_of
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.reading.documents import Documents
@@ -29,6 +30,7 @@ class TokenStream:
         num_ahead: As many of those behind it are looked at, and not consumed.
         repeat: Whether to go on with the next epoch after the last document of one.
         is_blocked: Of a position of the documents, whether the one that is begun there is blocked since.
+        aligned: Columns beside the tokens.
     """
 
     def __init__(
@@ -41,7 +43,11 @@ class TokenStream:
         repeat: bool,
         bound: Bound,
         is_blocked: Callable[[View], bool],
+        aligned: Aligned,
     ) -> None:
+        self._aligned = aligned
+        self.values: Values = {}
+        """Of the columns beside the tokens, for the sample that was drawn last and what it looked ahead at."""
         self._is_blocked = is_blocked
         self._bound = bound
         self._documents, self._around, self._repeat = documents, around, repeat
@@ -70,6 +76,8 @@ class TokenStream:
         found = self._stretch()
         before, num_ready = found.document, min(found.left, self._width)
         size = min(num_ready, self._num_tokens)
+        if self._aligned:
+            self.values = self._aligned.of_sample(found.owner[before:], self._position[0], num_ready, self._around)
         if num_ready == self._width:
             fill([found], 0, tokens, labels, doc_ids)
         elif size:
