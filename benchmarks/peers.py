@@ -84,7 +84,7 @@ class Rows:
 
 
 class ParquetPacker(IterableDataset[torch.Tensor]):
-    """Row groups in random order, their documents shuffled and packed in NumPy; its state is where it stands and what is left."""
+    """Row groups in random order, their documents shuffled and packed in NumPy; its state is its place and what is left."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._groups = [(path, i) for path in paths for i in range(pq.read_metadata(path).num_row_groups)]
