@@ -112,8 +112,8 @@ class DataLoader:
             save_timeout=save_timeout,
             verify=verify,
         )
-        if steps_per_epoch is not None:
-            require_steps_per_epoch(self.setup, steps_per_epoch)
+        steps = require_steps_per_epoch(self.setup, steps_per_epoch)
+        num_workers = self.setup.layout.num_workers
         self.collate_fn = collate_fn or collate
         runner = Runner(self.setup.recipe, self.setup.schema)
         feed: Feed = InProcess(runner, collate_fn)
@@ -130,7 +130,7 @@ class DataLoader:
         stream = Stream(self.setup, runner, feed)
         stream.on_source_change = on_source_change
         pin = pin_memory and not num_workers
-        self._reading: Reading | None = Reading(self.setup, stream, pin_memory=pin, steps_per_epoch=steps_per_epoch)
+        self._reading: Reading | None = Reading(self.setup, stream, pin_memory=pin, steps_per_epoch=steps)
         self._close = self._reading.close
 
     # Batches

@@ -99,7 +99,7 @@ class Reading:
 
     def skip(self, num_samples: int) -> None:
         whole = self.setup.layout.micro_step_samples
-        require_int(num_samples=num_samples)
+        (num_samples,) = require_int(num_samples=num_samples)
         if num_samples < 0 or num_samples % whole:
             raise ValueError(
                 f"skip(num_samples={num_samples}): give a multiple of dp_world_size * micro_batch_size = {whole}, counted over "
@@ -110,7 +110,7 @@ class Reading:
             self._resumed, self._at_multiple = False, self._is_multiple()
 
     def set_epoch(self, epoch: int) -> None:
-        require_int(epoch=epoch)
+        (epoch,) = require_int(epoch=epoch)
         at = self.epoch
         if epoch == at + 1 and self.is_over():
             self._move_on()
