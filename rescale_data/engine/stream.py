@@ -25,6 +25,7 @@ from rescale_data.engine.setup import Setup
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
 from rescale_data.layout.deal import Deal
+from rescale_data.layout.layout import Layout
 from rescale_data.state import Ints
 
 OnSourceChange: TypeAlias = Literal["error", "next_epoch"]
@@ -61,6 +62,11 @@ class Stream:
         self.dropped_samples = self.padded_samples = 0
         self.load(self.schema.fresh_table(self.layout.num_logical_shards), Clock())
 
+    def follow(self, other: Stream) -> None:
+        """Count on from where another stream has counted to in the same epoch."""
+        self.dropped_samples, self.padded_samples = other.dropped_samples, other.padded_samples
+        self._took, self._was_empty = other._took, other._was_empty
+
     def load(self, table: Ints, clock: Clock) -> None:
         """Go on from a table in which all N rows are right."""
         self.table, self.clock = table, clock
@@ -72,6 +78,15 @@ class Stream:
         self._took, self._was_empty = False, False  # in this epoch, from here on; the epoch before
         self._size: int | None = None
         self._rewind()
+
+    def regroup(self, layout: Layout) -> None:
+        """Go on with another global batch, as if this moment were saved and loaded (collective); at a step boundary."""
+        table, clock, now = self.ranks.merge(self.table, self.owners), self.clock, self.layout
+        loaded = clock.loaded((now.global_batch_size, now.dp_world_size, now.micro_batch_size), layout)
+        if loaded != clock and not self.ended:
+            table[:, DEALT] = UNDEALT
+        self.layout = layout
+        self.load(table, loaded)
 
     def move_on(self) -> None:
         """Begin the next epoch, if the last micro batch of this one was taken."""
