@@ -193,6 +193,11 @@ class Stream:
         """Whether the state of this moment is spread over ranks by a deal, no longer in one block a rank."""
         return self._leg is not None and self._leg.deal is not None
 
+    def is_short(self) -> bool:
+        """Whether what is known to be left of the epoch will be dropped."""
+        end = None if self.repeat or self.ended else self.schema.epoch_end(self.table)
+        return end is not None and self._tail == "drop" and int(end[0].sum()) < self.layout.global_batch_size
+
     def num_micro_batches_left(self) -> int | None:
         """Micro batches until the epoch ends; `None` where it never does, or cannot be known."""
         leg = self.begin()
