@@ -274,16 +274,15 @@ class TestBetweenTheLastBatchAndTheEnd:
         first = loader_of(tail=tail)
         first.skip(44)
         loader = loader_of(tail=tail, global_batch_size=8, micro_batch_size=8)
-        loader.load_state_dict(first.state_dict())
         caplog.clear()
+        loader.load_state_dict(first.state_dict())
         assert (loader.epoch, loader.batches_left) == (0, 0 if tail == "drop" else 1)
         assert len(list(loader)) == (tail == "pad")
-        said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-        assert said == (
-            ["Epoch 0 ended with less than a global batch of 8 samples: 6 dropped, 0 repeated to fill the last one."]
-            if tail == "drop"
-            else []
+        (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert ("Epoch 0 ended with less than a global batch of 8 samples: 6 dropped, 0 repeated" in said) == (
+            tail == "drop"
         )
+        assert ("global batches begin anew at sample 44" in said) == (tail == "pad")
         assert (loader.epoch, len(list(loader))) == (1, 6 if tail == "drop" else 7)
 
     def test_rows_that_are_not_all_at_the_end_are_an_error(self) -> None:
@@ -415,6 +414,24 @@ class TestStepsPerEpoch:
         other = rd.DataLoader(filtered, global_batch_size=4, num_logical_shards=N, steps_per_epoch=4)
         other.load_state_dict(loader.state_dict())
         assert (other.epoch, other.batches_left, len(list(other)), other.step) == (3, 1, 1, 16)
+
+    def test_the_epoch_before_is_over_for_good_after_a_load_in_mid_step(self) -> None:
+        def make(b: int) -> rd.DataLoader:
+            return loader_of(global_batch_size=4, micro_batch_size=b, repeat=True, steps_per_epoch=3)
+
+        saved = make(2)
+        for batches, may_be_over in ((6, True), (7, False)):
+            saved.reset()
+            saved.skip(2 * batches)
+            loader = make(4)
+            loader.load_state_dict(saved.state_dict())
+            assert loader.epoch == 1
+            if may_be_over:
+                loader.set_epoch(0)
+                assert list(loader) == []
+            else:
+                with pytest.raises(ValueError, match=r"set_epoch\(0\): the loader is in epoch 1"):
+                    loader.set_epoch(0)
 
     @pytest.mark.parametrize("steps", [0, -1])
     def test_of_less_than_a_step(self, steps: int) -> None:
