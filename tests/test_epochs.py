@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torchdata.nodes import Loader, Mapper, Prefetcher, Unbatcher
 
 import rescale_data as rd
+from rescale_data.engine.recipe import Schema
 from rescale_data.lookahead import LookAhead
 from rescale_data.testing import full_state_dict
-from tests.simulate import Topology
+from tests.simulate import Topology, same_state
 
 EPOCHS, N, NUM_ROWS = 3, 12, 50
 
@@ -325,6 +326,43 @@ class TestSkipOfWholeEpochs:
             list(taken)
         next(iter(taken))
         assert all(a.tolist() == b.tolist() for a, b in zip(skipped, taken, strict=True))
+
+    @settings(max_examples=40)
+    @given(
+        num_rows=st.integers(4, 40),
+        n=st.sampled_from([3, 4, 8]),
+        o=st.sampled_from([2, 3, 4]),
+        tail=st.sampled_from(["drop", "pad"]),
+        first=st.integers(0, 20),
+        epochs=st.integers(3, 9),
+        more=st.integers(0, 3),
+        repeat=st.booleans(),
+    )
+    def test_are_as_if_they_had_been_taken(
+        self, num_rows: int, n: int, o: int, tail: Any, first: int, epochs: int, more: int, repeat: bool
+    ) -> None:
+        steps = -(-num_rows // o) if tail == "pad" else num_rows // o
+        num = epochs * steps - first % steps + more
+
+        def make() -> rd.DataLoader:
+            source = list(range(num_rows))
+            return rd.DataLoader(source, global_batch_size=o, num_logical_shards=n, tail=tail, repeat=repeat)
+
+        skipped, taken = make(), make()
+        for loader in (skipped, taken):
+            loader.skip(o * first)
+        skipped.skip(o * num)
+        for _ in range(num):
+            taken.skip(o)
+        assert same_state(skipped.state_dict(), taken.state_dict())
+        assert skipped.progress() == taken.progress()
+
+    def test_cost_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        plans: list[int] = []
+        plan = Schema.epoch_end
+        monkeypatch.setattr(Schema, "epoch_end", lambda *given: plans.append(0) or plan(*given))
+        loader_of().skip(48 * 10**6)
+        assert len(plans) < 30
 
 
 class TestUnderTorchdata:
