@@ -39,6 +39,12 @@ def test_code_of_pipelines(capsys: Any) -> None:
     assert sorted(told) == sorted(first[end - 1] for end in _ends(names["batches"][7]))
 
 
+def test_code_of_migrating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block checks what it shows."""
+    monkeypatch.chdir(tmp_path)
+    assert len(run(DOCS / "migrating.md")["loader"]) == 24
+
+
 def rd_lines(shown: str) -> list[str]:
     """The documents of the first sample."""
     return re.findall(r"\n  (.*)", shown.partition("sample 1:")[0])
@@ -48,6 +54,11 @@ def _ends(batch: dict[str, Any]) -> list[int]:
     """The last token of each document, before its EOS, in the first sample."""
     ids = batch["doc_ids"][0].tolist()
     return [len(ids) - ids[::-1].index(doc) - 1 for doc in range(max(ids) + 1)]
+
+
+def test_code_of_world_sizes(capsys: Any) -> None:
+    run(DOCS / "world_sizes.md")
+    assert "ranks W" in capsys.readouterr().out
 
 
 ROOT = DOCS.parent
@@ -69,3 +80,15 @@ def test_the_rooms_of_the_package() -> None:
     named = set(re.findall(r"`([a-z_/]+(?:\.py|/))`", text)) - {"tests/test_api.py", "tests/"}
     assert len(named) > 20
     assert [name for name in sorted(named) if not (ROOT / "rescale_data" / name).exists()] == []
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    import rescale_data
+    from rescale_data import checkpoint, testing
+
+    text = (DOCS / "api.md").read_text()
+    for module in (rescale_data, checkpoint, testing):
+        part = re.search(rf"currentmodule:: {module.__name__}\n(.*?)(?=\n## rescale_data|\Z)", text, re.DOTALL)
+        assert part is not None
+        documented = re.findall(r"auto\w+:: (\w+)", part[1])
+        assert sorted(documented) == sorted(set(module.__all__) - {"testing"})

@@ -1,4 +1,4 @@
-"""The recipe in docs/checkpoints.md: a tiny Llama from a folder of Hugging Face into FSDP2, trained, and back."""
+"""The recipe in docs/published_models.md: a tiny Llama from a folder of Hugging Face into FSDP2, trained, and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from tests.checkpoint.processes import run
 
-PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+PAGE = Path(__file__).parents[2] / "docs" / "published_models.md"
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="see constraints-trainers.txt"
 )
