@@ -97,6 +97,7 @@ class Schema:
     def __init__(self, root: Node[Any]) -> None:
         _require_all_named_or_none(root)
         self.root = root
+        self.group = max(node.group for _, node in root.walk())
         self.histories: Histories = {}
         self.excluded_steps: list[tuple[int, int]] = []
         self._sources_json: str | None = None
