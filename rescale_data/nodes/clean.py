@@ -154,13 +154,13 @@ class CleanedDocuments:
     def __init__(self, documents: Documents, cleaning: Cleaning) -> None:
         self._documents, self._cleaning = documents, cleaning
 
-    def read(self, position: memoryview) -> Spans:
+    def read(self, position: memoryview, most: int) -> Spans:
         self._start = copy_of(position[2:])
         first_piece, self._num_short = position[_PIECE], 0  # short documents before those that are returned
-        while len(spans := self._documents.read(self._start)):
+        while len(spans := self._documents.read(self._start, most)):
             found = self._cut(spans, position, first_piece)
             if len(found):
-                return found
+                return found[:most]
             first_piece, self._num_short = 0, self._num_short + len(spans)
             spans.move(self._start, len(spans))
         return EMPTY

@@ -31,7 +31,8 @@ class ColumnDocuments:
             below.reread = True
         self._ended = False
 
-    def read(self, position: memoryview) -> Spans:
+    def read(self, position: memoryview, most: int) -> Spans:
+        del most
         if self._ended or self._node.position != position:
             self._node.position[:] = position
             self._node.bind(self._node.position)

@@ -57,6 +57,10 @@ class TokenArcs:
         """Where a point of a source's arc comes to lie when the arc is stretched to the whole circle."""
         return (point * self._total - sum(self._arcs[:source]) * TURN) // self._arcs[source]
 
+    def parts(self) -> list[float]:
+        """About what part of the circle each arc is."""
+        return [arc / self._total for arc in self._arcs]
+
     def drew(self, source: int, length: int) -> None:
         """A document of so many tokens has been drawn from a source."""
         self.documents[source] += 1

@@ -15,9 +15,13 @@ import torch
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import BaseNode, Node, View
 from rescale_data.nodes.circle import WHOLE, Arc, Arcs, Circle, arcs, circle_of, stretched, within
+from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.guard import add_place
 from rescale_data.nodes.lengths import TokenArcs
+from rescale_data.nodes.mixed import MixedDocuments
+from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.shard_of import find_shard
+from rescale_data.sources.source import TokenSource
 from rescale_data.state import Field, Ints
 
 Unit: TypeAlias = Literal["samples", "tokens"]
@@ -90,7 +94,7 @@ class WeightedSampler(Node[Any]):
         self._target = np.array(list(self.weights.values())).view(np.int64).data
         self._mix = _mix_of(self.names, self.weights.values())
         self._given: int | None = None  # the next draw's point, where the mixture above says it
-        self._circle = circle_of(0, 1)
+        self.circle = circle_of(0, 1)
         super().__init__(**{name: nodes[name] for name in self.names})
         self._nodes = [self.children[name] for name in self.names]
         self._inner = [_mixture_of(node) for node in self._nodes]
@@ -99,7 +103,7 @@ class WeightedSampler(Node[Any]):
         self._shard = (shard.index, shard.num_logical_shards) if shard else (0, 1)
         for path, node in self.walk():
             if isinstance(node, WeightedSampler):
-                node._circle = circle_of(*self._shard, ".".join(path))
+                node.circle = circle_of(*self._shard, ".".join(path))
         self._chosen = 0
         self.seek()
 
@@ -123,7 +127,7 @@ class WeightedSampler(Node[Any]):
         if self.unit == "tokens":
             return super().skip(num_samples)
         first = self.position[_NUM]
-        stop = self.skip_draws(self._circle, first, first + num_samples, WHOLE)
+        stop = self.skip_draws(self.circle, first, first + num_samples, WHOLE)
         self._given = None
         if stop < first + num_samples:
             raise StopIteration
@@ -226,24 +230,28 @@ class WeightedSampler(Node[Any]):
     def _plan(self) -> Arcs | TokenArcs | None:
         """The arcs of the sources that have not ended; `None` at the end of the epoch."""
         if self._arcs is None and not self._over:
-            weights = _floats(self.position[self._weights])
-            drawn = self.position[self._drawn].tolist()
-            going = tuple(weight if count >= 0 else 0.0 for weight, count in zip(weights, drawn, strict=True))
-            if not any(going):
-                self._finish()
-            elif self.unit == "tokens":
-                counts = [max(count, ~count) for count in drawn]
-                self._arcs = TokenArcs(going, counts, *(self.position[k].tolist() for k in (self._tokens, self._since)))
-            else:
-                self._arcs = arcs(going)
+            self._arcs = self.arcs_at(self.position)
+            self._over = self._arcs is None
         return self._arcs
+
+    def arcs_at(self, position: View) -> Arcs | TokenArcs | None:
+        """The same at any position, into which the beginning of the next epoch is written where this one has ended."""
+        weights, drawn = _floats(position[self._weights]), position[self._drawn].tolist()
+        counts = [max(count, ~count) for count in drawn]
+        going = tuple(weight if count >= 0 else 0.0 for weight, count in zip(weights, drawn, strict=True))
+        if not any(going):
+            position[self._drawn] = np.array(counts, dtype=np.int64).data
+            return None
+        if self.unit == "samples":
+            return arcs(going)
+        return TokenArcs(going, counts, *(position[kind].tolist() for kind in (self._tokens, self._since)))
 
     def _choose(self) -> int | None:
         """The next source; `None` at the end of the epoch."""
         arcs = self._arcs or self._plan()
         if arcs is None:
             return None
-        point = self._circle.point(self.position[_NUM]) if self._given is None else self._given
+        point = self.circle.point(self.position[_NUM]) if self._given is None else self._given
         self._chosen = chosen = arcs.choose(point)
         inner = self._inner[chosen]
         if inner is not None:
@@ -349,27 +357,53 @@ class WeightedSampler(Node[Any]):
         """A source has ended, and its position is the beginning of its next epoch."""
         self._arcs = None
         if self.stop == "never":
-            self._repeat(chosen)
-        elif self.stop == "first":
-            self._over = True
+            silent = self._silent[chosen] = self._silent.get(chosen, 0) + 1
+            self.refuse_silent(chosen, silent)
+            self._nodes[chosen].bind(self._nodes[chosen].position)
         else:
-            self.position[self._drawn.start + chosen] ^= -1
+            self._over = self._note_end(self.position, chosen)
 
-    def _repeat(self, chosen: int) -> None:
-        silent = self._silent[chosen] = self._silent.get(chosen, 0) + 1
-        if silent > _SILENT_EPOCHS:
+    def _note_end(self, position: View, chosen: int) -> bool:
+        """Note that a source has ended; whether the epoch has."""
+        if self.stop == "all":
+            position[self._drawn.start + chosen] ^= -1
+        return self.stop == "first"
+
+    def refuse_silent(self, source: int, silent_epochs: int) -> None:
+        """``DataStateError`` where a source has begun again too often without yielding anything."""
+        if silent_epochs > _SILENT_EPOCHS:
             raise DataStateError(
-                f"The source {self.names[chosen]!r} of a mixture yielded no {self.unit[:-1]} in {_SILENT_EPOCHS} whole epochs "
-                f"of logical shard {self._shard[0]} of {self._shard[1]}: all of its rows were filtered out or are empty, or it "
-                f"has none. Use fewer logical shards, more data, or weight 0."
+                f"The source {self.names[source]!r} of a mixture yielded no {self.unit[:-1]} in {_SILENT_EPOCHS} whole epochs "
+                f"of logical shard {self._shard[0]} of {self._shard[1]}: all of its rows were filtered out or are empty, or "
+                f"it has none. Use fewer logical shards, more data, or weight 0."
             )
-        self._nodes[chosen].bind(self._nodes[chosen].position)
 
-    def _finish(self) -> None:
-        """All sources have ended: the next epoch begins with all."""
-        self._over = True
-        for i in range(self._drawn.start, self._drawn.stop):
-            self.position[i] = max(self.position[i], ~self.position[i])
+    # In blocks
+
+    def documents(self, column: str) -> Documents | None:
+        if any(self._inner) or (self.unit == "tokens" and column != self.column):
+            return None
+        name = type(self).__name__
+        self._below = [node.documents(column) or ColumnDocuments(node, column, name) for node in self._nodes]
+        room = min([s.cache_bytes for _, n in self.walk() if isinstance(s := n.reads, TokenSource)], default=2**30)
+        return MixedDocuments(
+            self,
+            self._below,
+            repeats=self.stop == "never",
+            by_tokens=self.unit == "tokens",
+            num_bytes=room // 8 // self._shard[1],
+        )
+
+    def slots_of(self, source: int) -> slice:
+        return self._slots(self.names[source])
+
+    def drawn_at(self, position: View) -> list[tuple[int, list[int]]]:
+        kinds = [self._drawn, self._tokens] if self.unit == "tokens" else [self._drawn]
+        return [(kind.start, position[kind].tolist()) for kind in kinds]
+
+    def end_at(self, position: View, source: int) -> bool:
+        self._below[source].turn(position[self.slots_of(source)])
+        return self._note_end(position, source)
 
 
 def _pass_over(node: Node[Any]) -> None:

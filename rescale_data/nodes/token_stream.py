@@ -7,7 +7,7 @@ from rescale_data.nodes.base import View, copy_of
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.reading.gather import Around, Rows, Stretch, fill, stretch
-from rescale_data.nodes.reading.spans import Spans
+from rescale_data.nodes.reading.spans import MANY, Spans
 from rescale_data.sources.decoded.cache import cache, owner_of
 
 _SILENT_EPOCHS = 2
@@ -91,13 +91,11 @@ class TokenStream:
         while length < self._width:
             if not (offset and not parts):  # else within a document, which goes on as it began
                 parts += self._settled(position)
-            spans = self._documents.read(position)
+            spans = self._documents.read(position, 1 if self._settles and offset and not parts else MANY)
             if not len(spans):
                 if not self._repeat:
                     break
                 spans, num_turns = self._turned(position, num_turns), num_turns + 1
-            elif self._settles and offset and not parts:
-                spans = spans[:1]
             spans.move(position, len(spans))
             parts.append(spans)
             length += (gained := self._around.num_tokens(spans))
