@@ -165,9 +165,8 @@ class CleanedDocuments:
             spans.move(self._start, len(spans))
         return EMPTY
 
-    def settle(self, position: memoryview) -> None:
-        if not position[_PIECE]:
-            self._documents.settle(position[2:])
+    def settle(self, position: memoryview) -> bool:
+        return bool(position[_PIECE]) or self._documents.settle(position[2:])
 
     def turn(self, position: memoryview) -> None:
         source = position[2:]

@@ -17,6 +17,8 @@ from rescale_data.state import Ints
 _FIRST, _FASTER = 16, 4  # draws at once: of the first read, and as many times more of the next
 _EACH, _MOST = 512, 2**15  # on average of each source, and in all
 _BYTES_OF_A_SPAN = 128
+SILENT_EPOCHS = 2
+"""After so many whole epochs without anything a source has none."""
 
 
 class Mixture(Protocol):
@@ -43,8 +45,8 @@ class Mixture(Protocol):
         """A source has ended: write that into the position. Whether the epoch has ended with it."""
         ...
 
-    def refuse_silent(self, source: int, silent_epochs: int) -> None:
-        """``DataStateError`` where a source has begun again so often without yielding anything."""
+    def refuse_silent(self, source: int) -> None:
+        """``DataStateError``: a source yielded nothing in `SILENT_EPOCHS`."""
         ...
 
 
@@ -77,12 +79,15 @@ class MixedDocuments:
                     return spans
                 moves = Moves.join([Moves.between(position, self._after), spans.moves])
                 return spans.with_moves(moves.grouped(np.arange(2, 2 + len(spans))))
+            if self._repeats:
+                self._mixture.refuse_silent(ended)
             if self._mixture.end_at(self._after, ended):
                 break
         return EMPTY
 
-    def settle(self, position: View) -> None:
+    def settle(self, position: View) -> bool:
         self._mixture.settle(position)
+        return False
 
     def turn(self, position: View) -> None:
         position[:] = self._after
@@ -141,10 +146,9 @@ class MixedDocuments:
         while len(supply.lengths) < num:
             if supply.fill(most):
                 continue
-            if not self._repeats:
+            if not self._repeats or supply.silent_epochs == SILENT_EPOCHS:
                 return False
             supply.turn()
-            self._mixture.refuse_silent(source, supply.silent_epochs)
         return True
 
     def _join(self, first: int, chosen: Ints) -> Spans:

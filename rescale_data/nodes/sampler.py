@@ -18,7 +18,7 @@ from rescale_data.nodes.circle import WHOLE, Arc, Arcs, Circle, arcs, circle_of,
 from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.guard import add_place
 from rescale_data.nodes.lengths import TokenArcs
-from rescale_data.nodes.mixed import MixedDocuments
+from rescale_data.nodes.mixed import SILENT_EPOCHS, MixedDocuments
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.shard_of import find_shard
 from rescale_data.sources.source import TokenSource
@@ -27,7 +27,6 @@ from rescale_data.state import Field, Ints
 Unit: TypeAlias = Literal["samples", "tokens"]
 Stop: TypeAlias = Literal["never", "first", "all"]
 
-_SILENT_EPOCHS = 2
 _ENDLESS = 1 << 62
 _NUM, _NOW, _FIRST = 0, 1, 2  # slots: draws, the weights in use, and the first of those of each source
 _KINDS = _DRAWS, _MIX, _DRAWN, _WEIGHT, _TOKENS, _SINCE = "draws", "mix", "drawn", "weight", "tokens", "since"
@@ -361,7 +360,8 @@ class WeightedSampler(Node[Any]):
         self._arcs = None
         if self.stop == "never":
             silent = self._silent[chosen] = self._silent.get(chosen, 0) + 1
-            self.refuse_silent(chosen, silent)
+            if silent > SILENT_EPOCHS:
+                self.refuse_silent(chosen)
             self._nodes[chosen].bind(self._nodes[chosen].position)
         else:
             self._over = self._note_end(self.position, chosen)
@@ -372,14 +372,13 @@ class WeightedSampler(Node[Any]):
             position[self._drawn.start + chosen] ^= -1
         return self.stop == "first"
 
-    def refuse_silent(self, source: int, silent_epochs: int) -> None:
+    def refuse_silent(self, source: int) -> None:
         """``DataStateError`` where a source has begun again too often without yielding anything."""
-        if silent_epochs > _SILENT_EPOCHS:
-            raise DataStateError(
-                f"The source {self.names[source]!r} of a mixture yielded no {self.unit[:-1]} in {_SILENT_EPOCHS} whole epochs "
-                f"of logical shard {self._shard[0]} of {self._shard[1]}: all of its rows were filtered out or are empty, or "
-                f"it has none. Use fewer logical shards, more data, or weight 0."
-            )
+        raise DataStateError(
+            f"The source {self.names[source]!r} of a mixture yielded no {self.unit[:-1]} in {SILENT_EPOCHS} whole epochs "
+            f"of logical shard {self._shard[0]} of {self._shard[1]}: all of its rows were filtered out or are empty, or "
+            f"it has none. Use fewer logical shards, more data, or weight 0."
+        )
 
     # In blocks
 

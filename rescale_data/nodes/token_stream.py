@@ -89,9 +89,11 @@ class TokenStream:
         length = -offset if old is None else old.left
         num_turns = misses = 0
         while length < self._width:
-            if not (offset and not parts):  # else within a document, which goes on as it began
-                parts += self._settled(position)
-            spans = self._documents.read(position, 1 if self._settles and offset and not parts else MANY)
+            marks, waits = [], bool(offset and not parts)  # within a document, which goes on as it began
+            if self._settles and not waits:
+                marks, waits = self._settled(position)
+            parts += marks
+            spans = self._documents.read(position, 1 if self._settles and waits else MANY)
             if not len(spans):
                 if not self._repeat:
                     break
@@ -103,12 +105,11 @@ class TokenStream:
             misses = 0 if gained else self._bound.missed(misses, position)
         return stretch(Spans.join(parts), self._around, self._position)
 
-    def _settled(self, position: View) -> list[Spans]:
-        """What has changed takes effect here, as a mark, if anything has."""
+    def _settled(self, position: View) -> tuple[list[Spans], bool]:
+        """What has changed takes effect here, as a mark, if anything has; whether it waits for the next document."""
         before = copy_of(position)
-        if self._settles:
-            self._documents.settle(position)
-        return [] if position == before else [Spans.mark(before, position)]
+        waits = self._documents.settle(position)
+        return [] if position == before else [Spans.mark(before, position)], waits
 
     def _turned(self, position: View, num_turns: int) -> Spans:
         """The mark between two epochs."""

@@ -81,6 +81,14 @@ def drawn(node: Any, position: Any, num: int) -> list[Any]:
     return found
 
 
+def assert_alike(found: list[Any], expected: list[Any]) -> None:
+    """Up to an error: of a source without tokens it comes when whole epochs of it have been read, which may be ahead."""
+    ends = [isinstance(samples[-1], str) for samples in (found, expected)]
+    assert ends[0] == ends[1] or len(found) != len(expected)
+    num = min(len(found), len(expected)) - max(ends)
+    assert found[:num] == expected[:num]
+
+
 pipelines = st.tuples(
     st.lists(st.integers(0, 4), min_size=1, max_size=4),
     st.lists(st.sampled_from(["", "", "clean", "filter"]), min_size=4, max_size=4),
@@ -104,8 +112,8 @@ def test_blocks_are_documents_one_by_one(
         single = build(what, sources, first)
         changed = build(what, sources, second)
     expected = drawn(single, single.initial(), 80)
-    assert drawn(blocks, blocks.initial(), 80) == expected
+    assert_alike(drawn(blocks, blocks.initial(), 80), expected)
     places = [entry[1] for entry in expected if isinstance(entry, tuple)]
     if places:
         place = np.array(places[at % len(places)])
-        assert drawn(build(what, sources, second), place, 12) == drawn(changed, place, 12)
+        assert_alike(drawn(build(what, sources, second), place, 12), drawn(changed, place, 12))

@@ -24,8 +24,12 @@ class Documents(Protocol):
         """
         ...
 
-    def settle(self, position: memoryview) -> None:
-        """Let what has changed between legs take effect in ``position``, the beginning of a document: `Node.settle`."""
+    def settle(self, position: memoryview) -> bool:
+        """Let what has changed between legs take effect in ``position``, the beginning of a document: `Node.settle`.
+
+        Returns:
+            Whether it may have to wait, since ``position`` is within what a node below has begun.
+        """
         ...
 
     def turn(self, position: memoryview) -> None:

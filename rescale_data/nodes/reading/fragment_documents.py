@@ -90,8 +90,9 @@ class FragmentDocuments:
             spans = self._copied(rows[:num_rows], fragments[:num_rows])
         return spans.with_moves(self._rows.moves(position, len(spans)))
 
-    def settle(self, position: memoryview) -> None:
-        pass
+    def settle(self, position: memoryview) -> bool:
+        del position
+        return False
 
     def turn(self, position: memoryview) -> None:
         self._rows.turn(position)
