@@ -396,6 +396,9 @@ class WeightedSampler(Node[Any]):
             num_bytes=room // 8 // self._shard[1],
         )
 
+    def yields_only(self, column: str) -> bool:
+        return all(node.yields_only(column) for node in self._nodes)
+
     def slots_of(self, source: int) -> slice:
         return self._slots(self.names[source])
 

@@ -117,3 +117,32 @@ def test_blocks_are_documents_one_by_one(
     if places:
         place = np.array(places[at % len(places)])
         assert_alike(drawn(build(what, sources, second), place, 12), drawn(changed, place, 12))
+
+
+@pytest.mark.parametrize("kind", ["clean", "filter"])
+def test_a_packer_above_what_keeps_nothing_of_an_endless_mixture_ends(sources: list[Any], kind: str) -> None:
+    readers = {name: rd.Reader(sources[0], rd.Shard(), shuffle=5) for name in "ab"}
+    mixture = rd.WeightedSampler(readers, {"a": 1, "b": 0.3})
+    top = rd.CleanDocuments(mixture, "tokens", min_length=99) if kind == "clean" else rd.Filter(mixture, never)
+    with pytest.raises(rd.DataStateError, match=f"{type(top).__name__} has drawn .* and kept none"):
+        next(rd.TokenPacker(top, column="tokens", seq_len=4, eos_id=1))
+
+
+def never(_: Any) -> bool:
+    return False
+
+
+def test_an_error_of_a_predicate_names_the_row(sources: list[Any]) -> None:
+    bad = sources[0].row(20)["tokens"].tolist()
+
+    def fails(row: dict[str, Any]) -> bool:
+        if row["tokens"].tolist() == bad:
+            raise ZeroDivisionError("by hand")
+        return True
+
+    node = rd.TokenPacker(
+        rd.Filter(rd.Reader(sources[0], rd.Shard(), shuffle=False), fails), column="tokens", seq_len=4, eos_id=1
+    )
+    with pytest.raises(ZeroDivisionError) as found:
+        list(node)
+    assert "row 20" in str(found.value) + "".join(found.value.__notes__)
