@@ -102,7 +102,7 @@ class TokenStream:
             parts.append(spans)
             length += (gained := self._around.num_tokens(spans))
             num_turns = 0 if gained else num_turns
-            misses = 0 if gained else self._bound.missed(misses, position)
+            misses = 0 if gained else self._bound.missed(misses, position, len(spans))
         return stretch(Spans.join(parts), self._around, self._position)
 
     def _settled(self, position: View) -> tuple[list[Spans], bool]:
