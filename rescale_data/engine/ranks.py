@@ -203,6 +203,19 @@ class Ranks:
         )
         return merged
 
+    def share(self, data: bytes) -> bytes:
+        """What some ranks have, the same on each of them, on all ranks (collective): each that has it gives a part of it."""
+        if self.circle is None:
+            return data
+        sizes = self._agree("sizes", [len(data)], lambda values: values[:, 0])()
+        givers = np.flatnonzero(sizes)
+        part = np.zeros(-(-int(sizes.max()) // max(1, len(givers))), dtype=np.uint8)
+        if data:
+            first = int(np.searchsorted(givers, self.rank)) * len(part)
+            mine = np.frombuffer(data, dtype=np.uint8)[first : first + len(part)]
+            part[: len(mine)] = mine
+        return self._gather(torch.from_numpy(part)).numpy()[givers].tobytes()[: int(sizes.max())]
+
     def least(self, value: int) -> Callable[[], int]:
         """Say a value ahead of time; the result, called, waits for the smallest of all ranks' values (collective)."""
         finish = self._agree("sure", [value], lambda values: values.min(axis=0))

@@ -60,6 +60,11 @@ class Stream:
         self.dropped_samples = self.padded_samples = 0
         self.load(self.schema.fresh_table(self.layout.num_logical_shards), Clock())
 
+    def follow(self, other: Stream) -> None:
+        """Count on from where another stream has counted to in the same epoch."""
+        self.dropped_samples, self.padded_samples = other.dropped_samples, other.padded_samples
+        self._took, self._was_empty = other._took, other._was_empty
+
     def load(self, table: Ints, clock: Clock) -> None:
         """Go on from a table in which all N rows are right."""
         self.table, self.clock = table, clock
