@@ -146,7 +146,11 @@ class MixedDocuments:
         while len(supply.lengths) < num:
             if supply.fill(most):
                 continue
-            if not self._repeats or supply.silent_epochs == SILENT_EPOCHS:
+            if not self._repeats:
+                return False
+            if supply.silent_epochs == SILENT_EPOCHS:
+                if self._by_tokens:  # its documents without tokens may have been drawn
+                    self._mixture.refuse_silent(source)
                 return False
             supply.turn()
         return True
