@@ -179,10 +179,9 @@ class Ranks:
         if self.rank == 0:
             _logger.log(level, message, *values)
 
-    def note_reading(self) -> None:
+    def reading(self) -> contextlib.AbstractContextManager[None]:
         """While this rank reads, others may wait for it: that time does not count."""
-        if self.circle is not None:
-            self.circle.roll_call.note_reading()
+        return contextlib.nullcontext() if self.circle is None else self.circle.roll_call.reading()
 
     def merge(self, table: Ints, owner: Ints) -> Ints:
         """The table with each row as the rank has it that owns it (collective).

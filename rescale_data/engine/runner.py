@@ -92,17 +92,18 @@ class Runner:
                 self._slots(shard)[:] = end[1][0]
                 self._live[shard] = None
 
-    def count_to_epoch_end(self, shard: int) -> tuple[int, Ints]:
-        """How many samples a shard has left in its epoch, and the slots at which the next begins, found by drawing them."""
-        node, row = self._build(shard), self._slots(shard).copy()
-        node.bind(row.data)
-        num_samples = 0
-        try:
-            while True:
-                node.next()
-                num_samples += 1
-        except StopIteration:
-            return num_samples, row
+    def look_ahead(self, shard: int, num_samples: int) -> tuple[int, Ints | None]:
+        """Draw up to so many samples of a shard, to find its epoch's end. Who serves after that loads the table anew.
+
+        Returns:
+            How many were there; where these are fewer, the slots at which the next epoch begins.
+        """
+        for count in range(num_samples):
+            try:
+                self._draw(shard)
+            except Exhausted:
+                return count, self._slots(shard).copy()
+        return num_samples, None
 
     def verify(self, shard: int) -> None:
         """``DataStateError`` where a shard's readers did not deliver each row once, as far as its position goes."""
