@@ -14,8 +14,9 @@ from collections.abc import Sequence
 
 from rescale_data.nodes.circle import TURN, shares
 
-_PRIOR = 4  # documents of the mean length of all that each source is taken to have had
+_PRIOR = 20  # documents of the mean length of all that each source is taken to have had
 _PATIENCE = 6  # documents behind its share, of an even mixture's, that double the arc of a source
+_LONG = 256  # tokens of a mean document, one such document more: shards that follow long ones closely swing together
 _MOST = 3  # such doublings at once
 _STEP = 1  # documents a source after which what all share is looked at again
 _SMALL = 1 / 50  # a share below it counts as that, when deficits are judged
@@ -107,6 +108,6 @@ class TokenArcs:
         tokens = self.tokens[source]
         mean = (tokens + _PRIOR * self._mean << _FINE) // (self.documents[source] + _PRIOR)
         behind = share * self._due - (tokens - self._since[source] << _SHARE)
-        unit = _PATIENCE * self._mean * max(share, int(_SMALL * (1 << _SHARE)))
+        unit = (_PATIENCE + self._mean // _LONG) * self._mean * max(share, int(_SMALL * (1 << _SHARE)))
         longer, shorter = min(max(behind, 0), _MOST * unit), min(max(-behind, 0), _MOST * unit)
         return max(1, (share * (unit + longer) << 16) // (max(1, mean) * (unit + shorter)))
