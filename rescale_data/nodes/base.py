@@ -95,6 +95,9 @@ class Node(BaseNode[T]):
     one_for_one: bool = False
     """Whether this node yields one sample for each that its only child, ``source``, does."""
 
+    group: int = 1
+    """As many neighbouring rows of a global batch come from one source of this node, a mixture."""
+
     reads: Described | None = None
     """The source whose rows this node reads, if it reads any itself."""
 

@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import numpy as np
 import torch
 
-from rescale_data.errors import DataStateError
+from rescale_data.errors import DataStateError, require_int
 from rescale_data.nodes.base import BaseNode, Node, View
 from rescale_data.nodes.caps import Cap, check_caps, part_of
-from rescale_data.nodes.circle import WHOLE, Arc, Arcs, Circle, arcs, circle_of, stretched, within
+from rescale_data.nodes.circle import WHOLE, Arc, Arcs, Circle, arcs, circle_of, grouped_circle_of, stretched, within
 from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.guard import add_place
 from rescale_data.nodes.lengths import TokenArcs
@@ -67,6 +67,10 @@ class WeightedSampler(Node[Any]):
         caps: At most so much of a source in the whole run, ``{"books": {"epochs": 4}}``, or "samples" or "tokens", of which
             each logical shard gets its part; tokens overshoot by at most one document a shard. Then its arc goes to the
             others, which is logged. When all of them have reached theirs, the stream ends.
+        group: As many neighbouring rows of a global batch come from one source, in every micro batch of a multiple of them;
+            O makes whole batches of one source. By samples, ``stop="never"``, without caps, the mixture at the root,
+            N a multiple of O and the case aligned: anything else is refused. Another O only when all logical shards have
+            delivered as many samples.
 
     Raises:
         ValueError: Names, weights or caps that do not fit; tokens without a column; a source that does not know its size.
@@ -94,11 +98,14 @@ class WeightedSampler(Node[Any]):
         stop: Stop = "never",
         temperature: float = 1.0,
         caps: Mapping[str, Mapping[str, int]] | None = None,
+        group: int = 1,
     ) -> None:
         _check(nodes, weights, unit, column, stop)
         self.names = sorted(nodes)
         self.unit, self.column, self.stop = unit, column, stop
         check_caps(caps or {}, self.names, unit)
+        _check_group(group, unit, stop, caps)
+        self.group = group
         size = len(self.names)
         kinds = [slice(_FIRST + i * size, _FIRST + (i + 1) * size) for i in range(4)]
         self._drawn, self._weights, self._tokens, self._since = kinds
@@ -128,6 +135,10 @@ class WeightedSampler(Node[Any]):
         for path, node in self.walk():
             if isinstance(node, WeightedSampler):
                 node.circle = circle_of(*self._shard, ".".join(path))
+        if shard and not (shard.num_logical_shards % shard.global_batch_size or shard.global_batch_size % group):
+            self.circle = grouped_circle_of(
+                *self._shard, shard.global_batch_size, group
+            )  # else refused by who serves it
         self._chosen = 0
         self.seek()
 
@@ -261,7 +272,8 @@ class WeightedSampler(Node[Any]):
     def parameters(self) -> dict[str, Any]:
         given = {"weights": as_json(self.weights), "unit": self.unit, "column": self.column, "stop": self.stop}
         sized = {} if self._sizes is None else dict(zip(("by", "temperature"), self._by, strict=True))
-        return {**given, **sized, **({"caps": self.caps} if self.caps else {})}
+        used = {"caps": self.caps} if self.caps else {}
+        return {**given, **sized, **used, **({"group": self.group} if self.group > 1 else {})}
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         """Of each source: what was drawn since the run began, its share of that in the mixture's unit, epochs, and caps.
@@ -614,6 +626,15 @@ def _mixture_of(node: Node[Any]) -> WeightedSampler | None:
 
 def _floats(slots: View) -> list[float]:
     return np.array(slots).view(np.float64).tolist()
+
+
+def _check_group(group: int, unit: str, stop: str, caps: object) -> None:
+    require_int(group=group)
+    if group < 1 or (group > 1 and (unit != "samples" or stop != "never" or caps)):
+        raise ValueError(
+            f"group={group} with unit={unit!r}, stop={stop!r}, caps={caps}: give at least 1, and more than 1 only by samples, "
+            f"with stop='never' and without caps, since all logical shards that serve a group end and change together."
+        )
 
 
 def _shown(one: list[Any], other: list[Any]) -> str:
