@@ -276,6 +276,11 @@ class Node(BaseNode[T]):
         del column
         return None
 
+    def yields_only(self, column: str) -> bool:
+        """Whether samples are dicts of this token column alone, so that `documents` leaves nothing out."""
+        del column
+        return False
+
     def parameters(self) -> dict[str, Any]:
         """Whatever changes the order or the content of the samples, JSON values by name; checked when a state is loaded."""
         return {}

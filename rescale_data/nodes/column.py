@@ -35,7 +35,8 @@ class ColumnDocuments:
             below.reread = True
         self._ended = False
 
-    def read(self, position: memoryview) -> Spans:
+    def read(self, position: memoryview, most: int) -> Spans:
+        del most
         if self._ended or self._node.position != position:
             self._node.position[:] = position
             self._node.bind(self._node.position)
@@ -52,10 +53,11 @@ class ColumnDocuments:
             return spans
         return replace(spans, keeps=(self._aligned.of(sample, len(tokens), self._node),))
 
-    def settle(self, position: memoryview) -> None:
+    def settle(self, position: memoryview) -> bool:
         if self._settles:
             self._node.settle(position)
             self._node.pass_blocked(position)
+        return False
 
     def turn(self, position: memoryview) -> None:
         position[:] = self._node.position

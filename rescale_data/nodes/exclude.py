@@ -164,8 +164,9 @@ class ExcludedDocuments:
         stops = 1 + np.append(kept[1:], len(spans))
         return spans.take(kept).with_moves(moves.grouped(stops))
 
-    def settle(self, position: memoryview) -> None:
+    def settle(self, position: memoryview) -> bool:
         self._node.pass_blocked(position)
+        return False
 
     def turn(self, position: memoryview) -> None:
         self._node.pass_blocked(position)
