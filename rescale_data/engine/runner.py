@@ -104,10 +104,21 @@ class Runner:
         except StopIteration:
             return num_samples, row
 
-    def verify(self, shard: int) -> None:
-        """``DataStateError`` where a shard's readers did not deliver each row once, as far as its position goes."""
+    def prove(self, shard: int, num_left: int) -> None:
+        """``DataStateError`` where a shard did not deliver each row of its epoch once but for those of its last samples.
+
+        What is left of the epoch is drawn: a source that ends then compares the rows that were read with the size of its epoch,
+        any other those up to its position.
+        """
+        found, row = self.count_to_epoch_end(shard)
+        if found != num_left:
+            raise DataStateError(
+                f"Logical shard {shard} of {self._recipe.num_logical_shards} has {found} samples left of it, where "
+                f"{num_left} are counted as dropped: the others would be lost. The data, the state or epoch_end() of a node is "
+                f"at fault; go back to a checkpoint from before this epoch and report it."
+            )
         node = self._build(shard)
-        node.bind(self._slots(shard).copy().data)
+        node.bind(row.data)
         for _, below in node.walk():
             below.verify()
 
