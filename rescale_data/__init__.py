@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rescale_data.nodes.random_map import RandomMap
     from rescale_data.nodes.reader import Reader
     from rescale_data.nodes.sampler import WeightedSampler
+    from rescale_data.nodes.shuffle import Shuffle
     from rescale_data.nodes.stream_reader import StreamReader
     from rescale_data.nodes.tokenize import Tokenize
     from rescale_data.nodes.varlen import flat_cu_seqlens
@@ -61,6 +62,7 @@ __all__ = [
     "Reader",
     "Remote",
     "Shard",
+    "Shuffle",
     "Source",
     "StreamReader",
     "SyntheticSource",
@@ -95,6 +97,7 @@ _HOMES = {
     "nodes.random_map": ("RandomMap",),
     "nodes.reader": ("Reader",),
     "nodes.sampler": ("WeightedSampler",),
+    "nodes.shuffle": ("Shuffle",),
     "nodes.stream_reader": ("StreamReader",),
     "nodes.tokenize": ("Tokenize",),
     "nodes.varlen": ("flat_cu_seqlens",),

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from multiprocessing.context import BaseContext
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, Never, NoReturn
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from rescale_data.engine.as_pipeline import as_pipeline
+from rescale_data.engine.as_pipeline import as_pipeline, refuse
 from rescale_data.engine.collate import collate
 from rescale_data.engine.feed import Feed, InProcess
 from rescale_data.engine.reading import Batches, Reading
@@ -34,10 +34,13 @@ class DataLoader:
 
     Args:
         pipeline: ``Shard -> node``, the node graph of one logical shard; or a source, or anything with ``__len__`` and
-            ``__getitem__``: then each row is a sample, in shuffled order.
+            ``__getitem__``: then each row is a sample. Or streams: an `IterableSource`, an ``IterableDataset`` of Hugging Face.
+        shuffle: Of rows: `True`, or a window as in `Reader`. `False`: evaluation; the global batches hold the rows in the order
+            of the dataset, each once. A pipeline says it itself (`Reader`).
         global_batch_size: O, samples per optimizer step over all ranks.
         micro_batch_size: b, samples of one batch of one rank; ``W * b`` divides O. Default O / W.
-        num_logical_shards: N, fixed for the whole run. Default 4 * O; less where that is above 2,048 (`rd.plan`).
+        num_logical_shards: N, fixed for the whole run. Default 4 * O; less where that is above 2,048 (`rd.plan`); with
+            ``shuffle=False`` O times the number of workers, so name it where they are to change within an epoch.
         mesh: `DeviceMesh` of the data-parallel ranks, several dims counted row-major as one. Default: the whole
             process group where there is one, else a single rank.
         dp_rank: In place of a mesh, together with ``dp_world_size``: all ranks of the job then build the loader, and no group
@@ -48,8 +51,9 @@ class DataLoader:
         seed: Seed of every order.
         repeat: `False`: ``iter(loader)`` ends with the epoch. `True`: it never ends.
         tail: What becomes of the rest of an epoch that does not fill a global batch: "drop", or "pad" with real rows again, and
-            ``batch["valid"]: Bool[b]`` in every batch.
+            ``batch["valid"]: Bool[b]`` in every batch. Of a batch that is no dict the first `last_batch_samples` are real.
         collate_fn: A list of b samples -> batch, run where samples are made. Default: torch's `default_collate`.
+        worker_init_fn: Called with its number in each worker process when that starts.
         prefetch_factor: Messages that each worker may be ahead.
         pin_memory: Whether batches arrive in page-locked memory, where there is an accelerator.
         multiprocessing_context: How workers start. The default is safe although this process has used threads.
@@ -72,6 +76,7 @@ class DataLoader:
         self,
         pipeline: Pipeline | Source | IterableSource | MapStyle,
         *,
+        shuffle: bool | int = True,
         global_batch_size: int,
         micro_batch_size: int | None = None,
         num_logical_shards: int | None = None,
@@ -84,6 +89,7 @@ class DataLoader:
         repeat: bool = False,
         tail: Tail = "drop",
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        worker_init_fn: Callable[[int], object] | None = None,
         prefetch_factor: int = 2,
         pin_memory: bool = False,
         multiprocessing_context: str | BaseContext = "forkserver",
@@ -92,11 +98,15 @@ class DataLoader:
         verify: bool = False,
         steps_per_epoch: int | None = None,
         on_source_change: OnSourceChange = "error",
+        **others: Never,
     ) -> None:
+        refuse(others)
         if on_source_change not in ("error", "next_epoch"):
             raise ValueError(f"on_source_change={on_source_change!r}: give 'error' or 'next_epoch'.")
+        if shuffle is False and num_logical_shards is None:
+            num_logical_shards = global_batch_size * max(num_workers, 1)
         self.setup = set_up(
-            as_pipeline(pipeline),
+            as_pipeline(pipeline, shuffle),
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
             num_logical_shards=num_logical_shards,
@@ -112,6 +122,9 @@ class DataLoader:
             save_timeout=save_timeout,
             verify=verify,
         )
+        misfit = self.setup.layout.misfit
+        if shuffle is False and misfit is not None:
+            raise ValueError(f"shuffle=False keeps the order of the dataset where the case is aligned: {misfit}.")
         if steps_per_epoch is not None:
             require_steps_per_epoch(self.setup, steps_per_epoch)
         self.collate_fn = collate_fn or collate
@@ -126,6 +139,7 @@ class DataLoader:
                 pin_memory=pin_memory and torch.accelerator.is_available(),
                 context=multiprocessing_context,
                 timeout=timeout,
+                init_fn=worker_init_fn,
             )
         stream = Stream(self.setup, runner, feed)
         stream.on_source_change = on_source_change
@@ -191,6 +205,17 @@ class DataLoader:
             num_samples: Over all ranks, a multiple of ``W * b``.
         """
         self.reading.skip(num_samples)
+
+    def set_global_batch_size(self, global_batch_size: int) -> None:
+        """Go on with another global batch, in a ramp say; the micro batch stays, and iterators go on.
+
+        As if the state were saved and loaded with the new one; collective over the dp ranks. `rd.plan` names an N that is
+        aligned with several.
+
+        Raises:
+            ValueError: A step has begun, and the message says when the next one does; or this O does not fit.
+        """
+        self.setup = self.reading.set_global_batch_size(global_batch_size)
 
     def reset(self) -> None:
         """Go back to the beginning of the run."""
@@ -258,7 +283,7 @@ class DataLoader:
 
     @property
     def last_batch_samples(self) -> int:
-        """Real samples in the batch that was delivered last on this rank, less than b only with ``tail="pad"``."""
+        """Real samples, its first, in the batch that was delivered last on this rank; less than b only with ``tail="pad"``."""
         return self.reading.last_batch_samples
 
     def progress(self) -> dict[str, float]:

@@ -15,7 +15,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -205,6 +205,43 @@ def fragments_in_order(starts: Ints, lengths: Ints) -> FragmentOrder:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Steps:
+    """The rows of a source in their own order, global batch by global batch, dealt to the shards that serve its rows.
+
+    With G = N / O and O <= N, draw n of shard i is row ``(n * G + i % G) * O + i // G``; where O is a multiple of N, each shard
+    has its O / N rows of each global batch.
+    """
+
+    num_logical_shards: int
+    global_batch_size: int
+
+    @property
+    def per_visit(self) -> int:
+        """Rows that a shard reads one after the other."""
+        return max(1, self.global_batch_size // self.num_logical_shards)
+
+    @property
+    def cycle(self) -> int:
+        """Rows in which each shard is visited once."""
+        return max(self.num_logical_shards, self.global_batch_size)
+
+    def starts(self, shards: Ints) -> Ints:
+        """The first row of each shard."""
+        tracks = max(1, self.num_logical_shards // self.global_batch_size)
+        return shards % tracks * self.global_batch_size + shards // tracks * self.per_visit
+
+    def sizes(self, shards: Ints, num_rows: int) -> Ints:
+        """How many of the rows each shard reads."""
+        cycles, rest = divmod(num_rows, self.cycle)
+        return cycles * self.per_visit + np.clip(rest - self.starts(shards), 0, self.per_visit)
+
+    def rows(self, shard: int, first: int, stop: int) -> Ints:
+        """The rows that draws ``first .. stop - 1`` of a shard are."""
+        visits, places = np.divmod(np.arange(first, stop, dtype=np.int64), self.per_visit)
+        return self.starts(np.array([shard])) + visits * self.cycle + places
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShardOrder:
     """The order in which one logical shard reads its rows.
 
@@ -214,6 +251,7 @@ class ShardOrder:
         num_logical_shards, seed: Of the shard.
         window: Rows that are permuted among themselves; 0 keeps the order of the files.
         full: One permutation of all rows of the source in place of fragments and windows.
+        steps: The shard reads its rows of each global batch in place of a range; nothing is permuted.
     """
 
     num_rows: int
@@ -222,19 +260,30 @@ class ShardOrder:
     seed: int
     window: int
     full: bool = False
+    steps: Steps | None = None
 
     @property
     def start(self) -> int:
         return self.shard * self.num_rows // self.num_logical_shards
 
-    @property
+    @cached_property
     def size(self) -> int:
+        if self.steps is not None:
+            return int(self.steps.sizes(np.array([self.shard]), self.num_rows)[0])
         return (self.shard + 1) * self.num_rows // self.num_logical_shards - self.start
 
     @property
     def width(self) -> int:
         """Rows whose order is computed together."""
+        if self.steps is not None:  # they lie in one cycle, or in BLOCK rows of the source
+            return max(1, BLOCK // self.steps.cycle) * self.steps.per_visit
         return self.window or BLOCK
+
+    def virtual(self, first: int, stop: int) -> Ints:
+        """Virtual rows that the shard's rows ``first .. stop-1`` are."""
+        if self.steps is not None:
+            return self.steps.rows(self.shard, first, stop)
+        return np.arange(self.start + first, self.start + stop, dtype=np.int64)
 
     def span(self, row: int) -> tuple[int, int]:
         """The range of the shard's rows around ``row`` whose order is computed together."""
@@ -246,12 +295,12 @@ class ShardOrder:
         if row >= self.size:
             return []
         first, stop = self.span(row)
-        virtual = np.array([self.start + first, self.start + stop - 1], dtype=np.int64)
+        virtual = self.virtual(first, stop)[[0, -1]]
         return (virtual if fragments is None else fragments.rows(virtual)).tolist()
 
     def owned(self, epoch: int, first: int, stop: int, fragments: FragmentOrder | None) -> Ints:
         """Rows of the source that the shard's rows ``first .. stop-1`` are, windows not permuted."""
-        virtual = np.arange(self.start + first, self.start + stop, dtype=np.int64)
+        virtual = self.virtual(first, stop)
         if self.full:
             return encipher(virtual, self.num_rows, "full", self.seed, epoch)
         return virtual if fragments is None else fragments.rows(virtual)
@@ -259,7 +308,7 @@ class ShardOrder:
     def rows(self, epoch: int, row: int, fragments: FragmentOrder | None) -> Ints:
         """Rows of the source in the order in which ``span(row)`` is read; ``fragments`` is `None` for their own order."""
         first, stop = self.span(row)
-        virtual = np.arange(self.start + first, self.start + stop, dtype=np.int64)
+        virtual = self.virtual(first, stop)
         if self.full:
             return encipher(virtual, self.num_rows, "full", self.seed, epoch)
         if self.window:

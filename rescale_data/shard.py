@@ -18,6 +18,8 @@ class Shard:
 
         verify: Whether readers keep a digest of the rows that they have delivered, and prove at an epoch's end that each
             was delivered once.
+        global_batch_size: O, samples of an optimizer step over all shards. It may change in a run: whatever depends on it
+            belongs to a node's `parameters`.
 
     Raises:
         ValueError: ``index`` is not in ``[0, num_logical_shards)``.
@@ -28,6 +30,7 @@ class Shard:
     seed: int = 0
     repeat: bool = False
     verify: bool = False
+    global_batch_size: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.num_logical_shards:

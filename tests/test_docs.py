@@ -50,6 +50,11 @@ def _ends(batch: dict[str, Any]) -> list[int]:
     return [len(ids) - ids[::-1].index(doc) - 1 for doc in range(max(ids) + 1)]
 
 
+def test_code_of_world_sizes(capsys: Any) -> None:
+    run(DOCS / "world_sizes.md")
+    assert "ranks W" in capsys.readouterr().out
+
+
 ROOT = DOCS.parent
 PAGES = sorted(
     path for path in ROOT.rglob("*.md") if not any(part.startswith(".") for part in path.parts[len(ROOT.parts) :])
@@ -69,3 +74,15 @@ def test_the_rooms_of_the_package() -> None:
     named = set(re.findall(r"`([a-z_/]+(?:\.py|/))`", text)) - {"tests/test_api.py", "tests/"}
     assert len(named) > 20
     assert [name for name in sorted(named) if not (ROOT / "rescale_data" / name).exists()] == []
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    import rescale_data
+    from rescale_data import checkpoint, testing
+
+    text = (DOCS / "api.md").read_text()
+    for module in (rescale_data, checkpoint, testing):
+        part = re.search(rf"currentmodule:: {module.__name__}\n(.*?)(?=\n## rescale_data|\Z)", text, re.DOTALL)
+        assert part is not None
+        documented = re.findall(r"auto\w+:: (\w+)", part[1])
+        assert sorted(documented) == sorted(set(module.__all__) - {"testing"})

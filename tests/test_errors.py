@@ -124,6 +124,35 @@ class TestTopology:
         with pytest.raises(error, match=message):
             loader_of(**kwargs)
 
+    @pytest.mark.parametrize(
+        ("name", "cure"),
+        [
+            ("batch_size", "micro_batch_size="),
+            ("sampler", "shuffle= and seed="),
+            ("drop_last", "tail="),
+            ("speed", "."),
+        ],
+    )
+    def test_arguments_of_torchs_loaders(self, name: str, cure: str) -> None:
+        with pytest.raises(TypeError, match=rf"rd\.DataLoader has no argument {name}=.*{re.escape(cure)}"):
+            loader_of(**{name: 3})
+
+    def test_shuffle_of_a_pipeline(self) -> None:
+        with pytest.raises(TypeError, match=r"shuffle=False with a function.*rd\.Reader\(source, shard, shuffle="):
+            loader_of(lambda shard: rd.Reader(ROWS, shard), shuffle=False)
+
+    def test_an_iterable_dataset(self) -> None:
+        class Stream(torch.utils.data.IterableDataset[int]):
+            def __iter__(self) -> Iterator[int]:
+                return iter(range(3))
+
+        with pytest.raises(TypeError, match=r"A Stream is an IterableDataset.*rd\.IterableSource"):
+            loader_of(Stream())
+
+    def test_text_in_place_of_tokens(self) -> None:
+        with pytest.raises(TypeError, match=r"given a str.*rd\.Tokenize makes them"):
+            next(rd.TokenPacker(rd.Reader([{"text": "a"}], rd.Shard()), column="text", seq_len=2, eos_id=0))
+
     def test_no_path(self) -> None:
         with pytest.raises(TypeError, match="paths=3 is a int: give a glob, a folder, a file, or a list"):
             rd.ParquetSource(3)  # type: ignore[arg-type]
@@ -426,14 +455,14 @@ class TestStates:
             loader_of().load_state_dict(state)
 
     def test_of_another_parameter_deep_in_the_pipeline(self) -> None:
-        def pipeline(seq_len: int) -> Any:
+        def pipeline(eos_id: int) -> Any:
             return lambda shard: Mapper(
-                rd.TokenPacker(rd.Reader(DOCUMENTS, shard), column="tokens", seq_len=seq_len, eos_id=2), dict
+                rd.TokenPacker(rd.Reader(DOCUMENTS, shard), column="tokens", seq_len=8, eos_id=eos_id), dict
             )
 
-        state = self.saved(pipeline(8), repeat=True)
-        with pytest.raises(rd.DataStateError, match=r"The pipeline differ.*source: seq_len: saved 8, now 16"):
-            loader_of(pipeline(16), repeat=True).load_state_dict(state)
+        state = self.saved(pipeline(2), repeat=True)
+        with pytest.raises(rd.DataStateError, match=r"The pipeline differ.*source: eos_id: saved 2, now 3"):
+            loader_of(pipeline(3), repeat=True).load_state_dict(state)
 
     def test_of_a_newer_format(self) -> None:
         with pytest.raises(

@@ -23,7 +23,7 @@ from rescale_data.checkpoint.state import Entry, State, entries_of, live_values,
 from rescale_data.checkpoint.storage.commit import Workspace, abandon, prepare
 from rescale_data.checkpoint.storage.dcp import CheckpointReader, CheckpointWriter, Saved, SaveInfo
 from rescale_data.checkpoint.storage.manifest import checked_metrics
-from rescale_data.checkpoint.storage.open import ReplacedError, again, open_store, opened
+from rescale_data.checkpoint.storage.open import ReplacedError, again, mapped_path, open_store, opened
 from rescale_data.checkpoint.storage.store import Store, StrPath
 from rescale_data.checkpoint.tree import lost_in_names
 
@@ -43,8 +43,8 @@ def save(
     """Save ``state`` at ``path``, with all ranks, and return when it is committed.
 
     The folder is a plain DCP checkpoint that ``torch.distributed.checkpoint.load`` reads, and ``rescale_data.json``, which
-    lists every file with its size and checksum. Until the last step nothing is seen at ``path``: a save that fails leaves what
-    was there, and so does one that is killed, but that an object store's old checkpoint is gone while two small files are put.
+    lists every file with its size and checksum. Until the last step nothing is seen at ``path``: a save that fails or is
+    killed leaves what was there.
 
     Args:
         path: A local folder that does not exist yet, or a URL that fsspec knows (``s3://bucket/run/step-100``).
@@ -118,6 +118,13 @@ def write(plain: dict[str, Any], writer: CheckpointWriter, ranks: Ranks, loose: 
         raise clear_error(error, doing) from error
 
 
+def save_alone(path: StrPath, plain: dict[str, Any], storage_options: Mapping[str, Any] | None) -> None:
+    """Save plain values and tensors from this process, whatever process groups there are."""
+    store, final = open_store(path, storage_options, to_write=True)
+    workspace = begin(store, final, Ranks.alone(), overwrite=False)
+    write(plain, CheckpointWriter(store, workspace, SaveInfo()), Ranks.alone())
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
     """What ``load`` did not load.
@@ -174,25 +181,21 @@ def load(
         from rescale_data.checkpoint.convert.torch_save import map_file
         from rescale_data.checkpoint.convert.values import ValuesReader
 
-        if not store.renames:
-            raise ValueError(
-                f"{folder} is a file in an object store, and is mapped to be read. Copy it to a local disk first."
-            )
-        return read(ValuesReader(lambda: map_file(folder)), folder, state, ranks, strict=strict, trusted=trusted)
-    return again(lambda: _load(path, state, ranks, strict, checksums, trusted, storage_options))
+        file = mapped_path(path)
+        return read(ValuesReader(lambda: map_file(file)), file, state, ranks, strict=strict, trusted=trusted)
+    return load_checked(
+        path, state, ranks, strict=strict, checksums=checksums, trusted=trusted, storage_options=storage_options
+    )
 
 
-def _load(
-    path: StrPath,
-    state: State,
-    ranks: Ranks,
-    strict: bool,
-    checksums: bool,
-    trusted: bool,
-    storage_options: Mapping[str, Any] | None,
-) -> LoadReport:
-    with opened(path, ranks, checksums=checksums, trusted=trusted, storage_options=storage_options) as reader:
-        return read(reader, reader.path, state, ranks, strict=strict, trusted=trusted)
+def load_checked(path: StrPath, state: State, ranks: Ranks, *, strict: bool, trusted: bool, **how: Any) -> LoadReport:
+    """Load from a folder, as ``storage.open.opened`` opens it."""
+
+    def load_once() -> LoadReport:
+        with opened(path, ranks, trusted=trusted, **how) as reader:
+            return read(reader, reader.path, state, ranks, strict=strict, trusted=trusted)
+
+    return again(load_once)
 
 
 def read(reader: StorageReader, path: str, state: State, ranks: Ranks, *, strict: bool, trusted: bool) -> LoadReport:
@@ -261,13 +264,15 @@ def _complaint(path: str, misfits: Misfits, metadata: Metadata) -> str:
 
 
 def _hint(misfits: Misfits) -> str:
-    """On what names alone tell: torch_xla's FSDP wraps a module under this name."""
-    if not any("_orig_module" in name.split(".") for name in (*misfits.missing, *misfits.unexpected)):
-        return ""
-    return (
-        " SpmdFullyShardedDataParallel of torch_xla puts _orig_module into the names of parameters: to go from or to a model "
-        "without it put its .module into the state, and do without auto_wrap_policy, whose names are those of its wrapping."
-    )
+    """Where a wrapper of a module has put a part into the names on one side."""
+    asked, saved = misfits.missing.keys(), misfits.unexpected.keys()
+    parts = {part for name in {*asked, *saved} for part in name.split(".") if part.startswith("_")}
+    odd = sorted(part for part in parts if {_without(part, n) for n in asked} & {_without(part, n) for n in saved})
+    return f" A wrapper has put {odd[0]} into names: put the module that it wraps into the state." if odd else ""
+
+
+def _without(part: str, name: str) -> str:
+    return ".".join(other for other in name.split(".") if other != part)
 
 
 def _summary(metadata: Metadata) -> str:

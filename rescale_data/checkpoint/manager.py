@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, TypeAlias, cast, get_args
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import new_group
 
-from rescale_data.checkpoint.api import LoadReport, begin, loose_names, plain_state, read, write
+from rescale_data.checkpoint.api import LoadReport, begin, load_checked, loose_names, plain_state, write
 from rescale_data.checkpoint.background import Background
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.retention import Deletions, Retention, ranked
@@ -22,7 +22,7 @@ from rescale_data.checkpoint.staging import Staged, Stager
 from rescale_data.checkpoint.state import State, entries_of
 from rescale_data.checkpoint.storage.dcp import CheckpointWriter, SaveInfo
 from rescale_data.checkpoint.storage.manifest import checked_metrics
-from rescale_data.checkpoint.storage.open import again, open_store, opened
+from rescale_data.checkpoint.storage.open import open_store
 from rescale_data.checkpoint.storage.run_folder import RunFolder
 from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.errors import DamagedCheckpointError
@@ -74,7 +74,8 @@ class RunReader:
         self, step: int, state: State, *, strict: bool = True, checksums: bool = True, trusted: bool = False
     ) -> LoadReport:
         """Load the checkpoint of ``step`` into ``state``: ``rescale_data.checkpoint.load``."""
-        return again(lambda: self._load(step, state, strict, checksums, trusted))
+        self._prepare_load()
+        return self._load(step, state, strict, checksums, trusted)
 
     def load_latest(
         self, state: State, *, strict: bool = True, checksums: bool = True, trusted: bool = False
@@ -87,10 +88,11 @@ class RunReader:
         Raises:
             ValueError: there are checkpoints, and all are damaged; or the newest whole one does not fit.
         """
+        self._prepare_load()
         steps = self._ranks.on_first(self._folder.steps)
         for step in reversed(steps):
             try:
-                report = again(lambda step=step: self._load(step, state, strict, checksums, trusted))
+                report = self._load(step, state, strict, checksums, trusted)
             except DamagedCheckpointError as error:
                 self._warn_of_damage(step, error.problems)
             except FileNotFoundError as error:  # deleted since
@@ -105,9 +107,13 @@ class RunReader:
         return None
 
     def _load(self, step: int, state: State, strict: bool, checksums: bool, trusted: bool) -> LoadReport:
-        path, options = self._folder.checkpoint(step), self._options
-        with opened(path, self._ranks, checksums=checksums, trusted=trusted, storage_options=options) as reader:
-            return read(reader, reader.path, state, self._ranks, strict=strict, trusted=trusted)
+        path = self._folder.checkpoint(step)
+        return load_checked(
+            path, state, self._ranks, strict=strict, checksums=checksums, trusted=trusted, storage_options=self._options
+        )
+
+    def _prepare_load(self) -> None:
+        """Before a load."""
 
     def _warn_of_damage(self, step: int, found: list[str]) -> None:
         listed, path = "\n  ".join(found), self._folder.checkpoint(step)
@@ -249,8 +255,7 @@ class CheckpointManager(RunReader):
 
         Of a step that is a link the link goes, and what it points to stays.
         """
-        self._settle()
-        self._deletions.wait()
+        self._prepare_load()
         return self._ranks.on_first(lambda: step in self.steps() and self._folder.delete(step))
 
     @property
@@ -263,21 +268,9 @@ class CheckpointManager(RunReader):
         """How long calls have waited for the save before them, in all."""
         return self._uploads.wait_seconds
 
-    def load(
-        self, step: int, state: State, *, strict: bool = True, checksums: bool = True, trusted: bool = False
-    ) -> LoadReport:
-        """Load the checkpoint of ``step`` into ``state``: ``rescale_data.checkpoint.load``."""
+    def _prepare_load(self) -> None:
         self._settle()
         self._deletions.wait()
-        return super().load(step, state, strict=strict, checksums=checksums, trusted=trusted)
-
-    def load_latest(
-        self, state: State, *, strict: bool = True, checksums: bool = True, trusted: bool = False
-    ) -> int | None:
-        """``RunReader.load_latest``, once the save that runs is committed."""
-        self._settle()
-        self._deletions.wait()
-        return super().load_latest(state, strict=strict, checksums=checksums, trusted=trusted)
 
     def close(self) -> None:
         """Wait for what runs in the background; raise what it failed with. May be called again."""

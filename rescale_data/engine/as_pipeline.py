@@ -1,10 +1,13 @@
-"""From what a loader may be given, files or rows or streams, to the pipeline that reads it."""
+"""From what a loader may be given, files or rows or streams, to the pipeline that reads it; and what it may not."""
 
 from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Mapping
 from typing import Any
+
+from torch.utils.data import IterableDataset
 
 from rescale_data.engine.recipe import Pipeline
 from rescale_data.nodes.base import BaseNode
@@ -12,16 +15,50 @@ from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.stream_reader import StreamReader
 from rescale_data.shard import Shard
 from rescale_data.sources.dataset import MapStyle, as_source
-from rescale_data.sources.iterable import IterableSource
+from rescale_data.sources.iterable import IterableSource, Shardable
 from rescale_data.sources.source import Source
 
+_ELSEWHERE = {
+    "batch_size": "micro_batch_size= says the samples of one batch of a rank, global_batch_size= those of a step of all ranks",
+    "sampler": "the order follows from shuffle= and seed=, and reshards with the ranks; weights are rd.WeightedSampler's",
+    "drop_last": "tail='drop' or tail='pad' says what becomes of the rest of an epoch",
+    "generator": "seed= says the order, at any number of ranks",
+    "persistent_workers": "workers live until close()",
+    "snapshot_every_n_steps": "a state is exact at every batch, and costs no traffic to workers",
+    "dataset": "the dataset, the source or the pipeline is the first argument, without a name",
+}
+_ELSEWHERE["batch_sampler"] = _ELSEWHERE["sampler"]
 
-def as_pipeline(data: Pipeline | Source | IterableSource | MapStyle) -> Pipeline:
-    """A pipeline itself, or the one that makes a sample of each row of a source or a map-style dataset."""
-    if isinstance(data, IterableSource):
-        return functools.partial(_read_streams, data)
-    if isinstance(data, Source | MapStyle | os.PathLike) and not isinstance(data, type):
-        return functools.partial(_read_rows, as_source(data))
+
+def refuse(others: Mapping[str, object]) -> None:
+    """``TypeError`` of arguments that are not ours; of those of torch's loaders it says what takes their place."""
+    for name in others:
+        instead = _ELSEWHERE.get(name)
+        raise TypeError(f"rd.DataLoader has no argument {name}=" + (f": {instead}." if instead else "."))
+
+
+def as_pipeline(
+    data: Pipeline | Source | IterableSource | Shardable | MapStyle, shuffle: bool | int = True
+) -> Pipeline:
+    """A pipeline itself, or the one that makes a sample of each row of a source, a map-style dataset or streams.
+
+    Args:
+        shuffle: See `DataLoader`.
+    """
+    if isinstance(data, Source | MapStyle | os.PathLike) and not isinstance(data, type | IterableSource):
+        return functools.partial(_read_rows, as_source(data), shuffle)
+    if shuffle is not True:
+        raise TypeError(
+            f"shuffle={shuffle!r} with a {type(data).__name__}: only rows of a source or a dataset are shuffled by the loader. "
+            f"A pipeline says it where it reads, rd.Reader(source, shard, shuffle=...); streams are read as they come."
+        )
+    if isinstance(data, IterableSource | Shardable):
+        return functools.partial(_read_streams, data if isinstance(data, IterableSource) else IterableSource(data))
+    if isinstance(data, IterableDataset):
+        raise TypeError(
+            f"A {type(data).__name__} is an IterableDataset, which no rank can read in part: give rd.IterableSource(function, "
+            f"num_streams=...), whose function makes stream number i, or a dataset with __len__ and __getitem__."
+        )
     if not callable(data):
         raise TypeError(
             f"A {type(data).__name__} is no pipeline: give a function Shard -> node, a source, or a dataset with __len__ and "
@@ -35,6 +72,6 @@ def _read_streams(source: IterableSource, shard: Shard) -> BaseNode[Any]:
     return StreamReader(source, shard)
 
 
-def _read_rows(source: Source, shard: Shard) -> BaseNode[Any]:
+def _read_rows(source: Source, shuffle: bool | int, shard: Shard) -> BaseNode[Any]:
     """The pipeline of a loader that is given a source."""
-    return Reader(source, shard)
+    return Reader(source, shard, shuffle=shuffle, by_global_batch=shuffle is False)

@@ -6,7 +6,7 @@ A saved state is first made into what the pipeline of now would have saved, and 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,11 +74,20 @@ def fit(schema: Schema, state: Mapping[str, Any]) -> Fitted:
 
 def without_free(schema: Schema, pipeline: str) -> str:
     """A pipeline's parameters without those that may change."""
+    free = {
+        path_name(path): node.MAY_CHANGE
+        for path, node in schema.root.walk()
+        if node.MAY_CHANGE and _is_settled(schema.root, path)
+    }
+    return without(pipeline, free)
+
+
+def without(pipeline: str, free: Mapping[str, Set[str]]) -> str:
+    """A pipeline's parameters without some, by the node's path."""
     nodes = json.loads(pipeline)
-    for path, node in schema.root.walk():
-        if node.MAY_CHANGE and _is_settled(schema.root, path):
-            for parameter in node.MAY_CHANGE:
-                nodes.get(path_name(path), {}).pop(parameter, None)
+    for name, parameters in free.items():
+        if name in nodes:
+            nodes[name] = {key: value for key, value in nodes[name].items() if key not in parameters}
     return json.dumps(nodes, sort_keys=True)
 
 

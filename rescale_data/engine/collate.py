@@ -137,12 +137,10 @@ def pin(batch: Any) -> Any:
     return type(batch)([pin(value) for value in batch]) if type(batch) in (list, tuple) else batch
 
 
-def with_valid(batch: Any, num_real: int, num_samples: int) -> dict[str, Any]:
-    """What ``tail="pad"`` adds: ``batch["valid"]: Bool[num_samples]``, true for the first ``num_real``."""
+def with_valid(batch: Any, num_real: int, num_samples: int) -> Any:
+    """What ``tail="pad"`` adds: ``batch["valid"]: Bool[num_samples]``, true for the first ``num_real``; to a dict alone."""
     if not isinstance(batch, dict):
-        raise TypeError(
-            f"tail='pad' adds batch['valid'], but collate_fn made a {type(batch).__name__}. Return a dict, or use tail='drop'."
-        )
+        return batch
     if "valid" in batch:
         raise ValueError("tail='pad' adds batch['valid'], but samples have a column 'valid': rename theirs.")
     return {**batch, "valid": torch.arange(num_samples) < num_real}

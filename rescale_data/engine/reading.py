@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from rescale_data.engine.collate import pin, with_valid
 from rescale_data.engine.feed import MicroBatch
 from rescale_data.engine.moment import Standing, counters
-from rescale_data.engine.setup import Setup
+from rescale_data.engine.setup import Setup, with_global_batch_size
 from rescale_data.engine.statedict import Sharded, load_state_dict, state_dict
 from rescale_data.engine.stream import Stream
 from rescale_data.errors import require_int
@@ -74,10 +74,15 @@ class Reading:
         if self.ended:
             return 0
         if self._steps is not None:
-            clock, layout = self.stream.clock, self.setup.layout
-            begun = (clock.samples - clock.origin) % layout.global_batch_size // layout.micro_step_samples
-            return (self._steps - self.step % self._steps) * layout.gradient_accumulation_steps - begun
+            in_step = self.setup.layout.gradient_accumulation_steps
+            return (self._steps - self.step % self._steps) * in_step - self._begun
         return self._known(self.stream.num_micro_batches_left() if self.setup.counts_are_known else None)
+
+    @property
+    def _begun(self) -> int:
+        """Micro batches that have been taken of a step that is not complete."""
+        clock, layout = self.stream.clock, self.setup.layout
+        return (clock.samples - clock.origin) % layout.global_batch_size // layout.micro_step_samples
 
     def _known(self, num_batches: int | None) -> int:
         if num_batches is None:
@@ -118,6 +123,19 @@ class Reading:
             self._at_multiple = True  # a state there says not whether the end was seen
         elif epoch != at:
             refuse_epoch(epoch, at)
+
+    def set_global_batch_size(self, global_batch_size: int) -> Setup:
+        in_step, begun = self.setup.layout.gradient_accumulation_steps, self._begun
+        if begun:
+            raise ValueError(
+                f"set_global_batch_size({global_batch_size}) within a step: {begun} of its {in_step} micro batches have been "
+                f"taken. Call it when loader.step is {self.step + 1}, after {in_step - begun} more."
+            )
+        changed = with_global_batch_size(self.setup, global_batch_size)
+        if changed.layout != self.setup.layout:
+            self.stream.regroup(changed.layout)
+            self.setup = changed
+        return self.setup
 
     def reset(self) -> None:
         self.stream.reset()
@@ -208,8 +226,7 @@ class Reading:
     def _is_multiple(self) -> bool:
         if self._steps is None:
             return False
-        clock, o = self.stream.clock, self.setup.layout.global_batch_size
-        return (clock.samples - clock.origin) % o == 0 and self.step % self._steps == 0
+        return not self._begun and self.step % self._steps == 0
 
     def _finish(self, micro_batch: MicroBatch) -> Any:
         batch = micro_batch.batch

@@ -21,7 +21,8 @@ Pipeline: TypeAlias = Callable[[Shard], BaseNode[Any]]
 
 History: TypeAlias = list[tuple[int, Mapping[str, Any]]]
 Histories: TypeAlias = Mapping[str, History]
-"""Of what a source consists, ``(epoch, manifest)`` by the epoch from which that holds; by the path of its reader."""
+"""Of what a source consists, ``(epoch, manifest)`` by the epoch from which that holds; by the path of its reader. By that of
+a packer, what form its samples had (`rescale_data.nodes.form.History`)."""
 
 SAMPLES, DEALT, FIRST_SLOT = 0, 1, 2  # columns of the table: two of the loader's own, then the slots of the pipeline
 OWN_FIELDS = (Field(("samples",)), Field(("dealt",)))
@@ -31,6 +32,8 @@ UNDEALT, ENDED = (
     -2,
 )  # in DEALT: nothing is dealt; the last batch of the epoch was taken, and the rows begin the next
 EPOCH = "epoch"  # how a field that counts epochs is called
+BEFORE = "before"
+"""Beside the parameters of a packer: what form its samples had before."""
 STRINGS = ("sources", "pipeline", "fields")
 """What `Schema` says in JSON, part of a state under these names."""
 
@@ -44,11 +47,12 @@ class Recipe:
     seed: int
     repeat: bool
     verify: bool = False
+    global_batch_size: int = 1
 
     def build(self, shard: int) -> Node[Any]:
         """The root node of one logical shard."""
         try:
-            given = Shard(shard, self.num_logical_shards, self.seed, self.repeat, self.verify)
+            given = Shard(shard, self.num_logical_shards, self.seed, self.repeat, self.verify, self.global_batch_size)
             root = as_node(self.pipeline(given))
             refuse_ranks(root, given)
             if self.num_logical_shards > 1:
@@ -92,6 +96,7 @@ class Schema:
         self.root = root
         self.histories: Histories = {}
         self._sources_json: str | None = None
+        self._pipeline_json: str | None = None
         self.fields = (*OWN_FIELDS, *root.fields)
         keys = [field.key for field in (*self.fields, STAMP)]
         twice = sorted({key for key in keys if keys.count(key) > 1})
@@ -141,21 +146,29 @@ class Schema:
         return {path_name(path): node.reads for path, node in self.root.walk() if node.reads is not None}
 
     def progress(self, table: Ints, shards: Ints) -> dict[str, float]:
-        """What the given shards have drawn; values of several readers of one source add up."""
+        """What the given shards have drawn; values of several readers of one source add up, those of namesakes do not."""
         total: dict[str, float] = {}
+        namesakes = self._namesakes()
         for path, node in self.root.walk():
             rows = _slots_at(self.root, table[shards, FIRST_SLOT:], path)
             if rows is None:
                 continue
             for key, value in node.progress(rows, shards, table[shards, SAMPLES]).items():
+                if node.reads is not None and node.reads.name in namesakes and key.endswith(f"/{node.reads.name}"):
+                    key += f" ({path_name(path)})"
                 merge = min if key.startswith("epoch_min/") else max if key.startswith("epoch_max/") else float.__add__
                 total[key] = merge(total[key], float(value)) if key in total else float(value)
         return total
 
+    def _namesakes(self) -> set[str]:
+        """Names that several sources have in common."""
+        first: dict[str, Described] = {}
+        return {s.name for s in self.sources().values() if first.setdefault(s.name, s) is not s}
+
     def adopt(self, histories: Histories) -> None:
         """From now on the sources consist of what the histories say."""
         if histories != self.histories:
-            self._sources_json = None
+            self._sources_json = self._pipeline_json = None
         self.histories = histories
         adopt(self.root, histories)
 
@@ -178,13 +191,20 @@ class Schema:
     @property
     def sources_json(self) -> str:
         if self._sources_json is None:
-            grown = {path: {"by_epoch": history} for path, history in self.histories.items() if len(history) > 1}
+            histories = {path: self.histories.get(path, ()) for path in self.manifests}
+            grown = {path: {"by_epoch": history} for path, history in histories.items() if len(history) > 1}
             self._sources_json = to_json({**self.manifests, **grown})
         return self._sources_json
 
-    @cached_property
+    @property
     def pipeline_json(self) -> str:
-        return to_json({path_name(path): _parameters(path, node) for path, node in self.root.walk()})
+        if self._pipeline_json is None:
+            nodes = {path_name(path): _parameters(path, node) for path, node in self.root.walk()}
+            for path, node in self.root.walk():
+                if node.FORM and (forms := self.histories.get(path_name(path))):
+                    nodes[path_name(path)][BEFORE] = forms
+            self._pipeline_json = to_json(nodes)
+        return self._pipeline_json
 
     @cached_property
     def fields_json(self) -> str:

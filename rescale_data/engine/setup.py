@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from torch.distributed import ProcessGroup
@@ -13,6 +13,7 @@ from rescale_data.engine.ranks import Ranks, find_ranks
 from rescale_data.engine.recipe import Pipeline, Recipe, Schema
 from rescale_data.errors import require_bool, require_int
 from rescale_data.layout.layout import Layout, default_num_logical_shards
+from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.shard_of import find_shard
 from rescale_data.sources.decoded.cache import warn_if_thrashing
 
@@ -75,7 +76,7 @@ def set_up(
         micro_batch_size=_micro_batch_size(micro_batch_size, global_batch_size, ranks.world_size),
         num_workers=num_workers,
     )
-    recipe = Recipe(pipeline, layout.num_logical_shards, seed, repeat, verify)
+    recipe = Recipe(pipeline, layout.num_logical_shards, seed, repeat, verify, global_batch_size)
     schema = Schema(recipe.build(0))  # on every rank, so that what it says is the same on any topology
     setup = Setup(recipe, schema, layout, ranks, tail)
     _check_epoch(setup)
@@ -93,13 +94,33 @@ def set_up(
             "sources": schema.sources_json,
         }
     )
-    if layout.misfit is not None:
-        ranks.log(
+    _warn_if_not_aligned(setup)
+    return setup
+
+
+def with_global_batch_size(setup: Setup, global_batch_size: int) -> Setup:
+    """The same with another O, refused where it cannot run (collective where there is a process group)."""
+    require_int(global_batch_size=global_batch_size)
+    if setup.ranks.simulated and not setup.recipe.repeat:
+        raise ValueError(
+            f"set_global_batch_size({global_batch_size}) with repeat=False needs what all {setup.ranks.world_size} dp ranks "
+            f"have left of the epoch, but there is no process group (dp_rank= and dp_world_size= were given). Start it, use "
+            f"repeat=True, or load full_state_dict(loaders) into loaders with the new global batch."
+        )
+    changed = replace(setup, layout=replace(setup.layout, global_batch_size=global_batch_size))
+    _check_epoch(changed)
+    setup.ranks.require_same({"global_batch_size": global_batch_size})
+    _warn_if_not_aligned(changed)
+    return changed
+
+
+def _warn_if_not_aligned(setup: Setup) -> None:
+    if setup.layout.misfit is not None:
+        setup.ranks.log(
             logging.WARNING,
             "Not aligned: %s. Nothing is lost or repeated, but the order depends on this topology.",
-            layout.misfit,
+            setup.layout.misfit,
         )
-    return setup
 
 
 def require_steps_per_epoch(setup: Setup, steps: int) -> None:
@@ -153,7 +174,10 @@ def _check_epoch(setup: Setup) -> None:
 def _check_shards(setup: Setup) -> None:
     """Refuse shards that begin in different states; warn of sources opened for each shard, or larger than the cache."""
     layout, sources = setup.layout, setup.schema.sources()
+    in_step = [node.source for _, node in setup.schema.root.walk() if isinstance(node, Reader) and node.rows.steps]
     for source in sources.values():
+        if source in in_step:  # all shards read the same fragment at the same time
+            continue
         warn_if_thrashing(source, -(-len(layout.owned(setup.ranks.rank)) // layout.workers))
     if layout.num_logical_shards < 2:
         return

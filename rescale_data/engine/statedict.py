@@ -23,6 +23,7 @@ import torch
 
 from rescale_data.engine.change import Fitted, fit, fixed_by_others, settle, without_free
 from rescale_data.engine.differences import differences
+from rescale_data.engine.form import reform, without_form
 from rescale_data.engine.growth import Growth, begin_next_epoch, compare, joined, refuse_changes
 from rescale_data.engine.moment import Moment, Standing
 from rescale_data.engine.ranks import Ranks
@@ -176,11 +177,16 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
     state = fitted.state
     table = _table(stream, state["shards"], int(state["samples"]))
     _require_one_end(table)
+    was_dealt = _is_dealt(table)
+    forms: dict[str, History] = {}
     if changed:
+        forms = _reform(stream, state["pipeline"], table)
         _report(stream, fitted, settle(stream.schema, table))
     saved = (int(state["global_batch_size"]), int(state["dp_world_size"]), int(state["micro_batch_size"]))
     clock = _clock(state)
     loaded = clock.loaded(saved, stream.layout)
+    if was_dealt and not _is_dealt(table):
+        loaded = clock.restarted(saved[0])
     ended = bool((table[:, DEALT] == ENDED).all())
     if stream.repeat and (table[:, DEALT] != UNDEALT).any():  # an endless stream has no end of an epoch to be at
         loaded = clock.next_epoch(saved[0]) if ended else clock.restarted(saved[0])
@@ -200,7 +206,7 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
         loaded, histories = _begin_next_epoch(stream, fitted.growth, table, loaded)
     elif fitted.growth.grown:
         histories = _join(stream, fitted.growth, table)
-    stream.schema.adopt(histories)
+    stream.schema.adopt({**histories, **forms})
     stream.load(table, loaded)
 
 
@@ -249,7 +255,7 @@ def require_fit(stream: Stream, saved: Mapping[str, Any]) -> Fitted:
     if fitted.state["pipeline"] != now["pipeline"]:
         _require_same(
             "pipeline",
-            *(without_free(stream.schema, document["pipeline"]) for document in (fitted.state, now)),
+            *(without_form(stream.schema, without_free(stream.schema, d["pipeline"])) for d in (fitted.state, now)),
             fixed=fixed_by_others(stream.schema),
         )
     return replace(fitted, growth=growth)
@@ -455,6 +461,17 @@ def _begin_next_epoch(stream: Stream, growth: Growth, table: Ints, clock: Clock)
     if not stream.repeat:
         table[:, DEALT] = ENDED
     return clock.restarted(stream.layout.global_batch_size), histories
+
+
+def _reform(stream: Stream, saved: str, table: Ints) -> dict[str, History]:
+    forms, said = reform(stream.schema, saved, table)
+    if said:
+        table[:, DEALT][table[:, DEALT] != ENDED] = UNDEALT  # what was dealt are samples of the form before
+        stream.ranks.log(
+            logging.WARNING, "Samples have another form than when the state was saved: %s. No token is lost or repeated.",
+            "; ".join(said),
+        )  # fmt: skip
+    return forms
 
 
 def _report(stream: Stream, fitted: Fitted, num_begun_again: int) -> None:

@@ -23,6 +23,7 @@ from rescale_data.engine.setup import Setup
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
 from rescale_data.layout.deal import Deal
+from rescale_data.layout.layout import Layout
 from rescale_data.state import Ints
 
 OnSourceChange: TypeAlias = Literal["error", "next_epoch"]
@@ -72,6 +73,15 @@ class Stream:
         self._size: int | None = None
         self._unproven = ""  # what the proof of this epoch found
         self._rewind()
+
+    def regroup(self, layout: Layout) -> None:
+        """Go on with another global batch, as if this moment were saved and loaded (collective); at a step boundary."""
+        table, clock, now = self.ranks.merge(self.table, self.owners), self.clock, self.layout
+        loaded = clock.loaded((now.global_batch_size, now.dp_world_size, now.micro_batch_size), layout)
+        if loaded != clock and not self.ended:
+            table[:, DEALT] = UNDEALT
+        self.layout = layout
+        self.load(table, loaded)
 
     def move_on(self) -> None:
         """Begin the next epoch, if the last micro batch of this one was taken."""

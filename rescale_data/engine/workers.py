@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.reduction import ForkingPickler
@@ -162,6 +163,7 @@ class Pool:
         pin_memory: Whether messages arrive in page-locked memory.
         context: How worker processes start: "forkserver", "spawn", or a multiprocessing context.
         timeout: Seconds that a message may take.
+        init_fn: Called with the number of the worker in each, when it starts.
     """
 
     def __init__(
@@ -174,13 +176,14 @@ class Pool:
         pin_memory: bool,
         context: str | BaseContext,
         timeout: float,
+        init_fn: Callable[[int], object] | None = None,
     ) -> None:
         if prefetch_factor < 1:
             raise ValueError(
                 f"prefetch_factor={prefetch_factor}: give the messages that a worker may be ahead, at least 1."
             )
         worker = Worker(recipe, collate)
-        require_pickle(recipe.pipeline, collate, worker)
+        require_pickle(worker, pipeline=recipe.pipeline, collate_fn=collate, worker_init_fn=init_fn)
         self._k = num_workers
         self._commands = Commands(num_workers, prefetch_factor)
         # Without a generator of its own torch seeds workers with a number that it draws from the trainer's.
@@ -198,7 +201,7 @@ class Pool:
             multiprocessing_context=start_method,
             timeout=timeout / self._num_looks,
             generator=generator,
-            worker_init_fn=_end_with_the_trainer,
+            worker_init_fn=partial(_begin_worker, init_fn),
         )
         self._loader: DataLoader[Any] | None = None
         self._pin = pin_memory
@@ -274,14 +277,16 @@ def _context(given: str | BaseContext) -> BaseContext:
     return multiprocessing.get_context(given) if isinstance(given, str) else given
 
 
-def _end_with_the_trainer(_: int) -> None:
-    """In a worker: end when the trainer's process has ended, however it did.
+def _begin_worker(init_fn: Callable[[int], object] | None, number: int) -> None:
+    """In a worker, before all else: end when the trainer's process has ended, however it did; then what the user wants.
 
     Torch's own look is for the process that forked the worker: the fork server, which for its part lives while workers do.
     """
     trainer = multiprocessing.parent_process()
     if trainer is not None:
         threading.Thread(target=_end_after, args=(trainer,), daemon=True).start()
+    if init_fn is not None:
+        init_fn(number)
 
 
 def _end_after(trainer: Any) -> None:
@@ -299,19 +304,19 @@ def _lives(pid: int) -> bool:
     return True
 
 
-def require_pickle(pipeline: object, collate: object, worker: Worker) -> None:
-    """``TypeError`` where workers could not be given the pipeline, naming the cures."""
+def require_pickle(worker: Worker, **given: object) -> None:
+    """``TypeError`` where workers could not be given the pipeline and the functions, naming the cures."""
     cures = (
         "Make the pipeline a module-level function, functools.partial(pipeline, source) of one, guard the script with "
         "`if __name__ == '__main__':`, or use num_workers=0, which gives the same batches wherever the case is aligned."
     )
     try:
-        ForkingPickler.dumps(worker)
+        ForkingPickler.dumps((worker, given))
     except Exception as error:
         raise TypeError(
-            f"With num_workers > 0 the pipeline and collate_fn must pickle, and do not: {error}. {cures}"
+            f"With num_workers > 0 the {', '.join(given)} must pickle, and do not: {error}. {cures}"
         ) from error
-    for name, value in (("pipeline", pipeline), ("collate_fn", collate)):
+    for name, value in given.items():
         if getattr(value, "__module__", None) == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
             raise TypeError(f"Worker processes cannot import the {name} from an interactive session. {cures}")
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from rescale_data.errors import require_int
 from rescale_data.layout.layout import Layout, default_num_logical_shards
+
+_ROWS_OF_A_SCREEN = 24
+_OWN_COLUMNS, _READER_COLUMNS = 3, 3  # of the table: samples, dealt and stamp; epoch, row and skipped
 
 
 @dataclass(frozen=True)
@@ -19,12 +25,36 @@ class Option:
     gradient_accumulation_steps: int
 
 
-class Plan(Sequence[Option]):
-    """The aligned topologies of a global batch, ascending in W, b and K; ``print`` shows them as a table."""
+class HasRows(Protocol):
+    """A source, as far as a plan asks."""
 
-    def __init__(self, global_batch_size: int, num_logical_shards: int, options: Sequence[Option]) -> None:
-        self.global_batch_size, self.num_logical_shards = global_batch_size, num_logical_shards
+    @property
+    def name(self) -> str: ...
+    @property
+    def num_rows(self) -> int: ...
+
+
+class Plan(Sequence[Option]):
+    """The aligned topologies of one or several global batches, ascending in W, b and K.
+
+    ``print`` shows what ranks there are in one screen; ``print(plan.table())`` all of it.
+    """
+
+    def __init__(
+        self,
+        global_batch_sizes: Sequence[int],
+        num_logical_shards: int,
+        options: Sequence[Option],
+        sources: Sequence[HasRows],
+    ) -> None:
+        self.global_batch_sizes, self.num_logical_shards = tuple(global_batch_sizes), num_logical_shards
+        self.sources = tuple(sources)
         self._options = tuple(options)
+
+    @property
+    def global_batch_size(self) -> int:
+        """The first of several."""
+        return self.global_batch_sizes[0]
 
     def __len__(self) -> int:
         return len(self._options)
@@ -36,16 +66,55 @@ class Plan(Sequence[Option]):
         return iter(self._options)
 
     def __str__(self) -> str:
-        title = (
-            f"global_batch_size={self.global_batch_size}, num_logical_shards={self.num_logical_shards}: "
-            f"{'these' if self._options else 'no ranks, micro batch and workers that were asked for'} keep the same global "
-            f"batches\n"
-        )
-        rows = ["  ranks W  micro batch b  accumulation A  workers K"]
-        rows += [f"{w:9}{b:15}{a:16}  {', '.join(map(str, ks))}" for (w, b, a), ks in self._by_topology().items()]
-        return title + "\n".join(rows)
+        by_topology = self._by_topology()
+        parts = [self.table() if len(by_topology) <= _ROWS_OF_A_SCREEN else self._screen(), *self._meaning()]
+        return "\n".join(parts)
 
     __repr__ = __str__
+
+    def table(self) -> str:
+        """Each topology; A is that of the first global batch."""
+        rows = ["  ranks W  micro batch b  accumulation A  workers K"]
+        rows += [f"{w:9}{b:15}{a:16}  {_listed(ks)}" for (w, b, a), ks in self._by_topology().items()]
+        return "\n".join([self._title(), *rows])
+
+    def _title(self) -> str:
+        these = "these" if self._options else "no ranks, micro batch and workers that were asked for"
+        return (
+            f"global_batch_size={_listed(self.global_batch_sizes)}, num_logical_shards={self.num_logical_shards}: {these} keep "
+            f"the same global batches"
+        )
+
+    def _screen(self) -> str:
+        """The ranks in a row, by number of workers: each fits with one micro batch at least."""
+        rows = ["  workers K  ranks W"]
+        before: list[int] = []
+        for k in sorted({option.num_workers for option in self._options}):
+            ranks = sorted({option.dp_world_size for option in self._options if option.num_workers == k})
+            shown = "the same" if ranks == before else _listed(ranks)
+            rows += textwrap.wrap(shown, 110, initial_indent=f"{k:11}  ", subsequent_indent=" " * 13)
+            before = ranks
+        rows.append(f"  which micro batches with which: the {len(self._by_topology())} rows of print(plan.table())")
+        return "\n".join([self._title(), *rows])
+
+    def _meaning(self) -> list[str]:
+        """What this N costs, and where data is little for it."""
+        if not self.sources:
+            return []
+        n, num = self.num_logical_shards, len(self.sources)
+        most = max((option.dp_world_size for option in self._options), default=1)
+        sizes = [getattr(source, "fragment_bytes", 0) for source in self.sources]
+        least = min(self.sources, key=lambda source: source.num_rows)
+        state = 8 * n * (_OWN_COLUMNS + _READER_COLUMNS * num)
+        return [
+            f"  {n} logical shards of {num} source(s): each keeps a fragment of each source open",
+            *(
+                f"    {w:5} rank(s): {-(-n // w) * num} open fragments a rank, {_bytes(-(-n // w) * sum(sizes))} decoded"
+                for w in sorted({1, most})
+            ),
+            f"    the table in a checkpoint: at least {_bytes(state)}",
+            f"    the smallest source, {least.name}: {least.num_rows} rows, {least.num_rows / n:.3g} a logical shard",
+        ]
 
     def _by_topology(self) -> dict[tuple[int, int, int], list[int]]:
         found: dict[tuple[int, int, int], list[int]] = {}
@@ -56,47 +125,80 @@ class Plan(Sequence[Option]):
 
 
 def plan(
-    global_batch_size: int,
+    global_batch_size: int | Sequence[int],
     micro_batch_size: int | None = None,
     num_logical_shards: int | None = None,
     num_workers: int | Sequence[int] = (0, 1, 2, 4, 8),
+    sources: Sequence[HasRows] = (),
 ) -> Plan:
     """Which topologies are aligned, so that a run may rescale between them without a change of order.
 
     Args:
-        global_batch_size: O.
+        global_batch_size: O; several, of a ramp (`DataLoader.set_global_batch_size`), for what is aligned with all of them.
         micro_batch_size: b; default: every one that fits.
-        num_logical_shards: N; default as in `DataLoader`: 4 * O, at most about 2,048.
+        num_logical_shards: N; default as in `DataLoader`: 4 * O, at most about 2,048. Of several O, the one of which most
+            topologies are aligned with all: give it to `DataLoader`.
         num_workers: The K to look at, one or several.
+        sources: What the run reads: then it prints what N means for memory, for checkpoints, and for the smallest of them.
 
     Raises:
         ValueError: A number is out of range.
 
     Returns:
         A sequence of `Option` that prints as a table.
+
+    Example:
+        >>> plan([1024, 1536, 2048]).num_logical_shards
+        6144
     """
-    require_int(global_batch_size=global_batch_size)
-    o = global_batch_size
-    n = default_num_logical_shards(o) if num_logical_shards is None else num_logical_shards
+    several = [global_batch_size] if isinstance(global_batch_size, int | float) else list(global_batch_size)
+    if not several:
+        raise ValueError("global_batch_size is empty: give one O, or those of a ramp.")
     workers = [num_workers] if isinstance(num_workers, int) else num_workers
-    _check(
-        1,
-        global_batch_size=o,
-        num_logical_shards=n,
-        micro_batch_size=1 if micro_batch_size is None else micro_batch_size,
-    )
-    sizes = range(1, o + 1) if micro_batch_size is None else [micro_batch_size]
+    for o in several:
+        _check(1, global_batch_size=o, micro_batch_size=1 if micro_batch_size is None else micro_batch_size)
     for k in workers:
         _check(0, num_workers=k)
-    options = [
-        Option(w, b, k, o // (w * b))
-        for w in _divisors(o)
-        for b in sizes
-        if o % (w * b) == 0
+    if num_logical_shards is None:
+        plans = {n: _options(several, n, micro_batch_size, workers) for n in _candidates(several)}
+        n, options = max(plans.items(), key=lambda found: (len(found[1]), -found[0]))
+    else:
+        _check(1, num_logical_shards=num_logical_shards)
+        n, options = num_logical_shards, _options(several, num_logical_shards, micro_batch_size, workers)
+    return Plan(several, n, options, sources)
+
+
+def _candidates(several: Sequence[int]) -> set[int]:
+    """Numbers of logical shards worth looking at."""
+    defaults = {default_num_logical_shards(o) for o in several}
+    return defaults if len(set(several)) == 1 else {*defaults, math.lcm(*several), math.gcd(*several)}
+
+
+def _options(several: Sequence[int], n: int, b: int | None, workers: Sequence[int]) -> list[Option]:
+    """Those that are aligned with each O."""
+    whole = math.gcd(*several)
+    sizes = [b] if b is not None else _divisors(whole)
+    return [
+        Option(w, size, k, several[0] // (w * size))
+        for w in _divisors(whole)
+        for size in sizes
+        if whole % (w * size) == 0
         for k in workers
-        if _aligned(n, o, w, b, k)
+        if all(_aligned(n, o, w, size, k) for o in several)
     ]
-    return Plan(o, n, options)
+
+
+def _listed(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _bytes(num: int) -> str:
+    size, unit = float(num), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size < 1000 or unit == "TB":
+            break
+        size /= 1000
+    return f"{size:.3g} {unit}"
 
 
 def _check(least: int, **values: int) -> None:

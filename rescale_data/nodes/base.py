@@ -85,6 +85,9 @@ class Node(BaseNode[T]):
 
     MAY_CHANGE: ClassVar[frozenset[str]] = frozenset()
     """The `parameters` that may differ when a state is loaded. Those in use are then part of the position; see `settle`."""
+    FORM: ClassVar[frozenset[str]] = frozenset()
+    """The `parameters` that may differ when a state is loaded, and say in which form the same data comes from then on: a node
+    that has any has a ``seq_len``, and is told in `adopt` which it had before."""
     CHILDREN_MAY_CHANGE: ClassVar[bool] = False
     """Whether children may come and go between the legs of a run (`rescale_data.load_changed`). What a node keeps for a
     child lies in own fields whose path ends in the child's name."""
@@ -246,8 +249,12 @@ class Node(BaseNode[T]):
         """From now on the source that this node reads consists of what the manifests say, each from its epoch on.
 
         Args:
-            history: ``(epoch, manifest)`` in order, the last of what there is now; empty for that alone.
+            history: ``(epoch, manifest)`` in order, the last of what there is now; empty for that alone. Of a node with a
+                `FORM`: `rescale_data.nodes.form.History`.
         """
+
+    def reform(self, rows: Ints) -> None:
+        """These rows of the node, a view, were saved with the form that is the last in its history, not with that of now."""
 
     def prepare(self, rows: Ints, shards: Ints) -> None:
         """This process is about to draw from these positions: begin to bring what is needed there. It returns at once.
@@ -297,6 +304,10 @@ class Node(BaseNode[T]):
     def is_stuck(self, position: View) -> bool:
         """Whether a row of this node needs a child that is gone, to yield what it would have yielded."""
         return any(child.is_stuck(position[self._slots(name)]) for name, child in self.children.items())
+
+    def is_pending(self, position: View) -> bool:
+        """Whether a change between legs has still to take effect in a row of this node (`settle`)."""
+        return any(child.is_pending(position[self._slots(name)]) for name, child in self.children.items())
 
     def locate(self) -> str:
         """Where the sample that was yielded last comes from, for messages; empty where that is not known."""

@@ -74,7 +74,7 @@ def _integers(sample: Any, column: str, reader: str) -> npt.NDArray[Any]:
     if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
         raise TypeError(
             f"{reader}(column={column!r}) was given {_describe(value, array)}. Tokens are a 1-D array, tensor or "
-            f"list of integers."
+            f"list of integers; of text rd.Tokenize makes them."
         )
     return np.ascontiguousarray(array if array.dtype.kind in "iu" else array.astype(np.int64))
 

@@ -26,7 +26,7 @@ class Filter(Node[Any]):
     Args:
         source: A node.
         predicate: From a sample to whether it stays, without a memory of its own. An error in it names the row.
-        on_error: "raise", or "skip": leave out samples for which it raises, log and count them (``skipped_rows``).
+        on_error: As in `Map`: "skip" counts the samples for which it raises apart (``skipped_rows``).
 
     Raises:
         DataStateError: Nothing was kept in two whole epochs of an endless source.
@@ -48,14 +48,17 @@ class Filter(Node[Any]):
         while True:
             sample = next(self._source)
             try:
-                if self.predicate(sample):
-                    self._seen[0] += 1
-                    return sample
+                stays = bool(self.predicate(sample))
+            except Exception as error:
+                stays = self._guard.caught(error, self.locate(), self.position[1])
+            if stays:
+                self._seen[0] += 1
+                return sample
+            if stays is None:
+                self.position[1] += 1
+            else:
                 self.position[0] += 1
                 self._drop()
-            except Exception as error:
-                self._guard.caught(error, self.locate(), self.position[1])
-                self.position[1] += 1
             misses = self._bound.missed(misses)
 
     def _drop(self) -> None:

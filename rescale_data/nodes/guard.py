@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, Literal, NoReturn, TypeAlias
 
 from rescale_data.nodes.base import Node
 
-OnError: TypeAlias = Literal["raise", "skip"]
+OnError: TypeAlias = Literal["raise", "skip"] | Callable[[Exception, str], Any]
+"""What becomes of a sample whose function raises, or of a row that cannot be read: "raise", with the place of the row; "skip",
+unless the error is one of the program and not of the data; or a function of the error and the place. It raises, returns what is
+used in place of what the function would have returned, or `None`, which leaves the sample out."""
+
+BUGS = (NameError, AttributeError, ImportError, NotImplementedError, SyntaxError, MemoryError)
+"""Errors of the program: "skip" would leave out every sample for them."""
 
 _LOGGED_IN_FULL = 10
 _log = logging.getLogger("rescale_data")
@@ -18,33 +25,41 @@ class Guard:
 
     Args:
         node: The node that called the function.
-        on_error: "raise", or "skip" to leave out the sample. Then `caught` returns and the node counts.
+        on_error: See `OnError`.
         note: What was done with the sample, for the error's note; default: it was given to the node's function.
     """
 
     def __init__(self, node: Node[Any], on_error: OnError, note: str = "") -> None:
-        if on_error not in ("raise", "skip"):
-            raise ValueError(f"on_error={on_error!r}: give 'raise', or 'skip' to leave out samples that raise.")
-        self.skips = on_error == "skip"
+        if on_error not in ("raise", "skip") and not callable(on_error):
+            raise ValueError(
+                f"on_error={on_error!r}: give 'raise', 'skip' to leave out samples that raise, or a function of the error and "
+                f"the place of the sample, which decides."
+            )
+        self._decide = on_error
+        self.skips = on_error != "raise"
         self._name = type(node).__name__
         self._note = note or f"in the function of {self._name}, given"
 
-    def caught(self, error: Exception, where: str, num_before: int) -> None:
-        """Raise ``error``, or log that its sample is left out.
+    def caught(self, error: Exception, where: str, num_before: int) -> Any:
+        """Raise ``error``, or say what is used in place of what failed; `None`: the sample is left out, and the node counts it.
 
         Args:
             where: What `Node.locate` says of the sample.
             num_before: How many this logical shard has left out before. The first few are logged, then ever fewer.
         """
         where = where or "a sample whose place is not known"
-        if not self.skips:
+        if not self.skips or (self._decide == "skip" and isinstance(error, BUGS)):
             _raise(error, f"{self._note} {where}")
+        instead = self._decide(error, where) if callable(self._decide) else None
+        if instead is not None:
+            return instead
         number = num_before + 1
         if number <= _LOGGED_IN_FULL or not number & num_before:
             _log.warning(
                 "%s left out %s (number %d of its logical shard): %s: %s",
                 self._name, where, number, type(error).__name__, error,
             )  # fmt: skip
+        return None
 
 
 def add_place(error: Exception, node: str, where: str) -> None:

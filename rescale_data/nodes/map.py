@@ -21,8 +21,10 @@ class Map(Node[Any]):
     Args:
         source: A node.
         fn: From a sample to a sample, without a memory of its own. An error in it names the row.
-        on_error: "raise", or "skip": leave out samples for which ``fn`` raises, log and count them (``skipped_rows``).
-            The number of samples of an epoch is then unknown.
+        on_error: "raise", or "skip": leave out samples for which ``fn`` raises, log and count them (``skipped_rows``); not for
+            errors of the program, as `NameError`. Or a function of the error and the place of its row, which raises, returns
+            what is used in place of what ``fn`` would have returned, or `None` to leave the sample out. Unless it is "raise"
+            the number of samples of an epoch is unknown.
     """
 
     FIELDS: ClassVar[tuple[Field, ...]] = (Field(("skipped",), counts=True),)
@@ -41,7 +43,9 @@ class Map(Node[Any]):
             try:
                 return carried(sample, self.fn(sample))
             except Exception as error:
-                self._guard.caught(error, self.locate(), self.position[0])
+                instead = self._guard.caught(error, self.locate(), self.position[0])
+                if instead is not None:
+                    return carried(sample, instead)
                 self.position[0] += 1
                 misses = self._bound.missed(misses)
 

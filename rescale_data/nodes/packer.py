@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -13,6 +13,7 @@ from rescale_data.errors import require_int
 from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.column import ColumnDocuments
+from rescale_data.nodes.form import History, num_tokens
 from rescale_data.nodes.provenance import joined
 from rescale_data.nodes.reading.gather import Around, Rows, fill, say_without_kernel
 from rescale_data.nodes.token_stream import TokenStream
@@ -32,6 +33,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
     A document is cut where a sample ends, and goes on in the next. The position is that of the source at the document of
     the next token (or at one without tokens before it), and the token's offset in it (``bos_id`` counted); what was left of a
     document is read again, not stored.
+    So ``seq_len``, ``labels``, ``doc_ids``, ``dtype`` and ``last`` may change when a state is loaded, and hold from there on.
     Over a `Reader` documents are read many at a time; over any other node, a sample of it is one document.
 
     Where the streams below are endless (`Shard.repeat`), a sample may span two epochs. Else an epoch's last, partial sample is
@@ -61,6 +63,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
 
     FIELDS: ClassVar[tuple[Field, ...]] = (Field(("offset",)),)
     READS_AHEAD: ClassVar[bool] = True
+    FORM: ClassVar[frozenset[str]] = frozenset({"seq_len", "labels", "doc_ids", "dtype", "last"})
 
     def __init__(
         self,
@@ -86,6 +89,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         self.pad_id = pad_id if pad_id is not None else eos_id or 0
         names = ["tokens", *["labels"] * labels, *["doc_ids"] * doc_ids]
         self.writes = dict.fromkeys(names, (seq_len, DTYPES[dtype]))
+        self._before: History = ()
         self._changes = any(node.MAY_CHANGE for _, node in child.walk())
         self._stream = TokenStream(
             child.documents(column) or ColumnDocuments(child, column, type(self).__name__),
@@ -131,7 +135,10 @@ class TokenPacker(Node[dict[str, Tensor]]):
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         names = sorted({node.reads.name for _, node in self.walk() if node.reads is not None})
-        return {f"tokens/{'+'.join(names)}": float(samples.sum()) * self.seq_len}
+        return {f"tokens/{'+'.join(names)}": num_tokens(self._before, samples, self.seq_len)}
+
+    def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+        self._before = history
 
     def _draw(self, tray: Tray, place: int) -> None:
         """Write the next sample into a row; ends the epoch if need be."""

@@ -66,7 +66,9 @@ class RandomMap(Node[Any]):
             try:
                 return carried(sample, self.fn(sample, rng))
             except Exception as error:
-                self._guard.caught(error, self.locate(), self.position[0])
+                instead = self._guard.caught(error, self.locate(), self.position[0])
+                if instead is not None:
+                    return carried(sample, instead)
                 self.position[0] += 1
                 misses = self._bound.missed(misses)
 

@@ -46,10 +46,12 @@ class Reader(Node[Any]):
         shard: The logical shard to read.
         shuffle: `False`: the order of the files. A number: fragments are permuted, and so are the rows in windows of that
             many. `True`: windows of 1024 rows; map-style data is permuted as a whole.
+        by_global_batch: With ``shuffle=False`` and ``repeat=False``: each global batch holds the next rows of the source, as
+            long as a sample is a row and the topology is aligned. What ``rd.DataLoader(source, shuffle=False)`` reads. Without,
+            a shard reads a contiguous range of the source, and a global batch has a row of each range.
         provenance: Add ``"provenance"`` to each sample, a line that says which row of which file of which source it is.
             `Map`, `Tokenize` and packers hand it on. The order stays the same, but packers read a row at a time.
-        on_error: Of a row that cannot be read: "raise", or "skip": leave it out, log and count it (``skipped_rows``). Then the
-            number of samples of an epoch is not known before it has been read.
+        on_error: Of a row that cannot be read: as in `Map`.
 
     Yields:
         ``{column: value}`` of arrays, bytes, strings or numbers; from a map-style dataset, its own samples.
@@ -69,6 +71,7 @@ class Reader(Node[Any]):
         shard: Shard,
         *,
         shuffle: bool | int = True,
+        by_global_batch: bool = False,
         provenance: bool = False,
         on_error: OnError = "raise",
     ) -> None:
@@ -76,9 +79,9 @@ class Reader(Node[Any]):
         super().__init__()
         self.reads = self.source = as_source(source)
         self.repeat = shard.repeat
-        self.shuffle, self.provenance, self.on_error = shuffle, provenance, on_error
+        self.shuffle, self.provenance = shuffle, provenance
         self._guard = Guard(self, on_error, "while reading")
-        self.rows = ShardRows(self.source, shard, shuffle)
+        self.rows = ShardRows(self.source, shard, shuffle, by_global_batch)
         self._over = self._cuts = False
         self._drawn = -1
         self._share: ShardShare | None = None
@@ -99,7 +102,7 @@ class Reader(Node[Any]):
 
     def seek(self) -> None:
         self._over = False
-        if self._pieces is not None:
+        if self._pieces is not None and self.rows.steps is None:
             here = len(shards_of(self._source_key, self.shard.num_logical_shards))
             self._cuts = self._pieces.cuts_pay(here)
 
@@ -113,10 +116,11 @@ class Reader(Node[Any]):
             try:
                 value = self._read(plan, row - plan.first)
             except Exception as error:
-                self._guard.caught(error, self.locate(), self.position[2])
-                self.advance(self.position, 1)
-                self.position[2] += 1
-                continue
+                value = self._guard.caught(error, self.locate(), self.position[2])
+                if value is None:
+                    self.advance(self.position, 1)
+                    self.position[2] += 1
+                    continue
             self.advance(self.position, 1)
             return with_provenance(value, self.locate()) if self.provenance else value
 
@@ -176,7 +180,7 @@ class Reader(Node[Any]):
         if not isinstance(self.source, TokenSource):
             return None
         self._packed = column
-        if self.on_error == "skip" or self.provenance:
+        if self._guard.skips or self.provenance:
             return None
         self._column = column
         num_bytes = block_bytes(self.source.cache_bytes, self.shard.num_logical_shards)
@@ -215,7 +219,7 @@ class Reader(Node[Any]):
         return self.rows.ends(epoch, row)
 
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
-        if self.on_error == "skip":
+        if self._guard.skips:
             return None
         end = np.zeros_like(rows)
         end[:, 0], end[:, 2] = rows[:, 0] + 1, rows[:, 2]
@@ -230,6 +234,7 @@ class Reader(Node[Any]):
         return {
             "shuffle": "full" if self.rows.is_full else self.rows.window,
             **({"columns": columns} if columns is not None else {}),
+            **({} if self.rows.steps is None else {"global_batch_size": self.shard.global_batch_size}),
         }
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:

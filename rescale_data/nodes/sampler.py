@@ -193,6 +193,9 @@ class WeightedSampler(Node[Any]):
         gone = position[_NOW] != _mix_of(self.names, _floats(position[self._weights]))
         return gone or super().is_stuck(position)
 
+    def is_pending(self, position: View) -> bool:
+        return position[_NOW] != self._mix or super().is_pending(position)
+
     def locate(self) -> str:
         return self._nodes[self._chosen].locate()
 

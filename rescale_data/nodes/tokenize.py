@@ -66,8 +66,8 @@ class Tokenize(Node[dict[str, Any]]):
         column: Of the text; it is left out of what is yielded.
         into: The column of the tokens, an ``int64`` array.
         batch_size: Texts at a time. What has been made and not yielded lies in the process's cache.
-        on_error: "raise", or "skip": leave out samples without a string there, and those for whose text the tokenizer raises or
-            returns something else than token ids; log and count them (``skipped_rows``).
+        on_error: As in `Map`, of samples without a string there, and of those for whose text the tokenizer raises or returns
+            something else than token ids. A function returns token ids, or `None`.
 
     Raises:
         ValueError: A sample without a string there; a tokenizer that returns another number of sequences than it was given
@@ -189,9 +189,9 @@ class Tokenize(Node[dict[str, Any]]):
                 tokens = self._tokens([sample])
             except Exception as error:
                 where = self._locate(after[i - 1] if i else self._bookmark, after[len(samples) - 1])
-                self._guard.caught(error, where, num_failed)
-                num_failed += 1
-                found.append(None)
+                instead = self._guard.caught(error, where, num_failed)
+                num_failed += instead is None
+                found.append(None if instead is None else _integers(instead))
                 continue
             found += _as_many(tokens, 1)
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -13,6 +14,7 @@ from rescale_data.nodes.base import Node, View, copy_of
 from rescale_data.nodes.bins import best_fit
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.column import ColumnDocuments
+from rescale_data.nodes.form import History, num_tokens
 from rescale_data.nodes.packer import DTYPES, IGNORED, require_pad
 from rescale_data.nodes.provenance import joined as joined_places
 from rescale_data.nodes.reading.gather import Around, joined
@@ -22,8 +24,12 @@ from rescale_data.sources.decoded.cache import cache, owner_of
 from rescale_data.state import Field, Ints
 
 Long: TypeAlias = Literal["split", "truncate", "drop"]
+Piece: TypeAlias = tuple[int, int, int]
+"""Of a document: where it begins and ends among the tokens of a window, and the document's number."""
 
 _EMITTED, _PADDING, _LONG, _NUM_OWN = 0, 1, 2, 3
+_DIGIT = 21  # bits of "emitted": samples of this window in the form of now, then, where it has changed, in those before
+_MOST = 2**_DIGIT - 1
 _COUNTED = {"split": "split_documents", "truncate": "truncated_documents", "drop": "dropped_documents"}
 _SILENT_EPOCHS = 2
 _BYTES_OF_A_PIECE = 250
@@ -44,7 +50,7 @@ class Window:
     """
 
     tokens: TokenArray
-    pieces: list[tuple[int, int, int]]
+    pieces: list[Piece]
     bins: list[list[int]]
     used: list[int]
     num_long: int
@@ -62,6 +68,8 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
     Documents are taken in windows of ``window``; those of one window share samples among themselves, and the rest of a sample
     is padding. The position is that of the source at the beginning of the window and the samples of it that have been yielded:
     who resumes reads the window again. A window lies in the process's cache; a larger one pads less, and takes more to resume.
+    ``seq_len``, ``labels``, ``dtype`` and ``max_documents`` may change when a state is loaded: what is left of a window is then
+    packed anew.
 
     Args:
         source: A node whose samples hold the tokens of a document under ``column``.
@@ -99,6 +107,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         Field(("long",), counts=True),
     )
     READS_AHEAD: ClassVar[bool] = True
+    FORM: ClassVar[frozenset[str]] = frozenset({"seq_len", "labels", "dtype", "max_documents"})
 
     def __init__(
         self,
@@ -133,6 +142,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         child = self.children["source"]
         self._documents = child.documents(column) or ColumnDocuments(child, column, type(self).__name__)
         self._around = Around(eos_id, bos_id, self._numpy_dtype)
+        self._before: History = ()
         self._repeat = any(node.repeat for _, node in child.walk())
         self._key = (owner_of(self), "window")
         self._bound = Bound(self)
@@ -149,7 +159,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
 
     def write(self, tray: Tray, place: int) -> None:
         window = self._window()
-        number = self.position[_EMITTED]
+        number = self.position[_EMITTED] & _MOST
         self._go_on(window)
         self._write(tray, place, window, window.bins[number], window.used[number])
 
@@ -166,12 +176,23 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         names = "+".join(sorted({node.reads.name for _, node in self.walk() if node.reads is not None}))
-        total, padding = float(samples.sum()) * self.seq_len, float(rows[:, _PADDING].sum())
+        total, padding = num_tokens(self._before, samples, self.seq_len), float(rows[:, _PADDING].sum())
         return {
             f"tokens/{names}": total - padding,
             f"padding_share/{names}": padding / total if total else 0.0,
             _COUNTED[self.long]: float(rows[:, _LONG].sum()),
         }
+
+    def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+        self._before = history
+
+    def reform(self, rows: Ints) -> None:
+        if (rows[:, _EMITTED] >> (2 * _DIGIT)).any():
+            raise DataStateError(
+                "A third change of seq_len or max_documents within one window of a WholeDocumentPacker. Train on with the form "
+                "before until the logical shards have begun their next windows."
+            )
+        rows[:, _EMITTED] <<= _DIGIT
 
     # Windows
 
@@ -202,9 +223,9 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         return window
 
     def _go_on(self, window: Window) -> None:
-        number = self.position[_EMITTED]
+        number = self.position[_EMITTED] & _MOST
         self.position[_PADDING] += self.seq_len - window.used[number]
-        self.position[_EMITTED] = number + 1
+        self.position[_EMITTED] += 1
         if number + 1 == len(window.bins):
             self._leave(window)
 
@@ -225,11 +246,32 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         tokens, starts = joined(spans, self._around)
         ends = starts[1:].tolist()
         bounds = list(zip([0, *ends[:-1]], ends, range(len(ends)), strict=True))
-        pieces = [piece for document in bounds for piece in self._pieces(*document)]
-        bins = best_fit([stop - start for start, stop, _ in pieces], self.seq_len, self.max_documents)
+        pieces, bins, num_long = self._fit(bounds)
         used = [sum(pieces[i][1] - pieces[i][0] for i in items) for items in bins]
-        num_long = sum(stop - start > self.seq_len for start, stop, _ in bounds)
         return Window(tokens, pieces, bins, used, num_long, position, list(spans.where or ()))
+
+    def _fit(self, pieces: list[Piece]) -> tuple[list[Piece], list[list[int]], int]:
+        """Pack documents: in each form of which samples were yielded what the one before has left, then in that of now."""
+        long: set[int] = set()
+        bins: list[list[int]] = []
+        for seq_len, max_documents, num_emitted in self._stages():
+            long |= {document for start, stop, document in pieces if stop - start > seq_len}
+            pieces = [part for piece in pieces for part in self._pieces(*piece, seq_len)]
+            bins = best_fit([stop - start for start, stop, _ in pieces], seq_len, max_documents)
+            if num_emitted:
+                pieces = sorted(pieces[i] for items in bins[num_emitted:] for i in items)
+        if len(bins) > _MOST:
+            raise ValueError(f"A window has {len(bins)} samples, the most are {_MOST}. Give a smaller window.")
+        return pieces, bins, len(long)
+
+    def _stages(self) -> Iterator[tuple[int, int, int]]:
+        """``(seq_len, max_documents, samples yielded)`` of the forms that this window was packed in."""
+        for back in (2, 1):
+            num_emitted = self.position[_EMITTED] >> (back * _DIGIT) & _MOST
+            if num_emitted:
+                form = self._before[-back][1]
+                yield form["seq_len"], form["max_documents"], num_emitted
+        yield self.seq_len, self.max_documents, 0
 
     def _documents_at(self, position: View) -> Spans:
         """The documents of a window from a position on, which moves behind them."""
@@ -241,9 +283,8 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
             left -= len(spans)
         return Spans.join(parts)
 
-    def _pieces(self, start: int, stop: int, document: int) -> list[tuple[int, int, int]]:
-        """What is packed of a document."""
-        step = self.seq_len
+    def _pieces(self, start: int, stop: int, document: int, step: int) -> list[Piece]:
+        """What is packed of a document in samples of ``step`` tokens."""
         if stop - start <= step:
             return [(start, stop, document)] if stop > start else []
         if self.long == "split":

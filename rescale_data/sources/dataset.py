@@ -126,8 +126,8 @@ def as_source(data: Source | MapStyle | os.PathLike[str]) -> Source:
         return data
     if isinstance(data, str | bytes | os.PathLike | Mapping):
         raise TypeError(
-            f"{_shown(data)} is no data set: give rd.ParquetSource(...) or rd.ArrowSource(...) for files, and one split of a "
-            f"dict of data sets."
+            f"{_shown(data)} is no data set: give rd.ParquetSource(...), or the source of another format, for files, and one "
+            f"split of a dict of data sets."
         )
     source = _wrapped.get(id(data))  # the source holds its dataset, so the id cannot be that of another
     if source is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import torch.distributed.checkpoint as dcp
 
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager
+from rescale_data.checkpoint.storage import commit
+from rescale_data.checkpoint.storage.manifest import read_manifest
 from rescale_data.checkpoint.storage.objects import ObjectStore
 from rescale_data.checkpoint.storage.open import open_store
 
@@ -75,45 +78,77 @@ def number_of_requests(url: str) -> int:
 
 
 @pytest.mark.parametrize("lasting", [False, True], ids=["a failure", "a kill"])
-def test_at_each_request(url: str, lasting: bool) -> None:
-    checkpoint.save(f"{url}/0", state(1))
-    found = []
-    for at in range(number_of_requests(f"{url}/0")):
-        checkpoint.save(f"{url}/{at + 1}", state(1))
+def test_at_each_request(url: str, lasting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.save(f"{url}/step-0", state(1))
+    found, behind = [], 0
+    for at in range(number_of_requests(f"{url}/step-0")):
+        path = f"{url}/step-{at + 1}"
+        checkpoint.save(path, state(1))
         with pytest.MonkeyPatch.context() as patch:
             strike(patch, at, lasting=lasting)
             try:
-                checkpoint.save(f"{url}/{at + 1}", state(2), overwrite=True)
+                checkpoint.save(path, state(2), overwrite=True)
                 failed = False
             except ConnectionError:
                 failed = True
-        found.append(loaded(f"{url}/{at + 1}"))
-        assert found[-1] in ((1, None) if failed else (2,))
-        assert loaded_by_stock_dcp(f"{url}/{at + 1}") == found[-1] or found[-1] is None, "old or new, and never a mix"
-        checkpoint.save(f"{url}/{at + 1}", state(3), overwrite=True)
-        assert loaded(f"{url}/{at + 1}") == 3
-    assert found.count(None) == (2 if lasting else 0), "the window: between the manifest's removal and the new manifest"
-    assert found == sorted(found, key=lambda step: (1, None, 2).index(step))
+        found.append(loaded(path))
+        assert found[-1] == (1 if failed else 2)
+        stock = loaded_by_stock_dcp(path)
+        assert stock in (1, found[-1]), "old or new, and never a mix"
+        behind += stock != found[-1]
+    assert found == sorted(found)
+    assert behind == 1, "a request after the commit stock DCP has its copy of the metadata"
+    monkeypatch.setattr(commit, "ABANDONED", -1e9)
+    with CheckpointManager(url, keep_latest=None) as manager:
+        assert manager.steps() == list(range(len(found) + 1))
+    assert [loaded_by_stock_dcp(f"{url}/step-{at + 1}") for at in range(len(found))] == found
+    for at in range(len(found)):
+        checkpoint.save(f"{url}/step-{at + 1}", state(3), overwrite=True)
+        assert loaded(f"{url}/step-{at + 1}") == loaded_by_stock_dcp(f"{url}/step-{at + 1}") == 3
 
 
-@pytest.mark.parametrize(
-    ("change", "name"), [("remove", "rescale_data.json"), ("write", ".metadata"), ("write", "rescale_data.json")]
-)
-def test_an_answer_that_is_lost(url: str, monkeypatch: pytest.MonkeyPatch, change: str, name: str) -> None:
-    """The store did what it was asked for, and the save does not know."""
+def test_a_first_save_that_fails_leaves_nothing(url: str) -> None:
+    for at in range(number_of_requests(f"{url}/other")):
+        with pytest.MonkeyPatch.context() as patch:
+            strike(patch, at, lasting=False)
+            with pytest.raises(ConnectionError):
+                checkpoint.save(f"{url}/c", state(2))
+        store, path = open_store(f"{url}/c")
+        assert not store.exists(path)
+
+
+@pytest.mark.parametrize("name", [".metadata", "rescale_data.json"])
+def test_an_answer_that_is_lost(url: str, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The store did what it was asked for, and says that it did not."""
     checkpoint.save(f"{url}/c", state(1))
-    method, lost = getattr(ObjectStore, change), []
+    write, lost = ObjectStore.write, []
 
-    def lose(store: ObjectStore, path: str, *arguments: Any) -> None:
-        method(store, path, *arguments)
+    def lose(store: ObjectStore, path: str, content: bytes) -> None:
+        write(store, path, content)
         if path.endswith(f"/c/{name}") and not lost:
             lost.append(path)
             raise ConnectionError("the answer is lost")
 
-    monkeypatch.setattr(ObjectStore, change, lose)
-    with pytest.raises(ConnectionError):
-        checkpoint.save(f"{url}/c", state(2), overwrite=True)
-    assert loaded(f"{url}/c") == loaded_by_stock_dcp(f"{url}/c") == 1
+    monkeypatch.setattr(ObjectStore, "write", lose)
+    checkpoint.save(f"{url}/c", state(2), overwrite=True)
+    assert lost
+    assert loaded(f"{url}/c") == loaded_by_stock_dcp(f"{url}/c") == 2
+
+
+def test_at_no_request_a_reader_finds_less_than_a_checkpoint(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reads between any two requests of a replacement."""
+    checkpoint.save(f"{url}/c", state(1))
+    found: list[int | None] = []
+    for name in CHANGES:
+        method = getattr(ObjectStore, name)
+
+        def between(store: ObjectStore, *arguments: Any, method: Any = method) -> Any:
+            found.append(loaded(f"{url}/c"))
+            return method(store, *arguments)
+
+        monkeypatch.setattr(ObjectStore, name, between)
+    checkpoint.save(f"{url}/c", state(2), overwrite=True)
+    assert (found[0], found[-1], sorted(found, key=lambda step: step or 0)) == (1, 2, found)
 
 
 def test_what_cannot_be_pickled_leaves_the_checkpoint(url: str) -> None:
@@ -138,5 +173,19 @@ def test_nothing_of_the_old_checkpoint_stays(url: str) -> None:
     for name in ("c", "stock"):
         metadata, own, manifest = store.names(f"{path}/{name}")
         assert (metadata, manifest) == (".metadata", "rescale_data.json")
-        assert store.names(f"{path}/{name}/{own}") == ["__0_0.distcp"]
+        assert store.names(f"{path}/{name}/{own}") == [".metadata", "__0_0.distcp"]
         assert checkpoint.verify(f"{url}/{name}") == []
+
+
+def test_a_checkpoint_of_before_is_read_and_replaced(url: str) -> None:
+    """Then the manifest named the metadata that has a fixed name."""
+    checkpoint.save(f"{url}/c", state(1))
+    store, path = open_store(f"{url}/c")
+    manifest = read_manifest(store, path)
+    assert manifest is not None
+    files = {".metadata" if name == manifest.metadata else name: record for name, record in manifest.files.items()}
+    store.remove(f"{path}/{manifest.metadata}")
+    store.write(f"{path}/rescale_data.json", dataclasses.replace(manifest, files=files).to_json())
+    assert (loaded(f"{url}/c"), checkpoint.verify(f"{url}/c")) == (1, [])
+    checkpoint.save(f"{url}/c", state(2), overwrite=True)
+    assert loaded(f"{url}/c") == loaded_by_stock_dcp(f"{url}/c") == 2

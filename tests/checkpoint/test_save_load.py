@@ -199,6 +199,19 @@ def test_everything_that_does_not_fit_is_in_one_error(tmp_path: Path) -> None:
     assert state["gone"] == 1
 
 
+def test_a_name_that_a_wrapper_has_changed_is_told(tmp_path: Path) -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self._inner = module
+
+    checkpoint.save(tmp_path / "c", {"model": nn.Sequential(nn.Linear(2, 2))})
+    with pytest.raises(ValueError, match="A wrapper has put _inner into names"):
+        checkpoint.load(tmp_path / "c", {"model": Wrapper(nn.Sequential(nn.Linear(2, 2)))})
+    with pytest.raises(ValueError, match=r"load what fits\.$"):
+        checkpoint.load(tmp_path / "c", {"model": Wrapper(nn.Linear(2, 2))})
+
+
 def test_not_strict_loads_what_fits_and_says_what_did_not(tmp_path: Path) -> None:
     given = nn.Linear(3, 4)
     checkpoint.save(tmp_path / "c", {"model": given, "loader": StandInLoader(8), "a": 1, "b": 2})

@@ -58,7 +58,17 @@ class Seen(NamedTuple):
 
 
 def on_ranks(folder: Path) -> dict[str, Seen]:
-    return {name: _run(case, folder / name) for name, case in CASES.items()}
+    return {**{name: _run(case, folder / name) for name, case in CASES.items()}, "ramp": _ramp()}
+
+
+def _ramp() -> Seen:
+    """An epoch of which nobody knows the end, with a larger global batch from some step on: live, and from a state."""
+    live, again = (Data("packed", 120, 12, repeat=False).loader(12, 2) for _ in range(2))
+    before = take(live, 2 * live.gradient_accumulation_steps)
+    again.load_state_dict(live.state_dict())
+    for loader in (live, again):
+        loader.set_global_batch_size(24)
+    return Seen(take_epoch(live), {0: (before, take_epoch(again))}, 0, 0)
 
 
 def _run(case: Case, folder: Path) -> Seen:
@@ -155,3 +165,12 @@ def test_batches_are_those_of_one_rank_until_the_first_shard_ends(ranks: Any, na
 
 def _num_fills(ranks: ByRank) -> int:
     return sum(len(taken.samples) - taken.num_real for rank in ranks for taken in rank)
+
+
+def test_a_ramp_within_an_epoch_is_a_save_and_a_load(ranks: Any) -> None:
+    seen = of(ranks, "ramp")
+    assert [rank.epochs for rank in seen] == [rank.saves[0][1] for rank in seen]
+    check_exactly_once(
+        CASES["packed, drop, 12 shards"].data, [rank.saves[0][0] for rank in seen], [r.epochs for r in seen]
+    )
+    assert len(seen[0].epochs) * 2 * len(seen) % 24 == 0 < len(seen[0].epochs)

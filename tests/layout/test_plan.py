@@ -80,3 +80,43 @@ def test_the_default_number_of_shards_stays_small_and_fits_the_global_batch() ->
     found = {o: rd.plan(o, num_workers=0).num_logical_shards for o in (512, 513, 768, 1025, 2048, 6144, 8192, 2053)}
     assert found == {512: 2048, 513: 1026, 768: 1536, 1025: 1025, 2048: 2048, 6144: 1536, 8192: 2048, 2053: 2053}
     assert {option.dp_world_size for option in rd.plan(8192, num_workers=0)} == {2**k for k in range(12)}
+
+
+@pytest.mark.parametrize("several", [[1024, 1536, 2048], [12, 24], [12, 18], [8, 8], [512, 768, 8192]])
+def test_several_global_batches_get_the_topologies_aligned_with_each(several: list[int]) -> None:
+    plan = rd.plan(several)
+    assert plan.global_batch_sizes == tuple(several)
+    assert len(plan) > 1
+    for option in plan:
+        for o in several:
+            layout = Layout(
+                num_logical_shards=plan.num_logical_shards,
+                global_batch_size=o,
+                dp_world_size=option.dp_world_size,
+                micro_batch_size=option.micro_batch_size,
+                num_workers=option.num_workers,
+            )
+            assert layout.aligned
+    assert len(plan) >= max(len(rd.plan(several, num_logical_shards=4 * o)) for o in several)
+
+
+def test_prints_one_screen_and_what_n_means() -> None:
+    class Small:
+        name, num_rows, fragment_bytes = "small", 4608, 1_000_000
+
+    plan = rd.plan([768, 1536], num_workers=(0, 4), sources=[Small(), Small()])
+    lines = str(plan).splitlines()
+    assert lines[0].startswith("global_batch_size=768, 1536, num_logical_shards=1536: these")
+    assert lines[1:3] == [
+        "  workers K  ranks W",
+        "          0  1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 768",
+    ]
+    assert "        1 rank(s): 3072 open fragments a rank, 3.07 GB decoded" in lines
+    assert "      768 rank(s): 4 open fragments a rank, 4 MB decoded" in lines
+    assert lines[-2:] == [
+        "    the table in a checkpoint: at least 111 kB",
+        "    the smallest source, small: 4608 rows, 3 a logical shard",
+    ]
+    assert len(plan.table().splitlines()) > 100 > 25 > max(len(lines), 1)
+    with pytest.raises(ValueError, match="give one O"):
+        rd.plan([])

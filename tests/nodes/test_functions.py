@@ -63,8 +63,61 @@ class TestErrors:
             next(rd.Map(rd.Reader(Broken([1, 2]), rd.Shard()), without_arrays, on_error="skip"))
 
     def test_bad_argument(self) -> None:
-        with pytest.raises(ValueError, match="'raise', or 'skip'"):
+        with pytest.raises(ValueError, match="'raise', 'skip' to leave"):
             rd.Map(read(WEB, rd.Shard()), fails, on_error="ignore")  # type: ignore[arg-type]
+
+
+class TestOnError:
+    @pytest.mark.parametrize("bug", [NameError, AttributeError, ImportError, NotImplementedError])
+    def test_a_bug_is_not_skipped(self, bug: Any) -> None:
+        def buggy(*_: Any) -> Any:
+            raise bug("in the program")
+
+        for node in (rd.Map, rd.RandomMap, rd.Filter):
+            with pytest.raises(bug) as caught:
+                list(node(read(WEB, rd.Shard()), buggy, on_error="skip"))
+            assert "given web: web[" in caught.value.__notes__[0]
+
+    def test_a_function_decides(self) -> None:
+        """It leaves out every third bad row, replaces every other third, and raises for one."""
+        told: list[str] = []
+
+        def decide(error: Exception, where: str) -> Any:
+            told.append(where)
+            assert "bad row" in str(error)
+            return {"id": -1} if len(told) % 3 == 1 else None
+
+        nodes = rd.Map(read(WEB, rd.Shard()), fails_on_some, on_error=decide)
+        ids = [row["id"] for row in nodes]
+        good = [i for i in ROWS if i not in BAD]
+        assert sorted(i for i in ids if i >= 0) == good
+        assert ids.count(-1) == -(-len(BAD) // 3)
+        assert nodes.get_state()["skipped"] == len(BAD) - ids.count(-1)
+        assert sorted(told) == sorted(f"web: web[{i - 3000}]" for i in BAD)
+
+        def stop(error: Exception, _: str) -> Any:
+            raise RuntimeError("enough") from error
+
+        with pytest.raises(RuntimeError, match="enough"):
+            list(rd.Map(read(WEB, rd.Shard()), fails_on_some, on_error=stop))
+
+    def test_of_a_predicate_a_tokenizer_and_a_row(self) -> None:
+        kept = rd.Filter(
+            read(WEB, rd.Shard()), lambda row: row["id"] not in BAD or fails(row), on_error=lambda *_: True
+        )
+        assert len(list(kept)) == len(ROWS)
+
+        class Damaged(list[Any]):
+            def __getitem__(self, index: Any) -> Any:
+                if index == 2:
+                    raise OSError("damaged")
+                return super().__getitem__(index)
+
+        rows = rd.Reader(Damaged([0, 1, 2, 3]), rd.Shard(), shuffle=False, on_error=lambda *_: 7)
+        assert list(rows) == [0, 1, 7, 3]
+        texts = rd.Reader([{"text": "a"}, {"text": 3}], rd.Shard(), shuffle=False)
+        tokens = rd.Tokenize(texts, lambda texts: [[len(t)] for t in texts], "text", on_error=lambda *_: [9])
+        assert [row["tokens"].tolist() for row in tokens] == [[1], [9]]
 
 
 class TestErrorsInTheData:

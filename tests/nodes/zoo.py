@@ -119,6 +119,17 @@ def _cut(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
     return {**sample, "tokens": sample["tokens"][: 1 + rng.integers(len(sample["tokens"]))]}
 
 
+def shuffled(shard: rd.Shard) -> rd.BaseNode[Any]:
+    return rd.Shuffle(tokenized(shard), 5)
+
+
+def shuffled_rows(shard: rd.Shard) -> rd.BaseNode[Any]:
+    """Below, above and over each other: of a mixture by tokens, and of what a filter leaves."""
+    rows = rd.Shuffle(rd.Filter(rd.Shuffle(read(WEB, shard), 4), is_kept), 3)
+    mixed = {"web": rows, "books": read(BOOKS, shard)}
+    return rd.Shuffle(rd.Map(rd.WeightedSampler(mixed, {"web": 1, "books": 1}, stop="all"), without_arrays), 7)
+
+
 class Ids:
     """The ids of a shard's rows, anew each time it is iterated: as an iterable, and as a sampler with epochs."""
 
@@ -226,6 +237,8 @@ PIPELINES: dict[str, Callable[[rd.Shard], nodes.BaseNode[Any]]] = {
     "clean": cleaned,
     "whole": whole,
     "everything": everything,
+    "shuffle": shuffled,
+    "shuffles": shuffled_rows,
     **STOCK,
 }
 ENDLESS = ("mixture", "tokens", "everything", "Weighted-forever")

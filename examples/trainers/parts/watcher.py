@@ -6,7 +6,6 @@ import contextlib
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 PATIENCE = 240  # seconds without a word from any worker
-RENDEZVOUS = "join_timeout=300,last_call_timeout=4,keep_alive_interval=2,keep_alive_max_attempt=5"
+RENDEZVOUS = "is_host=false,join_timeout=300,last_call_timeout=4,keep_alive_interval=2,keep_alive_max_attempt=5"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """The second: torch 2.9 to 2.14 keep the address of the first meeting's store, which an agent that joins later never learns."""
 
@@ -62,7 +61,10 @@ class Meeting:
 
 
 class Watcher:
-    """Starts and kills agents, lets their workers go on, and hears what each step has trained."""
+    """Starts and kills agents, lets their workers go on, and hears what each step has trained.
+
+    The agents meet in a store of the watcher's, for a store that one of them hosts ends with that agent.
+    """
 
     def __init__(self, script: str, folder: str) -> None:
         self._script, self._folder = script, folder
@@ -71,9 +73,7 @@ class Watcher:
         self._said: queue.SimpleQueue[tuple[Meeting, int, int, list[int]]] = queue.SimpleQueue()
         self._listener = Listener(f"{folder}/watcher")
         threading.Thread(target=self._accept, daemon=True).start()
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            self._endpoint = f"localhost:{free.getsockname()[1]}"
+        self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
     def __enter__(self) -> Watcher:
         return self
@@ -92,8 +92,8 @@ class Watcher:
         for _ in range(number):
             command = [
                 sys.executable, "-m", "torch.distributed.run", "--nnodes=2:6", "--nproc-per-node=1", "--max-restarts=10",
-                "--monitor-interval=0.5", "--rdzv-backend=c10d", f"--rdzv-endpoint={self._endpoint}", "--rdzv-id=example",
-                f"--rdzv-conf={RENDEZVOUS}", self._script, self._folder,
+                "--monitor-interval=0.5", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{self._store.port}",
+                f"--rdzv-conf={RENDEZVOUS}", "--rdzv-id=example", self._script, self._folder,
             ]  # fmt: skip
             environment = {**os.environ, **ENVIRONMENT}
             with open(f"{self._folder}/agent{len(self._agents)}.log", "wb") as log:
@@ -118,8 +118,8 @@ class Watcher:
             meeting.go_on()
 
     def kill(self, meeting: Meeting) -> None:
-        """`kill -9` for an agent and its worker; not the first agent, in which the rendezvous lives."""
-        worker, agent = next(pids for _, pids in sorted(meeting.pids.items()) if pids[1] != self._agents[0].pid)
+        """`kill -9` for an agent and its worker."""
+        worker, agent = meeting.pids[0]
         for pid in (agent, worker):
             os.kill(pid, signal.SIGKILL)
         meeting.go_on()  # the others find that one is missing

@@ -7,6 +7,7 @@ would want a file's tensors at once.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -16,12 +17,13 @@ from typing import Any, BinaryIO
 
 import torch
 
-from rescale_data.checkpoint.convert.aside import aside, local, save_alone, written
+from rescale_data.checkpoint.api import save_alone
 from rescale_data.checkpoint.convert.stored import BUDGET, StoredCheckpoint
 from rescale_data.checkpoint.convert.torch_save import map_file
 from rescale_data.checkpoint.convert.torch_zip import as_buffer
+from rescale_data.checkpoint.storage.commit import aside
 from rescale_data.checkpoint.storage.manifest import METADATA
-from rescale_data.checkpoint.storage.open import open_store
+from rescale_data.checkpoint.storage.open import mapped_path, open_store
 from rescale_data.checkpoint.storage.store import Store, StrPath, join
 from rescale_data.checkpoint.tree import tree_of
 
@@ -94,7 +96,7 @@ def from_safetensors(
         FileNotFoundError: no safetensors there, or only a part of those that the index or a name (``-of-00003``) tells.
         ValueError: a damaged file, a tensor that the index names is not there, one name in two files; or ``path`` is taken.
     """
-    source = Path(local(folder))
+    source = Path(mapped_path(folder))
     leaves = _mapped([source]) if source.is_file() else _mapped_by_index(source)
     rest = source / NON_TENSORS
     extra: dict[str, Any] = map_file(os.fspath(rest)) if rest.exists() else {"values": {}, "paths": {}}
@@ -204,12 +206,10 @@ def _write_files(
     headers = {file: _header(stored, names) for file, names in files.items()}
     content = {"values": stored.values(), "paths": stored.paths, "lost": stored.lost}
     store.make_folder(folder)
-    written(store, join(folder, NON_TENSORS), lambda stream: torch.save(content, stream))
+    store.write(join(folder, NON_TENSORS), lambda stream: torch.save(content, stream))
     for file, names in files.items():
         tensors = stored.stream(names, budget)
-        written(
-            store, join(folder, file), lambda stream, file=file, tensors=tensors: _write(stream, headers[file], tensors)
-        )
+        store.write(join(folder, file), functools.partial(_write, headers[file], tensors))
     if len(files) == 1:
         return [NON_TENSORS, *files]
     weight_map = {key: file for file, names in files.items() for key in names}
@@ -245,7 +245,7 @@ def _name_of(key: str, dtype: torch.dtype) -> str:
         raise ValueError(f"{key} is {dtype}, which safetensors does not know. Use to_torch_save.") from error
 
 
-def _write(stream: BinaryIO, header: bytes, tensors: Iterable[torch.Tensor]) -> None:
+def _write(header: bytes, tensors: Iterable[torch.Tensor], stream: BinaryIO) -> None:
     stream.write(header)
     for tensor in tensors:
         stream.write(as_buffer(tensor))

@@ -11,7 +11,6 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from rescale_data.checkpoint.planner import describe, load_plain
-from rescale_data.checkpoint.storage.manifest import read_manifest
 from rescale_data.checkpoint.storage.open import opened
 from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.tree import Lost
@@ -62,8 +61,7 @@ class StoredCheckpoint:
         saved = {short: metadata.state_dict_metadata[key] for short, key in self._keys.items()}
         self.paths = {short: paths[key][0 if name is None else 1 :] for short, key in self._keys.items()}
         self.tensors = {short: meta for short, meta in saved.items() if isinstance(meta, TensorStorageMetadata)}
-        manifest = read_manifest(self._reader.fs, folder)
-        lost = manifest.lost if manifest else ()
+        lost = self._reader.manifest.lost if self._reader.manifest else ()
         self.lost: Lost = [(path[skip:], key) for path, key in lost if (skip := _skip(tuple(path), name)) is not None]
         self._plain = [short for short in saved if short not in self.tensors]
 

@@ -13,10 +13,11 @@ from typing import Any, cast
 
 import torch
 
-from rescale_data.checkpoint.convert.aside import aside, local, save_alone, written
+from rescale_data.checkpoint.api import save_alone
 from rescale_data.checkpoint.convert.stored import BUDGET, StoredCheckpoint
 from rescale_data.checkpoint.convert.torch_zip import TorchFile
-from rescale_data.checkpoint.storage.open import open_store
+from rescale_data.checkpoint.storage.commit import aside
+from rescale_data.checkpoint.storage.open import mapped_path, open_store
 from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.tree import tree_of
 
@@ -52,7 +53,7 @@ def to_torch_save(
     ):
         content = TorchFile({key: (meta.size, meta.properties.dtype) for key, meta in stored.tensors.items()})
         tree = tree_of(stored.paths, stored.values() | content.tensors, stored.lost)
-        written(store, working, lambda stream: content.write(stream, tree, lambda names: stored.stream(names, budget)))
+        store.write(working, lambda stream: content.write(stream, tree, lambda names: stored.stream(names, budget)))
         if working != final:
             store.rename(working, final)
 
@@ -71,7 +72,7 @@ def from_torch_save(
         FileNotFoundError: no such file.
         ValueError: it is no such file, or holds code; or ``path`` is taken.
     """
-    content = map_file(local(file))
+    content = map_file(mapped_path(file))
     save_alone(path, content if name is None else {name: content}, storage_options)
 
 

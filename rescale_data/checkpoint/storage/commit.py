@@ -1,11 +1,10 @@
 """How a checkpoint comes to exist: written aside, then committed; and what is provably ours, and so may be removed.
 
     local folder    .step-100.saving-<id>/  --rename-->  step-100/
-    object store    step-100/rescale_data-<id>/...  --then-->  step-100/.metadata  --last-->  step-100/rescale_data.json
+    object store    step-100/rescale_data-<id>/...  --one request-->  step-100/rescale_data.json
 
-A kill at any moment leaves the checkpoint that was, the checkpoint that will be, or none; never a mix of the two. Where a
-checkpoint in an object store is replaced, a kill leaves none between two small requests: its manifest is removed, and .metadata
-and the new manifest are put.
+A kill at any moment leaves the checkpoint that was, or the checkpoint that will be; never a mix of the two, or neither.
+In an object store step-100/.metadata is stock DCP's copy: put before a first manifest, and after one that replaces another.
 
 What a kill leaves is known by a name that nobody else gives, or by the save id in its metadata:
 
@@ -23,7 +22,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Generator
 from dataclasses import dataclass
 
 from rescale_data.checkpoint.storage import locks
@@ -80,19 +79,39 @@ def prepare(store: Store, final: str, save_id: str, *, overwrite: bool) -> Works
     """
     remove_leftovers(store, final)
     _refuse_unless_free(store, final, overwrite)
-    folder, name = split(final)
     if store.renames:
-        workspace = Workspace(final=final, working=join(folder, hidden(name, SAVING, save_id)), save_id=save_id)
-        make_locked(store, workspace)
-    else:
-        own = SAVE_ID_PREFIX + save_id
-        workspace = Workspace(final=final, working=join(final, own), prefix=f"{own}/", save_id=save_id)
-        store.make_folder(workspace.working)
+        return _make_locked(store, final, save_id)
+    own = SAVE_ID_PREFIX + save_id
+    workspace = Workspace(final=final, working=join(final, own), prefix=f"{own}/", save_id=save_id)
+    store.make_folder(workspace.working)
     return workspace
 
 
-def make_locked(store: Store, workspace: Workspace) -> None:
-    """Make the folder, and hold the lock that keeps others from taking it for a leftover."""
+@contextlib.contextmanager
+def aside(store: Store, final: str) -> Generator[str]:
+    """The path to write to in place of ``final``, a file or a folder, and to rename; what is there in the end is removed.
+
+    In an object store it is ``final``: an object appears when it is whole.
+
+    Raises:
+        ValueError: another process writes to ``final``.
+    """
+    if not store.renames:
+        yield final
+        return
+    remove_leftovers(store, final)
+    workspace = _make_locked(store, final, uuid.uuid4().hex)
+    try:
+        yield join(workspace.working, "out")
+        store.sync_folder(split(final)[0])
+    finally:
+        abandon(store, workspace)
+
+
+def _make_locked(store: Store, final: str, save_id: str) -> Workspace:
+    """Make a workspace beside ``final``, and hold the lock that keeps others from taking it for a leftover."""
+    folder, name = split(final)
+    workspace = Workspace(final=final, working=join(folder, hidden(name, SAVING, save_id)), save_id=save_id)
     lock = join(workspace.working, MANIFEST)
     while not locks.is_held(lock):
         store.make_folder(workspace.working)
@@ -106,6 +125,7 @@ def make_locked(store: Store, workspace: Workspace) -> None:
     except ValueError:
         abandon(store, workspace)
         raise
+    return workspace
 
 
 def _refuse_other_writers(store: Store, final: str, own: str = "") -> None:
@@ -126,12 +146,19 @@ def commit(store: Store, workspace: Workspace, manifest: Manifest) -> None:
 
 def abandon(store: Store, workspace: Workspace) -> None:
     """Remove what a failed save wrote, unless it was committed after all: an answer may be lost on its way."""
+    final = workspace.final
     try:
-        committed = None if store.renames else read_manifest(store, workspace.final)
-        if committed is None or committed.save_id != workspace.save_id:
+        if not _is_committed(store, workspace):
             store.remove_folder(workspace.working)
+            if not store.renames and store.names(final) == [METADATA] and _is_saved_by_us(store, final):
+                store.remove(join(final, METADATA))
     finally:
         locks.release(join(workspace.working, MANIFEST))
+
+
+def _is_committed(store: Store, workspace: Workspace) -> bool:
+    manifest = None if store.renames else read_manifest(store, workspace.final)
+    return manifest is not None and manifest.save_id == workspace.save_id
 
 
 def erase(store: Store, final: str) -> None:
@@ -178,7 +205,7 @@ def _is_dead(store: Store, folder: str, workspace: str) -> bool:
 
 
 def remove_abandoned_files(store: Store, final: str) -> None:
-    """Of a committed checkpoint in an object store: the files of saves that were killed when they were about to replace it."""
+    """Of a committed checkpoint in an object store: the files of killed saves, and of what one of them has just replaced."""
     if store.renames:
         return
     own = [name for name in store.names(final) if _OWN_FOLDER.fullmatch(name)]
@@ -186,6 +213,8 @@ def remove_abandoned_files(store: Store, final: str) -> None:
     for name in own:
         path = join(final, name)
         if manifest is not None and name != SAVE_ID_PREFIX + manifest.save_id and age(store, path) > ABANDONED:
+            if manifest.metadata != METADATA:
+                store.write(join(final, METADATA), store.read(join(final, manifest.metadata)))
             store.remove_folder(path)
             logger.info("Removed %s, which a killed save left.", path)
 
@@ -253,36 +282,23 @@ def _rename(store: Store, workspace: Workspace, manifest: Manifest) -> None:
 
 
 def _switch(store: Store, workspace: Workspace, manifest: Manifest) -> None:
-    """Put the two files that have fixed names, and remove the files of the checkpoint before."""
+    """Put the manifest and stock DCP's copy of the metadata, and remove the files of the checkpoint before."""
     final = workspace.final
-    metadata = store.read(join(workspace.working, METADATA))
-    store.remove(join(workspace.working, METADATA))
-    before = [(name, _read_if_there(store, join(final, name))) for name in (METADATA, MANIFEST)]
+    copy, metadata = join(final, METADATA), store.read(join(workspace.working, METADATA))
+    is_first = not store.is_file(copy)
+    if is_first:
+        store.write(copy, metadata)
     try:
-        # The manifest first: while .metadata is of another save than the manifest, there is no checkpoint.
-        store.remove(join(final, MANIFEST))
-        store.write(join(final, METADATA), metadata)
         store.write(join(final, MANIFEST), manifest.to_json())
-    except BaseException:
-        with contextlib.suppress(Exception):  # the error that led here counts
-            _put_back(store, final, before)
-        raise
+    except Exception:
+        if not _is_committed(store, workspace):  # else the answer alone was lost
+            raise
     try:
+        if not is_first:
+            store.write(copy, metadata)
         _remove_all_but(store, final, {METADATA, MANIFEST, split(workspace.working)[1]})
     except Exception as error:
-        logger.warning("%s is saved, and not all files of the save before it were removed: %s", final, error)
-
-
-def _read_if_there(store: Store, path: str) -> bytes | None:
-    return store.read(path) if store.is_file(path) else None
-
-
-def _put_back(store: Store, folder: str, contents: list[tuple[str, bytes | None]]) -> None:
-    for name, content in contents:
-        if content is None:
-            store.remove(join(folder, name))
-        else:
-            store.write(join(folder, name), content)
+        logger.warning("%s is saved, and not all files of the save before it were replaced: %s", final, error)
 
 
 def _remove_all_but(store: Store, folder: str, kept: Collection[str]) -> None:

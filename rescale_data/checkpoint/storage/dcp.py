@@ -48,15 +48,15 @@ class CheckpointReader(FileSystemReader):
 
     Args:
         trusted: True runs what its metadata names, where that is not known.
-        save_id: Of the checkpoint that is read, so that it is seen when another takes its place.
+        manifest: Of the checkpoint that is read, so that it is seen when another takes its place.
     """
 
-    def __init__(self, store: Store, path: str, *, trusted: bool = False, save_id: str | None = None) -> None:
+    def __init__(self, store: Store, path: str, *, trusted: bool = False, manifest: Manifest | None = None) -> None:
         super().__init__(path)
         self.fs: Store = store
         self.path: str = path
         self.trusted = trusted
-        self.save_id = save_id
+        self.manifest = manifest
         self._metadata: Metadata | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -64,8 +64,9 @@ class CheckpointReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._metadata is None:
+            name = self.manifest.metadata if self.manifest else METADATA
             try:
-                self._metadata = read_metadata(self.fs.read(join(self.path, METADATA)), trusted=self.trusted)
+                self._metadata = read_metadata(self.fs.read(join(self.path, name)), trusted=self.trusted)
             except ValueError as error:
                 raise ValueError(f"{self.path} cannot be read: {error}") from error
         self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
@@ -78,7 +79,7 @@ class CheckpointReader(FileSystemReader):
             manifest = read_manifest(self.fs, self.path)
         except (OSError, ValueError):
             return False
-        return self.save_id is not None and (manifest is None or manifest.save_id != self.save_id)
+        return self.manifest is not None and (manifest is None or manifest.save_id != self.manifest.save_id)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +134,7 @@ class CheckpointWriter(FileSystemWriter):
         self.fs.written.clear()
         super().finish(metadata, [[_under(prefix, r) for r in rank if not _is_file(r)] for rank in results])
         # DCP writes the metadata under another name, and renames it.
-        files[METADATA] = next(iter(self.fs.written.values()))
+        files[prefix + METADATA] = next(iter(self.fs.written.values()))
         manifest = Manifest(
             save_id=self.workspace.save_id,
             files=files,

@@ -21,8 +21,8 @@ _BLOCK = 4 << 20
 
 def problems(
     store: Store, path: str, ranks: Ranks, *, checksums: bool, trusted: bool = False
-) -> tuple[list[str], str | None]:
-    """What is wrong, one sentence a file, and the save id: on every rank, with the files dealt over all of them."""
+) -> tuple[list[str], Manifest | None]:
+    """What is wrong, one sentence a file, and the manifest: on every rank, with the files dealt over all of them."""
     manifest, complaint = ranks.on_first(lambda: _manifest_or_complaint(store, path, trusted))
     if complaint:
         return [complaint], None
@@ -31,7 +31,7 @@ def problems(
     mine = sorted(manifest.files)[ranks.rank :: ranks.size]
     files = {name: manifest.files[name] for name in mine}
     found = ranks.on_each(lambda: problems_of(store, path, files, checksums=checksums))
-    return [problem for per_rank in found for problem in per_rank], manifest.save_id
+    return [problem for per_rank in found for problem in per_rank], manifest
 
 
 def _manifest_or_complaint(store: Store, path: str, trusted: bool) -> tuple[Manifest | None, str]:
@@ -63,9 +63,7 @@ def require_committed(store: Store, path: str, trusted: bool = False) -> Manifes
         raise FileNotFoundError(f"No checkpoint at {path}: {here}.")
     meta = _read_metadata(store, path, trusted).storage_meta
     if meta is not None and (meta.save_id or "").startswith(SAVE_ID_PREFIX):
-        raise ValueError(
-            f"{path} has no {MANIFEST}: its save was never finished, or the file was removed. It is not loaded."
-        )
+        raise ValueError(f"{path} has no {MANIFEST}: its save or its deletion was never finished. It is not loaded.")
     return None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rescale_data.checkpoint.storage.store import FileRecord, Store, join
+from rescale_data.checkpoint.storage.store import FileRecord, Store, join, split
 from rescale_data.checkpoint.tree import Lost
 from rescale_data.errors import DamagedCheckpointError
 
@@ -45,6 +45,11 @@ class Manifest:
     @property
     def num_bytes(self) -> int:
         return sum(record.size for record in self.files.values())
+
+    @property
+    def metadata(self) -> str:
+        """The file of DCP's metadata."""
+        return next((name for name in self.files if split(name)[1] == METADATA), METADATA)
 
     def to_json(self) -> bytes:
         content: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(self)}

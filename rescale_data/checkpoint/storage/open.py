@@ -55,6 +55,16 @@ def open_store(
     return local.LocalStore(), os.path.realpath(found)
 
 
+def mapped_path(path: StrPath) -> str:
+    """A path of this machine; ``ValueError`` for a URL of an object store."""
+    store, text = open_store(path)
+    if not store.renames:
+        raise ValueError(
+            f"{text} is in an object store, and its files are mapped to be read. Copy it to a local disk first."
+        )
+    return text
+
+
 @contextmanager
 def opened(
     path: StrPath,
@@ -77,7 +87,7 @@ def opened(
     with reading(store, folder, wanted=ranks.is_first):
         reader = CheckpointReader(store, folder, trusted=trusted)
         try:
-            found, reader.save_id = problems(store, folder, ranks, checksums=checksums, trusted=trusted)
+            found, reader.manifest = problems(store, folder, ranks, checksums=checksums, trusted=trusted)
             if found:
                 listed = "\n  ".join(found)
                 raise DamagedCheckpointError(

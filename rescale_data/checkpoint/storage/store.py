@@ -10,7 +10,7 @@ import io
 import os
 import zlib
 from abc import abstractmethod
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Self, TypeAlias, cast
@@ -164,16 +164,17 @@ class Store(FileSystemBase):
         with self.open_read(path) as stream:
             return stream.read()
 
-    def write(self, path: str, content: bytes) -> None:
+    def write(self, path: str, content: bytes | Callable[[BinaryIO], object]) -> None:
+        """A file with this content, or what a function writes into it; whole and synced, or none."""
         stream = self.open_write(path)
         try:
-            stream.write(content)
+            content(stream) if callable(content) else stream.write(content)
             stream.flush()
             self.sync_file(stream)
+            stream.close()
         except BaseException:
             self.discard(stream, path)
             raise
-        stream.close()
 
     def sync_file(self, stream: BinaryIO) -> None:
         """Make what was written survive a power cut."""

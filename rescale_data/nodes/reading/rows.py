@@ -14,6 +14,7 @@ from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.order import (
     FragmentOrder,
     ShardOrder,
+    Steps,
     fragments_in_order,
     next_epoch_with_rows,
     ranges_of,
@@ -72,11 +73,12 @@ class ShardRows:
     Args:
         source: The source.
         shard: The logical shard.
-        shuffle: See `Reader`.
+        shuffle, by_global_batch: See `Reader`.
     """
 
-    def __init__(self, source: Source, shard: Shard, shuffle: bool | int) -> None:
+    def __init__(self, source: Source, shard: Shard, shuffle: bool | int, by_global_batch: bool = False) -> None:
         self._source, self._shard = source, shard
+        self.steps = Steps(**_sizes_of(shard, shuffle)) if by_global_batch else None
         self.is_full = shuffle is True and source.fragments is None
         self.window = 0 if self.is_full else _window(shuffle)
         self._source_key, self._plan_key = owner_of(source), (owner_of(self), "plan")
@@ -105,6 +107,7 @@ class ShardRows:
                 seed=self._shard.seed,
                 window=self.window,
                 full=self.is_full,
+                steps=self.steps,
             )
             if part == self._shard.index:
                 self._orders[view.since, part] = found
@@ -113,7 +116,7 @@ class ShardRows:
     def range_of(self, epoch: int, shard: int) -> int:
         """Number of the range of rows that a shard reads in an epoch."""
         view = self._view(epoch)
-        if view.num_rows >= self._shard.num_logical_shards:
+        if self.steps is not None or view.num_rows >= self._shard.num_logical_shards:
             return shard
         return int(ranges_of(np.array([shard]), np.array([epoch]), *self._args(view))[0])
 
@@ -154,11 +157,16 @@ class ShardRows:
         total = np.zeros_like(epochs)
         for view, stop in zip(self._views, self._stops(), strict=True):
             until = np.clip(epochs, view.since, stop)
+            if self.steps is not None:
+                total += (until - view.since) * self.steps.sizes(shards, view.num_rows)
+                continue
             since = np.full_like(epochs, view.since)
             total += rows_before(shards, until, *self._args(view)) - rows_before(shards, since, *self._args(view))
         return total
 
     def _sizes(self, epochs: Ints, shards: Ints, view: View) -> Ints:
+        if self.steps is not None:
+            return self.steps.sizes(shards, view.num_rows)
         parts = ranges_of(shards, epochs, *self._args(view))
         return shard_sizes(parts, view.num_rows, self._shard.num_logical_shards)
 
@@ -187,9 +195,10 @@ class ShardRows:
     def fragments_around(self, epoch: int, row: int, shard: int = -1) -> list[int]:
         """Fragments of the source in which the rows lie that are permuted together around a row of a shard."""
         fragments, order = self._source.fragments, self.order(epoch, shard)
-        first, stop = (order.start + end for end in order.span(row))
-        if fragments is None or stop <= first:
+        here = order.virtual(*order.span(row))
+        if fragments is None or not len(here):
             return []
+        first, stop = int(here[0]), int(here[-1]) + 1
         permuted = self.fragments(epoch)
         if permuted is not None:
             return (np.searchsorted(fragments, permuted.between(first, stop), side="right") - 1).tolist()
@@ -221,7 +230,7 @@ class ShardRows:
 
     def share(self, epoch: int, shard: int = -1) -> ShardShare | None:
         """How fragments are cut up for a shard; `None` where there are none."""
-        if self._source.fragments is None:
+        if self._source.fragments is None or self.steps is not None:
             return None
         shard = self._shard.index if shard < 0 else shard
         moved = self.range_of(epoch, shard) - shard
@@ -248,6 +257,15 @@ class ShardRows:
 
     def _view(self, epoch: int) -> View:
         return self._views[0] if len(self._views) == 1 else self._views[bisect_right(self._since, epoch) - 1]
+
+
+def _sizes_of(shard: Shard, shuffle: bool | int) -> dict[str, int]:
+    if shuffle is not False or shard.repeat:
+        raise ValueError(
+            f"by_global_batch=True with shuffle={shuffle!r}, repeat={shard.repeat}: the order of the source is that of one "
+            f"epoch, not shuffled. Give shuffle=False and repeat=False."
+        )
+    return {"num_logical_shards": shard.num_logical_shards, "global_batch_size": shard.global_batch_size}
 
 
 def _window(shuffle: bool | int) -> int:

@@ -1,0 +1,212 @@
+"""`Shuffle`: the samples of a node in another order, whatever they are."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+
+from rescale_data.errors import require_int
+from rescale_data.nodes.base import BaseNode, Node, View, copy_of
+from rescale_data.nodes.shard_of import shard_of
+from rescale_data.nodes.tray import Tray
+from rescale_data.order import permutation
+from rescale_data.shard import Shard
+from rescale_data.sources.decoded.cache import cache, owner_of
+from rescale_data.sources.decoded.sizes import size_of
+from rescale_data.state import Field, Ints, place_slots
+
+_EMITTED = 0
+
+
+class Window:
+    """Samples that were drawn together, each until it is handed out.
+
+    Args:
+        samples: As the node yields them, or trays of one where it writes.
+        where: Where each comes from, for messages.
+        order: ``int64[window]``, in which they are handed out.
+        after: The position of the node after them.
+    """
+
+    def __init__(self, samples: list[Any], where: list[str], order: Ints, after: View) -> None:
+        self.samples: list[Any] = samples
+        self.where, self.order, self.after = where, order.tolist(), after
+        self.nbytes = sum(size_of(sample.arrays if isinstance(sample, Tray) else sample) for sample in samples)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+
+class Shuffle(Node[Any]):
+    """The samples of a node, permuted in windows: packed sequences, of which those of one long document would come in a row.
+
+    The order follows from the seed, the logical shard and the position of the node at the window's beginning, which is
+    the state, with how many samples of the window were yielded. Who resumes makes the samples of the window again, at most
+    ``window`` of them. Samples of an open window lie in the process's cache, those of all logical shards together.
+    An epoch's last window is shorter. After weights below a packer have changed, samples pass as they come until the packer
+    begins a document with the new ones.
+
+    Args:
+        source: A node.
+        window: Samples that are permuted among themselves.
+        shard: Default: that of the `Reader` below.
+
+    Raises:
+        ValueError: ``window`` is less than 1, or no node below reads a logical shard and none is given.
+
+    Example:
+        >>> import rescale_data as rd
+        >>> list(rd.Shuffle(rd.Reader(range(8), rd.Shard(), shuffle=False), window=4))
+        [0, 1, 2, 3, 4, 6, 7, 5]
+    """
+
+    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("emitted",)),)
+    READS_AHEAD: ClassVar[bool] = True
+
+    def __init__(self, source: BaseNode[Any], window: int, *, shard: Shard | None = None) -> None:
+        require_int(window=window)
+        if window < 1:
+            raise ValueError(f"window={window}: give the samples that are permuted among themselves, at least 1.")
+        super().__init__(source=source)
+        self.window = window
+        self._source = self.children["source"]
+        self.writes = self._source.writes
+        shard = shard_of(self._source, shard)
+        depth = sum(isinstance(node, Shuffle) for _, node in self._source.walk())
+        self._shard, self._order_key = shard.index, (shard.seed, shard.index, depth)
+        self._places = place_slots(self._source.fields)
+        self._changes = any(node.MAY_CHANGE for _, node in self._source.walk())
+        self._below = [node for _, node in self._source.walk() if not node.reread]
+        self._key = (owner_of(self), "window")
+        self._passes, self._where = True, ""
+        self._let_pass(False)
+
+    def seek(self) -> None:
+        self._bookmark = self.bookmark("source")
+        self._read = self._over = False
+        self._stands = True  # the source, where it can go on from
+
+    def next(self) -> Any:
+        if self.writes:
+            tray = Tray(self.writes, 1)
+            self.write(tray, 0)
+            return tray.sample()
+        return self._draw()
+
+    def write(self, tray: Tray, place: int) -> None:
+        drawn: Tray = self._draw()
+        for name, array in drawn.arrays.items():
+            tray.arrays[name][place] = array[0]
+        tray.where += drawn.where
+
+    def skip(self, num_samples: int) -> None:
+        """Whole windows as the node below skips them, where it knows how many samples are left."""
+        while num_samples:
+            whole = 0 if self.position[_EMITTED] or self._over else min(num_samples, self._left()) // self.window
+            if whole and not self._is_pending():
+                self._settle()
+                self._aim(passes=False)
+                self._source.skip(whole * self.window)
+                self._bookmark[:] = self._source.position
+                self._read = False
+                num_samples -= whole * self.window
+            else:
+                self._draw()
+                num_samples -= 1
+
+    def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
+        end = self._source.epoch_end(rows[:, 1:], shards)
+        if end is None:
+            return None
+        after = rows.copy()
+        after[:, _EMITTED], after[:, 1:] = 0, end[1]
+        return end[0] - rows[:, _EMITTED], after
+
+    def settle(self, position: View) -> bool:
+        return self.settle_within(position, _EMITTED)
+
+    def locate(self) -> str:
+        return self._where
+
+    def parameters(self) -> dict[str, Any]:
+        return {"window": self.window}
+
+    def _draw(self) -> Any:
+        """The next sample, or a tray of it; ends the epoch if need be."""
+        window: Window | None = cache().get(self._key) if self._read else None
+        if window is None:
+            window = self._make()
+            cache().put(self._key, window)
+            self._read = True
+        number = self.position[_EMITTED]
+        chosen = window.order[number]
+        sample, window.samples[chosen], self._where = window.samples[chosen], None, window.where[chosen]
+        if number + 1 < len(window):
+            self.position[_EMITTED] = number + 1
+        else:
+            self._bookmark[:] = window.after
+            self.position[_EMITTED], self._read = 0, False
+            cache().forget(self._key)
+        return sample
+
+    def _make(self) -> Window:
+        """The window at the bookmark."""
+        if self._over:
+            raise StopIteration
+        self._settle()
+        passes = self._is_pending()
+        place = [self._bookmark[slot] for slot in self._places]
+        self._aim(passes=passes)
+        samples: list[Any] = []
+        where: list[str] = []
+        after = copy_of(self._bookmark)
+        try:
+            while len(samples) < (1 if passes else self.window):
+                samples.append(self._draw_below())
+                where.append(self._source.locate())
+                after[:] = self._source.position
+        except StopIteration:
+            self._stands = False
+            if not samples:
+                self._over = True
+                self._bookmark[:] = self._source.position
+                raise
+        return Window(samples, where, permutation(len(samples), "shuffle", *self._order_key, *place), after)
+
+    def _draw_below(self) -> Any:
+        if not self.writes:
+            return next(self._source)
+        tray = Tray(self.writes, 1)
+        self._source.write(tray, 0)
+        return tray
+
+    def _left(self) -> int:
+        """Samples that are left in the epoch from the bookmark on, as far as that is known."""
+        end = self._source.epoch_end(np.array(self._bookmark)[None], np.array([self._shard]))
+        return 0 if end is None else int(end[0][0])
+
+    # Weights that change below
+
+    def _settle(self) -> None:
+        if self._changes and not (self.reread or self.position[_EMITTED]):
+            self._source.settle(self._bookmark)
+
+    def _is_pending(self) -> bool:
+        """Whether samples pass one by one until a node below, within a document, has let a change take effect."""
+        if not self._changes or self.reread or self.position[_EMITTED]:
+            return False
+        return self._source.is_pending(self._bookmark)
+
+    def _aim(self, *, passes: bool) -> None:
+        """Have the source stand at the bookmark."""
+        if passes != self._passes or not self._stands or self._source.position != self._bookmark:
+            self._let_pass(passes)
+            self._source.position[:] = self._bookmark
+            self._source.bind(self._source.position)
+            self._stands = True
+
+    def _let_pass(self, passes: bool) -> None:
+        self._passes = passes
+        for node in self._below:
+            node.reread = not passes

@@ -1,0 +1,204 @@
+"""Samples that change their form between legs: a context that is extended, labels, another dtype; each at another topology."""
+
+import json
+import logging
+from collections import Counter, defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rescale_data as rd
+from rescale_data.testing import full_state_dict
+
+N, BATCH = 12, 12
+LENGTHS = np.random.default_rng(3).integers(1, 60, 400)
+DOCUMENTS = rd.DatasetSource([{"tokens": 100 * i + np.arange(1, n + 1)} for i, n in enumerate(LENGTHS)], name="docs")
+WORLDS = (4, 2, 3, 1, 6)
+Tokens = dict[int, list[int]]
+
+
+def loaders(packer: Any, world_size: int, *, repeat: bool = True, **form: Any) -> list[rd.DataLoader]:
+    def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+        return rd.Map(packer(rd.Reader(DOCUMENTS, shard), column="tokens", eos_id=0, **form), lambda sample: sample)
+
+    return [
+        rd.DataLoader(
+            pipeline,
+            global_batch_size=BATCH,
+            num_logical_shards=N,
+            dp_rank=rank,
+            dp_world_size=world_size,
+            repeat=repeat,
+        )
+        for rank in range(world_size)
+    ]
+
+
+def take(ranks: list[rd.DataLoader], num_steps: int, into: dict[int, list[Any]]) -> None:
+    """The samples of each logical shard."""
+    for _ in range(num_steps):
+        for loader in ranks:
+            taken = loader.stream.take()
+            for i, shard in enumerate(taken.shards):
+                into[shard].append({key: value[i] for key, value in taken.batch.items()})
+
+
+Legs = list[tuple[dict[str, Any], int, int]]
+
+
+def play(packer: Any, legs: Legs) -> tuple[dict[int, list[Any]], list[rd.DataLoader], float]:
+    """Samples by shard, the loaders of the last leg, and the tokens that were in all samples."""
+    state, found, tokens = None, defaultdict(list), 0
+    ranks: list[rd.DataLoader] = []
+    for form, world_size, num_steps in legs:
+        ranks = loaders(packer, world_size, **form)
+        for loader in ranks if state is not None else []:
+            loader.load_state_dict(state)
+        take(ranks, num_steps, found)
+        tokens += num_steps * BATCH * form["seq_len"]
+        state = full_state_dict(ranks)
+    return found, ranks, tokens
+
+
+def counted(ranks: list[rd.DataLoader]) -> float:
+    return sum(loader.progress()["tokens/docs"] for loader in ranks)
+
+
+def legs(forms: st.SearchStrategy[dict[str, Any]], max_size: int = 4) -> st.SearchStrategy[Legs]:
+    return st.lists(st.tuples(forms, st.sampled_from(WORLDS), st.integers(0, 4)), min_size=2, max_size=max_size)
+
+
+FORMS = st.fixed_dictionaries(
+    {"seq_len": st.sampled_from([64, 256, 16])},
+    optional={
+        "labels": st.booleans(),
+        "doc_ids": st.booleans(),
+        "dtype": st.sampled_from([torch.int64, torch.int32]),
+        "last": st.sampled_from(["drop", "pad"]),
+    },
+)
+THROUGH = [({"seq_len": 64}, 4, 2), ({"seq_len": 256, "labels": True}, 2, 1), ({"seq_len": 64}, 3, 3)]
+some = settings(max_examples=max(4, settings().max_examples // 6))
+
+
+def check_packed(chain: Legs) -> None:
+    found, ranks, tokens = play(rd.TokenPacker, chain)
+    for shard, samples in found.items():
+        given_tokens = torch.cat([sample["tokens"].long() for sample in samples]).tolist()
+        node = rd.TokenPacker(
+            rd.Reader(DOCUMENTS, rd.Shard(shard, N, repeat=True)), column="tokens", eos_id=0, seq_len=8
+        )
+        assert given_tokens == torch.cat([next(node)["tokens"] for _ in range(len(given_tokens) // 8)]).tolist()
+        for sample in samples:
+            if "labels" in sample:
+                assert sample["labels"][:-1].tolist() == sample["tokens"][1:].tolist()
+    assert counted(ranks) == tokens
+
+
+@given(legs(FORMS))
+@some
+def test_the_tokens_of_each_shard_end_to_end_are_those_of_an_uninterrupted_read(chain: Legs) -> None:
+    check_packed(chain)
+
+
+def test_64_256_and_64() -> None:
+    check_packed(THROUGH)
+
+
+def documents_of(sample: dict[str, Any]) -> list[tuple[int, ...]]:
+    ids = sample["doc_ids"].tolist()
+    tokens = sample["tokens"].tolist()
+    return [tuple(t for t, i in zip(tokens, ids, strict=True) if i == doc) for doc in range(max(ids) + 1)]
+
+
+WINDOW = 8
+LONGER = st.fixed_dictionaries(
+    {"seq_len": st.sampled_from([64, 256, 128])},
+    optional={"labels": st.booleans(), "max_documents": st.sampled_from([2, 70])},
+)
+
+
+@given(legs(LONGER, max_size=3))  # two changes within a window at most
+@some
+def test_whole_documents_come_once_whatever_is_left_of_a_window(chain: Legs) -> None:
+    found, ranks, _ = play(rd.WholeDocumentPacker, [({"window": WINDOW, **form}, w, n) for form, w, n in chain])
+    real = 0
+    for shard, samples in found.items():
+        came = [document for sample in samples for document in documents_of(sample)]
+        real += sum(map(len, came))
+        node = rd.Reader(DOCUMENTS, rd.Shard(shard, N, repeat=True))
+        read: list[tuple[int, ...]] = []
+        while len(read) < len(came) + WINDOW:
+            try:
+                read.append((*next(node)["tokens"].tolist(), 0))
+            except StopIteration:
+                node.reset(node.get_state())
+        assert not Counter(came) - Counter(read[: len(came) + WINDOW])
+        assert not Counter(read[: max(0, len(came) - WINDOW + 1)]) - Counter(came)
+    assert counted(ranks) == real
+
+
+def test_one_warning_names_old_new_and_the_sample(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "rescale_data"):
+        _, ranks, _ = play(rd.TokenPacker, THROUGH[:2])
+    said = [record.getMessage() for record in caplog.records if "another form" in record.getMessage()]
+    assert len(said) == 1  # of two ranks the first speaks
+    assert "source: labels was False up to sample 24, and is True from there; source: seq_len was 64 up" in said[0]
+    again = loaders(rd.TokenPacker, 1, seq_len=256, labels=True)
+    state = full_state_dict(ranks)
+    again[0].load_state_dict(state)
+    assert full_state_dict(again)["pipeline"] == state["pipeline"]  # what was before is kept
+    assert json.loads(state["pipeline"])["source"]["before"] == [[24, {"seq_len": 64, "shards": 12, "tokens": 24 * 64}]]
+    again[0].reset()
+    assert "before" not in full_state_dict(again)["pipeline"]
+
+
+@pytest.mark.parametrize("other", [{"eos_id": 1}, {"bos_id": 2}, {"column": "others"}])
+def test_other_tokens_stay_an_error(other: dict[str, Any]) -> None:
+    saved = loaders(rd.TokenPacker, 1, seq_len=16)[0].state_dict()
+
+    def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+        return rd.Map(
+            rd.TokenPacker(rd.Reader(DOCUMENTS, shard), **{"column": "tokens", "eos_id": 0, "seq_len": 16, **other}),
+            dict,
+        )
+
+    with pytest.raises(rd.DataStateError, match=next(iter(other))):
+        rd.DataLoader(pipeline, global_batch_size=BATCH, num_logical_shards=N, repeat=True).load_state_dict(saved)
+
+
+def test_below_a_node_that_draws_samples_again_it_is_an_error() -> None:
+    def loader(seq_len: int) -> rd.DataLoader:
+        def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+            inner = rd.TokenPacker(rd.Reader(DOCUMENTS, shard), column="tokens", eos_id=None, seq_len=seq_len)
+            return rd.WholeDocumentPacker(inner, column="tokens", seq_len=64, window=4)
+
+        return rd.DataLoader(pipeline, global_batch_size=BATCH, num_logical_shards=N, repeat=True)
+
+    with pytest.raises(rd.DataStateError, match="source: seq_len: saved 16, now 8"):
+        loader(8).load_state_dict(loader(16).state_dict())
+
+
+@pytest.mark.parametrize("num_batches", range(0, 14, 3))
+def test_within_the_end_of_an_epoch(num_batches: int) -> None:
+    """What was dealt is taken back: each token comes once an epoch, but for what the end drops."""
+    first, second = (loaders(rd.TokenPacker, 1, repeat=False, seq_len=s, last="pad")[0] for s in (64, 32))
+    found: dict[int, list[Any]] = defaultdict(list)
+    take([first], num_batches, found)
+    second.load_state_dict(first.state_dict())
+    for batch in second:
+        found[0] += [{"tokens": row} for row in batch["tokens"]]
+    tokens = torch.cat([sample["tokens"] for samples in found.values() for sample in samples])
+    tokens = tokens[tokens > 0]
+    assert len(tokens.unique()) == len(tokens)
+    assert len(tokens) + second.progress()["dropped_samples"] * 32 >= int(LENGTHS.sum())
+
+
+def test_a_third_change_within_a_window_is_an_error() -> None:
+    chain = [({"window": 64, "seq_len": 64 * n}, 1, 1) for n in (1, 2, 3, 4)]
+    with pytest.raises(rd.DataStateError, match="third change"):
+        play(rd.WholeDocumentPacker, chain)

@@ -1,0 +1,104 @@
+"""`Shuffle`: every sample once, in windows, also where weights change below it."""
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchdata import nodes
+
+import rescale_data as rd
+from rescale_data.sources.decoded.cache import cache
+from tests.nodes.resume import endless
+
+DOCUMENTS = {
+    name: rd.DatasetSource(
+        [{"tokens": np.arange(100 * i, 100 * i + n) + first} for i, n in enumerate(lengths)], name=name
+    )
+    for name, first, lengths in (("a", 0, [3, 17, 1, 30, 5] * 8), ("b", 10**6, [9, 2, 25, 4] * 10))
+}
+
+
+def packed(shard: rd.Shard, weight: float, window: int) -> rd.BaseNode[Any]:
+    rows = {name: rd.Reader(source, shard, shuffle=4) for name, source in DOCUMENTS.items()}
+    mixture = rd.WeightedSampler(rows, {"a": weight, "b": 1.0})
+    return rd.Shuffle(rd.TokenPacker(mixture, column="tokens", seq_len=6, eos_id=None), window)
+
+
+def test_windows_hold_what_the_node_yields() -> None:
+    for epoch, size in enumerate((10, 10)):
+        found = list(itertools.islice(endless(rd.Shuffle(rd.Reader(range(10), rd.Shard(), shuffle=False), 4)), 20))
+        ids = found[size * epoch : size * (epoch + 1)]
+        assert [sorted(ids[i : i + 4]) for i in (0, 4, 8)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert found[:10] != found[10:]
+    assert found != sorted(found[:10]) * 2
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.sampled_from([0.2, 1.0, 5.0])), min_size=2, max_size=5), st.integers(1, 9)
+)
+@settings(max_examples=60, deadline=None)
+def test_weights_change_below_a_packer(legs: list[tuple[int, float]], window: int) -> None:
+    """In the middle of windows and documents: every token once, and the last weights are soon in use."""
+    state: Any = None
+    tokens: Counter[int] = Counter()
+
+    def draw(loader: Any, num: int) -> None:
+        for batch in itertools.islice(loader, num):
+            tokens.update(batch["tokens"].flatten().tolist())
+
+    for num, weight in legs:
+        loader = rd.DataLoader(
+            lambda shard, w=weight: packed(shard, w, window), global_batch_size=1, num_logical_shards=1, repeat=True
+        )
+        if state is not None:
+            loader.load_state_dict(state)
+        draw(loader, num)
+        state = loader.state_dict()
+    draw(loader, window + 10)
+    while (shards := (loader.state_dict())["shards"])["emitted"].item():
+        draw(loader, 1)
+    assert shards["source.source.weight.a"].item() == weight
+    wanted: Counter[int] = Counter()
+    for name, source in DOCUMENTS.items():
+        drawn = int(shards[f"source.source.drawn.{name}"])
+        reader = rd.Reader(source, rd.Shard(repeat=True), shuffle=4)
+        for row in itertools.islice(endless(reader), drawn):
+            wanted.update(row["tokens"].tolist())
+    begun = tokens - wanted
+    assert begun.total() == shards["source.offset"].item()
+    assert not wanted - tokens
+
+
+def test_a_window_is_made_again_where_it_was_evicted_and_skipped_without_reading() -> None:
+    read: list[int] = []
+
+    class Rows(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            read.append(index)
+            return super().__getitem__(index)
+
+    def node() -> Any:
+        return rd.Shuffle(rd.Reader(Rows(range(100)), rd.Shard(), shuffle=8), 10)
+
+    drawing, skipping = node(), node()
+    for number in range(95):
+        next(drawing)
+        if number % 7 == 3:
+            cache().clear()
+    skipping.reset(None)
+    read.clear()
+    skipping.skip(95)
+    assert len(read) <= 16  # the window that it ends in, and the one of the reader
+    assert skipping.get_state() == drawing.get_state()
+    assert list(skipping) == list(drawing)
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match=r"window=0: give the samples that are permuted .* at least 1"):
+        rd.Shuffle(rd.Reader(range(3), rd.Shard()), 0)
+    with pytest.raises(ValueError, match="shard=, what the pipeline was called with"):
+        rd.Shuffle(nodes.IterableWrapper(range(3)), 3)

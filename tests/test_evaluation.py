@@ -1,0 +1,176 @@
+"""``shuffle=False``: rows in the order of the dataset, each once, on any aligned topology and over resumes within the epoch."""
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import rescale_data as rd
+from rescale_data.sources.parquet import ParquetSource
+from rescale_data.testing import full_state_dict
+
+
+def loaders_of(data: Any, w: int, b: int, **kwargs: Any) -> list[rd.DataLoader]:
+    topology = {"micro_batch_size": b, "dp_world_size": w}
+    return [rd.DataLoader(data, shuffle=False, dp_rank=rank, **topology, **kwargs) for rank in range(w)]
+
+
+def steps_of(loaders: Sequence[rd.DataLoader], stop: int | None = None) -> list[int]:
+    """The real rows of the global batches up to a step, in rank order."""
+    rows: list[int] = []
+    streams = [iter(loader) for loader in loaders]
+    while stop is None or loaders[0].step < stop:
+        taken = [
+            [(next(stream, None), loader.last_batch_samples) for _ in range(loader.gradient_accumulation_steps)]
+            for stream, loader in zip(streams, loaders, strict=True)
+        ]
+        if taken[0][0][0] is None:
+            break
+        rows += [row for rank in taken for batch, num_real in rank for row in batch.tolist()[:num_real]]
+    return rows
+
+
+@st.composite
+def evaluations(draw: st.DrawFn) -> dict[str, Any]:
+    o = draw(st.sampled_from([1, 4, 6, 12]))
+    fitting = [(w, b) for w in range(1, o + 1) for b in range(1, o + 1) if o % (w * b) == 0]
+    n = draw(st.sampled_from([k * o for k in (1, 2, 3, 4)] + [d for d in (o // 2, o // 3) if d and o % d == 0]))
+    aligned = [(w, b) for w, b in fitting if n % o == 0 or (n % w == 0 and (b % (o // n) == 0 or o // n % b == 0))]
+    legs = draw(st.lists(st.sampled_from(aligned), min_size=1, max_size=3))
+    rows = draw(st.integers(max(1, o // 2), 5 * o + 3))
+    return {"o": o, "n": n, "legs": legs, "rows": rows, "tail": draw(st.sampled_from(["drop", "pad"]))}
+
+
+@given(evaluations(), st.data())
+def test_rows_are_in_the_order_of_the_dataset(run: dict[str, Any], data: st.DataObject) -> None:
+    o, num_rows = run["o"], run["rows"]
+    kwargs = {"global_batch_size": o, "num_logical_shards": run["n"], "tail": run["tail"], "verify": True}
+    if run["tail"] == "drop" and num_rows < o:
+        return
+    steps = num_rows // o if run["tail"] == "drop" else -(-num_rows // o)
+    stops = sorted(
+        data.draw(st.lists(st.integers(0, steps), min_size=len(run["legs"]) - 1, max_size=len(run["legs"]) - 1))
+    )
+    rows: list[int] = []
+    state = None
+    for (w, b), stop in zip(run["legs"], [*stops, None], strict=True):
+        loaders = loaders_of(range(num_rows), w, b, **kwargs)
+        for loader in loaders if state is not None else []:
+            loader.load_state_dict(state)
+        rows += steps_of(loaders, stop)
+        state = full_state_dict(loaders)
+    assert rows == list(range(num_rows if run["tail"] == "pad" else num_rows // o * o))
+    again = steps_of(loaders)  # the second epoch
+    assert again == rows
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_workers(num_workers: int) -> None:
+    """Without an N given it fits the workers."""
+    kwargs = {"global_batch_size": 4, "num_workers": num_workers, "multiprocessing_context": "fork"}
+    with rd.DataLoader(range(30), shuffle=False, tail="pad", worker_init_fn=_seed, **kwargs) as loader:
+        assert loader.setup.layout.num_logical_shards == 4 * num_workers
+        assert [batch.tolist()[: loader.last_batch_samples] for batch in loader] == [
+            list(range(i, min(i + 4, 30))) for i in range(0, 30, 4)
+        ]
+
+
+def _seed(worker: int) -> None:
+    torch.manual_seed(worker)
+    _started.append(worker)
+
+
+_started: list[int] = []
+
+
+class Started:
+    """Rows that say in which workers `_seed` was called."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return _started[0] if len(_started) == 1 else -1
+
+
+def test_a_function_that_is_called_in_each_worker() -> None:
+    kwargs = {"global_batch_size": 1, "num_workers": 2, "multiprocessing_context": "fork"}
+    with rd.DataLoader(Started(), shuffle=False, worker_init_fn=_seed, **kwargs) as loader:
+        assert [int(batch) for batch in loader] == [0, 1] * 4
+    with pytest.raises(TypeError, match="pipeline, collate_fn, worker_init_fn must pickle"):
+        rd.DataLoader(Started(), global_batch_size=1, num_workers=1, worker_init_fn=lambda _: None)
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    found: Counter[int] = Counter()
+    decode = ParquetSource._decode
+
+    def count(self: ParquetSource, fragment: int, columns: Sequence[str]) -> Any:
+        found[fragment] += 1
+        return decode(self, fragment, columns)
+
+    monkeypatch.setattr(ParquetSource, "_decode", count)
+    return found
+
+
+@pytest.mark.parametrize("global_batch_size", [8, 600])
+def test_a_fragment_is_decoded_once(global_batch_size: int, decoded: Counter[int], tmp_path: Path) -> None:
+    """Also where the cache holds no more than two, and a global batch is larger than one or far smaller."""
+    pq.write_table(
+        pa.table({"row": np.arange(6000), "pad": ["x" * 400] * 6000}), tmp_path / "a.parquet", row_group_size=300
+    )
+    source = rd.ParquetSource(tmp_path, cache_bytes=300_000)
+    kwargs = {"global_batch_size": global_batch_size, "num_logical_shards": 2 * global_batch_size}
+    for rank in range(2):
+        decoded.clear()
+        loader = rd.DataLoader(source, shuffle=False, dp_rank=rank, dp_world_size=2, **kwargs)
+        rows = list(itertools.chain.from_iterable(batch["row"].tolist() for batch in loader))
+        half = global_batch_size // 2
+        assert rows == [row for row in range(6000) if row // half % 2 == rank]
+        assert sum(decoded.values()) <= 1.1 * 20
+
+
+def test_a_mask_is_for_dicts() -> None:
+    """Of other batches the first `last_batch_samples` are real."""
+    rows = torch.utils.data.TensorDataset(torch.arange(10))
+    loader = rd.DataLoader(rows, shuffle=False, global_batch_size=4, tail="pad")
+    assert [(batch[0].tolist()[: loader.last_batch_samples]) for batch in loader] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9],
+    ]
+
+
+def test_what_does_not_keep_the_order() -> None:
+    with pytest.raises(ValueError, match=r"shuffle=False keeps the order .* num_workers=2 does not divide"):
+        rd.DataLoader(range(9), shuffle=False, global_batch_size=3, num_logical_shards=3, num_workers=2)
+    with pytest.raises(ValueError, match="by_global_batch=True with shuffle=False, repeat=True"):
+        rd.DataLoader(range(9), shuffle=False, global_batch_size=3, repeat=True)
+    first = rd.DataLoader(range(48), shuffle=False, global_batch_size=4, num_logical_shards=8)
+    next(iter(first))
+    second = rd.DataLoader(range(48), shuffle=False, global_batch_size=8, num_logical_shards=8)
+    with pytest.raises(rd.DataStateError, match="global_batch_size: saved 4, now 8"):
+        second.load_state_dict(first.state_dict())
+
+
+def test_sources_of_one_name_are_told_apart() -> None:
+    def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+        readers = {name: rd.Reader(source, shard) for name, source in sources.items()}
+        return rd.WeightedSampler(readers, {"a": 3, "b": 1}, stop="all")
+
+    sources = {"a": rd.DatasetSource(range(90), "web"), "b": rd.DatasetSource(range(90, 120), "web")}
+    loader = rd.DataLoader(pipeline, global_batch_size=4, num_logical_shards=4, repeat=True)
+    for _ in itertools.islice(loader, 4):
+        pass
+    progress = loader.progress()
+    assert (progress["rows/web (a)"], progress["rows/web (b)"]) == (12.0, 4.0)

@@ -1,0 +1,124 @@
+"""`DataLoader.set_global_batch_size`: a ramp in one process is a chain of saves and loads."""
+
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rescale_data as rd
+from tests.pipelines import KNOWN, PIPELINES
+from tests.promises import Case, run_of
+from tests.simulate import Run, Topology, same_state
+
+UNKNOWN = sorted(set(PIPELINES) - KNOWN)
+
+
+class Ramp(NamedTuple):
+    """Micro batches taken with one global batch; W and b stay."""
+
+    case: Case
+    w: int
+    b: int
+    legs: list[tuple[int, int]]
+
+
+@st.composite
+def ramps(draw: st.DrawFn, kinds: list[str], *, repeat: bool) -> Ramp:
+    """Aligned or not; a step need not be complete, and then the ramp waits for it."""
+    w, b = draw(st.integers(1, 3 if repeat else 1)), draw(st.integers(1, 3))
+    legs = draw(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), min_size=2, max_size=5))
+    n, tail = draw(st.sampled_from([5, 12, 24])), draw(st.sampled_from(["drop", "pad"]))
+    return Ramp(Case(draw(st.sampled_from(kinds)), 90, n, repeat, tail), w, b, legs)
+
+
+def play(ramp: Ramp, *, live: bool) -> tuple[Run, list[dict[str, Any]]]:
+    """The run, and the states at which the batch changes: in the same loaders, or loaded into new ones."""
+    run, states = run_of(ramp.case), []
+    for leg, (a, num_micro_batches) in enumerate(ramp.legs):
+        topology = Topology(ramp.w, ramp.b, ramp.w * ramp.b * a)
+        if not live or not leg:
+            run.resume(topology, states[-1] if states else None)
+        else:
+            for loader in run.loaders:
+                loader.set_global_batch_size(topology.o)
+        run.take(num_micro_batches)
+        while (run.loaders[0].stream.clock.samples - run.loaders[0].stream.clock.origin) % topology.o:
+            run.take(1)
+        states.append(run.save())
+    return run, states
+
+
+def check(ramp: Ramp) -> None:
+    (live, live_states), (chain, chain_states) = play(ramp, live=True), play(ramp, live=False)
+    assert live.global_batches == chain.global_batches
+    assert live.delivered == chain.delivered
+    assert all(same_state(one, other) for one, other in zip(live_states, chain_states, strict=True))
+
+
+few = settings(max_examples=max(3, settings().max_examples // 10))
+
+
+@given(ramps(list(PIPELINES), repeat=True))
+@few
+def test_a_ramp_is_a_chain_of_saves_and_loads(ramp: Ramp) -> None:
+    check(ramp)
+
+
+@given(ramps(["rows", *UNKNOWN], repeat=False))
+@few
+def test_over_ends_of_epochs(ramp: Ramp) -> None:
+    check(ramp)
+
+
+def loader_of(**others: Any) -> rd.DataLoader:
+    return rd.DataLoader([{"x": i} for i in range(96)], **{"global_batch_size": 8, "micro_batch_size": 4, **others})
+
+
+def test_within_one_loop_over_the_batches() -> None:
+    loader, rows, accumulation = loader_of(num_logical_shards=24), [], []
+    for batch in loader:
+        rows += batch["x"].tolist()
+        accumulation.append(loader.gradient_accumulation_steps)
+        if len(rows) == 24:
+            loader.set_global_batch_size(12)
+    assert sorted(rows) == list(range(96))
+    assert accumulation == [2] * 6 + [3] * 18
+    loader.set_global_batch_size(24)  # after the last batch, before the next epoch
+    assert sorted(x for batch in loader for x in batch["x"].tolist()) == list(range(96))
+    assert loader.step == 3 + 6 + 4
+
+
+def test_workers_go_on() -> None:
+    arguments = {"num_logical_shards": 24, "repeat": True}
+    with loader_of(**arguments) as alone, loader_of(**arguments, num_workers=1) as loader:
+        batches, expected = iter(loader), iter(alone)
+        for o in (8, 12, 4):
+            alone.set_global_batch_size(o)
+            loader.set_global_batch_size(o)
+            for _ in range(6):
+                assert next(batches)["x"].tolist() == next(expected)["x"].tolist()
+
+
+def test_off_a_boundary_it_names_the_next_one() -> None:
+    loader = loader_of()
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    with pytest.raises(ValueError, match=r"1 of its 2 micro batches .* when loader.step is 2, after 1 more"):
+        loader.set_global_batch_size(12)
+    next(batches)
+    assert loader.step == 2
+    loader.set_global_batch_size(12)
+    next(batches)
+
+
+@pytest.mark.parametrize(
+    ("o", "message"), [(6, "not a multiple"), (0, "at least 1"), (200, "An epoch has 96 samples"), (8.0, "give an int")]
+)
+def test_one_that_does_not_fit_changes_nothing(o: Any, message: str) -> None:
+    loader = loader_of()
+    before = loader.state_dict()
+    with pytest.raises((ValueError, TypeError), match=message):
+        loader.set_global_batch_size(o)
+    assert same_state(before, loader.state_dict())
