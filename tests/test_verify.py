@@ -113,9 +113,12 @@ def fails(loader: rd.DataLoader) -> str:
     count, said = loader.step, set[str]()
     saved = loader.state_dict()
     for _ in range(2):
+        batches = iter(loader)
+        for _ in range(loader.batches_left - 1 if loader.setup.counts_are_known else 5 - count):
+            next(batches)
+            count += 1
         with pytest.raises(rd.DataStateError) as error:
-            for _ in loader:
-                count += 1
+            next(batches)
         said.add(str(error.value))
         assert (loader.step, loader.epoch) == (count, 0)
         with pytest.raises(rd.DataStateError):

@@ -311,7 +311,9 @@ def _find_apart(stream: Standing) -> str:
     _refuse_simulated(stream)
     _require_saveable(stream)
     first, last = stream.ranks.saving.extremes(stream.clock.samples)
-    return "" if first == last else (
+    if first == last:
+        return ""
+    return (
         f"The ranks save at different batches, which no state can describe: dp rank {stream.ranks.rank} after "
         f"{stream.clock.samples} samples, others between {first} and {last}. Save on all ranks after the same batch."
     )

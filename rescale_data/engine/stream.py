@@ -116,7 +116,9 @@ class Stream:
         try:
             return self._take()
         except Exception:
-            vars(self).update({**before, "_unproven": self._unproven})  # an epoch fails in place of its last micro batch
+            vars(self).update(
+                {**before, "_unproven": self._unproven}
+            )  # an epoch fails in place of its last micro batch
             raise
 
     def _take(self) -> MicroBatch:
@@ -311,7 +313,7 @@ class Stream:
         self._rewind()
 
     def _prove(self, deal: Deal) -> None:
-        """That every row of the epoch was delivered once or dropped, over all legs of the run; ``DataStateError`` on all ranks."""
+        """That every row of the epoch was delivered once or dropped, over all legs: else ``DataStateError`` on all ranks."""
         self._runner.load(self.table, self.schema.histories)
         dropped, found = deal.left - deal.delivered(self._u), ""
         try:
