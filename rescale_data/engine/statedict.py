@@ -64,7 +64,7 @@ def state_dict(stream: Standing) -> dict[str, Any]:
     state = {"shards": _tensors(stream, whole, range(len(whole))), **header(stream)}
     if apart:
         state["shards"][STAMP.key].fill_(_OF_NONE)
-        state["samples"] = Apart(state["samples"], apart)
+        state["samples"] = Apart(stream.clock.samples, apart)
     return state
 
 
