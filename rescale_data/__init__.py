@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rescale_data.nodes.stream_reader import StreamReader
     from rescale_data.nodes.tokenize import Tokenize
     from rescale_data.nodes.varlen import flat_cu_seqlens
+    from rescale_data.nodes.weights import Schedule
     from rescale_data.nodes.whole import WholeDocumentPacker
     from rescale_data.shard import Shard
     from rescale_data.sources.arrow import ArrowSource
@@ -61,6 +62,7 @@ __all__ = [
     "RandomMap",
     "Reader",
     "Remote",
+    "Schedule",
     "Shard",
     "Shuffle",
     "Source",
@@ -101,6 +103,7 @@ _HOMES = {
     "nodes.stream_reader": ("StreamReader",),
     "nodes.tokenize": ("Tokenize",),
     "nodes.varlen": ("flat_cu_seqlens",),
+    "nodes.weights": ("Schedule",),
     "nodes.whole": ("WholeDocumentPacker",),
     "shard": ("Shard",),
     "sources.arrow": ("ArrowSource",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import Any, Never, NoReturn
@@ -13,14 +14,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rescale_data.engine.as_pipeline import as_pipeline, refuse
 from rescale_data.engine.collate import collate
-from rescale_data.engine.feed import Feed, InProcess
+from rescale_data.engine.feed import InProcess
 from rescale_data.engine.reading import Batches, Reading
 from rescale_data.engine.recipe import Pipeline
+from rescale_data.engine.rescale import new_layout, require_step_boundary, stays, tell
 from rescale_data.engine.runner import Runner
-from rescale_data.engine.setup import Tail, require_steps_per_epoch, set_up
+from rescale_data.engine.setup import Setup, Tail, require_steps_per_epoch, set_up
 from rescale_data.engine.statedict import Sharded
 from rescale_data.engine.stream import OnSourceChange, Stream
 from rescale_data.engine.workers import Pool
+from rescale_data.layout.layout import Layout
 from rescale_data.sources.dataset import MapStyle
 from rescale_data.sources.iterable import IterableSource
 from rescale_data.sources.source import Source
@@ -66,6 +69,7 @@ class DataLoader:
         on_source_change: Of a state whose files were removed or changed since: "error", or "next_epoch": leave out what was
             left of the epoch, log how many rows that is, and begin the next one. Files that were only added join at the next
             epoch that no logical shard has begun, in either case.
+        join: This rank is new in a run whose other ranks call `rescale` meanwhile: go on where they are.
 
     Raises:
         ValueError: A topology that does not fit, an epoch without a whole global batch; the message lists what fits.
@@ -98,6 +102,7 @@ class DataLoader:
         verify: bool = False,
         steps_per_epoch: int | None = None,
         on_source_change: OnSourceChange = "error",
+        join: bool = False,
         **others: Never,
     ) -> None:
         refuse(others)
@@ -105,16 +110,10 @@ class DataLoader:
             raise ValueError(f"on_source_change={on_source_change!r}: give 'error' or 'next_epoch'.")
         if shuffle is False and num_logical_shards is None:
             num_logical_shards = global_batch_size * max(num_workers, 1)
-        self.setup = set_up(
+        self._set_up = partial(
+            set_up,
             as_pipeline(pipeline, shuffle),
             global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
-            num_logical_shards=num_logical_shards,
-            mesh=mesh,
-            dp_rank=dp_rank,
-            dp_world_size=dp_world_size,
-            group=group,
-            num_workers=num_workers,
             seed=seed,
             repeat=repeat,
             tail=tail,
@@ -122,30 +121,113 @@ class DataLoader:
             save_timeout=save_timeout,
             verify=verify,
         )
-        misfit = self.setup.layout.misfit
-        if shuffle is False and misfit is not None:
-            raise ValueError(f"shuffle=False keeps the order of the dataset where the case is aligned: {misfit}.")
+        self._where: dict[str, Any] = {
+            "mesh": mesh,
+            "group": group,
+            "dp_rank": dp_rank,
+            "dp_world_size": dp_world_size,
+        }
+        self.setup = self._set_up(
+            micro_batch_size=micro_batch_size,
+            num_logical_shards=num_logical_shards,
+            num_workers=num_workers,
+            **self._where,
+        )
+        self._keeps_order = shuffle is False
+        self._require_order(self.setup.layout)
         if steps_per_epoch is not None:
             require_steps_per_epoch(self.setup, steps_per_epoch)
         self.collate_fn = collate_fn or collate
-        runner = Runner(self.setup.recipe, self.setup.schema)
-        feed: Feed = InProcess(runner, collate_fn)
-        if num_workers:
-            feed = Pool(
-                self.setup.recipe,
-                collate_fn,
-                num_workers,
-                prefetch_factor=prefetch_factor,
-                pin_memory=pin_memory and torch.accelerator.is_available(),
-                context=multiprocessing_context,
-                timeout=timeout,
-                init_fn=worker_init_fn,
-            )
-        stream = Stream(self.setup, runner, feed)
+        self._given_micro_batch_size, self._pin, self._in_process = micro_batch_size, pin_memory, collate_fn
+        self._pool_of = partial(
+            Pool,
+            collate=collate_fn,
+            prefetch_factor=prefetch_factor,
+            pin_memory=pin_memory and torch.accelerator.is_available(),
+            context=multiprocessing_context,
+            timeout=timeout,
+            init_fn=worker_init_fn,
+        )
+        self._pool: Pool | None = None
+        stream = self._stream_of(self.setup)
         stream.on_source_change = on_source_change
         pin = pin_memory and not num_workers
         self._reading: Reading | None = Reading(self.setup, stream, pin_memory=pin, steps_per_epoch=steps_per_epoch)
-        self._close = self._reading.close
+        self._close, self._has_left = self._reading.close, False
+        if join:
+            self._reading.load_state_dict(tell(self.setup, None))
+
+    def _stream_of(self, setup: Setup) -> Stream:
+        """What reads in a topology; the workers that there are, as long as their number stays."""
+        runner, k = Runner(setup.recipe, setup.schema), setup.layout.num_workers
+        if self._pool is not None and self._pool.num_workers != k:
+            self._pool.close()
+            self._pool = None
+        if k and self._pool is None:
+            self._pool = self._pool_of(setup.recipe, num_workers=k)
+        return Stream(setup, runner, self._pool or InProcess(runner, self._in_process))
+
+    def _require_order(self, layout: Layout) -> None:
+        if self._keeps_order and layout.misfit is not None:
+            raise ValueError(
+                f"shuffle=False keeps the order of the dataset where the case is aligned: {layout.misfit}."
+            )
+
+    # Other ranks
+
+    def rescale(
+        self,
+        *,
+        mesh: DeviceMesh | None = None,
+        group: ProcessGroup | None = None,
+        micro_batch_size: int | None = None,
+        num_workers: int | None = None,
+    ) -> bool:
+        """Go on with other ranks in the same processes, after the same batch; iterators of this loader stay valid.
+
+        Collective over the old ranks, at the end of a step. Those that are new build
+        ``rd.DataLoader(..., mesh=new, join=True)`` meanwhile, with the other arguments as they are here. Nothing is read again,
+        and workers live on as long as their number stays. A rank that has died cannot take part: see docs/trainers.md.
+
+        Args:
+            mesh: Of the new ranks; on a rank that leaves, too. Default, without ``group``: the ranks stay.
+            group: In place of a mesh; what `torch.distributed.new_group` returned on a rank that leaves.
+            micro_batch_size: b; default: as given when the loader was built, else O / W.
+            num_workers: K; default: as it is.
+
+        Returns:
+            Whether this rank goes on. If not, the loader is closed.
+
+        Raises:
+            ValueError: A topology that does not fit; a step that is not complete. Nothing has changed then.
+        """
+        reading = self.reading
+        micro_batch_size = self._given_micro_batch_size if micro_batch_size is None else micro_batch_size
+        require_step_boundary(reading)
+        layout = new_layout(self.setup, mesh, group, micro_batch_size, num_workers)
+        if layout is not None:
+            self._require_order(layout)
+        state = reading.state_dict()
+        if layout is None or not stays(mesh, group):
+            self._leave(reading)
+            return False
+        if mesh is not None or group is not None:
+            self._where = {"mesh": mesh, "group": group}
+        self.setup = self._set_up(
+            micro_batch_size=layout.micro_batch_size,
+            num_logical_shards=layout.num_logical_shards,
+            num_workers=layout.num_workers,
+            **self._where,
+        )
+        state = tell(self.setup, state)
+        stream = self._stream_of(self.setup)
+        reading.move_to(self.setup, stream, state, pin_memory=self._pin and not layout.num_workers)
+        return True
+
+    def _leave(self, reading: Reading) -> None:
+        reading.invalidate()
+        reading.close()
+        self._reading, self._has_left = None, True
 
     # Batches
 
@@ -248,6 +330,10 @@ class DataLoader:
     @property
     def reading(self) -> Reading:
         """What reads; ``RuntimeError`` where it was given away."""
+        if self._has_left:
+            raise RuntimeError(
+                "This rank has left the loader by rescale(): build one with join=True when it comes back."
+            )
         if self._reading is None:
             raise RuntimeError(
                 "Something reads this loader ahead of training: its position is not that of training, and a state of it would "

@@ -114,11 +114,20 @@ def every(data: Rows, shard: rd.Shard) -> BaseNode[Any]:
     return tagged(Every(rd.Reader(data, shard), 5), shard)
 
 
+def skewed(data: Rows, shard: rd.Shard) -> BaseNode[Any]:
+    """Shards of the first half end long before the others."""
+    return tagged(rd.Filter(rd.Reader(data, shard, shuffle=False), functools.partial(is_late, data.num_rows)), shard)
+
+
+def is_late(num_rows: int, sample: dict[str, Any]) -> bool:
+    return 2 * sample["row"] >= num_rows or sample["row"] % 3 == 0
+
+
 def of_zoo(name: str, _: Rows, shard: rd.Shard) -> BaseNode[Any]:
     return tagged(zoo.PIPELINES[name](shard), shard)
 
 
-PIPELINES = {"rows": rows, "batched": batched, "packed": packed, "kept": kept, "every": every}
+PIPELINES = {"rows": rows, "batched": batched, "packed": packed, "kept": kept, "every": every, "skewed": skewed}
 KNOWN = {"rows"}
 """Pipelines that know how many samples an epoch has."""
 

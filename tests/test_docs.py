@@ -39,6 +39,12 @@ def test_code_of_pipelines(capsys: Any) -> None:
     assert sorted(told) == sorted(first[end - 1] for end in _ends(names["batches"][7]))
 
 
+def test_code_of_migrating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block checks what it shows."""
+    monkeypatch.chdir(tmp_path)
+    assert len(run(DOCS / "migrating.md")["loader"]) == 24
+
+
 def rd_lines(shown: str) -> list[str]:
     """The documents of the first sample."""
     return re.findall(r"\n  (.*)", shown.partition("sample 1:")[0])

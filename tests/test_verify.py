@@ -164,7 +164,7 @@ def test_samples_that_a_deal_leaves_out_are_an_error_though_no_digest_is_wrong(t
         shards["dealt"].fill_(6)
 
     message = fails(resumed("known", leave_out, tail=tail))
-    assert re.search(r"Logical shard \d+ of 12 has \d samples left of it, where \d are counted as dropped", message)
+    assert re.search(r"Logical shard \d+ of 12 has more than the \d samples left that are counted as dropped", message)
 
 
 def test_the_digest_is_eight_bytes_a_shard() -> None:

@@ -8,6 +8,7 @@ What a user of Lightning adds: `DataState()` among the callbacks, and the loader
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -17,13 +18,20 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
 from parts.rows import VOCABULARY, Record, Rows, compare, read, torchrun
+from torch.distributed.fsdp import fully_shard
 
 import rescale_data as rd
 from rescale_data.integrations.lightning import DataState
 
+NUM_EVALUATED, EVALUATED_TOGETHER = 50, 12
 NUM_ROWS, GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE = 240, 24, 3  # ten steps an epoch
 EPOCHS = 2
+STRATEGIES: dict[str, Any] = {
+    "ddp": lambda: "ddp",
+    "fsdp2": lambda: ModelParallelStrategy(process_group_backend="gloo"),  # sharded checkpoints
+}
 
 
 class Model(pl.LightningModule):
@@ -31,10 +39,25 @@ class Model(pl.LightningModule):
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, 8), torch.nn.Linear(8, VOCABULARY))
         self._record = record
+        self._seen: list[int] = []
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:  # sharded, not with DDP
+            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
         self._record(self.global_step, batch["row"])
         return F.cross_entropy(self.layers(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+
+    def validation_step(self, batch: dict[str, torch.Tensor], index: int) -> None:
+        self._seen += batch["row"][batch["valid"]].tolist()
+
+    def on_validation_epoch_end(self) -> None:
+        rows, self._seen = self._seen, []
+        part = EVALUATED_TOGETHER // self.trainer.world_size
+        mine = [row for row in range(NUM_EVALUATED) if row % EVALUATED_TOGETHER // part == self.trainer.global_rank]
+        if not self.trainer.sanity_checking and rows != mine:
+            raise ValueError(f"rank {self.trainer.global_rank} evaluated {rows}, not {mine}")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -48,10 +71,14 @@ class Data(pl.LightningDataModule):
             Rows(NUM_ROWS), global_batch_size=GLOBAL_BATCH_SIZE, micro_batch_size=MICRO_BATCH_SIZE, seed=0
         )
 
+    def val_dataloader(self) -> rd.DataLoader:
+        """Each row once, in the order of the dataset; a global batch is one micro batch of each rank."""
+        return rd.DataLoader(Rows(NUM_EVALUATED), shuffle=False, global_batch_size=EVALUATED_TOGETHER, tail="pad")
 
-def train(folder: Path, leg: str, world_size: int, stop: int, resume: str | None) -> None:
+
+def train(strategy: str, folder: Path, leg: str, world_size: int, stop: int, resume: str | None) -> None:
     trainer = pl.Trainer(
-        accelerator="cpu", devices=world_size, strategy="ddp", max_epochs=EPOCHS, max_steps=stop, logger=False,
+        accelerator="cpu", devices=world_size, strategy=STRATEGIES[strategy](), max_epochs=EPOCHS, max_steps=stop, logger=False,
         accumulate_grad_batches=GLOBAL_BATCH_SIZE // (world_size * MICRO_BATCH_SIZE), enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[DataState(), ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, filename="{step}")],
@@ -60,20 +87,20 @@ def train(folder: Path, leg: str, world_size: int, stop: int, resume: str | None
     trainer.fit(Model(Record(folder / leg)), datamodule=Data(), ckpt_path=resume, weights_only=True)
 
 
-def main(step: int = 12) -> int:
+def main(step: int = 12, strategy: str = "ddp") -> int:
     """Stop after 14 steps, and go on from the checkpoint of one before: 10 is the end of an epoch, 12 is within one."""
     with tempfile.TemporaryDirectory(prefix="lightning-") as name:
         folder = Path(name)
-        torchrun(__file__, 4, folder, "first", 4, 14, "")
-        torchrun(__file__, 2, folder, "second", 2, -1, folder / f"step={step}.ckpt")
+        torchrun(__file__, 4, strategy, folder, "first", 4, 14, "")
+        torchrun(__file__, 2, strategy, folder, "second", 2, -1, folder / f"step={step}.ckpt")
         legs = [read(folder / "first", 4), read(folder / "second", 2)]
     sizes: dict[str, Any] = {"global_batch_size": GLOBAL_BATCH_SIZE, "seed": 0}
     return 0 if compare(legs, NUM_ROWS, EPOCHS * NUM_ROWS // GLOBAL_BATCH_SIZE, **sizes) else 1
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        folder, leg, world_size, stop, resume = sys.argv[1:]
-        train(Path(folder), leg, int(world_size), int(stop), resume or None)
+    if "RANK" in os.environ:
+        strategy, folder, leg, world_size, stop, resume = sys.argv[1:]
+        train(strategy, Path(folder), leg, int(world_size), int(stop), resume or None)
     else:
-        sys.exit(main(*map(int, sys.argv[1:])))
+        sys.exit(main(*map(int, sys.argv[1:2]), *sys.argv[2:]))

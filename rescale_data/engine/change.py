@@ -97,6 +97,15 @@ def fixed_by_others(schema: Schema) -> list[str]:
     return [f"{path_name(path)}: {parameter}" for path, node in nodes for parameter in sorted(node.MAY_CHANGE)]
 
 
+def check_changes(schema: Schema, pipeline: str, table: Ints) -> None:
+    """``DataStateError`` where what has changed does not fit what has been drawn."""
+    saved = json.loads(pipeline)
+    for path, node in schema.root.walk():
+        rows = schema.slots_at(table, path)
+        if rows is not None and path_name(path) in saved:
+            node.check_change(saved[path_name(path)], rows)
+
+
 def settle(schema: Schema, table: Ints) -> int:
     """Let what has changed take effect where a logical shard is not within a document or a window.
 

@@ -186,10 +186,9 @@ class Ranks:
         if self.rank == 0:
             _logger.log(level, message, *values)
 
-    def note_reading(self) -> None:
+    def reading(self) -> contextlib.AbstractContextManager[None]:
         """While this rank reads, others may wait for it: that time does not count."""
-        if self.circle is not None:
-            self.circle.roll_call.note_reading()
+        return contextlib.nullcontext() if self.circle is None else self.circle.roll_call.reading()
 
     def merge(self, table: Ints, owner: Ints) -> Ints:
         """The table with each row as the rank has it that owns it (collective).
@@ -209,6 +208,19 @@ class Ranks:
             [block[:count] for block, count in zip(blocks, counts, strict=True)]
         )
         return merged
+
+    def share(self, data: bytes) -> bytes:
+        """What some ranks have, the same on each of them, on all ranks (collective): each that has it gives a part of it."""
+        if self.circle is None:
+            return data
+        sizes = self._agree("sizes", [len(data)], lambda values: values[:, 0])()
+        givers = np.flatnonzero(sizes)
+        part = np.zeros(-(-int(sizes.max()) // max(1, len(givers))), dtype=np.uint8)
+        if data:
+            first = int(np.searchsorted(givers, self.rank)) * len(part)
+            mine = np.frombuffer(data, dtype=np.uint8)[first : first + len(part)]
+            part[: len(mine)] = mine
+        return self._gather(torch.from_numpy(part)).numpy()[givers].tobytes()[: int(sizes.max())]
 
     def least(self, value: int) -> Callable[[], int]:
         """Say a value ahead of time; the result, called, waits for the smallest of all ranks' values (collective)."""

@@ -173,6 +173,13 @@ class Reading:
         self._resumed, self._at_multiple = True, False
         self.invalidate()
 
+    def move_to(self, setup: Setup, stream: Stream, state: Mapping[str, Any], *, pin_memory: bool) -> None:
+        """Go on with a stream of other ranks at the same batch; iterators stay valid."""
+        stream.on_source_change = self.stream.on_source_change
+        load_state_dict(stream, state)
+        stream.follow(self.stream)
+        self.setup, self.stream, self._pin = setup, stream, pin_memory
+
     def invalidate(self) -> None:
         """The iterators that there are give no more batches: who reads has changed, or from where."""
         self._num_iterators += 1

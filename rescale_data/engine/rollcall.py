@@ -14,6 +14,7 @@ import contextlib
 import datetime
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,7 +25,8 @@ _LOOK = 2.0
 """Seconds between looks for the verdict, or for who is missing."""
 _GRACE = 10.0
 """Seconds without a sign from the rank that looks, after which another takes its place."""
-_NOTE_EVERY = 1.0
+_SIGN = 1.0
+"""Seconds between signs of life of a rank that reads."""
 
 
 class Missing(Exception):
@@ -80,7 +82,8 @@ class RollCall:
         self._turns: dict[str, int] = {}
         self._last: dict[str, str] = {}
         self._done, self._next = 0, threading.Condition()
-        self._noted = 0.0
+        self._readers: set[int] = set()  # threads
+        self._signs: threading.Thread | None = None
 
     def come(self, name: str, value: str, decide: Callable[[list[str]], str]) -> Coming:
         """Say that this rank has come to the next call of this name.
@@ -133,11 +136,22 @@ class RollCall:
                 self._done = max(self._done, ticket)
                 self._next.notify_all()
 
-    def note_reading(self) -> None:
-        """A sign of life of a rank that reads while others may wait for it."""
-        if time.monotonic() >= self._noted + _NOTE_EVERY:
-            self._noted = time.monotonic()
-            self._store.add("reading", 1)
+    @contextlib.contextmanager
+    def reading(self) -> Generator[None]:
+        """While this rank reads, others may wait for it: they see signs of life, so that this time does not count."""
+        if self._signs is None:
+            self._signs = threading.Thread(target=_sign, args=(weakref.ref(self),), daemon=True)
+            self._signs.start()
+        self._readers.add(threading.get_ident())
+        try:
+            yield
+        finally:
+            self._readers.discard(threading.get_ident())
+
+    def sign(self) -> None:
+        if self._readers:
+            with contextlib.suppress(RuntimeError, dist.DistError):  # whoever waits hears of a lost store by itself
+                self._store.add("reading", 1)
 
     @property
     def _store(self) -> Store:
@@ -185,6 +199,13 @@ class RollCall:
     def _forget(self, base: str | None) -> None:
         for what in ("came", "count", "looks", "verdict") if base is not None else ():
             self._store.delete_key(f"{base}/{what}")
+
+
+def _sign(of: weakref.ref[RollCall]) -> None:
+    while (roll_call := of()) is not None:
+        roll_call.sign()
+        del roll_call
+        time.sleep(_SIGN)
 
 
 class _Unchanged:

@@ -92,17 +92,18 @@ class Runner:
                 self._slots(shard)[:] = end[1][0]
                 self._live[shard] = None
 
-    def count_to_epoch_end(self, shard: int) -> tuple[int, Ints]:
-        """How many samples a shard has left in its epoch, and the slots at which the next begins, found by drawing them."""
-        node, row = self._build(shard), self._slots(shard).copy()
-        node.bind(row.data)
-        num_samples = 0
-        try:
-            while True:
-                node.next()
-                num_samples += 1
-        except StopIteration:
-            return num_samples, row
+    def look_ahead(self, shard: int, num_samples: int) -> tuple[int, Ints | None]:
+        """Draw up to so many samples of a shard, to find its epoch's end. Who serves after that loads the table anew.
+
+        Returns:
+            How many were there; where these are fewer, the slots at which the next epoch begins.
+        """
+        for count in range(num_samples):
+            try:
+                self._draw(shard)
+            except Exhausted:
+                return count, self._slots(shard).copy()
+        return num_samples, None
 
     def prove(self, shard: int, num_left: int) -> None:
         """``DataStateError`` where a shard did not deliver each row of its epoch once but for those of its last samples.
@@ -110,15 +111,21 @@ class Runner:
         What is left of the epoch is drawn: a source that ends then compares the rows that were read with the size of its epoch,
         any other those up to its position.
         """
-        found, row = self.count_to_epoch_end(shard)
-        if found != num_left:
-            raise DataStateError(
-                f"Logical shard {shard} of {self._recipe.num_logical_shards} has {found} samples left of it, where "
-                f"{num_left} are counted as dropped: the others would be lost. The data, the state or epoch_end() of a node is "
-                f"at fault; go back to a checkpoint from before this epoch and report it."
-            )
         node = self._build(shard)
-        node.bind(row.data)
+        node.bind(self._slots(shard).copy().data)
+        wrong = ""
+        try:
+            node.skip(num_left)
+        except StopIteration:
+            wrong = "fewer"
+        else:
+            wrong = "" if next(node, self) is self else "more"
+        if wrong:
+            raise DataStateError(
+                f"Logical shard {shard} of {self._recipe.num_logical_shards} has {wrong} than the {num_left} samples left that "
+                f"are counted as dropped: rows would be lost. The data, the state or epoch_end() of a node is at fault; go back "
+                f"to a checkpoint from before this epoch and report it."
+            )
         for _, below in node.walk():
             below.verify()
 

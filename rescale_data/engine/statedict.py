@@ -21,7 +21,7 @@ from typing import Any, NoReturn, cast
 import numpy as np
 import torch
 
-from rescale_data.engine.change import Fitted, fit, fixed_by_others, settle, without_free
+from rescale_data.engine.change import Fitted, check_changes, fit, fixed_by_others, settle, without_free
 from rescale_data.engine.differences import differences
 from rescale_data.engine.form import reform, without_form
 from rescale_data.engine.growth import Growth, begin_next_epoch, compare, joined, refuse_changes
@@ -180,8 +180,8 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
     was_dealt = _is_dealt(table)
     forms: dict[str, History] = {}
     if changed:
+        check_changes(stream.schema, state["pipeline"], table)
         forms = _reform(stream, state["pipeline"], table)
-        _report(stream, fitted, settle(stream.schema, table))
     saved = (int(state["global_batch_size"]), int(state["dp_world_size"]), int(state["micro_batch_size"]))
     clock = _clock(state)
     loaded = clock.loaded(saved, stream.layout)
@@ -207,6 +207,8 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
     elif fitted.growth.grown:
         histories = _join(stream, fitted.growth, table)
     stream.schema.adopt({**histories, **forms})
+    if changed:
+        _report(stream, fitted, settle(stream.schema, table))
     stream.load(table, loaded)
 
 

@@ -5,19 +5,21 @@ A stream goes through *legs*: the main phase of an epoch, in which the layout sa
 
     origin                        stop, origin            stop, origin
       |  main phase, u = 0, 1, ...  |  deal, u = 0, 1, ...  |  next epoch
+
+Where only reading tells how much is left, it is dealt in rounds (`Rest`), each a leg of its own.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
+from dataclasses import replace
 from typing import Literal, Protocol, TypeAlias
-
-import numpy as np
 
 from rescale_data.engine.agreement import Agreement
 from rescale_data.engine.feed import Feed, Leg, MicroBatch
 from rescale_data.engine.recipe import DEALT, ENDED, FIRST_SLOT, SAMPLES, UNDEALT
+from rescale_data.engine.rest import Rest
 from rescale_data.engine.runner import Exhausted, Runner
 from rescale_data.engine.setup import Setup
 from rescale_data.errors import DataStateError
@@ -59,6 +61,11 @@ class Stream:
         self.schema.adopt({})
         self.dropped_samples = self.padded_samples = 0
         self.load(self.schema.fresh_table(self.layout.num_logical_shards), Clock())
+
+    def follow(self, other: Stream) -> None:
+        """Count on from where another stream has counted to in the same epoch."""
+        self.dropped_samples, self.padded_samples = other.dropped_samples, other.padded_samples
+        self._took, self._was_empty = other._took, other._was_empty
 
     def load(self, table: Ints, clock: Clock) -> None:
         """Go on from a table in which all N rows are right."""
@@ -128,13 +135,12 @@ class Stream:
         if leg is not None and leg.deal is not None:
             self.owners = leg.deal.owners(self.owners, self._u)
         self._advance(1)
-        if self._agreement is not None:
-            try:
-                self._settle(self._agreement)
-            except Exception as error:
-                if self._unproven:
-                    raise
-                self._failure = error  # of a later micro batch: this one has been delivered
+        try:
+            self._settle()
+        except Exception as error:
+            self._failure = error  # of a later micro batch: this one has been delivered
+        else:
+            self._conclude()
         return micro_batch
 
     def peek(self) -> MicroBatch:
@@ -173,6 +179,8 @@ class Stream:
                 self._skip_rows(leg, here)
             self._rewind()
             self._advance(here)
+            self._settle()
+            self._conclude()
             num_micro_batches -= here
 
     def begin(self) -> Leg | None:
@@ -182,14 +190,11 @@ class Stream:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
-        while not self.ended:
-            if self._leg is None:
-                self._plan()
-            elif self._agreement is not None and self._is_unsettled:
-                self._settle(self._agreement)
-            else:
-                return self._leg
-        return None
+        if self._leg is None and not self.ended:
+            self._plan()
+        self._settle()
+        self._conclude()
+        return self._leg
 
     def close(self) -> None:
         self._feed.close()
@@ -226,16 +231,12 @@ class Stream:
 
     # Legs
 
-    @property
-    def _is_unsettled(self) -> bool:
-        """Whether the ranks have yet to agree on this micro batch, or to act on it: perhaps reading ahead has failed."""
-        return self._settled != self._u or self._over
-
     def _plan(self) -> None:
         """Begin the leg of this position, in which all rows are right."""
         self._first, self._samples = self._u, self.table[:, SAMPLES].copy()
         end = None if self.repeat else self.schema.epoch_end(self.table)
         self._left = None if end is None else end[0]
+        self._rest = Rest(self.layout, self.ranks, self._runner, self.table.shape[1])
         if (self.table[:, DEALT] != UNDEALT).any():
             self._resume_deal()
         elif self.repeat or self._left is None:
@@ -244,36 +245,33 @@ class Stream:
                 self._agreement = Agreement(self.ranks, self._u, self.layout.gradient_accumulation_steps)
                 self._settled, self._over = -1, False
         else:
-            stop = self.layout.last_whole(self._samples, self._left, self._u)
-            self._start(stop) if stop > self._u else self._deal()
+            self._start(self.layout.last_whole(self._samples, self._left, self._u))
 
     def _start(self, stop: int | None, deal: Deal | None = None) -> None:
+        """Begin a leg; one without a micro batch that is left is over at once."""
         self._rewind()
         self._agreement = None
         self.owners = self.layout.owners
+        stop = None if stop is None else max(stop, self._u)
         self._leg = Leg(self.layout, self.ranks.rank, stop, deal, self.schema.histories)
 
     def _advance(self, num_micro_batches: int) -> None:
         self._took = True
         self._taken += num_micro_batches
-        leg = self._leg
-        if leg is not None and leg.stop is not None and leg.stop == self._u:
-            self._deal() if leg.deal is None else self._end_epoch(leg.deal)
 
-    def _deal(self) -> None:
-        """The main phase is over: serve what the shards still have to the same ranks."""
-        if self._left is None:
-            left, self._epoch_end = self._count_to_epoch_end()
-            self.table = self.ranks.merge(self.table, self.owners)
-            samples = self.table[:, SAMPLES].copy()
-        else:
-            delivered = self._main_phase(self._u - self._first)
-            samples, left = self._samples + delivered, self._left - delivered
-        self.clock = self.clock.restarted(self.layout.global_batch_size)
-        self.table[:, DEALT] = left
-        self._serve(Deal(self.layout, left, samples, self._tail == "pad"))
+    def _settle(self) -> None:
+        """Find the leg of the next micro batch. It may have failed before, in reading ahead, and goes on from there."""
+        while (leg := self._leg) is not None:
+            if leg.stop is None and self._agreement is not None:
+                if self._settled == self._u and not self._over:
+                    return
+                self._agree(self._agreement)
+            elif leg.stop == self._u and not self._is_last(leg.deal):
+                self._deal()
+            else:
+                return
 
-    def _settle(self, agreement: Agreement) -> None:
+    def _agree(self, agreement: Agreement) -> None:
         """The end of the main phase must be found by reading: end it as soon as the last of it has been taken."""
         if self._settled != self._u:
             self._over = agreement.end(self._u, self._make_until)
@@ -281,18 +279,37 @@ class Stream:
         if self._over:
             self._deal()
 
+    def _conclude(self) -> None:
+        """End the epoch, if its last micro batch has been taken."""
+        leg = self._leg
+        if leg is not None and leg.deal is not None and leg.stop == self._u:
+            self._end_epoch(leg.deal)
+
+    def _deal(self) -> None:
+        """Serve what the shards still have to the same ranks: all of it, or, where only reading tells, the next round."""
+        if self._left is None:
+            self.table = self._whole()
+            samples, left = self.table[:, SAMPLES].copy(), self._rest.look(self.table, self.schema.histories)
+        else:
+            delivered = self._main_phase(self._u - self._first)
+            samples, left = self._samples + delivered, self._left - delivered
+        self.clock = self.clock.restarted(self.layout.global_batch_size)
+        self.table[:, DEALT] = left
+        self._serve(left, samples)
+
     def _resume_deal(self) -> None:
         left = self.table[:, DEALT].copy()
-        deal = Deal(self.layout, left, self._samples, self._tail == "pad")
-        if self._left is None:
-            _, self._epoch_end = self._count_to_epoch_end()
-        self._serve(Deal(self.layout, left, self._samples - deal.delivered(self._u), self._tail == "pad"))
+        self._serve(left, self._samples - Deal(self.layout, left, self._samples, False).delivered(self._u))
 
-    def _serve(self, deal: Deal) -> None:
-        if self._u < deal.num_micro_batches:
-            self._start(deal.num_micro_batches, deal)
-        else:  # also in a last step that was to be padded, and is not any more
-            self._end_epoch(deal)
+    def _serve(self, left: Ints, samples: Ints) -> None:
+        deal = Deal(self.layout, left, samples, pad=False)
+        if self._tail == "pad" and self._is_last(deal):
+            deal = replace(deal, pad=True)
+        self._start(deal.num_micro_batches, deal)
+
+    def _is_last(self, deal: Deal | None) -> bool:
+        """Whether the epoch ends with this deal, and another round does not follow."""
+        return deal is not None and (self._left is not None or deal.num_samples < self.layout.global_batch_size)
 
     def _end_epoch(self, deal: Deal) -> None:
         if self._was_empty and not self._took:
@@ -303,7 +320,9 @@ class Stream:
         if self._verify:
             self._prove(deal)
         end, delivered = self.schema.epoch_end(self.table), deal.delivered(self._u)
-        self.table[:, FIRST_SLOT:] = self._epoch_end if end is None else end[1]
+        self.table[:, FIRST_SLOT:] = (
+            self._rest.next_epoch(self._whole(), self.schema.histories) if end is None else end[1]
+        )
         self.table[:, SAMPLES] = deal.samples + delivered
         self.table[:, DEALT] = ENDED
         self._count_tail(deal.num_samples - int(delivered.sum()), deal.num_padded)
@@ -317,7 +336,7 @@ class Stream:
         self._runner.load(self.table, self.schema.histories)
         dropped, found = deal.left - deal.delivered(self._u), ""
         try:
-            for shard in np.flatnonzero(self.owners == self.ranks.rank).tolist():
+            for shard in (self.owners == self.ranks.rank).nonzero()[0].tolist():
                 self._runner.prove(shard, int(dropped[shard]))
         except DataStateError as error:
             found = str(error)
@@ -344,18 +363,13 @@ class Stream:
                 num_padded,
             )
 
+    def _whole(self) -> Ints:
+        """The table with all rows right (collective)."""
+        return self.ranks.merge(self.table, self.owners)
+
     def _main_phase(self, num_micro_batches: int) -> Ints:
         """Samples that each of the N shards delivers in micro batches of the main phase, from the beginning of the leg."""
         return self.layout.delivered(self._samples, self._first, self._first + num_micro_batches)
-
-    def _count_to_epoch_end(self) -> tuple[Ints, Ints]:
-        """Samples left and the slots of the next epoch, of all shards, found by reading; each rank reads its own."""
-        self._runner.load(self.table, self.schema.histories)
-        found = np.zeros((len(self.table), 1 + self.table.shape[1] - FIRST_SLOT), dtype=np.int64)
-        for shard in self.layout.owned(self.ranks.rank):
-            found[shard, 0], found[shard, 1:] = self._runner.count_to_epoch_end(shard)
-        found = self.ranks.merge(found, self.layout.owners)
-        return found[:, 0], found[:, 1:]
 
     # Making ahead
 
@@ -364,7 +378,8 @@ class Stream:
         self.start()
         while not self._exhausted and self._u + len(self._ahead) < u:
             try:
-                self._ahead.append(self._feed.take())
+                with self.ranks.reading():
+                    self._ahead.append(self._feed.take())
             except Exhausted:
                 self._exhausted = True
             except BaseException:

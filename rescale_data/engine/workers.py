@@ -184,7 +184,7 @@ class Pool:
             )
         worker = Worker(recipe, collate)
         require_pickle(worker, pipeline=recipe.pipeline, collate_fn=collate, worker_init_fn=init_fn)
-        self._k = num_workers
+        self._k = self.num_workers = num_workers
         self._commands = Commands(num_workers, prefetch_factor)
         # Without a generator of its own torch seeds workers with a number that it draws from the trainer's.
         generator = torch.Generator().manual_seed(torch.initial_seed())

@@ -1,1 +1,2 @@
-"""Thin modules that put `rescale_data.DataLoader` into a trainer, each imported when it is used: `lightning`, `huggingface`."""
+"""Thin modules that put `rescale_data.DataLoader` into a trainer, each imported when it is used: `lightning`,
+`huggingface`, `torchtitan`."""

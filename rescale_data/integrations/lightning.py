@@ -21,6 +21,8 @@ class DataState(pl.Callback):
     Give the loader to Lightning as it is, and ``accumulate_grad_batches=loader.gradient_accumulation_steps``. Build it where
     Lightning's process group is there: in ``train_dataloader()`` of a module or a data module.
 
+    Validation and test loaders may be ours, too (``shuffle=False, tail="pad"``): each evaluation begins with the first row.
+
     Raises:
         ValueError: Another accumulation than the loader's; a loader without ``len``, of which Lightning would read a batch
             ahead of what a checkpoint says; ``limit_train_batches`` or ``overfit_batches``, which cut an epoch short.
@@ -51,6 +53,14 @@ class DataState(pl.Callback):
                     f"(limit_train_batches or overfit_batches). Give rd.DataLoader(steps_per_epoch=...) in their place."
                 )
 
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Each evaluation begins with the first row, also after one that was cut short (Lightning's sanity check)."""
+        _begin_again(trainer.val_dataloaders)
+
+    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """As after a validation."""
+        _begin_again(trainer.test_dataloaders)
+
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
@@ -72,6 +82,11 @@ def _loaders(dataloaders: Any) -> Iterator[DataLoader]:
     elif isinstance(dataloaders, list | tuple):
         for loader in dataloaders:
             yield from _loaders(loader)
+
+
+def _begin_again(dataloaders: Any) -> None:
+    for loader in _loaders(dataloaders):
+        loader.reset()
 
 
 def _is_ours(state: Any) -> bool:

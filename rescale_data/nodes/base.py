@@ -277,6 +277,14 @@ class Node(BaseNode[T]):
         """Whatever changes the order or the content of the samples, JSON values by name; checked when a state is loaded."""
         return {}
 
+    def check_change(self, saved: Mapping[str, Any], rows: Ints) -> None:
+        """``DataStateError`` where what may change (`MAY_CHANGE`) does not fit what has been drawn.
+
+        Args:
+            saved: The `parameters` of this node in the state.
+            rows: ``int64[N, slots]``, the positions of all logical shards in it.
+        """
+
     def check_saved(self, keys: Set[str]) -> None:
         """``DataStateError`` where a state has these fields for this node, which are of an order that there is no more."""
 
@@ -340,6 +348,16 @@ class Node(BaseNode[T]):
             rows = rows[:, node._slots(name)]
             node = node.children[name]
         return rows
+
+    def slot_of(self, path: tuple[str, ...]) -> int | None:
+        """The first slot of the node at ``path`` in rows of this node; `None` inside a torchdata node."""
+        node, slot = self, 0
+        for name in path:
+            if name not in node.children:
+                return None
+            slot += node._slots(name).start
+            node = node.children[name]
+        return slot
 
     def _slots(self, child: str) -> slice:
         return self._slices[child]

@@ -37,8 +37,8 @@ class TokenArcs:
     ) -> None:
         self._shares = shares(weights, 1 << _SHARE)
         self.documents, self.tokens, self._since = list(documents), list(tokens), list(since)
-        self._all_documents, self._all_tokens = sum(documents), sum(tokens)
-        self._counted = self._all_tokens - sum(since)
+        self._all_documents, self.num_tokens = sum(documents), sum(tokens)
+        self._counted = self.num_tokens - sum(since)
         self._grid = _STEP * sum(share > 0 for share in self._shares)
         self._rebuild()
 
@@ -62,7 +62,7 @@ class TokenArcs:
         self.documents[source] += 1
         self.tokens[source] += length
         self._all_documents += 1
-        self._all_tokens += length
+        self.num_tokens += length
         self._counted += length
         if self._shared() != (self._mean, self._due):
             self._rebuild()
@@ -71,7 +71,7 @@ class TokenArcs:
 
     def _shared(self) -> tuple[int, int]:
         """The mean length of all documents, to an eighth of it, and the tokens that count, to a multiple of that."""
-        mean = max(1, self._all_tokens // max(1, self._all_documents))
+        mean = max(1, self.num_tokens // max(1, self._all_documents))
         coarse = max(0, mean.bit_length() - 4)
         mean = mean >> coarse << coarse
         step = mean * self._grid

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from rescale_data.nodes.base import Node, View, copy_of
 from rescale_data.nodes.guard import Guard, OnError
@@ -25,7 +26,7 @@ from rescale_data.sources.dataset import MapStyle, as_source
 from rescale_data.sources.decoded.cache import owner_of
 from rescale_data.sources.decoded.interest import shards_of
 from rescale_data.sources.decoded.pieces import AheadSource, PieceSource
-from rescale_data.sources.source import BatchSource, ColumnSource, GrowingSource, Source, TokenSource
+from rescale_data.sources.source import BatchSource, ColumnSource, CountedSource, GrowingSource, Source, TokenSource
 from rescale_data.state import Field, Ints
 
 __all__ = ["DEFAULT_WINDOW", "Reader"]
@@ -200,6 +201,21 @@ class Reader(Node[Any]):
     def size(self, epoch: int) -> int:
         """Rows of the shard in an epoch."""
         return self.rows.size(epoch)
+
+    def epochs_at(self, rows: Ints, shards: Ints) -> npt.NDArray[np.float64]:
+        """``float64[M]``, the epochs that shards have read, with their part of the one they are in."""
+        return rows[:, 0] + rows[:, 1] / np.maximum(1, self.rows.sizes(rows[:, 0], shards))
+
+    def size_in(self, epoch: int, unit: str, column: str | None) -> int:
+        """Rows or tokens of the whole source in an epoch; ``ValueError`` where it does not know its tokens."""
+        if unit == "rows":
+            return self.rows.view(epoch).num_rows
+        if not isinstance(self.source, CountedSource):
+            raise ValueError(
+                f"weights='tokens': {self.source.name} does not know how many tokens it has without reading them all. Give "
+                f"the weights as numbers, or weights='rows'."
+            )
+        return self.source.num_tokens(column, self.rows.view(epoch).fragments)
 
     def share(self, epoch: int) -> ShardShare | None:
         """How fragments are cut up for this shard; `None` where they stay whole."""

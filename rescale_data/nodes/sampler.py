@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Callable, Iterable, Mapping, Set
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -14,10 +13,14 @@ import torch
 
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import BaseNode, Node, View
+from rescale_data.nodes.caps import Cap, check_caps, part_of
 from rescale_data.nodes.circle import WHOLE, Arc, Arcs, Circle, arcs, circle_of, stretched, within
 from rescale_data.nodes.guard import add_place
 from rescale_data.nodes.lengths import TokenArcs
+from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.shard_of import find_shard
+from rescale_data.nodes.sizes import Size, Sizes
+from rescale_data.nodes.weights import Schedule, as_json, from_json, mix_of, pieces_of, require_weights, shares_until
 from rescale_data.state import Field, Ints
 
 Unit: TypeAlias = Literal["samples", "tokens"]
@@ -27,6 +30,7 @@ _SILENT_EPOCHS = 2
 _ENDLESS = 1 << 62
 _NUM, _NOW, _FIRST = 0, 1, 2  # slots: draws, the weights in use, and the first of those of each source
 _KINDS = _DRAWS, _MIX, _DRAWN, _WEIGHT, _TOKENS, _SINCE = "draws", "mix", "drawn", "weight", "tokens", "since"
+_log = logging.getLogger("rescale_data")
 
 
 class WeightedSampler(Node[Any]):
@@ -49,16 +53,22 @@ class WeightedSampler(Node[Any]):
 
     Args:
         nodes: The sources by name. Names are part of the state's paths.
-        weights: Of each, at least 0, in any scale. A source of weight 0 rests.
+        weights: Of each, at least 0, in any scale. A source of weight 0 rests. Or a `Schedule` of them; or "rows" or
+            "tokens": as many as each source has, where it knows. Files that are added count from the epoch at which they join.
         unit: What the weights are shares of: "samples", or "tokens", which are ``len(sample[column])``.
         column: Which, with tokens.
         stop: What happens when a source ends. "never": it begins its next epoch at once, so the mixture has no end, even with
             `Shard.repeat` false. "first": the mixture's epoch ends; the other sources go on where they are in the next.
             "all": the source rests until all have ended, and the others keep their proportions: each row once an epoch.
+        temperature: With "rows" and "tokens": weights are ``size ** (1 / temperature)``.
+        caps: At most so much of a source in the whole run, ``{"books": {"epochs": 4}}``, or "samples" or "tokens", of which
+            each logical shard gets its part; tokens overshoot by at most one document a shard. Then its arc goes to the
+            others, which is logged. When all of them have reached theirs, the stream ends.
 
     Raises:
-        ValueError: Names or weights that do not fit; tokens without a column.
-        DataStateError: A source yielded no sample, or by tokens no token, in two whole epochs (``stop="never"``).
+        ValueError: Names, weights or caps that do not fit; tokens without a column; a source that does not know its size.
+        DataStateError: A source yielded no sample, or by tokens no token, in two whole epochs (``stop="never"``). An endless
+            stream (`Shard.repeat`) of which all sources have reached their caps.
 
     Example:
         >>> import rescale_data as rd
@@ -68,35 +78,50 @@ class WeightedSampler(Node[Any]):
         'cwcwwcwwwwcwwcwcwwcw'
     """
 
-    MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"weights"})
+    MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"weights", "by", "temperature", "caps"})
     CHILDREN_MAY_CHANGE: ClassVar[bool] = True
 
     def __init__(
         self,
         nodes: Mapping[str, BaseNode[Any]],
-        weights: Mapping[str, float],
+        weights: Mapping[str, float] | Schedule | Size,
         *,
         unit: Unit = "samples",
         column: str | None = None,
         stop: Stop = "never",
+        temperature: float = 1.0,
+        caps: Mapping[str, Mapping[str, int]] | None = None,
     ) -> None:
         _check(nodes, weights, unit, column, stop)
         self.names = sorted(nodes)
         self.unit, self.column, self.stop = unit, column, stop
-        self.weights = {name: float(weights[name]) for name in self.names}
+        check_caps(caps or {}, self.names, unit)
         size = len(self.names)
         kinds = [slice(_FIRST + i * size, _FIRST + (i + 1) * size) for i in range(4)]
         self._drawn, self._weights, self._tokens, self._since = kinds
-        self._target = np.array(list(self.weights.values())).view(np.int64).data
-        self._mix = _mix_of(self.names, self.weights.values())
+        self._turn_at: int | None = None  # what has been drawn in this shard when the next weights begin
+        self._said: set[str] = set()
         self._given: int | None = None  # the next draw's point, where the mixture above says it
         self._circle = circle_of(0, 1)
+        self._sizes: Sizes | None = None
+        self._pieces = pieces_of(self.names, dict.fromkeys(self.names, 1.0) if isinstance(weights, str) else weights)
         super().__init__(**{name: nodes[name] for name in self.names})
         self._nodes = [self.children[name] for name in self.names]
         self._inner = [_mixture_of(node) for node in self._nodes]
         self._changing = [name for name in self.names if any(n.MAY_CHANGE for _, n in self.children[name].walk())]
         shard = find_shard(self)
         self._shard = (shard.index, shard.num_logical_shards) if shard else (0, 1)
+        if isinstance(weights, str):
+            starts = {name: self._slots(name).start for name in self.names}
+            self._sizes, self._by = Sizes(self.children, starts, weights, column, temperature), (weights, temperature)
+            weights = self._sizes.weights(self.position)
+        self.weights = weights if isinstance(weights, Schedule) else {name: float(weights[name]) for name in self.names}
+        self._pieces = pieces_of(self.names, self.weights)
+        self.caps = {name: dict(cap) for name, cap in sorted((caps or {}).items())}
+        self._caps = {
+            self.names.index(name): self._cap(name, *next(iter(cap.items()))) for name, cap in self.caps.items()
+        }
+        self.position = self.initial()
         for path, node in self.walk():
             if isinstance(node, WeightedSampler):
                 node._circle = circle_of(*self._shard, ".".join(path))
@@ -114,6 +139,7 @@ class WeightedSampler(Node[Any]):
         self._over = False
         self._arcs: Arcs | TokenArcs | None = None
         self._silent: dict[int, int] = {}
+        self._holds, self._turn_at = True, None
 
     def next(self) -> Any:
         return self.draw(next)
@@ -140,17 +166,20 @@ class WeightedSampler(Node[Any]):
             if isinstance(arcs, TokenArcs) or lefts is None:
                 return self._draw_in(circle, first, stop, arc)
             parts = [within(arcs.arc(source), arc) for source in range(len(self.names))]
-            until, ended = self._first_end(circle, first, stop, parts, lefts)
+            until, ended = self._first_end(
+                circle, first, self._first_change(circle, first, stop, arc, parts), parts, lefts
+            )
             for source, part in enumerate(parts):
                 self._leave_out(source, circle, first, until, part)
             first = until
+            self._cross(self._caps)
             if ended >= 0:
                 self._pass_end(ended)
         return first
 
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
         """Known by samples, where each source is read to its end."""
-        if self.stop != "all" or self.unit == "tokens":
+        if self.stop != "all" or self.unit == "tokens" or self._caps or len(self._pieces.begins) > 1 or self._grows():
             return None
         left, after = np.zeros(len(rows), dtype=np.int64), rows.copy()
         drawn, weights = after[:, self._drawn], rows[:, self._weights]
@@ -170,8 +199,38 @@ class WeightedSampler(Node[Any]):
 
     def initial(self) -> View:
         row = super().initial()
-        row[_NOW], row[self._weights] = self._mix, self._target
+        row[_NOW], row[self._weights] = (
+            self._pieces.slots[0] if self._sizes is None else self._sizes.pieces(row).slots[0]
+        )
         return row
+
+    def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+        if self._sizes is not None:
+            self._sizes.forget()
+
+    def check_change(self, saved: Mapping[str, Any], rows: Ints) -> None:
+        before, progress = from_json(saved["weights"]), int(self._progress_of(rows).max())
+        if isinstance(self.weights, Schedule) and isinstance(before, Schedule | dict):
+            was = shares_until(pieces_of(self.names, before), progress)
+            now = shares_until(self._pieces, progress)
+            if was != now:
+                raise DataStateError(
+                    f"The weights of the Schedule up to {progress}, which is what the logical shard that is farthest has drawn "
+                    f"times their number, differ from those of the checkpoint: they were {_shown(was, now)}, and are "
+                    f"{_shown(now, was)}. What has been drawn cannot change: give the saved keys up to there, and change "
+                    f"those behind. With interpolate='linear' both keys around it count."
+                )
+        for source, cap in self._caps.items():
+            name, drawn = self.names[source], rows[:, cap.slot]
+            drawn = np.maximum(drawn, ~drawn)
+            limits = np.array([part_of(cap.unit, cap.total, shard, self._shard[1]) for shard in range(len(rows))])
+            if saved.get("caps", {}).get(name) != self.caps[name] and (drawn > limits).any():
+                total = drawn.max() if cap.unit == "epochs" else drawn.sum()
+                raise DataStateError(
+                    f"caps[{name!r}]={self.caps[name]} is below what has been drawn already: {int(total)} {cap.unit}, in "
+                    f"{int((drawn > limits).sum())} of {len(rows)} logical shards more than their part. Give a larger cap; for "
+                    f"a source that is to rest, weight 0."
+                )
 
     def check_saved(self, keys: Set[str]) -> None:
         if _DRAWS not in keys and any(key.startswith(f"{_DRAWN}.") for key in keys):
@@ -182,35 +241,47 @@ class WeightedSampler(Node[Any]):
 
     def settle(self, position: View) -> bool:
         """Other weights count from here on. A source that has ended in this epoch stays so."""
-        if position[_NOW] != self._mix:
-            position[_NOW], position[self._weights] = self._mix, self._target
-            if self.unit == "tokens":
-                position[self._since] = position[self._tokens]
+        self._put(position, *self._target(position))
         return sum(self.children[name].settle(position[self._slots(name)]) for name in self._changing) > 0
 
     def is_stuck(self, position: View) -> bool:
         """Some of the weight is that of a source that is gone."""
-        gone = position[_NOW] != _mix_of(self.names, _floats(position[self._weights]))
+        gone = position[_NOW] != mix_of(self.names, _floats(position[self._weights]))
         return gone or super().is_stuck(position)
 
     def is_pending(self, position: View) -> bool:
-        return position[_NOW] != self._mix or super().is_pending(position)
+        return position[_NOW] != self._target(position)[0] or super().is_pending(position)
 
     def locate(self) -> str:
         return self._nodes[self._chosen].locate()
 
     def parameters(self) -> dict[str, Any]:
-        return {"weights": self.weights, "unit": self.unit, "column": self.column, "stop": self.stop}
+        given = {"weights": as_json(self.weights), "unit": self.unit, "column": self.column, "stop": self.stop}
+        sized = {} if self._sizes is None else dict(zip(("by", "temperature"), self._by, strict=True))
+        return {**given, **sized, **({"caps": self.caps} if self.caps else {})}
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
-        """What has been drawn from each source since the run began, and its share of that in the mixture's unit."""
+        """Of each source: what was drawn since the run began, its share of that in the mixture's unit, epochs, and caps.
+
+        ``epochs/...`` is the mean over the readers below a source and over logical shards, and ``capped_shards/...`` how many
+        of these have reached its cap.
+        """
         drawn = rows[:, self._drawn]
         counts = {"samples": np.maximum(drawn, ~drawn).sum(axis=0)}
         if self.unit == "tokens":
             counts["tokens"] = rows[:, self._tokens].sum(axis=0)
         shown = {f"drawn_{unit}": count for unit, count in counts.items()}
         shown["share"] = counts[self.unit] / max(1, counts[self.unit].sum())
-        return {f"{key}/{name}": float(value[i]) for key, value in shown.items() for i, name in enumerate(self.names)}
+        found = {f"{key}/{name}": float(value[i]) for key, value in shown.items() for i, name in enumerate(self.names)}
+        for name in self.names:
+            if readers := self._readers(name):
+                epochs = [reader.epochs_at(rows[:, slot:], shards) for reader, slot in readers]
+                found[f"epochs/{name}"] = float(np.mean(epochs))
+        for source, cap in self._caps.items():
+            limits = np.array([part_of(cap.unit, cap.total, shard, self._shard[1]) for shard in shards.tolist()])
+            count = rows[:, cap.slot]
+            found[f"capped_shards/{self.names[source]}"] = float((np.maximum(count, ~count) >= limits).sum())
+        return found
 
     # Drawing
 
@@ -229,6 +300,7 @@ class WeightedSampler(Node[Any]):
     def _plan(self) -> Arcs | TokenArcs | None:
         """The arcs of the sources that have not ended; `None` at the end of the epoch."""
         if self._arcs is None and not self._over:
+            self._watch()
             weights = _floats(self.position[self._weights])
             drawn = self.position[self._drawn].tolist()
             going = tuple(weight if count >= 0 else 0.0 for weight, count in zip(weights, drawn, strict=True))
@@ -261,6 +333,8 @@ class WeightedSampler(Node[Any]):
         if isinstance(self._arcs, TokenArcs):
             self.position[self._tokens.start + chosen] += length
             self._arcs.drew(chosen, length)
+        if self._turn_at is not None or chosen in self._caps:
+            self._cross([chosen])
 
     def _length(self, sample: Any) -> int:
         if self.unit == "samples":
@@ -276,6 +350,87 @@ class WeightedSampler(Node[Any]):
             )
             add_place(error, type(self).__name__, self.locate())
             raise error from cause
+
+    # Weights that change
+
+    def _cap(self, name: str, unit: str, total: int) -> Cap:
+        source = self.names.index(name)
+        slot = {"samples": self._drawn, "tokens": self._tokens}.get(unit, self._drawn).start + source
+        if unit == "epochs":
+            readers = self._readers(name)
+            if len(readers) != 1:
+                raise ValueError(
+                    f"caps[{name!r}]={{'epochs': {total}}}: the source reads {len(readers)} rd.Reader, so its epochs are not "
+                    f"those of one. Cap its samples, or the readers in a mixture of their own."
+                )
+            slot = readers[0][1]
+        return Cap(unit, total, part_of(unit, total, *self._shard), slot)
+
+    def _readers(self, name: str) -> list[tuple[Reader, int]]:
+        """The readers of a source, and the first slot of each, which is its epoch."""
+        child, start = self.children[name], self._slots(name).start
+        found = [(node, child.slot_of(path)) for path, node in child.walk() if isinstance(node, Reader)]
+        return [(reader, start + slot) for reader, slot in found if slot is not None]
+
+    def _grows(self) -> bool:
+        return self._sizes is not None and self._sizes.grow
+
+    def _is_small(self, node: Node[Any]) -> bool:
+        """Whether a source goes on from epoch to epoch by itself, as one of fewer rows than logical shards does."""
+        return any(isinstance(n, Reader) and n.source.num_rows < self._shard[1] for _, n in node.walk())
+
+    def _progress_of(self, rows: Ints) -> Ints:
+        """What the mixture has drawn in each logical shard in its unit, times the number of these."""
+        drawn = rows[:, self._tokens].sum(axis=1) if self.unit == "tokens" else rows[:, _NUM]
+        return drawn * self._shard[1]
+
+    def _target(self, position: View) -> tuple[int, View]:
+        """The weights that are to count at a position, and a number that stands for them."""
+        if not (self._caps or self._sizes or len(self._pieces.begins) > 1):
+            return self._pieces.slots[0]
+        pieces = self._pieces if self._sizes is None else self._sizes.pieces(position)
+        number = 0 if len(pieces.begins) == 1 else pieces.number(int(self._progress_of(np.array(position)[None])[0]))
+        reached = [source for source, cap in self._caps.items() if cap.reached(position)]
+        if not reached:
+            return pieces.slots[number]
+        weights = [0.0 if source in reached else weight for source, weight in enumerate(pieces.weights[number])]
+        return mix_of(self.names, weights), np.array(weights).view(np.int64).data
+
+    def _put(self, position: View, mix: int, weights: View) -> None:
+        if position[_NOW] != mix:
+            position[_NOW], position[self._weights] = mix, weights
+            if self.unit == "tokens":
+                position[self._since] = position[self._tokens]
+
+    def _watch(self) -> None:
+        """Whether the weights are those of now, and how far they hold; else they stay until the position is settled."""
+        if self._caps and not self.position[_NUM]:  # of a cap of less than one in each logical shard
+            self._put(self.position, *self._target(self.position))
+        self._holds = self.position[_NOW] == self._target(self.position)[0]
+        self._turn_at = None
+        if self._holds and len(self._pieces.begins) > 1:
+            end = self._pieces.end(int(self._progress_of(np.array(self.position)[None])[0]))
+            self._turn_at = None if end is None else -(-end // self._shard[1])
+
+    def _cross(self, sources: Iterable[int]) -> None:
+        """After a draw: a schedule's next piece begins, or a source has reached its cap."""
+        capped = [s for s in sources if self._holds and s in self._caps and self._caps[s].reached(self.position)]
+        drawn = self._arcs.num_tokens if isinstance(self._arcs, TokenArcs) else self.position[_NUM]
+        if capped or (self._turn_at is not None and drawn >= self._turn_at):
+            self._change(capped)
+
+    def _change(self, sources: Iterable[int]) -> None:
+        """Let the weights of now take effect, in the middle of an epoch."""
+        self._put(self.position, *self._target(self.position))
+        self._arcs = None
+        for name in [self.names[s] for s in sources if s in self._caps and self._caps[s].reached(self.position)]:
+            if self._shard[0] or name in self._said:
+                continue
+            self._said.add(name)
+            _log.warning(
+                "The source %r of a mixture has reached its cap of %s in the first of %d logical shards, as it will in the "
+                "others: its part goes to the other sources.", name, self.caps[name], self._shard[1],
+            )  # fmt: skip
 
     # Leaving out
 
@@ -295,10 +450,17 @@ class WeightedSampler(Node[Any]):
     def _lefts(self) -> list[int] | None:
         """How many samples each source has before it ends what this mixture reads of it; `None` where that is not known."""
         row, shards = np.array(self.position)[None], np.array([self._shard[0]])
-        if self.stop == "never":
-            return [_ENDLESS] * len(self.names)
-        ends = [node.epoch_end(row[:, self._slots(name)], shards) for name, node in self.children.items()]
-        return [int(end[0][0]) for end in ends if end is not None] if None not in ends else None
+        by_epochs = {source for source, cap in self._caps.items() if cap.unit == "epochs"}
+        lefts: list[int] = []
+        for source, (name, node) in enumerate(self.children.items()):
+            if self.stop == "never" and not (self._grows() or source in by_epochs):
+                lefts.append(_ENDLESS)
+                continue
+            end = node.epoch_end(row[:, self._slots(name)], shards)
+            if end is None or (source in by_epochs and self._is_small(node)):
+                return None
+            lefts.append(int(end[0][0]))
+        return lefts
 
     def _first_end(self, circle: Circle, first: int, stop: int, parts: list[Arc], lefts: list[int]) -> tuple[int, int]:
         """The first of the draws at which a source has nothing left, and which; ``stop`` and -1 where there is none."""
@@ -307,6 +469,16 @@ class WeightedSampler(Node[Any]):
             if circle.count(first, stop, part) > left:
                 stop, ended = circle.find(first, part, left), source
         return stop, ended
+
+    def _first_change(self, circle: Circle, first: int, stop: int, arc: Arc, parts: list[Arc]) -> int:
+        """The first of the draws that is drawn with other weights; ``stop`` where there is none."""
+        if self._turn_at is not None and circle.count(first, stop, arc) > (room := self._turn_at - self.position[_NUM]):
+            stop = circle.find(first, arc, room)
+        for source, cap in self._caps.items():
+            room = cap.limit - cap.drawn(self.position)
+            if self._holds and cap.unit == "samples" and 0 < room <= circle.count(first, stop, parts[source]):
+                stop = circle.find(first, parts[source], room - 1) + 1
+        return stop
 
     def _leave_out(self, source: int, circle: Circle, first: int, stop: int, part: Arc) -> None:
         """Leave out the draws that are a source's, over as many of its epochs as they take."""
@@ -351,6 +523,8 @@ class WeightedSampler(Node[Any]):
     def _end(self, chosen: int) -> None:
         """A source has ended, and its position is the beginning of its next epoch."""
         self._arcs = None
+        if self._holds and (self._sizes or chosen in self._caps):
+            self._change([chosen])
         if self.stop == "never":
             self._repeat(chosen)
         elif self.stop == "first":
@@ -371,6 +545,12 @@ class WeightedSampler(Node[Any]):
     def _finish(self) -> None:
         """All sources have ended: the next epoch begins with all."""
         self._over = True
+        if self._caps and not any(self.position[self._weights]) and any(node.repeat for _, node in self.walk()):
+            raise DataStateError(
+                f"All sources of a mixture have reached their caps, {self.caps}, in logical shard {self._shard[0]} of "
+                f"{self._shard[1]}, and the stream is to be endless (repeat=True). Give larger caps, a source without one, or "
+                f"repeat=False, where the stream ends."
+            )
         for i in range(self._drawn.start, self._drawn.stop):
             self.position[i] = max(self.position[i], ~self.position[i])
 
@@ -391,19 +571,27 @@ def _mixture_of(node: Node[Any]) -> WeightedSampler | None:
     return node if isinstance(node, WeightedSampler) else None
 
 
-def _mix_of(names: Iterable[str], weights: Iterable[float]) -> int:
-    """A number that stands for the sources that are drawn from, and their weights."""
-    text = repr([(name, weight) for name, weight in zip(names, weights, strict=True) if weight])
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-
-
 def _floats(slots: View) -> list[float]:
     return np.array(slots).view(np.float64).tolist()
 
 
+def _shown(one: list[Any], other: list[Any]) -> str:
+    """What is in one list of (progress, weights) and not in the other, in a few words."""
+    found = [f"{dict(shares)} from {begin} on" for begin, shares in one if (begin, shares) not in other]
+    return ", ".join(found[:3]) or "nothing there"
+
+
 def _check(
-    nodes: Mapping[str, BaseNode[Any]], weights: Mapping[str, float], unit: str, column: str | None, stop: str
+    nodes: Mapping[str, BaseNode[Any]],
+    given: Mapping[str, float] | Schedule | str,
+    unit: str,
+    column: str | None,
+    stop: str,
 ) -> None:
+    if isinstance(given, str) and given not in ("rows", "tokens"):
+        raise ValueError(f"weights={given!r}: give numbers by name, a rd.Schedule, 'rows' or 'tokens'.")
+    weights = dict.fromkeys(nodes, 1.0) if isinstance(given, str) else given
+    weights = weights.keys[0][1] if isinstance(weights, Schedule) else weights
     if not nodes or set(nodes) != set(weights):
         raise ValueError(
             f"WeightedSampler was given the nodes {sorted(nodes)} and the weights {sorted(weights)}: give a weight for each."
@@ -411,8 +599,7 @@ def _check(
     bad = [name for name in nodes if not name or "." in name or name in (*_KINDS, "self")]
     if bad:
         raise ValueError(f"The names {bad} of sources cannot be part of a state's path: without dots, and others.")
-    if not all(math.isfinite(weight) and weight >= 0 for weight in weights.values()) or not any(weights.values()):
-        raise ValueError(f"weights={dict(weights)}: give finite numbers, none negative and not all 0.")
+    require_weights(weights)
     if unit not in ("samples", "tokens") or stop not in ("never", "first", "all"):
         raise ValueError(f"unit={unit!r}, stop={stop!r}: give 'samples' or 'tokens', and 'never', 'first' or 'all'.")
     if (unit == "tokens") != (column is not None):

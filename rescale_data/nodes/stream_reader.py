@@ -163,6 +163,6 @@ def _warn(source: IterableSource) -> None:
     if source.keeps == "count" and source.name not in _warned:
         _warned.add(source.name)
         _log.warning(
-            "%s: its streams have no state_dict(). A resumed run reads each again up to the row at which it was left, which "
-            "takes the longer the later that is.", source.name,
+            "%s: its streams have no state_dict(), or one that leaves out a shuffle buffer. A resumed run reads each again to "
+            "the row at which it was left, which takes the longer the later that is.", source.name,
         )  # fmt: skip

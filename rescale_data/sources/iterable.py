@@ -56,8 +56,9 @@ class IterableSource:
 
     A stream whose iterator or which itself has ``state_dict`` and ``load_state_dict`` is resumed with them; its state is kept
     in the loader's, as JSON in a row of fixed width. Any other stream is read again up to the number of rows that were drawn,
-    which takes longer the later it is (R4 does not hold), and must then yield the same rows. An iterator that can be
-    read once, such as a generator over a queue, can do neither: then a checkpoint is refused when it is saved.
+    which takes longer the later it is (R4 does not hold), and must then yield the same rows; so is one of Hugging Face that
+    shuffles in a buffer, which its state leaves out. An iterator that can be read once, such as a generator over a queue, can
+    do neither: then a checkpoint is refused when it is saved.
 
     Args:
         streams: Iterables, one that splits itself (``num_shards`` and ``shard(num_shards, index)``, as ``IterableDataset`` of
@@ -122,9 +123,19 @@ def stateful(stream: Iterable[Any], iterator: Iterator[Any]) -> Stateful | None:
 def _kept(make: Factory, state_bytes: int) -> Keeps:
     stream = make(0)
     iterator = iter(stream)
-    if state_bytes and stateful(stream, iterator) is not None:
+    if (
+        state_bytes
+        and stateful(stream, iterator) is not None
+        and not _has_buffer(getattr(stream, "_ex_iterable", None))
+    ):
         return "state"
     return "nothing" if iterator is stream and make(0) is stream else "count"
+
+
+def _has_buffer(part: Any) -> bool:
+    """Whether a part of Hugging Face's ``IterableDataset`` shuffles in a buffer, which its ``state_dict`` leaves out."""
+    below = [getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())]
+    return "BufferShuffled" in type(part).__name__ or any(_has_buffer(each) for each in below if each is not None)
 
 
 def _resolve(streams: Any, num_streams: int | None) -> tuple[Factory, int]:

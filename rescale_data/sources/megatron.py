@@ -64,6 +64,11 @@ class MegatronSource(FileSource):
         if column != COLUMN:
             raise ValueError(f"{self.name} has no column {column!r}. A MegatronSource has {COLUMN!r}.")
 
+    def num_tokens(self, column: str | None, fragments: Ints | None = None) -> int:
+        self.check_tokens(column or COLUMN)
+        nbytes, dtype = self._index.places["length"], np.dtype(self._index.kinds[0]["dtype"])
+        return int((nbytes if fragments is None else nbytes[fragments]).sum()) // dtype.itemsize
+
     def tokens(self, column: str, fragment: int) -> Tokens:
         del column  # there is one
         documents: Any = self._rows(fragment)

@@ -140,6 +140,15 @@ class GrowingSource(Source, Protocol):
         ...
 
 
+@runtime_checkable
+class CountedSource(Source, Protocol):
+    """A source that knows how many tokens it has without reading them."""
+
+    def num_tokens(self, column: str | None, fragments: Ints | None = None) -> int:
+        """Of a column, in some fragments (``int64[G]``) or all."""
+        ...
+
+
 @dataclass(frozen=True)
 class Tokens:
     """A token column of one fragment: document i is ``values[offsets[i] : offsets[i + 1]]``.

@@ -46,15 +46,25 @@ sizes = st.integers(3, 25)
 leaves = st.builds(lambda size: ("rows", size), sizes) | st.builds(lambda size: ("filter", size), sizes)
 stops = st.sampled_from(["never", "first", "all"])
 units = st.sampled_from(["samples", "samples", "samples", "tokens"])
+features = st.sampled_from([None, None, "step", "linear", "rows", "samples", "epochs", "tokens"])
 trees = st.recursive(
     leaves,
     lambda below: st.builds(
-        lambda parts, weights, stop, unit, mapped: ("mixture", parts, weights[: len(parts)], stop, unit, mapped),
+        lambda parts, weights, stop, unit, mapped, what: (
+            "mixture",
+            parts,
+            weights[: len(parts)],
+            stop,
+            unit,
+            mapped,
+            what,
+        ),
         st.lists(below, min_size=1, max_size=3),
         st.lists(st.sampled_from([0.3, 1, 1, 2.5, 7]), min_size=3, max_size=3),
         stops,
         units,
         st.booleans(),
+        features,
     ),
     max_leaves=6,
 ).filter(lambda tree: tree[0] == "mixture")
@@ -66,11 +76,27 @@ def build(tree: Any, shard: rd.Shard, numbers: Any = None) -> Node[Any]:
     if kind != "mixture":
         node = rd.Reader(rows(next(numbers), what[0] * shard.num_logical_shards), shard, shuffle=4)
         return rd.Filter(node, is_odd) if kind == "filter" else node
-    parts, weights, stop, unit, mapped = what
+    parts, weights, stop, unit, mapped, feature = what
     nodes = {f"part{i}": build(part, shard, numbers) for i, part in enumerate(parts)}
     column = "tokens" if unit == "tokens" else None
-    mixture = rd.WeightedSampler(nodes, dict(zip(nodes, weights, strict=True)), stop=stop, unit=unit, column=column)
+    given: Any = dict(zip(nodes, weights, strict=True))
+    caps = None
+    if feature in ("step", "linear"):  # progress passes 90 after 30 draws
+        later = {name: weight + 3 * i for i, (name, weight) in enumerate(reversed(given.items()))}
+        given = rd.Schedule([(0, given), (40, later), (100, {**given, "part0": 9.0})], feature)
+    elif feature == "rows":
+        given = "rows"
+    elif feature is not None:
+        unit_of_cap = "samples" if feature == "tokens" and unit == "samples" else feature
+        caps = {
+            name: {unit_of_cap: 2 if feature == "epochs" else 31} for name in list(nodes)[1:] if reads_one(nodes[name])
+        }
+    mixture = rd.WeightedSampler(nodes, given, stop=stop, unit=unit, column=column, caps=caps, temperature=2)
     return rd.Map(mixture, same) if mapped else mixture
+
+
+def reads_one(node: Node[Any]) -> bool:
+    return sum(isinstance(below, rd.Reader) for _, below in node.walk()) == 1
 
 
 def place(sample: dict[str, Any]) -> tuple[int, int]:

@@ -54,10 +54,21 @@ def read(source: Any, shard: rd.Shard, **kwargs: Any) -> rd.Reader:
     return rd.Reader(source, shard, shuffle=4, **kwargs)
 
 
-def mixture(shard: rd.Shard, weights: dict[str, float] | None = None, **kwargs: Any) -> rd.WeightedSampler:
+def mixture(shard: rd.Shard, weights: Any = None, **kwargs: Any) -> rd.WeightedSampler:
     sources = {"web": WEB, "code": CODE, "books": BOOKS}
     weights = weights or {"web": 0.5, "code": 0.3, "books": 0.2}
-    return rd.WeightedSampler({name: read(sources[name], shard) for name in weights}, weights, **kwargs)
+    names = sources if isinstance(weights, str) else weights
+    return rd.WeightedSampler({name: read(sources[name], shard) for name in names}, weights, **kwargs)
+
+
+def scheduled(shard: rd.Shard) -> rd.BaseNode[Any]:
+    """By tokens under a packer, over a mixture of which sources are capped."""
+    caps = {"web": {"epochs": 2}, "code": {"samples": 60}}
+    inner = mixture(shard, {"web": 3, "code": 1, "books": 1}, caps=caps)
+    nodes = {"inner": inner, "books": read(BOOKS, shard)}
+    schedule = rd.Schedule([(0, {"inner": 1, "books": 0}), (600, {"inner": 1, "books": 2})], "linear")
+    rows = rd.WeightedSampler(nodes, schedule, unit="tokens", column="tokens")
+    return rd.TokenPacker(rows, column="tokens", seq_len=11, eos_id=None)
 
 
 def mapped(shard: rd.Shard, source: Any = WEB) -> rd.BaseNode[Any]:
@@ -237,9 +248,11 @@ PIPELINES: dict[str, Callable[[rd.Shard], nodes.BaseNode[Any]]] = {
     "clean": cleaned,
     "whole": whole,
     "everything": everything,
+    "caps": functools.partial(mixed, weights="rows", caps={"code": {"samples": 50}, "web": {"epochs": 1}}),
+    "schedule": scheduled,
     "shuffle": shuffled,
     "shuffles": shuffled_rows,
     **STOCK,
 }
-ENDLESS = ("mixture", "tokens", "everything", "Weighted-forever")
+ENDLESS = ("mixture", "caps", "schedule", "tokens", "everything", "Weighted-forever")
 """Those that no epoch ends."""

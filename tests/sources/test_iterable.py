@@ -181,3 +181,15 @@ class TestHuggingFace:
         source = rd.IterableSource(stream)
         rows = Counter(row["x"] for i in range(3) for row in rd.StreamReader(source, rd.Shard(i, 3)))
         assert rows == Counter(row["x"] for i in range(6) for row in numbers(i))
+
+    def test_a_shuffle_buffer_is_not_in_its_state(self, stream: Any) -> None:
+        """So it is read again: resumed by its state alone it would lose what was in the buffer."""
+        shuffled = stream.shuffle(seed=1, buffer_size=3).map(lambda row: row)
+        source = rd.IterableSource(shuffled)
+        assert source.keeps == "count"
+        assert_rescalable(partial(make_loader, source), [(1, 4, 0), (3, 2, 0), (2, 6, 0)], steps=3)
+
+    def test_a_loader_takes_it_as_it_is(self, stream: Any) -> None:
+        loader = rd.DataLoader(stream, global_batch_size=2, num_logical_shards=2, collate_fn=list)
+        rows = Counter(row["x"] for batch in loader for row in batch)
+        assert rows == Counter(row["x"] for i in range(6) for row in numbers(i))

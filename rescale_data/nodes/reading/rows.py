@@ -92,12 +92,17 @@ class ShardRows:
         cache().put(self._plan_key, Plan(-1, 0, np.zeros(0, np.int64), _NO_SUMS))
 
     @property
+    def grows(self) -> bool:
+        """Whether the source consists of something else in later epochs."""
+        return len(self._views) > 1
+
+    @property
     def width(self) -> int:
         """Rows whose order is computed together."""
         return self.order(0).width
 
     def order(self, epoch: int, shard: int = -1) -> ShardOrder:
-        view, part = self._view(epoch), self.range_of(epoch, self._shard.index if shard < 0 else shard)
+        view, part = self.view(epoch), self.range_of(epoch, self._shard.index if shard < 0 else shard)
         found = self._orders.get((view.since, part))
         if found is None:
             found = ShardOrder(
@@ -115,7 +120,7 @@ class ShardRows:
 
     def range_of(self, epoch: int, shard: int) -> int:
         """Number of the range of rows that a shard reads in an epoch."""
-        view = self._view(epoch)
+        view = self.view(epoch)
         if self.steps is not None or view.num_rows >= self._shard.num_logical_shards:
             return shard
         return int(ranges_of(np.array([shard]), np.array([epoch]), *self._args(view))[0])
@@ -135,13 +140,13 @@ class ShardRows:
     def goes_on(self, epoch: int) -> bool:
         """Whether the end of an epoch is none for whoever reads: it has a row or none, and others of its round follow."""
         n = self._shard.num_logical_shards
-        is_small = self._shard.repeat and self._view(epoch).num_rows < n
+        is_small = self._shard.repeat and self.view(epoch).num_rows < n
         return is_small and self.next_epoch(epoch) // n == epoch // n
 
     def _shuffle(self, epoch: int) -> int:
         """The epoch whose shuffle holds: of few rows that of a round, so that a shard reads each of them once in it."""
         n = self._shard.num_logical_shards
-        return epoch if self._view(epoch).num_rows >= n else epoch // n
+        return epoch if self.view(epoch).num_rows >= n else epoch // n
 
     def size(self, epoch: int) -> int:
         """Rows of the shard in an epoch."""
@@ -221,7 +226,7 @@ class ShardRows:
 
     def numbered(self, epoch: int, rows: Ints) -> Ints:
         """Rows of the source as the view of an epoch numbers them, whatever has joined since."""
-        fragments, view = self._source.fragments, self._view(epoch)
+        fragments, view = self._source.fragments, self.view(epoch)
         if fragments is None or view.fragments is None:
             return rows
         starts, lengths = fragments[:-1][view.fragments], np.diff(fragments)[view.fragments]
@@ -240,7 +245,7 @@ class ShardRows:
 
     def fragments(self, epoch: int) -> FragmentOrder | None:
         """The fragments as the epoch permutes them; `None` where rows are as they are in the source."""
-        fragments, view = self._source.fragments, self._view(epoch)
+        fragments, view = self._source.fragments, self.view(epoch)
         if fragments is None or (not self.window and view.fragments is None):
             return None
         epoch = self._shuffle(epoch) if self.window else view.since
@@ -255,7 +260,8 @@ class ShardRows:
             return fragments_in_order(starts, lengths)
         return some_fragments_order(starts, lengths, self._shard.seed, epoch)
 
-    def _view(self, epoch: int) -> View:
+    def view(self, epoch: int) -> View:
+        """What the source consists of in an epoch."""
         return self._views[0] if len(self._views) == 1 else self._views[bisect_right(self._since, epoch) - 1]
 
 

@@ -1,0 +1,70 @@
+"""What the shards still have at the end of an epoch, where only reading can tell: looked at a bounded stretch at a time.
+
+    round 1    every shard looks up to m samples ahead    some have m, some end before    those samples are dealt
+    round 2    from where that left them                  ...                             until no shard has any
+
+So no call reads more than a few steps' samples, whatever is left, and a round is a function of the table alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rescale_data.engine.ranks import Ranks
+from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES, Histories
+from rescale_data.engine.runner import Runner
+from rescale_data.layout.layout import Layout
+from rescale_data.state import Ints
+
+STEPS_OF_A_ROUND = 4
+_UNKNOWN = -1
+
+
+class Rest:
+    """The rest of one epoch.
+
+    Args:
+        runner: Draws samples to count them.
+        num_columns: Of the table.
+    """
+
+    def __init__(self, layout: Layout, ranks: Ranks, runner: Runner, num_columns: int) -> None:
+        self._layout, self._ranks, self._runner = layout, ranks, runner
+        self._ends = np.full((layout.num_logical_shards, 1 + num_columns - FIRST_SLOT), _UNKNOWN, dtype=np.int64)
+
+    def look(self, table: Ints, histories: Histories) -> Ints:
+        """Samples of each shard to deal next: ``int64[N]``; less than a global batch in all where no shard has more.
+
+        Collective over the dp ranks; each reads the shards that it owns.
+
+        Args:
+            table: With all N rows right.
+        """
+        self._runner.load(table, histories)
+        enough = STEPS_OF_A_ROUND * self._layout.global_batch_size
+        seen, ahead = 0, -(-enough // len(table))
+        while True:
+            self._read(table[:, SAMPLES], seen, ahead)
+            left = np.where(
+                self._ends[:, 0] == _UNKNOWN, ahead, np.minimum(self._ends[:, 0] - table[:, SAMPLES], ahead)
+            )
+            going = int((left == ahead).sum())
+            if left.sum() >= enough or not going:
+                return left
+            seen, ahead = ahead, max(2 * ahead, -(-enough // going))
+
+    def next_epoch(self, table: Ints, histories: Histories) -> Ints:
+        """The slots at which the next epoch begins, of all shards (collective): asked when `look` has seen the last sample."""
+        if (self._ends[:, 0] == _UNKNOWN).any():  # seen before a load
+            self.look(table, histories)
+        return self._ends[:, 1:]
+
+    def _read(self, samples: Ints, seen: int, ahead: int) -> None:
+        """Find the ends that are less than ``ahead`` samples away; ``seen`` have been read of the shards that may have more."""
+        with self._ranks.reading():
+            for shard in self._layout.owned(self._ranks.rank):
+                if self._ends[shard, 0] == _UNKNOWN:
+                    count, slots = self._runner.look_ahead(shard, ahead - seen)
+                    if slots is not None:
+                        self._ends[shard] = [samples[shard] + seen + count, *slots]
+        self._ends = self._ranks.merge(self._ends, self._layout.owners)

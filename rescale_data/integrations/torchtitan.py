@@ -1,0 +1,93 @@
+"""torchtitan (0.3, and its main branch of August 2026): a dataloader component that goes on at another data-parallel degree.
+
+The state lies in torchtitan's own checkpoints, where it is the same for every rank. ``repeat=False`` works at any degree: all
+ranks end an epoch after the same batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+import tyro
+
+from rescale_data.loader import DataLoader
+from rescale_data.nodes.base import BaseNode
+
+try:
+    from torchtitan.components.dataloader import BaseDataLoader
+except ImportError:  # its main branch
+    from torchtitan.components.data.loader import BaseDataLoader
+
+
+class RescaleDataLoader(BaseDataLoader):
+    """`rescale_data.DataLoader` in a trainer's config: ``dataloader=RescaleDataLoader.Config(pipeline=, global_batch_size=)``.
+
+    It yields what the trainer wants: ``{"input", "positions"}, labels``, each ``int64[b, seq_len]`` in 0.3, flat in later ones.
+    Positions begin anew in each document where samples have ``doc_ids`` (``TokenPacker(doc_ids=True)``).
+
+    Example:
+        >>> RescaleDataLoader.Config(pipeline=print, global_batch_size=64).repeat
+        True
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        """Of the arguments of `rescale_data.DataLoader` those that torchtitan does not know itself."""
+
+        pipeline: Annotated[Callable[..., BaseNode[Any]], tyro.conf.Suppress]
+        """``(tokenizer, seq_len, shard) -> node`` of ``{"tokens", "labels"}``, as `TokenPacker(labels=True)` makes them."""
+        global_batch_size: int
+        """Sequences of an optimizer step over all ranks, as in torchtitan's own config; it hands no loader that number."""
+        num_logical_shards: int | None = None
+        num_workers: int = 0
+        seed: int = 42
+        repeat: bool = True
+
+    def __init__(
+        self, config: Config, *, dp_world_size: int, dp_rank: int, tokenizer: Any = None, seq_len: int = 0,
+        local_batch_size: int = 0, max_context_length: int = 0, num_tokens_per_batch: int = 0, **others: Any,
+    ) -> None:  # fmt: skip
+        self._is_flat = bool(max_context_length)
+        length = seq_len or max_context_length
+        self.loader = DataLoader(
+            functools.partial(config.pipeline, tokenizer, length),
+            global_batch_size=config.global_batch_size,
+            micro_batch_size=local_batch_size or num_tokens_per_batch // length,
+            num_logical_shards=config.num_logical_shards,
+            dp_rank=dp_rank,
+            dp_world_size=dp_world_size,
+            num_workers=config.num_workers,
+            seed=config.seed,
+            repeat=config.repeat,
+        )
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        for batch in self.loader:
+            made = batch["tokens"], _positions(batch), batch["labels"]
+            tokens, positions, labels = [tensor.flatten() for tensor in made] if self._is_flat else made
+            yield {"input": tokens, "positions": positions}, labels
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict:  # torchtitan's checkpoints may hold none
+            self.loader.load_state_dict(state_dict)
+
+    def close(self) -> None:
+        self.loader.close()
+
+
+def _positions(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """``int64[b, seq_len]``, counted from the beginning of each document where the batch says where that is."""
+    if "positions" in batch:
+        return batch["positions"]
+    here = torch.arange(batch["tokens"].shape[1]).expand_as(batch["tokens"])
+    if "doc_ids" not in batch:
+        return here
+    begins = batch["doc_ids"].diff(dim=1, prepend=batch["doc_ids"][:, :1]) != 0
+    return here - (here * begins).cummax(dim=1).values

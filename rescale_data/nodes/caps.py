@@ -1,0 +1,58 @@
+"""`Cap`: how much a mixture may draw from a source in the whole run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rescale_data.errors import require_int
+from rescale_data.nodes.base import View
+
+UNITS = ("epochs", "samples", "tokens")
+
+
+@dataclass(frozen=True)
+class Cap:
+    """That of one source in one logical shard.
+
+    Args:
+        unit: "epochs", "samples" or "tokens".
+        total: Of all logical shards, but of epochs, which each shard has as many of.
+        limit: Of this one.
+        slot: Of the mixture's position, which counts them since the run began.
+    """
+
+    unit: str
+    total: int
+    limit: int
+    slot: int
+
+    def drawn(self, position: View) -> int:
+        count: int = position[self.slot]
+        return max(count, ~count)
+
+    def reached(self, position: View) -> bool:
+        return self.drawn(position) >= self.limit
+
+
+def part_of(unit: str, total: int, shard: int, num_logical_shards: int) -> int:
+    """What a logical shard gets of a cap."""
+    if unit == "epochs":
+        return total
+    return total * (shard + 1) // num_logical_shards - total * shard // num_logical_shards
+
+
+def check_caps(caps: Mapping[str, Mapping[str, int]], names: list[str], unit: str) -> None:
+    """``ValueError`` where caps are none, or of sources that are not there."""
+    for name, cap in caps.items():
+        if name not in names:
+            raise ValueError(f"caps has {name!r}, and the sources are {names}: cap one of them.")
+        if len(cap) != 1 or (given := next(iter(cap))) not in UNITS:
+            raise ValueError(
+                f"caps[{name!r}]={dict(cap)}: give one of {{'epochs': n}}, {{'samples': n}}, {{'tokens': n}}."
+            )
+        if given == "tokens" and unit != "tokens":
+            raise ValueError(f"caps[{name!r}]={dict(cap)}: tokens are counted by unit='tokens', with column=.")
+        require_int(**{f"caps[{name!r}][{given!r}]": cap[given]})
+        if cap[given] < 1:
+            raise ValueError(f"caps[{name!r}]={dict(cap)}: give at least 1; for a source that rests, weight 0.")

@@ -1,0 +1,83 @@
+"""`Sizes`: weights by how large the sources are, which may grow in the course of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal, TypeAlias
+
+from rescale_data.nodes.base import Node, View
+from rescale_data.nodes.reader import Reader
+from rescale_data.nodes.weights import Pieces, pieces_of
+
+Size: TypeAlias = Literal["rows", "tokens"]
+
+
+class Sizes:
+    """Weights of ``size ** (1 / temperature)``, of the sizes that hold in the epochs in which a position lies.
+
+    Args:
+        sources: The children of a mixture.
+        starts: The first slot of each in its position.
+        by: "rows" or "tokens".
+        column: Of the tokens.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Node[object]],
+        starts: Mapping[str, int],
+        by: Size,
+        column: str | None,
+        temperature: float,
+    ) -> None:
+        if not (math.isfinite(temperature) and temperature > 0):
+            raise ValueError(
+                f"temperature={temperature}: give a number above 0; 1 for weights as large as the sources."
+            )
+        self._by, self._column, self._temperature = by, column, temperature
+        self._readers = {name: _readers(name, node, starts[name], by) for name, node in sources.items()}
+        self._found: dict[tuple[int, ...], Pieces] = {}
+
+    def forget(self) -> None:
+        """Sources consist of something else now."""
+        self._found.clear()
+
+    @property
+    def grow(self) -> bool:
+        """Whether they differ from epoch to epoch."""
+        return any(reader.rows.grows for readers in self._readers.values() for reader, _ in readers)
+
+    def weights(self, position: View) -> dict[str, float]:
+        sizes = {
+            name: sum(reader.size_in(position[slot], self._by, self._column) for reader, slot in readers)
+            for name, readers in self._readers.items()
+        }
+        largest = max(1, *sizes.values())
+        # rounded, so that they are the same on every processor
+        return {name: float(f"{(size / largest) ** (1 / self._temperature):.9g}") for name, size in sizes.items()}
+
+    def pieces(self, position: View) -> Pieces:
+        epochs = tuple(position[slot] for readers in self._readers.values() for _, slot in readers)
+        if epochs not in self._found:
+            self._found = {epochs: pieces_of(list(self._readers), self.weights(position))}
+        return self._found[epochs]
+
+
+def _readers(name: str, node: Node[object], start: int, by: Size) -> list[tuple[Reader, int]]:
+    """The readers below, and the slot of the epoch of each."""
+    found: list[tuple[Reader, int]] = []
+    for path, below in node.walk():
+        if below.reads is not None:
+            slot = node.slot_of(path)
+            if not isinstance(below, Reader) or slot is None:
+                raise ValueError(
+                    f"weights={by!r}: the source {name!r} reads {below.reads.name} by a {type(below).__name__}, which does not "
+                    f"know its number of {by}. Give the weights as numbers."
+                )
+            found.append((below, start + slot))
+    if not found:
+        raise ValueError(
+            f"weights={by!r}: nothing is known of the size of the source {name!r}. Give the weights as numbers."
+        )
+    return found

@@ -1,0 +1,162 @@
+"""What the weights of a mixture are at any point of a run: constant, by a `Schedule`, or as large as the sources."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+
+from rescale_data.errors import require_int
+
+STEPS = 64
+"""As many steps of constant weights lead from one key of a linear schedule to the next."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Weights that change in the course of a run, for `WeightedSampler`.
+
+    Progress is what the mixture has drawn in a logical shard, in its ``unit``, times the number of logical shards: samples or
+    tokens of the run, as each shard sees them. So two shards may pass a key in different steps.
+
+    Args:
+        keys: ``(progress, weights)``, the first at 0, each later than the one before, with a weight of every source.
+        interpolate: "step": a key's weights hold up to the next key. "linear": the shares go over into those of the next key,
+            in 64 equal steps of constant weights, so that what is drawn is still counted by sums.
+
+    Raises:
+        ValueError: Keys that do not begin at 0, or go back; other names than in the first; weights that are none.
+
+    Example:
+        >>> import rescale_data as rd
+        >>> anneal = rd.Schedule([(0, {"web": 0.9, "math": 0.1}), (1000, {"web": 0.5, "math": 0.5})])
+        >>> shard = rd.Shard()
+        >>> rows = {name: rd.Reader([name] * 50, shard) for name in ("web", "math")}
+        >>> next(rd.WeightedSampler(rows, anneal))
+        'web'
+    """
+
+    keys: Sequence[tuple[int, Mapping[str, float]]]
+    interpolate: Literal["step", "linear"] = "step"
+
+    def __post_init__(self) -> None:
+        if self.interpolate not in ("step", "linear"):
+            raise ValueError(f"Schedule(interpolate={self.interpolate!r}): give 'step' or 'linear'.")
+        begins = [begin for begin, _ in self.keys]
+        for begin in begins:
+            require_int(progress=begin)
+        if not begins or begins[0] != 0 or any(a >= b for a, b in pairwise(begins)):
+            raise ValueError(
+                f"Schedule with keys at {begins}: give the first at 0, and each later than the one before."
+            )
+        for begin, weights in self.keys:
+            if weights.keys() != self.keys[0][1].keys():
+                raise ValueError(
+                    f"Schedule: the key at {begin} has weights of {sorted(weights)}, the first of {sorted(self.keys[0][1])}. "
+                    f"Give one for each source in every key; 0 lets it rest."
+                )
+            require_weights(weights, f" in the key at {begin}")
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The constant pieces of which the weights consist.
+
+    Args:
+        names: Of the sources.
+        begins: The progress at which each piece begins, the first at 0.
+        weights: In each, of the sources in the order of their names.
+    """
+
+    names: tuple[str, ...]
+    begins: list[int]
+    weights: list[tuple[float, ...]]
+
+    @cached_property
+    def slots(self) -> list[tuple[int, memoryview]]:
+        """Of each piece a number that stands for its weights, and these as slots of a position."""
+        return [
+            (mix_of(self.names, weights), np.array(weights, dtype=np.float64).view(np.int64).data)
+            for weights in self.weights
+        ]
+
+    def number(self, progress: int) -> int:
+        """Which piece a progress lies in."""
+        return bisect_right(self.begins, progress) - 1
+
+    def end(self, progress: int) -> int | None:
+        """The progress at which the piece ends; `None` where it does not."""
+        number = bisect_right(self.begins, progress)
+        return self.begins[number] if number < len(self.begins) else None
+
+
+def pieces_of(names: Sequence[str], weights: Mapping[str, float] | Schedule) -> Pieces:
+    if not isinstance(weights, Schedule):
+        return Pieces(tuple(names), [0], [tuple(float(weights.get(name, 0)) for name in names)])
+    keys = [(begin, tuple(float(key.get(name, 0)) for name in names)) for begin, key in weights.keys]
+    begins, values = [begin for begin, _ in keys], [value for _, value in keys]
+    if weights.interpolate == "linear" and len(keys) > 1:
+        begins, values = _steps(begins, [_normal(value) for value in values])
+    return Pieces(tuple(names), begins, values)
+
+
+def as_json(weights: Mapping[str, float] | Schedule) -> Any:
+    """Weights as they stand in a state."""
+    if not isinstance(weights, Schedule):
+        return {name: float(weight) for name, weight in weights.items()}
+    keys = [[int(begin), {name: float(weight) for name, weight in key.items()}] for begin, key in weights.keys]
+    return {"keys": keys, "interpolate": weights.interpolate}
+
+
+def from_json(value: Any) -> Mapping[str, float] | Schedule:
+    if isinstance(value.get("keys"), list):
+        return Schedule([(begin, key) for begin, key in value["keys"]], value["interpolate"])
+    return value
+
+
+def shares_until(pieces: Pieces, progress: int) -> list[tuple[int, tuple[tuple[str, float], ...]]]:
+    """What has begun by a progress: where, and the shares of the sources, to nine places; pieces of the same as one."""
+    found: list[tuple[int, tuple[tuple[str, float], ...]]] = []
+    for begin, weights in zip(pieces.begins, pieces.weights, strict=True):
+        total = math.fsum(weights)
+        shares = tuple((n, round(w / total, 9)) for n, w in zip(pieces.names, weights, strict=True) if w)
+        if begin <= progress and (not found or found[-1][1] != shares):
+            found.append((begin, shares))
+    return found
+
+
+def mix_of(names: Iterable[str], weights: Iterable[float]) -> int:
+    """A number that stands for the sources that are drawn from, and their weights."""
+    text = repr([(name, weight) for name, weight in zip(names, weights, strict=True) if weight])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def require_weights(weights: Mapping[str, float], where: str = "") -> None:
+    """``ValueError`` where they are no weights."""
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights.values()) or not any(weights.values()):
+        raise ValueError(f"weights={dict(weights)}{where}: give finite numbers, none negative and not all 0.")
+
+
+def _steps(begins: list[int], keys: list[tuple[float, ...]]) -> tuple[list[int], list[tuple[float, ...]]]:
+    """A line between keys as steps, each of the line's value in its middle."""
+    places: list[int] = []
+    values: list[tuple[float, ...]] = []
+    for (begin, one), (end, other) in pairwise(zip(begins, keys, strict=True)):
+        steps = min(STEPS, end - begin)
+        for step in range(steps):
+            part = (2 * step + 1) / (2 * steps)
+            places.append(begin + (end - begin) * step // steps)
+            values.append(tuple(a * (1 - part) + b * part for a, b in zip(one, other, strict=True)))
+    return [*places, begins[-1]], [*values, keys[-1]]
+
+
+def _normal(weights: tuple[float, ...]) -> tuple[float, ...]:
+    total = math.fsum(weights)
+    return tuple(weight / total for weight in weights)

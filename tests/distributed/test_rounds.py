@@ -1,0 +1,103 @@
+"""Random chains of topologies on real ranks, over epochs whose end only reading tells: it is dealt in rounds."""
+
+import random
+from typing import Any, NamedTuple
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.legs import ByRank, Data, Taken, check_exactly_once, global_batches, num_real, take, take_epoch
+from tests.distributed.ranks import run_ranks
+from tests.promises import comparable
+from tests.simulate import GlobalBatch
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+RANKS, SEEDS = 3, range(16)
+KINDS = {"packed": 130, "every": 200, "skewed": 300}
+
+
+class Leg(NamedTuple):
+    w: int
+    b: int
+    o: int
+    micro_batches: int
+
+
+class Chain(NamedTuple):
+    data: Data
+    legs: list[Leg]
+    aligned: bool
+
+
+def chain_of(seed: int) -> Chain:
+    """Every other one is aligned, keeps O, and saves at the end of a step: so nothing changes the order."""
+    rng = random.Random(seed)
+    aligned = seed % 2 == 0
+    o = rng.choice([6, 12]) if aligned else 0
+    legs = []
+    for _ in range(4):
+        w, b, a = rng.choice([1, 2, 3]), rng.randint(1, 3), rng.randint(1, 2)
+        if aligned:
+            b = rng.choice([b for b in (1, 2, 3, 4, 6) if o % (w * b) == 0])
+            a = o // (w * b)
+        steps = rng.randint(0, 12)
+        legs.append(Leg(w, b, w * b * a, steps * a if aligned else rng.randint(0, 25)))
+    kind = rng.choice(sorted(KINDS))
+    n = o * rng.choice([1, 2]) if aligned else rng.choice([7, 12, 20])
+    data = Data(kind, KINDS[kind] + rng.randint(0, 9), n, repeat=False, tail=rng.choice(["drop", "pad"]))
+    return Chain(data, legs, aligned)
+
+
+def play(chain: Chain, groups: list[Any]) -> tuple[list[list[Taken]], int, float]:
+    """What this rank took in each leg, the last of them to the end of an epoch; epochs that have ended, samples dropped."""
+    legs: list[list[Taken]] = []
+    state, dropped, epoch = None, 0.0, 0
+    for leg in chain.legs:
+        legs.append([])
+        if dist.get_rank() < leg.w:
+            loader = chain.data.loader(leg.o, leg.b, group=groups[leg.w])
+            if state is not None:
+                loader.load_state_dict(state)
+            legs[-1] += take(loader, leg.micro_batches) if len(legs) < len(chain.legs) else take_epoch(loader)
+            state, dropped, epoch = loader.state_dict(), dropped + loader.progress()["dropped_samples"], loader.epoch
+        box = [state, dropped, epoch]
+        dist.broadcast_object_list(box)
+        state, dropped, epoch = box
+    return legs, epoch, dropped
+
+
+def on_ranks(seeds: range) -> list[Any]:
+    groups = [None, *(dist.new_group(list(range(w))) for w in range(1, RANKS + 1))]
+    return [play(chain_of(seed), groups) for seed in seeds]
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    return run_ranks(RANKS, tmp_path_factory.mktemp("rounds"), on_ranks, SEEDS)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_sample_comes_once_and_the_batches_are_those_of_one_rank(played: list[list[Any]], seed: int) -> None:
+    chain, (_, epochs, dropped) = chain_of(seed), played[0][seed]
+    legs: list[ByRank] = [[rank[seed][0][i] for rank in played[: leg.w]] for i, leg in enumerate(chain.legs)]
+    check_exactly_once(chain.data, *(leg for leg in legs))
+    found = sum(num_real(*legs, epoch=epoch) for epoch in range(epochs))
+    assert found + dropped == sum(map(chain.data.num_samples, range(epochs)))
+    assert chain.data.tail == "drop" or not dropped
+    if chain.aligned:
+        steps = [
+            step for leg, ranks in zip(chain.legs, legs, strict=True) if ranks[0] for step in by_step(ranks, leg.o)
+        ]
+        o = chain.legs[0].o
+        alone = chain.data.loader(o, o)
+        assert steps == by_step([take(alone, len(steps))], o)
+
+
+def by_step(ranks: ByRank, o: int) -> list[Any]:
+    """Global batches, real samples and others; of several samples of one shard, their order is left open (see `Deal`)."""
+    marked = [
+        [Taken(t.epoch, [(s, i < t.num_real) for i, s in enumerate(t.samples)], t.num_real) for t in rank]
+        for rank in ranks
+    ]
+    return [comparable(GlobalBatch(rows, True)) for rows in global_batches(marked, o)]

@@ -1,0 +1,66 @@
+"""The end of an epoch that only reading tells: every document is packed once, and no call reads more than some steps."""
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rescale_data as rd
+from rescale_data.engine.rest import STEPS_OF_A_ROUND
+
+SEQ_LEN = 8
+
+
+class Documents:
+    """Counts how often it is read."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self._starts = np.cumsum([0, *lengths])
+        self.num_reads = 0
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.num_reads += 1
+        return {"tokens": np.arange(self._starts[index], self._starts[index + 1])}
+
+
+@settings(max_examples=4)
+@given(
+    longest=st.sampled_from([8, 40]),
+    n=st.sampled_from([4, 6]),
+    o=st.sampled_from([2, 4]),
+    saved_at=st.integers(0, 700),
+    seed=st.integers(0, 2**16),
+)
+def test_every_token_is_dealt_once_in_rounds_of_bounded_reading(
+    longest: int, n: int, o: int, saved_at: int, seed: int
+) -> None:
+    lengths = np.sort(np.random.default_rng(seed).integers(1, longest + 1, 1500)).tolist()  # the last shards have most
+    documents = Documents(lengths)
+    source = rd.DatasetSource(documents)
+
+    def pipeline(shard: rd.Shard) -> Any:
+        rows = rd.Reader(source, shard, shuffle=8)
+        return rd.TokenPacker(rows, column="tokens", seq_len=SEQ_LEN, eos_id=None, last="pad", pad_id=-1)
+
+    def loader() -> rd.DataLoader:
+        return rd.DataLoader(pipeline, global_batch_size=o, num_logical_shards=n, tail="pad")
+
+    found, first = [], loader()
+    most = 0
+    for count, batch in enumerate(first):
+        found.append(batch["tokens"][batch["valid"]])
+        most, documents.num_reads = max(most, documents.num_reads), 0
+        if count == saved_at:
+            state, first = first.state_dict(), loader()
+            first.load_state_dict(state)
+            break
+    if first.epoch == 0:
+        found += [batch["tokens"][batch["valid"]] for batch in first]
+    tokens = np.sort(np.concatenate(found).flatten())
+    assert tokens[tokens >= 0].tolist() == list(range(sum(lengths)))
+    samples_a_call = 2 * (STEPS_OF_A_ROUND * o + n)  # looked at, and then served
+    assert most <= samples_a_call * (SEQ_LEN + 1) + 8 * n

@@ -1,0 +1,1 @@
+from torchtitan.components.dataloader import BaseDataLoader as BaseDataLoader

@@ -1,0 +1,1 @@
+from tyro import conf as conf

@@ -1,0 +1,1 @@
+Suppress: object
