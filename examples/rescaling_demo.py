@@ -2,7 +2,7 @@
 
     python examples/rescaling_demo.py                          # 4, 2 and 6 ranks on this machine's CPU
     python examples/rescaling_demo.py --world-sizes 4,3,5      # 5 ranks cannot share 24 samples: another global batch
-    python examples/rescaling_demo.py --data ~/my-corpus       # a folder of text, Parquet or Arrow files
+    python examples/rescaling_demo.py --data ~/my-corpus       # a folder of text, JSON lines, Parquet or Arrow files
 
 `pipeline` and `train` are what a training script of yours would hold. The rest starts processes and checks.
 """
@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from demo.corpus import Corpus, build_corpus
 from demo.model import Decoder
 from demo.ranks import RankFailedError, run_ranks
-from demo.record import Recorder
+from demo.record import PROGRESS, Recorder
 from demo.report import report
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -96,7 +96,7 @@ def train(rank: int, leg: Leg) -> None:
         seed=SEED,
         repeat=True,
     )
-    recorder, clock = Recorder(), Stopwatch()
+    recorder, clock = Recorder(leg.folder, rank), Stopwatch()
     with loader:
         if leg.load_from:
             load_checkpoint(leg.load_from, model, optimizer, loader)
@@ -117,7 +117,7 @@ def train(rank: int, leg: Leg) -> None:
             recorder.step()
 
         save_checkpoint(leg.checkpoint, model, optimizer, loader)
-        recorder.write(leg.folder, rank, {**clock.laps, **loader.progress()})
+        recorder.write({**clock.laps, **loader.progress()})
     dist.destroy_process_group()
 
 
@@ -201,7 +201,13 @@ def run(leg: Leg, name: str) -> None:
     print(f"{name}: {topology}, {start}, to step {leg.stop - 1} ...", flush=True)
     leg.folder.mkdir()
     started = time.perf_counter()
-    run_ranks(leg.world_size, run_rank, leg)
+
+    def tick() -> None:
+        told = leg.folder / PROGRESS
+        text = told.read_text() if told.exists() else "processes start"
+        print(f"  {time.perf_counter() - started:3.0f} s: {text}", flush=True)
+
+    run_ranks(leg.world_size, run_rank, leg, tick=tick)
     print(f"  done in {time.perf_counter() - started:.0f} s", flush=True)
 
 
@@ -210,7 +216,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         description="Rescale a training run, and compare every batch with one that never stopped."
     )
     parser.add_argument(
-        "--data", type=existing, help="text, Parquet or Arrow: a folder or a file (default: Python's own library)"
+        "--data",
+        type=existing,
+        help="text, JSON lines, Parquet or Arrow: a folder or a file (default: Python's own library)",
     )
     parser.add_argument("--world-sizes", type=world_sizes, default=[4, 2, 6], help="ranks of each leg (default: 4,2,6)")
     parser.add_argument("--steps", type=positive, default=8, help="optimizer steps of each leg (default: 8)")

@@ -135,8 +135,7 @@ class DataLoader:
         )
         self._keeps_order = shuffle is False
         self._require_order(self.setup.layout)
-        if steps_per_epoch is not None:
-            require_steps_per_epoch(self.setup, steps_per_epoch)
+        steps = require_steps_per_epoch(self.setup, steps_per_epoch)
         self.collate_fn = collate_fn or collate
         self._given_micro_batch_size, self._pin, self._in_process = micro_batch_size, pin_memory, collate_fn
         self._pool_of = partial(
@@ -152,7 +151,7 @@ class DataLoader:
         stream = self._stream_of(self.setup)
         stream.on_source_change = on_source_change
         pin = pin_memory and not num_workers
-        self._reading: Reading | None = Reading(self.setup, stream, pin_memory=pin, steps_per_epoch=steps_per_epoch)
+        self._reading: Reading | None = Reading(self.setup, stream, pin_memory=pin, steps_per_epoch=steps)
         self._close, self._has_left = self._reading.close, False
         if join:
             self._reading.load_state_dict(tell(self.setup, None))

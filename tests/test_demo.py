@@ -142,6 +142,20 @@ def test_own_text_parquet_and_arrow(tmp_path):
     assert len(read_rows(build_corpus(tmp_path / "text", tmp_path / "text-corpus", 9))) == 9
 
 
+def test_a_mixed_folder_gives_what_it_can_and_says_what_it_left_out(tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    pq.write_table(pa.table({"text": [f"row {i} of parquet" for i in range(5)]}), data / "a.parquet")
+    lines = [json.dumps({"id": i, "text": f"line {i}"}) for i in range(5)] + [json.dumps({"tokens": [1, 2, 3]})]
+    (data / "b.jsonl").write_text("\n".join(lines))
+    (data / "c.md").write_text("some text")
+    (data / "d.parquet").write_bytes(b"cut short")
+    (data / "e.png").write_bytes(b"\0\1")
+    corpus = build_corpus(data, tmp_path / "corpus", 12)
+    assert len(read_rows(corpus)) == 12
+    assert corpus.description.endswith("Left out, without text or tokens: 1 .parquet, 1 .png.")
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [("raise", r"rank 1 failed:[\s\S]*ValueError: no such luck"), ("die", "rank 1 died with exit code -9")],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import json
 import sysconfig
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,11 +45,12 @@ class Corpus:
 def build_corpus(data: Path | None, folder: Path, min_rows: int) -> Corpus:
     """Write documents from ``data``, or from this interpreter's own library, as several files of several row groups."""
     path = data or Path(sysconfig.get_paths()["stdlib"])
-    rows = _enough(_documents(path) if data else _text_documents(sorted(path.glob("*.py"))))
+    left_out: list[Path] = []
+    rows = _enough(_documents(path, left_out) if data else _text_documents(sorted(path.glob("*.py"))))
     if len(rows) < min_rows:
         raise ValueError(
             f"{path} holds {len(rows)} different documents, and the demo needs at least {min_rows}, one for each logical "
-            f"shard. Give a folder with more text, Parquet or Arrow in it."
+            f"shard. Give a folder with more text, JSON lines, Parquet or Arrow in it.{_told(left_out)}"
         )
     eos_id = max(255, *(int(row.max()) for row in rows)) + 1
     table = pa.table({"tokens": pa.array([row.tolist() for row in rows], pa.list_(pa.int32()))})
@@ -61,8 +64,14 @@ def build_corpus(data: Path | None, folder: Path, min_rows: int) -> Corpus:
         str(folder),
         eos_id,
         f"{len(rows)} documents of {source}, {sum(map(len, rows)):,} {'byte ' if eos_id == 256 else ''}tokens, in {NUM_FILES} "
-        f"Parquet files of {ROW_GROUPS_PER_FILE} row groups",
+        f"Parquet files of {ROW_GROUPS_PER_FILE} row groups.{_told(left_out)}",
     )
+
+
+def _told(left_out: list[Path]) -> str:
+    kinds = Counter(file.suffix or file.name for file in left_out)
+    told = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(8))
+    return f" Left out, without text or tokens: {told}." if left_out else ""
 
 
 def read_rows(corpus: Corpus) -> list[bytes]:
@@ -84,29 +93,39 @@ def _enough(documents: Iterable[np.ndarray]) -> list[np.ndarray]:
     return list(rows.values())
 
 
-def _documents(path: Path) -> Iterator[np.ndarray]:
+def _documents(path: Path, left_out: list[Path]) -> Iterator[np.ndarray]:
+    """Of each file that can be read, in the order of their names; the others are added to ``left_out``."""
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-    files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
-    parquet, arrow = (
-        [f for f in files if f.name.endswith(kind.SUFFIXES)] for kind in (rd.ParquetSource, rd.ArrowSource)
-    )
-    if parquet:
-        return _table_documents(rd.ParquetSource(parquet), str(path))
-    if arrow:
-        source = rd.ArrowSource(arrow)
-        one_a_batch = not _columns(next(iter(rd.Reader(source, rd.Shard(), shuffle=False))))
-        return _table_documents(rd.ArrowSource(arrow, document_per_batch=True) if one_a_batch else source, str(path))
-    return _text_documents(files)
+    for file in files:
+        if any(part.startswith(".") for part in file.relative_to(path).parts):
+            continue
+        found = 0
+        with contextlib.suppress(ValueError, OSError):
+            for document in _file_documents(file):
+                found += 1
+                yield document
+        if not found:
+            left_out.append(file)
 
 
-def _table_documents(source: rd.Source, where: str) -> Iterator[np.ndarray]:
-    rows = iter(rd.Reader(source, rd.Shard(), shuffle=False))
-    first = next(rows)
-    columns = _columns(first)
-    if not columns:
-        raise ValueError(f"{where} has no column of text or of token lists; it has {', '.join(first)}.")
-    values = (_tokens(row[columns[0]]) for row in itertools.chain([first], rows))
-    return (value for value in values if value is not None)
+def _file_documents(file: Path) -> Iterator[np.ndarray]:
+    if file.name.endswith(rd.ParquetSource.SUFFIXES):
+        return _row_documents(rd.Reader(rd.ParquetSource(file), rd.Shard(), shuffle=False))
+    if file.name.endswith(rd.ArrowSource.SUFFIXES):
+        first = next(iter(rd.Reader(rd.ArrowSource(file), rd.Shard(), shuffle=False)), None)
+        source = rd.ArrowSource(file, document_per_batch=first is not None and not _columns(first))
+        return _row_documents(rd.Reader(source, rd.Shard(), shuffle=False))
+    if file.name.endswith((".jsonl", ".ndjson")):
+        return _row_documents(json.loads(line) for line in file.open("rb") if line.strip())
+    return _text_documents([file])
+
+
+def _row_documents(rows: Iterable[Mapping[str, Any]]) -> Iterator[np.ndarray]:
+    for row in rows:
+        columns = _columns(row)
+        document = _tokens(row[columns[0]]) if columns else None
+        if document is not None:
+            yield document
 
 
 def _columns(row: Mapping[str, Any]) -> list[str]:
@@ -119,6 +138,7 @@ def _tokens(value: Any) -> np.ndarray | None:
         value = value.encode()
     if isinstance(value, bytes):
         return np.frombuffer(value, dtype=np.uint8)
+    value = np.array(value) if isinstance(value, list) else value
     is_ints = isinstance(value, np.ndarray) and np.issubdtype(value.dtype, np.integer)
     return value % MAX_TOKEN_ID if is_ints else None
 

@@ -25,8 +25,12 @@ class RankFailedError(RuntimeError):
     """A rank raised or died; the message holds its traceback."""
 
 
-def run_ranks(world_size: int, function: Callable[..., None], *args: Any) -> None:
+def run_ranks(
+    world_size: int, function: Callable[..., None], *args: Any, tick: Callable[[], None] = lambda: None
+) -> None:
     """Run ``function(rank, *args)`` in ``world_size`` processes; if one fails, or on Ctrl-C, stop all of them.
+
+    Every second ``tick`` is called.
 
     Each rank leads a process group of its own, with its loader's workers in it, so that this process can stop a rank with
     all that it started.
@@ -41,7 +45,7 @@ def run_ranks(world_size: int, function: Callable[..., None], *args: Any) -> Non
         for process in processes:
             process.start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        _wait_for_all(processes, failures)
+        _wait_for_all(processes, failures, tick)
     finally:
         _stop([process for process in processes if process.pid])
 
@@ -64,10 +68,13 @@ def _end_with_parent() -> None:
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def _wait_for_all(processes: list[BaseProcess], failures: SimpleQueue[str]) -> None:
+def _wait_for_all(processes: list[BaseProcess], failures: SimpleQueue[str], tick: Callable[[], None]) -> None:
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
     while running:
-        for sentinel in wait(list(running)):
+        ended = wait(list(running), timeout=1)
+        if not ended:
+            tick()
+        for sentinel in ended:
             rank = running.pop(cast(int, sentinel))
             processes[rank].join()
             if code := processes[rank].exitcode:

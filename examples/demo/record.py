@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+PROGRESS = "progress.txt"  # how far a leg is, for whoever waits for it
+
 
 def digest(sample: Mapping[str, Tensor]) -> str:
     """The same for two samples only if they are bit-identical."""
@@ -22,7 +24,8 @@ def digest(sample: Mapping[str, Tensor]) -> str:
 class Recorder:
     """The samples, in the order of the batches, and the loss of each step of one rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder, rank
         self._steps: list[dict[str, Any]] = []
         self._samples: list[str] = []
         self._losses: list[float] = []
@@ -35,9 +38,12 @@ class Recorder:
     def step(self) -> None:
         self._steps.append({"samples": self._samples, "loss": sum(self._losses) / len(self._losses)})
         self._samples, self._losses = [], []
+        if self._rank == 0:
+            (self._folder / PROGRESS).write_text(f"{len(self._steps)} steps, loss {self._steps[-1]['loss']:.2f}")
 
-    def write(self, folder: Path, rank: int, facts: Mapping[str, float]) -> None:
-        (folder / f"rank{rank:03d}.json").write_text(json.dumps({"steps": self._steps, "facts": facts}))
+    def write(self, facts: Mapping[str, float]) -> None:
+        text = json.dumps({"steps": self._steps, "facts": facts})
+        (self._folder / f"rank{self._rank:03d}.json").write_text(text)
 
 
 def read(folder: Path) -> list[dict[str, Any]]:

@@ -73,12 +73,37 @@ def index(
 
 
 @app.command()
-def show(path: Path, as_json: Json = False) -> None:
+def show(
+    path: Annotated[str, typer.Argument(help="A checkpoint, or with --html also a run's folder; a path or URL.")],
+    html: Annotated[str | None, typer.Option(help="Write a page with pictures to this file.")] = None,
+    as_json: Json = False,
+) -> None:
     """Show what the checkpoint at PATH holds: model, optimizer, and how far the data is, shard by shard."""
     from rescale_data.cli import inspect, render
 
+    if html is not None:
+        written = _or_exit(lambda: inspect.write_page(path, html))
+        return _out(as_json, {"html": written}, lambda console: console.print(written, markup=False))
     summary = _or_exit(lambda: inspect.summarize(path))
-    _out(as_json, summary, lambda console: render.show_summary(console, summary))
+    return _out(as_json, summary, lambda console: render.show_summary(console, summary))
+
+
+@app.command()
+def plan(
+    global_batch_size: Annotated[int, typer.Argument(help="Samples of an optimizer step over all ranks.")],
+    before: Annotated[int | None, typer.Option("--from", help="Data-parallel ranks that the run has now.")] = None,
+    to: Annotated[list[int] | None, typer.Option(help="Data-parallel ranks that it may get; may be repeated.")] = None,
+    gpus: Annotated[int | None, typer.Option(help="GPUs that are alive: which number of ranks uses most?")] = None,
+    model_parallel: Annotated[int, typer.Option(min=1, help="GPUs a data-parallel rank: TP * PP * CP.")] = 1,
+    num_logical_shards: Annotated[int | None, typer.Option(help="Of the run, where it was given.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Which numbers of ranks, micro batches and workers keep the global batches of a run?"""
+    from rescale_data.cli import planning, render
+
+    sizes = [*([] if before is None else [before]), *(to or [])]
+    found = _or_exit(lambda: planning.answer(global_batch_size, sizes, gpus, model_parallel, num_logical_shards))
+    _out(as_json, found, lambda console: render.show_plan(console, found))
 
 
 @app.command()

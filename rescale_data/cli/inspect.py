@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from rescale_data.checkpoint.storage.run_folder import RunFolder
 from rescale_data.checkpoint.storage.store import Store, StrPath, join
 
 Options = Mapping[str, Any] | None
+LEFT_OUT = ("filtered", "skipped", "long", "blocked")
 
 
 def list_checkpoints(folder: StrPath, storage_options: Options = None) -> list[dict[str, Any]]:
@@ -47,6 +49,23 @@ def summarize(path: StrPath, *, checksums: bool = False, storage_options: Option
         return {"checkpoint": _about(store, stored.folder), "entries": _entries(stored), "data": data}
 
 
+def write_page(path: StrPath, html: StrPath, storage_options: Options = None) -> str:
+    """Write what a checkpoint, or a run's folder, holds as one page with pictures; the page's path.
+
+    Raises:
+        FileNotFoundError: nothing at ``path``, or no folder for ``html``.
+        ValueError: damaged files.
+    """
+    from rescale_data.cli import page
+
+    store, folder = open_store(path, storage_options)
+    if _about(store, folder) is None and store.names(folder):
+        text = page.run_page(folder.rpartition("/")[2], list_checkpoints(path, storage_options))
+    else:
+        text = page.checkpoint_page(summarize(path, storage_options=storage_options))
+    return str(Path(html).write_text(text, encoding="utf-8") and html)
+
+
 def verified(path: StrPath, *, checksums: bool = True, storage_options: Options = None) -> dict[str, Any]:
     """``problems`` of a checkpoint's files, and what was ``checked``: ``"checksums"``, or ``"sizes"`` and ``why``."""
     problems = verify(path, checksums=checksums, storage_options=storage_options)
@@ -75,7 +94,10 @@ def _entries(stored: StoredCheckpoint) -> dict[str, dict[str, Any]]:
 
 
 def data_summary(state: Mapping[str, Any]) -> dict[str, Any]:
-    """How far a loader is: ``samples``, ``step``, ``epochs`` by source as (lowest, highest), ``shards``: samples of each."""
+    """How far a loader is: ``samples``, ``step``, ``epochs`` by source as (lowest, highest), ``shards``: samples of each.
+
+    ``rows``: where each shard is in its epoch, by source. ``mixture``: shares so far and weights. ``left_out``: rows by reason.
+    """
     shards: Mapping[str, torch.Tensor] = state["shards"]
     epochs = {
         key.removesuffix("epoch").rstrip("."): rows
@@ -83,12 +105,31 @@ def data_summary(state: Mapping[str, Any]) -> dict[str, Any]:
         if key.endswith(".epoch") or key == "epoch"
     }
     plain = {key: value for key, value in state.items() if isinstance(value, int)}
+    row = {name: f"{name}.row" if name else "row" for name in epochs}
+    left_out = {key: int(rows.sum()) for key, rows in shards.items() if key.rpartition(".")[2] in LEFT_OUT}
     return {
         **plain,
         "steps": plain.get("samples", 0) // max(1, plain.get("global_batch_size", 1)),
         "epochs": {name: [int(rows.min()), int(rows.max())] for name, rows in epochs.items() if rows.numel()},
         "shards": [int(n) for n in shards["samples"].flatten()] if "samples" in shards else [],
+        "rows": {name: shards[key].flatten().tolist() for name, key in row.items() if key in shards},
+        "mixture": _mixture(shards),
+        "left_out": {key: count for key, count in left_out.items() if count},
     }
+
+
+def _mixture(shards: Mapping[str, torch.Tensor]) -> dict[str, dict[str, float]]:
+    """The ``share`` of each source so far, in tokens where those are counted, and its ``weight``."""
+    found: dict[str, dict[str, float]] = {}
+    for key, weights in shards.items():
+        mixture, dot, source = key.rpartition("weight.")
+        if not dot or not source:
+            continue
+        unit = "tokens" if f"{mixture}tokens.{source}" in shards else "drawn"
+        counted = {name: int(rows.sum()) for name, rows in shards.items() if name.startswith(f"{mixture}{unit}.")}
+        share = counted[f"{mixture}{unit}.{source}"] / max(1, sum(counted.values()))
+        found[f"{mixture}{source}".removeprefix("source.")] = {"share": share, "weight": float(weights.double().mean())}
+    return found
 
 
 def differences(

@@ -50,6 +50,22 @@ def show_differences(console: Console, differences: Sequence[Mapping[str, str]],
     console.print(f"{len(differences)} differences" + (f", {more} not shown" if more > 0 else ""))
 
 
+def show_plan(console: Console, found: Mapping[str, Any]) -> None:
+    table = _table("ranks", "same global batches", "micro batches", "workers, with any of these")
+    for about in found["ranks"]:
+        sizes = about["micro_batches"]
+        told = ", ".join(map(str, sizes if len(sizes) <= 8 else [*sizes[:6], "...", sizes[-1]]))
+        keeps = "yes" if about["keeps_order"] else "no; " + " and ".join(map(str, about["nearest"])) + " would"
+        table.add_row(str(about["ranks"]), keeps, told, ", ".join(map(str, about["workers"])))
+    console.print(f"global batch {found['global_batch_size']}, {found['num_logical_shards']} logical shards")
+    console.print(table)
+    if found["largest"]:
+        told = (
+            "{gpus} GPUs, {model_parallel} a data-parallel rank: at most {ranks} ranks keep the order, on {used} GPUs"
+        )
+        console.print(told.format(**found["largest"]))
+
+
 def picture(shards: Sequence[int], width: int) -> str:
     """One character a shard, or for a few shards each: how many samples it has delivered, of the most that one has."""
     if not shards:

@@ -234,9 +234,8 @@ class Ranks:
 
     def require_same(self, what: dict[str, Any]) -> None:
         """``ValueError`` on every rank where some value differs between ranks, which names it (collective)."""
-        digests = [_digest(value) for value in what.values()]
-        differs = self._agree("same", digests, lambda values: (values != values[0]).any(axis=0).astype(np.int64))()
-        differing = [name for name, one in zip(what, differs.tolist(), strict=True) if one]
+        digests = self._gather(torch.tensor([_digest(value) for value in what.values()]), "same")
+        differing = [name for name, values in zip(what, digests.T, strict=True) if (values != values[0]).any()]
         if differing:
             given = {name: what[name] for name in differing}
             raise ValueError(
@@ -262,8 +261,8 @@ class Ranks:
             return tensor.full_tensor()
         return self._gather(tensor.to_local()).flatten(0, 1)
 
-    def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[None] if self.circle is None else self.circle.gather(self._call("rows"), tensor)
+    def _gather(self, tensor: torch.Tensor, what: str = "rows") -> torch.Tensor:
+        return tensor[None] if self.circle is None else self.circle.gather(self._call(what), tensor)
 
     def _agree(self, what: str, values: Sequence[int], decide: Callable[[Ints], Ints]) -> Callable[[], Ints]:
         if self.circle is None:

@@ -50,6 +50,7 @@ class Reading:
     def __init__(self, setup: Setup, stream: Stream, *, pin_memory: bool, steps_per_epoch: int | None = None) -> None:
         self.setup, self.stream, self._pin, self._steps = setup, stream, pin_memory, steps_per_epoch
         self._resumed = False  # a state was loaded, and nothing has been read since: the end of an epoch may come first
+        self._in_step = False  # that state was of the middle of a step
         self._at_multiple = False  # of steps_per_epoch, with the last batch of an epoch, whose end has not been seen
         self._num_iterators = 0  # the newest is the valid one
         self._last_taken = (-1, 0)  # from which iterator, and in which thread
@@ -104,7 +105,7 @@ class Reading:
 
     def skip(self, num_samples: int) -> None:
         whole = self.setup.layout.micro_step_samples
-        require_int(num_samples=num_samples)
+        (num_samples,) = require_int(num_samples=num_samples)
         if num_samples < 0 or num_samples % whole:
             raise ValueError(
                 f"skip(num_samples={num_samples}): give a multiple of dp_world_size * micro_batch_size = {whole}, counted over "
@@ -115,11 +116,11 @@ class Reading:
             self._resumed, self._at_multiple = False, self._is_multiple()
 
     def set_epoch(self, epoch: int) -> None:
-        require_int(epoch=epoch)
+        (epoch,) = require_int(epoch=epoch)
         at = self.epoch
         if epoch == at + 1 and self.is_over():
             self._move_on()
-        elif self._resumed and 0 <= epoch == at - 1 and self._is_multiple():
+        elif self._resumed and not self._in_step and 0 <= epoch == at - 1 and self._is_multiple():
             self._at_multiple = True  # a state there says not whether the end was seen
         elif epoch != at:
             refuse_epoch(epoch, at)
@@ -171,6 +172,7 @@ class Reading:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         load_state_dict(self.stream, state)
         self._resumed, self._at_multiple = True, False
+        self._in_step = (int(state["samples"]) - int(state["origin"])) % int(state["global_batch_size"]) > 0
         self.invalidate()
 
     def move_to(self, setup: Setup, stream: Stream, state: Mapping[str, Any], *, pin_memory: bool) -> None:

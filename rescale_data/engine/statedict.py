@@ -192,7 +192,16 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
         loaded = clock.next_epoch(saved[0]) if ended else clock.restarted(saved[0])
     if stream.repeat or (loaded != clock and not ended):
         table[:, DEALT] = UNDEALT
-    if loaded.origin != clock.origin:
+    moved, histories = loaded, fitted.growth.histories
+    if fitted.growth.changed:
+        moved, histories = _begin_next_epoch(stream, fitted.growth, table, loaded)
+    elif fitted.growth.grown:
+        histories = _join(stream, fitted.growth, table)
+    stream.schema.adopt({**histories, **forms})
+    if changed:
+        _report(stream, fitted, settle(stream.schema, table))
+    stream.load(table, moved)
+    if loaded.origin != clock.origin and not stream.is_short():  # that end has its own warning
         stream.ranks.log(
             logging.WARNING,
             "The state was saved with global_batch_size=%d, dp_world_size=%d, micro_batch_size=%d in the middle of a step, or "
@@ -201,15 +210,6 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
             loaded.samples,
             loaded.step,
         )
-    histories = fitted.growth.histories
-    if fitted.growth.changed:
-        loaded, histories = _begin_next_epoch(stream, fitted.growth, table, loaded)
-    elif fitted.growth.grown:
-        histories = _join(stream, fitted.growth, table)
-    stream.schema.adopt({**histories, **forms})
-    if changed:
-        _report(stream, fitted, settle(stream.schema, table))
-    stream.load(table, loaded)
 
 
 def header(stream: Standing) -> dict[str, Any]:

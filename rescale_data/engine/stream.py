@@ -16,6 +16,8 @@ from collections import deque
 from dataclasses import replace
 from typing import Literal, Protocol, TypeAlias
 
+import numpy as np
+
 from rescale_data.engine.agreement import Agreement
 from rescale_data.engine.feed import Feed, Leg, MicroBatch
 from rescale_data.engine.recipe import DEALT, ENDED, FIRST_SLOT, SAMPLES, UNDEALT
@@ -164,7 +166,13 @@ class Stream:
 
     def skip(self, num_micro_batches: int) -> None:
         """Leave out micro batches as if they had been taken, over the ends of epochs."""
+        begins: list[tuple[int, Ints]] = []  # of epochs: micro batches left to skip, and where the run stands
         while num_micro_batches:
+            if self.ended and not self._verify:
+                self.move_on()
+                begins = [*begins[-2:], (num_micro_batches, self._standing())]
+                num_micro_batches = self._skip_epochs(begins, num_micro_batches)
+                continue
             self.move_on()
             leg = self.begin()
             if leg is None:
@@ -182,6 +190,30 @@ class Stream:
             self._settle()
             self._conclude()
             num_micro_batches -= here
+
+    def _skip_epochs(self, begins: list[tuple[int, Ints]], num_micro_batches: int) -> int:
+        """Leave out whole epochs after two that moved the run by the same; the micro batches that are then left to skip."""
+        whole_steps = self.layout.aligned or self._tail == "pad"  # else what is dropped depends on the epochs before
+        if len(begins) < 3 or not whole_steps or not self.schema.epochs_are_alike(self.table):
+            return num_micro_batches
+        (_, first), (before, second), (after, third) = begins
+        if (third - second != second - first).any():
+            return num_micro_batches
+        size = before - after
+        epochs = (num_micro_batches - 1) // size  # the last of them ends where its last batch does
+        self._stand(third + epochs * (third - second))
+        return num_micro_batches - epochs * size
+
+    def _standing(self) -> Ints:
+        """All numbers of a run that is at the beginning of an epoch."""
+        clock = self.clock
+        counts = [clock.samples, clock.origin, clock.step, clock.epoch, self.dropped_samples, self.padded_samples]
+        return np.concatenate([self.table.flatten(), np.array(counts, dtype=np.int64)])
+
+    def _stand(self, numbers: Ints) -> None:
+        self.table[:] = numbers[:-6].reshape(self.table.shape)
+        samples, origin, step, epoch, self.dropped_samples, self.padded_samples = numbers[-6:].tolist()
+        self.clock = Clock(samples=samples, origin=origin, step=step, epoch=epoch)
 
     def begin(self) -> Leg | None:
         """The leg that the next micro batch belongs to, planned where it has not begun; `None` at the end of the epoch."""
@@ -206,6 +238,11 @@ class Stream:
     def rows_are_dealt(self) -> bool:
         """Whether the state of this moment is spread over ranks by a deal, no longer in one block a rank."""
         return self._leg is not None and self._leg.deal is not None
+
+    def is_short(self) -> bool:
+        """Whether what is known to be left of the epoch will be dropped."""
+        end = None if self.repeat or self.ended else self.schema.epoch_end(self.table)
+        return end is not None and self._tail == "drop" and int(end[0].sum()) < self.layout.global_batch_size
 
     def num_micro_batches_left(self) -> int | None:
         """Micro batches until the epoch ends; `None` where it never does, or cannot be known."""

@@ -247,3 +247,52 @@ def test_help_imports_neither_torch_nor_what_reads_checkpoints() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_show_as_a_page(run_folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "page.html"
+    assert "page.html" in call("show", run_folder / "step-20", "--html", target).replace("\n", "")
+    text = target.read_text()
+    assert "80 samples, 20 global batches, 12 logical shards" in text
+    assert text.count("<title>shard ") == 12 * (1 + len(rows_of(run_folder / "step-20")))
+    assert "http" not in text
+    call("show", run_folder, "--html", target)
+    assert target.read_text().count("<circle") == 5 + 5  # steps over time, and val_loss
+    assert "No checkpoint" in call("show", tmp_path / "none", "--html", target, code=2)
+
+
+def rows_of(checkpoint: Path) -> dict[str, list[int]]:
+    return json.loads(call("show", checkpoint, "--json"))["data"]["loader"]["rows"]
+
+
+def test_a_page_of_a_mixture(tmp_path: Path) -> None:
+    sources = {name: rd.DatasetSource(list(range(90)), name=name) for name in ("<web>", "code")}
+
+    def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+        rows = {name: rd.Reader(source, shard) for name, source in sources.items()}
+        kept = {**rows, "code": rd.Filter(rows["code"], lambda row: row % 2)}
+        return rd.WeightedSampler(kept, {"<web>": 0.75, "code": 0.25})
+
+    loader = rd.DataLoader(pipeline, global_batch_size=8, num_logical_shards=8, repeat=True)
+    for _ in zip(range(4), loader, strict=False):
+        pass
+    save(tmp_path / "saved", {"loader": loader})
+    call("show", tmp_path / "saved", "--html", tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert "<td>code</td><td>25.0%</td><td>25.0%</td>" in text
+    assert "&lt;web&gt;" in text
+    assert "code.filtered" in text
+
+
+def test_plan() -> None:
+    text = call("plan", 768, "--from", 64, "--to", 50)
+    assert "64" in text
+    assert "no; 48 and 64 would" in text
+    found = json.loads(call("plan", 768, "--gpus", 497, "--model-parallel", 8, "--json"))
+    assert found["largest"] == {"gpus": 497, "model_parallel": 8, "ranks": 48, "used": 384}
+    for about in json.loads(call("plan", 24, "--json"))["ranks"]:
+        for micro_batch_size in about["micro_batches"]:
+            for workers in about["workers"]:
+                assert rd.plan(24, micro_batch_size=micro_batch_size, num_workers=workers)
+    assert "hold no data-parallel rank" in call("plan", 768, "--gpus", 4, "--model-parallel", 8, code=2)
+    assert "at least 1" in call("plan", 768, "--to", 0, code=2)

@@ -16,7 +16,7 @@ from rescale_data.sources.source import DecodingSource, Tokens, TokenSource
 from rescale_data.state import Ints
 
 _LARGER = 4
-_ROOM_TO_DECODE = 3  # where decoding costs, what is decoded ahead, and what is decoded already, needs room beside
+_DECODED_AHEAD = 2  # fragments that need room beside, where decoding costs
 
 
 class Rows(Protocol):
@@ -81,8 +81,8 @@ class FragmentDocuments:
             for soon in self._rows.rows_soon(epoch, row):
                 self._decoding.decode_ahead(self._column, self._fragment_at(soon))
         fragments = np.searchsorted(self._fragments, rows, side="right") - 1
-        used = sorted(set(fragments.tolist()))
-        room = first.nbytes * len(used) * (_ROOM_TO_DECODE if self._decoding is not None else 1)
+        used = _different(fragments)
+        room = first.nbytes * (len(used) + (_DECODED_AHEAD if self._decoding is not None else 0))
         if self._share is None and self._have_room(room):
             spans = self._spans(rows, fragments, used)
         else:
@@ -110,7 +110,7 @@ class FragmentDocuments:
         """The same as copies, a fragment at a time, so that not many are held at once."""
         parts: list[Spans] = []
         order: list[Ints] = []
-        for fragment in np.unique(fragments).tolist():
+        for fragment in _different(fragments):
             places = np.flatnonzero(fragments == fragment)
             there = self._spans(rows[places], fragments[places], [fragment])
             array, length = copied(there.arrays[0], there.start, there.length), there.length
@@ -139,6 +139,14 @@ class FragmentDocuments:
 
     def _fragment_at(self, row: int) -> int:
         return bisect_right(self._fragments.data, row) - 1
+
+
+def _different(fragments: Ints) -> list[int]:
+    """Which there are, in order; they lie close together, as the epoch's order has put them side by side, or not."""
+    least = int(fragments.min())
+    if int(fragments.max()) - least > 64 * len(fragments):
+        return np.unique(fragments).tolist()
+    return (np.flatnonzero(np.bincount(fragments - least)) + least).tolist()
 
 
 def _up_to(num_bytes: int, spans: Spans) -> Spans:

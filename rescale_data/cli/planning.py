@@ -1,0 +1,55 @@
+"""May a run go on with other ranks and keep its order? As plain values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rescale_data.layout.plan import Plan, plan
+
+
+def answer(
+    global_batch_size: int, sizes: list[int], gpus: int | None, model_parallel: int, num_logical_shards: int | None
+) -> dict[str, Any]:
+    """For each number of ranks whether it keeps the order, with which micro batches and workers, and else its neighbours.
+
+    Args:
+        sizes: Numbers of data-parallel ranks; none of them, and no ``gpus``: all that keep the order.
+        gpus: GPUs that are alive; the largest number of ranks that they can hold is looked for.
+        model_parallel: GPUs a data-parallel rank.
+
+    Raises:
+        ValueError: a number below 1, or too few GPUs for one rank.
+    """
+    found = plan(global_batch_size, num_logical_shards=num_logical_shards)
+    aligned = sorted({option.dp_world_size for option in found})
+    for value in sizes:
+        if value < 1:
+            raise ValueError(f"{value} ranks: give at least 1.")
+    best = None if gpus is None else _largest(aligned, gpus, model_parallel)
+    asked = [*sizes, *([] if best is None else [best["ranks"]])] or aligned
+    return {
+        "global_batch_size": global_batch_size,
+        "num_logical_shards": found.num_logical_shards,
+        "ranks": [_about(found, aligned, ranks) for ranks in dict.fromkeys(asked)],
+        "largest": best,
+    }
+
+
+def _largest(aligned: list[int], gpus: int, model_parallel: int) -> dict[str, int]:
+    fit = [ranks for ranks in aligned if ranks * model_parallel <= gpus]
+    if not fit:
+        raise ValueError(f"{gpus} GPUs hold no data-parallel rank of {model_parallel} GPUs.")
+    return {"gpus": gpus, "model_parallel": model_parallel, "ranks": fit[-1], "used": fit[-1] * model_parallel}
+
+
+def _about(found: Plan, aligned: list[int], ranks: int) -> dict[str, Any]:
+    options = [option for option in found if option.dp_world_size == ranks]
+    sizes = sorted({option.micro_batch_size for option in options})
+    workers = {size: {option.num_workers for option in options if option.micro_batch_size == size} for size in sizes}
+    return {
+        "ranks": ranks,
+        "keeps_order": bool(options),
+        "micro_batches": sizes,
+        "workers": sorted(set.intersection(*workers.values())) if workers else [],
+        "nearest": [] if options else [*[w for w in aligned if w < ranks][-1:], *[w for w in aligned if w > ranks][:1]],
+    }
