@@ -135,8 +135,8 @@ class Runner:
         if wrong:
             raise DataStateError(
                 f"Logical shard {shard} of {self._recipe.num_logical_shards} has {wrong} than the {num_left} samples left that "
-                f"are counted as dropped: rows would be lost. The data, the state or epoch_end() of a node is at fault; go back "
-                f"to a checkpoint from before this epoch and report it."
+                f"are counted as dropped: rows would be lost. The data, the state or epoch_end() of a node is at fault; go "
+                f"back to a checkpoint from before this epoch and report it."
             )
         for _, below in node.walk():
             below.verify()
