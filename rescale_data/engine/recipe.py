@@ -95,6 +95,7 @@ class Schema:
     def __init__(self, root: Node[Any]) -> None:
         _require_all_named_or_none(root)
         self.root = root
+        self.group = max(node.group for _, node in root.walk())
         self.histories: Histories = {}
         self._sources_json: str | None = None
         self._pipeline_json: str | None = None

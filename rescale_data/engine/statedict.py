@@ -24,6 +24,7 @@ import torch
 from rescale_data.engine.change import Fitted, check_changes, fit, fixed_by_others, settle, without_free
 from rescale_data.engine.differences import differences
 from rescale_data.engine.form import reform, without_form
+from rescale_data.engine.group import require_whole_round
 from rescale_data.engine.growth import Growth, begin_next_epoch, compare, joined, refuse_changes
 from rescale_data.engine.moment import Moment, Standing
 from rescale_data.engine.ranks import Ranks
@@ -185,6 +186,7 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
     saved = (int(state["global_batch_size"]), int(state["dp_world_size"]), int(state["micro_batch_size"]))
     clock = _clock(state)
     loaded = clock.loaded(saved, stream.layout)
+    require_whole_round(stream.schema, table, clock, loaded, saved[0])
     if was_dealt and not _is_dealt(table):
         loaded = clock.restarted(saved[0])
     ended = bool((table[:, DEALT] == ENDED).all())

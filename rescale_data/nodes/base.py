@@ -95,6 +95,9 @@ class Node(BaseNode[T]):
     one_for_one: bool = False
     """Whether this node yields one sample for each that its only child, ``source``, does."""
 
+    group: int = 1
+    """As many neighbouring rows of a global batch come from one source of this node, a mixture."""
+
     reads: Described | None = None
     """The source whose rows this node reads, if it reads any itself."""
 
@@ -272,6 +275,11 @@ class Node(BaseNode[T]):
         """
         del column
         return None
+
+    def yields_only(self, column: str) -> bool:
+        """Whether samples are dicts of this token column alone, so that `documents` leaves nothing out."""
+        del column
+        return False
 
     def parameters(self) -> dict[str, Any]:
         """Whatever changes the order or the content of the samples, JSON values by name; checked when a state is loaded."""

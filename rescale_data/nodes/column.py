@@ -31,7 +31,8 @@ class ColumnDocuments:
             below.reread = True
         self._ended = False
 
-    def read(self, position: memoryview) -> Spans:
+    def read(self, position: memoryview, most: int) -> Spans:
+        del most
         if self._ended or self._node.position != position:
             self._node.position[:] = position
             self._node.bind(self._node.position)
@@ -45,9 +46,10 @@ class ColumnDocuments:
         tokens = integers(sample, self._column, self._reader, self._node)
         return Spans.of(tokens.copy(), Moves.between(position, self._node.position), where)
 
-    def settle(self, position: memoryview) -> None:
+    def settle(self, position: memoryview) -> bool:
         if self._settles:
             self._node.settle(position)
+        return False
 
     def turn(self, position: memoryview) -> None:
         position[:] = self._node.position

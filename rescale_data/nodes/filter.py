@@ -7,9 +7,13 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from rescale_data.nodes.base import BaseNode, Node
+import numpy as np
+
+from rescale_data.nodes.base import BaseNode, Node, View
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.guard import Guard, OnError
+from rescale_data.nodes.reading.documents import Documents
+from rescale_data.nodes.reading.picked import PickedDocuments
 from rescale_data.state import Field, Ints
 
 _LOOK_AFTER = 1000
@@ -42,6 +46,7 @@ class Filter(Node[Any]):
         names = sorted({node.reads.name for _, node in self.walk() if node.reads is not None})
         self._name = f"{getattr(predicate, '__qualname__', type(predicate).__name__)} over {', '.join(names)}"
         self._seen = _seen[self._name]
+        self._column: str | None = None  # where documents come in blocks
 
     def next(self) -> Any:
         misses = 0
@@ -60,6 +65,32 @@ class Filter(Node[Any]):
                 self.position[0] += 1
                 self._drop()
             misses = self._bound.missed(misses)
+
+    def documents(self, column: str) -> Documents | None:
+        """Where samples consist of that column alone, the predicate is asked without reading them one at a time."""
+        if self._guard.skips or not self._source.yields_only(column):
+            return None
+        inner = self._source.documents(column)
+        self._column, self._bound_below = column, Bound(self._source, type(self).__name__)
+        return None if inner is None else PickedDocuments(inner, self, dropped=0)
+
+    def yields_only(self, column: str) -> bool:
+        return self._source.yields_only(column)
+
+    def pieces(self, tokens: View) -> list[slice]:
+        if self.predicate({self._column: np.asarray(tokens)}):
+            self._seen[0] += 1
+            return [slice(0, len(tokens))]
+        self._drop()
+        return []
+
+    def raise_at(self, position: View) -> None:
+        self._source.position[:] = position
+        self._source.bind(self._source.position)
+        self.next()
+
+    def missed(self, num_before: int, position: View, num: int) -> int:
+        return self._bound_below.missed(num_before, position, num)
 
     def _drop(self) -> None:
         self._seen[1] += 1

@@ -7,7 +7,7 @@ from rescale_data.nodes.base import View, copy_of
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.reading.gather import Around, Rows, Stretch, fill, stretch
-from rescale_data.nodes.reading.spans import Spans
+from rescale_data.nodes.reading.spans import MANY, Spans
 from rescale_data.sources.decoded.cache import cache, owner_of
 
 _SILENT_EPOCHS = 2
@@ -89,28 +89,27 @@ class TokenStream:
         length = -offset if old is None else old.left
         num_turns = misses = 0
         while length < self._width:
-            if not (offset and not parts):  # else within a document, which goes on as it began
-                parts += self._settled(position)
-            spans = self._documents.read(position)
+            marks, waits = [], bool(offset and not parts)  # within a document, which goes on as it began
+            if self._settles and not waits:
+                marks, waits = self._settled(position)
+            parts += marks
+            spans = self._documents.read(position, 1 if self._settles and waits else MANY)
             if not len(spans):
                 if not self._repeat:
                     break
                 spans, num_turns = self._turned(position, num_turns), num_turns + 1
-            elif self._settles and offset and not parts:
-                spans = spans[:1]
             spans.move(position, len(spans))
             parts.append(spans)
             length += (gained := self._around.num_tokens(spans))
             num_turns = 0 if gained else num_turns
-            misses = 0 if gained else self._bound.missed(misses, position)
+            misses = 0 if gained else self._bound.missed(misses, position, len(spans))
         return stretch(Spans.join(parts), self._around, self._position)
 
-    def _settled(self, position: View) -> list[Spans]:
-        """What has changed takes effect here, as a mark, if anything has."""
+    def _settled(self, position: View) -> tuple[list[Spans], bool]:
+        """What has changed takes effect here, as a mark, if anything has; whether it waits for the next document."""
         before = copy_of(position)
-        if self._settles:
-            self._documents.settle(position)
-        return [] if position == before else [Spans.mark(before, position)]
+        waits = self._documents.settle(position)
+        return [] if position == before else [Spans.mark(before, position)], waits
 
     def _turned(self, position: View, num_turns: int) -> Spans:
         """The mark between two epochs."""

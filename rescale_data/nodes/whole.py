@@ -277,7 +277,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         """The documents of a window from a position on, which moves behind them."""
         parts: list[Spans] = []
         left = self.window
-        while left and len(spans := self._documents.read(position)[:left]):
+        while left and len(spans := self._documents.read(position, left)):
             spans.move(position, len(spans))
             parts.append(spans)
             left -= len(spans)
