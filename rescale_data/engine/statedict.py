@@ -45,6 +45,7 @@ from rescale_data.sources.source import Saveable
 from rescale_data.state import Ints, from_tensors, to_tensors
 
 VERSION = 2
+_OF_NONE = -(1 << 62)  # the stamp of a row that is nobody's
 _READS = (1, VERSION)
 OTHER_FIELDS = (
     "Build the pipeline that was saved, with the saved verify= (True keeps a digest a reader), or begin a new run."
@@ -64,12 +65,17 @@ INTS = (
 
 
 def state_dict(stream: Standing) -> dict[str, Any]:
-    """The state with plain tensors of all N rows (collective over the dp ranks)."""
-    _refuse_simulated(stream)
-    _require_saveable(stream)
-    _require_same_batch(stream)
-    whole = stream.ranks.saving.merge(stream.table, stream.owners)
-    return {"shards": _tensors(stream, whole, range(len(whole))), **header(stream)}
+    """The state with plain tensors of all N rows (collective over the dp ranks).
+
+    Where the ranks stand at different batches it is one to load into, as `dcp.load` does, and cannot be kept (`Apart`).
+    """
+    apart = _find_apart(stream)
+    whole = stream.table if apart else stream.ranks.saving.merge(stream.table, stream.owners)
+    state = {"shards": _tensors(stream, whole, range(len(whole))), **header(stream)}
+    if apart:
+        state["shards"][STAMP.key].fill_(_OF_NONE)
+        state["samples"] = Apart(stream.clock.samples, apart)
+    return state
 
 
 def sharded_state_dict(stream: Standing) -> dict[str, Any]:
@@ -94,7 +100,10 @@ class RankRows:
 
     def whole(self) -> dict[str, torch.Tensor]:
         """The table with all rows right (collective)."""
-        return state_dict(self._at)["shards"]
+        state = state_dict(self._at)
+        if isinstance(state["samples"], Apart):
+            state["samples"].refuse()
+        return state["shards"]
 
     def __reduce__(self) -> NoReturn:
         _refuse_pickle()
@@ -294,15 +303,37 @@ _DESCRIBED = {
 }
 
 
-def _require_same_batch(stream: Standing) -> None:
-    """Gathered rows all bear one stamp: so that ranks stand at the same batch has to be seen now (collective)."""
+class Apart(int):
+    """The sample at which this rank stands, and others do not: whoever pickles it, as all do that save, is told so."""
+
+    why: str
+
+    def __new__(cls, samples: int, why: str) -> Apart:
+        apart = super().__new__(cls, samples)
+        apart.why = why
+        return apart
+
+    def refuse(self) -> NoReturn:
+        raise DataStateError(self.why)
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        self.refuse()
+
+
+def _find_apart(stream: Standing) -> str:
+    """Why there is no state of this moment; empty where there is one (collective).
+
+    Gathered rows all bear one stamp: so that ranks stand at the same batch has to be seen now.
+    """
+    _refuse_simulated(stream)
+    _require_saveable(stream)
     first, last = stream.ranks.saving.extremes(stream.clock.samples)
-    if first != last:
-        raise DataStateError(
-            f"The ranks save at different batches, which no state can describe: dp rank {stream.ranks.rank} after "
-            f"{stream.clock.samples} samples, others between {first} and {last}. Save on all ranks after the same batch. "
-            f"dcp.load asks for the state as well: where loaders stand apart, call loader.reset() on all ranks first."
-        )
+    if first == last:
+        return ""
+    return (
+        f"The ranks save at different batches, which no state can describe: dp rank {stream.ranks.rank} after "
+        f"{stream.clock.samples} samples, others between {first} and {last}. Save on all ranks after the same batch."
+    )
 
 
 def _require_saveable(stream: Standing) -> None:
