@@ -1,5 +1,7 @@
 """The exceptions of our own, and the check of arguments that are counts."""
 
+import operator
+
 import numpy as np
 
 
@@ -22,11 +24,17 @@ class DamagedCheckpointError(ValueError):
         self.problems = problems or [message]
 
 
-def require_int(**values: object) -> None:
-    """``TypeError`` where an argument, by name, is no int."""
+def require_int(**values: object) -> list[int]:
+    """Arguments by name as Python's own ints, also where NumPy's were given; ``TypeError`` where one is no int."""
     for name, value in values.items():
         if not isinstance(value, int | np.integer) or isinstance(value, bool):
             raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give an int.")
+    return [operator.index(value) for value in values.values()]  # type: ignore[arg-type]
+
+
+def int_or_none(**values: object) -> list[int | None]:
+    """`require_int` of arguments that may be left out."""
+    return [None if value is None else require_int(**{name: value})[0] for name, value in values.items()]
 
 
 def require_bool(**values: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from multiprocessing.context import BaseContext
 from types import TracebackType
@@ -135,8 +135,7 @@ class DataLoader:
         )
         self._keeps_order = shuffle is False
         self._require_order(self.setup.layout)
-        if steps_per_epoch is not None:
-            require_steps_per_epoch(self.setup, steps_per_epoch)
+        steps = require_steps_per_epoch(self.setup, steps_per_epoch)
         self.collate_fn = collate_fn or collate
         self._given_micro_batch_size, self._pin, self._in_process = micro_batch_size, pin_memory, collate_fn
         self._pool_of = partial(
@@ -152,7 +151,7 @@ class DataLoader:
         stream = self._stream_of(self.setup)
         stream.on_source_change = on_source_change
         pin = pin_memory and not num_workers
-        self._reading: Reading | None = Reading(self.setup, stream, pin_memory=pin, steps_per_epoch=steps_per_epoch)
+        self._reading: Reading | None = Reading(self.setup, stream, pin_memory=pin, steps_per_epoch=steps)
         self._close, self._has_left = self._reading.close, False
         if join:
             self._reading.load_state_dict(tell(self.setup, None))
@@ -298,6 +297,19 @@ class DataLoader:
             ValueError: A step has begun, and the message says when the next one does; or this O does not fit.
         """
         self.setup = self.reading.set_global_batch_size(global_batch_size)
+
+    def exclude_steps(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Leave out steps as if they had been delivered: those after which the loss went up, say.
+
+        Their rows count as drawn. The state keeps them, so that the same call in a job that begins again changes nothing.
+
+        Args:
+            ranges: ``(first, stop)``, steps as `step` counts them, the first and the one after the last.
+
+        Raises:
+            ValueError: A range has passed, and the state does not have it. A later load of such a state: `DataStateError`.
+        """
+        self.reading.exclude_steps(ranges)
 
     def reset(self) -> None:
         """Go back to the beginning of the run."""

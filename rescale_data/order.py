@@ -16,10 +16,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from numpy.random.bit_generator import ISeedSequence
 
 from rescale_data.state import Ints
 
@@ -44,8 +45,18 @@ def generator(label: str, *numbers: int) -> np.random.Generator:
 
 def _philox(label: str, numbers: Sequence[int]) -> np.random.Philox:
     text = "/".join((label, *(str(int(number)) for number in numbers)))
-    key = np.frombuffer(hashlib.blake2b(text.encode(), digest_size=16).digest(), dtype="<u8").astype(np.uint64)
-    return np.random.Philox(key=key)
+    return np.random.Philox(_Key(hashlib.blake2b(text.encode(), digest_size=16).digest()))
+
+
+class _Key(ISeedSequence):
+    """A key of Philox. With ``key=`` it would ask the system for entropy first, which takes longer than all the rest."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = np.frombuffer(key, dtype="<u8").astype(np.uint64)
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint64) -> Words:
+        del n_words, dtype  # Philox asks for two words of 64 bits
+        return self._key
 
 
 def permutation(size: int, label: str, *numbers: int) -> Ints:
@@ -311,7 +322,7 @@ class ShardOrder:
         virtual = self.virtual(first, stop)
         if self.full:
             return encipher(virtual, self.num_rows, "full", self.seed, epoch)
-        if self.window:
-            window = first // self.window
-            virtual = virtual[permutation(stop - first, "window", self.seed, epoch, self.shard, window)]
-        return virtual if fragments is None else fragments.rows(virtual)
+        rows = virtual if fragments is None else fragments.rows(virtual)
+        if not self.window:
+            return rows
+        return rows[permutation(stop - first, "window", self.seed, epoch, self.shard, first // self.window)]

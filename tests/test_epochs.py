@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torchdata.nodes import Loader, Mapper, Prefetcher, Unbatcher
 
 import rescale_data as rd
+from rescale_data.engine.recipe import Schema
 from rescale_data.lookahead import LookAhead
 from rescale_data.testing import full_state_dict
-from tests.simulate import Topology
+from tests.simulate import Topology, same_state
 
 EPOCHS, N, NUM_ROWS = 3, 12, 50
 
@@ -274,16 +275,15 @@ class TestBetweenTheLastBatchAndTheEnd:
         first = loader_of(tail=tail)
         first.skip(44)
         loader = loader_of(tail=tail, global_batch_size=8, micro_batch_size=8)
-        loader.load_state_dict(first.state_dict())
         caplog.clear()
+        loader.load_state_dict(first.state_dict())
         assert (loader.epoch, loader.batches_left) == (0, 0 if tail == "drop" else 1)
         assert len(list(loader)) == (tail == "pad")
-        said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-        assert said == (
-            ["Epoch 0 ended with less than a global batch of 8 samples: 6 dropped, 0 repeated to fill the last one."]
-            if tail == "drop"
-            else []
+        (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert ("Epoch 0 ended with less than a global batch of 8 samples: 6 dropped, 0 repeated" in said) == (
+            tail == "drop"
         )
+        assert ("global batches begin anew at sample 44" in said) == (tail == "pad")
         assert (loader.epoch, len(list(loader))) == (1, 6 if tail == "drop" else 7)
 
     def test_rows_that_are_not_all_at_the_end_are_an_error(self) -> None:
@@ -326,6 +326,43 @@ class TestSkipOfWholeEpochs:
             list(taken)
         next(iter(taken))
         assert all(a.tolist() == b.tolist() for a, b in zip(skipped, taken, strict=True))
+
+    @settings(max_examples=40)
+    @given(
+        num_rows=st.integers(4, 40),
+        n=st.sampled_from([3, 4, 8]),
+        o=st.sampled_from([2, 3, 4]),
+        tail=st.sampled_from(["drop", "pad"]),
+        first=st.integers(0, 20),
+        epochs=st.integers(3, 9),
+        more=st.integers(0, 3),
+        repeat=st.booleans(),
+    )
+    def test_are_as_if_they_had_been_taken(
+        self, num_rows: int, n: int, o: int, tail: Any, first: int, epochs: int, more: int, repeat: bool
+    ) -> None:
+        steps = -(-num_rows // o) if tail == "pad" else num_rows // o
+        num = epochs * steps - first % steps + more
+
+        def make() -> rd.DataLoader:
+            source = list(range(num_rows))
+            return rd.DataLoader(source, global_batch_size=o, num_logical_shards=n, tail=tail, repeat=repeat)
+
+        skipped, taken = make(), make()
+        for loader in (skipped, taken):
+            loader.skip(o * first)
+        skipped.skip(o * num)
+        for _ in range(num):
+            taken.skip(o)
+        assert same_state(skipped.state_dict(), taken.state_dict())
+        assert skipped.progress() == taken.progress()
+
+    def test_cost_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        plans: list[int] = []
+        plan = Schema.epoch_end
+        monkeypatch.setattr(Schema, "epoch_end", lambda *given: plans.append(0) or plan(*given))
+        loader_of().skip(48 * 10**6)
+        assert len(plans) < 30
 
 
 class TestUnderTorchdata:
@@ -415,6 +452,24 @@ class TestStepsPerEpoch:
         other = rd.DataLoader(filtered, global_batch_size=4, num_logical_shards=N, steps_per_epoch=4)
         other.load_state_dict(loader.state_dict())
         assert (other.epoch, other.batches_left, len(list(other)), other.step) == (3, 1, 1, 16)
+
+    def test_the_epoch_before_is_over_for_good_after_a_load_in_mid_step(self) -> None:
+        def make(b: int) -> rd.DataLoader:
+            return loader_of(global_batch_size=4, micro_batch_size=b, repeat=True, steps_per_epoch=3)
+
+        saved = make(2)
+        for batches, may_be_over in ((6, True), (7, False)):
+            saved.reset()
+            saved.skip(2 * batches)
+            loader = make(4)
+            loader.load_state_dict(saved.state_dict())
+            assert loader.epoch == 1
+            if may_be_over:
+                loader.set_epoch(0)
+                assert list(loader) == []
+            else:
+                with pytest.raises(ValueError, match=r"set_epoch\(0\): the loader is in epoch 1"):
+                    loader.set_epoch(0)
 
     @pytest.mark.parametrize("steps", [0, -1])
     def test_of_less_than_a_step(self, steps: int) -> None:

@@ -4,6 +4,7 @@ import collections
 import gc
 import itertools
 import logging
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -102,6 +103,19 @@ class TestIteration:
         one, other = rows_of(loader_of(seed=0)), rows_of(loader_of(seed=1))
         assert one != other
         assert sorted(map(len, one)) == sorted(map(len, other))
+
+    def test_ints_of_numpy_are_ints(self) -> None:
+        counts = {"global_batch_size": 12, "micro_batch_size": 4, "num_logical_shards": 24, "seed": 5}
+        counts |= {"dp_rank": 0, "dp_world_size": 1, "num_workers": 0}
+        loader, expected = loader_of(**{name: np.int8(count) for name, count in counts.items()}), loader_of(**counts)
+        loader.skip(np.uint8(24))
+        loader.set_epoch(np.int16(0))
+        expected.skip(24)
+        assert str(loader.state_dict()) == str(expected.state_dict())
+        assert b"numpy" not in pickle.dumps(
+            {key: value for key, value in loader.state_dict().items() if key != "shards"}
+        )
+        assert rows_of(loader) == rows_of(expected)
 
     def test_defaults(self, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.INFO, "rescale_data")

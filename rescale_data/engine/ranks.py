@@ -153,6 +153,7 @@ class Ranks:
         timeout: Seconds that a rank which does nothing may keep the others waiting.
         save_timeout: The same for a state.
         loader: Tells the loaders of a process apart.
+        leg: Tells apart what a loader exchanges before a load and after it: ranks may have stood at different batches.
     """
 
     rank: int = 0
@@ -162,6 +163,7 @@ class Ranks:
     timeout: float = 300.0
     save_timeout: float = 60.0
     loader: int = 0
+    leg: int = 0
     _saves: bool = False
 
     @property
@@ -173,6 +175,11 @@ class Ranks:
     def saving(self) -> Ranks:
         """The same ranks for what all of them call to have a state: a rank that calls alone is told so, and soon."""
         return replace(self, _saves=True)
+
+    @property
+    def next_leg(self) -> Ranks:
+        """The same ranks after a load."""
+        return replace(self, leg=self.leg + 1)
 
     def log(self, level: int, message: str, *values: object) -> None:
         """Say something once a run: on dp rank 0."""
@@ -227,9 +234,8 @@ class Ranks:
 
     def require_same(self, what: dict[str, Any]) -> None:
         """``ValueError`` on every rank where some value differs between ranks, which names it (collective)."""
-        digests = [_digest(value) for value in what.values()]
-        differs = self._agree("same", digests, lambda values: (values != values[0]).any(axis=0).astype(np.int64))()
-        differing = [name for name, one in zip(what, differs.tolist(), strict=True) if one]
+        digests = self._gather(torch.tensor([_digest(value) for value in what.values()]), "same")
+        differing = [name for name, values in zip(what, digests.T, strict=True) if (values != values[0]).any()]
         if differing:
             given = {name: what[name] for name in differing}
             raise ValueError(
@@ -255,8 +261,8 @@ class Ranks:
             return tensor.full_tensor()
         return self._gather(tensor.to_local()).flatten(0, 1)
 
-    def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[None] if self.circle is None else self.circle.gather(self._call("rows"), tensor)
+    def _gather(self, tensor: torch.Tensor, what: str = "rows") -> torch.Tensor:
+        return tensor[None] if self.circle is None else self.circle.gather(self._call(what), tensor)
 
     def _agree(self, what: str, values: Sequence[int], decide: Callable[[Ints], Ints]) -> Callable[[], Ints]:
         if self.circle is None:
@@ -266,7 +272,7 @@ class Ranks:
 
     def _call(self, what: str) -> Call:
         seconds, cure = (self.save_timeout, _CALL_ON_ALL) if self._saves else (self.timeout, _RESTART)
-        name = f"{'save' if self._saves else 'read'}/{what}/{self.loader}"
+        name = f"save/{what}/{self.loader}" if self._saves else f"read/{what}/{self.loader}.{self.leg}"
         return Call(name, seconds, not self._saves, cure)
 
 

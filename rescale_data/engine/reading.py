@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from rescale_data.engine.collate import pin, with_valid
@@ -50,6 +50,7 @@ class Reading:
     def __init__(self, setup: Setup, stream: Stream, *, pin_memory: bool, steps_per_epoch: int | None = None) -> None:
         self.setup, self.stream, self._pin, self._steps = setup, stream, pin_memory, steps_per_epoch
         self._resumed = False  # a state was loaded, and nothing has been read since: the end of an epoch may come first
+        self._in_step = False  # that state was of the middle of a step
         self._at_multiple = False  # of steps_per_epoch, with the last batch of an epoch, whose end has not been seen
         self._num_iterators = 0  # the newest is the valid one
         self._last_taken = (-1, 0)  # from which iterator, and in which thread
@@ -104,7 +105,7 @@ class Reading:
 
     def skip(self, num_samples: int) -> None:
         whole = self.setup.layout.micro_step_samples
-        require_int(num_samples=num_samples)
+        (num_samples,) = require_int(num_samples=num_samples)
         if num_samples < 0 or num_samples % whole:
             raise ValueError(
                 f"skip(num_samples={num_samples}): give a multiple of dp_world_size * micro_batch_size = {whole}, counted over "
@@ -115,11 +116,11 @@ class Reading:
             self._resumed, self._at_multiple = False, self._is_multiple()
 
     def set_epoch(self, epoch: int) -> None:
-        require_int(epoch=epoch)
+        (epoch,) = require_int(epoch=epoch)
         at = self.epoch
         if epoch == at + 1 and self.is_over():
             self._move_on()
-        elif self._resumed and 0 <= epoch == at - 1 and self._is_multiple():
+        elif self._resumed and not self._in_step and 0 <= epoch == at - 1 and self._is_multiple():
             self._at_multiple = True  # a state there says not whether the end was seen
         elif epoch != at:
             refuse_epoch(epoch, at)
@@ -136,6 +137,27 @@ class Reading:
             self.stream.regroup(changed.layout)
             self.setup = changed
         return self.setup
+
+    def exclude_steps(self, ranges: Iterable[tuple[int, int]]) -> None:
+        schema, at, given = self.stream.schema, self.step + (self._begun > 0), [(first, stop) for first, stop in ranges]
+        for first, stop in given:
+            require_int(first=first, stop=stop)
+            if not 0 <= first < stop:
+                raise ValueError(
+                    f"exclude_steps([({first}, {stop})]): give the first step, and the one after the last."
+                )
+            if first < at and (first, stop) not in schema.excluded_steps:
+                raise ValueError(
+                    f"exclude_steps([({first}, {stop})]): the loader is at step {at}. Load a state from before."
+                )
+        schema.exclude_steps([*schema.excluded_steps, *given])
+
+    def _leave_out(self) -> None:
+        """Go behind the steps that are left out, as if they had been delivered."""
+        for first, stop in self.stream.schema.excluded_steps:
+            if first <= self.step < stop and not self._begun and not self.ended:
+                self.stream.skip((stop - self.step) * self.setup.layout.gradient_accumulation_steps)
+                self._resumed, self._at_multiple = False, self._is_multiple()
 
     def reset(self) -> None:
         self.stream.reset()
@@ -171,6 +193,7 @@ class Reading:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         load_state_dict(self.stream, state)
         self._resumed, self._at_multiple = True, False
+        self._in_step = (int(state["samples"]) - int(state["origin"])) % int(state["global_batch_size"]) > 0
         self.invalidate()
 
     def move_to(self, setup: Setup, stream: Stream, state: Mapping[str, Any], *, pin_memory: bool) -> None:
@@ -209,6 +232,8 @@ class Reading:
         if self.is_over():
             self._move_on()
             raise StopIteration
+        if self.epoch != batches.epoch:  # it ended within steps that are left out
+            raise StopIteration
         batch = self._finish(stream.peek())
         micro_batch = stream.take()  # no sooner: a batch that cannot be handed over has not been delivered
         self._at_multiple = self._is_multiple()
@@ -219,6 +244,7 @@ class Reading:
 
     def is_over(self) -> bool:
         """Whether no batch is left in the epoch, which is planned where it has not begun."""
+        self._leave_out()
         if self._steps is None:
             return self.stream.begin() is None
         while not self._at_multiple and self.stream.begin() is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -13,6 +13,7 @@ import numpy as np
 
 from rescale_data.nodes.base import BaseNode, Node
 from rescale_data.nodes.foreign import as_node, refuse_ranks
+from rescale_data.nodes.reader import Reader
 from rescale_data.shard import Shard
 from rescale_data.sources.source import Described
 from rescale_data.state import Field, Ints, encode, field_of, flatten, offsets
@@ -34,6 +35,8 @@ UNDEALT, ENDED = (
 EPOCH = "epoch"  # how a field that counts epochs is called
 BEFORE = "before"
 """Beside the parameters of a packer: what form its samples had before."""
+EXCLUDED_STEPS = "excluded_steps"
+"""Beside the parameters of the root: steps that are left out, ``[[first, stop], ...]``."""
 STRINGS = ("sources", "pipeline", "fields")
 """What `Schema` says in JSON, part of a state under these names."""
 
@@ -94,7 +97,9 @@ class Schema:
     def __init__(self, root: Node[Any]) -> None:
         _require_all_named_or_none(root)
         self.root = root
+        self.group = max(node.group for _, node in root.walk())
         self.histories: Histories = {}
+        self.excluded_steps: list[tuple[int, int]] = []
         self._sources_json: str | None = None
         self._pipeline_json: str | None = None
         self.fields = (*OWN_FIELDS, *root.fields)
@@ -141,6 +146,13 @@ class Schema:
         end = self.epoch_end(beginning)
         return None if end is None else int(end[0].sum())
 
+    def epochs_are_alike(self, table: Ints) -> bool:
+        """Whether each epoch moves each position by the same: a row is a sample, and no shard owns other rows than before."""
+        nodes = [node for _, node in self.root.walk()]
+        return all(
+            node.source.num_rows >= len(table) if isinstance(node, Reader) else node.one_for_one for node in nodes
+        ) and all(len(history) <= 1 for history in self.histories.values())
+
     def sources(self) -> dict[str, Described]:
         """The sources of the pipeline by the path of the node that reads each."""
         return {path_name(path): node.reads for path, node in self.root.walk() if node.reads is not None}
@@ -171,6 +183,10 @@ class Schema:
             self._sources_json = self._pipeline_json = None
         self.histories = histories
         adopt(self.root, histories)
+
+    def exclude_steps(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """From now on these steps are left out."""
+        self.excluded_steps, self._pipeline_json = sorted(set(ranges)), None
 
     def slots_at(self, table: Ints, path: tuple[str, ...]) -> Ints | None:
         """The slots of the node at ``path``, a view; `None` where it lives inside a foreign node."""
@@ -203,6 +219,8 @@ class Schema:
             for path, node in self.root.walk():
                 if node.FORM and (forms := self.histories.get(path_name(path))):
                     nodes[path_name(path)][BEFORE] = forms
+            if self.excluded_steps:
+                nodes[path_name(())][EXCLUDED_STEPS] = self.excluded_steps
             self._pipeline_json = to_json(nodes)
         return self._pipeline_json
 

@@ -9,9 +9,10 @@ from typing import Literal, TypeAlias
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from rescale_data.engine.group import require_group
 from rescale_data.engine.ranks import Ranks, find_ranks
 from rescale_data.engine.recipe import Pipeline, Recipe, Schema
-from rescale_data.errors import require_bool, require_int
+from rescale_data.errors import int_or_none, require_bool, require_int
 from rescale_data.layout.layout import Layout, default_num_logical_shards
 from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.shard_of import find_shard
@@ -29,6 +30,9 @@ class Setup:
     layout: Layout
     ranks: Ranks
     tail: Tail
+
+    def __post_init__(self) -> None:
+        require_group(self.schema, self.layout)
 
     @property
     def counts_are_known(self) -> bool:
@@ -57,10 +61,15 @@ def set_up(
     """Resolve the defaults and refuse what cannot run (collective where there is a process group)."""
     if tail not in ("drop", "pad"):
         raise ValueError(f"tail={tail!r}: give 'drop' or 'pad'.")
-    require_int(global_batch_size=global_batch_size, seed=seed, num_workers=num_workers)
-    given = {"micro_batch_size": micro_batch_size, "num_logical_shards": num_logical_shards}
-    given |= {"dp_rank": dp_rank, "dp_world_size": dp_world_size}
-    require_int(**{name: value for name, value in given.items() if value is not None})
+    global_batch_size, seed, num_workers = require_int(
+        global_batch_size=global_batch_size, seed=seed, num_workers=num_workers
+    )
+    micro_batch_size, num_logical_shards, dp_rank, dp_world_size = int_or_none(
+        micro_batch_size=micro_batch_size,
+        num_logical_shards=num_logical_shards,
+        dp_rank=dp_rank,
+        dp_world_size=dp_world_size,
+    )
     require_bool(repeat=repeat, verify=verify)
     if global_batch_size < 1:
         raise ValueError(f"global_batch_size={global_batch_size}: it is at least 1, the samples of one optimizer step.")
@@ -100,12 +109,18 @@ def set_up(
 
 def with_global_batch_size(setup: Setup, global_batch_size: int) -> Setup:
     """The same with another O, refused where it cannot run (collective where there is a process group)."""
-    require_int(global_batch_size=global_batch_size)
+    (global_batch_size,) = require_int(global_batch_size=global_batch_size)
     if setup.ranks.simulated and not setup.recipe.repeat:
         raise ValueError(
             f"set_global_batch_size({global_batch_size}) with repeat=False needs what all {setup.ranks.world_size} dp ranks "
             f"have left of the epoch, but there is no process group (dp_rank= and dp_world_size= were given). Start it, use "
             f"repeat=True, or load full_state_dict(loaders) into loaders with the new global batch."
+        )
+    if setup.schema.group > 1 and global_batch_size != setup.layout.global_batch_size:
+        raise ValueError(
+            f"set_global_batch_size({global_batch_size}) of a mixture with group={setup.schema.group}: its groups lie as the "
+            f"global batch does. Save when all logical shards have delivered as many samples, every "
+            f"{setup.layout.num_tracks} steps, and load into a loader that is built with the new one."
         )
     changed = replace(setup, layout=replace(setup.layout, global_batch_size=global_batch_size))
     _check_epoch(changed)
@@ -123,15 +138,18 @@ def _warn_if_not_aligned(setup: Setup) -> None:
         )
 
 
-def require_steps_per_epoch(setup: Setup, steps: int) -> None:
-    """``ValueError`` where the data itself knows its epoch."""
-    require_int(steps_per_epoch=steps)
+def require_steps_per_epoch(setup: Setup, steps_per_epoch: int | None) -> int | None:
+    """Steps of an epoch; ``ValueError`` where the data itself knows its epoch."""
+    (steps,) = int_or_none(steps_per_epoch=steps_per_epoch)
+    if steps is None:
+        return None
     if steps < 1:
         raise ValueError(f"steps_per_epoch={steps}: it is at least 1.")
     if not setup.recipe.repeat and setup.counts_are_known:
         raise ValueError(
             f"steps_per_epoch={steps}, but the pipeline knows how many samples an epoch has. Leave it out, or give repeat=True."
         )
+    return steps
 
 
 def _num_logical_shards(given: int | None, global_batch_size: int, ranks: Ranks) -> int:

@@ -16,6 +16,8 @@ from collections import deque
 from dataclasses import replace
 from typing import Literal, Protocol, TypeAlias
 
+import numpy as np
+
 from rescale_data.engine.agreement import Agreement
 from rescale_data.engine.feed import Feed, Leg, MicroBatch
 from rescale_data.engine.recipe import DEALT, ENDED, FIRST_SLOT, SAMPLES, UNDEALT
@@ -69,6 +71,7 @@ class Stream:
 
     def load(self, table: Ints, clock: Clock) -> None:
         """Go on from a table in which all N rows are right."""
+        self.ranks = self.ranks.next_leg
         self.table, self.clock = table, clock
         self._leg: Leg | None = None
         self.owners = self.layout.owners  # the rank whose row of each shard is right, of all ranks
@@ -77,6 +80,7 @@ class Stream:
         self.ended = bool((table[:, DEALT] == ENDED).all())
         self._took, self._was_empty = False, False  # in this epoch, from here on; the epoch before
         self._size: int | None = None
+        self._unproven = ""  # what the proof of this epoch found
         self._rewind()
 
     def regroup(self, layout: Layout) -> None:
@@ -117,6 +121,16 @@ class Stream:
     def take(self) -> MicroBatch:
         """The next micro batch; from here on the state says that it was delivered."""
         self.peek()
+        before = {**vars(self), "table": self.table.copy(), "_ahead": self._ahead.copy()} if self._verify else {}
+        try:
+            return self._take()
+        except Exception:
+            vars(self).update(
+                {**before, "_unproven": self._unproven}
+            )  # an epoch fails in place of its last micro batch
+            raise
+
+    def _take(self) -> MicroBatch:
         micro_batch = self._ahead.popleft()
         self.table[micro_batch.visited] = micro_batch.rows
         leg = self._leg
@@ -152,7 +166,13 @@ class Stream:
 
     def skip(self, num_micro_batches: int) -> None:
         """Leave out micro batches as if they had been taken, over the ends of epochs."""
+        begins: list[tuple[int, Ints]] = []  # of epochs: micro batches left to skip, and where the run stands
         while num_micro_batches:
+            if self.ended and not self._verify:
+                self.move_on()
+                begins = [*begins[-2:], (num_micro_batches, self._standing())]
+                num_micro_batches = self._skip_epochs(begins, num_micro_batches)
+                continue
             self.move_on()
             leg = self.begin()
             if leg is None:
@@ -171,8 +191,34 @@ class Stream:
             self._conclude()
             num_micro_batches -= here
 
+    def _skip_epochs(self, begins: list[tuple[int, Ints]], num_micro_batches: int) -> int:
+        """Leave out whole epochs after two that moved the run by the same; the micro batches that are then left to skip."""
+        whole_steps = self.layout.aligned or self._tail == "pad"  # else what is dropped depends on the epochs before
+        if len(begins) < 3 or not whole_steps or not self.schema.epochs_are_alike(self.table):
+            return num_micro_batches
+        (_, first), (before, second), (after, third) = begins
+        if (third - second != second - first).any():
+            return num_micro_batches
+        size = before - after
+        epochs = (num_micro_batches - 1) // size  # the last of them ends where its last batch does
+        self._stand(third + epochs * (third - second))
+        return num_micro_batches - epochs * size
+
+    def _standing(self) -> Ints:
+        """All numbers of a run that is at the beginning of an epoch."""
+        clock = self.clock
+        counts = [clock.samples, clock.origin, clock.step, clock.epoch, self.dropped_samples, self.padded_samples]
+        return np.concatenate([self.table.flatten(), np.array(counts, dtype=np.int64)])
+
+    def _stand(self, numbers: Ints) -> None:
+        self.table[:] = numbers[:-6].reshape(self.table.shape)
+        samples, origin, step, epoch, self.dropped_samples, self.padded_samples = numbers[-6:].tolist()
+        self.clock = Clock(samples=samples, origin=origin, step=step, epoch=epoch)
+
     def begin(self) -> Leg | None:
         """The leg that the next micro batch belongs to, planned where it has not begun; `None` at the end of the epoch."""
+        if self._unproven:
+            raise DataStateError(self._unproven)
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
@@ -192,6 +238,11 @@ class Stream:
     def rows_are_dealt(self) -> bool:
         """Whether the state of this moment is spread over ranks by a deal, no longer in one block a rank."""
         return self._leg is not None and self._leg.deal is not None
+
+    def is_short(self) -> bool:
+        """Whether what is known to be left of the epoch will be dropped."""
+        end = None if self.repeat or self.ended else self.schema.epoch_end(self.table)
+        return end is not None and self._tail == "drop" and int(end[0].sum()) < self.layout.global_batch_size
 
     def num_micro_batches_left(self) -> int | None:
         """Micro batches until the epoch ends; `None` where it never does, or cannot be known."""
@@ -304,7 +355,7 @@ class Stream:
                 f"smaller global_batch_size, more data, tail='pad', or repeat=True."
             )
         if self._verify:
-            self._prove()
+            self._prove(deal)
         end, delivered = self.schema.epoch_end(self.table), deal.delivered(self._u)
         self.table[:, FIRST_SLOT:] = (
             self._rest.next_epoch(self._whole(), self.schema.histories) if end is None else end[1]
@@ -317,12 +368,24 @@ class Stream:
         self._leg = self._agreement = None
         self._rewind()
 
-    def _prove(self) -> None:
-        """That every row of the epoch was delivered once, over all legs of the run (collective)."""
-        self._runner.load(self._whole(), self.schema.histories)
-        for shard in self.layout.owned(self.ranks.rank):
-            self._runner.verify(shard)
-        self.ranks.log(logging.INFO, "Epoch %d: every row was delivered once, across all legs of the run.", self.epoch)
+    def _prove(self, deal: Deal) -> None:
+        """That every row of the epoch was delivered once or dropped, over all legs: else ``DataStateError`` on all ranks."""
+        self._runner.load(self.table, self.schema.histories)
+        dropped, found = deal.left - deal.delivered(self._u), ""
+        try:
+            for shard in (self.owners == self.ranks.rank).nonzero()[0].tolist():
+                self._runner.prove(shard, int(dropped[shard]))
+        except DataStateError as error:
+            found = str(error)
+        if self.ranks.extremes(bool(found))[1]:
+            self._unproven = f"Epoch {self.epoch} does not end as it should. {found or 'Another dp rank says more.'}"
+            raise DataStateError(self._unproven)
+        self.ranks.log(
+            logging.INFO,
+            "Epoch %d: every row was delivered once, or is of the %d samples that are dropped, across all legs of the run.",
+            self.epoch,
+            int(dropped.sum()),
+        )
 
     def _count_tail(self, num_dropped: int, num_padded: int) -> None:
         self.dropped_samples += num_dropped

@@ -16,7 +16,7 @@ Source: docs/design.md, 4.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -198,10 +198,9 @@ class Layout:
     @cached_property
     def _block_starts(self) -> Ints:
         """``int64[W * K + 1]``, the first shard that each worker of each rank owns, and N."""
-        return np.array([*(block.start for block in self._blocks()), self.num_logical_shards], dtype=np.int64)
-
-    def _blocks(self) -> Iterator[range]:
-        return (self.owned(rank, worker) for rank in range(self.dp_world_size) for worker in range(self.workers))
+        starts = np.arange(self.dp_world_size + 1, dtype=np.int64) * self.num_logical_shards // self.dp_world_size
+        parts = np.diff(starts)[:, None] * np.arange(self.workers) // self.workers
+        return np.append(starts[:-1, None] + parts, self.num_logical_shards)
 
     def _turns(self, u: int) -> Ints:
         """``int64[W * K]``, how many of the micro batches ``0 .. u-1`` each worker of each rank makes."""

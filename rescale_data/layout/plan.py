@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rescale_data.errors import require_int
+from rescale_data.errors import int_or_none, require_int
 from rescale_data.layout.layout import Layout, default_num_logical_shards
 
 _ROWS_OF_A_SCREEN = 24
@@ -151,10 +151,13 @@ def plan(
         >>> plan([1024, 1536, 2048]).num_logical_shards
         6144
     """
-    several = [global_batch_size] if isinstance(global_batch_size, int | float) else list(global_batch_size)
+    several = _ints(global_batch_size=global_batch_size)
     if not several:
         raise ValueError("global_batch_size is empty: give one O, or those of a ramp.")
-    workers = [num_workers] if isinstance(num_workers, int) else num_workers
+    workers = _ints(num_workers=num_workers)
+    micro_batch_size, num_logical_shards = int_or_none(
+        micro_batch_size=micro_batch_size, num_logical_shards=num_logical_shards
+    )
     for o in several:
         _check(1, global_batch_size=o, micro_batch_size=1 if micro_batch_size is None else micro_batch_size)
     for k in workers:
@@ -201,8 +204,14 @@ def _bytes(num: int) -> str:
     return f"{size:.3g} {unit}"
 
 
+def _ints(**given: object) -> list[int]:
+    """One argument, an int or several."""
+    ((name, value),) = given.items()
+    several: Sequence[object] = value if isinstance(value, Sequence) else [value]  # pyright: ignore[reportUnknownVariableType]
+    return [one for each in several for one in require_int(**{name: each})]
+
+
 def _check(least: int, **values: int) -> None:
-    require_int(**values)
     for name, value in values.items():
         if value < least:
             raise ValueError(f"{name}={value}: it is at least {least}.")

@@ -29,6 +29,7 @@ _BYTES_OF_A_SAMPLE = 512
 _log = logging.getLogger("rescale_data")
 
 _PROBE = ["Tokens of 2 texts, to know a tokenizer by: naïve façade, 東京, x = [1.5e-3];\n\t", " 'a' \"b\" <c/> #d"]
+_FIRST_TEXTS = 4
 
 
 class _Mark(Enum):
@@ -65,7 +66,9 @@ class Tokenize(Node[dict[str, Any]]):
             ``[e.ids for e in tokenizer.encode_batch(texts)]``, for tiktoken ``encoding.encode_ordinary_batch``.
         column: Of the text; it is left out of what is yielded.
         into: The column of the tokens, an ``int64`` array.
-        batch_size: Texts at a time. What has been made and not yielded lies in the process's cache.
+        batch_size: Texts at a time. After a start or a resume they are few at first, and twice as many each time, so that the
+            first batch of many logical shards does not wait for texts that it does not need. What has been made and not
+            yielded lies in the process's cache.
         on_error: As in `Map`, of samples without a string there, and of those for whose text the tokenizer raises or returns
             something else than token ids. A function returns token ids, or `None`.
 
@@ -100,6 +103,7 @@ class Tokenize(Node[dict[str, Any]]):
     def seek(self) -> None:
         self._bookmark = self.bookmark("source")
         self._at = -1  # in the cached batch; -1 before there is one
+        self._num_texts = min(_FIRST_TEXTS, self.batch_size)  # of the next one
         self._over = False
 
     def next(self) -> dict[str, Any]:
@@ -164,10 +168,11 @@ class Tokenize(Node[dict[str, Any]]):
         before = copy_of(self._bookmark)
         samples: list[Any] = []
         after: list[View] = []
-        while len(after) < self.batch_size and len(samples) == len(after):
+        while len(after) < self._num_texts and len(samples) == len(after):
             with suppress(StopIteration):
                 samples.append(next(self._source))
             after.append(copy_of(self._source.position))
+        self._num_texts = min(2 * self._num_texts, self.batch_size)
         tokens = self._tokenize(samples, after)
         made = [self._sample(*pair) for pair in zip(samples, tokens, strict=True)]
         entries = list(zip([*made, _Mark.END], after, strict=False))

@@ -160,7 +160,8 @@ class ArrowSource(TableSource):
         fields = [schema.get_field_index(name) for name in columns]
         options = pa.ipc.IpcReadOptions(included_fields=fields)
         key = (owner_of(self), file, *fields)
-        reader: Any = handles().make(key, lambda: pa.ipc.open_file(ranges.whole(), options=options))
+        whole = ranges.whole()
+        reader: Any = handles().make(key, lambda: pa.ipc.open_file(whole, options=options))
         return pa.Table.from_batches([reader.get_batch(i) for i in batches]).select(list(columns))
 
 

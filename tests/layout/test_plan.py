@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 import rescale_data as rd
@@ -120,3 +121,9 @@ def test_prints_one_screen_and_what_n_means() -> None:
     assert len(plan.table().splitlines()) > 100 > 25 > max(len(lines), 1)
     with pytest.raises(ValueError, match="give one O"):
         rd.plan([])
+
+
+def test_ints_of_numpy_are_ints() -> None:
+    few = rd.plan(np.int8(24), np.int8(2), np.int8(96), [np.int8(2)])  # type: ignore[list-item]
+    assert list(few) == list(rd.plan(24, 2, 96, 2))
+    assert list(few) == list(rd.plan([np.int8(24)], 2, 96, np.int8(2)))  # type: ignore[arg-type]

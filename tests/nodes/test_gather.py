@@ -42,9 +42,10 @@ WAYS = [None, KERNEL] if KERNEL is not None else [None]
 @st.composite
 def documents(draw: Any) -> tuple[Spans, list[list[int]]]:
     """Spans of several arrays, with marks among them, and their tokens; each moves its own slots of four."""
-    arrays = [
-        np.array(draw(st.lists(st.integers(0, 120), min_size=1, max_size=30)), dtype=draw(st.sampled_from(KINDS)))
-        for _ in range(draw(st.integers(1, 3)))
+    numbers = [draw(st.lists(st.integers(0, 120), min_size=1, max_size=30)) for _ in range(draw(st.integers(1, 3)))]
+    arrays = [  # some longer than the lines of memory that are copied at a time
+        np.resize(np.array(each, dtype=draw(st.sampled_from(KINDS))), draw(st.sampled_from([len(each), 150])))
+        for each in numbers
     ]
     places, moves, tokens = [], [], []
     for number in range(draw(st.integers(1, 12))):
@@ -76,7 +77,7 @@ def drawn(way: Any, spans: Spans, around: gather.Around, size: int, offset: int,
 
 @given(
     spans=documents(),
-    size=st.integers(1, 9),
+    size=st.integers(1, 9) | st.sampled_from([63, 200]),
     eos=st.sampled_from([None, 2, 70_000]),
     bos=st.sampled_from([None, 1]),
     dtype=st.sampled_from(["i4", "i8"]),

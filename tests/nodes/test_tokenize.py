@@ -42,10 +42,18 @@ def test_yields_tokens_in_place_of_text_and_keeps_the_rest() -> None:
     assert [sample["tokens"].tolist() for sample in samples] == by_letters([row["text"] for row in TEXTS])
 
 
-def test_texts_go_in_batches() -> None:
+def test_texts_go_in_batches_which_are_small_after_a_start_and_a_resume() -> None:
     tokenizer = Counting()
-    list(tokenize(tokenizer, batch_size=8))
-    assert tokenizer.sizes == [8, 8, 8, 6]
+    node = tokenize(tokenizer, batch_size=8)
+    next(node)
+    state = node.get_state()
+    list(node)
+    assert tokenizer.sizes == [4, 8, 8, 8, 2]
+    resumed = Counting()
+    node = tokenize(resumed, batch_size=8)
+    node.reset(state)
+    list(node)
+    assert resumed.sizes == [4, 8, 8, 8, 1]
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 64])
@@ -126,7 +134,7 @@ def test_a_tokenizer_that_is_none(tokenizer: Any, message: str, caplog: pytest.L
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_a_tokenizer_that_returns_another_number(on_error: Any) -> None:
-    with pytest.raises(ValueError, match="returned 1 values for 8 texts"):
+    with pytest.raises(ValueError, match="returned 1 values for 4 texts"):
         next(tokenize(lambda texts: [[1]], batch_size=8, on_error=on_error))
 
 

@@ -1,6 +1,7 @@
 """Parquet and Arrow files: the same rows from every layout, nothing read twice, an error for whatever is wrong."""
 
 import itertools
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -58,13 +59,13 @@ def mixed(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return ArrowSource(tmp_path)
 
 
-def save(path: Path, columns: dict[str, Any]) -> None:
+def save(path: Path, columns: dict[str, Any], max_chunksize: int | None = None) -> None:
     table = pa.table(columns)
     if path.suffix == ".parquet":
         pq.write_table(table, path)
     else:
         with pa.ipc.new_file(path, table.schema) as writer:
-            writer.write_table(table)
+            writer.write_table(table, max_chunksize=max_chunksize)
 
 
 def source_of(path: Path, suffix: str, **kwargs: Any) -> Any:
@@ -368,6 +369,24 @@ class TestErrors:
         (tmp_path / f"b{suffix}").write_bytes(whole[: int(len(whole) * kept) if isinstance(kept, float) else kept])
         with pytest.raises(ValueError, match=rf"b{suffix} cannot be read as .*half-written"):
             source_of(tmp_path, suffix)
+
+    @pytest.mark.parametrize("columns", [None, ["ids"]])
+    def test_a_file_that_is_cut_off_while_it_is_read(self, columns: list[str] | None, tmp_path: Path) -> None:
+        path = tmp_path / "a.arrow"
+        save(path, {"ids": [list(range(100))] * 5000, "row": list(range(5000))}, max_chunksize=500)
+        source = ArrowSource(tmp_path, columns=columns)
+        source.row(0)
+        os.truncate(path, path.stat().st_size // 2)
+        with pytest.raises(ValueError, match=r"a\.arrow was cut off while it was read: it had \d+ bytes and has \d+"):
+            source.row(4999)
+
+    def test_a_file_that_is_replaced_while_it_is_read(self, tmp_path: Path) -> None:
+        save(tmp_path / "a.arrow", {"row": list(range(9000))})
+        source = ArrowSource(tmp_path)
+        source.row(0)
+        save(tmp_path / "b.arrow", {"row": [0]})
+        os.replace(tmp_path / "b.arrow", tmp_path / "a.arrow")
+        assert source.row(8999)["row"] == 8999
 
     def test_a_truncated_stream(self, tmp_path: Path) -> None:
         write("stream", tmp_path, documents([100] * 7))

@@ -16,7 +16,7 @@ from rescale_data.sources.source import DecodingSource, Tokens, TokenSource
 from rescale_data.state import Ints
 
 _LARGER = 4
-_ROOM_TO_DECODE = 3  # where decoding costs, what is decoded ahead, and what is decoded already, needs room beside
+_DECODED_AHEAD = 2  # fragments that need room beside, where decoding costs
 
 
 class Rows(Protocol):
@@ -70,28 +70,29 @@ class FragmentDocuments:
         self._lent: WeakValueDictionary[int, Tokens] = WeakValueDictionary()  # fragments that a packer still holds
         _alive.add(self)
 
-    def read(self, position: memoryview) -> Spans:
+    def read(self, position: memoryview, most: int) -> Spans:
         epoch, row = position[0], position[1]
         if row >= self._rows.size(epoch):
             return EMPTY
         self._share = self._rows.share(epoch)
-        rows = self._rows.rows_from(epoch, row)
+        rows = self._rows.rows_from(epoch, row)[:most]
         first = self._tokens(self._fragment_at(int(rows[0])))
         if self._decoding is not None and self._share is None and self._have_room(2 * first.nbytes):
             for soon in self._rows.rows_soon(epoch, row):
                 self._decoding.decode_ahead(self._column, self._fragment_at(soon))
         fragments = np.searchsorted(self._fragments, rows, side="right") - 1
-        used = sorted(set(fragments.tolist()))
-        room = first.nbytes * len(used) * (_ROOM_TO_DECODE if self._decoding is not None else 1)
-        if self._share is None and self._have_room(room):
+        used = _different(fragments)
+        room = first.nbytes * (len(used) + (_DECODED_AHEAD if self._decoding is not None else 0))
+        if first.mapped or (self._share is None and self._have_room(room)):
             spans = self._spans(rows, fragments, used)
         else:
             num_rows = self._num_rows(first)
             spans = self._copied(rows[:num_rows], fragments[:num_rows])
         return spans.with_moves(self._rows.moves(position, len(spans)))
 
-    def settle(self, position: memoryview) -> None:
-        pass
+    def settle(self, position: memoryview) -> bool:
+        del position
+        return False
 
     def turn(self, position: memoryview) -> None:
         self._rows.turn(position)
@@ -110,7 +111,7 @@ class FragmentDocuments:
         """The same as copies, a fragment at a time, so that not many are held at once."""
         parts: list[Spans] = []
         order: list[Ints] = []
-        for fragment in np.unique(fragments).tolist():
+        for fragment in _different(fragments):
             places = np.flatnonzero(fragments == fragment)
             there = self._spans(rows[places], fragments[places], [fragment])
             array, length = copied(there.arrays[0], there.start, there.length), there.length
@@ -139,6 +140,14 @@ class FragmentDocuments:
 
     def _fragment_at(self, row: int) -> int:
         return bisect_right(self._fragments.data, row) - 1
+
+
+def _different(fragments: Ints) -> list[int]:
+    """Which there are, in order; they lie close together, as the epoch's order has put them side by side, or not."""
+    least = int(fragments.min())
+    if int(fragments.max()) - least > 64 * len(fragments):
+        return np.unique(fragments).tolist()
+    return (np.flatnonzero(np.bincount(fragments - least)) + least).tolist()
 
 
 def _up_to(num_bytes: int, spans: Spans) -> Spans:

@@ -18,6 +18,13 @@
 #define PREFETCH(address) ((void)(address))
 #endif
 
+/* The same loops for wider vectors, chosen when the module is loaded. */
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && (!defined(__clang__) || __clang_major__ >= 14)
+#define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define CLONES
+#endif
+
 enum { MARK = -1, I1 = 0, U1, I2, U2, I4, U4, I8, U8 }; /* the dtype of a document; a mark has no token */
 enum { ADDRESS, KIND, LENGTH, ENDS, SLOT, VALUE, POSITION, NUM_BUFFERS };
 enum { DONE, TOO_LARGE };
@@ -33,7 +40,14 @@ typedef struct {
   int64_t num_documents, document, offset, left, bos, eos;
 } Stretch;
 
-/* Copying */
+/* Copying. Documents lie anywhere, so that no processor foresees the next one: for each line of memory that is copied, one of
+   the next document is asked for, and the rest of it, up to a page, at the end. */
+
+enum { LINE = 64, PAGE = 4096 };
+
+typedef struct {
+  int64_t address, size;
+} Bytes;
 
 #define NONE(v) 0 /* which values do not fit */
 #define ABOVE(v) ((uint64_t)(v) > (uint64_t)MAX)
@@ -41,14 +55,23 @@ typedef struct {
 #define CASE(CODE, T, BAD) \
   case CODE: { \
     const T* p = (const T*)address + first; \
-    for (int64_t i = 0; i < n; i++) { \
+    const int64_t step = LINE / sizeof(T); \
+    int64_t i = 0; \
+    for (; i + step <= n; i += step, next.address += LINE, next.size -= LINE) { \
+      if (next.size > 0) PREFETCH(next.address); \
+      for (int64_t k = i; k < i + step; k++) { \
+        wrong |= BAD(p[k]); \
+        q[k] = (OUT)p[k]; \
+      } \
+    } \
+    for (; i < n; i++) { \
       wrong |= BAD(p[i]); \
       q[i] = (OUT)p[i]; \
     } \
     break; \
   }
 
-static int copy_64(int64_t* q, int64_t address, int64_t first, int64_t n, int kind) {
+CLONES static int copy_64(int64_t* q, int64_t address, int64_t first, int64_t n, int kind, Bytes next) {
   typedef int64_t OUT;
   const int64_t MAX = INT64_MAX;
   int wrong = 0;
@@ -56,10 +79,11 @@ static int copy_64(int64_t* q, int64_t address, int64_t first, int64_t n, int ki
     CASE(I1, int8_t, NONE) CASE(U1, uint8_t, NONE) CASE(I2, int16_t, NONE) CASE(U2, uint16_t, NONE)
     CASE(I4, int32_t, NONE) CASE(U4, uint32_t, NONE) CASE(I8, int64_t, NONE) CASE(U8, uint64_t, ABOVE)
   }
+  for (int64_t size = next.size < PAGE ? next.size : PAGE; size > 0; size -= LINE, next.address += LINE) PREFETCH(next.address);
   return wrong ? TOO_LARGE : DONE;
 }
 
-static int copy_32(int32_t* q, int64_t address, int64_t first, int64_t n, int kind) {
+CLONES static int copy_32(int32_t* q, int64_t address, int64_t first, int64_t n, int kind, Bytes next) {
   typedef int32_t OUT;
   const int64_t MIN = INT32_MIN, MAX = INT32_MAX;
   int wrong = 0;
@@ -67,6 +91,7 @@ static int copy_32(int32_t* q, int64_t address, int64_t first, int64_t n, int ki
     CASE(I1, int8_t, NONE) CASE(U1, uint8_t, NONE) CASE(I2, int16_t, NONE) CASE(U2, uint16_t, NONE)
     CASE(I4, int32_t, NONE) CASE(U4, uint32_t, ABOVE) CASE(I8, int64_t, OUTSIDE) CASE(U8, uint64_t, ABOVE)
   }
+  for (int64_t size = next.size < PAGE ? next.size : PAGE; size > 0; size -= LINE, next.address += LINE) PREFETCH(next.address);
   return wrong ? TOO_LARGE : DONE;
 }
 
@@ -74,6 +99,17 @@ static int copy_32(int32_t* q, int64_t address, int64_t first, int64_t n, int ki
 
 static int64_t total_of(const Stretch* s, int64_t d) {
   return s->kind[d] == MARK ? 0 : s->length[d] + (s->bos >= 0) + (s->eos >= 0);
+}
+
+/* What is read after document d, up to a page of it: the one behind it, or where the next row goes on. */
+static Bytes bytes_of(const Stretch* s, int64_t d, int64_t o) {
+  static const int64_t widths[] = {1, 1, 2, 2, 4, 4, 8, 8};
+  Bytes found = {0, 0};
+  if (s && d < s->num_documents && s->kind[d] != MARK) {
+    int64_t width = widths[s->kind[d]], size = (s->length[d] - o) * width;
+    found.address = s->address[d] + o * width, found.size = size < PAGE ? size : PAGE;
+  }
+  return found;
 }
 
 static void move_to(Stretch* s, int64_t d, int64_t o, int64_t size) {
@@ -84,7 +120,7 @@ static void move_to(Stretch* s, int64_t d, int64_t o, int64_t size) {
 }
 
 #define DEFINE(BITS) \
-  static void piece_##BITS(const Stretch* s, int64_t d, int64_t o, int64_t n, int##BITS##_t* q, int* status) { \
+  static void piece_##BITS(const Stretch* s, int64_t d, int64_t o, int64_t n, int##BITS##_t* q, Bytes next, int* status) { \
     int64_t begin = s->bos >= 0, body; \
     if (begin && o == 0 && n > 0) { \
       *q++ = (int##BITS##_t)s->bos; \
@@ -93,23 +129,22 @@ static void move_to(Stretch* s, int64_t d, int64_t o, int64_t size) {
     body = begin + s->length[d] - o; \
     if (body > n) body = n; \
     if (body > 0) { \
-      *status |= copy_##BITS(q, s->address[d], o - begin, body, s->kind[d]); \
+      *status |= copy_##BITS(q, s->address[d], o - begin, body, s->kind[d], next); \
       q += body, n -= body; \
     } \
     if (n > 0) *q = (int##BITS##_t)s->eos; \
   } \
-  static int sample_##BITS(Stretch* s, int##BITS##_t* tokens, int##BITS##_t* labels, int##BITS##_t* ids, int64_t size) { \
+  static int sample_##BITS(Stretch* s, const Stretch* below, int##BITS##_t* tokens, int##BITS##_t* labels, int##BITS##_t* ids, \
+                           int64_t size) { \
+    const Bytes nothing = {0, 0}; \
     int64_t d = s->document, o = s->offset, k = 0, id = 0; \
     int status = DONE; \
     while (k < size) { \
       int64_t total = total_of(s, d), n = total - o; \
       if (n > size - k) n = size - k; \
-      if (d + 1 < s->num_documents) { \
-        PREFETCH(s->address[d + 1]); \
-        PREFETCH(s->address[d + 1] + 64); \
-      } \
       if (n > 0) { \
-        piece_##BITS(s, d, o, n, tokens + k, &status); \
+        Bytes next = k + n < size ? bytes_of(s, d + 1, 0) : below ? bytes_of(below, below->document, below->offset) : nothing; \
+        piece_##BITS(s, d, o, n, tokens + k, next, &status); \
         if (ids) { \
           for (int64_t i = 0; i < n; i++) ids[k + i] = (int##BITS##_t)id; \
           id++; \
@@ -122,7 +157,7 @@ static void move_to(Stretch* s, int64_t d, int64_t o, int64_t size) {
       int64_t next = d, at = o; \
       memcpy(labels, tokens + 1, (size - 1) * sizeof(*tokens)); \
       while (total_of(s, next) == at) next++, at = 0; \
-      piece_##BITS(s, next, at, 1, labels + size - 1, &status); \
+      piece_##BITS(s, next, at, 1, labels + size - 1, nothing, &status); \
     } \
     if (status == DONE) move_to(s, d, o, size); \
     return status; \
@@ -281,8 +316,9 @@ static PyObject* fill(PyObject* module, PyObject* args) {
         break;
       }
       char *t = row_of(&rows[0], first), *l = row_of(&rows[1], first), *d = row_of(&rows[2], first);
-      status = rows[0].itemsize == 8 ? sample_64(some[i], (int64_t*)t, (int64_t*)l, (int64_t*)d, size)
-                                     : sample_32(some[i], (int32_t*)t, (int32_t*)l, (int32_t*)d, size);
+      const Stretch* below = i + 1 < count ? some[i + 1] : NULL;
+      status = rows[0].itemsize == 8 ? sample_64(some[i], below, (int64_t*)t, (int64_t*)l, (int64_t*)d, size)
+                                     : sample_32(some[i], below, (int32_t*)t, (int32_t*)l, (int32_t*)d, size);
       if (status != DONE) break;
       first++;
     }

@@ -89,6 +89,7 @@ class ShardRows:
         self._views = list(views)
         self._since = [view.since for view in views]
         self._orders: dict[tuple[int, int], ShardOrder] = {}
+        self._sized = -1, 0  # the epoch whose size was asked for last, and that
         cache().put(self._plan_key, Plan(-1, 0, np.zeros(0, np.int64), _NO_SUMS))
 
     @property
@@ -150,7 +151,9 @@ class ShardRows:
 
     def size(self, epoch: int) -> int:
         """Rows of the shard in an epoch."""
-        return self.order(epoch).size
+        if epoch != self._sized[0]:
+            self._sized = epoch, self.order(epoch).size
+        return self._sized[1]
 
     def sizes(self, epochs: Ints, shards: Ints) -> Ints:
         """Rows of shards in epochs, ``int64[M]`` each."""

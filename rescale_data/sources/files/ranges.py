@@ -41,7 +41,8 @@ class Mapped:
     """A local file. Nothing is copied, and the page cache of the machine serves all of its processes."""
 
     def __init__(self, path: str) -> None:
-        if not os.path.getsize(path):  # there is nothing to map
+        self._path, self._found = path, os.stat(path)
+        if not self._found.st_size:  # there is nothing to map
             self._buffer = pa.py_buffer(b"")
             return
         with pa.memory_map(path) as file:  # what was read keeps the mapping, but no file descriptor
@@ -52,13 +53,27 @@ class Mapped:
         return self._buffer.size
 
     def read(self, offset: int, length: int) -> ArrowBuffer:
+        self._require_whole()
         return self._buffer.slice(offset, max(0, min(length, self.size - offset)))
 
     def read_many(self, places: Sequence[tuple[int, int]]) -> list[ArrowBuffer]:
         return [self.read(offset, length) for offset, length in places]
 
     def whole(self) -> Any:
+        self._require_whole()
         return self._buffer
+
+    def _require_whole(self) -> None:
+        """``OSError`` where the file was cut off since it was mapped: to touch what is gone would end the process by SIGBUS."""
+        try:
+            now = os.stat(self._path)
+        except FileNotFoundError:  # removed or replaced: the mapping keeps what was there
+            return
+        if now.st_ino == self._found.st_ino and now.st_size < self._found.st_size:
+            raise OSError(
+                f"{self._path} was cut off while it was read: it had {self._found.st_size} bytes and has {now.st_size}. "
+                f"Write files anew under another name, and rename them."
+            )
 
     def release_with(self, user: object, data: ArrowBuffer) -> None:
         weakref.finalize(user, _drop_pages, data).atexit = False
