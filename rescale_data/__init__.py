@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rescale_data.loader import DataLoader
     from rescale_data.nodes.base import BaseNode, Node
     from rescale_data.nodes.clean import CleanDocuments
+    from rescale_data.nodes.exclude import Exclude
     from rescale_data.nodes.filter import Filter
     from rescale_data.nodes.map import Map
     from rescale_data.nodes.packer import TokenPacker
@@ -51,6 +52,7 @@ __all__ = [
     "DataLoader",
     "DataStateError",
     "DatasetSource",
+    "Exclude",
     "Filter",
     "IterableSource",
     "JsonlSource",
@@ -93,6 +95,7 @@ _HOMES = {
     "loader": ("DataLoader",),
     "nodes.base": ("BaseNode", "Node"),
     "nodes.clean": ("CleanDocuments",),
+    "nodes.exclude": ("Exclude",),
     "nodes.filter": ("Filter",),
     "nodes.map": ("Map",),
     "nodes.packer": ("TokenPacker",),

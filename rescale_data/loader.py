@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from multiprocessing.context import BaseContext
 from types import TracebackType
@@ -297,6 +297,19 @@ class DataLoader:
             ValueError: A step has begun, and the message says when the next one does; or this O does not fit.
         """
         self.setup = self.reading.set_global_batch_size(global_batch_size)
+
+    def exclude_steps(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Leave out steps as if they had been delivered: those after which the loss went up, say.
+
+        Their rows count as drawn. The state keeps them, so that the same call in a job that begins again changes nothing.
+
+        Args:
+            ranges: ``(first, stop)``, steps as `step` counts them, the first and the one after the last.
+
+        Raises:
+            ValueError: A range has passed, and the state does not have it. A later load of such a state: `DataStateError`.
+        """
+        self.reading.exclude_steps(ranges)
 
     def reset(self) -> None:
         """Go back to the beginning of the run."""

@@ -62,3 +62,17 @@ def test_it_loads_on_another_topology_in_the_sharded_form(name: str) -> None:
     dcp.load({"loader": loader.sharded}, checkpoint_id=FOLDER / name)
     loader.skip(6)
     assert loader.step == TAKEN[name] // 2 + 1
+
+
+def test_what_a_state_says_of_its_rows_is_pinned() -> None:
+    """In numbers: a formula that the writer and the check share could change in both."""
+    loader = loader_of("plain")
+    for _ in zip(range(11), loader, strict=False):
+        pass
+    state = loader.state_dict()
+    assert state["shards"]["stamp"].tolist() == [-265 - shard for shard in range(12)]
+    loader_of("plain").load_state_dict(state)
+    assert {key: state[key] for key in ("samples", "origin", "step", "epoch", "version")} == {
+        "samples": 22, "origin": 0, "step": 5, "epoch": 0, "version": 2,
+    }  # fmt: skip
+    assert list(state["shards"]) == ["stamp", "samples", "dealt", "epoch", "row", "skipped"]

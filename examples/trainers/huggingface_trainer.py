@@ -47,6 +47,7 @@ class StopAt(TrainerCallback):
 def train(folder: Path, leg: str, world_size: int, stop: int, resume: str | None) -> None:
     arguments = TrainingArguments(
         str(folder), use_cpu=True, num_train_epochs=EPOCHS, per_device_train_batch_size=MICRO_BATCH_SIZE, save_steps=2,
+        eval_strategy="steps", eval_steps=3,  # in the middle of an epoch: training goes on where it was
         gradient_accumulation_steps=GLOBAL_BATCH_SIZE // (world_size * MICRO_BATCH_SIZE), report_to=[], disable_tqdm=True,
     )  # fmt: skip
     loader = rd.DataLoader(
@@ -58,7 +59,7 @@ def train(folder: Path, leg: str, world_size: int, stop: int, resume: str | None
             vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
         )
     )
-    trainer = MyTrainer(model, arguments, train_loader=loader, callbacks=[StopAt(stop)])
+    trainer = MyTrainer(model, arguments, train_loader=loader, eval_dataset=Rows(50), callbacks=[StopAt(stop)])
     trainer.record = Record(folder / leg)
     trainer.train(resume_from_checkpoint=resume)
 

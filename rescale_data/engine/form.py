@@ -6,11 +6,23 @@ What forms there were, with the samples and tokens delivered by then, are scalar
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rescale_data.engine.change import Path, without
-from rescale_data.engine.recipe import BEFORE, SAMPLES, History, Schema, path_name
+from rescale_data.engine.recipe import (
+    BEFORE,
+    DEALT,
+    ENDED,
+    EXCLUDED_STEPS,
+    SAMPLES,
+    UNDEALT,
+    History,
+    Schema,
+    path_name,
+)
+from rescale_data.engine.stream import Stream
 from rescale_data.nodes.base import Node
 from rescale_data.nodes.form import LASTING
 from rescale_data.state import Ints
@@ -18,7 +30,7 @@ from rescale_data.state import Ints
 _MOST = 2  # as many as a window may have been packed in
 
 
-def reform(schema: Schema, saved: str, table: Ints) -> tuple[dict[str, History], list[str]]:
+def reform(stream: Stream, saved: str, table: Ints) -> dict[str, History]:
     """Let samples have the form of now.
 
     Args:
@@ -26,8 +38,19 @@ def reform(schema: Schema, saved: str, table: Ints) -> tuple[dict[str, History],
         table: The positions, changed where they depend on the form.
 
     Returns:
-        The forms that there were, by the path of the node, and what has changed in words.
+        The forms that there were, by the path of the node.
     """
+    forms, said = _reform(stream.schema, saved, table)
+    if said:
+        table[:, DEALT][table[:, DEALT] != ENDED] = UNDEALT  # what was dealt are samples of the form before
+        stream.ranks.log(
+            logging.WARNING, "Samples have another form than when the state was saved: %s. No token is lost or repeated.",
+            "; ".join(said),
+        )  # fmt: skip
+    return forms
+
+
+def _reform(schema: Schema, saved: str, table: Ints) -> tuple[dict[str, History], list[str]]:
     before, now = json.loads(saved), json.loads(schema.pipeline_json)
     found: dict[str, History] = {}
     said: list[str] = []
@@ -54,7 +77,8 @@ def reform(schema: Schema, saved: str, table: Ints) -> tuple[dict[str, History],
 
 def without_form(schema: Schema, pipeline: str) -> str:
     """A pipeline's parameters without those of the form of its samples, and the forms before."""
-    return without(pipeline, {path_name(path): {*node.FORM, BEFORE} for path, node in _formed(schema)})
+    kept = {path_name(path): {*node.FORM, BEFORE} for path, node in _formed(schema)}
+    return without(pipeline, {**kept, path_name(()): {*kept.get(path_name(()), ()), EXCLUDED_STEPS}})
 
 
 def _form(old: Mapping[str, Any], history: History, samples: int, num_shards: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import numpy as np
 from rescale_data.engine.differences import differences
 from rescale_data.engine.recipe import DEALT, FIRST_SLOT, UNDEALT, History, Schema, path_name, to_json
 from rescale_data.errors import DataStateError
-from rescale_data.order import shard_sizes
+from rescale_data.order import ranges_of, shard_sizes
 from rescale_data.sources.source import GrowingSource
 from rescale_data.state import Ints, offsets
 
@@ -86,15 +86,28 @@ def begin_next_epoch(growth: Growth, schema: Schema, table: Ints) -> tuple[dict[
     """
     since = max(next_epoch(schema, table, path) for path in growth.histories)
     left, fresh = 0, schema.fresh_table(len(table))
+    seed = next(node.of_shard.seed for _, node in schema.root.walk() if node.of_shard is not None)
     for path, history in growth.histories.items():
-        rows, new = _reader_rows(schema, table, path), _reader_rows(schema, fresh, path)
-        total = sum(int(file[-1]) for file in history[-1][1].get("files", ()))
-        left += int((shard_sizes(np.arange(len(table)), total, len(table)) - rows[:, 1]).sum()) if total else 0
-        new[:, 0] = since
+        rows = _reader_rows(schema, table, path)
+        left += _rows_until(next_epoch(schema, table, path), history, rows, seed)
+        _reader_rows(schema, fresh, path)[:, 0] = since
     table[:, FIRST_SLOT:] = fresh[:, FIRST_SLOT:]
     table[:, DEALT] = UNDEALT
     histories = {p: _grow(history, since, schema.manifests[p]) for p, history in growth.histories.items()}
     return histories, left
+
+
+def _rows_until(until: int, history: History, rows: Ints, seed: int) -> int:
+    """Rows of a source of files that all shards have before an epoch, from the epoch and row of each."""
+    if "files" not in history[-1][1]:
+        return 0
+    left, n = -int(rows[:, 1].sum()), len(rows)
+    for epoch in range(int(rows[:, 0].min()), until):
+        manifest = [manifest for since, manifest in history if since <= epoch][-1]
+        total = sum(int(file[-1]) for file in manifest["files"])
+        behind = np.flatnonzero(rows[:, 0] <= epoch)
+        left += int(shard_sizes(ranges_of(behind, np.full_like(behind, epoch), total, n, seed), total, n).sum())
+    return left
 
 
 def next_epoch(schema: Schema, table: Ints, path: str) -> int:

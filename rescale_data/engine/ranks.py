@@ -153,6 +153,7 @@ class Ranks:
         timeout: Seconds that a rank which does nothing may keep the others waiting.
         save_timeout: The same for a state.
         loader: Tells the loaders of a process apart.
+        leg: Tells apart what a loader exchanges before a load and after it: ranks may have stood at different batches.
     """
 
     rank: int = 0
@@ -162,6 +163,7 @@ class Ranks:
     timeout: float = 300.0
     save_timeout: float = 60.0
     loader: int = 0
+    leg: int = 0
     _saves: bool = False
 
     @property
@@ -173,6 +175,11 @@ class Ranks:
     def saving(self) -> Ranks:
         """The same ranks for what all of them call to have a state: a rank that calls alone is told so, and soon."""
         return replace(self, _saves=True)
+
+    @property
+    def next_leg(self) -> Ranks:
+        """The same ranks after a load."""
+        return replace(self, leg=self.leg + 1)
 
     def log(self, level: int, message: str, *values: object) -> None:
         """Say something once a run: on dp rank 0."""
@@ -265,7 +272,7 @@ class Ranks:
 
     def _call(self, what: str) -> Call:
         seconds, cure = (self.save_timeout, _CALL_ON_ALL) if self._saves else (self.timeout, _RESTART)
-        name = f"{'save' if self._saves else 'read'}/{what}/{self.loader}"
+        name = f"save/{what}/{self.loader}" if self._saves else f"read/{what}/{self.loader}.{self.leg}"
         return Call(name, seconds, not self._saves, cure)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from rescale_data.engine.collate import pin, with_valid
@@ -138,6 +138,27 @@ class Reading:
             self.setup = changed
         return self.setup
 
+    def exclude_steps(self, ranges: Iterable[tuple[int, int]]) -> None:
+        schema, at, given = self.stream.schema, self.step + (self._begun > 0), [(first, stop) for first, stop in ranges]
+        for first, stop in given:
+            require_int(first=first, stop=stop)
+            if not 0 <= first < stop:
+                raise ValueError(
+                    f"exclude_steps([({first}, {stop})]): give the first step, and the one after the last."
+                )
+            if first < at and (first, stop) not in schema.excluded_steps:
+                raise ValueError(
+                    f"exclude_steps([({first}, {stop})]): the loader is at step {at}. Load a state from before."
+                )
+        schema.exclude_steps([*schema.excluded_steps, *given])
+
+    def _leave_out(self) -> None:
+        """Go behind the steps that are left out, as if they had been delivered."""
+        for first, stop in self.stream.schema.excluded_steps:
+            if first <= self.step < stop and not self._begun and not self.ended:
+                self.stream.skip((stop - self.step) * self.setup.layout.gradient_accumulation_steps)
+                self._resumed, self._at_multiple = False, self._is_multiple()
+
     def reset(self) -> None:
         self.stream.reset()
         self._resumed = self._at_multiple = False
@@ -211,6 +232,8 @@ class Reading:
         if self.is_over():
             self._move_on()
             raise StopIteration
+        if self.epoch != batches.epoch:  # it ended within steps that are left out
+            raise StopIteration
         batch = self._finish(stream.peek())
         micro_batch = stream.take()  # no sooner: a batch that cannot be handed over has not been delivered
         self._at_multiple = self._is_multiple()
@@ -221,6 +244,7 @@ class Reading:
 
     def is_over(self) -> bool:
         """Whether no batch is left in the epoch, which is planned where it has not begun."""
+        self._leave_out()
         if self._steps is None:
             return self.stream.begin() is None
         while not self._at_multiple and self.stream.begin() is None:

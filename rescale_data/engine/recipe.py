@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -35,6 +35,8 @@ UNDEALT, ENDED = (
 EPOCH = "epoch"  # how a field that counts epochs is called
 BEFORE = "before"
 """Beside the parameters of a packer: what form its samples had before."""
+EXCLUDED_STEPS = "excluded_steps"
+"""Beside the parameters of the root: steps that are left out, ``[[first, stop], ...]``."""
 STRINGS = ("sources", "pipeline", "fields")
 """What `Schema` says in JSON, part of a state under these names."""
 
@@ -95,7 +97,9 @@ class Schema:
     def __init__(self, root: Node[Any]) -> None:
         _require_all_named_or_none(root)
         self.root = root
+        self.group = max(node.group for _, node in root.walk())
         self.histories: Histories = {}
+        self.excluded_steps: list[tuple[int, int]] = []
         self._sources_json: str | None = None
         self._pipeline_json: str | None = None
         self.fields = (*OWN_FIELDS, *root.fields)
@@ -180,6 +184,10 @@ class Schema:
         self.histories = histories
         adopt(self.root, histories)
 
+    def exclude_steps(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """From now on these steps are left out."""
+        self.excluded_steps, self._pipeline_json = sorted(set(ranges)), None
+
     def slots_at(self, table: Ints, path: tuple[str, ...]) -> Ints | None:
         """The slots of the node at ``path``, a view; `None` where it lives inside a foreign node."""
         return _slots_at(self.root, table[:, FIRST_SLOT:], path)
@@ -211,6 +219,8 @@ class Schema:
             for path, node in self.root.walk():
                 if node.FORM and (forms := self.histories.get(path_name(path))):
                     nodes[path_name(path)][BEFORE] = forms
+            if self.excluded_steps:
+                nodes[path_name(())][EXCLUDED_STEPS] = self.excluded_steps
             self._pipeline_json = to_json(nodes)
         return self._pipeline_json
 

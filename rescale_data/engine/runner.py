@@ -117,10 +117,27 @@ class Runner:
                 return count, self._slots(shard).copy()
         return num_samples, None
 
-    def verify(self, shard: int) -> None:
-        """``DataStateError`` where a shard's readers did not deliver each row once, as far as its position goes."""
+    def prove(self, shard: int, num_left: int) -> None:
+        """``DataStateError`` where a shard did not deliver each row of its epoch once but for those of its last samples.
+
+        What is left of the epoch is drawn: a source that ends then compares the rows that were read with the size of its epoch,
+        any other those up to its position.
+        """
         node = self._build(shard)
         node.bind(self._slots(shard).copy().data)
+        wrong = ""
+        try:
+            node.skip(num_left)
+        except StopIteration:
+            wrong = "fewer"
+        else:
+            wrong = "" if next(node, self) is self else "more"
+        if wrong:
+            raise DataStateError(
+                f"Logical shard {shard} of {self._recipe.num_logical_shards} has {wrong} than the {num_left} samples left that "
+                f"are counted as dropped: rows would be lost. The data, the state or epoch_end() of a node is at fault; go "
+                f"back to a checkpoint from before this epoch and report it."
+            )
         for _, below in node.walk():
             below.verify()
 

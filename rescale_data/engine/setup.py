@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from rescale_data.engine.group import require_group
 from rescale_data.engine.ranks import Ranks, find_ranks
 from rescale_data.engine.recipe import Pipeline, Recipe, Schema
 from rescale_data.errors import int_or_none, require_bool, require_int
@@ -29,6 +30,9 @@ class Setup:
     layout: Layout
     ranks: Ranks
     tail: Tail
+
+    def __post_init__(self) -> None:
+        require_group(self.schema, self.layout)
 
     @property
     def counts_are_known(self) -> bool:
@@ -111,6 +115,12 @@ def with_global_batch_size(setup: Setup, global_batch_size: int) -> Setup:
             f"set_global_batch_size({global_batch_size}) with repeat=False needs what all {setup.ranks.world_size} dp ranks "
             f"have left of the epoch, but there is no process group (dp_rank= and dp_world_size= were given). Start it, use "
             f"repeat=True, or load full_state_dict(loaders) into loaders with the new global batch."
+        )
+    if setup.schema.group > 1 and global_batch_size != setup.layout.global_batch_size:
+        raise ValueError(
+            f"set_global_batch_size({global_batch_size}) of a mixture with group={setup.schema.group}: its groups lie as the "
+            f"global batch does. Save when all logical shards have delivered as many samples, every "
+            f"{setup.layout.num_tracks} steps, and load into a loader that is built with the new one."
         )
     changed = replace(setup, layout=replace(setup.layout, global_batch_size=global_batch_size))
     _check_epoch(changed)

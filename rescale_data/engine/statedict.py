@@ -24,17 +24,28 @@ import torch
 from rescale_data.engine.change import Fitted, check_changes, fit, fixed_by_others, settle, without_free
 from rescale_data.engine.differences import differences
 from rescale_data.engine.form import reform, without_form
+from rescale_data.engine.group import require_whole_round
 from rescale_data.engine.growth import Growth, begin_next_epoch, compare, joined, refuse_changes
 from rescale_data.engine.moment import Moment, Standing
 from rescale_data.engine.ranks import Ranks
-from rescale_data.engine.recipe import DEALT, ENDED, SAMPLES, STAMP, STRINGS, UNDEALT, History
+from rescale_data.engine.recipe import (
+    DEALT,
+    ENDED,
+    SAMPLES,
+    STAMP,
+    STRINGS,
+    UNDEALT,
+    History,
+)
 from rescale_data.engine.stream import Stream
+from rescale_data.engine.warned import say_changes, steps_left_out, without_functions
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
 from rescale_data.sources.source import Saveable
 from rescale_data.state import Ints, from_tensors, to_tensors
 
 VERSION = 2
+_OF_NONE = -(1 << 62)  # the stamp of a row that is nobody's
 _READS = (1, VERSION)
 OTHER_FIELDS = (
     "Build the pipeline that was saved, with the saved verify= (True keeps a digest a reader), or begin a new run."
@@ -54,12 +65,17 @@ INTS = (
 
 
 def state_dict(stream: Standing) -> dict[str, Any]:
-    """The state with plain tensors of all N rows (collective over the dp ranks)."""
-    _refuse_simulated(stream)
-    _require_saveable(stream)
-    _require_same_batch(stream)
-    whole = stream.ranks.saving.merge(stream.table, stream.owners)
-    return {"shards": _tensors(stream, whole, range(len(whole))), **header(stream)}
+    """The state with plain tensors of all N rows (collective over the dp ranks).
+
+    Where the ranks stand at different batches it is one to load into, as `dcp.load` does, and cannot be kept (`Apart`).
+    """
+    apart = _find_apart(stream)
+    whole = stream.table if apart else stream.ranks.saving.merge(stream.table, stream.owners)
+    state = {"shards": _tensors(stream, whole, range(len(whole))), **header(stream)}
+    if apart:
+        state["shards"][STAMP.key].fill_(_OF_NONE)
+        state["samples"] = Apart(stream.clock.samples, apart)
+    return state
 
 
 def sharded_state_dict(stream: Standing) -> dict[str, Any]:
@@ -84,7 +100,10 @@ class RankRows:
 
     def whole(self) -> dict[str, torch.Tensor]:
         """The table with all rows right (collective)."""
-        return state_dict(self._at)["shards"]
+        state = state_dict(self._at)
+        if isinstance(state["samples"], Apart):
+            state["samples"].refuse()
+        return state["shards"]
 
     def __reduce__(self) -> NoReturn:
         _refuse_pickle()
@@ -171,11 +190,13 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
     was_dealt = _is_dealt(table)
     forms: dict[str, History] = {}
     if changed:
+        say_changes(stream, state["pipeline"])
         check_changes(stream.schema, state["pipeline"], table)
-        forms = _reform(stream, state["pipeline"], table)
+        forms = reform(stream, state["pipeline"], table)
     saved = (int(state["global_batch_size"]), int(state["dp_world_size"]), int(state["micro_batch_size"]))
     clock = _clock(state)
     loaded = clock.loaded(saved, stream.layout)
+    require_whole_round(stream.schema, table, clock, loaded, saved[0])
     if was_dealt and not _is_dealt(table):
         loaded = clock.restarted(saved[0])
     ended = bool((table[:, DEALT] == ENDED).all())
@@ -183,11 +204,13 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
         loaded = clock.next_epoch(saved[0]) if ended else clock.restarted(saved[0])
     if stream.repeat or (loaded != clock and not ended):
         table[:, DEALT] = UNDEALT
+    excluded = steps_left_out(stream, state["pipeline"], loaded.global_step(stream.layout.global_batch_size))
     moved, histories = loaded, fitted.growth.histories
     if fitted.growth.changed:
         moved, histories = _begin_next_epoch(stream, fitted.growth, table, loaded)
     elif fitted.growth.grown:
         histories = _join(stream, fitted.growth, table)
+    stream.schema.exclude_steps(excluded)
     stream.schema.adopt({**histories, **forms})
     if changed:
         _report(stream, fitted, settle(stream.schema, table))
@@ -246,9 +269,10 @@ def require_fit(stream: Stream, saved: Mapping[str, Any]) -> Fitted:
     if stream.on_source_change == "error":
         refuse_changes(growth)
     if fitted.state["pipeline"] != now["pipeline"]:
+        pipelines = without_functions(fitted.state["pipeline"], now["pipeline"])
         _require_same(
             "pipeline",
-            *(without_form(stream.schema, without_free(stream.schema, d["pipeline"])) for d in (fitted.state, now)),
+            *(without_form(stream.schema, without_free(stream.schema, pipeline)) for pipeline in pipelines),
             fixed=fixed_by_others(stream.schema),
         )
     return replace(fitted, growth=growth)
@@ -279,15 +303,37 @@ _DESCRIBED = {
 }
 
 
-def _require_same_batch(stream: Standing) -> None:
-    """Gathered rows all bear one stamp: so that ranks stand at the same batch has to be seen now (collective)."""
+class Apart(int):
+    """The sample at which this rank stands, and others do not: whoever pickles it, as all do that save, is told so."""
+
+    why: str
+
+    def __new__(cls, samples: int, why: str) -> Apart:
+        apart = super().__new__(cls, samples)
+        apart.why = why
+        return apart
+
+    def refuse(self) -> NoReturn:
+        raise DataStateError(self.why)
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        self.refuse()
+
+
+def _find_apart(stream: Standing) -> str:
+    """Why there is no state of this moment; empty where there is one (collective).
+
+    Gathered rows all bear one stamp: so that ranks stand at the same batch has to be seen now.
+    """
+    _refuse_simulated(stream)
+    _require_saveable(stream)
     first, last = stream.ranks.saving.extremes(stream.clock.samples)
-    if first != last:
-        raise DataStateError(
-            f"The ranks save at different batches, which no state can describe: dp rank {stream.ranks.rank} after "
-            f"{stream.clock.samples} samples, others between {first} and {last}. Save on all ranks after the same batch. "
-            f"dcp.load asks for the state as well: where loaders stand apart, call loader.reset() on all ranks first."
-        )
+    if first == last:
+        return ""
+    return (
+        f"The ranks save at different batches, which no state can describe: dp rank {stream.ranks.rank} after "
+        f"{stream.clock.samples} samples, others between {first} and {last}. Save on all ranks after the same batch."
+    )
 
 
 def _require_saveable(stream: Standing) -> None:
@@ -434,17 +480,6 @@ def _begin_next_epoch(stream: Stream, growth: Growth, table: Ints, clock: Clock)
     if not stream.repeat:
         table[:, DEALT] = ENDED
     return clock.restarted(stream.layout.global_batch_size), histories
-
-
-def _reform(stream: Stream, saved: str, table: Ints) -> dict[str, History]:
-    forms, said = reform(stream.schema, saved, table)
-    if said:
-        table[:, DEALT][table[:, DEALT] != ENDED] = UNDEALT  # what was dealt are samples of the form before
-        stream.ranks.log(
-            logging.WARNING, "Samples have another form than when the state was saved: %s. No token is lost or repeated.",
-            "; ".join(said),
-        )  # fmt: skip
-    return forms
 
 
 def _report(stream: Stream, fitted: Fitted, num_begun_again: int) -> None:

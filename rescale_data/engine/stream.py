@@ -71,6 +71,7 @@ class Stream:
 
     def load(self, table: Ints, clock: Clock) -> None:
         """Go on from a table in which all N rows are right."""
+        self.ranks = self.ranks.next_leg
         self.table, self.clock = table, clock
         self._leg: Leg | None = None
         self.owners = self.layout.owners  # the rank whose row of each shard is right, of all ranks
@@ -79,6 +80,7 @@ class Stream:
         self.ended = bool((table[:, DEALT] == ENDED).all())
         self._took, self._was_empty = False, False  # in this epoch, from here on; the epoch before
         self._size: int | None = None
+        self._unproven = ""  # what the proof of this epoch found
         self._rewind()
 
     def regroup(self, layout: Layout) -> None:
@@ -119,6 +121,16 @@ class Stream:
     def take(self) -> MicroBatch:
         """The next micro batch; from here on the state says that it was delivered."""
         self.peek()
+        before = {**vars(self), "table": self.table.copy(), "_ahead": self._ahead.copy()} if self._verify else {}
+        try:
+            return self._take()
+        except Exception:
+            vars(self).update(
+                {**before, "_unproven": self._unproven}
+            )  # an epoch fails in place of its last micro batch
+            raise
+
+    def _take(self) -> MicroBatch:
         micro_batch = self._ahead.popleft()
         self.table[micro_batch.visited] = micro_batch.rows
         leg = self._leg
@@ -205,6 +217,8 @@ class Stream:
 
     def begin(self) -> Leg | None:
         """The leg that the next micro batch belongs to, planned where it has not begun; `None` at the end of the epoch."""
+        if self._unproven:
+            raise DataStateError(self._unproven)
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
@@ -344,7 +358,7 @@ class Stream:
                 f"smaller global_batch_size, more data, tail='pad', or repeat=True."
             )
         if self._verify:
-            self._prove()
+            self._prove(deal)
         end, delivered = self.schema.epoch_end(self.table), deal.delivered(self._u)
         self.table[:, FIRST_SLOT:] = (
             self._rest.next_epoch(self._whole(), self.schema.histories) if end is None else end[1]
@@ -357,12 +371,24 @@ class Stream:
         self._leg = self._agreement = None
         self._rewind()
 
-    def _prove(self) -> None:
-        """That every row of the epoch was delivered once, over all legs of the run (collective)."""
-        self._runner.load(self._whole(), self.schema.histories)
-        for shard in self.layout.owned(self.ranks.rank):
-            self._runner.verify(shard)
-        self.ranks.log(logging.INFO, "Epoch %d: every row was delivered once, across all legs of the run.", self.epoch)
+    def _prove(self, deal: Deal) -> None:
+        """That every row of the epoch was delivered once or dropped, over all legs: else ``DataStateError`` on all ranks."""
+        self._runner.load(self.table, self.schema.histories)
+        dropped, found = deal.left - deal.delivered(self._u), ""
+        try:
+            for shard in (self.owners == self.ranks.rank).nonzero()[0].tolist():
+                self._runner.prove(shard, int(dropped[shard]))
+        except DataStateError as error:
+            found = str(error)
+        if self.ranks.extremes(bool(found))[1]:
+            self._unproven = f"Epoch {self.epoch} does not end as it should. {found or 'Another dp rank says more.'}"
+            raise DataStateError(self._unproven)
+        self.ranks.log(
+            logging.INFO,
+            "Epoch %d: every row was delivered once, or is of the %d samples that are dropped, across all legs of the run.",
+            self.epoch,
+            int(dropped.sum()),
+        )
 
     def _count_tail(self, num_dropped: int, num_padded: int) -> None:
         self.dropped_samples += num_dropped

@@ -95,6 +95,9 @@ class Node(BaseNode[T]):
     one_for_one: bool = False
     """Whether this node yields one sample for each that its only child, ``source``, does."""
 
+    group: int = 1
+    """As many neighbouring rows of a global batch come from one source of this node, a mixture."""
+
     reads: Described | None = None
     """The source whose rows this node reads, if it reads any itself."""
 
@@ -273,6 +276,11 @@ class Node(BaseNode[T]):
         del column
         return None
 
+    def yields_only(self, column: str) -> bool:
+        """Whether samples are dicts of this token column alone, so that `documents` leaves nothing out."""
+        del column
+        return False
+
     def parameters(self) -> dict[str, Any]:
         """Whatever changes the order or the content of the samples, JSON values by name; checked when a state is loaded."""
         return {}
@@ -312,6 +320,22 @@ class Node(BaseNode[T]):
     def is_stuck(self, position: View) -> bool:
         """Whether a row of this node needs a child that is gone, to yield what it would have yielded."""
         return any(child.is_stuck(position[self._slots(name)]) for name, child in self.children.items())
+
+    def pass_blocked(self, position: View) -> None:
+        """Move a row of this node, at the beginning of a sample, behind what is on a blocklist (`Exclude`)."""
+        if not self.READS_AHEAD:
+            for name, child in self.children.items():
+                child.pass_blocked(position[self._slots(name)])
+
+    def is_blocked(self, position: View) -> bool:
+        """Whether somebody who went back to this row, to go on within a sample, finds that one on a blocklist that is new."""
+        if not self.one_for_one:
+            return self.is_relisted(position)  # which sample that was, nobody knows
+        return self.children["source"].is_blocked(position[self._slots("source")])
+
+    def is_relisted(self, position: View) -> bool:
+        """Whether a blocklist below is another than when this row was written."""
+        return any(child.is_relisted(position[self._slots(name)]) for name, child in self.children.items())
 
     def is_pending(self, position: View) -> bool:
         """Whether a change between legs has still to take effect in a row of this node (`settle`)."""

@@ -32,20 +32,22 @@ class Bound:
         self._node, self._name = node, name or type(node).__name__
         self._since: list[list[int]] = []
 
-    def missed(self, num_before: int, position: View | None = None) -> int:
-        """Count one more; `DataStateError` where that was in vain for too long.
+    def missed(self, num_before: int, position: View | None = None, num: int = 1) -> int:
+        """Count so many more; `DataStateError` where that was in vain for too long.
 
         Args:
             position: Where ``node`` stands, if not at its own position.
         """
-        if not (num_before + 1) % _EVERY:
-            self._look(num_before + 1, self._node.position if position is None else position)
-        return num_before + 1
+        after = num_before + num
+        if after // _EVERY > num_before // _EVERY:
+            where = self._node.position if position is None else position
+            self._look(after, where, is_first=num_before < _EVERY)
+        return after
 
-    def _look(self, misses: int, position: View) -> None:
+    def _look(self, misses: int, position: View, *, is_first: bool) -> None:
         row = np.array([position])
         now = [_place(self._node, row, path, below) for path, below in self._node.walk() if below.reads is not None]
-        if misses == _EVERY:
+        if is_first:
             self._since = now
             return
         passed = [here[0] - there[0] for here, there in zip(now, self._since, strict=True) if here != there]

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-
 from rescale_data.errors import require_int
-from rescale_data.nodes.base import BaseNode, Node, View, copy_of
+from rescale_data.nodes.base import BaseNode, Node, View
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.column import integers
 from rescale_data.nodes.reading.documents import Documents
-from rescale_data.nodes.reading.spans import EMPTY, Moves, Spans
+from rescale_data.nodes.reading.picked import PickedDocuments
 from rescale_data.state import Field, Ints
 
 _PIECE, _SHORT = 0, 1
@@ -86,6 +84,7 @@ class CleanDocuments(Node[dict[str, Any]]):
         self.column = column
         self.cleaning = Cleaning(frozenset(int(token) for token in strip), min_length, max_length)
         self._source, self._bound = self.children["source"], Bound(self)
+        self._bound_below = Bound(self._source, type(self).__name__)
 
     def seek(self) -> None:
         self._bookmark = self.bookmark("source")
@@ -109,9 +108,26 @@ class CleanDocuments(Node[dict[str, Any]]):
     def settle(self, position: View) -> bool:
         return self.settle_within(position, _PIECE)
 
+    def is_blocked(self, position: View) -> bool:
+        again = self.is_relisted(position)
+        position[_PIECE] *= not again  # which document that was, nobody knows: the one there is begun again
+        return again
+
     def documents(self, column: str) -> Documents | None:
         inner = self._source.documents(column) if column == self.column else None
-        return None if inner is None else CleanedDocuments(inner, self.cleaning)
+        return None if inner is None else PickedDocuments(inner, self, dropped=_SHORT, piece=_PIECE)
+
+    def yields_only(self, column: str) -> bool:
+        return self._source.yields_only(column)
+
+    def pieces(self, tokens: View) -> list[slice]:
+        return self.cleaning.pieces(tokens)
+
+    def raise_at(self, position: View) -> None:
+        del position  # nothing raises
+
+    def missed(self, num_before: int, position: View, num: int) -> int:
+        return self._bound_below.missed(num_before, position, num)
 
     def parameters(self) -> dict[str, Any]:
         return {
@@ -127,6 +143,8 @@ class CleanDocuments(Node[dict[str, Any]]):
     def _open(self) -> list[slice]:
         """The pieces of the document at the bookmark; none where it is too short, or the epoch has ended."""
         if self._pieces is None:
+            if self.position[_PIECE] and not self.reread:
+                self.is_blocked(self.position)
             if not (self.reread or self.position[_PIECE]):
                 self._source.settle(self._bookmark)
             if self._source.position != self._bookmark:
@@ -146,62 +164,3 @@ class CleanDocuments(Node[dict[str, Any]]):
         self._bookmark[:] = self._source.position
         self.position[_PIECE] = 0
         self._pieces = None
-
-
-class CleanedDocuments:
-    """The pieces of documents as `Documents`; positions are those of `CleanDocuments`, (piece, short, *source)."""
-
-    def __init__(self, documents: Documents, cleaning: Cleaning) -> None:
-        self._documents, self._cleaning = documents, cleaning
-
-    def read(self, position: memoryview) -> Spans:
-        self._start = copy_of(position[2:])
-        first_piece, self._num_short = position[_PIECE], 0  # short documents before those that are returned
-        while len(spans := self._documents.read(self._start)):
-            found = self._cut(spans, position, first_piece)
-            if len(found):
-                return found
-            first_piece, self._num_short = 0, self._num_short + len(spans)
-            spans.move(self._start, len(spans))
-        return EMPTY
-
-    def settle(self, position: memoryview) -> None:
-        if not position[_PIECE]:
-            self._documents.settle(position[2:])
-
-    def turn(self, position: memoryview) -> None:
-        source = position[2:]
-        source[:] = self._start
-        self._documents.turn(source)
-        position[_PIECE] = 0
-        position[_SHORT] += self._num_short
-
-    def _cut(self, spans: Spans, position: memoryview, first_piece: int) -> Spans:
-        """The pieces of documents. Each moves behind the documents up to its own, and that one where it is the last of it."""
-        num_short = position[_SHORT] + self._num_short
-        document: list[int] = []  # of each piece
-        after: list[tuple[int, int]] = []  # piece of the next, short ones passed
-        places: list[slice] = []
-        for number, view in enumerate(spans.views()):
-            pieces = self._cleaning.pieces(view)
-            num_short += not pieces
-            for piece in range(0 if number else first_piece, len(pieces)):
-                document.append(number)
-                after.append((0 if piece + 1 == len(pieces) else piece + 1, num_short))
-                places.append(pieces[piece])
-        own = np.array(after, dtype=np.int64).reshape(-1, 2)
-        at = np.array(document, dtype=np.int64)
-        begin, end = (
-            np.array([getattr(place, name) for place in places], dtype=np.int64) for name in ("start", "stop")
-        )
-        passed = Moves.between(position[2:], self._start)
-        below = Moves.join([passed, spans.moves]).grouped(1 + at + (own[:, 0] == 0)).under(2)
-        return Spans(
-            spans.arrays,
-            spans.array[at],
-            spans.start[at] + begin,
-            end - begin,
-            below.then(Moves.of([_PIECE, _SHORT], own)),
-            spans.keeps,
-            None if spans.where is None else tuple(spans.where[number] for number in document),
-        )

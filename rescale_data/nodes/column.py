@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from rescale_data.nodes.aligned import Aligned
 from rescale_data.nodes.base import Node
 from rescale_data.nodes.guard import add_place
 from rescale_data.nodes.provenance import PROVENANCE
@@ -22,16 +24,19 @@ class ColumnDocuments:
         node: The node.
         column: Of its samples.
         reader: The name of the node that asks for them, for messages.
+        aligned: Columns beside it, whose values each of the `Spans` keeps.
     """
 
-    def __init__(self, node: Node[Any], column: str, reader: str) -> None:
+    def __init__(self, node: Node[Any], column: str, reader: str, aligned: Aligned | None = None) -> None:
+        self._aligned = aligned
         self._node, self._column, self._reader = node, column, reader
         self._settles = any(below.MAY_CHANGE for _, below in node.walk())
         for _, below in node.walk():
             below.reread = True
         self._ended = False
 
-    def read(self, position: memoryview) -> Spans:
+    def read(self, position: memoryview, most: int) -> Spans:
+        del most
         if self._ended or self._node.position != position:
             self._node.position[:] = position
             self._node.bind(self._node.position)
@@ -43,11 +48,16 @@ class ColumnDocuments:
             return EMPTY
         where = sample.get(PROVENANCE) if isinstance(sample, Mapping) else None
         tokens = integers(sample, self._column, self._reader, self._node)
-        return Spans.of(tokens.copy(), Moves.between(position, self._node.position), where)
+        spans = Spans.of(tokens.copy(), Moves.between(position, self._node.position), where)
+        if not self._aligned:
+            return spans
+        return replace(spans, keeps=(self._aligned.of(sample, len(tokens), self._node),))
 
-    def settle(self, position: memoryview) -> None:
+    def settle(self, position: memoryview) -> bool:
         if self._settles:
             self._node.settle(position)
+            self._node.pass_blocked(position)
+        return False
 
     def turn(self, position: memoryview) -> None:
         position[:] = self._node.position

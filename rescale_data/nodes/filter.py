@@ -7,9 +7,14 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from rescale_data.nodes.base import BaseNode, Node
+import numpy as np
+
+from rescale_data.nodes.base import BaseNode, Node, View
 from rescale_data.nodes.bound import Bound
+from rescale_data.nodes.function import identity
 from rescale_data.nodes.guard import Guard, OnError
+from rescale_data.nodes.reading.documents import Documents
+from rescale_data.nodes.reading.picked import PickedDocuments
 from rescale_data.state import Field, Ints
 
 _LOOK_AFTER = 1000
@@ -26,6 +31,8 @@ class Filter(Node[Any]):
     Args:
         source: A node.
         predicate: From a sample to whether it stays, without a memory of its own. An error in it names the row.
+        version: Of the predicate, compared when a state is loaded: another one is an error. Without, another name or
+            source is only warned about.
         on_error: As in `Map`: "skip" counts the samples for which it raises apart (``skipped_rows``).
 
     Raises:
@@ -34,14 +41,23 @@ class Filter(Node[Any]):
 
     FIELDS: ClassVar[tuple[Field, ...]] = (Field(("filtered",), counts=True), Field(("skipped",), counts=True))
 
-    def __init__(self, source: BaseNode[Any], predicate: Callable[[Any], bool], *, on_error: OnError = "raise") -> None:
+    def __init__(
+        self,
+        source: BaseNode[Any],
+        predicate: Callable[[Any], bool],
+        *,
+        on_error: OnError = "raise",
+        version: str | int | None = None,
+    ) -> None:
         super().__init__(source=source)
+        self._identity = identity(predicate, version)
         self.predicate = predicate
         self._source = self.children["source"]
         self._guard, self._bound = Guard(self, on_error), Bound(self)
         names = sorted({node.reads.name for _, node in self.walk() if node.reads is not None})
         self._name = f"{getattr(predicate, '__qualname__', type(predicate).__name__)} over {', '.join(names)}"
         self._seen = _seen[self._name]
+        self._column: str | None = None  # where documents come in blocks
 
     def next(self) -> Any:
         misses = 0
@@ -61,6 +77,32 @@ class Filter(Node[Any]):
                 self._drop()
             misses = self._bound.missed(misses)
 
+    def documents(self, column: str) -> Documents | None:
+        """Where samples consist of that column alone, the predicate is asked without reading them one at a time."""
+        if self._guard.skips or not self._source.yields_only(column):
+            return None
+        inner = self._source.documents(column)
+        self._column, self._bound_below = column, Bound(self._source, type(self).__name__)
+        return None if inner is None else PickedDocuments(inner, self, dropped=0)
+
+    def yields_only(self, column: str) -> bool:
+        return self._source.yields_only(column)
+
+    def pieces(self, tokens: View) -> list[slice]:
+        if self.predicate({self._column: np.asarray(tokens)}):
+            self._seen[0] += 1
+            return [slice(0, len(tokens))]
+        self._drop()
+        return []
+
+    def raise_at(self, position: View) -> None:
+        self._source.position[:] = position
+        self._source.bind(self._source.position)
+        self.next()
+
+    def missed(self, num_before: int, position: View, num: int) -> int:
+        return self._bound_below.missed(num_before, position, num)
+
     def _drop(self) -> None:
         self._seen[1] += 1
         kept, dropped, said = self._seen
@@ -71,6 +113,9 @@ class Filter(Node[Any]):
                 "or give ParquetSource and ArrowSource a filter=, which reads no more than what matches.",
                 self._name, dropped, kept + dropped,
             )  # fmt: skip
+
+    def parameters(self) -> dict[str, Any]:
+        return self._identity
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         filtered, skipped = rows[:, :2].sum(axis=0).tolist()

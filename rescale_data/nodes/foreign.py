@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any, TypeVar
@@ -79,7 +80,10 @@ class Foreign(Node[T]):
 
     def _reset(self, position: View) -> None:
         kept = self.decode(position)
-        self.node.reset(self._first if kept.pop(_BEGUN.key) == _AS_BUILT else kept)
+        as_built = kept.pop(_BEGUN.key) == _AS_BUILT
+        self.node.reset(
+            copy.deepcopy(self._first) if as_built else kept
+        )  # a node may go on writing in what it is given
 
     def _keep(self, position: View, begun: int) -> None:
         position[:] = self.encode({_BEGUN.key: begun, **self.node.state_dict()})

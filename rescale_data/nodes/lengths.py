@@ -14,8 +14,9 @@ from collections.abc import Sequence
 
 from rescale_data.nodes.circle import TURN, shares
 
-_PRIOR = 4  # documents of the mean length of all that each source is taken to have had
+_PRIOR = 20  # documents of the mean length of all that each source is taken to have had
 _PATIENCE = 6  # documents behind its share, of an even mixture's, that double the arc of a source
+_LONG = 256  # tokens of a mean document, one such document more: shards that follow long ones closely swing together
 _MOST = 3  # such doublings at once
 _STEP = 1  # documents a source after which what all share is looked at again
 _SMALL = 1 / 50  # a share below it counts as that, when deficits are judged
@@ -56,6 +57,10 @@ class TokenArcs:
     def stretch(self, point: int, source: int) -> int:
         """Where a point of a source's arc comes to lie when the arc is stretched to the whole circle."""
         return (point * self._total - sum(self._arcs[:source]) * TURN) // self._arcs[source]
+
+    def parts(self) -> list[float]:
+        """About what part of the circle each arc is."""
+        return [arc / self._total for arc in self._arcs]
 
     def drew(self, source: int, length: int) -> None:
         """A document of so many tokens has been drawn from a source."""
@@ -103,6 +108,6 @@ class TokenArcs:
         tokens = self.tokens[source]
         mean = (tokens + _PRIOR * self._mean << _FINE) // (self.documents[source] + _PRIOR)
         behind = share * self._due - (tokens - self._since[source] << _SHARE)
-        unit = _PATIENCE * self._mean * max(share, int(_SMALL * (1 << _SHARE)))
+        unit = (_PATIENCE + self._mean // _LONG) * self._mean * max(share, int(_SMALL * (1 << _SHARE)))
         longer, shorter = min(max(behind, 0), _MOST * unit), min(max(-behind, 0), _MOST * unit)
         return max(1, (share * (unit + longer) << 16) // (max(1, mean) * (unit + shorter)))

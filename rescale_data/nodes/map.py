@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from rescale_data.nodes.base import BaseNode, Node
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.counted import epoch_end_of_source
+from rescale_data.nodes.function import identity
 from rescale_data.nodes.guard import Guard, OnError
 from rescale_data.nodes.provenance import carried
 from rescale_data.state import Field, Ints
@@ -16,11 +17,10 @@ from rescale_data.state import Field, Ints
 class Map(Node[Any]):
     """``fn`` of each sample.
 
-    The function itself is not compared when a state is loaded: another one makes other samples of the same rows.
-
     Args:
         source: A node.
         fn: From a sample to a sample, without a memory of its own. An error in it names the row.
+        version: As in `Filter`.
         on_error: "raise", or "skip": leave out samples for which ``fn`` raises, log and count them (``skipped_rows``); not for
             errors of the program, as `NameError`. Or a function of the error and the place of its row, which raises, returns
             what is used in place of what ``fn`` would have returned, or `None` to leave the sample out. Unless it is "raise"
@@ -29,8 +29,16 @@ class Map(Node[Any]):
 
     FIELDS: ClassVar[tuple[Field, ...]] = (Field(("skipped",), counts=True),)
 
-    def __init__(self, source: BaseNode[Any], fn: Callable[[Any], Any], *, on_error: OnError = "raise") -> None:
+    def __init__(
+        self,
+        source: BaseNode[Any],
+        fn: Callable[[Any], Any],
+        *,
+        on_error: OnError = "raise",
+        version: str | int | None = None,
+    ) -> None:
         super().__init__(source=source)
+        self._identity = identity(fn, version)
         self.fn = fn
         self._source = self.children["source"]
         self._guard, self._bound = Guard(self, on_error), Bound(self)
@@ -57,6 +65,9 @@ class Map(Node[Any]):
 
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
         return None if self._guard.skips else epoch_end_of_source(self, rows, shards)
+
+    def parameters(self) -> dict[str, Any]:
+        return self._identity
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         return {"skipped_rows": float(rows[:, 0].sum())}

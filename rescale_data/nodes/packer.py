@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rescale_data.errors import require_int
+from rescale_data.nodes.aligned import MASK, Aligned
 from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.column import ColumnDocuments
@@ -50,6 +52,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         dtype: ``torch.int64`` or ``torch.int32``, of tokens, labels and doc_ids.
         last: Of an epoch's last, partial sample: ``"drop"`` or ``"pad"``, at the end, with the label -100 and the doc_id -1.
         pad_id: The token to pad with; default ``eos_id``, or 0.
+        columns: As in `WholeDocumentPacker`. With ``"loss_mask"`` a sample says of each token whether the next one is learned.
 
     Yields:
         ``{"tokens": Tensor[seq_len]}``, with ``"labels"`` and ``"doc_ids"`` as asked for; freshly allocated. Over a
@@ -78,6 +81,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         dtype: torch.dtype = torch.int64,
         last: Literal["drop", "pad"] = "drop",
         pad_id: int | None = None,
+        columns: Mapping[str, torch.dtype] = MappingProxyType({}),
     ) -> None:
         _check(seq_len, dtype, last)
         require_pad(pad_id, dtype)
@@ -88,18 +92,26 @@ class TokenPacker(Node[dict[str, Tensor]]):
         self.dtype, self.last, self.eos_id, self.bos_id = dtype, last, eos_id, bos_id
         self.pad_id = pad_id if pad_id is not None else eos_id or 0
         names = ["tokens", *["labels"] * labels, *["doc_ids"] * doc_ids]
-        self.writes = dict.fromkeys(names, (seq_len, DTYPES[dtype]))
+        self._aligned = Aligned(columns, column, {*names, "labels", "doc_ids"}, type(self).__name__)
+        self.writes = {
+            **dict.fromkeys(names, (seq_len, DTYPES[dtype])),
+            **{name: (seq_len, kind) for name, kind in self._aligned.dtypes.items()},
+        }
         self._before: History = ()
         self._changes = any(node.MAY_CHANGE for _, node in child.walk())
         self._stream = TokenStream(
-            child.documents(column) or ColumnDocuments(child, column, type(self).__name__),
+            (None if self._aligned else child.documents(column))
+            or ColumnDocuments(child, column, type(self).__name__, self._aligned),
             Around(eos_id, bos_id, DTYPES[dtype]),
             num_tokens=seq_len,
-            num_ahead=int(labels),
+            num_ahead=int(labels or MASK in self._aligned.dtypes),
             repeat=any(node.repeat for _, node in child.walk()),
             bound=Bound(child, type(self).__name__),
+            is_blocked=child.is_blocked,
+            aligned=self._aligned,
         )
-        self.ready = None if any(node.provenance for _, node in child.walk()) else self._stream.key
+        one_by_one = self._aligned or any(node.provenance for _, node in child.walk())
+        self.ready = None if one_by_one else self._stream.key
 
     def seek(self) -> None:
         self._stream.bind(self.position, settles=self._changes and not self.reread)
@@ -131,7 +143,8 @@ class TokenPacker(Node[dict[str, Tensor]]):
 
     def parameters(self) -> dict[str, Any]:
         names = ("column", "seq_len", "eos_id", "bos_id", "labels", "doc_ids", "last", "pad_id")
-        return {**{name: getattr(self, name) for name in names}, "dtype": str(self.dtype)}
+        columns = {"columns": self._aligned.described} if self._aligned else {}
+        return {**{name: getattr(self, name) for name in names}, "dtype": str(self.dtype), **columns}
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         names = sorted({node.reads.name for _, node in self.walk() if node.reads is not None})
@@ -157,6 +170,15 @@ class TokenPacker(Node[dict[str, Tensor]]):
             raise StopIteration
         if there < self.seq_len + self.labels:
             self._pad(size, tokens, labels, doc_ids)
+        if self._aligned:
+            self._write_values(tray, place, size)
+
+    def _write_values(self, tray: Tray, place: int, size: int) -> None:
+        """The columns beside the tokens; a loss mask says of each token whether the next one is learned."""
+        for name, values in self._stream.values.items():
+            tray.put(name, place, values[1:] if name == MASK else values[:size], 0)
+        if self.labels and MASK in self._aligned.dtypes:
+            tray.row("labels", place)[~tray.row(MASK, place)] = IGNORED
 
     def _pad(self, size: int, tokens: Rows, labels: Rows | None, doc_ids: Rows | None) -> None:
         """Fill up the last sample of an epoch, whose last token has no next one."""

@@ -10,6 +10,7 @@ import numpy as np
 from rescale_data.nodes.base import BaseNode, Node
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.counted import epoch_end_of_source
+from rescale_data.nodes.function import identity
 from rescale_data.nodes.guard import Guard, OnError
 from rescale_data.nodes.provenance import carried
 from rescale_data.nodes.shard_of import shard_of
@@ -32,6 +33,7 @@ class RandomMap(Node[Any]):
             alike. One RandomMap over another is told apart by itself.
         shard: Default: that of the `Reader` below.
         on_error: As in `Map`.
+        version: As in `Filter`.
 
     Raises:
         ValueError: No node below reads a logical shard, and none is given.
@@ -47,8 +49,10 @@ class RandomMap(Node[Any]):
         label: str = "",
         shard: Shard | None = None,
         on_error: OnError = "raise",
+        version: str | int | None = None,
     ) -> None:
         super().__init__(source=source)
+        self._identity = identity(fn, version)
         self.fn, self.label = fn, label
         self._source = self.children["source"]
         shard = shard_of(self._source, shard)
@@ -86,7 +90,7 @@ class RandomMap(Node[Any]):
         return None if self._guard.skips else epoch_end_of_source(self, rows, shards)
 
     def parameters(self) -> dict[str, Any]:
-        return {"label": self.label}
+        return {"label": self.label, **self._identity}
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         return {"skipped_rows": float(rows[:, 0].sum())}

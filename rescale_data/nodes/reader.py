@@ -187,6 +187,9 @@ class Reader(Node[Any]):
         num_bytes = block_bytes(self.source.cache_bytes, self.shard.num_logical_shards)
         return FragmentDocuments(self.source, column, self, num_bytes)
 
+    def yields_only(self, column: str) -> bool:
+        return isinstance(self.source, ColumnSource) and self.source.columns == [column] and not self.provenance
+
     def prepare(self, rows: Ints, shards: Ints) -> None:
         if self._fetching is None:
             return

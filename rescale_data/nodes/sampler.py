@@ -11,22 +11,25 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import numpy as np
 import torch
 
-from rescale_data.errors import DataStateError
-from rescale_data.nodes.base import BaseNode, Node, View
+from rescale_data.errors import DataStateError, require_int
+from rescale_data.nodes.base import BaseNode, Node, View, copy_of
 from rescale_data.nodes.caps import Cap, check_caps, part_of
-from rescale_data.nodes.circle import WHOLE, Arc, Arcs, Circle, arcs, circle_of, stretched, within
+from rescale_data.nodes.circle import WHOLE, Arc, Arcs, Circle, arcs, circle_of, grouped_circle_of, stretched, within
+from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.guard import add_place
 from rescale_data.nodes.lengths import TokenArcs
+from rescale_data.nodes.mixed import SILENT_EPOCHS, MixedDocuments
 from rescale_data.nodes.reader import Reader
+from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.shard_of import find_shard
 from rescale_data.nodes.sizes import Size, Sizes
 from rescale_data.nodes.weights import Schedule, as_json, from_json, mix_of, pieces_of, require_weights, shares_until
+from rescale_data.sources.source import TokenSource
 from rescale_data.state import Field, Ints
 
 Unit: TypeAlias = Literal["samples", "tokens"]
 Stop: TypeAlias = Literal["never", "first", "all"]
 
-_SILENT_EPOCHS = 2
 _ENDLESS = 1 << 62
 _NUM, _NOW, _FIRST = 0, 1, 2  # slots: draws, the weights in use, and the first of those of each source
 _KINDS = _DRAWS, _MIX, _DRAWN, _WEIGHT, _TOKENS, _SINCE = "draws", "mix", "drawn", "weight", "tokens", "since"
@@ -64,6 +67,10 @@ class WeightedSampler(Node[Any]):
         caps: At most so much of a source in the whole run, ``{"books": {"epochs": 4}}``, or "samples" or "tokens", of which
             each logical shard gets its part; tokens overshoot by at most one document a shard. Then its arc goes to the
             others, which is logged. When all of them have reached theirs, the stream ends.
+        group: As many neighbouring rows of a global batch come from one source, in every micro batch of a multiple of them;
+            O makes whole batches of one source. By samples, ``stop="never"``, without caps, the mixture at the root,
+            N a multiple of O and the case aligned: anything else is refused. Another O only when all logical shards have
+            delivered as many samples.
 
     Raises:
         ValueError: Names, weights or caps that do not fit; tokens without a column; a source that does not know its size.
@@ -91,18 +98,21 @@ class WeightedSampler(Node[Any]):
         stop: Stop = "never",
         temperature: float = 1.0,
         caps: Mapping[str, Mapping[str, int]] | None = None,
+        group: int = 1,
     ) -> None:
         _check(nodes, weights, unit, column, stop)
         self.names = sorted(nodes)
         self.unit, self.column, self.stop = unit, column, stop
         check_caps(caps or {}, self.names, unit)
+        _check_group(group, unit, stop, caps)
+        self.group = group
         size = len(self.names)
         kinds = [slice(_FIRST + i * size, _FIRST + (i + 1) * size) for i in range(4)]
         self._drawn, self._weights, self._tokens, self._since = kinds
         self._turn_at: int | None = None  # what has been drawn in this shard when the next weights begin
         self._said: set[str] = set()
         self._given: int | None = None  # the next draw's point, where the mixture above says it
-        self._circle = circle_of(0, 1)
+        self.circle = circle_of(0, 1)
         self._sizes: Sizes | None = None
         self._pieces = pieces_of(self.names, dict.fromkeys(self.names, 1.0) if isinstance(weights, str) else weights)
         super().__init__(**{name: nodes[name] for name in self.names})
@@ -124,7 +134,11 @@ class WeightedSampler(Node[Any]):
         self.position = self.initial()
         for path, node in self.walk():
             if isinstance(node, WeightedSampler):
-                node._circle = circle_of(*self._shard, ".".join(path))
+                node.circle = circle_of(*self._shard, ".".join(path))
+        if shard and not (shard.num_logical_shards % shard.global_batch_size or shard.global_batch_size % group):
+            self.circle = grouped_circle_of(
+                *self._shard, shard.global_batch_size, group
+            )  # else refused by who serves it
         self._chosen = 0
         self.seek()
 
@@ -149,7 +163,7 @@ class WeightedSampler(Node[Any]):
         if self.unit == "tokens":
             return super().skip(num_samples)
         first = self.position[_NUM]
-        stop = self.skip_draws(self._circle, first, first + num_samples, WHOLE)
+        stop = self.skip_draws(self.circle, first, first + num_samples, WHOLE)
         self._given = None
         if stop < first + num_samples:
             raise StopIteration
@@ -249,6 +263,13 @@ class WeightedSampler(Node[Any]):
         gone = position[_NOW] != mix_of(self.names, _floats(position[self._weights]))
         return gone or super().is_stuck(position)
 
+    def is_blocked(self, position: View) -> bool:
+        if not self.is_relisted(position):
+            return False
+        self.bind(copy_of(position))
+        chosen = self._choose()
+        return chosen is not None and self._nodes[chosen].is_blocked(position[self._slots(self.names[chosen])])
+
     def is_pending(self, position: View) -> bool:
         return position[_NOW] != self._target(position)[0] or super().is_pending(position)
 
@@ -258,7 +279,8 @@ class WeightedSampler(Node[Any]):
     def parameters(self) -> dict[str, Any]:
         given = {"weights": as_json(self.weights), "unit": self.unit, "column": self.column, "stop": self.stop}
         sized = {} if self._sizes is None else dict(zip(("by", "temperature"), self._by, strict=True))
-        return {**given, **sized, **({"caps": self.caps} if self.caps else {})}
+        used = {"caps": self.caps} if self.caps else {}
+        return {**given, **sized, **used, **({"group": self.group} if self.group > 1 else {})}
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         """Of each source: what was drawn since the run began, its share of that in the mixture's unit, epochs, and caps.
@@ -301,24 +323,29 @@ class WeightedSampler(Node[Any]):
         """The arcs of the sources that have not ended; `None` at the end of the epoch."""
         if self._arcs is None and not self._over:
             self._watch()
-            weights = _floats(self.position[self._weights])
-            drawn = self.position[self._drawn].tolist()
-            going = tuple(weight if count >= 0 else 0.0 for weight, count in zip(weights, drawn, strict=True))
-            if not any(going):
-                self._finish()
-            elif self.unit == "tokens":
-                counts = [max(count, ~count) for count in drawn]
-                self._arcs = TokenArcs(going, counts, *(self.position[k].tolist() for k in (self._tokens, self._since)))
-            else:
-                self._arcs = arcs(going)
+            self._arcs = self.arcs_at(self.position)
+            self._over = self._arcs is None
         return self._arcs
+
+    def arcs_at(self, position: View) -> Arcs | TokenArcs | None:
+        """The same at any position, into which the beginning of the next epoch is written where this one has ended."""
+        weights, drawn = _floats(position[self._weights]), position[self._drawn].tolist()
+        counts = [max(count, ~count) for count in drawn]
+        going = tuple(weight if count >= 0 else 0.0 for weight, count in zip(weights, drawn, strict=True))
+        if not any(going):
+            self._require_more(position)
+            position[self._drawn] = np.array(counts, dtype=np.int64).data
+            return None
+        if self.unit == "samples":
+            return arcs(going)
+        return TokenArcs(going, counts, *(position[kind].tolist() for kind in (self._tokens, self._since)))
 
     def _choose(self) -> int | None:
         """The next source; `None` at the end of the epoch."""
         arcs = self._arcs or self._plan()
         if arcs is None:
             return None
-        point = self._circle.point(self.position[_NUM]) if self._given is None else self._given
+        point = self.circle.point(self.position[_NUM]) if self._given is None else self._given
         self._chosen = chosen = arcs.choose(point)
         inner = self._inner[chosen]
         if inner is not None:
@@ -526,33 +553,66 @@ class WeightedSampler(Node[Any]):
         if self._holds and (self._sizes or chosen in self._caps):
             self._change([chosen])
         if self.stop == "never":
-            self._repeat(chosen)
-        elif self.stop == "first":
-            self._over = True
+            silent = self._silent[chosen] = self._silent.get(chosen, 0) + 1
+            if silent > SILENT_EPOCHS:
+                self.refuse_silent(chosen)
+            self._nodes[chosen].bind(self._nodes[chosen].position)
         else:
-            self.position[self._drawn.start + chosen] ^= -1
+            self._over = self._note_end(self.position, chosen)
 
-    def _repeat(self, chosen: int) -> None:
-        silent = self._silent[chosen] = self._silent.get(chosen, 0) + 1
-        if silent > _SILENT_EPOCHS:
-            raise DataStateError(
-                f"The source {self.names[chosen]!r} of a mixture yielded no {self.unit[:-1]} in {_SILENT_EPOCHS} whole epochs "
-                f"of logical shard {self._shard[0]} of {self._shard[1]}: all of its rows were filtered out or are empty, or it "
-                f"has none. Use fewer logical shards, more data, or weight 0."
-            )
-        self._nodes[chosen].bind(self._nodes[chosen].position)
+    def _note_end(self, position: View, chosen: int) -> bool:
+        """Note that a source has ended; whether the epoch has."""
+        if self.stop == "all":
+            position[self._drawn.start + chosen] ^= -1
+        return self.stop == "first"
 
-    def _finish(self) -> None:
-        """All sources have ended: the next epoch begins with all."""
-        self._over = True
-        if self._caps and not any(self.position[self._weights]) and any(node.repeat for _, node in self.walk()):
+    def refuse_silent(self, source: int) -> None:
+        """``DataStateError`` where a source has begun again too often without yielding anything."""
+        raise DataStateError(
+            f"The source {self.names[source]!r} of a mixture yielded no {self.unit[:-1]} in {SILENT_EPOCHS} whole epochs "
+            f"of logical shard {self._shard[0]} of {self._shard[1]}: all of its rows were filtered out or are empty, or "
+            f"it has none. Use fewer logical shards, more data, or weight 0."
+        )
+
+    def _require_more(self, position: View) -> None:
+        """``DataStateError`` where an endless stream ends, since all sources have reached their caps."""
+        if self._caps and not any(position[self._weights]) and any(node.repeat for _, node in self.walk()):
             raise DataStateError(
                 f"All sources of a mixture have reached their caps, {self.caps}, in logical shard {self._shard[0]} of "
                 f"{self._shard[1]}, and the stream is to be endless (repeat=True). Give larger caps, a source without one, or "
                 f"repeat=False, where the stream ends."
             )
-        for i in range(self._drawn.start, self._drawn.stop):
-            self.position[i] = max(self.position[i], ~self.position[i])
+
+    # In blocks
+
+    def documents(self, column: str) -> Documents | None:
+        changes = len(self._pieces.begins) > 1 or self._sizes or self._caps  # of weights, at any document
+        if changes or any(self._inner) or (self.unit == "tokens" and column != self.column):
+            return None
+        name = type(self).__name__
+        self._below = [node.documents(column) or ColumnDocuments(node, column, name) for node in self._nodes]
+        room = min([s.cache_bytes for _, n in self.walk() if isinstance(s := n.reads, TokenSource)], default=2**30)
+        return MixedDocuments(
+            self,
+            self._below,
+            repeats=self.stop == "never",
+            by_tokens=self.unit == "tokens",
+            num_bytes=room // 8 // self._shard[1],
+        )
+
+    def yields_only(self, column: str) -> bool:
+        return all(node.yields_only(column) for node in self._nodes)
+
+    def slots_of(self, source: int) -> slice:
+        return self._slots(self.names[source])
+
+    def drawn_at(self, position: View) -> list[tuple[int, list[int]]]:
+        kinds = [self._drawn, self._tokens] if self.unit == "tokens" else [self._drawn]
+        return [(kind.start, position[kind].tolist()) for kind in kinds]
+
+    def end_at(self, position: View, source: int) -> bool:
+        self._below[source].turn(position[self.slots_of(source)])
+        return self._note_end(position, source)
 
 
 def _pass_over(node: Node[Any]) -> None:
@@ -573,6 +633,15 @@ def _mixture_of(node: Node[Any]) -> WeightedSampler | None:
 
 def _floats(slots: View) -> list[float]:
     return np.array(slots).view(np.float64).tolist()
+
+
+def _check_group(group: int, unit: str, stop: str, caps: object) -> None:
+    require_int(group=group)
+    if group < 1 or (group > 1 and (unit != "samples" or stop != "never" or caps)):
+        raise ValueError(
+            f"group={group} with unit={unit!r}, stop={stop!r}, caps={caps}: give at least 1, and more than 1 only by samples, "
+            f"with stop='never' and without caps, since all logical shards that serve a group end and change together."
+        )
 
 
 def _shown(one: list[Any], other: list[Any]) -> str:

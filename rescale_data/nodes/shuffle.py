@@ -8,6 +8,7 @@ import numpy as np
 
 from rescale_data.errors import require_int
 from rescale_data.nodes.base import BaseNode, Node, View, copy_of
+from rescale_data.nodes.guard import say_again
 from rescale_data.nodes.shard_of import shard_of
 from rescale_data.nodes.tray import Tray
 from rescale_data.order import permutation
@@ -154,6 +155,9 @@ class Shuffle(Node[Any]):
         """The window at the bookmark."""
         if self._over:
             raise StopIteration
+        if self.position[_EMITTED] and not self.reread and self._source.is_relisted(self._bookmark):
+            say_again(self)
+            self.position[_EMITTED] = 0
         self._settle()
         passes = self._is_pending()
         place = [self._bookmark[slot] for slot in self._places]
@@ -191,6 +195,7 @@ class Shuffle(Node[Any]):
     def _settle(self) -> None:
         if self._changes and not (self.reread or self.position[_EMITTED]):
             self._source.settle(self._bookmark)
+            self._source.pass_blocked(self._bookmark)
 
     def _is_pending(self) -> bool:
         """Whether samples pass one by one until a node below, within a document, has let a change take effect."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rescale_data.errors import DataStateError
+from rescale_data.nodes.aligned import Aligned, Values
 from rescale_data.nodes.base import View, copy_of
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.reading.gather import Around, Rows, Stretch, fill, stretch
-from rescale_data.nodes.reading.spans import Spans
+from rescale_data.nodes.reading.spans import MANY, Spans
 from rescale_data.sources.decoded.cache import cache, owner_of
 
 _SILENT_EPOCHS = 2
@@ -26,11 +29,26 @@ class TokenStream:
         num_tokens: Tokens of a sample.
         num_ahead: As many of those behind it are looked at, and not consumed.
         repeat: Whether to go on with the next epoch after the last document of one.
+        is_blocked: Of a position of the documents, whether the one that is begun there is blocked since.
+        aligned: Columns beside the tokens.
     """
 
     def __init__(
-        self, documents: Documents, around: Around, *, num_tokens: int, num_ahead: int, repeat: bool, bound: Bound
+        self,
+        documents: Documents,
+        around: Around,
+        *,
+        num_tokens: int,
+        num_ahead: int,
+        repeat: bool,
+        bound: Bound,
+        is_blocked: Callable[[View], bool],
+        aligned: Aligned,
     ) -> None:
+        self._aligned = aligned
+        self.values: Values = {}
+        """Of the columns beside the tokens, for the sample that was drawn last and what it looked ahead at."""
+        self._is_blocked = is_blocked
         self._bound = bound
         self._documents, self._around, self._repeat = documents, around, repeat
         self._num_tokens, self._width = num_tokens, num_tokens + num_ahead
@@ -58,6 +76,8 @@ class TokenStream:
         found = self._stretch()
         before, num_ready = found.document, min(found.left, self._width)
         size = min(num_ready, self._num_tokens)
+        if self._aligned:
+            self.values = self._aligned.of_sample(found.owner[before:], self._position[0], num_ready, self._around)
         if num_ready == self._width:
             fill([found], 0, tokens, labels, doc_ids)
         elif size:
@@ -82,6 +102,8 @@ class TokenStream:
 
     def _extend(self, old: Stretch | None) -> Stretch:
         """What is left of a stretch, and documents behind it."""
+        if old is None and self._position[0] and self._is_blocked(self._position[1:]):
+            self._position[0] = 0  # the document ends here
         position, offset = copy_of(self._position[1:]), self._position[0]
         parts = [] if old is None else [old.owner.rest(old.document)]
         for part in parts:
@@ -89,28 +111,27 @@ class TokenStream:
         length = -offset if old is None else old.left
         num_turns = misses = 0
         while length < self._width:
-            if not (offset and not parts):  # else within a document, which goes on as it began
-                parts += self._settled(position)
-            spans = self._documents.read(position)
+            marks, waits = [], bool(offset and not parts)  # within a document, which goes on as it began
+            if self._settles and not waits:
+                marks, waits = self._settled(position)
+            parts += marks
+            spans = self._documents.read(position, 1 if self._settles and waits else MANY)
             if not len(spans):
                 if not self._repeat:
                     break
                 spans, num_turns = self._turned(position, num_turns), num_turns + 1
-            elif self._settles and offset and not parts:
-                spans = spans[:1]
             spans.move(position, len(spans))
             parts.append(spans)
             length += (gained := self._around.num_tokens(spans))
             num_turns = 0 if gained else num_turns
-            misses = 0 if gained else self._bound.missed(misses, position)
+            misses = 0 if gained else self._bound.missed(misses, position, len(spans))
         return stretch(Spans.join(parts), self._around, self._position)
 
-    def _settled(self, position: View) -> list[Spans]:
-        """What has changed takes effect here, as a mark, if anything has."""
+    def _settled(self, position: View) -> tuple[list[Spans], bool]:
+        """What has changed takes effect here, as a mark, if anything has; whether it waits for the next document."""
         before = copy_of(position)
-        if self._settles:
-            self._documents.settle(position)
-        return [] if position == before else [Spans.mark(before, position)]
+        waits = self._documents.settle(position)
+        return [] if position == before else [Spans.mark(before, position)], waits
 
     def _turned(self, position: View, num_turns: int) -> Spans:
         """The mark between two epochs."""

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from rescale_data.errors import DataStateError, require_int
+from rescale_data.nodes.aligned import MASK, Aligned, Values
 from rescale_data.nodes.base import Node, View, copy_of
 from rescale_data.nodes.bins import best_fit
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.form import History, num_tokens
+from rescale_data.nodes.guard import say_again
 from rescale_data.nodes.packer import DTYPES, IGNORED, require_pad
 from rescale_data.nodes.provenance import joined as joined_places
 from rescale_data.nodes.reading.gather import Around, joined
@@ -27,7 +31,7 @@ Long: TypeAlias = Literal["split", "truncate", "drop"]
 Piece: TypeAlias = tuple[int, int, int]
 """Of a document: where it begins and ends among the tokens of a window, and the document's number."""
 
-_EMITTED, _PADDING, _LONG, _NUM_OWN = 0, 1, 2, 3
+_EMITTED, _PADDING, _LONG, _UNTRAINED = 0, 1, 2, 3
 _DIGIT = 21  # bits of "emitted": samples of this window in the form of now, then, where it has changed, in those before
 _MOST = 2**_DIGIT - 1
 _COUNTED = {"split": "split_documents", "truncate": "truncated_documents", "drop": "dropped_documents"}
@@ -47,6 +51,8 @@ class Window:
         num_long: Documents longer than a sample.
         after: The position of the source after them.
         where: Where each document comes from, where that is asked for.
+        values: Of the columns beside the tokens, end to end as these.
+        num_untrained: Documents of which no token is learned.
     """
 
     tokens: TokenArray
@@ -56,10 +62,16 @@ class Window:
     num_long: int
     after: View
     where: list[str]
+    values: Values
+    num_untrained: int
 
     @property
     def nbytes(self) -> int:
-        return self.tokens.nbytes + _BYTES_OF_A_PIECE * (len(self.pieces) + len(self.where))
+        return (
+            self.tokens.nbytes
+            + sum(values.nbytes for values in self.values.values())
+            + _BYTES_OF_A_PIECE * (len(self.pieces) + len(self.where))
+        )
 
 
 class WholeDocumentPacker(Node[dict[str, Any]]):
@@ -84,12 +96,18 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         dtype: ``torch.int64`` or ``torch.int32``, of all but the loss mask and the cumulative lengths.
         max_documents: Of one sample; default 64, or a 32nd of ``seq_len`` if that is more.
         pad_id: The token to pad with; default ``eos_id``, or 0.
+        columns: What else each sample holds with one value a token, ``{name: dtype}``, cut and packed with the tokens; 0 where
+            padded, and for eos and bos. ``"loss_mask"``, ``torch.bool``, says which tokens are learned, an eos as the token
+            before it; documents without any are counted (``untrained_documents``). Samples are then read one at a time.
+        pad_documents_to: Fill up each document to a multiple of this, of 2 * cp for context parallel slices.
+        cost: Add ``"cost": Int64[1]``, the sum of the squared lengths of the sample's documents.
 
     Yields:
         | ``"tokens": Tensor[seq_len]``
         | ``"positions": Tensor[seq_len]``, of each token in its document, 0 where padded
         | ``"doc_ids": Tensor[seq_len]``, 0 for the first document of the sample, 1 for the second, ..., -1 where padded
-        | ``"loss_mask": Bool[seq_len]``, whether the next token is of the same document
+        | ``"loss_mask": Bool[seq_len]``, whether the next token is of the same document, and learned; else the label is -100
+        | each of ``columns``: ``[seq_len]``
         | ``"cu_seqlens": Int32[max_documents + 2]``: 0, the end of each document, and ``seq_len`` from there on, so what is
           padded counts as a sequence; `rescale_data.flat_cu_seqlens` makes of a batch what flash attention takes
 
@@ -107,6 +125,8 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         Field(("long",), counts=True),
     )
     READS_AHEAD: ClassVar[bool] = True
+    UNTRAINED: ClassVar[Field] = Field(("untrained",), counts=True)
+    """What is kept in addition where there is a loss mask."""
     FORM: ClassVar[frozenset[str]] = frozenset({"seq_len", "labels", "dtype", "max_documents"})
 
     def __init__(
@@ -123,24 +143,34 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         dtype: torch.dtype = torch.int64,
         max_documents: int | None = None,
         pad_id: int | None = None,
+        columns: Mapping[str, torch.dtype] = MappingProxyType({}),
+        pad_documents_to: int = 1,
+        cost: bool = False,
     ) -> None:
-        require_int(seq_len=seq_len, window=window)
+        require_int(seq_len=seq_len, window=window, pad_documents_to=pad_documents_to)
         self.max_documents = max(64, seq_len // 32) if max_documents is None else max_documents
         _check(seq_len, window, self.max_documents, long, dtype)
         require_pad(pad_id, dtype)
+        if pad_documents_to < 1 or seq_len % pad_documents_to:
+            raise ValueError(f"pad_documents_to={pad_documents_to}: give a number that divides seq_len={seq_len}.")
+        names = ("tokens", "positions", "doc_ids", *["labels"] * labels)
+        self._aligned = Aligned(columns, column, {*names, "labels", "cu_seqlens", "cost"}, type(self).__name__)
+        self.pad_documents_to, self.cost = pad_documents_to, cost
         super().__init__(source=source)
         self.column, self.seq_len, self.eos_id, self.bos_id, self.window = column, seq_len, eos_id, bos_id, window
         self.long, self.labels, self.dtype = long, labels, dtype
         self.pad_id = pad_id if pad_id is not None else eos_id or 0
         self._numpy_dtype = DTYPES[dtype]
-        names = ("tokens", "positions", "doc_ids", *["labels"] * labels)
         self.writes = {
+            **{name: (seq_len, kind) for name, kind in self._aligned.dtypes.items()},
             **dict.fromkeys(names, (seq_len, self._numpy_dtype)),
             "loss_mask": (seq_len, np.dtype(np.bool_)),
             "cu_seqlens": (self.max_documents + 2, np.dtype(np.int32)),
+            **({"cost": (1, np.dtype(np.int64))} if cost else {}),
         }
         child = self.children["source"]
-        self._documents = child.documents(column) or ColumnDocuments(child, column, type(self).__name__)
+        found = None if self._aligned else child.documents(column)
+        self._documents = found or ColumnDocuments(child, column, type(self).__name__, self._aligned)
         self._around = Around(eos_id, bos_id, self._numpy_dtype)
         self._before: History = ()
         self._repeat = any(node.repeat for _, node in child.walk())
@@ -161,7 +191,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         window = self._window()
         number = self.position[_EMITTED] & _MOST
         self._go_on(window)
-        self._write(tray, place, window, window.bins[number], window.used[number])
+        self._write(tray, place, window, window.bins[number])
 
     def skip(self, num_samples: int) -> None:
         for _ in range(num_samples):
@@ -172,7 +202,12 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
 
     def parameters(self) -> dict[str, Any]:
         names = ("column", "seq_len", "eos_id", "bos_id", "window", "long", "labels", "max_documents", "pad_id")
-        return {**{name: getattr(self, name) for name in names}, "dtype": str(self.dtype)}
+        added: dict[str, Any] = {}  # where they are in use
+        if self._aligned:
+            added["columns"] = self._aligned.described
+        if self.pad_documents_to > 1:
+            added["pad_documents_to"] = self.pad_documents_to
+        return {**{name: getattr(self, name) for name in names}, "dtype": str(self.dtype), **added}
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         names = "+".join(sorted({node.reads.name for _, node in self.walk() if node.reads is not None}))
@@ -181,7 +216,11 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
             f"tokens/{names}": total - padding,
             f"padding_share/{names}": padding / total if total else 0.0,
             _COUNTED[self.long]: float(rows[:, _LONG].sum()),
+            **({"untrained_documents": float(rows[:, _UNTRAINED].sum())} if MASK in self._aligned.dtypes else {}),
         }
+
+    def own_fields(self) -> tuple[Field, ...]:
+        return (*self.FIELDS, self.UNTRAINED) if MASK in self._aligned.dtypes else self.FIELDS
 
     def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         self._before = history
@@ -233,10 +272,15 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         self._bookmark[:] = window.after
         self.position[_EMITTED] = 0
         self.position[_LONG] += window.num_long
+        if MASK in window.values:
+            self.position[_UNTRAINED] += window.num_untrained
         self._read = False
 
     def _pack(self) -> Window | None:
         """The window at the bookmark; `None` where the epoch has ended."""
+        if self.position[_EMITTED] and not self.reread and self.children["source"].is_relisted(self._bookmark):
+            say_again(self)
+            self.position[_EMITTED] = 0
         if not (self.reread or self.position[_EMITTED]):
             self._documents.settle(self._bookmark)
         position = copy_of(self._bookmark)
@@ -248,7 +292,11 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         bounds = list(zip([0, *ends[:-1]], ends, range(len(ends)), strict=True))
         pieces, bins, num_long = self._fit(bounds)
         used = [sum(pieces[i][1] - pieces[i][0] for i in items) for items in bins]
-        return Window(tokens, pieces, bins, used, num_long, position, list(spans.where or ()))
+        values = self._aligned.end_to_end(spans, self._around) if self._aligned else {}
+        learned = values.get(MASK)
+        num_untrained = 0 if learned is None else sum(a < b and not learned[a:b].any() for a, b, _ in bounds)
+        where = list(spans.where or ())
+        return Window(tokens, pieces, bins, used, num_long, position, where, values, num_untrained)
 
     def _fit(self, pieces: list[Piece]) -> tuple[list[Piece], list[list[int]], int]:
         """Pack documents: in each form of which samples were yielded what the one before has left, then in that of now."""
@@ -257,7 +305,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         for seq_len, max_documents, num_emitted in self._stages():
             long |= {document for start, stop, document in pieces if stop - start > seq_len}
             pieces = [part for piece in pieces for part in self._pieces(*piece, seq_len)]
-            bins = best_fit([stop - start for start, stop, _ in pieces], seq_len, max_documents)
+            bins = best_fit([self._room(piece) for piece in pieces], seq_len, max_documents)
             if num_emitted:
                 pieces = sorted(pieces[i] for items in bins[num_emitted:] for i in items)
         if len(bins) > _MOST:
@@ -277,7 +325,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         """The documents of a window from a position on, which moves behind them."""
         parts: list[Spans] = []
         left = self.window
-        while left and len(spans := self._documents.read(position)[:left]):
+        while left and len(spans := self._documents.read(position, left)):
             spans.move(position, len(spans))
             parts.append(spans)
             left -= len(spans)
@@ -293,23 +341,44 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
 
     # Samples
 
-    def _write(self, tray: Tray, place: int, window: Window, items: list[int], used: int) -> None:
+    def _write(self, tray: Tray, place: int, window: Window, items: list[int]) -> None:
         pieces = [window.pieces[item] for item in items]
-        lengths = np.array([stop - start for start, stop, _ in pieces])
+        lengths = np.array([self._room(piece) for piece in pieces])
         ends = np.cumsum(lengths)
-        tokens = np.concatenate([window.tokens[start:stop] for start, stop, _ in pieces])
-        last = np.zeros(used, dtype=np.bool_)
-        last[ends - 1] = True
+        tokens = self._laid(window.tokens, pieces, self.pad_id)
+        follows = np.zeros(len(tokens), dtype=np.bool_)  # whether the next token is learned
+        follows[:-1] = self._learned(window, pieces)[1:]
+        follows[ends - 1] = False
         tray.put("tokens", place, tokens, self.pad_id)
-        tray.put("positions", place, np.arange(used) - np.repeat(ends - lengths, lengths), 0)
+        tray.put("positions", place, np.arange(len(tokens)) - np.repeat(ends - lengths, lengths), 0)
         tray.put("doc_ids", place, np.repeat(np.arange(len(items)), lengths), -1)
-        tray.put("loss_mask", place, ~last, fill=False)
+        tray.put("loss_mask", place, follows, fill=False)
         tray.put("cu_seqlens", place, np.concatenate([[0], ends]), self.seq_len)
         if self.labels:
-            following = np.where(last, IGNORED, np.append(tokens[1:], tokens[:1]).astype(np.int64))
+            following = np.where(follows, np.append(tokens[1:], tokens[:1]).astype(np.int64), IGNORED)
             tray.put("labels", place, following, IGNORED)
+        for name in self._aligned.dtypes.keys() - {MASK}:
+            tray.put(name, place, self._laid(window.values[name], pieces, 0), 0)
+        if self.cost:
+            tray.put("cost", place, np.array([np.square(lengths).sum()]), 0)
         if window.where:
             tray.where.append(joined_places(window.where[document] for _, _, document in pieces))
+
+    def _room(self, piece: Piece) -> int:
+        """Of a piece in a sample, filled up."""
+        start, stop, _ = piece
+        return -(-(stop - start) // self.pad_documents_to) * self.pad_documents_to
+
+    def _laid(self, values: npt.NDArray[Any], pieces: list[Piece], fill: int) -> npt.NDArray[Any]:
+        """The values of some pieces end to end, each filled up."""
+        parts = [values[start:stop] for start, stop, _ in pieces]
+        if self.pad_documents_to > 1:
+            parts = [np.pad(part, (0, -len(part) % self.pad_documents_to), constant_values=fill) for part in parts]
+        return np.concatenate(parts)
+
+    def _learned(self, window: Window, pieces: list[Piece]) -> npt.NDArray[np.bool_]:
+        """Whether each token of some pieces is learned; those that fill up are not."""
+        return self._laid(window.values.get(MASK, np.ones(len(window.tokens), dtype=np.bool_)), pieces, 0)
 
 
 def _check(seq_len: int, window: int, max_documents: int, long: str, dtype: torch.dtype) -> None:

@@ -8,6 +8,7 @@ import os
 import threading
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -89,7 +90,7 @@ class TableSource(FileSource):
         except NullValueError as null:
             raise self._bad(int(self._fragments[fragment]) + null.row, null) from None
         self._release_with(found, fragment)
-        return found
+        return found if self.decoding_costs else replace(found, mapped=True)
 
     def _fill(self, column: str | None, fragment: int, share: Share | None) -> None:
         if share is not None:

@@ -52,6 +52,11 @@ def _save(data: Data, point: int, folder: Path) -> Saved:
         again = data.loader(O, 3)
         dcp.load({"loader": again if name == "sharded" else again.sharded}, checkpoint_id=folder / name)
         assert same_state(again.state_dict(), whole)
+    live = data.loader(O, 3)
+    take(live, 1 + dist.get_rank())  # the ranks stand apart
+    dcp.load({"loader": live}, checkpoint_id=folder / "whole")
+    assert same_state(live.state_dict(), whole)
+    assert take(live, 4) == take(again, 4)
     for state in (torch.load(folder / "pickled.pt", weights_only=True) if dist.get_rank() == 0 else whole, sharded):
         again = data.loader(O, 3)
         again.load_state_dict(state)

@@ -247,3 +247,20 @@ def test_bad_arguments(weights: Any, kwargs: Any, message: str) -> None:
 def test_bad_schedules(keys: Any, interpolate: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         rd.Schedule(keys, interpolate)
+
+
+@pytest.mark.parametrize("feature", ["schedule", "caps", "rows"])
+def test_a_packer_reads_the_documents_that_the_mixture_draws(feature: str) -> None:
+    """However many at a time it reads them."""
+    weights: Any = {"schedule": rd.Schedule([(0, A), (40, C), (90, B)], "linear"), "caps": A, "rows": "rows"}[feature]
+    caps = {"web": {"tokens": 80}, "code": {"epochs": 1}} if feature == "caps" else None
+
+    def rows(shard: rd.Shard) -> Any:
+        nodes = {name: read(source, shard) for name, source in (("web", WEB), ("code", CODE), ("books", BOOKS))}
+        return rd.WeightedSampler(nodes, weights, caps=caps, unit="tokens", column="tokens")
+
+    shard = rd.Shard(1, 3, repeat=True)
+    packed = rd.TokenPacker(rows(shard), column="tokens", seq_len=100, eos_id=None)
+    tokens = [token for sample in itertools.islice(packed, 15) for token in sample["tokens"].tolist()]
+    drawn = [token for sample in itertools.islice(rows(shard), 400) for token in sample["tokens"].tolist()]
+    assert tokens == drawn[: len(tokens)]

@@ -257,6 +257,22 @@ class TestChanges:
         assert seen == Counter([*range(30), *(range(30, 54) if change == "changed" else ()), *range(300, 312)])
         assert sum(leg(source, state, 3, repeat=repeat)[0].values()) == 18
 
+    @pytest.mark.parametrize("num_rows", [4, 15, 20, 60])
+    def test_all_rows_are_delivered_or_counted_as_left_out(
+        self, kind: str, tmp_path: Path, num_rows: int, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Logical shards of an endless stream stand in different epochs; of few rows most shards have none."""
+        for name, part in {"a": range(num_rows - 2), "b": range(num_rows - 2, num_rows)}.items():
+            write(tmp_path, kind, name, part)
+        states = [leg(source_of(tmp_path, kind), None, steps, repeat=True)[1] for steps in range(1, 12)]
+        (tmp_path / f"b.{kind}").unlink()
+        for steps, state in enumerate(states, start=1):
+            caplog.clear()
+            loader = make_loader(source_of(tmp_path, kind), 0, 1, 6, repeat=True, on_source_change="next_epoch")
+            loader.load_state_dict(state)
+            (since,) = set(loader.state_dict()["shards"]["epoch"].tolist())
+            assert f"{since * num_rows - steps * BATCH} rows, is left out" in caplog.text
+
     def make(self, change: str, kind: str, data: Path) -> None:
         file = data / f"d.{kind}"
         later = file.stat().st_mtime_ns + 10**9

@@ -13,19 +13,23 @@ class Documents(Protocol):
     Nothing moves here but what is written into ``position``: the caller reads ahead, and ``spans.move(position, n)`` says how
     far it has come.
 
-        spans = documents.read(position)        # as many as are at hand
+        spans = documents.read(position, most)  # as many as are at hand
         spans.move(position, len(spans))        # behind all of them: read goes on there
     """
 
-    def read(self, position: memoryview) -> Spans:
+    def read(self, position: memoryview, most: int) -> Spans:
         """The next documents, whose moves are of slots of ``position``; none at the end of the epoch.
 
-        How many is free, as long as there is one. The arrays stay as they are while anybody has the spans.
+        How many is free, from one to ``most``, which is 1 at least. The arrays stay as they are while anybody has the spans.
         """
         ...
 
-    def settle(self, position: memoryview) -> None:
-        """Let what has changed between legs take effect in ``position``, the beginning of a document: `Node.settle`."""
+    def settle(self, position: memoryview) -> bool:
+        """Let what has changed between legs take effect in ``position``, the beginning of a document: `Node.settle`.
+
+        Returns:
+            Whether it may have to wait, since ``position`` is within what a node below has begun.
+        """
         ...
 
     def turn(self, position: memoryview) -> None:

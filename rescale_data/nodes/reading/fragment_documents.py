@@ -70,12 +70,12 @@ class FragmentDocuments:
         self._lent: WeakValueDictionary[int, Tokens] = WeakValueDictionary()  # fragments that a packer still holds
         _alive.add(self)
 
-    def read(self, position: memoryview) -> Spans:
+    def read(self, position: memoryview, most: int) -> Spans:
         epoch, row = position[0], position[1]
         if row >= self._rows.size(epoch):
             return EMPTY
         self._share = self._rows.share(epoch)
-        rows = self._rows.rows_from(epoch, row)
+        rows = self._rows.rows_from(epoch, row)[:most]
         first = self._tokens(self._fragment_at(int(rows[0])))
         if self._decoding is not None and self._share is None and self._have_room(2 * first.nbytes):
             for soon in self._rows.rows_soon(epoch, row):
@@ -83,15 +83,16 @@ class FragmentDocuments:
         fragments = np.searchsorted(self._fragments, rows, side="right") - 1
         used = _different(fragments)
         room = first.nbytes * (len(used) + (_DECODED_AHEAD if self._decoding is not None else 0))
-        if self._share is None and self._have_room(room):
+        if first.mapped or (self._share is None and self._have_room(room)):
             spans = self._spans(rows, fragments, used)
         else:
             num_rows = self._num_rows(first)
             spans = self._copied(rows[:num_rows], fragments[:num_rows])
         return spans.with_moves(self._rows.moves(position, len(spans)))
 
-    def settle(self, position: memoryview) -> None:
-        pass
+    def settle(self, position: memoryview) -> bool:
+        del position
+        return False
 
     def turn(self, position: memoryview) -> None:
         self._rows.turn(position)

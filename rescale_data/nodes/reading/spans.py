@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,11 @@ import numpy.typing as npt
 from rescale_data.state import Ints
 
 TokenArray: TypeAlias = npt.NDArray[np.integer[Any]]
+
+
+class Kept(Protocol):
+    @property
+    def nbytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +84,13 @@ class Moves:
 
     def then(self, other: Moves) -> Moves:
         """Those of two nodes for the same documents, both in the same row: of each document these first."""
-        num = len(self)
-        index = np.arange(2 * num).reshape(2, num).T.reshape(-1)
-        both = Moves.join([self, other]).take(index)
-        return Moves(both.ends[::2], both.slot, both.value)
+        ends = self.ends + other.ends
+        mine = np.arange(len(self.slot)) + np.repeat(other.ends[:-1], np.diff(self.ends))
+        theirs = np.arange(len(other.slot)) + np.repeat(self.ends[1:], np.diff(other.ends))
+        slot, value = np.empty((2, ends[-1]), dtype=np.int64)
+        slot[mine], slot[theirs] = self.slot, other.slot
+        value[mine], value[theirs] = self.value, other.value
+        return Moves(ends, slot, value)
 
     def under(self, first_slot: int) -> Moves:
         """The same in a row of which that position is a part."""
@@ -114,7 +122,7 @@ class Spans:
         arrays: Of integers, 1-D and contiguous, any dtypes; read-only (`plain`). They are alive as long as this is.
         array, start, length: ``int64[D]``.
         moves: What each document does to the position from which they were read.
-        keeps: What has to stay, for each array to be of use.
+        keeps: What each array is a part of, and has to stay; `None` where it is an array of its own.
         where: Where each comes from, if anybody asked (`Reader(provenance=True)`).
     """
 
@@ -123,7 +131,7 @@ class Spans:
     start: Ints
     length: Ints
     moves: Moves
-    keeps: tuple[object, ...]
+    keeps: tuple[Kept | None, ...]
     where: tuple[str, ...] | None = None
 
     @staticmethod
@@ -194,7 +202,7 @@ class Spans:
 
     def with_moves(self, moves: Moves) -> Spans:
         """The same documents in the row of another node."""
-        return replace(self, moves=moves)
+        return Spans(self.arrays, self.array, self.start, self.length, moves, self.keeps, self.where)
 
     def move(self, position: memoryview, num_documents: int) -> None:
         """Write into the position from which they were read where to go on after the first of them."""
@@ -203,7 +211,8 @@ class Spans:
     @property
     def nbytes(self) -> int:
         """Of all that this keeps alive."""
-        return sum([array.nbytes for array in self.arrays]) + 24 * len(self) + 16 * len(self.moves.slot)
+        kept = [array if of is None else of for array, of in zip(self.arrays, self.keeps, strict=True)]
+        return sum([each.nbytes for each in kept]) + 24 * len(self) + 16 * len(self.moves.slot)
 
     def addresses(self) -> Ints:
         """``int64[D]``, where each document lies in memory; ``IndexError`` if one is not within its array."""
@@ -229,5 +238,7 @@ def plain(array: npt.NDArray[Any]) -> TokenArray:
 
 _NONE = np.zeros(0, dtype=np.int64)
 NOTHING = Moves(np.zeros(1, dtype=np.int64), _NONE, _NONE)
+MANY = 1 << 62
+"""Documents: as many as are at hand."""
 EMPTY = Spans((), _NONE, _NONE, _NONE, NOTHING, ())
 """No document."""

@@ -1,0 +1,105 @@
+"""Columns beside the tokens: a loss mask, rewards, segment numbers, one value a token, cut and packed with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rescale_data.nodes.base import Node
+from rescale_data.nodes.guard import add_place
+from rescale_data.nodes.reading.gather import Around
+from rescale_data.nodes.reading.spans import Spans
+
+MASK = "loss_mask"
+"""The column that says which tokens are learned."""
+_TYPES = {
+    torch.bool: np.bool_, torch.uint8: np.uint8, torch.int16: np.int16, torch.int32: np.int32, torch.int64: np.int64,
+    torch.float16: np.float16, torch.float32: np.float32, torch.float64: np.float64,
+}  # fmt: skip
+
+Values: TypeAlias = dict[str, npt.NDArray[Any]]
+"""Of each column, the values of the tokens of a document, or of several end to end."""
+
+
+class Aligned:
+    """Which columns there are, and how they are taken out of samples.
+
+    Args:
+        columns: Name in the samples and in what is packed -> dtype.
+        column: That of the tokens.
+        reserved: Names that a packer uses itself.
+        reader: Its name, for messages.
+    """
+
+    def __init__(self, columns: Mapping[str, torch.dtype], column: str, reserved: set[str], reader: str) -> None:
+        self._column, self._reader = column, reader
+        wrong = sorted((reserved | {column}) & columns.keys())
+        if wrong:
+            raise ValueError(f"{reader}(columns=) has {wrong}, which it yields itself: give these columns other names.")
+        for name, dtype in columns.items():
+            if dtype not in _TYPES:
+                raise TypeError(f"{reader}(columns={{{name!r}: {dtype}}}): give one of {list(_TYPES)}.")
+        if columns.get(MASK, torch.bool) is not torch.bool:
+            raise TypeError(f"{reader}(columns={{{MASK!r}: {columns[MASK]}}}): which tokens are learned is torch.bool.")
+        self.dtypes = {name: np.dtype(_TYPES[dtype]) for name, dtype in columns.items()}
+
+    def __bool__(self) -> bool:
+        return bool(self.dtypes)
+
+    @property
+    def described(self) -> dict[str, str]:
+        """As JSON values."""
+        return {name: str(dtype) for name, dtype in sorted(self.dtypes.items())}
+
+    def of(self, sample: Mapping[str, Any], num_tokens: int, node: Node[Any]) -> Values:
+        """The values of a sample that ``node`` has yielded; errors name its row."""
+        try:
+            return {name: self._of(sample, name, dtype, num_tokens) for name, dtype in self.dtypes.items()}
+        except (TypeError, ValueError) as error:
+            add_place(error, self._reader, node.locate())
+            raise
+
+    def _of(self, sample: Mapping[str, Any], name: str, dtype: np.dtype[Any], num_tokens: int) -> npt.NDArray[Any]:
+        if name not in sample:
+            raise ValueError(f"{self._reader}(columns=) has {name!r}, but a sample has the keys {list(sample)}.")
+        value = sample[name]
+        array = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+        if array.shape != (num_tokens,):
+            raise ValueError(
+                f"{name!r} has shape {list(array.shape)}, and {self._column!r} {num_tokens} tokens: give one value a token."
+            )
+        found = array.astype(dtype)
+        if array.dtype.kind not in "biuf" or (dtype.kind in "biu" and not np.array_equal(found, array)):
+            raise TypeError(
+                f"{name!r} holds values of {array.dtype} that {dtype} does not: give the column another dtype."
+            )
+        return found
+
+    def end_to_end(self, spans: Spans, around: Around) -> Values:
+        """The values of documents as `rescale_data.nodes.reading.gather.joined` lays out their tokens.
+
+        What stands around a document has the value 0; an eos is learned where the last token of its document is.
+        """
+        found = [self._around(values, around) for values in self._kept(spans)]
+        return {name: np.concatenate([values[name] for values in found]) for name in self.dtypes} if found else {}
+
+    def of_sample(self, spans: Spans, offset: int, num: int, around: Around) -> Values:
+        """The values of ``num`` tokens of documents end to end, from an offset in the first on."""
+        ends = np.cumsum(around.lengths(spans))
+        values = self.end_to_end(spans[: int(ends.searchsorted(offset + num)) + 1], around)
+        return {name: array[offset : offset + num] for name, array in values.items()}
+
+    @staticmethod
+    def _kept(spans: Spans) -> list[Values]:
+        return [spans.keeps[array] for array in spans.array.tolist() if array >= 0]  # pyright: ignore[reportReturnType]
+
+    def _around(self, values: Values, around: Around) -> Values:
+        before, after = int(around.bos_id is not None), int(around.eos_id is not None)
+        found = {name: np.pad(array, (before, after)) for name, array in values.items()}
+        if after and MASK in found and len(values[MASK]):
+            found[MASK][-1] = values[MASK][-1]
+        return found

@@ -1,0 +1,32 @@
+"""What a state keeps of a function of the user's: the version that he gives it, or its name and what its source says."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+from typing import Any
+
+CODE, VERSION = "fn.code", "version"
+"""Parameters: the first is only warned about when a state is loaded, the second compared where both sides have it."""
+
+
+def identity(fn: Any, version: str | int | None) -> dict[str, Any]:
+    """Parameters of a node that calls ``fn``."""
+    if version is not None:
+        if not isinstance(version, str | int):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"version={version!r}: give a string or an integer, another one when the function changes.")
+        return {VERSION: version}
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    made_of: Any = fn if hasattr(fn, "__qualname__") else type(fn)
+    return {CODE: {"name": made_of.__qualname__, "source": _digest(made_of)}}
+
+
+def _digest(made_of: Any) -> str:
+    """Of the lines that define it, wherever they stand; empty where there are none."""
+    try:
+        lines = inspect.getsource(made_of).split()
+    except (OSError, TypeError):
+        return ""
+    return hashlib.blake2b(" ".join(lines).encode(), digest_size=6).hexdigest()

@@ -1,0 +1,218 @@
+"""`MixedDocuments`: the documents of a mixture, many at a time: which source each is of first, then all of a source at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from rescale_data.nodes.base import View, copy_of
+from rescale_data.nodes.circle import Arcs, Circle
+from rescale_data.nodes.lengths import TokenArcs
+from rescale_data.nodes.reading.documents import Documents
+from rescale_data.nodes.reading.spans import EMPTY, NOTHING, Moves, Spans
+from rescale_data.state import Ints
+
+_FIRST, _FASTER = 16, 4  # draws at once: of the first read, and as many times more of the next
+_EACH, _MOST = 512, 2**15  # on average of each source, and in all
+_BYTES_OF_A_SPAN = 128
+SILENT_EPOCHS = 2
+"""After so many whole epochs without anything a source has none."""
+
+
+class Mixture(Protocol):
+    """What chooses, at any position."""
+
+    @property
+    def circle(self) -> Circle: ...
+
+    def slots_of(self, source: int) -> slice:
+        """The part of a position that is a source's."""
+        ...
+
+    def arcs_at(self, position: View) -> Arcs | TokenArcs | None:
+        """`None` at the end of the epoch, which is written into the position."""
+        ...
+
+    def drawn_at(self, position: View) -> list[tuple[int, list[int]]]:
+        """The first slot and the values of what is counted of each source: documents, by tokens these too."""
+        ...
+
+    def settle(self, position: View) -> bool: ...
+
+    def end_at(self, position: View, source: int) -> bool:
+        """A source has ended: write that into the position. Whether the epoch has ended with it."""
+        ...
+
+    def refuse_silent(self, source: int) -> None:
+        """``DataStateError``: a source yielded nothing in `SILENT_EPOCHS`."""
+        ...
+
+
+class MixedDocuments:
+    """A token column of a mixture as `Documents`; positions are those of the mixture.
+
+    Few documents are read at first, then more each time: a first batch does not wait for what comes after it.
+
+    Args:
+        mixture: It chooses.
+        documents: Of its sources.
+        repeats: Whether a source begins again where it ends.
+        by_tokens: Whether a source without tokens counts as one that yields nothing.
+        num_bytes: About as much is read at once.
+    """
+
+    def __init__(
+        self, mixture: Mixture, documents: Sequence[Documents], *, repeats: bool, by_tokens: bool, num_bytes: int
+    ) -> None:
+        self._mixture, self._documents, self._repeats, self._by_tokens = mixture, documents, repeats, by_tokens
+        self._num, self._most, self._bytes = _FIRST, min(_MOST, _EACH * len(documents)), num_bytes
+
+    def read(self, position: View, most: int) -> Spans:
+        self._after = copy_of(position)
+        while (arcs := self._mixture.arcs_at(self._after)) is not None:
+            spans, ended = self._draw(self._after, arcs, min(most, self._num))
+            if len(spans):
+                self._grow(spans)
+                if self._after == position:
+                    return spans
+                moves = Moves.join([Moves.between(position, self._after), spans.moves])
+                return spans.with_moves(moves.grouped(np.arange(2, 2 + len(spans))))
+            if self._repeats:
+                self._mixture.refuse_silent(ended)
+            if self._mixture.end_at(self._after, ended):
+                break
+        return EMPTY
+
+    def settle(self, position: View) -> bool:
+        self._mixture.settle(position)
+        return False
+
+    def turn(self, position: View) -> None:
+        position[:] = self._after
+
+    def _grow(self, spans: Spans) -> None:
+        copied = sum([array.nbytes for array, kept in zip(spans.arrays, spans.keeps, strict=True) if kept is None])
+        mean = _BYTES_OF_A_SPAN + copied // len(spans)
+        self._num = max(_FIRST, min(_FASTER * self._num, self._most, self._bytes // mean))
+
+    def _draw(self, position: View, arcs: Arcs | TokenArcs, num: int) -> tuple[Spans, int]:
+        """The documents from a position on up to where a source ends; where it is the first one, none, and which source."""
+        first = position[0]
+        self._supplies: dict[int, Supply] = {}
+        self._start = position
+        if isinstance(arcs, TokenArcs):
+            chosen, ended = self._choose(first, num, arcs)
+        else:
+            chosen = arcs.words.searchsorted(self._mixture.circle.points(first, num), side="right")
+            chosen, ended = self._supplied(chosen)
+        return (self._join(first, chosen), ended) if len(chosen) else (EMPTY, ended)
+
+    def _choose(self, first: int, num: int, arcs: TokenArcs) -> tuple[Ints, int]:
+        """Sources of the next draws, by the lengths of what they yield."""
+        chosen: list[int] = []
+        expected = [1 + int(1.2 * num * part) for part in arcs.parts()]
+        lengths: dict[int, list[int]] = {}
+        counts = [0] * len(expected)
+        for point in self._mixture.circle.points(first, num).tolist():
+            source = arcs.choose(point)
+            count = counts[source]
+            found = lengths.get(source, ())
+            if count == len(found):
+                if not self._have(source, count + 1, max(expected[source], count + 1 + count // 4)):
+                    return np.array(chosen, dtype=np.int64), source
+                found = lengths[source] = self._supplies[source].lengths
+            arcs.drew(source, found[count])
+            counts[source] = count + 1
+            chosen.append(source)
+        return np.array(chosen, dtype=np.int64), -1
+
+    def _supplied(self, chosen: Ints) -> tuple[Ints, int]:
+        """As many of the draws as there are documents for, and the source that has ended there."""
+        limit, ended = len(chosen), -1
+        for source, places in _by_source(chosen):
+            if not self._have(source, len(places), len(places)):
+                missing = int(places[len(self._supplies[source].lengths)])
+                limit, ended = (missing, source) if missing < limit else (limit, ended)
+        return chosen[:limit], ended
+
+    def _have(self, source: int, num: int, most: int) -> bool:
+        """Whether a source has so many documents; up to ``most`` are read if any are."""
+        supply = self._supplies.get(source)
+        if supply is None:
+            below = self._start[self._mixture.slots_of(source)]
+            supply = self._supplies[source] = Supply(self._documents[source], below, self._by_tokens)
+        while len(supply.lengths) < num:
+            if supply.fill(most):
+                continue
+            if not self._repeats:
+                return False
+            if supply.silent_epochs == SILENT_EPOCHS:
+                if self._by_tokens:  # its documents without tokens may have been drawn
+                    self._mixture.refuse_silent(source)
+                return False
+            supply.turn()
+        return True
+
+    def _join(self, first: int, chosen: Ints) -> Spans:
+        """The documents of draws in their order, with what the mixture itself counts."""
+        counted = self._mixture.drawn_at(self._start)
+        slots, values = np.zeros((2, len(chosen), 1 + len(counted)), dtype=np.int64)
+        values[:, 0] = first + 1 + np.arange(len(chosen))
+        parts: list[Spans] = []
+        order = np.empty(len(chosen), dtype=np.int64)
+        num = 0
+        for source, places in _by_source(chosen):
+            spans = self._supplies[source].spans(len(places))
+            order[places] = np.arange(num, num := num + len(places))
+            parts.append(spans.with_moves(spans.moves.under(self._mixture.slots_of(source).start)))
+            counts = (np.arange(1, len(places) + 1), np.cumsum(spans.length))
+            for kind, ((slot, before), count) in enumerate(zip(counted, counts, strict=False), 1):
+                slots[places, kind], values[places, kind] = slot + source, before[source] + count
+        spans = Spans.join(parts).take(order)
+        return spans.with_moves(spans.moves.then(Moves.of(slots, values)))
+
+
+def _by_source(chosen: Ints) -> list[tuple[int, Ints]]:
+    """Each source that is drawn from, and its draws."""
+    order = np.argsort(chosen, kind="stable")
+    sources, starts = np.unique(chosen[order], return_index=True)
+    return list(zip(sources.tolist(), np.split(order, starts[1:]), strict=True)) if len(chosen) else []
+
+
+class Supply:
+    """The next documents of one source, as many as are asked for, over the ends of its epochs where it begins again."""
+
+    def __init__(self, documents: Documents, position: View, by_tokens: bool) -> None:
+        self._documents, self._position = documents, copy_of(position)
+        self._parts: list[Spans] = []
+        self._turned, self._by_tokens = NOTHING, by_tokens
+        self.lengths: list[int] = []
+        self.silent_epochs = 0
+
+    def fill(self, num: int) -> bool:
+        """Have up to so many documents, one more at least; false at the end of an epoch."""
+        spans = self._documents.read(self._position, num - len(self.lengths))
+        if not len(spans):
+            return False
+        spans.move(self._position, len(spans))
+        first = len(self._turned)
+        if first:
+            moves = Moves.join([self._turned, spans.moves]).grouped(np.arange(first + 1, first + 1 + len(spans)))
+            spans, self._turned = spans.with_moves(moves), NOTHING
+        self._parts.append(spans)
+        self.lengths += spans.length.tolist()
+        if not self._by_tokens or spans.length.any():
+            self.silent_epochs = 0
+        return True
+
+    def turn(self) -> None:
+        """Begin the next epoch, where `fill` has found an end."""
+        self.silent_epochs += 1
+        before = copy_of(self._position)
+        self._documents.turn(self._position)
+        self._turned = Moves.join([self._turned, Moves.between(before, self._position)])
+
+    def spans(self, num: int) -> Spans:
+        return Spans.join(self._parts)[:num]

@@ -1,0 +1,230 @@
+"""`Exclude`: served, blocked and filtered rows together are the source, whatever changes between legs and topologies."""
+
+import itertools
+import logging
+from collections import Counter, defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rescale_data as rd
+from rescale_data.testing import full_state_dict
+
+N, BATCH = 6, 12
+NUM = 150
+LENGTHS = np.random.default_rng(5).integers(0, 30, NUM)
+DOCUMENTS = rd.DatasetSource(
+    [{"id": f"d{i}", "tokens": 100 * i + np.arange(n)} for i, n in enumerate(LENGTHS)], name="documents"
+)
+some = settings(max_examples=max(5, settings().max_examples // 5))
+rows_of = st.sets(st.integers(0, NUM - 1), max_size=NUM // 2)
+
+
+def loader(pipeline: Any, rank: int = 0, world_size: int = 1, *, repeat: bool = False) -> rd.DataLoader:
+    return rd.DataLoader(
+        pipeline,
+        global_batch_size=BATCH,
+        num_logical_shards=N,
+        dp_rank=rank,
+        dp_world_size=world_size,
+        repeat=repeat,
+        tail="pad",
+    )
+
+
+def rows(blocked: set[int], *, by_id: bool = False, keep: int = 1) -> Any:
+    listed: Any = {"ids": {f"d{i}" for i in blocked}} if by_id else {"rows": blocked}
+
+    def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+        left = rd.Exclude(rd.Reader(DOCUMENTS, shard), **listed)
+        return rd.Map(
+            rd.Filter(left, lambda row: int(row["id"][1:]) % keep == 0), lambda row: {"n": int(row["id"][1:])}
+        )
+
+    return pipeline
+
+
+@given(rows_of, st.booleans(), st.sampled_from([1, 3]))
+@some
+def test_served_blocked_and_filtered_rows_are_the_source(blocked: set[int], by_id: bool, keep: int) -> None:
+    if len(blocked) > NUM - 4 * BATCH * keep:
+        return
+    found: list[int] = []
+    with loader(rows(blocked, by_id=by_id, keep=keep)) as run:
+        for batch in run:
+            found += batch["n"][batch["valid"]].tolist()
+        counts = run.progress()
+    assert Counter(found) == Counter(i for i in range(NUM) if i not in blocked and i % keep == 0)
+    assert counts["blocked_rows"] == len(blocked)
+    assert counts["filtered_rows"] == NUM - len(blocked) - len(found)
+
+
+@given(
+    st.lists(st.tuples(rows_of, st.sampled_from([1, 2, 3]), st.integers(0, 3)), min_size=2, max_size=4), st.booleans()
+)
+@some
+def test_another_list_in_each_leg(legs: list[tuple[set[int], int, int]], by_id: bool) -> None:
+    """Each row is drawn once an epoch, and is served or blocked as the list of that leg says."""
+    state: Any = None
+    epochs: dict[int, list[int]] = defaultdict(list)
+    total = 0
+    for blocked, world_size, steps in legs:
+        ranks = [loader(rows(blocked, by_id=by_id), r, world_size, repeat=True) for r in range(world_size)]
+        for one in ranks if state is not None else []:
+            one.load_state_dict(state)
+        for _ in range(steps):
+            for one in ranks:
+                taken = one.stream.take()
+                for shard, n in zip(taken.shards, taken.batch["n"].tolist(), strict=True):
+                    assert n not in blocked
+                    epochs[shard].append(n)
+        state = full_state_dict(ranks)
+        total += steps * BATCH
+        drawn = sum(one.progress()["rows/documents"] for one in ranks)
+        assert drawn == total + sum(one.progress()["blocked_rows"] for one in ranks)
+    for shard, served in epochs.items():
+        size = len(range(shard * NUM // N, (shard + 1) * NUM // N))
+        reader = rd.Reader(DOCUMENTS, rd.Shard(shard, N, repeat=True))
+        order: list[int] = []
+        while len(order) < 8 * size:
+            order += [int(row["id"][1:]) for row in reader]
+            reader.reset(reader.get_state())
+        at = iter(order)
+        assert all(n in at for n in served)  # a subsequence of what the shard reads
+
+
+def packed(blocked: set[int], kind: str = "reader", *, by_id: bool = False) -> Any:
+    listed: Any = {"ids": {f"d{i}" for i in blocked}} if by_id else {"rows": blocked}
+
+    def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+        node: Any = rd.Exclude(rd.Reader(DOCUMENTS, shard), **listed)
+        if kind == "mixture":
+            other = rd.Exclude(rd.Reader(OTHERS, shard), rows=blocked)
+            node = rd.WeightedSampler({"a": node, "b": other}, {"a": 0.5, "b": 0.5})
+        return rd.TokenPacker(node, column="tokens", seq_len=16, eos_id=99)
+
+    return pipeline
+
+
+OTHERS = rd.DatasetSource(
+    [{"id": f"o{i}", "tokens": 100_000 + 100 * i + np.arange(7 + i % 30)} for i in range(NUM)], name="others"
+)
+
+
+@given(
+    rows_of,
+    rows_of,
+    st.sampled_from([1, 2, 3]),
+    st.integers(1, 9),
+    st.sampled_from(["reader", "mixture"]),
+    st.booleans(),
+)
+@some
+def test_a_document_that_is_blocked_within_ends_there(
+    first: set[int], second: set[int], world_size: int, steps: int, kind: str, by_id: bool
+) -> None:
+    """What follows begins with its first token; a document that is not blocked goes on with its next one."""
+    ranks = [loader(packed(first, kind, by_id=by_id), r, world_size, repeat=True) for r in range(world_size)]
+    before, after = tokens_of(ranks, steps), defaultdict(list)
+    state = full_state_dict(ranks)
+    ranks = [loader(packed(second, kind, by_id=by_id), r, 3, repeat=True) for r in range(3)]
+    for one in ranks:
+        one.load_state_dict(state)
+    after = tokens_of(ranks, 4)
+    for shard, tokens in after.items():
+        last = before[shard][-1]
+        number = last % 100_000 // 100
+        expected = LENGTHS[number] if last < 100_000 else 7 + number % 30
+        within = last != 99 and last % 100 + 1 <= expected
+        if within and number not in second:
+            rest = list(range(last + 1, last - last % 100 + expected))
+            assert tokens[: len(rest) + 1] == [*rest, 99]
+        elif within:
+            assert tokens[0] == 99 or tokens[0] % 100 == 0
+        for one, following in itertools.pairwise(tokens):
+            assert following == 99 or one == 99 or following == one + 1
+            assert one != 99 or following == 99 or following % 100 == 0
+    assert not {t % 100_000 // 100 for tokens in after.values() for t in tokens if t != 99} & second
+
+
+def tokens_of(ranks: list[rd.DataLoader], steps: int) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = defaultdict(list)
+    for _ in range(steps):
+        for one in ranks:
+            taken = one.stream.take()
+            for shard, tokens in zip(taken.shards, taken.batch["tokens"].tolist(), strict=True):
+                found[shard] += tokens
+    return found
+
+
+def test_packers_read_blocks_of_documents_over_arrow_as_one_by_one(tmp_path: Any) -> None:
+    import pyarrow as pa
+
+    ids = pa.array([f"d{i}" for i in range(NUM)])
+    table = pa.table(
+        {
+            "id": ids,
+            "tokens": pa.array([row.tolist() for row in (100 * i + np.arange(n) for i, n in enumerate(LENGTHS))]),
+        }
+    )
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=20)
+    source = rd.ArrowSource(str(tmp_path / "a.arrow"))
+    blocked = {0, 1, 2, 17, 40, 41, 99, 148, 149}
+
+    def pipeline(shard: rd.Shard, listed: Any) -> rd.TokenPacker:
+        return rd.TokenPacker(
+            rd.Exclude(rd.Reader(source, shard), **listed), column="tokens", seq_len=16, eos_id=99, last="pad"
+        )
+
+    for shard in range(4):
+        by_row, by_id = (
+            pipeline(rd.Shard(shard, 4), listed) for listed in ({"rows": blocked}, {"ids": {f"d{i}" for i in blocked}})
+        )
+        for _ in range(2):
+            one, other = list(by_row), list(by_id)
+            assert len(one) == len(other) > 10
+            assert all(torch.equal(a["tokens"], b["tokens"]) for a, b in zip(one, other, strict=True))
+            assert by_row.get_state()["source"]["blocked"] == by_id.get_state()["source"]["blocked"] > 0
+            by_row.reset(None)
+            by_id.reset(None)
+
+
+def test_a_window_is_begun_again_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    def pipeline(blocked: set[int]) -> Any:
+        return lambda shard: rd.Shuffle(rd.Exclude(rd.Reader(DOCUMENTS, shard), rows=blocked), window=8)
+
+    def make(blocked: set[int]) -> rd.DataLoader:
+        collate = lambda samples: [int(sample["id"][1:]) for sample in samples]  # noqa: E731
+        return rd.DataLoader(
+            pipeline(blocked), global_batch_size=6, num_logical_shards=6, repeat=True, collate_fn=collate
+        )
+
+    run = make(set())
+    seen = [n for _, batch in zip(range(3), run, strict=False) for n in batch]
+    same, other = make(set()), make(set(range(0, NUM, 2)))
+    same.load_state_dict(run.state_dict())
+    assert not set(next(iter(same))) & set(seen)
+    with caplog.at_level(logging.INFO, "rescale_data"):
+        other.load_state_dict(run.state_dict())
+        later = [n for _, batch in zip(range(4), other, strict=False) for n in batch]
+    assert all(n % 2 for n in later)
+    assert "source: blocklist: rows: saved 0, now 75" in caplog.text
+    assert "is begun again" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: rd.Exclude(rd.Map(rd.Reader(range(3), rd.Shard()), int)), "right over an rd.Reader"),
+        (lambda: rd.Exclude(rd.Reader(range(3), rd.Shard()), rows=[3]), "range has the rows 0 to 2|rows 0 to 2"),
+        (lambda: next(rd.Exclude(rd.Reader([{"a": 1}], rd.Shard()), ids=["x"])), "id"),
+    ],
+)
+def test_what_does_not_fit_is_an_error(make: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError, KeyError), match=message):
+        make()

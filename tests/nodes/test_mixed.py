@@ -1,0 +1,148 @@
+"""Documents of a mixture in blocks: what comes out, and where it stands, is as if they came one at a time."""
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import rescale_data as rd
+from rescale_data.nodes.base import Node
+from tests.nodes.resume import plain
+
+SHARD = {"index": 1, "num_logical_shards": 3}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Of several sizes and kinds, with documents of 0 to 12 tokens; the last one has rows in some epochs only."""
+    folder, rng = tmp_path_factory.mktemp("mixed"), np.random.default_rng(0)
+    found: list[Any] = []
+    for number, rows in enumerate((60, 17, 9, 2)):
+        lengths = rng.integers(0, 13, rows) if number else rng.integers(3, 6, rows)
+        tokens = pa.array([rng.integers(100 * number, 100 * number + 99, n) for n in lengths], pa.list_(pa.uint16()))
+        found.append(_written(folder / f"{number}.arrow", pa.table({"tokens": tokens})))
+    found.append(rd.DatasetSource([{"tokens": np.arange(n % 5), "id": n} for n in range(25)], name="rows"))
+    return found
+
+
+def _written(path: Path, table: pa.Table) -> rd.ArrowSource:
+    with pa.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    return rd.ArrowSource(path)
+
+
+def is_long(row: dict[str, Any]) -> bool:
+    return len(row["tokens"]) > 3
+
+
+def build(what: Any, sources: list[Any], weights: list[float]) -> Node[Any]:
+    chosen, below, stop, unit, above, packer, repeat = what
+    nodes: dict[str, Any] = {}
+    for number, (at, kind) in enumerate(zip(chosen, below, strict=False)):
+        node: Any = rd.Reader(sources[at], rd.Shard(**SHARD, repeat=repeat), shuffle=5)
+        nodes[f"s{number}"] = _through(kind, node)
+    column = "tokens" if unit == "tokens" else None
+    mixture = rd.WeightedSampler(nodes, dict(zip(nodes, weights, strict=False)), unit=unit, column=column, stop=stop)
+    top = _through(above, mixture)
+    if packer == "whole":
+        return rd.WholeDocumentPacker(top, column="tokens", seq_len=16, window=5)
+    return rd.TokenPacker(top, column="tokens", seq_len=9, eos_id=1, labels=packer == "labels")
+
+
+def _through(kind: str, node: Any) -> Any:
+    if kind == "clean":
+        return rd.CleanDocuments(node, "tokens", strip=[101], min_length=2, max_length=4)
+    return rd.Filter(node, is_long) if kind == "filter" else node
+
+
+def one_by_one() -> Any:
+    """No node but a reader hands over several documents at once."""
+    return mock.patch.multiple(rd.WeightedSampler, documents=lambda self, column: None)
+
+
+def drawn(node: Any, position: Any, num: int) -> list[Any]:
+    """Samples with the position after each, over the ends of epochs, or the error."""
+    found: list[Any] = []
+    node.position[:] = position
+    node.bind(node.position)
+    try:
+        while len(found) < num:
+            sample = next(node, None)
+            found.append((plain(sample), node.position.tolist()))
+            if sample is None:
+                node.bind(node.position)
+    except rd.DataStateError as error:
+        found.append(str(error).split(" in ")[0])
+    return found
+
+
+def assert_alike(found: list[Any], expected: list[Any]) -> None:
+    """Up to an error: of a source without tokens it comes when whole epochs of it have been read, which may be ahead."""
+    ends = [isinstance(samples[-1], str) for samples in (found, expected)]
+    assert ends[0] == ends[1] or len(found) != len(expected)
+    num = min(len(found), len(expected)) - max(ends)
+    assert found[:num] == expected[:num]
+
+
+pipelines = st.tuples(
+    st.lists(st.integers(0, 4), min_size=1, max_size=4),
+    st.lists(st.sampled_from(["", "", "clean", "filter"]), min_size=4, max_size=4),
+    st.sampled_from(["never", "never", "first", "all"]),
+    st.sampled_from(["samples", "tokens"]),
+    st.sampled_from(["", "", "clean", "filter"]),
+    st.sampled_from(["cut", "labels", "whole"]),
+    st.booleans(),
+)
+weights = st.lists(st.sampled_from([0.05, 0.3, 1, 1, 2.5, 7]), min_size=4, max_size=4)
+
+
+@given(pipelines, weights, weights, st.integers(0, 60))
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+def test_blocks_are_documents_one_by_one(
+    sources: list[Any], what: Any, first: list[float], second: list[float], at: int
+) -> None:
+    """Bit for bit, in every sample and position, also after weights have changed at any of them."""
+    blocks = build(what, sources, first)
+    with one_by_one():
+        single = build(what, sources, first)
+        changed = build(what, sources, second)
+    expected = drawn(single, single.initial(), 80)
+    assert_alike(drawn(blocks, blocks.initial(), 80), expected)
+    places = [entry[1] for entry in expected if isinstance(entry, tuple)]
+    if places:
+        place = np.array(places[at % len(places)])
+        assert_alike(drawn(build(what, sources, second), place, 12), drawn(changed, place, 12))
+
+
+@pytest.mark.parametrize("kind", ["clean", "filter"])
+def test_a_packer_above_what_keeps_nothing_of_an_endless_mixture_ends(sources: list[Any], kind: str) -> None:
+    readers = {name: rd.Reader(sources[0], rd.Shard(), shuffle=5) for name in "ab"}
+    mixture = rd.WeightedSampler(readers, {"a": 1, "b": 0.3})
+    top = rd.CleanDocuments(mixture, "tokens", min_length=99) if kind == "clean" else rd.Filter(mixture, never)
+    with pytest.raises(rd.DataStateError, match=f"{type(top).__name__} has drawn .* and kept none"):
+        next(rd.TokenPacker(top, column="tokens", seq_len=4, eos_id=1))
+
+
+def never(_: Any) -> bool:
+    return False
+
+
+def test_an_error_of_a_predicate_names_the_row(sources: list[Any]) -> None:
+    bad = sources[0].row(20)["tokens"].tolist()
+
+    def fails(row: dict[str, Any]) -> bool:
+        if row["tokens"].tolist() == bad:
+            raise ZeroDivisionError("by hand")
+        return True
+
+    node = rd.TokenPacker(
+        rd.Filter(rd.Reader(sources[0], rd.Shard(), shuffle=False), fails), column="tokens", seq_len=4, eos_id=1
+    )
+    with pytest.raises(ZeroDivisionError) as found:
+        list(node)
+    assert "row 20" in str(found.value) + "".join(found.value.__notes__)
