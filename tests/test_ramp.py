@@ -51,7 +51,7 @@ def play(ramp: Ramp, *, live: bool) -> tuple[Run, list[dict[str, Any]]]:
 
 def check(ramp: Ramp) -> None:
     (live, live_states), (chain, chain_states) = play(ramp, live=True), play(ramp, live=False)
-    assert live.global_batches == chain.global_batches
+    assert [batch.rows for batch in live.global_batches] == [batch.rows for batch in chain.global_batches]
     assert live.delivered == chain.delivered
     assert all(same_state(one, other) for one, other in zip(live_states, chain_states, strict=True))
 

@@ -335,6 +335,9 @@ class Stream:
         self._serve(left, samples)
 
     def _resume_deal(self) -> None:
+        if self._left is None and not self._u:  # a round that has not begun: perhaps it was another global batch's
+            self._deal()
+            return
         left = self.table[:, DEALT].copy()
         self._serve(left, self._samples - Deal(self.layout, left, self._samples, False).delivered(self._u))
 

@@ -150,10 +150,10 @@ class ExcludedDocuments:
     def __init__(self, node: Exclude, documents: Documents) -> None:
         self._node, self._documents = node, documents
 
-    def read(self, position: memoryview) -> Spans:
+    def read(self, position: memoryview, most: int) -> Spans:
         at = copy_of(position)
         self._node.pass_blocked(at)
-        spans = self._documents.read(at[_NUM_OWN:])
+        spans = self._documents.read(at[_NUM_OWN:], most)
         if not len(spans):
             return EMPTY
         rows = self._node.children["source"].rows_from(at[_NUM_OWN], at[_NUM_OWN + 1])[: len(spans)]  # type: ignore[attr-defined]
