@@ -123,6 +123,8 @@ class Tokenize(Node[dict[str, Any]]):
     def skip(self, num_samples: int) -> None:
         if self._guard.skips:
             return super().skip(num_samples)
+        if self._over:  # the source, bound anew, would go on with its next epoch
+            raise StopIteration
         self._rewind(self._bookmark)
         self._at = -1
         try:
