@@ -45,7 +45,7 @@ def generator(label: str, *numbers: int) -> np.random.Generator:
 
 def _philox(label: str, numbers: Sequence[int]) -> np.random.Philox:
     text = "/".join((label, *(str(int(number)) for number in numbers)))
-    return np.random.Philox(_Key(hashlib.blake2b(text.encode(), digest_size=16).digest()))
+    return np.random.Philox(_Key(hashlib.blake2b(text.encode(), digest_size=16).digest()))  # pyright: ignore[reportArgumentType]  # NumPy's stubs know SeedSequence alone
 
 
 class _Key(ISeedSequence):
