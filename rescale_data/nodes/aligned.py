@@ -25,6 +25,14 @@ Values: TypeAlias = dict[str, npt.NDArray[Any]]
 """Of each column, the values of the tokens of a document, or of several end to end."""
 
 
+class Beside(Values):
+    """Those of one document, as something that `Spans` keep."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.values())
+
+
 class Aligned:
     """Which columns there are, and how they are taken out of samples.
 
@@ -55,10 +63,10 @@ class Aligned:
         """As JSON values."""
         return {name: str(dtype) for name, dtype in sorted(self.dtypes.items())}
 
-    def of(self, sample: Mapping[str, Any], num_tokens: int, node: Node[Any]) -> Values:
+    def of(self, sample: Mapping[str, Any], num_tokens: int, node: Node[Any]) -> Beside:
         """The values of a sample that ``node`` has yielded; errors name its row."""
         try:
-            return {name: self._of(sample, name, dtype, num_tokens) for name, dtype in self.dtypes.items()}
+            return Beside({name: self._of(sample, name, dtype, num_tokens) for name, dtype in self.dtypes.items()})
         except (TypeError, ValueError) as error:
             add_place(error, self._reader, node.locate())
             raise
