@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import rescale_data as rd
 from tests.pipelines import KNOWN, PIPELINES
-from tests.promises import Case, run_of
+from tests.promises import Case, check_epochs, check_exactly_once, run_of
 from tests.simulate import Run, Topology, same_state
 
 UNKNOWN = sorted(set(PIPELINES) - KNOWN)
@@ -122,3 +122,19 @@ def test_one_that_does_not_fit_changes_nothing(o: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         loader.set_global_batch_size(o)
     assert same_state(before, loader.state_dict())
+
+
+@pytest.mark.parametrize("tail", ["drop", "pad"])
+@pytest.mark.parametrize("kind", ["every", "skewed"])
+def test_a_larger_batch_before_any_batch_of_an_epoch_that_must_be_read(kind: str, tail: str) -> None:
+    """Also before the first of a round, which may hold less than the new batch though more is left."""
+    case = Case(kind, 90, 5, False, tail)
+    for num_before in range(50):
+        run = run_of(case)
+        run.resume(Topology(1, 1, 1))
+        run.take(num_before)
+        run.resume(Topology(1, 6, 6), run.save())
+        run.take_epoch()
+        run.iterate()
+        check_exactly_once(case, run)
+        check_epochs(case, run)
