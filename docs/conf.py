@@ -30,6 +30,8 @@ PAGES = {  # files of the repository that are pages of their own here
     "../README.md": "index.md",
     "../CHANGELOG.md": "changelog.md",
     "../benchmarks/README.md": "benchmarks.md",
+    "../benchmarks/RESULTS.md": "results.md",
+    "RESULTS.md": "results.md",
     "../rescale_data/README.md": "rooms.md",
     "../rescale_data/checkpoint/README.md": "checkpoints.md",
     "../rescale_data/xla/README.md": "torch_xla.md",
