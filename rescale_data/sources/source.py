@@ -155,17 +155,15 @@ class Tokens:
 
     Args:
         first: The row of the fragment at which they begin, where they are a part of it.
-        mapped: Whether the values lie in a mapped file, and take no memory of this process.
     """
 
     values: npt.NDArray[np.integer[Any]]
     offsets: Ints
     first: int = 0
-    mapped: bool = False
 
     @property
     def nbytes(self) -> int:
-        return self.offsets.nbytes + (0 if self.mapped else self.values.nbytes)
+        return self.offsets.nbytes + self.values.nbytes
 
 
 @runtime_checkable

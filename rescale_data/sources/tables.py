@@ -8,7 +8,6 @@ import os
 import threading
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -90,7 +89,7 @@ class TableSource(FileSource):
         except NullValueError as null:
             raise self._bad(int(self._fragments[fragment]) + null.row, null) from None
         self._release_with(found, fragment)
-        return found if self.decoding_costs else replace(found, mapped=True)
+        return found
 
     def _fill(self, column: str | None, fragment: int, share: Share | None) -> None:
         if share is not None:

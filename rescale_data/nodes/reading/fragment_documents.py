@@ -83,7 +83,7 @@ class FragmentDocuments:
         fragments = np.searchsorted(self._fragments, rows, side="right") - 1
         used = _different(fragments)
         room = first.nbytes * (len(used) + (_DECODED_AHEAD if self._decoding is not None else 0))
-        if first.mapped or (self._share is None and self._have_room(room)):
+        if self._share is None and self._have_room(room):
             spans = self._spans(rows, fragments, used)
         else:
             num_rows = self._num_rows(first)
