@@ -29,8 +29,8 @@ class _Other(Exception):
 def check_epochs(recipe: Recipe) -> None:
     """``AssertionError`` where an epoch lacks rows that are not counted as filtered or skipped, or has some twice.
 
-    Nothing is checked of other samples, of mixtures without an end, of more than 2,000 rows, and of sources with fewer rows than
-    logical shards: a shard without a row goes on to its next epoch there.
+    Nothing is checked of other samples, of mixtures without an end, of more than 2,000 rows, and of sources with fewer rows
+    than logical shards: there a shard without a row goes on to its next epoch.
     """
     nodes = [replace(recipe, repeat=False, verify=False).build(shard) for shard in range(recipe.num_logical_shards)]
     sources = [node.reads for _, node in nodes[0].walk() if isinstance(node.reads, Source)]
