@@ -23,6 +23,13 @@ def step_documents(loader: DataLoader, step: int) -> list[list[str]]:
 
     Raises:
         ValueError: The loader is past the step already, or its samples do not say where they come from.
+
+    Example:
+        >>> import rescale_data as rd
+        >>> source = rd.SyntheticSource(64, length=8)
+        >>> loader = rd.DataLoader(lambda shard: rd.Reader(source, shard, provenance=True), global_batch_size=2)
+        >>> rd.step_documents(loader, 1)
+        [['synthetic: synthetic row 12'], ['synthetic: synthetic row 47']]
     """
     whole, clock = loader.setup.layout.global_batch_size, loader.stream.clock
     begun = (clock.samples - clock.origin) % whole

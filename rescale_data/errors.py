@@ -9,6 +9,15 @@ class DataStateError(ValueError):
     """The state of a checkpoint and the run that loads it do not fit, or the data cannot go on.
 
     The message says what was given, what is allowed, and the cure.
+
+    Example:
+        >>> import rescale_data as rd
+        >>> loader = rd.DataLoader(range(8), global_batch_size=4, seed=1)
+        >>> try:
+        ...     loader.load_state_dict(rd.DataLoader(range(8), global_batch_size=4, seed=2).state_dict())
+        ... except rd.DataStateError:
+        ...     print("This is the state of another run.")
+        This is the state of another run.
     """
 
 

@@ -74,6 +74,16 @@ class DataLoader:
     Raises:
         ValueError: A topology that does not fit, an epoch without a whole global batch; the message lists what fits.
         TypeError: With workers, a pipeline that does not pickle; a pipeline with state that cannot be a position.
+
+    Example:
+        >>> import rescale_data as rd
+        >>> loader = rd.DataLoader(range(8), shuffle=False, global_batch_size=4)
+        >>> first = next(iter(loader))
+        >>> state = loader.state_dict()
+        >>> resumed = rd.DataLoader(range(8), shuffle=False, global_batch_size=4)
+        >>> resumed.load_state_dict(state)
+        >>> list(resumed)
+        [tensor([4, 5, 6, 7])]
     """
 
     def __init__(

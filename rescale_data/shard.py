@@ -23,6 +23,12 @@ class Shard:
 
     Raises:
         ValueError: ``index`` is not in ``[0, num_logical_shards)``.
+
+    Example:
+        >>> import rescale_data as rd
+        >>> shards = [rd.Shard(index, num_logical_shards=2) for index in range(2)]
+        >>> [list(rd.Reader(range(8), shard, shuffle=False)) for shard in shards]
+        [[0, 1, 2, 3], [4, 5, 6, 7]]
     """
 
     index: int = 0

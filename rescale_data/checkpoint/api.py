@@ -61,6 +61,16 @@ def save(
         ValueError: ``path`` is taken, ranks differ in it or in a value that is not ``PerRank``, an optimizer's parameters are
             in no module of ``state``, or a tensor is on the meta device, quantized, sparse or nested.
         OSError: disk full, no permission; the message says what to do.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from rescale_data import checkpoint
+        >>> model = torch.nn.Linear(2, 1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     checkpoint.save(f"{folder}/step-1", {"model": model, "lr": 0.1}, step=1)
+        ...     checkpoint.verify(f"{folder}/step-1")
+        []
     """
     ranks = Ranks(process_group)
     store, final = open_store(path, storage_options, to_write=True)
@@ -135,6 +145,15 @@ class LoadReport:
         mismatched: Names in both with another shape, dtype or kind, and what does not fit of an optimizer (its name, or that of
             its groups or of an entry): they keep their values.
         not_asked: Top-level names of the checkpoint that the state does not mention.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from rescale_data import checkpoint
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     checkpoint.save(f"{folder}/step-1", {"a": torch.ones(2)})
+        ...     checkpoint.load(f"{folder}/step-1", {"a": torch.ones(2), "b": torch.ones(2)}, strict=False).missing
+        ('b',)
     """
 
     missing: tuple[str, ...] = ()
@@ -174,6 +193,17 @@ def load(
         ValueError: files are damaged, a value needs code and ``trusted`` is False, or names, shapes or dtypes do not fit, or a
             tensor is on the meta device, quantized,
             sparse or nested; the message lists them all.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from rescale_data import checkpoint
+        >>> state = {"weight": torch.zeros(2)}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     checkpoint.save(f"{folder}/step-1", {"weight": torch.ones(2)})
+        ...     report = checkpoint.load(f"{folder}/step-1", state)
+        >>> state["weight"]
+        tensor([1., 1.])
     """
     ranks = Ranks(process_group)
     store, folder = open_store(path, storage_options)

@@ -41,6 +41,17 @@ def read_data_state(
     Raises:
         FileNotFoundError: no checkpoint at ``path``.
         ValueError: no data state in it, several and no ``name``, or damaged files.
+
+    Example:
+        >>> import tempfile
+        >>> import rescale_data as rd
+        >>> from rescale_data import checkpoint
+        >>> loader = rd.DataLoader(range(8), global_batch_size=4)
+        >>> batch = next(iter(loader))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     checkpoint.save(f"{folder}/step-1", {"loader": loader})
+        ...     checkpoint.read_data_state(f"{folder}/step-1")["samples"]
+        4
     """
 
     def read() -> dict[str, Any]:
@@ -63,6 +74,15 @@ def check_checkpoint(path: Source, loader: HasStream, key: str | None = None) ->
     Raises:
         FileNotFoundError: There is no DCP checkpoint.
         DataStateError: It holds no data state, or one of another N, seed, dataset or pipeline.
+
+    Example:
+        >>> import tempfile
+        >>> import rescale_data as rd
+        >>> from rescale_data import checkpoint
+        >>> loader = rd.DataLoader(range(8), global_batch_size=4)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     checkpoint.save(f"{folder}/step-1", {"loader": loader})
+        ...     rd.check_checkpoint(f"{folder}/step-1", loader)  # raises if it does not fit
     """
 
     def explain(state: _DataState) -> None:
@@ -87,6 +107,19 @@ def load_changed(path: Source, loader: Stateful, key: str | None = None) -> None
     Raises:
         FileNotFoundError: There is no DCP checkpoint.
         DataStateError: It holds no data state, or one that differs in more than that.
+
+    Example:
+        >>> import tempfile
+        >>> import rescale_data as rd
+        >>> from rescale_data import checkpoint
+        >>> def loader(*names: str) -> rd.DataLoader:
+        ...     sources = {name: rd.SyntheticSource(512, length=8) for name in names}
+        ...     readers = lambda shard: {name: rd.Reader(source, shard) for name, source in sources.items()}
+        ...     mixture = lambda shard: rd.WeightedSampler(readers(shard), dict.fromkeys(names, 1.0))
+        ...     return rd.DataLoader(mixture, global_batch_size=2, repeat=True)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     checkpoint.save(f"{folder}/step-0", {"loader": loader("web")})
+        ...     rd.load_changed(f"{folder}/step-0", loader("web", "code"))
     """
     _with_state(path, key, lambda state: loader.load_state_dict(state.read("shards", *INTS, *STRINGS)))
 

@@ -42,6 +42,15 @@ class RunReader:
         folder: Of the run; a local path or a URL that fsspec knows.
         process_group: The ranks that load; default all.
         storage_options: Passed on to fsspec.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from rescale_data import checkpoint
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     checkpoint.save(f"{folder}/step-100", {"weight": torch.ones(2)})
+        ...     checkpoint.RunReader(folder).latest_step()
+        100
     """
 
     def __init__(
@@ -139,6 +148,16 @@ class Saving:
     Args:
         staged: Done when parameters and optimizer state may change: ``staged.done()``.
         committed: Done when the checkpoint exists. Its failure is raised by the manager's next call, too.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from rescale_data import checkpoint
+        >>> with tempfile.TemporaryDirectory() as folder, checkpoint.CheckpointManager(folder) as manager:
+        ...     saving = manager.save(100, {"weight": torch.ones(2)})
+        ...     saving.committed.result()  # waits
+        >>> saving.committed.done()
+        True
     """
 
     staged: Future[None]
@@ -172,6 +191,16 @@ class CheckpointManager(RunReader):
 
     Raises:
         ValueError: a rule that keeps nothing, an unknown ``async_mode``, or another process saves to the folder.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from rescale_data import checkpoint
+        >>> state = {"weight": torch.ones(2)}
+        >>> with tempfile.TemporaryDirectory() as folder, checkpoint.CheckpointManager(folder, keep_latest=2) as manager:
+        ...     saving = manager.save(100, state)
+        ...     manager.load_latest(state)  # waits for the save
+        100
     """
 
     def __init__(

@@ -29,7 +29,9 @@ class PerRank:
         value: A tensor, loaded in place; a ``Stateful``; or a plain value, which a load replaces.
 
     Example:
-        >>> own = PerRank(torch.get_rng_state())
+        >>> import torch
+        >>> from rescale_data import checkpoint
+        >>> own = checkpoint.PerRank(torch.get_rng_state())
         >>> state = {"rng": own}  # checkpoint.save(path, state); checkpoint.load(path, state)
         >>> torch.set_rng_state(own.value)
     """

@@ -33,6 +33,12 @@ def pad_collate(pad: Mapping[str, float]) -> PadCollate:
     Returns:
         A callable that takes b samples and returns ``{column: Tensor[b, longest, ...]}``, in the dtype of the values that are
         not empty. It pickles.
+
+    Example:
+        >>> import rescale_data as rd
+        >>> rd.pad_collate({"tokens": 0})([{"tokens": [1, 2, 3]}, {"tokens": [4]}])
+        {'tokens': tensor([[1, 2, 3],
+                [4, 0, 0]])}
     """
     return PadCollate(dict(pad))
 

@@ -37,6 +37,14 @@ class LogicalShards(BaseNode[list[Any]]):
 
     Raises:
         ValueError: A topology that does not fit; the message lists those that do.
+
+    Example:
+        >>> import rescale_data as rd
+        >>> source = rd.SyntheticSource(64, length=8)
+        >>> sizes = {"num_logical_shards": 4, "global_batch_size": 4}
+        >>> shards = rd.LogicalShards(lambda shard: rd.Reader(source, shard), **sizes, repeat=False)
+        >>> [sample["tokens"].shape for sample in next(shards)]
+        [(8,), (8,), (8,), (8,)]
     """
 
     def __init__(

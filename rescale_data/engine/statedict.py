@@ -143,8 +143,11 @@ def whole_state(state: Any) -> Any:
         DataStateError: The ranks stand at different batches.
 
     Example:
-        >>> shards = LogicalShards(lambda shard: Reader(range(8), shard), num_logical_shards=4, global_batch_size=4)
-        >>> whole_state({"root": shards.state_dict()})["root"]["shards"]["samples"]
+        >>> import rescale_data as rd
+        >>> source = rd.SyntheticSource(64, length=8)
+        >>> sizes = {"num_logical_shards": 4, "global_batch_size": 4}
+        >>> shards = rd.LogicalShards(lambda shard: rd.Reader(source, shard), **sizes, repeat=False)
+        >>> rd.whole_state({"root": shards.state_dict()})["root"]["shards"]["samples"]
         tensor([0, 0, 0, 0])
     """
     if not isinstance(state, Mapping):

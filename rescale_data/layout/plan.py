@@ -148,7 +148,8 @@ def plan(
         A sequence of `Option` that prints as a table.
 
     Example:
-        >>> plan([1024, 1536, 2048]).num_logical_shards
+        >>> import rescale_data as rd
+        >>> rd.plan([1024, 1536, 2048]).num_logical_shards
         6144
     """
     several = _ints(global_batch_size=global_batch_size)

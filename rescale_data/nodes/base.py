@@ -76,6 +76,14 @@ class Node(BaseNode[T]):
       sample of an epoch, but before that `StopIteration`, the position still belongs to the epoch.
     - ``reset(None)`` in the middle of an epoch leaves out the rest of it, and begins the next.
     - Paths, dtypes, shapes and the initial row are the same for every logical shard.
+
+    Example:
+        >>> import rescale_data as rd
+        >>> class Double(rd.Node[int]):
+        ...     def next(self) -> int:
+        ...         return 2 * next(self.children["source"])
+        >>> list(Double(source=rd.Reader(range(3), rd.Shard(), shuffle=False)))
+        [0, 2, 4]
     """
 
     FIELDS: ClassVar[tuple[Field, ...]] = ()

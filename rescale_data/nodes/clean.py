@@ -61,6 +61,12 @@ class CleanDocuments(Node[dict[str, Any]]):
     Raises:
         ValueError: Lengths out of range, a sample without that column.
         TypeError: The column does not hold lists of integers.
+
+    Example:
+        >>> import rescale_data as rd
+        >>> reader = rd.Reader([{"tokens": [1, 5, 6, 2]}, {"tokens": [1, 2]}], rd.Shard(), shuffle=False)
+        >>> [sample["tokens"].tolist() for sample in rd.CleanDocuments(reader, "tokens", strip=[1, 2])]
+        [[5, 6]]
     """
 
     FIELDS: ClassVar[tuple[Field, ...]] = (Field(("piece",)), Field(("short",), counts=True))

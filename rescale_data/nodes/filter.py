@@ -37,6 +37,11 @@ class Filter(Node[Any]):
 
     Raises:
         DataStateError: Nothing was kept in two whole epochs of an endless source.
+
+    Example:
+        >>> import rescale_data as rd
+        >>> list(rd.Filter(rd.Reader(range(6), rd.Shard(), shuffle=False), lambda row: row % 2 == 0))
+        [0, 2, 4]
     """
 
     FIELDS: ClassVar[tuple[Field, ...]] = (Field(("filtered",), counts=True), Field(("skipped",), counts=True))

@@ -25,6 +25,11 @@ class Map(Node[Any]):
             errors of the program, as `NameError`. Or a function of the error and the place of its row, which raises, returns
             what is used in place of what ``fn`` would have returned, or `None` to leave the sample out. Unless it is "raise"
             the number of samples of an epoch is unknown.
+
+    Example:
+        >>> import rescale_data as rd
+        >>> list(rd.Map(rd.Reader(range(3), rd.Shard(), shuffle=False), lambda row: row * 10))
+        [0, 10, 20]
     """
 
     FIELDS: ClassVar[tuple[Field, ...]] = (Field(("skipped",), counts=True),)

@@ -62,6 +62,12 @@ class TokenPacker(Node[dict[str, Tensor]]):
         ValueError: An argument is out of range, or there is no such column.
         TypeError: The column does not hold lists of integers.
         DataStateError: Two whole epochs of an endless stream had no token.
+
+    Example:
+        >>> import rescale_data as rd
+        >>> reader = rd.Reader([{"tokens": [1, 2, 3]}, {"tokens": [4, 5]}], rd.Shard(), shuffle=False)
+        >>> next(rd.TokenPacker(reader, column="tokens", seq_len=6, eos_id=0))["tokens"]
+        tensor([1, 2, 3, 0, 4, 5])
     """
 
     FIELDS: ClassVar[tuple[Field, ...]] = (Field(("offset",)),)

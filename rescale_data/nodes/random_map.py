@@ -37,6 +37,13 @@ class RandomMap(Node[Any]):
 
     Raises:
         ValueError: No node below reads a logical shard, and none is given.
+
+    Example:
+        >>> import rescale_data as rd
+        >>> readers = [rd.Reader(range(4), rd.Shard()) for _ in range(2)]
+        >>> first, again = (list(rd.RandomMap(reader, lambda row, rng: row + rng.random())) for reader in readers)
+        >>> first == again
+        True
     """
 
     FIELDS: ClassVar[tuple[Field, ...]] = (Field(("skipped",), counts=True),)

@@ -60,6 +60,11 @@ class Reader(Node[Any]):
     Raises:
         ValueError: ``shuffle`` is no window. Whatever reading a row raises comes with the file and the row.
         TypeError: ``provenance`` of samples that are no dicts.
+
+    Example:
+        >>> import rescale_data as rd
+        >>> list(rd.Reader(["a", "b", "c", "d"], rd.Shard(index=1, num_logical_shards=2), shuffle=False))
+        ['c', 'd']
     """
 
     FIELDS: ClassVar[tuple[Field, ...]] = (Field(("epoch",)), Field(("row",)), Field(("skipped",), counts=True))

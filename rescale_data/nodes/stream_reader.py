@@ -36,6 +36,11 @@ class StreamReader(Node[Any]):
     Raises:
         ValueError: The stream is endless (`Shard.repeat`), and there are more logical shards than streams.
         DataStateError: A stream's state is too large, is not JSON, or a stream ends before the row at which it was left.
+
+    Example:
+        >>> import rescale_data as rd
+        >>> list(rd.StreamReader(rd.IterableSource([["a", "b"], ["c", "d"]]), rd.Shard()))
+        ['a', 'b', 'c', 'd']
     """
 
     FIELDS: ClassVar[tuple[Field, ...]] = (Field(("epoch",)), Field(("stream",)), Field(("count",)))

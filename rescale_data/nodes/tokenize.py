@@ -76,6 +76,12 @@ class Tokenize(Node[dict[str, Any]]):
         ValueError: A sample without a string there; a tokenizer that returns another number of sequences than it was given
             texts, whatever ``on_error`` is.
         TypeError: The tokenizer returned something else than token ids.
+
+    Example:
+        >>> import rescale_data as rd
+        >>> reader = rd.Reader([{"text": "abc"}], rd.Shard())
+        >>> next(rd.Tokenize(reader, lambda texts: [list(text.encode()) for text in texts], "text"))["tokens"].tolist()
+        [97, 98, 99]
     """
 
     FIELDS: ClassVar[tuple[Field, ...]] = (Field(("skipped",), counts=True),)

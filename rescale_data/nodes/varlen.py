@@ -18,6 +18,12 @@ def flat_cu_seqlens(cu_seqlens: Tensor) -> tuple[Tensor, int]:
 
     Returns:
         ``int32[num_sequences + 1]`` from 0 to ``b * seq_len``, strictly increasing; what pads a sample is a sequence too.
+
+    Example:
+        >>> import torch
+        >>> import rescale_data as rd
+        >>> rd.flat_cu_seqlens(torch.tensor([[0, 3, 4, 4], [0, 4, 4, 4]], dtype=torch.int32))
+        (tensor([0, 3, 4, 8], dtype=torch.int32), 4)
     """
     seq_len = int(cu_seqlens[0, -1])
     begins = torch.arange(len(cu_seqlens), dtype=cu_seqlens.dtype, device=cu_seqlens.device) * seq_len

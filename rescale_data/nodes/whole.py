@@ -117,6 +117,12 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         ValueError: An argument is out of range, or there is no such column.
         TypeError: The column does not hold lists of integers.
         DataStateError: Two whole epochs of an endless stream had no token.
+
+    Example:
+        >>> import rescale_data as rd
+        >>> reader = rd.Reader([{"tokens": [1, 2, 3]}, {"tokens": [4, 5, 6]}, {"tokens": [7, 8]}], rd.Shard(), shuffle=False)
+        >>> [sample["tokens"].tolist() for sample in rd.WholeDocumentPacker(reader, column="tokens", seq_len=5)]
+        [[1, 2, 3, 7, 8], [4, 5, 6, 0, 0]]
     """
 
     FIELDS: ClassVar[tuple[Field, ...]] = (

@@ -51,6 +51,17 @@ class ArrowSource(TableSource):
     Raises:
         FileNotFoundError: ``paths`` stand for no file.
         ValueError: A file is damaged or lacks a column, two differ in their columns, or there is no row; the file is named.
+
+    Example:
+        >>> import tempfile
+        >>> import pyarrow as pa
+        >>> import rescale_data as rd
+        >>> rows = pa.table({"text": ["one", "two"]})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with pa.ipc.new_file(f"{folder}/rows.arrow", rows.schema) as file:
+        ...         file.write(rows)
+        ...     rd.ArrowSource(folder).row(1)
+        {'text': 'two'}
     """
 
     FORMAT: ClassVar[str] = "arrow"

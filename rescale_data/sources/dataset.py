@@ -47,6 +47,11 @@ class DatasetSource:
     Raises:
         TypeError: ``dataset`` has no ``__len__`` or no ``__getitem__``.
         ValueError: It has no rows, or an argument is out of range.
+
+    Example:
+        >>> import rescale_data as rd
+        >>> rd.DatasetSource(["one", "two"]).row(1)
+        'two'
     """
 
     def __init__(

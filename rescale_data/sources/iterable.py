@@ -70,6 +70,12 @@ class IterableSource:
     Raises:
         TypeError: ``streams`` is none of these, or ``num_streams`` is missing.
         ValueError: There is no stream.
+
+    Example:
+        >>> import rescale_data as rd
+        >>> source = rd.IterableSource([["a", "b"], ["c", "d"]])
+        >>> list(rd.StreamReader(source, rd.Shard(index=1, num_logical_shards=2)))
+        ['c', 'd']
     """
 
     def __init__(

@@ -46,6 +46,15 @@ class JsonlSource(IndexedSource):
     Raises:
         FileNotFoundError: ``paths`` stand for no file.
         ValueError: A file is damaged, or there is no row. A line that does not parse is one when it is read.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import rescale_data as rd
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = Path(folder, "rows.jsonl").write_text('{"text": "one"}')
+        ...     rd.JsonlSource(folder).row(0)
+        {'text': 'one'}
     """
 
     FORMAT: ClassVar[str] = "jsonl"

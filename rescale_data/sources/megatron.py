@@ -46,6 +46,18 @@ class MegatronSource(FileSource):
     Raises:
         FileNotFoundError: ``paths`` stand for no file, or an ``.idx`` is missing.
         ValueError: A file is damaged, two differ in their dtype, or there is no row; the file is named.
+
+    Example:
+        >>> import struct
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import rescale_data as rd
+        >>> with tempfile.TemporaryDirectory() as folder:  # two documents of uint16, [5, 6, 7] and [8]
+        ...     index = b"MMIDIDX" + bytes(2) + struct.pack("<qBqq2i2q3q", 1, 8, 2, 3, 3, 1, 0, 6, 0, 1, 2)
+        ...     _ = Path(folder, "docs.idx").write_bytes(index)
+        ...     _ = Path(folder, "docs.bin").write_bytes(struct.pack("<4H", 5, 6, 7, 8))
+        ...     rd.MegatronSource(folder).row(0)["tokens"].tolist()
+        [5, 6, 7]
     """
 
     FORMAT: ClassVar[str] = "megatron"

@@ -47,6 +47,16 @@ class ParquetSource(TableSource):
         ValueError: A file is damaged or lacks a column, two differ in their columns, or there is no row; the file is named.
             One has changed since the index was made.
         DataStateError: No row matches the filter.
+
+    Example:
+        >>> import tempfile
+        >>> import pyarrow as pa
+        >>> from pyarrow import parquet
+        >>> import rescale_data as rd
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     parquet.write_table(pa.table({"text": ["one", "two"]}), f"{folder}/rows.parquet")
+        ...     rd.ParquetSource(folder).row(1)
+        {'text': 'two'}
     """
 
     FORMAT: ClassVar[str] = "parquet"

@@ -65,6 +65,12 @@ class Source(Protocol):
     """Rows at rest, numbered ``0 .. num_rows - 1`` in file order (files by path), the same on every machine.
 
     A source holds no position. It pickles with its index and without its data.
+
+    Example:
+        >>> import rescale_data as rd
+        >>> source = rd.SyntheticSource(8)
+        >>> isinstance(source, rd.Source), source.num_rows, source.locate(3)
+        (True, 8, 'synthetic row 3')
     """
 
     @property

@@ -28,6 +28,11 @@ class SyntheticSource:
 
     Raises:
         ValueError: An argument is out of range.
+
+    Example:
+        >>> import rescale_data as rd
+        >>> rd.SyntheticSource(8, length=4).row(0)["tokens"].tolist()
+        [2480, 29303, 14963, 16671]
     """
 
     def __init__(

@@ -51,6 +51,18 @@ class WebDatasetSource(IndexedSource):
     Raises:
         FileNotFoundError: ``paths`` stand for no file.
         ValueError: A file is damaged, has no such column, or there is no row.
+
+    Example:
+        >>> import tarfile
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import rescale_data as rd
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = Path(folder, "cat.txt").write_text("meow")
+        ...     with tarfile.open(f"{folder}/rows.tar", "w") as tar:
+        ...         tar.add(f"{folder}/cat.txt", "cat.txt")
+        ...     rd.WebDatasetSource(folder).row(0)
+        {'__key__': 'cat', 'txt': b'meow'}
     """
 
     FORMAT: ClassVar[str] = "tar"

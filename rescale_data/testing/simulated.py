@@ -27,6 +27,14 @@ def full_state_dict(loaders: Sequence[DataLoader | LogicalShards]) -> dict[str, 
 
     Raises:
         ValueError: A rank is missing, or the loaders stand at different batches.
+
+    Example:
+        >>> import rescale_data as rd
+        >>> from rescale_data import testing
+        >>> loaders = [rd.DataLoader(range(16), global_batch_size=4, dp_rank=rank, dp_world_size=2) for rank in range(2)]
+        >>> batches = [next(iter(loader)) for loader in loaders]
+        >>> testing.full_state_dict(loaders)["samples"]
+        4
     """
     return merged_state_dict([loader.stream for loader in loaders])
 
@@ -49,6 +57,14 @@ def assert_rescalable(
     Raises:
         AssertionError: A batch differs; the message names leg, rank, micro batch and column. Or an epoch has not its rows.
         ValueError: There is no topology.
+
+    Example:
+        >>> import rescale_data as rd
+        >>> from rescale_data import testing
+        >>> def make_loader(rank: int, ranks: int, micro_batch_size: int, num_workers: int) -> rd.DataLoader:
+        ...     sizes = {"global_batch_size": 4, "micro_batch_size": micro_batch_size, "num_workers": num_workers}
+        ...     return rd.DataLoader(range(32), dp_rank=rank, dp_world_size=ranks, **sizes)
+        >>> testing.assert_rescalable(make_loader, [(1, 4, 0), (2, 1, 0)], steps=1)
     """
     reference: _Reference | None = None
     state: dict[str, Any] | None = None

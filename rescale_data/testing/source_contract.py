@@ -33,6 +33,11 @@ def assert_source(source: Source, *, num_rows: int = 100, columns: Iterable[str]
 
     Raises:
         AssertionError: It breaks its contract; the message says how.
+
+    Example:
+        >>> import rescale_data as rd
+        >>> from rescale_data import testing
+        >>> testing.assert_source(rd.SyntheticSource(100, length=4), columns=["tokens"])  # raises if it breaks its contract
     """
     if not isinstance(source, Source):  # pyright: ignore[reportUnnecessaryIsInstance]
         missing = [name for name in _MEMBERS if not hasattr(source, name)]

@@ -67,6 +67,15 @@ def to_safetensors(
         FileNotFoundError: no checkpoint at ``path``.
         ValueError: damaged files, nothing named ``name``, a size that cannot be read, a dtype or a name that the format cannot
             have, or ``folder`` holds safetensors already.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from rescale_data import checkpoint
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     checkpoint.save(f"{folder}/step-1", {"model": torch.nn.Linear(2, 1)})
+        ...     checkpoint.to_safetensors(f"{folder}/step-1", f"{folder}/model", name="model")
+        ['model.safetensors']
     """
     limit = parse_size(max_shard_size)
     store, final = open_store(folder, storage_options, to_write=True)
@@ -95,6 +104,19 @@ def from_safetensors(
     Raises:
         FileNotFoundError: no safetensors there, or only a part of those that the index or a name (``-of-00003``) tells.
         ValueError: a damaged file, a tensor that the index names is not there, one name in two files; or ``path`` is taken.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from safetensors.torch import save_file
+        >>> from rescale_data import checkpoint
+        >>> state = {"model": {"weight": torch.zeros(2)}}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_file({"weight": torch.ones(2)}, f"{folder}/model.safetensors")
+        ...     checkpoint.from_safetensors(f"{folder}/model.safetensors", f"{folder}/step-0", name="model")
+        ...     report = checkpoint.load(f"{folder}/step-0", state)
+        >>> state["model"]["weight"]
+        tensor([1., 1.])
     """
     source = Path(mapped_path(folder))
     leaves = _mapped([source]) if source.is_file() else _mapped_by_index(source)

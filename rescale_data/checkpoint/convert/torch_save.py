@@ -45,6 +45,16 @@ def to_torch_save(
     Raises:
         FileNotFoundError: no checkpoint at ``path``.
         ValueError: damaged files, nothing named ``name``, or values that only unpickling code could read.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from rescale_data import checkpoint
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     checkpoint.save(f"{folder}/step-1", {"weight": torch.ones(2)})
+        ...     checkpoint.to_torch_save(f"{folder}/step-1", f"{folder}/step-1.pt")
+        ...     torch.load(f"{folder}/step-1.pt")
+        {'weight': tensor([1., 1.])}
     """
     store, final = open_store(file, storage_options, to_write=True)
     with (
@@ -71,6 +81,18 @@ def from_torch_save(
     Raises:
         FileNotFoundError: no such file.
         ValueError: it is no such file, or holds code; or ``path`` is taken.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from rescale_data import checkpoint
+        >>> state = {"weight": torch.zeros(2)}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     torch.save({"weight": torch.ones(2)}, f"{folder}/model.pt")
+        ...     checkpoint.from_torch_save(f"{folder}/model.pt", f"{folder}/step-0")
+        ...     report = checkpoint.load(f"{folder}/step-0", state)
+        >>> state["weight"]
+        tensor([1., 1.])
     """
     content = map_file(mapped_path(file))
     save_alone(path, content if name is None else {name: content}, storage_options)

@@ -53,6 +53,14 @@ def full_optimizer_state(
 
     Raises:
         ValueError: ``keyed_by`` is neither, or a state tensor is shaped unlike its sharded parameter; the message names it.
+
+    Example:
+        >>> import torch
+        >>> from rescale_data import checkpoint
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        >>> checkpoint.full_optimizer_state(model, optimizer)["param_groups"][0]["params"]
+        ['weight', 'bias']
     """
     if keyed_by not in ("name", "index"):
         raise ValueError(f'keyed_by={keyed_by!r}: choose "name" or "index".')
@@ -80,6 +88,15 @@ def load_full_optimizer_state(
     Raises:
         ValueError: parameters that the optimizer does not have, another grouping, or a state tensor that cannot be mapped; on
             all ranks, with the names.
+
+    Example:
+        >>> import torch
+        >>> from rescale_data import checkpoint
+        >>> model = torch.nn.Linear(2, 1)
+        >>> old, new = (torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.5, 0.1))
+        >>> checkpoint.load_full_optimizer_state(model, new, checkpoint.full_optimizer_state(model, old))
+        >>> new.param_groups[0]["lr"]
+        0.5
     """
     ranks = Ranks(process_group)
     names = numbered(model, optimizer, named_state(model, optimizer))
@@ -97,6 +114,16 @@ def stream_optimizer_state(
 
     Raises:
         ValueError: a state tensor is shaped unlike its sharded parameter; the message names it.
+
+    Example:
+        >>> import torch
+        >>> from rescale_data import checkpoint
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        >>> model(torch.ones(2)).backward()
+        >>> optimizer.step()
+        >>> [name for name, value in checkpoint.stream_optimizer_state(model, optimizer)]
+        ['param_groups', 'weight', 'bias']
     """
     ranks = Ranks(process_group)
     sharded = named_state(model, optimizer)
@@ -123,6 +150,15 @@ def load_optimizer_stream(
 
     Raises:
         ValueError: as ``load_full_optimizer_state``.
+
+    Example:
+        >>> import torch
+        >>> from rescale_data import checkpoint
+        >>> model = torch.nn.Linear(2, 1)
+        >>> old, new = (torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.5, 0.1))
+        >>> checkpoint.load_optimizer_stream(model, new, checkpoint.stream_optimizer_state(model, old))
+        >>> new.param_groups[0]["lr"]
+        0.5
     """
     ranks = Ranks(process_group)
     source = iter(items or ())

@@ -121,6 +121,15 @@ def verify(path: StrPath, *, checksums: bool = True, storage_options: Mapping[st
 
     Raises:
         FileNotFoundError: there is no checkpoint at ``path``.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from rescale_data import checkpoint
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     checkpoint.save(f"{folder}/step-1", {"weight": torch.ones(2)})
+        ...     checkpoint.verify(f"{folder}/step-1")
+        []
     """
 
     def look() -> list[str]:

@@ -69,6 +69,12 @@ class Remote:
     Raises:
         ValueError: A number is out of range.
         TypeError: ``filesystem`` is none of pyarrow's.
+
+    Example:
+        >>> import rescale_data as rd
+        >>> remote = rd.Remote(retries=8, max_requests=64)  # rd.ParquetSource("s3://bucket/data", remote=remote)
+        >>> remote.retries
+        8
     """
 
     retries: int = 5

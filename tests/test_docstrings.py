@@ -1,0 +1,44 @@
+"""Every public name's docstring ends with an example, which imports what it needs and shows what comes out."""
+
+import doctest
+import inspect
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import rescale_data
+from rescale_data import checkpoint, testing
+
+NOT_OURS = {"BaseNode": "torchdata's class, with its own docstring"}
+WRONG = {"Schedule": "nodes/weights.py: the example shows 'web' where the mixture draws 'math'"}
+NAMES = [
+    pytest.param(
+        module,
+        name,
+        id=f"{module.__name__}.{name}",
+        marks=[pytest.mark.xfail(reason=WRONG[name], strict=True)] if name in WRONG else [],
+    )
+    for module in (rescale_data, checkpoint, testing)
+    for name in module.__all__
+    if name not in NOT_OURS
+]
+
+
+@pytest.mark.parametrize(("module", "name"), NAMES)
+def test_example(module: ModuleType, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = inspect.getdoc(getattr(module, name)) or ""
+    assert re.search(r"\n\nExample:\n( +\S.*\n?)+\Z", text), "its docstring does not end with an Example section"
+    test = doctest.DocTestParser().get_doctest(text, {"__name__": "__main__"}, name, None, None)
+    assert test.examples, "the example has no >>> line"
+    told: list[str] = []
+    doctest.DocTestRunner(verbose=False).run(test, out=told.append)
+    assert not told, "".join(told)
+    assert list(tmp_path.iterdir()) == [], "the example leaves files behind"
+
+
+@pytest.mark.parametrize("name", NOT_OURS)
+def test_those_left_out_are_not_ours(name: str) -> None:
+    assert not getattr(rescale_data, name).__module__.startswith("rescale_data")
