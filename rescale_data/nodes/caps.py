@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from rescale_data.errors import require_int
-from rescale_data.nodes.base import View
+from rescale_data.nodes.base import Node, View
+from rescale_data.nodes.mixture_row import MixtureRow
+from rescale_data.nodes.readers_of import readers_of
+from rescale_data.state import Ints
 
 UNITS = ("epochs", "samples", "tokens")
 
@@ -27,6 +33,11 @@ class Cap:
     limit: int
     slot: int
 
+    @property
+    def given(self) -> dict[str, int]:
+        """As the user gave it."""
+        return {self.unit: self.total}
+
     def drawn(self, position: View) -> int:
         count: int = position[self.slot]
         return max(count, ~count)
@@ -40,6 +51,35 @@ def part_of(unit: str, total: int, shard: int, num_logical_shards: int) -> int:
     if unit == "epochs":
         return total
     return total * (shard + 1) // num_logical_shards - total * shard // num_logical_shards
+
+
+def parts_of(cap: Cap, shards: Iterable[int], num_logical_shards: int) -> Ints:
+    """The same of each of the logical shards."""
+    return np.array([part_of(cap.unit, cap.total, shard, num_logical_shards) for shard in shards])
+
+
+def cap_of(
+    name: str, given: Mapping[str, int], node: Node[Any], slots: slice, row: MixtureRow, shard: tuple[int, int]
+) -> Cap:
+    """The cap of a source, and where the mixture counts what it holds for.
+
+    Args:
+        node: The source.
+        slots: The part of the mixture's position that is its own.
+        row: What the mixture itself keeps there.
+        shard: The index of the logical shard, and how many there are.
+    """
+    unit, total = next(iter(given.items()))
+    slot = {"samples": row.drawn, "tokens": row.tokens}.get(unit, row.drawn).start + row.names.index(name)
+    if unit == "epochs":
+        readers = readers_of(node, slots.start)
+        if len(readers) != 1:
+            raise ValueError(
+                f"caps[{name!r}]={{'epochs': {total}}}: the source reads {len(readers)} rd.Reader, so its epochs are not "
+                f"those of one. Cap its samples, or the readers in a mixture of their own."
+            )
+        slot = readers[0][1]
+    return Cap(unit, total, part_of(unit, total, *shard), slot)
 
 
 def check_caps(caps: Mapping[str, Mapping[str, int]], names: list[str], unit: str) -> None:

@@ -72,6 +72,21 @@ def integers(sample: Any, column: str, reader: str, node: Node[Any]) -> npt.NDAr
         raise
 
 
+def length_of(sample: Any, column: str, node: Node[Any]) -> int:
+    """How many tokens a sample that ``node`` has yielded has for a mixture by tokens; ``TypeError`` where that is unknown."""
+    try:
+        return len(sample[column])
+    except (TypeError, LookupError) as cause:
+        given = f"the keys {list(sample)}" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
+        error = TypeError(
+            f"WeightedSampler(unit='tokens', column={column!r}) was given a sample with {given}, and under that key "
+            f"nothing that has a length. Yield dicts with the tokens of one document there, or leave such samples out "
+            f"with rd.Filter."
+        )
+        add_place(error, "WeightedSampler", node.locate())
+        raise error from cause
+
+
 def _integers(sample: Any, column: str, reader: str) -> npt.NDArray[Any]:
     if not isinstance(sample, Mapping) or column not in sample:
         given = f"the keys {list(sample)}" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"

@@ -42,7 +42,7 @@ class Mixture(Protocol):
     def settle(self, position: View) -> bool: ...
 
     def end_at(self, position: View, source: int) -> bool:
-        """A source has ended: write that into the position. Whether the epoch has ended with it."""
+        """A source has ended, and its part of the position is turned: note that there. Whether the epoch has ended with it."""
         ...
 
     def refuse_silent(self, source: int) -> None:
@@ -81,6 +81,7 @@ class MixedDocuments:
                 return spans.with_moves(moves.grouped(np.arange(2, 2 + len(spans))))
             if self._repeats:
                 self._mixture.refuse_silent(ended)
+            self._documents[ended].turn(self._after[self._mixture.slots_of(ended)])
             if self._mixture.end_at(self._after, ended):
                 break
         return EMPTY

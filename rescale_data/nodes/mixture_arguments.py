@@ -1,0 +1,47 @@
+"""What a `WeightedSampler` can be given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rescale_data.errors import require_int
+from rescale_data.nodes.base import BaseNode
+from rescale_data.nodes.mixture_row import KINDS
+from rescale_data.nodes.weights import Schedule, require_weights
+
+
+def check_mixture(
+    nodes: Mapping[str, BaseNode[Any]],
+    given: Mapping[str, float] | Schedule | str,
+    unit: str,
+    column: str | None,
+    stop: str,
+) -> None:
+    """``ValueError`` where names, weights, the unit and its column, or what happens at ends do not fit."""
+    if isinstance(given, str) and given not in ("rows", "tokens"):
+        raise ValueError(f"weights={given!r}: give numbers by name, a rd.Schedule, 'rows' or 'tokens'.")
+    weights = dict.fromkeys(nodes, 1.0) if isinstance(given, str) else given
+    weights = weights.keys[0][1] if isinstance(weights, Schedule) else weights
+    if not nodes or set(nodes) != set(weights):
+        raise ValueError(
+            f"WeightedSampler was given the nodes {sorted(nodes)} and the weights {sorted(weights)}: give a weight for each."
+        )
+    bad = [name for name in nodes if not name or "." in name or name in (*KINDS, "self")]
+    if bad:
+        raise ValueError(f"The names {bad} of sources cannot be part of a state's path: without dots, and others.")
+    require_weights(weights)
+    if unit not in ("samples", "tokens") or stop not in ("never", "first", "all"):
+        raise ValueError(f"unit={unit!r}, stop={stop!r}: give 'samples' or 'tokens', and 'never', 'first' or 'all'.")
+    if (unit == "tokens") != (column is not None):
+        raise ValueError(f"unit={unit!r} with column={column!r}: tokens are counted in a column; samples are not.")
+
+
+def check_group(group: int, unit: str, stop: str, caps: object) -> None:
+    """``ValueError`` where not all logical shards of a group would end and change together."""
+    require_int(group=group)
+    if group < 1 or (group > 1 and (unit != "samples" or stop != "never" or caps)):
+        raise ValueError(
+            f"group={group} with unit={unit!r}, stop={stop!r}, caps={caps}: give at least 1, and more than 1 only by samples, "
+            f"with stop='never' and without caps, since all logical shards that serve a group end and change together."
+        )

@@ -1,0 +1,257 @@
+"""`MixtureDraws`: from which source each sample of a mixture is drawn, and what becomes of sources that end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from rescale_data.nodes.base import Node, View
+from rescale_data.nodes.circle import WHOLE, Arc, Arcs, Circle, arcs, circle_of, stretched, within
+from rescale_data.nodes.column import length_of
+from rescale_data.nodes.lengths import TokenArcs
+from rescale_data.nodes.mixed import SILENT_EPOCHS
+from rescale_data.nodes.mixture_ends import first_end, leave_out_of_epoch, refuse_capped, refuse_silent, samples_left
+from rescale_data.nodes.mixture_row import NUM, MixtureRow
+from rescale_data.nodes.mixture_weights import MixtureWeights
+
+Stop: TypeAlias = Literal["never", "first", "all"]
+
+
+class MixtureDraws:
+    """The draws of one logical shard's mixture.
+
+    Args:
+        position: Of the mixture, from which it draws.
+        sources: By name, the nodes and the slots of each in that position.
+        inner: The draws of those sources that yield the samples of a mixture, one for one.
+        row: Where the mixture keeps what.
+        weights: Its weights.
+        shard: The index of the logical shard, and how many there are.
+        column: Of the tokens, by tokens.
+        stop: What happens when a source ends.
+
+    Attributes:
+        circle: The points of the draws.
+        chosen: The source of the last draw.
+    """
+
+    def __init__(
+        self,
+        position: View,
+        sources: Mapping[str, tuple[Node[Any], slice]],
+        inner: Sequence[MixtureDraws | None],
+        row: MixtureRow,
+        weights: MixtureWeights,
+        shard: tuple[int, int],
+        column: str | None,
+        stop: Stop,
+    ) -> None:
+        self._sources, self._inner, self._row = sources, inner, row
+        self._nodes = [below for below, _ in sources.values()]
+        self._slots = [slots for _, slots in sources.values()]
+        self._changing = [below for below in sources.values() if any(n.MAY_CHANGE for _, n in below[0].walk())]
+        self._in_use, self._shard, self._column, self._stop = weights, shard, column, stop
+        self._given: int | None = None  # the next draw's point, where the mixture above says it
+        self.circle = circle_of(*shard)
+        self.chosen = 0
+        self.seek(position)
+
+    def seek(self, position: View) -> None:
+        """Go on from a position, and forget what was derived from another."""
+        self._position = position
+        self._over = False
+        self._arcs: Arcs | TokenArcs | None = None
+        self._silent: dict[int, int] = {}
+        self._in_use.seek()
+
+    @property
+    def by_tokens(self) -> bool:
+        return self._row.unit == "tokens"
+
+    def draw(self, how: Callable[[Node[Any]], Any]) -> Any:
+        """The next sample, or what ``how`` makes of the node that would yield it."""
+        while (chosen := self.choose()) is not None:
+            try:
+                sample = how(self._nodes[chosen])
+            except StopIteration:
+                self._end(chosen)
+                continue
+            self._count(chosen, 1 if self._column is None else length_of(sample, self._column, self._nodes[chosen]))
+            return sample
+        raise StopIteration
+
+    def choose(self) -> int | None:
+        """The next source; `None` at the end of the epoch."""
+        arcs = self._arcs or self._plan()
+        if arcs is None:
+            return None
+        point = self.circle.point(self._position[NUM]) if self._given is None else self._given
+        self.chosen = chosen = arcs.choose(point)
+        inner = self._inner[chosen]
+        if inner is not None:
+            inner._given = arcs.stretch(point, chosen)
+        return chosen
+
+    def _plan(self) -> Arcs | TokenArcs | None:
+        """The arcs of the sources that have not ended; `None` at the end of the epoch."""
+        if self._arcs is None and not self._over:
+            self._in_use.watch(self._position)
+            self._arcs = self.arcs_at(self._position)
+            self._over = self._arcs is None
+        return self._arcs
+
+    def arcs_at(self, position: View) -> Arcs | TokenArcs | None:
+        """The same at any position, into which the beginning of the next epoch is written where this one has ended."""
+        weights, drawn = self._row.weights_at(position), position[self._row.drawn].tolist()
+        counts = [max(count, ~count) for count in drawn]
+        going = tuple(weight if count >= 0 else 0.0 for weight, count in zip(weights, drawn, strict=True))
+        if not any(going):
+            self._require_more(position)
+            position[self._row.drawn] = np.array(counts, dtype=np.int64).data
+            return None
+        if not self.by_tokens:
+            return arcs(going)
+        return TokenArcs(going, counts, *(position[kind].tolist() for kind in (self._row.tokens, self._row.since)))
+
+    def _count(self, chosen: int, length: int) -> None:
+        self._position[NUM] += 1
+        self._position[self._row.drawn.start + chosen] += 1
+        if length and self._silent:
+            self._silent.pop(chosen, None)
+        if isinstance(self._arcs, TokenArcs):
+            self._position[self._row.tokens.start + chosen] += length
+            self._arcs.drew(chosen, length)
+        if self._in_use.turn_at is not None or chosen in self._in_use.caps:
+            self._cross([chosen])
+
+    def _cross(self, sources: Iterable[int]) -> None:
+        """After a draw: other weights may count from here on."""
+        drawn = self._arcs.num_tokens if isinstance(self._arcs, TokenArcs) else self._position[NUM]
+        if self._in_use.cross(self._position, drawn, sources):
+            self._arcs = None
+
+    # Leaving out
+
+    def skip(self, num_samples: int) -> None:
+        """`Node.skip` by samples."""
+        first = self._position[NUM]
+        stop = self.skip_draws(self.circle, first, first + num_samples, WHOLE)
+        self._given = None
+        if stop < first + num_samples:
+            raise StopIteration
+
+    def skip_draws(self, circle: Circle, first: int, stop: int, arc: Arc) -> int:
+        """Leave out those of the draws ``first .. stop - 1`` that fall into an arc, which is the whole circle of this mixture.
+
+        Returns:
+            ``stop``, or the draw at which the epoch ended.
+        """
+        while first < stop and (arcs := self._plan()) is not None:
+            lefts = self._samples_left()
+            if isinstance(arcs, TokenArcs) or lefts is None:
+                return self._draw_in(circle, first, stop, arc)
+            parts = [within(arcs.arc(source), arc) for source in range(len(self._nodes))]
+            until = self._in_use.first_change(self._position, circle, first, stop, arc, parts)
+            until, ended = first_end(circle, first, until, parts, lefts)
+            for source, part in enumerate(parts):
+                self._leave_out(source, circle, first, until, part)
+            first = until
+            self._cross(self._in_use.caps)
+            if ended >= 0:
+                self._pass_end(ended)
+        return first
+
+    def _draw_in(self, circle: Circle, first: int, stop: int, arc: Arc) -> int:
+        """`skip_draws` a draw at a time, where only reading tells what there is."""
+        how: Callable[[Node[Any]], Any] = next if self.by_tokens else self._pass_over
+        for number in range(first, stop):
+            point = circle.point(number)
+            if arc[0] <= point < arc[1]:
+                self._given = stretched(point, arc)
+                try:
+                    self.draw(how)
+                except StopIteration:
+                    return number
+        return stop
+
+    def _pass_over(self, node: Node[Any]) -> None:
+        """Leave out a sample of the source that was chosen, at the point that has been given to a mixture that yields it."""
+        inner = self._inner[self.chosen]
+        if inner is None or inner.by_tokens:
+            node.skip(1)
+        else:
+            inner.draw(inner._pass_over)
+
+    def _samples_left(self) -> list[int] | None:
+        now = self._in_use
+        by_epochs = {source for source, cap in now.caps.items() if cap.unit == "epochs"}
+        endless = self._stop == "never" and not now.grow
+        return samples_left(self._sources, self._position, self._shard, by_epochs, endless=endless)
+
+    def _leave_out(self, source: int, circle: Circle, first: int, stop: int, part: Arc) -> None:
+        """Leave out the draws that are a source's, over as many of its epochs as they take."""
+        inner = self._inner[source]
+        left = count = circle.count(first, stop, part)
+        while left:
+            before = left
+            if inner is not None:
+                first = inner.skip_draws(circle, first, stop, part)
+                left = circle.count(first, stop, part)
+            else:
+                left -= leave_out_of_epoch(self._nodes[source], self._shard[0], left)
+            if left < before:
+                self._silent.pop(source, None)
+            if left:
+                self._pass_end(source)
+        self._position[NUM] += count
+        self._position[self._row.drawn.start + source] += count
+
+    def _pass_end(self, source: int) -> None:
+        try:
+            self._nodes[source].skip(1)
+        except StopIteration:
+            self._end(source)
+
+    # Ends
+
+    def _end(self, chosen: int) -> None:
+        """A source has ended, and its position is the beginning of its next epoch."""
+        self._arcs = None
+        self._in_use.end(self._position, chosen)
+        if self._stop == "never":
+            silent = self._silent[chosen] = self._silent.get(chosen, 0) + 1
+            if silent > SILENT_EPOCHS:
+                self.refuse_silent(chosen)
+            self._nodes[chosen].bind(self._nodes[chosen].position)
+        else:
+            self._over = self.end_at(self._position, chosen)
+
+    def end_at(self, position: View, source: int) -> bool:
+        """Note that a source has ended; whether the epoch has."""
+        if self._stop == "all":
+            position[self._row.drawn.start + source] ^= -1
+        return self._stop == "first"
+
+    def _require_more(self, position: View) -> None:
+        capped = self._in_use.caps and not any(position[self._row.weights])
+        if capped and any(below.repeat for node in self._nodes for _, below in node.walk()):
+            caps = {self._row.names[source]: cap.given for source, cap in self._in_use.caps.items()}
+            refuse_capped(caps, self._shard)
+
+    # At any position: `rescale_data.nodes.mixed.Mixture`
+
+    def drawn_at(self, position: View) -> list[tuple[int, list[int]]]:
+        return self._row.counted_at(position)
+
+    def slots_of(self, source: int) -> slice:
+        return self._slots[source]
+
+    def settle(self, position: View) -> bool:
+        """Other weights count from here on. A source that has ended in this epoch stays so."""
+        self._in_use.settle(position)
+        return sum(node.settle(position[slots]) for node, slots in self._changing) > 0
+
+    def refuse_silent(self, source: int) -> None:
+        refuse_silent(self._row.names[source], self._row.unit, self._shard)

@@ -1,0 +1,122 @@
+"""When the sources of a mixture end, as far as that is known without drawing, and which ends are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import numpy as np
+
+from rescale_data.errors import DataStateError
+from rescale_data.nodes.base import Node, View
+from rescale_data.nodes.circle import Arc, Circle
+from rescale_data.nodes.mixed import SILENT_EPOCHS
+from rescale_data.nodes.mixture_row import NUM, MixtureRow
+from rescale_data.nodes.reader import Reader
+from rescale_data.state import Ints
+
+ENDLESS = 1 << 62
+"""As many samples are left of a source that goes on from epoch to epoch."""
+
+
+def end_of_all(
+    row: MixtureRow, sources: Mapping[str, tuple[Node[Any], slice]], rows: Ints, shards: Ints
+) -> tuple[Ints, Ints] | None:
+    """`Node.epoch_end` of a mixture by samples that reads each source to its end.
+
+    Args:
+        row: Where the mixture keeps what.
+        sources: By name, and the slots of each.
+    """
+    left, after = np.zeros(len(rows), dtype=np.int64), rows.copy()
+    drawn, weights = after[:, row.drawn], rows[:, row.weights]
+    going = (drawn >= 0) & (weights != 0)
+    drawn[:] = np.maximum(drawn, ~drawn)
+    for i, (node, slots) in enumerate(sources.values()):
+        end = node.epoch_end(rows[:, slots], shards)
+        if end is None:
+            return None
+        taken = np.where(going[:, i], end[0], 0)
+        left += taken
+        drawn[:, i] += taken
+        after[:, slots] = np.where(going[:, i, None], end[1], rows[:, slots])
+    after[:, NUM] += left
+    return left, after
+
+
+def samples_left(
+    sources: Mapping[str, tuple[Node[Any], slice]],
+    position: View,
+    shard: tuple[int, int],
+    by_epochs: Set[int],
+    *,
+    endless: bool,
+) -> list[int] | None:
+    """How many samples each source has before it ends what a mixture reads of it; `None` where that is not known.
+
+    Args:
+        sources: By name, and the slots of each.
+        position: Of the mixture.
+        shard: The index of the logical shard, and how many there are.
+        by_epochs: Sources of which the mixture counts epochs.
+        endless: Whether the others never end.
+    """
+    row, shards = np.array(position)[None], np.array([shard[0]])
+    lefts: list[int] = []
+    for source, (node, slots) in enumerate(sources.values()):
+        if endless and source not in by_epochs:
+            lefts.append(ENDLESS)
+            continue
+        end = node.epoch_end(row[:, slots], shards)
+        if end is None or (source in by_epochs and _is_small(node, shard[1])):
+            return None
+        lefts.append(int(end[0][0]))
+    return lefts
+
+
+def first_end(circle: Circle, first: int, stop: int, parts: list[Arc], lefts: list[int]) -> tuple[int, int]:
+    """The first of the draws at which a source has nothing left, and which; ``stop`` and -1 where there is none."""
+    ended = -1
+    for source, (part, left) in enumerate(zip(parts, lefts, strict=True)):
+        if circle.count(first, stop, part) > left:
+            stop, ended = circle.find(first, part, left), source
+    return stop, ended
+
+
+def leave_out_of_epoch(node: Node[Any], shard: int, most: int) -> int:
+    """Leave out so many samples of a source; fewer where its epoch ends."""
+    num = 0
+    end = node.epoch_end(np.array(node.position)[None], np.array([shard]))
+    if end is not None:
+        num = min(most, int(end[0][0]))
+        node.skip(num)
+    else:
+        with suppress(StopIteration):
+            while num < most:
+                node.skip(1)
+                num += 1
+    return num
+
+
+def refuse_silent(name: str, unit: str, shard: tuple[int, int]) -> NoReturn:
+    """``DataStateError`` where a source has begun again too often without yielding anything."""
+    raise DataStateError(
+        f"The source {name!r} of a mixture yielded no {unit[:-1]} in {SILENT_EPOCHS} whole epochs "
+        f"of logical shard {shard[0]} of {shard[1]}: all of its rows were filtered out or are empty, or "
+        f"it has none. Use fewer logical shards, more data, or weight 0."
+    )
+
+
+def refuse_capped(caps: Mapping[str, Mapping[str, int]], shard: tuple[int, int]) -> NoReturn:
+    """``DataStateError`` where an endless stream ends, since all sources have reached their caps."""
+    raise DataStateError(
+        f"All sources of a mixture have reached their caps, {caps}, in logical shard {shard[0]} of "
+        f"{shard[1]}, and the stream is to be endless (repeat=True). Give larger caps, a source without one, or "
+        f"repeat=False, where the stream ends."
+    )
+
+
+def _is_small(node: Node[Any], num_logical_shards: int) -> bool:
+    """Whether a source goes on from epoch to epoch by itself, as one of fewer rows than logical shards does."""
+    return any(isinstance(n, Reader) and n.source.num_rows < num_logical_shards for _, n in node.walk())

@@ -1,0 +1,49 @@
+"""What a mixture shows of its progress."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rescale_data.nodes.base import Node
+from rescale_data.nodes.caps import Cap, parts_of
+from rescale_data.nodes.mixture_row import MixtureRow
+from rescale_data.nodes.readers_of import readers_of
+from rescale_data.state import Ints
+
+
+def mixture_progress(
+    row: MixtureRow,
+    sources: Mapping[str, tuple[Node[Any], slice]],
+    caps: Mapping[int, Cap],
+    num_logical_shards: int,
+    rows: Ints,
+    shards: Ints,
+) -> dict[str, float]:
+    """`WeightedSampler.progress`.
+
+    Args:
+        row: Where the mixture keeps what.
+        sources: By name, and the slots of each.
+        caps: By the number of their source.
+        rows: ``int64[M, slots]`` of the mixture.
+        shards: ``int64[M]`` indices.
+    """
+    drawn = rows[:, row.drawn]
+    counts = {"samples": np.maximum(drawn, ~drawn).sum(axis=0)}
+    if row.unit == "tokens":
+        counts["tokens"] = rows[:, row.tokens].sum(axis=0)
+    shown = {f"drawn_{unit}": count for unit, count in counts.items()}
+    shown["share"] = counts[row.unit] / max(1, counts[row.unit].sum())
+    found = {f"{key}/{name}": float(value[i]) for key, value in shown.items() for i, name in enumerate(row.names)}
+    for name, (node, slots) in sources.items():
+        if readers := readers_of(node, slots.start):
+            epochs = [reader.epochs_at(rows[:, slot:], shards) for reader, slot in readers]
+            found[f"epochs/{name}"] = float(np.mean(epochs))
+    for source, cap in caps.items():
+        limits = parts_of(cap, shards.tolist(), num_logical_shards)
+        count = rows[:, cap.slot]
+        found[f"capped_shards/{row.names[source]}"] = float((np.maximum(count, ~count) >= limits).sum())
+    return found

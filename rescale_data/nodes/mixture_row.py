@@ -1,0 +1,71 @@
+"""`MixtureRow`: what a mixture itself keeps in its position, before what its sources keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import replace
+from typing import Literal, TypeAlias
+
+import numpy as np
+import torch
+
+from rescale_data.errors import DataStateError
+from rescale_data.nodes.base import View
+from rescale_data.state import Field, Ints
+
+Unit: TypeAlias = Literal["samples", "tokens"]
+
+NUM, NOW = 0, 1
+"""The slots of the number of draws, and of what stands for the weights in use."""
+
+_FIRST = 2  # of those of each source
+KINDS = _DRAWS, _MIX, _DRAWN, _WEIGHT, _TOKENS, _SINCE = "draws", "mix", "drawn", "weight", "tokens", "since"
+
+
+class MixtureRow:
+    """The slots of each source, kind by kind, in the order of the names.
+
+    Args:
+        names: Of the sources.
+        unit: "tokens" are counted beside what is drawn.
+
+    Attributes:
+        drawn: Samples since the run began; the complement of their number where the source has ended in this epoch.
+        weights: Those in use, the bits of float64.
+        tokens: By tokens, in those samples.
+        since: By tokens, how many of them were drawn with other weights.
+    """
+
+    def __init__(self, names: Sequence[str], unit: Unit) -> None:
+        self.names, self.unit = names, unit
+        size = len(names)
+        kinds = [slice(_FIRST + i * size, _FIRST + (i + 1) * size) for i in range(4)]
+        self.drawn, self.weights, self.tokens, self.since = kinds
+
+    def fields(self) -> tuple[Field, ...]:
+        kinds = [Field((_DRAWN,), counts=True), Field((_WEIGHT,), torch.float64)]
+        if self.unit == "tokens":
+            kinds += [Field((_TOKENS,), counts=True), Field((_SINCE,), counts=True)]
+        own = (Field((_DRAWS,), counts=True), Field((_MIX,)))
+        return (*own, *(replace(kind, path=(*kind.path, name)) for kind in kinds for name in self.names))
+
+    def drawn_in(self, rows: Ints) -> Ints:
+        """What has been drawn in each of ``int64[M, slots]``, in the mixture's unit."""
+        return rows[:, self.tokens].sum(axis=1) if self.unit == "tokens" else rows[:, NUM]
+
+    def weights_at(self, position: View) -> list[float]:
+        return np.array(position[self.weights]).view(np.float64).tolist()
+
+    def counted_at(self, position: View) -> list[tuple[int, list[int]]]:
+        """The first slot and the values of what is counted of each source: documents, by tokens these too."""
+        kinds = [self.drawn, self.tokens] if self.unit == "tokens" else [self.drawn]
+        return [(kind.start, position[kind].tolist()) for kind in kinds]
+
+
+def check_saved(keys: Set[str]) -> None:
+    """``DataStateError`` where a state has the fields of a mixture that drew by another rule."""
+    if _DRAWS not in keys and any(key.startswith(f"{_DRAWN}.") for key in keys):
+        raise DataStateError(
+            "The state is that of a mixture of an older rescale_data, which drew from its sources by another rule: its "
+            "positions cannot be gone on from. Finish that run with the release that saved it, or begin a new one."
+        )

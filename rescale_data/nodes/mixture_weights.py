@@ -1,0 +1,187 @@
+"""`MixtureWeights`: which weights of a mixture count at a position, and how the next ones take over."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from rescale_data.errors import DataStateError
+from rescale_data.nodes.base import View
+from rescale_data.nodes.caps import Cap, parts_of
+from rescale_data.nodes.circle import Arc, Circle
+from rescale_data.nodes.mixture_row import NOW, NUM, MixtureRow
+from rescale_data.nodes.sizes import Sizes
+from rescale_data.nodes.weights import Schedule, from_json, mix_of, pieces_of, shares_until
+from rescale_data.state import Ints
+
+_log = logging.getLogger("rescale_data")
+
+
+class MixtureWeights:
+    """The weights of one logical shard's mixture. Those in use stand in its row; they change where these say.
+
+    Args:
+        row: Where the mixture keeps what.
+        given: By name, or a schedule; with ``sizes``, what these are at first.
+        shard: The index of the logical shard, and how many there are.
+        sizes: What the weights follow.
+        caps: By the number of their source.
+
+    Attributes:
+        holds: Whether the weights in use are those of now; else they stay until the position is settled.
+        turn_at: What has been drawn in this shard when the next weights begin; `None` where that is not ahead.
+    """
+
+    def __init__(
+        self,
+        row: MixtureRow,
+        given: Mapping[str, float] | Schedule,
+        shard: tuple[int, int] = (0, 1),
+        sizes: Sizes | None = None,
+        caps: Mapping[int, Cap] | None = None,
+    ) -> None:
+        self._row, self._given, self._shard = row, given, shard
+        self.sizes, self.caps = sizes, caps or {}
+        self._pieces = pieces_of(row.names, given)
+        self._said: set[str] = set()
+        self.seek()
+
+    def seek(self) -> None:
+        """The position has been rewritten."""
+        self.holds, self.turn_at = True, None
+
+    @property
+    def is_scheduled(self) -> bool:
+        return len(self._pieces.begins) > 1
+
+    @property
+    def grow(self) -> bool:
+        """Whether they follow sizes that differ from epoch to epoch."""
+        return self.sizes is not None and self.sizes.grow
+
+    @property
+    def may_change(self) -> bool:
+        """Whether others may count from any document on."""
+        return bool(self.is_scheduled or self.sizes or self.caps)
+
+    def begin(self, position: View) -> None:
+        """Write those of the beginning of a run."""
+        position[NOW], position[self._row.weights] = (
+            self._pieces.slots[0] if self.sizes is None else self.sizes.pieces(position).slots[0]
+        )
+
+    def settle(self, position: View) -> None:
+        """Let those of now count."""
+        self._put(position, *self._target(position))
+
+    def is_pending(self, position: View) -> bool:
+        """Whether others than those in use are to count."""
+        return position[NOW] != self._target(position)[0]
+
+    def watch(self, position: View) -> None:
+        """Whether the weights are those of now, and how far they hold; else they stay until the position is settled."""
+        if self.caps and not position[NUM]:  # of a cap of less than one in each logical shard
+            self.settle(position)
+        self.holds = not self.is_pending(position)
+        self.turn_at = None
+        if self.holds and self.is_scheduled:
+            end = self._pieces.end(int(self._progress_of(np.array(position)[None])[0]))
+            self.turn_at = None if end is None else -(-end // self._shard[1])
+
+    def cross(self, position: View, drawn: int, sources: Iterable[int]) -> bool:
+        """After a draw: whether a schedule's next piece begins, or a source has reached its cap; what follows then counts.
+
+        Args:
+            drawn: In this shard, in the mixture's unit.
+            sources: That may have reached their caps.
+        """
+        capped = [s for s in sources if self.holds and s in self.caps and self.caps[s].reached(position)]
+        crossed = bool(capped) or (self.turn_at is not None and drawn >= self.turn_at)
+        if crossed:
+            self._change(position, capped)
+        return crossed
+
+    def end(self, position: View, source: int) -> None:
+        """A source's next epoch begins, where it may have another size or have reached its cap."""
+        if self.holds and (self.sizes or source in self.caps):
+            self._change(position, [source])
+
+    def first_change(self, position: View, circle: Circle, first: int, stop: int, arc: Arc, parts: list[Arc]) -> int:
+        """The first of the draws that is drawn with other weights; ``stop`` where there is none."""
+        if self.turn_at is not None and circle.count(first, stop, arc) > (room := self.turn_at - position[NUM]):
+            stop = circle.find(first, arc, room)
+        for source, cap in self.caps.items():
+            room = cap.limit - cap.drawn(position)
+            if self.holds and cap.unit == "samples" and 0 < room <= circle.count(first, stop, parts[source]):
+                stop = circle.find(first, parts[source], room - 1) + 1
+        return stop
+
+    def check_change(self, saved: Mapping[str, Any], rows: Ints) -> None:
+        """`Node.check_change` of the mixture."""
+        names, before, progress = self._row.names, from_json(saved["weights"]), int(self._progress_of(rows).max())
+        if isinstance(self._given, Schedule) and isinstance(before, Schedule | dict):
+            was = shares_until(pieces_of(names, before), progress)
+            now = shares_until(self._pieces, progress)
+            if was != now:
+                raise DataStateError(
+                    f"The weights of the Schedule up to {progress}, which is what the logical shard that is farthest has drawn "
+                    f"times their number, differ from those of the checkpoint: they were {_shown(was, now)}, and are "
+                    f"{_shown(now, was)}. What has been drawn cannot change: give the saved keys up to there, and change "
+                    f"those behind. With interpolate='linear' both keys around it count."
+                )
+        for source, cap in self.caps.items():
+            name, drawn = names[source], rows[:, cap.slot]
+            drawn = np.maximum(drawn, ~drawn)
+            limits = parts_of(cap, range(len(rows)), self._shard[1])
+            if saved.get("caps", {}).get(name) != cap.given and (drawn > limits).any():
+                total = drawn.max() if cap.unit == "epochs" else drawn.sum()
+                raise DataStateError(
+                    f"caps[{name!r}]={cap.given} is below what has been drawn already: {int(total)} {cap.unit}, in "
+                    f"{int((drawn > limits).sum())} of {len(rows)} logical shards more than their part. Give a larger cap; for "
+                    f"a source that is to rest, weight 0."
+                )
+
+    def _progress_of(self, rows: Ints) -> Ints:
+        """What the mixture has drawn in each logical shard in its unit, times the number of these."""
+        return self._row.drawn_in(rows) * self._shard[1]
+
+    def _target(self, position: View) -> tuple[int, View]:
+        """The weights that are to count at a position, and a number that stands for them."""
+        if not self.may_change:
+            return self._pieces.slots[0]
+        pieces = self._pieces if self.sizes is None else self.sizes.pieces(position)
+        number = 0 if len(pieces.begins) == 1 else pieces.number(int(self._progress_of(np.array(position)[None])[0]))
+        reached = [source for source, cap in self.caps.items() if cap.reached(position)]
+        if not reached:
+            return pieces.slots[number]
+        weights = [0.0 if source in reached else weight for source, weight in enumerate(pieces.weights[number])]
+        return mix_of(self._row.names, weights), np.array(weights).view(np.int64).data
+
+    def _put(self, position: View, mix: int, weights: View) -> None:
+        row = self._row
+        if position[NOW] != mix:
+            position[NOW], position[row.weights] = mix, weights
+            if row.unit == "tokens":
+                position[row.since] = position[row.tokens]
+
+    def _change(self, position: View, sources: Iterable[int]) -> None:
+        """Let the weights of now take effect, in the middle of an epoch."""
+        self.settle(position)
+        for source in [s for s in sources if s in self.caps and self.caps[s].reached(position)]:
+            name = self._row.names[source]
+            if self._shard[0] or name in self._said:
+                continue
+            self._said.add(name)
+            _log.warning(
+                "The source %r of a mixture has reached its cap of %s in the first of %d logical shards, as it will in the "
+                "others: its part goes to the other sources.", name, self.caps[source].given, self._shard[1],
+            )  # fmt: skip
+
+
+def _shown(one: list[Any], other: list[Any]) -> str:
+    """What is in one list of (progress, weights) and not in the other, in a few words."""
+    found = [f"{dict(shares)} from {begin} on" for begin, shares in one if (begin, shares) not in other]
+    return ", ".join(found[:3]) or "nothing there"
