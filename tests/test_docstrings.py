@@ -12,14 +12,8 @@ import rescale_data
 from rescale_data import checkpoint, testing
 
 NOT_OURS = {"BaseNode": "torchdata's class, with its own docstring"}
-WRONG = {"Schedule": "nodes/weights.py: the example shows 'web' where the mixture draws 'math'"}
 NAMES = [
-    pytest.param(
-        module,
-        name,
-        id=f"{module.__name__}.{name}",
-        marks=[pytest.mark.xfail(reason=WRONG[name], strict=True)] if name in WRONG else [],
-    )
+    pytest.param(module, name, id=f"{module.__name__}.{name}")
     for module in (rescale_data, checkpoint, testing)
     for name in module.__all__
     if name not in NOT_OURS

@@ -40,7 +40,7 @@ class Schedule:
         >>> shard = rd.Shard()
         >>> rows = {name: rd.Reader([name] * 50, shard) for name in ("web", "math")}
         >>> next(rd.WeightedSampler(rows, anneal))
-        'web'
+        'math'
     """
 
     keys: Sequence[tuple[int, Mapping[str, float]]]
