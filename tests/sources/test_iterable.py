@@ -182,8 +182,9 @@ class TestHuggingFace:
         rows = Counter(row["x"] for i in range(3) for row in rd.StreamReader(source, rd.Shard(i, 3)))
         assert rows == Counter(row["x"] for i in range(6) for row in numbers(i))
 
-    def test_a_shuffle_buffer_is_not_in_its_state(self, stream: Any) -> None:
+    def test_a_shuffle_buffer_is_not_in_its_state(self, stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """So it is read again: resumed by its state alone it would lose what was in the buffer."""
+        monkeypatch.setattr("datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)  # a second for each stream that ends
         shuffled = stream.shuffle(seed=1, buffer_size=3).map(lambda row: row)
         source = rd.IterableSource(shuffled)
         assert source.keeps == "count"
