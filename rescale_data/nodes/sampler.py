@@ -20,6 +20,7 @@ from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.shard_of import find_shard
 from rescale_data.nodes.sizes import Size, Sizes
 from rescale_data.nodes.weights import Schedule, as_json, mix_of
+from rescale_data.sources.decoded.cache import follows
 from rescale_data.sources.source import TokenSource
 from rescale_data.state import Field, Ints
 
@@ -208,7 +209,8 @@ class WeightedSampler(Node[Any]):
             return None
         name = type(self).__name__
         below = [node.documents(column) or ColumnDocuments(node, column, name) for node in self._nodes]
-        room = min([s.cache_bytes for _, n in self.walk() if isinstance(s := n.reads, TokenSource)], default=2**30)
+        readers = [n.reads for _, n in self.walk() if n.reads is not None]
+        room = min([source.cache_bytes for source in readers if follows(source, TokenSource)], default=2**30)
         return MixedDocuments(
             self._draws,
             below,
