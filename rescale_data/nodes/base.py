@@ -296,6 +296,16 @@ class Node(BaseNode[T]):
             rows: ``int64[N, slots]``, the positions of all logical shards in it.
         """
 
+    def earlier(self, saved: Mapping[str, Any], rows: Ints) -> Sequence[tuple[int, Mapping[str, Any]]]:
+        """What `adopt` is told of the parameters that there were, to go on within what was begun with them; kept in states.
+
+        Args:
+            saved: The `parameters` of this node in the state, and what this returned before it, as "before".
+            rows: ``int64[N, slots]``, the positions of all logical shards in it.
+        """
+        del saved, rows
+        return ()
+
     def check_saved(self, keys: Set[str]) -> None:
         """``DataStateError`` where a state has these fields for this node, which are of an order that there is no more."""
 

@@ -7,6 +7,8 @@ from typing import Any, TypeAlias
 
 from rescale_data.state import Ints
 
+BEFORE = "before"
+"""Beside the parameters of a node in a state: what it has to know of earlier ones."""
 LASTING = ("seq_len", "max_documents")
 """What the position of a packer depends on within a window."""
 History: TypeAlias = Sequence[tuple[int, Mapping[str, Any]]]
