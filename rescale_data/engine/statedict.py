@@ -13,6 +13,7 @@ Every row says whose it is: ``stamp`` of row i is ``-1 - (samples * N + i)``. So
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -31,11 +32,13 @@ from rescale_data.engine.ranks import Ranks
 from rescale_data.engine.recipe import (
     DEALT,
     ENDED,
+    IN_STEP,
     SAMPLES,
     STAMP,
     STRINGS,
     UNDEALT,
     History,
+    path_name,
 )
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.warned import say_changes, steps_left_out, without_functions
@@ -244,7 +247,7 @@ def header(stream: Standing) -> dict[str, Any]:
         "seed": stream.seed,
         "version": VERSION,
         "sources": schema.sources_json,
-        "pipeline": schema.pipeline_json,
+        "pipeline": schema.pipeline_json_at(in_step=clock.in_step),
         "fields": schema.fields_json,
     }
 
@@ -456,7 +459,7 @@ def _clock(state: Mapping[str, Any]) -> Clock:
     counts = {name: int(state[name]) for name in ("samples", "origin", "step", "epoch")}
     if state["version"] > 1:
         counts["step"] -= (counts["samples"] - counts["origin"]) // int(state["global_batch_size"])
-    return Clock(**counts)
+    return Clock(**counts, in_step=IN_STEP in json.loads(state["pipeline"])[path_name(())])
 
 
 def _join(stream: Stream, growth: Growth, table: Ints) -> dict[str, History]:
