@@ -53,20 +53,19 @@ def save_with_a_fuse(folder: str, options: Any, mode: Any, first: int, victim: i
     objects.ObjectStore = FusedStore  # type: ignore[misc]
     FusedStore.left = fuse if dist.get_rank() == victim else 10**9
     with CheckpointManager(folder, keep_latest=1, async_mode=mode, storage_options=options) as manager:
-        for step in range(first, first + 3):
-            for _ in range(2):  # a replacement is a save, too
-                manager.save(step, state_of(step))
-                manager.wait()
-                if dist.get_rank() == 0:
-                    reports.send(step)
+        for step in (first, first, first + 1):  # a replacement is a save, too, and the last save deletes a step
+            manager.save(step, state_of(step))
+            manager.wait()
+            if dist.get_rank() == 0:
+                reports.send(step)
 
 
 def test_kills_at_random_requests() -> None:
     rng, folder, committed, killed, stuck = random.Random(KILLS), f"s3://{BUCKET}/{uuid.uuid4().hex}", 0, 0, 0
     with serving() as server:
-        for round_ in range(KILLS // 5):
+        for round_ in range(KILLS // 8):
             victim = round_ % 4 // 3
-            fuse = rng.randrange(6 if victim else 50) if committed else 10**9
+            fuse = rng.randrange(3 if victim else 24) if committed else 10**9
             ours, theirs = context.Pipe(duplex=False)
             mode = ("thread", "disabled")[round_ % 2]
             arguments = (folder, server.options, mode, committed + 1, victim, fuse, theirs)
@@ -87,5 +86,5 @@ def test_kills_at_random_requests() -> None:
             assert (target["weights"] == found).all()
             committed = found
     assert stuck < 3, "a rank that lives raises: its group is broken"
-    assert killed > KILLS // 10
-    assert committed > KILLS // 10, "and after commits, in replacements and deletions, too"
+    assert killed > KILLS // 20
+    assert committed > KILLS // 20, "and after commits, in replacements and deletions, too"
