@@ -77,6 +77,12 @@ def field_of(path: tuple[str, ...], value: Any) -> Field:
     )
 
 
+def field_described(key: str, about: Mapping[str, Any]) -> Field:
+    """The field, its path in one, that `Field.describe` describes; where that fits a number, it is one."""
+    dtype, shape = getattr(torch, about["dtype"]), tuple(about["shape"])
+    return Field((key,), dtype, shape if shape or dtype not in _SCALARS.values() else None)
+
+
 def encode(field: Field, value: Any) -> list[int]:
     """``value`` as the slots of ``field``; ``TypeError`` where dtype or shape is not the field's."""
     given = field_of(field.path, value)

@@ -98,6 +98,7 @@ class Schema:
         _require_all_named_or_none(root)
         self.root = root
         self.group = max(node.group for _, node in root.walk())
+        self.is_mixture = any(node.CHILDREN_MAY_CHANGE or len(node.children) > 1 for _, node in root.walk())
         self.histories: Histories = {}
         self.excluded_steps: list[tuple[int, int]] = []
         self._sources_json: str | None = None
@@ -226,7 +227,8 @@ class Schema:
 
     @cached_property
     def fields_json(self) -> str:
-        return to_json({field.key: field.describe() for field in (*self.fields, STAMP)})
+        """In the order of the slots."""
+        return json.dumps({f.key: f.describe() for f in (*self.fields, STAMP)}, separators=(",", ":"))
 
 
 def _described(node: Node[Any]) -> dict[str, str]:
