@@ -17,7 +17,7 @@ from rescale_data.engine.change import Changed, Fitted, fit
 from rescale_data.engine.load import OTHER_FIELDS, require_fit
 from rescale_data.engine.recipe import STAMP, Schema
 from rescale_data.engine.stream import HasStream
-from rescale_data.engine.table import IN_ONE, ROWS, fields_in, row_shapes
+from rescale_data.engine.table import IN_ONE, fields_in, stored, version_of
 from rescale_data.errors import DataStateError
 from rescale_data.state import Field
 
@@ -36,7 +36,6 @@ def check(saved: Mapping[str, Any], head: Mapping[str, Any], loader: HasStream) 
     schema = loader.stream.schema
     _check_num_logical_shards(saved, loader.stream.layout.num_logical_shards)
     rows = {key: _row(key, entry) for key, entry in saved.items()}
-    head = {**head, "shards": {}}
     fitted = fit(schema, head)
     fields = {field.key: _row_of(field) for field in (*schema.fields, STAMP)}
     _check_fields(_without(_by_field(rows, head), fitted.removed), _without(fields, fitted.added))
@@ -57,8 +56,7 @@ def _row_of(field: Field) -> Row:
 def _by_field(rows: dict[str, Row], head: Mapping[str, Any]) -> dict[str, Row]:
     if head["version"] != IN_ONE:
         return rows
-    own = {key: row for key, row in rows.items() if key != ROWS}
-    return {**own, **{field.key: _row_of(field) for field in fields_in(head)}}
+    return {STAMP.key: rows[STAMP.key], **{field.key: _row_of(field) for field in fields_in(head)}}
 
 
 def _without(by_key: Mapping[str, V], children: Sequence[Changed]) -> dict[str, V]:
@@ -67,8 +65,7 @@ def _without(by_key: Mapping[str, V], children: Sequence[Changed]) -> dict[str, 
 
 def _check_plain_load(rows: Mapping[str, Row], schema: Schema, fitted: Fitted) -> None:
     """``DataStateError`` where ``dcp.load`` refuses what `load_changed` takes."""
-    wanted = row_shapes(schema)
-    if all(key in rows and rows[key][0] == shape for key, shape in wanted.items()):
+    if all(rows.get(field.key) == _row_of(field) for field in stored(version_of(schema), schema.fields)):
         return
     added, removed = ([child.name for child in children] for children in (fitted.added, fitted.removed))
     differs = f"{added} are new and {removed} gone" if added or removed else "it was saved by an older rescale_data"

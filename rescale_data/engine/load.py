@@ -18,7 +18,7 @@ from rescale_data.engine.ranks import Ranks
 from rescale_data.engine.recipe import DEALT, ENDED, STRINGS, UNDEALT, History
 from rescale_data.engine.statedict import INTS, RankRows, header
 from rescale_data.engine.stream import Stream
-from rescale_data.engine.table import BY_FIELD, IN_ONE, by_field, is_dealt, table_of
+from rescale_data.engine.table import BY_FIELD, IN_ONE, is_dealt, table_of
 from rescale_data.engine.warned import say_changes, steps_left_out, without_functions
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
@@ -41,10 +41,11 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
         raise DataStateError(
             f"The state lacks {missing}. Give what loader.state_dict() returned, or DCP loaded into it."
         )
-    fitted = require_fit(stream, by_field({**state, "shards": _whole(stream.ranks, state["shards"])}))
+    shards = _whole(stream.ranks, state["shards"])
+    fitted = require_fit(stream, state)
     changed = state["pipeline"] != stream.schema.pipeline_json
+    table = table_of(stream.schema, {**state, "shards": shards}, fitted.added)
     state = fitted.state
-    table = table_of(stream.schema, state["shards"], stream.layout.num_logical_shards, int(state["samples"]))
     _require_one_end(table)
     was_dealt = is_dealt(table)
     forms: dict[str, History] = {}

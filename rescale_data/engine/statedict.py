@@ -24,7 +24,6 @@ from rescale_data.engine.recipe import SAMPLES, STAMP
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.table import is_dealt, stamps_of, tensors_of, version_of
 from rescale_data.errors import DataStateError
-from rescale_data.sources.source import Saveable
 from rescale_data.state import Ints
 
 _OF_NONE = -(1 << 62)  # the stamp of a row that is nobody's
@@ -207,9 +206,8 @@ def _find_apart(stream: Standing) -> str:
 
 def _require_saveable(stream: Standing) -> None:
     """``DataStateError`` where a source could not be resumed: said now, and not when the run is lost."""
-    for source in stream.schema.sources().values():
-        if isinstance(source, Saveable):
-            source.require_saveable()
+    for source in stream.schema.saveable:
+        source.require_saveable()
 
 
 def _refuse_simulated(stream: Standing) -> None:

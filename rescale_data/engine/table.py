@@ -11,20 +11,19 @@ Every row says whose it is: ``stamp`` of row i is ``-1 - (samples * N + i)``. So
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from rescale_data.engine.recipe import DEALT, FIRST_SLOT, OWN_FIELDS, STAMP, UNDEALT, Schema
+from rescale_data.engine.change import Changed
+from rescale_data.engine.recipe import DEALT, OWN_FIELDS, STAMP, UNDEALT, Schema
 from rescale_data.errors import DataStateError
 from rescale_data.state import Field, Ints, field_described, from_tensors, offsets, to_tensors
 
 BY_FIELD, IN_ONE = 2, 3
 """Format versions."""
 ROWS = "rows"
-_OWN = (*OWN_FIELDS, STAMP)
 
 
 def version_of(schema: Schema) -> int:
@@ -33,65 +32,73 @@ def version_of(schema: Schema) -> int:
 
 def tensors_of(schema: Schema, table: Ints, stamps: torch.Tensor) -> dict[str, torch.Tensor]:
     """Rows of the table, ``int64[M, columns]``, and their stamps as they stand in a state; copies."""
-    own = {STAMP.key: stamps}
-    if not schema.is_mixture:
-        return {**own, **to_tensors(schema.fields, table)}
-    return {**own, **to_tensors(OWN_FIELDS, table), ROWS: torch.from_numpy(table[:, FIRST_SLOT:].copy())}
+    return {STAMP.key: stamps, **to_tensors(stored(version_of(schema), schema.fields), table)}
 
 
 def stamps_of(shards: range, samples: int, num_logical_shards: int) -> torch.Tensor:
     return -1 - samples * num_logical_shards - torch.arange(shards.start, shards.stop, dtype=torch.int64)
 
 
-def row_shapes(schema: Schema) -> dict[str, tuple[int, ...]]:
-    """The tensors of a state, each without its dim of N."""
-    if not schema.is_mixture:
-        return {field.key: field.shape or () for field in (*schema.fields, STAMP)}
-    return {**{field.key: () for field in _OWN}, ROWS: (offsets(schema.root.fields)[-1],)}
+def stored(version: int, fields: Sequence[Field]) -> tuple[Field, ...]:
+    """What is a tensor of its own in a state, of the columns of a table."""
+    of_nodes = fields[len(OWN_FIELDS) :]
+    return (*OWN_FIELDS, Field((ROWS,), torch.int64, (offsets(of_nodes)[-1],))) if version == IN_ONE else tuple(fields)
+
+
+def fields_in(state: Mapping[str, Any]) -> list[Field]:
+    """The columns of the table that a state was saved with."""
+    own = {field.key for field in (*OWN_FIELDS, STAMP)}
+    saved = json.loads(state["fields"]).items()
+    return [*OWN_FIELDS, *(field_described(key, about) for key, about in saved if key not in own)]
 
 
 def by_field(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state as one of format version 2, with a tensor a field."""
-    if state["version"] != IN_ONE:
+    if state.get("version") != IN_ONE:
         return dict(state)
-    shards = dict(state["shards"])
-    if shards:
-        shards.update(_columns(fields_in(state), shards.pop(ROWS, None)))
+    shards = {STAMP.key: state["shards"][STAMP.key], **to_tensors(fields_in(state), _saved(state))}
     return {**state, "version": BY_FIELD, "shards": shards}
 
 
-def fields_in(state: Mapping[str, Any]) -> list[Field]:
-    """The fields of the pipeline that a state was saved with, in the order of their slots."""
-    own = {field.key for field in _OWN}
-    return [field_described(key, about) for key, about in json.loads(state["fields"]).items() if key not in own]
+def table_of(schema: Schema, state: Mapping[str, Any], added: Sequence[Changed]) -> Ints:
+    """The table of a state, every value checked, its columns found by their names.
+
+    Args:
+        added: The children that have come since: they begin.
+    """
+    saved = _saved(state)
+    _require_own_rows(state["shards"][STAMP.key], int(state["samples"]))
+    before, now = _slots(fields_in(state)), _slots(schema.fields)
+    own = {key for key in now.keys() - before.keys() if any(key in child.own for child in added)}
+    kept = [key for key in now if key in before]
+    source, target = ([slot for key in kept for slot in slots[key]] for slots in (before, now))
+    if source == target == list(range(saved.shape[1])) and len(kept) == len(now):
+        return saved
+    table = schema.fresh_table(len(saved))
+    table[:, [slot for key in own for slot in now[key]]] = 0
+    table[:, target] = saved[:, source]
+    return table
 
 
-def _columns(fields: list[Field], rows: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    width = offsets(fields)[-1]
-    if rows is None or rows.dim() != 2 or rows.dtype is not torch.int64 or rows.shape[1] != width:
-        found = "is missing" if rows is None else f"has shape and dtype {tuple(rows.shape), rows.dtype}"
-        raise DataStateError(
-            f"The table {ROWS!r} of the state {found}; by its fields it is int64[N, {width}]: the state was changed. Load "
-            f"another checkpoint."
-        )
-    return to_tensors(fields, rows.detach().cpu().numpy())
+def _slots(fields: Sequence[Field]) -> dict[str, range]:
+    return {f.key: range(a, a + f.num_slots) for f, a in zip(fields, offsets(fields), strict=False)}
 
 
-def table_of(schema: Schema, tensors: Mapping[str, torch.Tensor], num_rows: int, samples: int) -> Ints:
-    """The table of a state by field, every value checked."""
-    fields = (*schema.fields, STAMP)
-    missing = sorted({field.key for field in fields} - set(tensors))
+def _saved(state: Mapping[str, Any]) -> Ints:
+    """The table as a state has it, a copy: its columns are `fields_in` it."""
+    tensors, n = state["shards"], int(state["num_logical_shards"])
+    fields = stored(state["version"], fields_in(state))
+    missing = sorted({field.key for field in (*fields, STAMP)} - set(tensors))
     if missing:
         raise DataStateError(f"The table of the state lacks the fields {missing}.")
-    for field in fields:
-        want = (num_rows, *(field.shape or ())), field.dtype
+    for field in (*fields, STAMP):
+        want = (n, *(field.shape or ())), field.dtype
         got = tuple(tensors[field.key].shape), tensors[field.key].dtype
         if got != want:
             raise DataStateError(
-                f"The field {field.key!r} of the state has shape and dtype {got}; the pipeline has {want}."
+                f"The field {field.key!r} of the state has shape and dtype {got}; the pipeline that was saved has {want}."
             )
-    _require_own_rows(tensors[STAMP.key], samples)
-    return np.ascontiguousarray(from_tensors(schema.fields, tensors))
+    return from_tensors(fields, tensors)
 
 
 def is_dealt(table: Ints) -> bool:
