@@ -13,9 +13,10 @@ from typing import Any, NoReturn
 
 from rescale_data.engine.collate import pin, with_valid
 from rescale_data.engine.feed import MicroBatch
+from rescale_data.engine.load import load_state_dict
 from rescale_data.engine.moment import Standing, counters
 from rescale_data.engine.setup import Setup, with_global_batch_size
-from rescale_data.engine.statedict import Sharded, load_state_dict, state_dict
+from rescale_data.engine.statedict import Sharded, state_dict
 from rescale_data.engine.stream import Stream
 from rescale_data.errors import require_int
 
