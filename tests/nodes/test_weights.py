@@ -310,7 +310,7 @@ def test_a_window_that_is_open_holds_what_it_held(saved: Any, now: Any, above: s
         return {name: value.tolist() for name, value in batch.items()}
 
     def place(of: rd.DataLoader) -> tuple[int, int]:
-        shards = of.state_dict()["shards"]
+        shards = by_field(of.state_dict())["shards"]
         return int(shards["emitted"]), int(next(v for k, v in shards.items() if k.endswith("draws")))
 
     with loader(*saved) as first:
