@@ -4,26 +4,26 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 class Stretch:
-    def __new__(
-        cls,
-        address: Any,
-        kind: Any,
+    def __new__(cls, position: memoryview, reach: memoryview, bos: int, eos: int, /) -> Self: ...
+    def append(
+        self,
+        arrays: tuple[Any, ...],
+        array: Any,
+        start: Any,
         length: Any,
         ends: Any,
         slot: Any,
         value: Any,
-        position: memoryview,
-        bos: int,
-        eos: int,
         owner: object,
         /,
-    ) -> Self: ...
+    ) -> None: ...
+    def was_used(self) -> bool: ...
     @property
-    def owner(self) -> Any: ...
+    def parts(self) -> list[Any]: ...
     @property
     def document(self) -> int: ...
     @property
     def left(self) -> int: ...
 
 def fill(stretches: Sequence[Any], first: int, tokens: Any, labels: Any, doc_ids: Any, /) -> int: ...
-def join(addresses: Any, num_bytes: Any, destination: Any, /) -> None: ...
+def join(array: Any, start: Any, length: Any, destination: Any, /) -> None: ...
