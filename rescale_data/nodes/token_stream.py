@@ -110,7 +110,7 @@ class TokenStream:
     def _begin(self) -> Stretch:
         if self._position[0] and self._is_blocked(self._position[1:]):
             self._position[0] = 0  # the document ends here
-        this = ref(self)
+        this: ref[TokenStream] = ref(self)
         return stretch(self._around, self._position, lambda: _forget(this))
 
     def _extend(self, found: Stretch) -> None:
