@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -95,3 +96,22 @@ class InProcess:
 
     def close(self) -> None:
         self._turns = None
+
+
+class Traced:
+    """In place of samples, where they come from: of those of some shards (`Runner.trace`)."""
+
+    def __init__(self, runner: Runner, shards: Container[int]) -> None:
+        self._runner, self.shards = runner, shards
+
+    def start(self, leg: Leg, table: Ints, first: int) -> None:
+        self._runner.load(table, leg.histories, leg.layout.owned(leg.rank))
+        self._turns, self._u = leg.turns(table), first
+
+    def take(self) -> MicroBatch:
+        turn = self._turns.turn(self._u)
+        lines, rows = self._runner.trace(turn, self.shards)
+        self._u += 1
+        return MicroBatch(lines, turn.index, rows, turn.shards, sum(turn.is_real))
+
+    def close(self) -> None: ...

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Container, Mapping
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES, Histories, Recipe, S
 from rescale_data.errors import DataStateError
 from rescale_data.layout.turns import Turn
 from rescale_data.nodes.base import Node
+from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.nodes.tray import Columns, Tray
 from rescale_data.sources.decoded.interest import serve
 from rescale_data.state import Ints
@@ -72,6 +73,25 @@ class Runner:
         if turn.numbers is None:  # else each was counted when it was fetched
             self._samples[turn.index] += turn.counts
         return batch, np.array(self.table[turn.index])
+
+    def trace(self, turn: Turn, shards: Container[int]) -> tuple[list[list[str]], Ints]:
+        """One micro batch as `take`, but of each sample only where it comes from, a line a document.
+
+        Args:
+            shards: Whose samples are drawn. Those of others are left out: at an endless stream with no work at all, so
+                their positions are wrong from there on.
+        """
+        found: list[list[str]] = [[] for _ in turn.shards]
+        for place, shard in enumerate(turn.shards if turn.num_real < 0 else turn.shards[: turn.num_real]):
+            if turn.numbers is not None:
+                self.skip(shard, turn.numbers[place] - int(self._samples[shard]))
+            if shard in shards:
+                found[place] = _lines(self._draw(shard), self._live[shard])
+            elif not self._recipe.repeat:
+                self.skip(shard, 1)
+                continue
+            self._samples[shard] += 1
+        return found, np.array(self.table[turn.index])
 
     def skip(self, shard: int, num_samples: int) -> None:
         """Leave out samples of a shard, in constant time where its pipeline knows how many an epoch has."""
@@ -227,6 +247,11 @@ class Runner:
         node.bind(self._slots(shard).data)
         self._live[shard] = node
         return node
+
+
+def _lines(sample: Any, node: Node[Any] | None) -> list[str]:
+    where = cast(Mapping[str, Any], sample).get(PROVENANCE) if isinstance(sample, Mapping) else None
+    return str(where or (node.locate() if node is not None else "")).splitlines()
 
 
 def _collated(samples: list[Any], collate: Collate | None) -> Any:

@@ -296,3 +296,32 @@ def test_plan() -> None:
                 assert rd.plan(24, micro_batch_size=micro_batch_size, num_workers=workers)
     assert "hold no data-parallel rank" in call("plan", 768, "--gpus", 4, "--model-parallel", 8, code=2)
     assert "at least 1" in call("plan", 768, "--to", 0, code=2)
+
+
+SOURCE = rd.DatasetSource([{"x": i} for i in range(48)], name="numbers")
+
+
+def numbers(shard: rd.Shard) -> rd.BaseNode[Any]:
+    return rd.Reader(SOURCE, shard)
+
+
+def test_audit(tmp_path: Path) -> None:
+    loader = rd.DataLoader(numbers, global_batch_size=4, repeat=True)
+    seen = [batch["x"].tolist() for _, batch in zip(range(6), loader, strict=False)]
+    save(tmp_path / "run" / "step-6", {"loader": loader})
+    asked = ["audit", tmp_path / "run", "--pipeline", f"{__name__}:numbers", "--repeat"]
+    text = call(*asked, "--find", f"numbers:{seen[4][1]}")
+    assert f"numbers[{seen[4][1]}]" in text
+    assert "1 rows, drawn 1 times; in 1 samples of steps 0 to 5" in text
+    found = json.loads(call(*asked, "--steps", "2:4", "--json"))
+    assert [one["documents"] for one in found["served"]] == [[f"numbers: numbers[{x}]"] for x in seen[2] + seen[3]]
+    assert "3 not shown" in call(*asked, "--steps", "5", "--limit", "1")
+    for wrong, says in (
+        (["--steps", "5:9"], "newest checkpoint"),
+        (["--steps", "x"], "FIRST:STOP"),
+        ([], "--find SOURCE:ROW or --steps"),
+        (["--find", "others:1"], "reads the sources ['numbers']"),
+    ):
+        assert says in call(*asked, *wrong, code=2).replace("\n", " ")
+    for name in ("nowhere:f", f"{__name__}:nothing", __name__):
+        assert "MODULE:FUNCTION" in call("audit", tmp_path / "run", "--pipeline", name, "--steps", "1", code=2)

@@ -223,9 +223,9 @@ class ShardRows:
         order = self.order(epoch)
         return order.ends(order.span(row)[1], self.fragments(epoch))
 
-    def owned(self, epoch: int, first: int, stop: int) -> Ints:
+    def owned(self, epoch: int, first: int, stop: int, shard: int = -1) -> Ints:
         """Rows of the source that the shard's rows ``first .. stop - 1`` are, windows not permuted."""
-        return self.order(epoch).owned(self._shuffle(epoch), first, stop, self.fragments(epoch))
+        return self.order(epoch, shard).owned(self._shuffle(epoch), first, stop, self.fragments(epoch))
 
     def numbered(self, epoch: int, rows: Ints) -> Ints:
         """Rows of the source as the view of an epoch numbers them, whatever has joined since."""
@@ -235,6 +235,17 @@ class ShardRows:
         starts, lengths = fragments[:-1][view.fragments], np.diff(fragments)[view.fragments]
         at = np.searchsorted(starts, rows, side="right") - 1
         return rows - starts[at] + (np.cumsum(lengths) - lengths)[at]
+
+    def places(self, rows: Ints, epoch: int) -> list[tuple[int, int]]:
+        """Where in an epoch the shards read some rows of the source: each shard and the number of its row, by both."""
+        shards = np.arange(self._shard.num_logical_shards, dtype=np.int64)
+        sizes, found = self.sizes(np.full_like(shards, epoch), shards), list[tuple[int, int]]()
+        for shard in np.flatnonzero(sizes).tolist():
+            here = np.flatnonzero(np.isin(self.owned(epoch, 0, int(sizes[shard]), shard), rows))
+            for first in sorted({self.order(epoch, shard).span(row)[0] for row in here.tolist()}):
+                within = np.flatnonzero(np.isin(self.around(epoch, first, shard), rows))
+                found += [(shard, first + row) for row in within.tolist()]
+        return found
 
     def share(self, epoch: int, shard: int = -1) -> ShardShare | None:
         """How fragments are cut up for a shard; `None` where there are none."""
