@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache as once
 from typing import Any, Protocol, TypeAlias
@@ -137,6 +137,40 @@ def copied(array: TokenArray, start: Ints, length: Ints) -> TokenArray:
     into = np.empty(int(length.sum()), dtype=array.dtype)
     kernel.join(array, np.ascontiguousarray(start), np.ascontiguousarray(length), into)
     return into
+
+
+def fragments_of(rows: Ints, starts: Ints) -> tuple[list[int], Ints]:
+    """Which fragments rows lie in, in order, and for each row the number of its own among these.
+
+    Args:
+        rows: ``int64[n]``.
+        starts: ``int64[F + 1]``, the first row of each fragment.
+    """
+    if kernel is None:
+        at = np.searchsorted(starts, rows, side="right") - 1
+        used = np.unique(at)
+        return used.tolist(), np.searchsorted(used, at)
+    which = np.empty_like(rows)
+    return kernel.find(rows, starts, which), which
+
+
+def places_of(rows: Ints, which: Ints, first: Sequence[int], offsets: list[Ints]) -> tuple[Ints, Ints]:
+    """Where rows begin in the values of their fragments, and how long they are.
+
+    Args:
+        rows, which: As of `fragments_of`.
+        first: Of each fragment, the row at which its offsets begin.
+        offsets: ``int64``, of each fragment.
+    """
+    start, length = np.empty_like(rows), np.empty_like(rows)
+    if kernel is not None:
+        kernel.cut(rows, which, np.array(first, dtype=np.int64), offsets, start, length)
+        return start, length
+    for number, (begin, ends) in enumerate(zip(first, offsets, strict=True)):
+        places = np.flatnonzero(which == number)
+        local = rows[places] - begin
+        start[places], length[places] = ends[local], ends[local + 1] - ends[local]
+    return start, length
 
 
 def joined(spans: Spans, around: Around) -> tuple[TokenArray, Ints]:

@@ -498,6 +498,96 @@ done:
   return result;
 }
 
+static int take_buffers(PyObject** objects, Py_buffer* views, int* num_views, int num, int first_writable) {
+  for (; *num_views < num; ++*num_views)
+    if (PyObject_GetBuffer(objects[*num_views], &views[*num_views], *num_views < first_writable ? PyBUF_SIMPLE : PyBUF_WRITABLE))
+      return -1;
+  return 0;
+}
+
+static int64_t last_at_most(const int64_t* sorted, int64_t num, int64_t value) {
+  int64_t low = 0;
+  while (num > 1) {
+    int64_t half = num / 2;
+    if (sorted[low + half] <= value) low += half;
+    num -= half;
+  }
+  return low;
+}
+
+/* find(rows, starts, which) -> the fragments in which the rows lie, in order; `which` becomes the number among them of each row's */
+static PyObject* find(PyObject* module, PyObject* args) {
+  PyObject *objects[3], *result = NULL;
+  Py_buffer views[3];
+  int num_views = 0;
+  int64_t *used = NULL, num_used = 0, at = 0;
+  if (!PyArg_ParseTuple(args, "OOO", &objects[0], &objects[1], &objects[2])) return NULL;
+  if (take_buffers(objects, views, &num_views, 3, 2)) goto done;
+  const int64_t *rows = views[0].buf, *starts = views[1].buf, num = views[0].len / 8, fragments = views[1].len / 8 - 1;
+  int64_t* which = views[2].buf;
+  if (views[2].len != views[0].len || fragments < 1) {
+    error("find takes rows, the first rows of fragments, and room for a number a row");
+    goto done;
+  }
+  used = PyMem_Malloc((num + 1) * sizeof(*used));
+  if (!used) {
+    PyErr_NoMemory();
+    goto done;
+  }
+  for (int64_t i = 0; i < num; i++) {
+    if (!i || rows[i] < starts[at] || rows[i] >= starts[at + 1]) {
+      at = last_at_most(starts, fragments, rows[i]);
+      int64_t place = num_used ? last_at_most(used, num_used, at) : 0;
+      if (!num_used || used[place] != at) {
+        place += num_used && used[place] < at;
+        memmove(used + place + 1, used + place, (num_used - place) * sizeof(*used));
+        used[place] = at, num_used++;
+      }
+    }
+    which[i] = at;
+  }
+  for (int64_t i = 0; i < num; i++) which[i] = last_at_most(used, num_used, which[i]);
+  result = PyList_New(num_used);
+  for (int64_t i = 0; result && i < num_used; i++) PyList_SetItem(result, i, PyLong_FromLongLong(used[i]));
+done:
+  PyMem_Free(used);
+  while (num_views > 0) PyBuffer_Release(&views[--num_views]);
+  return result;
+}
+
+/* cut(rows, which, first rows, offsets of each, start, length): where the rows lie in the values of their fragments */
+static PyObject* cut(PyObject* module, PyObject* args) {
+  PyObject *objects[5], *list, *result = NULL;
+  Py_buffer views[5], *offsets = NULL;
+  int num_views = 0;
+  Py_ssize_t num_offsets = 0;
+  if (!PyArg_ParseTuple(args, "OOOO!OO", &objects[0], &objects[1], &objects[2], &PyList_Type, &list, &objects[3], &objects[4]))
+    return NULL;
+  offsets = PyMem_Malloc((PyList_Size(list) + 1) * sizeof(*offsets));
+  if (!offsets) return PyErr_NoMemory();
+  for (; num_offsets < PyList_Size(list); num_offsets++)
+    if (PyObject_GetBuffer(PyList_GetItem(list, num_offsets), &offsets[num_offsets], PyBUF_SIMPLE)) goto done;
+  if (take_buffers(objects, views, &num_views, 5, 3)) goto done;
+  const int64_t *rows = views[0].buf, *which = views[1].buf, *first = views[2].buf, num = views[0].len / 8;
+  int64_t *start = views[3].buf, *length = views[4].buf;
+  for (int64_t i = 0; i < num; i++) {
+    int64_t at = rows[i] - first[which[i]];
+    if (at < 0 || (at + 2) * 8 > offsets[which[i]].len) {
+      PyErr_SetString(PyExc_IndexError, "a row is not in its fragment");
+      goto done;
+    }
+    const int64_t* found = (const int64_t*)offsets[which[i]].buf + at;
+    start[i] = found[0], length[i] = found[1] - found[0];
+  }
+  result = Py_None;
+  Py_INCREF(result);
+done:
+  while (num_views > 0) PyBuffer_Release(&views[--num_views]);
+  while (num_offsets > 0) PyBuffer_Release(&offsets[--num_offsets]);
+  PyMem_Free(offsets);
+  return result;
+}
+
 static int start(PyObject* module) {
   State* state = PyModule_GetState(module);
   state->stretch_type = PyType_FromModuleAndSpec(module, &stretch_spec, NULL);
@@ -515,7 +605,8 @@ static int clear(PyObject* module) {
 }
 
 static PyMethodDef methods[] = {
-    {"fill", fill, METH_VARARGS, NULL}, {"join", join, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+    {"fill", fill, METH_VARARGS, NULL}, {"join", join, METH_VARARGS, NULL},
+    {"find", find, METH_VARARGS, NULL}, {"cut", cut, METH_VARARGS, NULL},   {NULL, NULL, 0, NULL}};
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, start}, {0, NULL}};
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "kernel", NULL, sizeof(State), methods, slots, traverse, clear, NULL};
 

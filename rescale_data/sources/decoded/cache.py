@@ -27,11 +27,11 @@ class Sized(Protocol):
     def nbytes(self) -> int: ...
 
 
-@runtime_checkable
-class Evicted(Protocol):
+class Evicted:
     """A value that wants to know that there was no room for it."""
 
-    def evicted(self) -> None: ...
+    def evicted(self) -> None:
+        raise NotImplementedError
 
 
 class Held:
