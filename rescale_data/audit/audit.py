@@ -86,7 +86,8 @@ class Audit:
     ) -> None:
         if not pipelines:
             raise ValueError("Give the pipeline of the run, the function that its loader was built with.")
-        self._pipelines, self._repeat, self._tail, self._num_workers = pipelines, repeat, tail, num_workers
+        self._pipelines, self._repeat, self._num_workers = pipelines, repeat, num_workers
+        self._tail: Tail = tail
         self._states = _states(run, name, storage_options)
 
     @property

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 from rescale_data.audit.audit import Audit
 from rescale_data.engine.recipe import Pipeline
@@ -49,4 +49,4 @@ def _imported(name: str) -> Pipeline:
         ) from error
     if not colon or not callable(found):
         raise ValueError(f"--pipeline {name}: give MODULE:FUNCTION, the function that the loader was built with.")
-    return found
+    return cast(Pipeline, found)

@@ -74,10 +74,16 @@ class Reading:
     def batches_left(self) -> int:
         if self.ended:
             return 0
+        in_step = self.setup.layout.gradient_accumulation_steps
         if self._steps is not None:
-            in_step = self.setup.layout.gradient_accumulation_steps
-            return (self._steps - self.step % self._steps) * in_step - self._begun
-        return self._known(self.stream.num_micro_batches_left() if self.setup.counts_are_known else None)
+            left = (self._steps - self.step % self._steps) * in_step - self._begun
+        else:
+            left = self._known(self.stream.num_micro_batches_left() if self.setup.counts_are_known else None)
+        at, end = self.step + (self._begun > 0), self.step + (self._begun + left) // in_step
+        gone = {
+            step for first, stop in self.stream.schema.excluded_steps for step in range(max(first, at), min(stop, end))
+        }
+        return left - len(gone) * in_step
 
     @property
     def _begun(self) -> int:
