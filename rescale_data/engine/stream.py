@@ -428,7 +428,8 @@ class Stream:
 
     def _make_until(self, u: int) -> int:
         """Make micro batches up to u, if no shard ends before; the first that is not made."""
-        self.start()
+        if not self._started:
+            self.start()
         while not self._exhausted and self._u + len(self._ahead) < u:
             try:
                 with self.ranks.reading():
