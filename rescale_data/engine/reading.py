@@ -13,9 +13,10 @@ from typing import Any, NoReturn
 
 from rescale_data.engine.collate import pin, with_valid
 from rescale_data.engine.feed import MicroBatch
+from rescale_data.engine.load import load_state_dict
 from rescale_data.engine.moment import Standing, counters
 from rescale_data.engine.setup import Setup, with_global_batch_size
-from rescale_data.engine.statedict import Sharded, load_state_dict, state_dict
+from rescale_data.engine.statedict import Sharded, state_dict
 from rescale_data.engine.stream import Stream
 from rescale_data.errors import require_int
 
@@ -50,7 +51,6 @@ class Reading:
     def __init__(self, setup: Setup, stream: Stream, *, pin_memory: bool, steps_per_epoch: int | None = None) -> None:
         self.setup, self.stream, self._pin, self._steps = setup, stream, pin_memory, steps_per_epoch
         self._resumed = False  # a state was loaded, and nothing has been read since: the end of an epoch may come first
-        self._in_step = False  # that state was of the middle of a step
         self._at_multiple = False  # of steps_per_epoch, with the last batch of an epoch, whose end has not been seen
         self._num_iterators = 0  # the newest is the valid one
         self._last_taken = (-1, 0)  # from which iterator, and in which thread
@@ -126,7 +126,7 @@ class Reading:
         at = self.epoch
         if epoch == at + 1 and self.is_over():
             self._move_on()
-        elif self._resumed and not self._in_step and 0 <= epoch == at - 1 and self._is_multiple():
+        elif self._resumed and not self.stream.clock.in_step and 0 <= epoch == at - 1 and self._is_multiple():
             self._at_multiple = True  # a state there says not whether the end was seen
         elif epoch != at:
             refuse_epoch(epoch, at)
@@ -199,7 +199,6 @@ class Reading:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         load_state_dict(self.stream, state)
         self._resumed, self._at_multiple = True, False
-        self._in_step = (int(state["samples"]) - int(state["origin"])) % int(state["global_batch_size"]) > 0
         self.invalidate()
 
     def move_to(self, setup: Setup, stream: Stream, state: Mapping[str, Any], *, pin_memory: bool) -> None:

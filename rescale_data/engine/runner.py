@@ -31,7 +31,7 @@ class Runner:
     """
 
     def __init__(self, recipe: Recipe, schema: Schema) -> None:
-        self._recipe, self._schema = recipe, schema
+        self._recipe, self.schema = recipe, schema
         self.table = schema.fresh_table(recipe.num_logical_shards)
         self._histories: Histories = {}
         self._built: dict[int, Node[Any]] = {}
@@ -49,10 +49,10 @@ class Runner:
         """
         if histories != self._histories:
             self._histories, self._built = histories, {}
-            self._schema.adopt(histories)
+            self.schema.adopt(histories)
         if owned is not None:
-            serve(self._schema.sources().values(), owned)
-            self._schema.prepare(table, np.array(owned, dtype=np.int64))
+            serve(self.schema.sources().values(), owned)
+            self.schema.prepare(table, np.array(owned, dtype=np.int64))
         self.table[:] = table
         self._live = [None] * len(table)
 
@@ -117,7 +117,7 @@ class Runner:
         """Leave out whole epochs from the beginning of one, where they are alike; the samples that are then left to skip."""
         here = self._slots(shard)
         end = node.epoch_end(here[None], np.array([shard]))
-        if end is None or not end[0][0] or not self._schema.epochs_are_alike(self.table):
+        if end is None or not end[0][0] or not self.schema.epochs_are_alike(self.table):
             return num_samples
         size = int(end[0][0])
         epochs = (num_samples - 1) // size  # the last of them ends where its last sample does
@@ -232,17 +232,17 @@ class Runner:
         node = self._built.get(shard)
         if node is None:
             node = self._built[shard] = self._build(shard)
-            if node.fields != self._schema.root.fields:
+            if node.fields != self.schema.root.fields:
                 raise TypeError(
                     f"The pipeline of logical shard {shard} has the state {[f.key for f in node.fields]}, the first one has "
-                    f"{[f.key for f in self._schema.root.fields]}. Paths, dtypes and shapes are the same for every shard."
+                    f"{[f.key for f in self.schema.root.fields]}. Paths, dtypes and shapes are the same for every shard."
                 )
             if node.writes != self._columns:
                 raise TypeError(
                     f"The pipeline of logical shard {shard} yields the columns {node.writes}, the first one {self._columns}. "
                     f"Samples of all shards make up one batch, so they are alike."
                 )
-        if type(node) is not type(self._schema.root):
+        if type(node) is not type(self.schema.root):
             self._write_ready = Node.write_ready
         node.bind(self._slots(shard).data)
         self._live[shard] = node
