@@ -93,7 +93,7 @@ class Reader(Node[Any]):
         self._share: ShardShare | None = None
         self._chunks = _chunks(self.source)
         self._fetching = _fetching(self.source, self.rows)
-        self._pieces = self.source if follows(self.source, PieceSource) else None
+        self._pieces = _pieces(self.source)
         self._packed: str | None = None  # the only column that counts, however the rows are read
         self._column: str | None = None  # the one that is read without its rows
         self._source_key = owner_of(self.source)
@@ -313,10 +313,15 @@ def _chunks(source: Source) -> Chunks | None:
     return Chunks(source) if follows(source, BatchSource) and source.batch_rows > 1 else None
 
 
+def _pieces(source: Source) -> PieceSource | None:
+    return source if follows(source, PieceSource) else None
+
+
 def _fetching(source: Source, rows: ShardRows) -> Fetching | None:
-    if not follows(source, AheadSource) or not source.reads_ahead or source.fragments is None:
+    fragments = source.fragments
+    if not follows(source, AheadSource) or not source.reads_ahead or fragments is None:
         return None
-    return Fetching(source, source.fragments, owner_of(source), rows.width)
+    return Fetching(source, fragments, owner_of(source), rows.width)
 
 
 def _warn_if_small(source: Source, shard: Shard) -> None:

@@ -73,7 +73,8 @@ def warn_if_thrashing(sources: Iterable[Described], owned_shards: int) -> None:
         owned_shards: Logical shards that this process runs.
     """
     known = [source for source in sources if follows(source, Decoded) and source.fragments is not None]
-    times = max((source.num_rows // max(1, len(source.fragments) - 1) for source in known), default=0)
+    counts = [source.num_rows // max(1, len(found) - 1) for source in known if (found := source.fragments) is not None]
+    times = max(counts, default=0)
     needed = sum(_needed_by(source, owned_shards) for source in known)
     room = max((source.cache_bytes + source.spill_bytes for source in known), default=0)
     owners = {owner_of(source) for source in known}
