@@ -42,7 +42,7 @@ from rescale_data.engine.warned import say_changes, steps_left_out, without_func
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
 from rescale_data.sources.source import Saveable
-from rescale_data.state import Ints, from_tensors, to_tensors
+from rescale_data.state import Field, Ints, from_tensors, to_tensors
 
 VERSION = 2
 _OF_NONE = -(1 << 62)  # the stamp of a row that is nobody's
@@ -70,12 +70,17 @@ def state_dict(stream: Standing) -> dict[str, Any]:
     Where the ranks stand at different batches it is one to load into, as `dcp.load` does, and cannot be kept (`Apart`).
     """
     apart = _find_apart(stream)
-    whole = stream.table if apart else stream.ranks.saving.merge(stream.table, stream.owners)
-    state = {"shards": _tensors(stream, whole, range(len(whole))), **header(stream)}
+    state = state_of(stream.table if apart else stream.whole(), stream.schema.fields, header(stream))
     if apart:
         state["shards"][STAMP.key].fill_(_OF_NONE)
         state["samples"] = Apart(stream.clock.samples, apart)
     return state
+
+
+def state_of(table: Ints, fields: Sequence[Field], numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a whole table, and of its `header`."""
+    stamps = _stamps(int(numbers["samples"]), range(len(table)), len(table))
+    return {"shards": {STAMP.key: stamps, **to_tensors(fields, table)}, **numbers}
 
 
 def sharded_state_dict(stream: Standing) -> dict[str, Any]:
@@ -92,6 +97,14 @@ def local_state_dict(stream: Standing) -> dict[str, Any]:
     return {"shards": RankRows(Moment.of(stream)), **header(stream)}
 
 
+def whole_shards(stream: Standing) -> dict[str, torch.Tensor]:
+    """The table with all rows right (collective); ``DataStateError`` where the ranks stand at different batches."""
+    state = state_dict(stream)
+    if isinstance(state["samples"], Apart):
+        state["samples"].refuse()
+    return state["shards"]
+
+
 class RankRows:
     """The table as one rank knows it."""
 
@@ -100,10 +113,7 @@ class RankRows:
 
     def whole(self) -> dict[str, torch.Tensor]:
         """The table with all rows right (collective)."""
-        state = state_dict(self._at)
-        if isinstance(state["samples"], Apart):
-            state["samples"].refuse()
-        return state["shards"]
+        return whole_shards(self._at)
 
     def __reduce__(self) -> NoReturn:
         _refuse_pickle()
@@ -171,7 +181,7 @@ def merged_state_dict(streams: Sequence[Stream]) -> dict[str, Any]:
     tables = np.stack([stream.table for stream in streams])
     newest = tables[:, :, SAMPLES].argmax(axis=0)
     whole = tables[newest, np.arange(len(newest))]
-    return {"shards": _tensors(first, whole, range(len(whole))), **header(first)}
+    return state_of(whole, first.schema.fields, header(first))
 
 
 def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
@@ -366,9 +376,10 @@ def _has_blocks(stream: Standing) -> bool:
 
 def _in_blocks(stream: Standing) -> dict[str, Any]:
     _require_saveable(stream)
-    block = stream.layout.owned(stream.ranks.rank)
-    shards = _tensors(stream, stream.table[block.start : block.stop], block)
-    sharded = {key: stream.ranks.shard(rows, stream.layout.num_logical_shards) for key, rows in shards.items()}
+    block, n = stream.layout.owned(stream.ranks.rank), stream.layout.num_logical_shards
+    rows = to_tensors(stream.schema.fields, stream.table[block.start : block.stop])
+    shards = {STAMP.key: _stamps(stream.clock.samples, block, n), **rows}
+    sharded = {key: stream.ranks.shard(rows, n) for key, rows in shards.items()}
     for tensor in sharded.values():  # pickle asks the object before its class, and torch.save is pickle
         cast(Any, tensor).__reduce_ex__ = _refuse_pickle
     return {"shards": sharded, **header(stream)}
@@ -382,13 +393,8 @@ def _refuse_pickle(*_: object) -> NoReturn:
     )
 
 
-def _tensors(stream: Standing, table: Ints, rows: range) -> dict[str, torch.Tensor]:
-    stamp = _stamps(stream.clock.samples, stream.layout.num_logical_shards)[rows.start : rows.stop].clone()
-    return {STAMP.key: stamp, **to_tensors(stream.schema.fields, table)}
-
-
-def _stamps(samples: int, num_rows: int) -> torch.Tensor:
-    return -1 - samples * num_rows - torch.arange(num_rows, dtype=torch.int64)
+def _stamps(samples: int, rows: range, num_rows: int) -> torch.Tensor:
+    return -1 - samples * num_rows - torch.arange(rows.start, rows.stop, dtype=torch.int64)
 
 
 def _table(stream: Stream, tensors: Mapping[str, torch.Tensor], samples: int) -> Ints:
@@ -424,7 +430,7 @@ def _require_own_rows(stamp: torch.Tensor, samples: int) -> None:
         stamp: ``int64[N]``; one that is not negative is of format version 1, and says the sample alone.
     """
     n = len(stamp)
-    wrong = torch.nonzero((stamp != _stamps(samples, n)) & (stamp != samples)).flatten().tolist()
+    wrong = torch.nonzero((stamp != _stamps(samples, range(n), n)) & (stamp != samples)).flatten().tolist()
     if not wrong:
         return
     found = [divmod(-1 - value, n) for value in stamp[wrong].tolist()]
