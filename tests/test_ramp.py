@@ -138,3 +138,13 @@ def test_a_larger_batch_before_any_batch_of_an_epoch_that_must_be_read(kind: str
         run.iterate()
         check_exactly_once(case, run)
         check_epochs(case, run)
+
+
+def test_other_ranks_keep_a_global_batch_that_was_changed() -> None:
+    loader = rd.DataLoader(range(64), global_batch_size=4, num_logical_shards=16)
+    batches = iter(loader)
+    next(batches)
+    loader.set_global_batch_size(8)
+    assert loader.rescale(micro_batch_size=4)
+    assert [len(next(batches)) for _ in range(2)] == [4, 4]
+    assert (loader.step, loader.gradient_accumulation_steps) == (2, 2)

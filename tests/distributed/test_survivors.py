@@ -94,6 +94,7 @@ def commit() -> bool:
 
 def rank(me: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
+    import faulthandler; faulthandler.dump_traceback_later(50, exit=False)
     step = 0 if me in RANKS[0] else JOINS
     run, refused = Run(meet(port, step, me), join=step > 0), ""
     while step < STEPS:
@@ -105,6 +106,8 @@ def rank(me: int, port: int, folder: Path) -> None:
         step += committed or me == LATE  # who is late has the others' model of a step later
         if committed and step not in (DIES + 1, JOINS):
             continue
+        for loader in run.loaders.values():
+            loader.close()  # forked workers hold the group's connections open, by whose end the others see that it is over
         dist.destroy_process_group()
         b = meet(port, step, me)
         if step == DIES:
@@ -173,3 +176,14 @@ def test_where_the_order_depends_on_the_topology_each_sample_still_comes_once(ra
 def test_a_step_that_cannot_be_gone_back_to_is_refused_on_all(ranks: dict[int, Any]) -> None:
     for me in RANKS[DIES]:
         assert f"step={DIES - 1}: this rank has taken 0 micro batches of step {DIES + 1}" in ranks[me][1]
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"repeat": True, "steps_per_epoch": 2}])
+def test_the_last_step_of_an_epoch_is_served_again_and_ends_it_again(kwargs: dict[str, Any]) -> None:
+    loader = rd.DataLoader(range(10), global_batch_size=4, **kwargs)
+    rows, dropped = [batch.tolist() for batch in loader], loader.progress()["dropped_samples"]
+    assert (len(rows), loader.step, loader.epoch) == (2, 2, 1)
+    assert loader.rescale(step=1)
+    assert (loader.step, loader.epoch, loader.batches_left) == (1, 0, 1)
+    assert [batch.tolist() for batch in loader] == rows[1:]
+    assert (loader.step, loader.epoch, loader.progress()["dropped_samples"]) == (2, 1, dropped)
