@@ -100,6 +100,25 @@ def test_workers_go_on() -> None:
                 assert next(batches)["x"].tolist() == next(expected)["x"].tolist()
 
 
+def test_other_workers_and_micro_batches_afterwards() -> None:
+    loader = loader_of(num_logical_shards=24)
+    batches = iter(loader)
+    rows = [x for _ in range(2) for x in next(batches)["x"].tolist()]
+    loader.set_global_batch_size(12)
+    loader.rescale(micro_batch_size=6)
+    assert (loader.setup.layout.global_batch_size, loader.gradient_accumulation_steps) == (12, 2)
+    rows += [x for batch in batches for x in batch["x"].tolist()]
+    assert len(rows) == len(set(rows)) == 92  # of 88 that were left 84 are whole global batches
+
+
+def test_the_order_of_the_dataset_is_that_of_one_global_batch() -> None:
+    loader = loader_of(shuffle=False, num_logical_shards=24)
+    with pytest.raises(ValueError, match=r"set_global_batch_size\(12\) with shuffle=False .* global batch of 8"):
+        loader.set_global_batch_size(12)
+    loader.set_global_batch_size(8)
+    assert [x for batch in loader for x in batch["x"].tolist()] == list(range(96))
+
+
 def test_off_a_boundary_it_names_the_next_one() -> None:
     loader = loader_of()
     batches = iter(loader)
@@ -138,13 +157,3 @@ def test_a_larger_batch_before_any_batch_of_an_epoch_that_must_be_read(kind: str
         run.iterate()
         check_exactly_once(case, run)
         check_epochs(case, run)
-
-
-def test_other_ranks_keep_a_global_batch_that_was_changed() -> None:
-    loader = rd.DataLoader(range(64), global_batch_size=4, num_logical_shards=16)
-    batches = iter(loader)
-    next(batches)
-    loader.set_global_batch_size(8)
-    assert loader.rescale(micro_batch_size=4)
-    assert [len(next(batches)) for _ in range(2)] == [4, 4]
-    assert (loader.step, loader.gradient_accumulation_steps) == (2, 2)

@@ -13,9 +13,10 @@ from typing import Any, NoReturn
 
 from rescale_data.engine.collate import pin, with_valid
 from rescale_data.engine.feed import MicroBatch
+from rescale_data.engine.load import load_state_dict
 from rescale_data.engine.moment import Standing, counters
 from rescale_data.engine.setup import Setup, with_global_batch_size
-from rescale_data.engine.statedict import Sharded, load_state_dict, state_dict, whole_shards
+from rescale_data.engine.statedict import Sharded, state_dict, whole_shards
 from rescale_data.engine.stream import Stream
 from rescale_data.errors import require_int
 
@@ -50,7 +51,6 @@ class Reading:
     def __init__(self, setup: Setup, stream: Stream, *, pin_memory: bool, steps_per_epoch: int | None = None) -> None:
         self.setup, self.stream, self._pin, self._steps = setup, stream, pin_memory, steps_per_epoch
         self._resumed = False  # a state was loaded, and nothing has been read since: the end of an epoch may come first
-        self._in_step = False  # that state was of the middle of a step
         self._at_multiple = False  # of steps_per_epoch, with the last batch of an epoch, whose end has not been seen
         self._num_iterators = 0  # the newest is the valid one
         self._last_taken = (-1, 0)  # from which iterator, and in which thread
@@ -74,10 +74,16 @@ class Reading:
     def batches_left(self) -> int:
         if self.ended:
             return 0
+        in_step = self.setup.layout.gradient_accumulation_steps
         if self._steps is not None:
-            in_step = self.setup.layout.gradient_accumulation_steps
-            return (self._steps - self.step % self._steps) * in_step - self._begun
-        return self._known(self.stream.num_micro_batches_left() if self.setup.counts_are_known else None)
+            left = (self._steps - self.step % self._steps) * in_step - self._begun
+        else:
+            left = self._known(self.stream.num_micro_batches_left() if self.setup.counts_are_known else None)
+        at, end = self.step + (self._begun > 0), self.step + (self._begun + left) // in_step
+        gone = {
+            step for first, stop in self.stream.schema.excluded_steps for step in range(max(first, at), min(stop, end))
+        }
+        return left - len(gone) * in_step
 
     @property
     def _begun(self) -> int:
@@ -120,7 +126,7 @@ class Reading:
         at = self.epoch
         if epoch == at + 1 and self.is_over():
             self._move_on()
-        elif self._resumed and not self._in_step and 0 <= epoch == at - 1 and self._is_multiple():
+        elif self._resumed and not self.stream.clock.in_step and 0 <= epoch == at - 1 and self._is_multiple():
             self._at_multiple = True  # a state there says not whether the end was seen
         elif epoch != at:
             refuse_epoch(epoch, at)
@@ -193,7 +199,6 @@ class Reading:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         load_state_dict(self.stream, state)
         self._resumed, self._at_multiple = True, False
-        self._in_step = (int(state["samples"]) - int(state["origin"])) % int(state["global_batch_size"]) > 0
         self.invalidate()
 
     def keep_whole(self) -> None:

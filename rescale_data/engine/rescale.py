@@ -90,7 +90,7 @@ def hand_over(setup: Setup, stream: Stream | None, step: int | None = None) -> t
             stream.make_again(np.flatnonzero((givers == ranks.rank) & (stream.owners != rank)))
         table, said = stream.table, json.dumps([header(stream), givers.tolist()])
     numbers, givers = json.loads(ranks.share(said.encode()))
-    return state_of(ranks.merge(table, np.array(givers)), schema.fields, numbers), newest + 1
+    return state_of(schema, ranks.merge(table, np.array(givers)), numbers), newest + 1
 
 
 def _require_one_place(samples: Ints, why: str) -> None:

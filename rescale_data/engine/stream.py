@@ -141,7 +141,7 @@ class Stream:
     def _take(self) -> MicroBatch:
         self._remember()
         micro_batch = self._ahead.popleft()
-        self.table[micro_batch.visited] = micro_batch.rows
+        micro_batch.commit(self.table)
         leg = self._leg
         if leg is not None and leg.deal is not None:
             self.owners = leg.deal.owners(self.owners, self._u)
@@ -415,9 +415,11 @@ class Stream:
     # The rows of other ranks
 
     def whole(self) -> Ints:
-        """The table with all rows right (collective as a state is); from here on those of others are of this moment."""
-        self.table = self.ranks.saving.merge(self.table, self.owners)
-        return self.table
+        """The table with all rows right (collective as a state is); those of others are then of this moment."""
+        whole = self.ranks.saving.merge(self.table, self.owners)
+        if not self.rows_are_dealt:  # else workers tell what they change of rows as these were when the leg began
+            self.table = whole
+        return whole
 
     def at_step(self, step: int) -> Stream:
         """This stream as it stood when a step began: the next one, or the last; ``ValueError`` where it is another."""

@@ -1,11 +1,20 @@
-"""What form samples had in earlier legs of a run: scalars beside the state, from which tokens are counted on."""
+"""What form samples had in earlier legs of a run: scalars beside the state, from which tokens are counted on.
+
+A packer of windows is within one that may have been packed in other forms before. How many samples it has yielded in each is
+one integer: 21 bits for the form of now, then, where it has changed, those before.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
+from rescale_data.errors import DataStateError
 from rescale_data.state import Ints
+
+_DIGIT = 21
+MOST = 2**_DIGIT - 1
+"""Samples of a window."""
 
 LASTING = ("seq_len", "max_documents")
 """What the position of a packer depends on within a window."""
@@ -21,3 +30,31 @@ def num_tokens(history: History, samples: Ints, seq_len: int) -> float:
     before, form = history[-1]
     share = len(samples) / form["shards"]
     return share * form["tokens"] + (float(samples.sum()) - share * before) * seq_len
+
+
+class Stage(NamedTuple):
+    """A form that a window was packed in, and how many samples of it were yielded."""
+
+    seq_len: int
+    max_documents: int
+    num_emitted: int = 0
+
+
+def stages(emitted: int, history: History, now: Stage) -> Iterator[Stage]:
+    """The forms of which samples of a window were yielded, and that of now."""
+    for back in (2, 1):
+        num_emitted = emitted >> (back * _DIGIT) & MOST
+        if num_emitted:
+            form = history[-back][1]
+            yield Stage(form["seq_len"], form["max_documents"], num_emitted)
+    yield now
+
+
+def begin_form(emitted: Ints) -> None:
+    """What was yielded of windows was of the form before."""
+    if (emitted >> (2 * _DIGIT)).any():
+        raise DataStateError(
+            "A third change of seq_len or max_documents within one window of a WholeDocumentPacker. Train on with the form "
+            "before until the logical shards have begun their next windows."
+        )
+    emitted <<= _DIGIT

@@ -2,76 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from rescale_data.errors import DataStateError, require_int
-from rescale_data.nodes.aligned import MASK, Aligned, Values
+from rescale_data.nodes.aligned import MASK, Aligned
 from rescale_data.nodes.base import Node, View, copy_of
-from rescale_data.nodes.bins import best_fit
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.column import ColumnDocuments
-from rescale_data.nodes.form import History, num_tokens
+from rescale_data.nodes.fit import COUNTED, Long, fit
+from rescale_data.nodes.form import MOST, History, Stage, begin_form, num_tokens, stages
 from rescale_data.nodes.guard import say_again
-from rescale_data.nodes.packer import DTYPES, IGNORED, require_pad
-from rescale_data.nodes.provenance import joined as joined_places
+from rescale_data.nodes.packer import DTYPES, require_pad
 from rescale_data.nodes.reading.gather import Around, joined
-from rescale_data.nodes.reading.spans import Spans, TokenArray
+from rescale_data.nodes.reading.spans import Spans
 from rescale_data.nodes.tray import Tray
+from rescale_data.nodes.window import Window, write
 from rescale_data.sources.decoded.cache import cache, owner_of
 from rescale_data.state import Field, Ints
 
-Long: TypeAlias = Literal["split", "truncate", "drop"]
-Piece: TypeAlias = tuple[int, int, int]
-"""Of a document: where it begins and ends among the tokens of a window, and the document's number."""
-
 _EMITTED, _PADDING, _LONG, _UNTRAINED = 0, 1, 2, 3
-_DIGIT = 21  # bits of "emitted": samples of this window in the form of now, then, where it has changed, in those before
-_MOST = 2**_DIGIT - 1
-_COUNTED = {"split": "split_documents", "truncate": "truncated_documents", "drop": "dropped_documents"}
 _SILENT_EPOCHS = 2
-_BYTES_OF_A_PIECE = 250
-
-
-@dataclass(frozen=True)
-class Window:
-    """Some documents in a row, and which of them share a sample.
-
-    Args:
-        tokens: Of all of them, end to end.
-        pieces: Where each lies in ``tokens``, and its number.
-        bins: The pieces of each sample.
-        used: How many tokens each sample has.
-        num_long: Documents longer than a sample.
-        after: The position of the source after them.
-        where: Where each document comes from, where that is asked for.
-        values: Of the columns beside the tokens, end to end as these.
-        num_untrained: Documents of which no token is learned.
-    """
-
-    tokens: TokenArray
-    pieces: list[Piece]
-    bins: list[list[int]]
-    used: list[int]
-    num_long: int
-    after: View
-    where: list[str]
-    values: Values
-    num_untrained: int
-
-    @property
-    def nbytes(self) -> int:
-        return (
-            self.tokens.nbytes
-            + sum(values.nbytes for values in self.values.values())
-            + _BYTES_OF_A_PIECE * (len(self.pieces) + len(self.where))
-        )
 
 
 class WholeDocumentPacker(Node[dict[str, Any]]):
@@ -195,9 +150,9 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
 
     def write(self, tray: Tray, place: int) -> None:
         window = self._window()
-        number = self.position[_EMITTED] & _MOST
+        number = self.position[_EMITTED] & MOST
         self._go_on(window)
-        self._write(tray, place, window, window.bins[number])
+        write(tray, place, window, number, pad_id=self.pad_id, multiple=self.pad_documents_to)
 
     def skip(self, num_samples: int) -> None:
         for _ in range(num_samples):
@@ -221,7 +176,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         return {
             f"tokens/{names}": total - padding,
             f"padding_share/{names}": padding / total if total else 0.0,
-            _COUNTED[self.long]: float(rows[:, _LONG].sum()),
+            COUNTED[self.long]: float(rows[:, _LONG].sum()),
             **({"untrained_documents": float(rows[:, _UNTRAINED].sum())} if MASK in self._aligned.dtypes else {}),
         }
 
@@ -232,12 +187,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         self._before = history
 
     def reform(self, rows: Ints) -> None:
-        if (rows[:, _EMITTED] >> (2 * _DIGIT)).any():
-            raise DataStateError(
-                "A third change of seq_len or max_documents within one window of a WholeDocumentPacker. Train on with the form "
-                "before until the logical shards have begun their next windows."
-            )
-        rows[:, _EMITTED] <<= _DIGIT
+        begin_form(rows[:, _EMITTED])
 
     # Windows
 
@@ -251,7 +201,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
                 self._documents.turn(self._bookmark)
                 num_turns += 1
                 self._over = not self._repeat
-            elif not window.bins:
+            elif not window.num_samples:
                 self._leave(window)
                 window = None
                 misses = self._bound.missed(misses)
@@ -268,16 +218,16 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         return window
 
     def _go_on(self, window: Window) -> None:
-        number = self.position[_EMITTED] & _MOST
-        self.position[_PADDING] += self.seq_len - window.used[number]
+        number = self.position[_EMITTED] & MOST
+        self.position[_PADDING] += self.seq_len - window.used(number)
         self.position[_EMITTED] += 1
-        if number + 1 == len(window.bins):
+        if number + 1 == window.num_samples:
             self._leave(window)
 
     def _leave(self, window: Window) -> None:
         self._bookmark[:] = window.after
         self.position[_EMITTED] = 0
-        self.position[_LONG] += window.num_long
+        self.position[_LONG] += window.fit.num_long
         if MASK in window.values:
             self.position[_UNTRAINED] += window.num_untrained
         self._read = False
@@ -296,36 +246,12 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         tokens, starts = joined(spans, self._around)
         ends = starts[1:].tolist()
         bounds = list(zip([0, *ends[:-1]], ends, range(len(ends)), strict=True))
-        pieces, bins, num_long = self._fit(bounds)
-        used = [sum(pieces[i][1] - pieces[i][0] for i in items) for items in bins]
+        forms = stages(self.position[_EMITTED], self._before, Stage(self.seq_len, self.max_documents))
+        packed = fit(bounds, forms, self.long, self.pad_documents_to)
         values = self._aligned.end_to_end(spans, self._around) if self._aligned else {}
         learned = values.get(MASK)
         num_untrained = 0 if learned is None else sum(a < b and not learned[a:b].any() for a, b, _ in bounds)
-        where = list(spans.where or ())
-        return Window(tokens, pieces, bins, used, num_long, position, where, values, num_untrained)
-
-    def _fit(self, pieces: list[Piece]) -> tuple[list[Piece], list[list[int]], int]:
-        """Pack documents: in each form of which samples were yielded what the one before has left, then in that of now."""
-        long: set[int] = set()
-        bins: list[list[int]] = []
-        for seq_len, max_documents, num_emitted in self._stages():
-            long |= {document for start, stop, document in pieces if stop - start > seq_len}
-            pieces = [part for piece in pieces for part in self._pieces(*piece, seq_len)]
-            bins = best_fit([self._room(piece) for piece in pieces], seq_len, max_documents)
-            if num_emitted:
-                pieces = sorted(pieces[i] for items in bins[num_emitted:] for i in items)
-        if len(bins) > _MOST:
-            raise ValueError(f"A window has {len(bins)} samples, the most are {_MOST}. Give a smaller window.")
-        return pieces, bins, len(long)
-
-    def _stages(self) -> Iterator[tuple[int, int, int]]:
-        """``(seq_len, max_documents, samples yielded)`` of the forms that this window was packed in."""
-        for back in (2, 1):
-            num_emitted = self.position[_EMITTED] >> (back * _DIGIT) & _MOST
-            if num_emitted:
-                form = self._before[-back][1]
-                yield form["seq_len"], form["max_documents"], num_emitted
-        yield self.seq_len, self.max_documents, 0
+        return Window(tokens, packed, position, list(spans.where or ()), values, num_untrained)
 
     def _documents_at(self, position: View) -> Spans:
         """The documents of a window from a position on, which moves behind them."""
@@ -337,62 +263,13 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
             left -= len(spans)
         return Spans.join(parts)
 
-    def _pieces(self, start: int, stop: int, document: int, step: int) -> list[Piece]:
-        """What is packed of a document in samples of ``step`` tokens."""
-        if stop - start <= step:
-            return [(start, stop, document)] if stop > start else []
-        if self.long == "split":
-            return [(first, min(first + step, stop), document) for first in range(start, stop, step)]
-        return [(start, start + step, document)] if self.long == "truncate" else []
-
-    # Samples
-
-    def _write(self, tray: Tray, place: int, window: Window, items: list[int]) -> None:
-        pieces = [window.pieces[item] for item in items]
-        lengths = np.array([self._room(piece) for piece in pieces])
-        ends = np.cumsum(lengths)
-        tokens = self._laid(window.tokens, pieces, self.pad_id)
-        follows = np.zeros(len(tokens), dtype=np.bool_)  # whether the next token is learned
-        follows[:-1] = self._learned(window, pieces)[1:]
-        follows[ends - 1] = False
-        tray.put("tokens", place, tokens, self.pad_id)
-        tray.put("positions", place, np.arange(len(tokens)) - np.repeat(ends - lengths, lengths), 0)
-        tray.put("doc_ids", place, np.repeat(np.arange(len(items)), lengths), -1)
-        tray.put("loss_mask", place, follows, fill=False)
-        tray.put("cu_seqlens", place, np.concatenate([[0], ends]), self.seq_len)
-        if self.labels:
-            following = np.where(follows, np.append(tokens[1:], tokens[:1]).astype(np.int64), IGNORED)
-            tray.put("labels", place, following, IGNORED)
-        for name in self._aligned.dtypes.keys() - {MASK}:
-            tray.put(name, place, self._laid(window.values[name], pieces, 0), 0)
-        if self.cost:
-            tray.put("cost", place, np.array([np.square(lengths).sum()]), 0)
-        if window.where:
-            tray.where.append(joined_places(window.where[document] for _, _, document in pieces))
-
-    def _room(self, piece: Piece) -> int:
-        """Of a piece in a sample, filled up."""
-        start, stop, _ = piece
-        return -(-(stop - start) // self.pad_documents_to) * self.pad_documents_to
-
-    def _laid(self, values: npt.NDArray[Any], pieces: list[Piece], fill: int) -> npt.NDArray[Any]:
-        """The values of some pieces end to end, each filled up."""
-        parts = [values[start:stop] for start, stop, _ in pieces]
-        if self.pad_documents_to > 1:
-            parts = [np.pad(part, (0, -len(part) % self.pad_documents_to), constant_values=fill) for part in parts]
-        return np.concatenate(parts)
-
-    def _learned(self, window: Window, pieces: list[Piece]) -> npt.NDArray[np.bool_]:
-        """Whether each token of some pieces is learned; those that fill up are not."""
-        return self._laid(window.values.get(MASK, np.ones(len(window.tokens), dtype=np.bool_)), pieces, 0)
-
 
 def _check(seq_len: int, window: int, max_documents: int, long: str, dtype: torch.dtype) -> None:
     require_int(max_documents=max_documents)
     for name, value in (("seq_len", seq_len), ("window", window), ("max_documents", max_documents)):
         if value < 1:
             raise ValueError(f"{name}={value}: give at least 1.")
-    if long not in _COUNTED:
+    if long not in COUNTED:
         raise ValueError(f"long={long!r}: give 'split', 'truncate' or 'drop', for documents longer than seq_len.")
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype}: give one of {list(DTYPES)}.")

@@ -1,0 +1,98 @@
+"""`Window`: documents that are packed together, and their samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rescale_data.nodes.aligned import MASK, Values
+from rescale_data.nodes.base import View
+from rescale_data.nodes.fit import Fit, Piece, room
+from rescale_data.nodes.packer import IGNORED
+from rescale_data.nodes.provenance import joined
+from rescale_data.nodes.reading.spans import TokenArray
+from rescale_data.nodes.tray import Tray
+
+_BYTES_OF_A_PIECE = 250
+
+
+@dataclass(frozen=True)
+class Window:
+    """Some documents in a row, and which of them share a sample.
+
+    Args:
+        tokens: Of all of them, end to end.
+        fit: Where the pieces of each sample lie in ``tokens``.
+        after: The position of the source after them.
+        where: Where each document comes from, where that is asked for.
+        values: Of the columns beside the tokens, end to end as these.
+        num_untrained: Documents of which no token is learned.
+    """
+
+    tokens: TokenArray
+    fit: Fit
+    after: View
+    where: list[str]
+    values: Values
+    num_untrained: int
+
+    @property
+    def nbytes(self) -> int:
+        return (
+            self.tokens.nbytes
+            + sum(values.nbytes for values in self.values.values())
+            + _BYTES_OF_A_PIECE * (len(self.fit.pieces) + len(self.where))
+        )
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.fit.bins)
+
+    def pieces(self, number: int) -> list[Piece]:
+        """Those of a sample."""
+        return [self.fit.pieces[item] for item in self.fit.bins[number]]
+
+    def used(self, number: int) -> int:
+        """Tokens of a sample without what pads it."""
+        return sum(stop - start for start, stop, _ in self.pieces(number))
+
+
+def write(tray: Tray, place: int, window: Window, number: int, *, pad_id: int, multiple: int) -> None:
+    """Write a sample of a window into a row, as much of it as the tray has columns for.
+
+    Args:
+        multiple: Each document is filled up to a multiple of this.
+    """
+    pieces = window.pieces(number)
+    lengths = np.array([room(piece, multiple) for piece in pieces])
+    ends = np.cumsum(lengths)
+    tokens = _laid(window.tokens, pieces, pad_id, multiple)
+    learned = window.values.get(MASK, np.ones(len(window.tokens), dtype=np.bool_))
+    follows = np.zeros(len(tokens), dtype=np.bool_)  # whether the next token is learned
+    follows[:-1] = _laid(learned, pieces, 0, multiple)[1:]
+    follows[ends - 1] = False
+    tray.put("tokens", place, tokens, pad_id)
+    tray.put("positions", place, np.arange(len(tokens)) - np.repeat(ends - lengths, lengths), 0)
+    tray.put("doc_ids", place, np.repeat(np.arange(len(pieces)), lengths), -1)
+    tray.put(MASK, place, follows, fill=False)
+    tray.put("cu_seqlens", place, np.concatenate([[0], ends]), tray.arrays["tokens"].shape[1])
+    if "labels" in tray.arrays:
+        following = np.where(follows, np.append(tokens[1:], tokens[:1]).astype(np.int64), IGNORED)
+        tray.put("labels", place, following, IGNORED)
+    for name in window.values.keys() - {MASK}:
+        tray.put(name, place, _laid(window.values[name], pieces, 0, multiple), 0)
+    if "cost" in tray.arrays:
+        tray.put("cost", place, np.array([np.square(lengths).sum()]), 0)
+    if window.where:
+        tray.where.append(joined(window.where[document] for _, _, document in pieces))
+
+
+def _laid(values: npt.NDArray[Any], pieces: list[Piece], fill: int, multiple: int) -> npt.NDArray[Any]:
+    """The values of some pieces end to end, each filled up."""
+    parts = [values[start:stop] for start, stop, _ in pieces]
+    if multiple > 1:
+        parts = [np.pad(part, (0, -len(part) % multiple), constant_values=fill) for part in parts]
+    return np.concatenate(parts)
