@@ -140,7 +140,7 @@ class TestTopology:
         with pytest.raises(TypeError, match=r"rd\.DataLoader has no argument batch_size=: micro_batch_size="):
             rd.DataLoader(ROWS, 2)  # type: ignore[misc, call-arg]
 
-    @pytest.mark.parametrize("shuffle", [0, "yes", None])
+    @pytest.mark.parametrize("shuffle", [0, 1.5, "yes", None])
     def test_shuffle(self, shuffle: Any) -> None:
         with pytest.raises(ValueError, match=rf"shuffle={shuffle!r}: give True, False .*or the window in rows"):
             loader_of([1, 2], shuffle=shuffle)
@@ -313,7 +313,7 @@ class TestPipelines:
     @pytest.mark.parametrize("data", [3, None, object()])
     def test_what_is_no_pipeline(self, data: Any) -> None:
         with pytest.raises(
-            TypeError, match=rf"A {type(data).__name__} is no pipeline: give a function Shard -> node, a source"
+            TypeError, match=rf"A {type(data).__name__} is no pipeline: give a function that makes the nodes of"
         ):
             loader_of(data)
 
@@ -325,11 +325,6 @@ class TestPipelines:
         if not isinstance(data, Path):
             with pytest.raises(TypeError, match="is no data set"):
                 rd.Reader(data, rd.Shard())
-
-    @pytest.mark.parametrize("shuffle", [1.5, "yes"])
-    def test_a_window_that_is_no_number_of_rows(self, shuffle: Any) -> None:
-        with pytest.raises(TypeError, match=r"shuffle=.*give an int"):
-            rd.Reader(ROWS, rd.Shard(), shuffle=shuffle)
 
     @pytest.mark.parametrize("columns", ["tokens", []])
     def test_columns_that_are_no_list_of_names(self, columns: Any, tmp_path: Path) -> None:
