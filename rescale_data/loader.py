@@ -87,8 +87,8 @@ class DataLoader:
         [tensor([4, 5, 6, 7])]
     """
 
-    def __new__(cls, pipeline: Any = None, *unnamed: Any, **given: Any) -> Self:
-        refuse(given, len(unnamed))
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        refuse(kwargs, len(args))
         return super().__new__(cls)
 
     def __init__(

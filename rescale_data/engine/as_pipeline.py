@@ -34,7 +34,7 @@ _ELSEWHERE["batch_sampler"] = _ELSEWHERE["sampler"]
 
 def refuse(given: Mapping[str, object], num_unnamed: int) -> None:
     """``TypeError`` of the arguments of torch's loaders that are not ours, which says what takes their place."""
-    for name in ["batch_size"] * bool(num_unnamed) + list(given):
+    for name in ["batch_size"] * (num_unnamed > 1) + list(given):
         if name in _ELSEWHERE:
             raise TypeError(f"rd.DataLoader has no argument {name}=: {_ELSEWHERE[name]}.")
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from copy import copy
 from dataclasses import replace
 from typing import Literal, Protocol, TypeAlias
 
@@ -476,7 +475,9 @@ class Stream:
         block = self.layout.owned(self.ranks.rank)
         own = slice(block.start, block.stop) if not self.rows_are_dealt else slice(None)
         self._begun = None
-        self._begun = copy(self), own, self.table[own].copy()
+        begun = object.__new__(Stream)
+        vars(begun).update(vars(self))
+        self._begun = begun, own, self.table[own].copy()
 
     def _whole(self) -> Ints:
         return self.ranks.merge(self.table, self.owners)
