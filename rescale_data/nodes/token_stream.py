@@ -48,6 +48,8 @@ class TokenStream:
         self._aligned = aligned
         self.values: Values = {}
         """Of the columns beside the tokens, for the sample that was drawn last and what it looked ahead at."""
+        self.num_untrained, self.cuts = 0, False
+        """With a loss mask: how many documents ended in that sample untrained, and whether one that began in it goes on."""
         self._is_blocked = is_blocked
         self._bound = bound
         self._documents, self._around, self._repeat = documents, around, repeat
@@ -74,7 +76,7 @@ class TokenStream:
             The tokens that were there, with those looked ahead at. Without the latter there are no labels.
         """
         found = self._stretch()
-        before, num_ready = found.document, min(found.left, self._width)
+        before, num_ready, offset = found.document, min(found.left, self._width), self._position[0]
         size = min(num_ready, self._num_tokens)
         if self._aligned:
             self.values = self._aligned.of_sample(found.owner[before:], self._position[0], num_ready, self._around)
@@ -82,6 +84,9 @@ class TokenStream:
             fill([found], 0, tokens, labels, doc_ids)
         elif size:
             fill([found], 0, tokens[:, :size], None, None if doc_ids is None else doc_ids[:, :size])
+        if self._aligned.has_mask:
+            self.num_untrained = self._aligned.num_untrained(found.owner[before : found.document], self._around)
+            self.cuts = self._position[0] > 0 and (found.document > before or not offset)
         if found.owner.where is not None:
             self._say_where(found, before)
         return num_ready

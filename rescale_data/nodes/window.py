@@ -12,9 +12,12 @@ from rescale_data.nodes.aligned import MASK, Values
 from rescale_data.nodes.base import View
 from rescale_data.nodes.fit import Fit, Piece, room
 from rescale_data.nodes.packer import IGNORED
-from rescale_data.nodes.provenance import joined
+from rescale_data.nodes.payload import PerDocument
+from rescale_data.nodes.provenance import PROVENANCE, joined
 from rescale_data.nodes.reading.spans import TokenArray
 from rescale_data.nodes.tray import Tray
+from rescale_data.sources.decoded.sizes import size_of
+from rescale_data.state import Ints
 
 _BYTES_OF_A_PIECE = 250
 
@@ -25,25 +28,30 @@ class Window:
 
     Args:
         tokens: Of all of them, end to end.
+        starts: ``int64[D + 1]``, where each begins.
         fit: Where the pieces of each sample lie in ``tokens``.
         after: The position of the source after them.
         where: Where each document comes from, where that is asked for.
         values: Of the columns beside the tokens, end to end as these.
         num_untrained: Documents of which no token is learned.
+        payload: By name, what each document carries.
     """
 
     tokens: TokenArray
+    starts: Ints
     fit: Fit
     after: View
     where: list[str]
     values: Values
     num_untrained: int
+    payload: dict[str, list[Any]]
 
     @property
     def nbytes(self) -> int:
         return (
             self.tokens.nbytes
-            + sum(values.nbytes for values in self.values.values())
+            + size_of(self.values)
+            + size_of(self.payload)
             + _BYTES_OF_A_PIECE * (len(self.fit.pieces) + len(self.where))
         )
 
@@ -87,7 +95,9 @@ def write(tray: Tray, place: int, window: Window, number: int, *, pad_id: int, m
     if "cost" in tray.arrays:
         tray.put("cost", place, np.array([np.square(lengths).sum()]), 0)
     if window.where:
-        tray.where.append(joined(window.where[document] for _, _, document in pieces))
+        tray.add(PROVENANCE, joined(window.where[document] for _, _, document in pieces))
+    for name, values in window.payload.items():
+        tray.add(name, PerDocument(values[d] if start == window.starts[d] else None for start, _, d in pieces))
 
 
 def _laid(values: npt.NDArray[Any], pieces: list[Piece], fill: int, multiple: int) -> npt.NDArray[Any]:
