@@ -16,33 +16,49 @@ def run(page: Path) -> dict[str, Any]:
     module = sys.modules["page"] = ModuleType("page")  # so that what it defines pickles
     names = module.__dict__
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
-        exec(compile(block, str(page), "exec"), names)
+        exec(compile(block, f"<{page.name}>", "exec"), names)
     return names
 
 
-def test_code_of_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+CODE = [page.stem for page in sorted(DOCS.glob("*.md")) if "```python" in page.read_text()]
+
+
+@pytest.mark.parametrize("page", [name for name in CODE if name != "published_models"])  # that: tests/trainers
+def test_code_of(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Each page stands for itself: its blocks run, in their order, in an empty folder, and check what they show."""
     monkeypatch.chdir(tmp_path)
-    names = run(DOCS / "sources.md")
+    check = globals().get(f"check_{page}", lambda names, shown: None)
+    names = run(DOCS / f"{page}.md")
+    check(names, capsys.readouterr().out)
+
+
+def check_own_source(names: dict[str, Any], shown: str) -> None:
     assert len(set(names["lines"])) == len(names["lines"]) == 96
+
+
+def check_streams(names: dict[str, Any], shown: str) -> None:
     assert len(set(names["xs"])) == len(names["xs"]) == 400
 
 
-def test_code_of_pipelines(capsys: Any) -> None:
-    names = run(DOCS / "pipelines.md")
-    shown = capsys.readouterr().out
+def check_migrating(names: dict[str, Any], shown: str) -> None:
+    assert len(names["loader"]) == 24
+
+
+def check_world_sizes(names: dict[str, Any], shown: str) -> None:
+    assert "ranks W" in shown
+
+
+def check_steps(names: dict[str, Any], shown: str) -> None:
+    """What is told of step 7 is what a run trains on in it."""
     assert shown.count("sample ") == 8
     lines = re.findall(r"\n  (.*)", shown)
     assert lines
     assert all(re.fullmatch(r"(web: web|code: code)\[\d+\]", line) for line in lines)
-    first = names["batches"][7]["tokens"][0].tolist()
+    loader = names["rd"].DataLoader(names["pipeline"], global_batch_size=8, num_logical_shards=8, repeat=True)
+    batch = [batch for _, batch in zip(range(8), loader, strict=False)][7]
     told = [int(re.search(r"\d+", line)[0]) for line in rd_lines(shown)]
-    assert sorted(told) == sorted(first[end - 1] for end in _ends(names["batches"][7]))
-
-
-def test_code_of_migrating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each block checks what it shows."""
-    monkeypatch.chdir(tmp_path)
-    assert len(run(DOCS / "migrating.md")["loader"]) == 24
+    first = batch["tokens"][0].tolist()
+    assert sorted(told) == sorted(first[end - 1] for end in _ends(batch))
 
 
 def rd_lines(shown: str) -> list[str]:
@@ -54,11 +70,6 @@ def _ends(batch: dict[str, Any]) -> list[int]:
     """The last token of each document, before its EOS, in the first sample."""
     ids = batch["doc_ids"][0].tolist()
     return [len(ids) - ids[::-1].index(doc) - 1 for doc in range(max(ids) + 1)]
-
-
-def test_code_of_world_sizes(capsys: Any) -> None:
-    run(DOCS / "world_sizes.md")
-    assert "ranks W" in capsys.readouterr().out
 
 
 ROOT = DOCS.parent
