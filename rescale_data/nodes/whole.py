@@ -14,16 +14,16 @@ from rescale_data.nodes.aligned import MASK, Aligned
 from rescale_data.nodes.base import Node, View, copy_of
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.column import ColumnDocuments
-from rescale_data.nodes.fit import COUNTED, Long, fit, num_untrained
+from rescale_data.nodes.fit import COUNTED, Long
 from rescale_data.nodes.form import MOST, History, Stage, begin_form, num_tokens, stages
 from rescale_data.nodes.guard import say_again
 from rescale_data.nodes.packer import DTYPES, require_pad
-from rescale_data.nodes.payload import Payload, size
+from rescale_data.nodes.payload import Payload
 from rescale_data.nodes.provenance import PROVENANCE
-from rescale_data.nodes.reading.gather import Around, joined
+from rescale_data.nodes.reading.gather import Around
 from rescale_data.nodes.reading.spans import Spans
 from rescale_data.nodes.tray import Tray
-from rescale_data.nodes.window import Window, write
+from rescale_data.nodes.window import Packing, Window, write
 from rescale_data.sources.decoded.cache import cache, owner_of
 from rescale_data.state import Field, Ints
 
@@ -37,8 +37,8 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
     Documents are taken in windows of ``window``; those of one window share samples among themselves, and the rest of a sample
     is padding. The position is that of the source at the beginning of the window and the samples of it that have been yielded:
     who resumes reads the window again. A window lies in the process's cache; a larger one pads less, and takes more to resume.
-    ``seq_len``, ``labels``, ``dtype`` and ``max_documents`` may change when a state is loaded: what is left of a window is then
-    packed anew.
+    ``seq_len``, ``labels``, ``dtype``, ``max_documents`` and ``limits`` may change when a state is loaded: what is left of a
+    window is then packed anew.
 
     Args:
         source: A node whose samples hold the tokens of a document under ``column``.
@@ -62,8 +62,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         payload: Columns of anything, which go whole with their document: images, references to them, ratings. Samples are then
             read one at a time, and what the documents of a window carry is in memory at once.
         limits: Of some of ``payload``, the most of a sample; a list or array counts as many as it has, `None` none, all else
-            one. A document that alone has more is an error, or dropped and counted with ``long="drop"``. May change as
-            ``seq_len`` does.
+            one. A document that alone has more is an error, or dropped and counted with ``long="drop"``.
 
     Yields:
         | ``"tokens": Tensor[seq_len]``
@@ -147,7 +146,8 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         beside = [part.of for part in (self._aligned, self._payload) if part]
         found = None if beside else child.documents(column)
         self._documents = found or ColumnDocuments(child, column, name, *beside)
-        self._around = Around(eos_id, bos_id, self._numpy_dtype)
+        around = Around(eos_id, bos_id, self._numpy_dtype)
+        self._packing = Packing(around, long, pad_documents_to, self._aligned, self._payload)
         self._before: History = ()
         self._repeat = any(node.repeat for _, node in child.walk())
         self._key = (owner_of(self), "window")
@@ -258,18 +258,8 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         spans = self._documents_at(position)
         if not len(spans):
             return None
-        tokens, starts = joined(spans, self._around)
-        ends = starts[1:].tolist()
-        bounds = list(zip([0, *ends[:-1]], ends, range(len(ends)), strict=True))
         now = Stage(self.seq_len, self.max_documents, self._payload.limits)
-        payload = self._payload.of_all(spans)
-        sizes = {name: [size(value) for value in values] for name, values in payload.items()}
-        forms = stages(self.position[_EMITTED], self._before, now)
-        packed = fit(bounds, forms, self.long, self.pad_documents_to, sizes)
-        values = self._aligned.end_to_end(spans, self._around) if self._aligned else {}
-        learned = values.get(MASK)
-        untrained = 0 if learned is None else num_untrained(bounds, packed, self.seq_len, self.long, learned)
-        return Window(tokens, starts, packed, position, list(spans.where or ()), values, untrained, payload)
+        return self._packing.window(spans, list(stages(self.position[_EMITTED], self._before, now)), position)
 
     def _documents_at(self, position: View) -> Spans:
         """The documents of a window from a position on, which moves behind them."""
