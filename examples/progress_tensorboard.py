@@ -2,7 +2,7 @@
 
     pip install tensorboard && python examples/progress_tensorboard.py && tensorboard --logdir runs
 
-Look for `share/books`: it is 0 until step 80 or so, when the schedule brings that source in.
+Look for `share/books`: it is 0 until step 95 or so, when the schedule brings that source in.
 """
 
 from __future__ import annotations

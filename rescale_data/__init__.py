@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rescale_data import testing
+    from rescale_data.audit.audit import Audit
     from rescale_data.checkpoint.data_state import check_checkpoint, load_changed
     from rescale_data.documents_of_step import step_documents
     from rescale_data.engine.collate import pad_collate
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ArrowSource",
+    "Audit",
     "BaseNode",
     "CleanDocuments",
     "DataLoader",
@@ -86,6 +88,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "audit.audit": ("Audit",),
     "checkpoint.data_state": ("check_checkpoint", "load_changed"),
     "engine.collate": ("pad_collate",),
     "engine.shards": ("LogicalShards",),

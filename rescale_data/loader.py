@@ -223,6 +223,7 @@ class DataLoader:
         if mesh is not None or group is not None:
             self._where = {"mesh": mesh, "group": group}
         self.setup = self._set_up(
+            global_batch_size=layout.global_batch_size,
             micro_batch_size=layout.micro_batch_size,
             num_logical_shards=layout.num_logical_shards,
             num_workers=layout.num_workers,

@@ -11,7 +11,7 @@ would leave out for ever what is in that queue.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from rescale_data.engine.moment import Moment, counters
@@ -45,7 +45,7 @@ class LookAhead:
     def __init__(self, loader: DataLoader, num_batches: int) -> None:
         if num_batches < 1:
             raise ValueError(f"num_batches={num_batches}: one batch at least must be in hand.")
-        self._reading, self._num_batches = loader.give_away(), num_batches
+        self._reading, self._loader, self._num_batches = loader.give_away(), loader, num_batches
         self.last_batch_samples = 0
         self._forget()
 
@@ -146,6 +146,24 @@ class LookAhead:
             self.load_state_dict(self.state_dict())
         self._reading.skip(num_samples)
         self._forget()
+
+    def set_global_batch_size(self, global_batch_size: int) -> None:
+        """As `DataLoader.set_global_batch_size`, from where the trainer is; what is in hand is read again, in other batches."""
+        self._go_back()
+        self._loader.setup = self._reading.set_global_batch_size(global_batch_size)
+        self._at = self._read()
+
+    def exclude_steps(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """As `DataLoader.exclude_steps`, from where the trainer is (collective as a state is: what is in hand goes)."""
+        self._go_back()
+        self._reading.exclude_steps(ranges)
+        self._at = self._read()
+
+    def _go_back(self) -> None:
+        """Have the loader stand where the trainer does, and go on from there."""
+        if self._in_hand or self.epoch != self._reading.epoch:
+            self.load_state_dict(self.state_dict())
+            self._batches = iter(self._reading)
 
     def start(self) -> None:
         """As `DataLoader.start`."""

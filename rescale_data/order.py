@@ -124,16 +124,38 @@ def ranges_of(shards: Ints, epochs: Ints, num_rows: int, num_logical_shards: int
     return (shards + moved) % num_logical_shards
 
 
+def range_of(shard: int, epoch: int, num_rows: int, num_logical_shards: int, seed: int) -> int:
+    """`ranges_of`, of one."""
+    if num_rows >= num_logical_shards:
+        return shard
+    number, place = divmod(epoch, num_logical_shards)
+    begin, step = _round(num_logical_shards, seed, number)
+    return (shard + begin + step * place) % num_logical_shards
+
+
 def next_epoch_with_rows(shard: int, epoch: int, num_rows: int, num_logical_shards: int, seed: int) -> int:
-    """The first epoch from ``epoch`` on in which a shard has a row."""
-    reach = 1 if num_rows >= num_logical_shards else num_logical_shards // num_rows + 1
-    while True:
-        epochs = np.arange(epoch, epoch + reach)
-        ranges = ranges_of(np.full(reach, shard), epochs, num_rows, num_logical_shards, seed)
-        found = np.flatnonzero(shard_sizes(ranges, num_rows, num_logical_shards))
-        if len(found):
-            return epoch + int(found[0])
-        epoch, reach = epoch + reach, min(2 * reach, num_logical_shards)
+    """The first epoch from ``epoch`` on in which a shard has a row, in logarithmic time."""
+    n = num_logical_shards
+    while num_rows < n:
+        # Range j has a row where j * R mod N is N - R at least.
+        begin = range_of(shard, epoch, num_rows, n, seed) * num_rows % n
+        step = _round(n, seed, epoch // n)[1] * num_rows % n
+        ahead = 0 if begin >= n - num_rows else _first_within(step, n, n - num_rows - begin, n - 1 - begin)
+        if epoch % n + ahead < n and ahead >= 0:
+            return epoch + ahead
+        epoch += n - epoch % n  # none in the rest of this round, and some in each
+    return epoch
+
+
+def _first_within(factor: int, modulus: int, low: int, high: int) -> int:
+    """The least i with ``low <= factor * i % modulus <= high``, where 0 < low; -1 if there is none. As Euclid's algorithm."""
+    if not factor:
+        return -1
+    first = -(-low // factor)
+    if first * factor <= high:
+        return first
+    turns = _first_within(modulus % factor, factor, -high % factor, -low % factor)
+    return -1 if turns < 0 else -(-(low + modulus * turns) // factor)
 
 
 def rows_before(shards: Ints, epochs: Ints, num_rows: int, num_logical_shards: int, seed: int) -> Ints:

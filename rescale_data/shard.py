@@ -20,6 +20,7 @@ class Shard:
             was delivered once.
         global_batch_size: O, samples of an optimizer step over all shards. It may change in a run: whatever depends on it
             belongs to a node's `parameters`.
+        provenance: Whether readers say of each sample, if it is a dict, which row it is (`Reader`).
 
     Raises:
         ValueError: ``index`` is not in ``[0, num_logical_shards)``.
@@ -37,6 +38,7 @@ class Shard:
     repeat: bool = False
     verify: bool = False
     global_batch_size: int = 1
+    provenance: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.num_logical_shards:

@@ -77,6 +77,12 @@ def field_of(path: tuple[str, ...], value: Any) -> Field:
     )
 
 
+def field_described(key: str, about: Mapping[str, Any]) -> Field:
+    """The field, its path in one, that `Field.describe` describes; where that fits a number, it is one."""
+    dtype, shape = getattr(torch, about["dtype"]), tuple(about["shape"])
+    return Field((key,), dtype, shape if shape or dtype not in _SCALARS.values() else None)
+
+
 def encode(field: Field, value: Any) -> list[int]:
     """``value`` as the slots of ``field``; ``TypeError`` where dtype or shape is not the field's."""
     given = field_of(field.path, value)
@@ -156,8 +162,8 @@ def from_tensors(fields: Sequence[Field], tensors: Mapping[str, torch.Tensor]) -
 
 def _to_tensor(field: Field, slots: Ints) -> torch.Tensor:
     if field.shape is not None:
-        raw = np.ascontiguousarray(np.ascontiguousarray(slots).view(np.uint8)[:, : field.num_bytes])
-        return torch.from_numpy(raw).view(field.dtype).reshape(len(slots), *field.shape).clone()
+        raw = np.ascontiguousarray(np.array(slots).view(np.uint8)[:, : field.num_bytes])
+        return torch.from_numpy(raw).view(field.dtype).reshape(len(slots), *field.shape)
     column = torch.from_numpy(slots[:, 0].copy())
     if field.dtype is torch.bool:
         return column != 0
@@ -169,6 +175,8 @@ def _from_tensor(field: Field, tensor: torch.Tensor) -> Ints:
     if field.shape is None:
         return (tensor.view(torch.int64) if tensor.dtype is torch.float64 else tensor.long()).numpy()[:, None]
     raw = tensor.reshape(len(tensor), -1).view(torch.uint8).numpy()
+    if raw.shape[1] == field.num_slots * 8:
+        return raw.view(np.int64)
     padded = np.zeros((len(raw), field.num_slots * 8), dtype=np.uint8)
     padded[:, : raw.shape[1]] = raw
     return padded.view(np.int64)

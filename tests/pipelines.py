@@ -114,6 +114,12 @@ def every(data: Rows, shard: rd.Shard) -> BaseNode[Any]:
     return tagged(Every(rd.Reader(data, shard), 5), shard)
 
 
+def mixed(data: Rows, shard: rd.Shard) -> BaseNode[Any]:
+    """Twice as many of the one as of the other, which are the same rows."""
+    readers = {"one": rd.Reader(data, shard), "other": rd.Reader(data, shard, shuffle=False)}
+    return tagged(rd.WeightedSampler(readers, {"one": 2, "other": 1}, stop="all"), shard)
+
+
 def skewed(data: Rows, shard: rd.Shard) -> BaseNode[Any]:
     """Shards of the first half end long before the others."""
     return tagged(rd.Filter(rd.Reader(data, shard, shuffle=False), functools.partial(is_late, data.num_rows)), shard)
@@ -127,8 +133,16 @@ def of_zoo(name: str, _: Rows, shard: rd.Shard) -> BaseNode[Any]:
     return tagged(zoo.PIPELINES[name](shard), shard)
 
 
-PIPELINES = {"rows": rows, "batched": batched, "packed": packed, "kept": kept, "every": every, "skewed": skewed}
-KNOWN = {"rows"}
+PIPELINES = {
+    "rows": rows,
+    "batched": batched,
+    "packed": packed,
+    "kept": kept,
+    "every": every,
+    "mixed": mixed,
+    "skewed": skewed,
+}
+KNOWN = {"rows", "mixed"}
 """Pipelines that know how many samples an epoch has."""
 
 ZOO = {name: functools.partial(of_zoo, name) for name in zoo.PIPELINES}

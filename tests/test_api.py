@@ -48,7 +48,7 @@ FLOORS = [
     ["loader"],
     ["documents_of_step", "integrations", "lookahead"],
     ["checkpoint"],
-    ["xla"],
+    ["audit", "xla"],
     ["testing", "cli"],
     ["__init__"],
 ]

@@ -467,7 +467,7 @@ class TestStates:
     def test_of_a_newer_format(self) -> None:
         with pytest.raises(
             rd.DataStateError,
-            match=r"format version 7, this rescale_data reads the versions \(1, 2\). Load it with the release",
+            match=r"format version 7, this rescale_data reads the versions \(1, 2, 3\). Load it with the release",
         ):
             loader_of().load_state_dict({**self.saved(), "version": 7})
 

@@ -26,6 +26,21 @@ def test_a_hugging_face_stream(capsys: pytest.CaptureFixture[str]) -> None:
     assert "all of 480 rows, each once: True" in capsys.readouterr().out
 
 
+def test_progress_in_tensorboard(tmp_path: Path) -> None:
+    """The schedule of the example is what its event file tells."""
+    pytest.importorskip("tensorboard")
+    import progress_tensorboard
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    progress_tensorboard.main(str(tmp_path))
+    events = EventAccumulator(str(tmp_path)).Reload()
+    books = {event.step: event.value for event in events.Scalars("share/books")}
+    assert list(books) == list(range(0, 200, 5))
+    assert books[80] == 0 < books[120] < books[195]
+    assert sum(events.Scalars(f"share/{name}")[-1].value for name in progress_tensorboard.ROWS) == pytest.approx(1)
+    assert events.Scalars("data/filtered_rows")[-1].value > 0
+
+
 def test_all_formats(capsys: pytest.CaptureFixture[str]) -> None:
     import all_formats
 

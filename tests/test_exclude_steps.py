@@ -85,6 +85,23 @@ def test_a_range_that_has_passed_is_an_error() -> None:
         ranks[0].exclude_steps([(4.0, 5)])  # type: ignore[list-item]
 
 
+@pytest.mark.parametrize("kind", [{"repeat": False}, {"repeat": True, "steps_per_epoch": 8}])
+def test_with_skip_rescale_and_a_count_of_what_is_left(kind: dict[str, Any]) -> None:
+    """The epoch has 8 steps of 6 micro batches, of which 2 are left out."""
+    whole = steps(loaders(**kind), 8)
+    [loader] = loaders(**kind)
+    loader.exclude_steps([(2, 3), (6, 7)])
+    assert loader.batches_left == 36
+    left = [loader.batches_left for _ in loader]
+    assert left == [*range(35, -1, -1)]
+    assert loader.step == 8
+    [loader] = loaders(**kind)
+    loader.exclude_steps([(2, 3), (6, 7)])
+    loader.skip(12)
+    loader.rescale(micro_batch_size=4)
+    assert steps([loader], 5) == {step: whole[step] for step in (1, 3, 4, 5, 7)}
+
+
 def even(row: Any) -> bool:
     return row["id"] % 2 == 0
 

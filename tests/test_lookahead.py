@@ -30,7 +30,7 @@ def take_epoch(ahead: LookAhead) -> list[list[int]]:
     return taken
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(num_batches=st.integers(1, 9), stop=st.integers(0, 30), tail=st.sampled_from(["drop", "pad"]))
 def test_the_state_is_that_of_a_loader_that_took_the_same(num_batches: int, stop: int, tail: str) -> None:
     rows = [{"row": row} for row in ROWS]
@@ -66,6 +66,55 @@ def test_epochs_follow_each_other_and_a_load_forgets_what_is_in_hand() -> None:
     ahead.load_state_dict(state)
     assert ahead.in_hand == []
     assert take_epoch(ahead) == expected[0]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    num_batches=st.integers(1, 7),
+    changes=st.lists(st.tuples(st.integers(0, 5), st.sampled_from([4, 8, 16]), st.booleans()), min_size=1, max_size=4),
+    repeat=st.booleans(),
+)
+def test_a_ramp_and_steps_left_out_hold_from_where_the_trainer_is(
+    num_batches: int, changes: list[tuple[int, int, bool]], repeat: bool
+) -> None:
+    """What is in hand are batches of another size, or of steps that are left out."""
+    ahead, plain = (
+        LookAhead(make(repeat=repeat, micro_batch_size=4), num_batches),
+        make(repeat=repeat, micro_batch_size=4),
+    )
+    for num_steps, size, excludes in changes:
+        for _ in range(num_steps * plain.gradient_accumulation_steps):
+            expected = next(itertools.chain(plain, plain))
+            if not (ahead.read() or ahead.in_hand):
+                ahead.begin()
+                ahead.read()
+            assert torch.equal(ahead.take(), expected)
+        for loader in (ahead, plain):
+            if excludes:
+                loader.exclude_steps([(plain.step + 1, plain.step + 3)])
+            else:
+                loader.set_global_batch_size(size)
+        assert ahead.step == plain.step
+        assert ahead.state_dict()["pipeline"] == plain.state_dict()["pipeline"]
+        for field, table in plain.state_dict()["shards"].items():
+            assert torch.equal(ahead.state_dict()["shards"][field], table), field
+
+
+def test_off_a_boundary_of_the_trainer_a_ramp_is_refused_and_nothing_is_lost() -> None:
+    loader = make()
+    expected, ahead = [batch.tolist() for batch in make()], LookAhead(loader, 3)
+    ahead.begin()
+    ahead.read()
+    taken = [ahead.take().tolist()]
+    with pytest.raises(ValueError, match=r"when loader.step is 1, after 1 more"):
+        ahead.set_global_batch_size(16)
+    with pytest.raises(ValueError, match="at step 1"):
+        ahead.exclude_steps([(0, 1)])
+    while ahead.read() or ahead.in_hand:
+        taken.append(ahead.take().tolist())
+    assert taken == expected
+    ahead.set_global_batch_size(16)
+    assert loader.gradient_accumulation_steps == 4
 
 
 def test_an_error_waits_until_what_came_before_it_was_taken() -> None:

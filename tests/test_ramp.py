@@ -100,6 +100,25 @@ def test_workers_go_on() -> None:
                 assert next(batches)["x"].tolist() == next(expected)["x"].tolist()
 
 
+def test_other_workers_and_micro_batches_afterwards() -> None:
+    loader = loader_of(num_logical_shards=24)
+    batches = iter(loader)
+    rows = [x for _ in range(2) for x in next(batches)["x"].tolist()]
+    loader.set_global_batch_size(12)
+    loader.rescale(micro_batch_size=6)
+    assert (loader.setup.layout.global_batch_size, loader.gradient_accumulation_steps) == (12, 2)
+    rows += [x for batch in batches for x in batch["x"].tolist()]
+    assert len(rows) == len(set(rows)) == 92  # of 88 that were left 84 are whole global batches
+
+
+def test_the_order_of_the_dataset_is_that_of_one_global_batch() -> None:
+    loader = loader_of(shuffle=False, num_logical_shards=24)
+    with pytest.raises(ValueError, match=r"set_global_batch_size\(12\) with shuffle=False .* global batch of 8"):
+        loader.set_global_batch_size(12)
+    loader.set_global_batch_size(8)
+    assert [x for batch in loader for x in batch["x"].tolist()] == list(range(96))
+
+
 def test_off_a_boundary_it_names_the_next_one() -> None:
     loader = loader_of()
     batches = iter(loader)

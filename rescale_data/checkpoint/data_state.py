@@ -20,6 +20,7 @@ from rescale_data.engine.recipe import STRINGS
 from rescale_data.engine.state_paths import find, names_under
 from rescale_data.engine.statedict import INTS
 from rescale_data.engine.stream import HasStream
+from rescale_data.engine.table import by_field
 
 T = TypeVar("T")
 Source: TypeAlias = str | os.PathLike[str] | StorageReader
@@ -36,7 +37,7 @@ def read_data_state(
         name: Of the loader in the saved state; default the only one that there is.
 
     Returns:
-        ``{"shards": {field: Tensor[N, ...]}, "samples": int, ...}``, as ``loader.state_dict()`` makes it.
+        ``{"shards": {field: Tensor[N, ...]}, "samples": int, ...}``, to look into, or for ``loader.load_state_dict()``.
 
     Raises:
         FileNotFoundError: no checkpoint at ``path``.
@@ -56,7 +57,7 @@ def read_data_state(
 
     def read() -> dict[str, Any]:
         with opened(path, checksums=checksums, storage_options=storage_options) as reader:
-            return _DataState(reader, path, name).read()
+            return by_field(_DataState(reader, path, name).read())
 
     return again(read)
 
@@ -93,7 +94,7 @@ def check_checkpoint(path: Source, loader: HasStream, key: str | None = None) ->
 
 
 def load_changed(path: Source, loader: Stateful, key: str | None = None) -> None:
-    """Go on from a DCP checkpoint although sources were added to a `WeightedSampler`, which ``dcp.load`` refuses.
+    """Go on from a DCP checkpoint although sources were added to a `WeightedSampler` or removed, which ``dcp.load`` refuses.
 
     For all else load the same checkpoint with ``dcp.load``, without the loader in its dict. The added sources begin with
     their first row, removed ones are dropped with a warning, the others go on; the new weights count from now on. Ranks,

@@ -38,6 +38,13 @@ class Format(StrEnum):
     dcp = "dcp"
 
 
+class Tail(StrEnum):
+    """What a loader does with the rest of an epoch."""
+
+    drop = "drop"
+    pad = "pad"
+
+
 @app.command()
 def ls(folder: Folder, as_json: Json = False) -> None:
     """List the checkpoints in a run's FOLDER, with size, time and metrics."""
@@ -104,6 +111,31 @@ def plan(
     sizes = [*([] if before is None else [before]), *(to or [])]
     found = _or_exit(lambda: planning.answer(global_batch_size, sizes, gpus, model_parallel, num_logical_shards))
     _out(as_json, found, lambda console: render.show_plan(console, found))
+
+
+@app.command()
+def audit(
+    folder: Folder,
+    pipeline: Annotated[
+        list[str],
+        typer.Option(help="MODULE:FUNCTION of the run's pipeline; again for each that it has had, where one changed."),
+    ],
+    find: Annotated[
+        str | None, typer.Option(help="SOURCE:ROW, SOURCE:FILE or 'SOURCE: FILE, row 17': when was that served?")
+    ] = None,
+    steps: Annotated[str | None, typer.Option(help="A step or FIRST:STOP: which documents did these hold?")] = None,
+    repeat: Annotated[bool, typer.Option(help="As the loader had it.")] = False,
+    tail: Annotated[Tail, typer.Option(help="As the loader had it.")] = Tail.drop,
+    num_workers: Annotated[int, typer.Option(min=0, help="As the loader had it, if it was not aligned.")] = 0,
+    limit: Annotated[int, typer.Option(help="Print at most this many samples.")] = 50,
+    as_json: Json = False,
+) -> None:
+    """Say in which steps the run in FOLDER served a document, or what its steps held: read again from its checkpoints."""
+    from rescale_data.cli import auditing, render
+
+    as_loaded = {"repeat": repeat, "tail": tail.value, "num_workers": num_workers}
+    found = _or_exit(lambda: auditing.answer(folder, pipeline, find, steps, **as_loaded))
+    _out(as_json, found, lambda console: render.show_audit(console, found, limit))
 
 
 @app.command()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,11 +15,12 @@ from rescale_data.checkpoint.convert.stored import StoredCheckpoint
 from rescale_data.checkpoint.data_state import read_data_state
 from rescale_data.checkpoint.storage.manifest import METADATA, read_manifest
 from rescale_data.checkpoint.storage.open import open_store, verify
+from rescale_data.checkpoint.storage.pruned import pruned
 from rescale_data.checkpoint.storage.run_folder import RunFolder
 from rescale_data.checkpoint.storage.store import Store, StrPath, join
 
 Options = Mapping[str, Any] | None
-LEFT_OUT = ("filtered", "skipped", "long", "blocked")
+LEFT_OUT = ("filtered", "skipped", "short", "long", "blocked", "untrained")
 
 
 def list_checkpoints(folder: StrPath, storage_options: Options = None) -> list[dict[str, Any]]:
@@ -60,10 +63,20 @@ def write_page(path: StrPath, html: StrPath, storage_options: Options = None) ->
 
     store, folder = open_store(path, storage_options)
     if _about(store, folder) is None and store.names(folder):
-        text = page.run_page(folder.rpartition("/")[2], list_checkpoints(path, storage_options))
+        kept, gone = list_checkpoints(path, storage_options), pruned(store, folder)
+        text = page.run_page(folder.rpartition("/")[2], kept, gone, _newest(store, folder, storage_options))
     else:
         text = page.checkpoint_page(summarize(path, storage_options=storage_options))
     return str(Path(html).write_text(text, encoding="utf-8") and html)
+
+
+def _newest(store: Store, folder: str, storage_options: Options) -> dict[str, Any] | None:
+    """What the newest checkpoint of a run that can be read holds."""
+    runs = RunFolder(store, folder)
+    for step in reversed(runs.steps()):
+        with contextlib.suppress(ValueError, OSError):
+            return summarize(runs.checkpoint(step), storage_options=storage_options)
+    return None
 
 
 def verified(path: StrPath, *, checksums: bool = True, storage_options: Options = None) -> dict[str, Any]:
@@ -96,7 +109,8 @@ def _entries(stored: StoredCheckpoint) -> dict[str, dict[str, Any]]:
 def data_summary(state: Mapping[str, Any]) -> dict[str, Any]:
     """How far a loader is: ``samples``, ``step``, ``epochs`` by source as (lowest, highest), ``shards``: samples of each.
 
-    ``rows``: where each shard is in its epoch, by source. ``mixture``: shares so far and weights. ``left_out``: rows by reason.
+    ``rows``: where each shard is in its epoch, by source; ``of_rows``: of how many, on average, where the source knows.
+    ``epoch_of``: the epoch of each shard, by source. ``mixture``: shares so far and weights. ``left_out``: rows by reason.
     """
     shards: Mapping[str, torch.Tensor] = state["shards"]
     epochs = {
@@ -106,6 +120,8 @@ def data_summary(state: Mapping[str, Any]) -> dict[str, Any]:
     }
     plain = {key: value for key, value in state.items() if isinstance(value, int)}
     row = {name: f"{name}.row" if name else "row" for name in epochs}
+    sources = {path.removeprefix("root"): source for path, source in json.loads(state.get("sources", "{}")).items()}
+    of_rows = {name: rows for name, source in sources.items() if name in row and (rows := _rows(source))}
     left_out = {key: int(rows.sum()) for key, rows in shards.items() if key.rpartition(".")[2] in LEFT_OUT}
     return {
         **plain,
@@ -113,9 +129,20 @@ def data_summary(state: Mapping[str, Any]) -> dict[str, Any]:
         "epochs": {name: [int(rows.min()), int(rows.max())] for name, rows in epochs.items() if rows.numel()},
         "shards": [int(n) for n in shards["samples"].flatten()] if "samples" in shards else [],
         "rows": {name: shards[key].flatten().tolist() for name, key in row.items() if key in shards},
+        "of_rows": {name: rows / max(1, shards["samples"].numel()) for name, rows in of_rows.items()},
+        "epoch_of": {name: rows.flatten().tolist() for name, rows in epochs.items()},
         "mixture": _mixture(shards),
         "left_out": {key: count for key, count in left_out.items() if count},
     }
+
+
+def _rows(source: Mapping[str, Any]) -> int:
+    """Rows of an epoch of a source, from what a state says of it; 0 where that is not said."""
+    last = source["by_epoch"][-1][1] if "by_epoch" in source else source
+    try:  # a source of somebody's own may say anything
+        return int(last.get("rows") or sum(rows for _, _, rows in last.get("files", ())))
+    except (TypeError, ValueError):
+        return 0
 
 
 def _mixture(shards: Mapping[str, torch.Tensor]) -> dict[str, dict[str, float]]:

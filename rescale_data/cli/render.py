@@ -66,6 +66,20 @@ def show_plan(console: Console, found: Mapping[str, Any]) -> None:
         console.print(told.format(**found["largest"]))
 
 
+def show_audit(console: Console, found: Mapping[str, Any], limit: int) -> None:
+    table, served = _table("step", "sample", "shard", "documents"), found["served"]
+    for one in served[:limit]:
+        numbers = (str(one[key]) for key in ("step", "sample", "shard"))
+        table.add_row(*numbers, escape("\n".join(one["documents"])))
+    if served:
+        console.print(table)
+    more, (first, stop) = len(served) - limit, found["steps"]
+    about = f"{found['rows']} rows, drawn {found['drawn']} times; in " if "rows" in found else ""
+    console.print(
+        f"{about}{len(served)} samples of steps {first} to {stop - 1}" + (f", {more} not shown" if more > 0 else "")
+    )
+
+
 def picture(shards: Sequence[int], width: int) -> str:
     """One character a shard, or for a few shards each: how many samples it has delivered, of the most that one has."""
     if not shards:

@@ -1,6 +1,6 @@
 """What may change in a pipeline between the legs of a run: parameters that a node names, and children that come and go.
 
-A saved state is first made into what the pipeline of now would have saved, and then loaded like any other.
+What a state says is first made into what the pipeline of now would have said, and then compared like any other.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from rescale_data.engine.growth import Growth
 from rescale_data.engine.recipe import FIRST_SLOT, STRINGS, Schema, path_name
 from rescale_data.nodes.base import Node
-from rescale_data.state import Ints, to_tensors
+from rescale_data.state import Ints
 
 Path = tuple[str, ...]
 
@@ -43,7 +41,7 @@ class Changed:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A state as the pipeline of now would have saved it.
+    """What a state says, its table aside, as the pipeline of now would have said it.
 
     Args:
         added, removed: The children that have come and gone. Those that have come have delivered nothing.
@@ -57,19 +55,15 @@ class Fitted:
 
 
 def fit(schema: Schema, state: Mapping[str, Any]) -> Fitted:
-    """Take children that are gone out of a state, and put in those that are new; what differs otherwise stays."""
+    """Take children that are gone out of what a state says, and put in those that are new; what differs otherwise stays."""
+    saved = json.loads(state["fields"])
     for path, node in schema.root.walk():
-        above = "".join(f"{name}." for name in path)
-        node.check_saved({key.removeprefix(above) for key in json.loads(state["fields"]) if key.startswith(above)})
+        if type(node).check_saved is not Node.check_saved:
+            above = "".join(f"{name}." for name in path)
+            node.check_saved({key.removeprefix(above) for key in saved if key.startswith(above)})
     removed, added = _changes(schema, json.loads(state["pipeline"]))
-    shards = {key: value for key, value in state["shards"].items() if not any(child.has(key) for child in removed)}
-    fresh = to_tensors(schema.fields, schema.fresh_table(int(state["num_logical_shards"]))) if added else {}
-    for child in added:
-        for key in fresh:
-            if child.has(key) and key not in shards:
-                shards[key] = torch.zeros_like(fresh[key]) if key in child.own else fresh[key]
     strings = {name: _merged(state[name], getattr(schema, f"{name}_json"), removed, added) for name in STRINGS}
-    return Fitted({**state, **strings, "shards": shards}, added, removed)
+    return Fitted({**state, **strings}, added, removed)
 
 
 def without_free(schema: Schema, pipeline: str) -> str:

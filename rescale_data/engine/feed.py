@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from rescale_data.engine.recipe import SAMPLES, Histories, History
 from rescale_data.engine.runner import Collate, Exhausted, Runner
@@ -17,8 +20,10 @@ class MicroBatch(NamedTuple):
     """A micro batch and what it does to the table: the rows of the shards that it visited, as they are after it.
 
     Args:
+        rows: ``int64[M, columns]``; with ``slots``, the values of these.
         shards: The shard of each sample.
         num_real: How many samples are real; those after them fill the last batch of an epoch.
+        slots: Those of the whole table, counted row by row, that it changed; `None` where rows are told whole.
     """
 
     batch: Any
@@ -26,6 +31,21 @@ class MicroBatch(NamedTuple):
     rows: Ints
     shards: list[int]
     num_real: int
+    slots: Ints | None = None
+
+    def commit(self, table: Ints) -> None:
+        """Write what it does into the table."""
+        if self.slots is None:
+            table[self.visited] = self.rows
+        else:
+            table.reshape(-1)[self.slots] = self.rows
+
+    def since(self, table: Ints) -> MicroBatch:
+        """The same, told by the slots that it changes in a table, and committed there."""
+        shards, columns = np.nonzero(self.rows != table[self.visited])
+        slots = np.arange(len(table))[self.visited][shards] * table.shape[1] + columns
+        self.commit(table)
+        return self._replace(rows=self.rows[shards, columns], slots=slots)
 
 
 @dataclass(frozen=True)
@@ -95,3 +115,22 @@ class InProcess:
 
     def close(self) -> None:
         self._turns = None
+
+
+class Traced:
+    """In place of samples, where they come from: of those of some shards (`Runner.trace`)."""
+
+    def __init__(self, runner: Runner, shards: Container[int]) -> None:
+        self._runner, self.shards = runner, shards
+
+    def start(self, leg: Leg, table: Ints, first: int) -> None:
+        self._runner.load(table, leg.histories, leg.layout.owned(leg.rank))
+        self._turns, self._u = leg.turns(table), first
+
+    def take(self) -> MicroBatch:
+        turn = self._turns.turn(self._u)
+        lines, rows = self._runner.trace(turn, self.shards)
+        self._u += 1
+        return MicroBatch(lines, turn.index, rows, turn.shards, sum(turn.is_real))
+
+    def close(self) -> None: ...

@@ -191,14 +191,14 @@ class Ranks:
         return contextlib.nullcontext() if self.circle is None else self.circle.roll_call.reading()
 
     def merge(self, table: Ints, owner: Ints) -> Ints:
-        """The table with each row as the rank has it that owns it (collective).
+        """The table with each row as the rank has it that owns it (collective); where there is but one rank, the table itself.
 
         Args:
             table: ``int64[N, columns]``.
             owner: ``int64[N]``, the rank that has each row right; the same on every rank.
         """
         if self.circle is None:
-            return table.copy()
+            return table
         counts = np.bincount(owner, minlength=self.world_size)
         mine = np.zeros((counts.max(), table.shape[1]), dtype=np.int64)
         mine[: counts[self.rank]] = table[owner == self.rank]

@@ -13,9 +13,10 @@ from typing import Any, NoReturn
 
 from rescale_data.engine.collate import pin, with_valid
 from rescale_data.engine.feed import MicroBatch
+from rescale_data.engine.load import load_state_dict
 from rescale_data.engine.moment import Standing, counters
 from rescale_data.engine.setup import Setup, with_global_batch_size
-from rescale_data.engine.statedict import Sharded, load_state_dict, state_dict
+from rescale_data.engine.statedict import Sharded, state_dict
 from rescale_data.engine.stream import Stream
 from rescale_data.errors import require_int
 
@@ -74,10 +75,16 @@ class Reading:
     def batches_left(self) -> int:
         if self.ended:
             return 0
+        in_step = self.setup.layout.gradient_accumulation_steps
         if self._steps is not None:
-            in_step = self.setup.layout.gradient_accumulation_steps
-            return (self._steps - self.step % self._steps) * in_step - self._begun
-        return self._known(self.stream.num_micro_batches_left() if self.setup.counts_are_known else None)
+            left = (self._steps - self.step % self._steps) * in_step - self._begun
+        else:
+            left = self._known(self.stream.num_micro_batches_left() if self.setup.counts_are_known else None)
+        at, end = self.step + (self._begun > 0), self.step + (self._begun + left) // in_step
+        gone = {
+            step for first, stop in self.stream.schema.excluded_steps for step in range(max(first, at), min(stop, end))
+        }
+        return left - len(gone) * in_step
 
     @property
     def _begun(self) -> int:

@@ -15,7 +15,7 @@ from rescale_data.nodes.base import BaseNode, Node
 from rescale_data.nodes.foreign import as_node, refuse_ranks
 from rescale_data.nodes.reader import Reader
 from rescale_data.shard import Shard
-from rescale_data.sources.source import Described
+from rescale_data.sources.source import Described, Saveable
 from rescale_data.state import Field, Ints, encode, field_of, flatten, offsets
 
 Pipeline: TypeAlias = Callable[[Shard], BaseNode[Any]]
@@ -98,6 +98,7 @@ class Schema:
         _require_all_named_or_none(root)
         self.root = root
         self.group = max(node.group for _, node in root.walk())
+        self.is_mixture = any(node.CHILDREN_MAY_CHANGE or len(node.children) > 1 for _, node in root.walk())
         self.histories: Histories = {}
         self.excluded_steps: list[tuple[int, int]] = []
         self._sources_json: str | None = None
@@ -156,6 +157,11 @@ class Schema:
     def sources(self) -> dict[str, Described]:
         """The sources of the pipeline by the path of the node that reads each."""
         return {path_name(path): node.reads for path, node in self.root.walk() if node.reads is not None}
+
+    @cached_property
+    def saveable(self) -> list[Saveable]:
+        """The sources that can say that they could not be resumed."""
+        return [source for source in self.sources().values() if isinstance(source, Saveable)]
 
     def progress(self, table: Ints, shards: Ints) -> dict[str, float]:
         """What the given shards have drawn; values of several readers of one source add up, those of namesakes do not."""
@@ -226,7 +232,8 @@ class Schema:
 
     @cached_property
     def fields_json(self) -> str:
-        return to_json({field.key: field.describe() for field in (*self.fields, STAMP)})
+        """In the order of the slots."""
+        return json.dumps({f.key: f.describe() for f in (*self.fields, STAMP)}, separators=(",", ":"))
 
 
 def _described(node: Node[Any]) -> dict[str, str]:

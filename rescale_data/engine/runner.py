@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Container, Mapping
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES, Histories, Recipe, S
 from rescale_data.errors import DataStateError
 from rescale_data.layout.turns import Turn
 from rescale_data.nodes.base import Node
+from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.nodes.tray import Columns, Tray
 from rescale_data.sources.decoded.interest import serve
 from rescale_data.state import Ints
@@ -30,7 +31,7 @@ class Runner:
     """
 
     def __init__(self, recipe: Recipe, schema: Schema) -> None:
-        self._recipe, self._schema = recipe, schema
+        self._recipe, self.schema = recipe, schema
         self.table = schema.fresh_table(recipe.num_logical_shards)
         self._histories: Histories = {}
         self._built: dict[int, Node[Any]] = {}
@@ -48,10 +49,10 @@ class Runner:
         """
         if histories != self._histories:
             self._histories, self._built = histories, {}
-            self._schema.adopt(histories)
+            self.schema.adopt(histories)
         if owned is not None:
-            serve(self._schema.sources().values(), owned)
-            self._schema.prepare(table, np.array(owned, dtype=np.int64))
+            serve(self.schema.sources().values(), owned)
+            self.schema.prepare(table, np.array(owned, dtype=np.int64))
         self.table[:] = table
         self._live = [None] * len(table)
 
@@ -72,6 +73,25 @@ class Runner:
         if turn.numbers is None:  # else each was counted when it was fetched
             self._samples[turn.index] += turn.counts
         return batch, np.array(self.table[turn.index])
+
+    def trace(self, turn: Turn, shards: Container[int]) -> tuple[list[list[str]], Ints]:
+        """One micro batch as `take`, but of each sample only where it comes from, a line a document.
+
+        Args:
+            shards: Whose samples are drawn. Those of others are left out: at an endless stream with no work at all, so
+                their positions are wrong from there on.
+        """
+        found: list[list[str]] = [[] for _ in turn.shards]
+        for place, shard in enumerate(turn.shards if turn.num_real < 0 else turn.shards[: turn.num_real]):
+            if turn.numbers is not None:
+                self.skip(shard, turn.numbers[place] - int(self._samples[shard]))
+            if shard in shards:
+                found[place] = _lines(self._draw(shard), self._live[shard])
+            elif not self._recipe.repeat:
+                self.skip(shard, 1)
+                continue
+            self._samples[shard] += 1
+        return found, np.array(self.table[turn.index])
 
     def skip(self, shard: int, num_samples: int) -> None:
         """Leave out samples of a shard, in constant time where its pipeline knows how many an epoch has."""
@@ -97,7 +117,7 @@ class Runner:
         """Leave out whole epochs from the beginning of one, where they are alike; the samples that are then left to skip."""
         here = self._slots(shard)
         end = node.epoch_end(here[None], np.array([shard]))
-        if end is None or not end[0][0] or not self._schema.epochs_are_alike(self.table):
+        if end is None or not end[0][0] or not self.schema.epochs_are_alike(self.table):
             return num_samples
         size = int(end[0][0])
         epochs = (num_samples - 1) // size  # the last of them ends where its last sample does
@@ -212,21 +232,26 @@ class Runner:
         node = self._built.get(shard)
         if node is None:
             node = self._built[shard] = self._build(shard)
-            if node.fields != self._schema.root.fields:
+            if node.fields != self.schema.root.fields:
                 raise TypeError(
                     f"The pipeline of logical shard {shard} has the state {[f.key for f in node.fields]}, the first one has "
-                    f"{[f.key for f in self._schema.root.fields]}. Paths, dtypes and shapes are the same for every shard."
+                    f"{[f.key for f in self.schema.root.fields]}. Paths, dtypes and shapes are the same for every shard."
                 )
             if node.writes != self._columns:
                 raise TypeError(
                     f"The pipeline of logical shard {shard} yields the columns {node.writes}, the first one {self._columns}. "
                     f"Samples of all shards make up one batch, so they are alike."
                 )
-        if type(node) is not type(self._schema.root):
+        if type(node) is not type(self.schema.root):
             self._write_ready = Node.write_ready
         node.bind(self._slots(shard).data)
         self._live[shard] = node
         return node
+
+
+def _lines(sample: Any, node: Node[Any] | None) -> list[str]:
+    where = cast(Mapping[str, Any], sample).get(PROVENANCE) if isinstance(sample, Mapping) else None
+    return str(where or (node.locate() if node is not None else "")).splitlines()
 
 
 def _collated(samples: list[Any], collate: Collate | None) -> Any:

@@ -116,6 +116,12 @@ def with_global_batch_size(setup: Setup, global_batch_size: int) -> Setup:
             f"have left of the epoch, but there is no process group (dp_rank= and dp_world_size= were given). Start it, use "
             f"repeat=True, or load full_state_dict(loaders) into loaders with the new global batch."
         )
+    in_step = [node for _, node in setup.schema.root.walk() if isinstance(node, Reader) and node.rows.steps]
+    if in_step and global_batch_size != setup.layout.global_batch_size:
+        raise ValueError(
+            f"set_global_batch_size({global_batch_size}) with shuffle=False (by_global_batch=True): which rows a logical shard "
+            f"reads follows from the global batch of {setup.layout.global_batch_size}, and for another one is another order."
+        )
     if setup.schema.group > 1 and global_batch_size != setup.layout.global_batch_size:
         raise ValueError(
             f"set_global_batch_size({global_batch_size}) of a mixture with group={setup.schema.group}: its groups lie as the "

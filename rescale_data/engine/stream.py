@@ -132,7 +132,7 @@ class Stream:
 
     def _take(self) -> MicroBatch:
         micro_batch = self._ahead.popleft()
-        self.table[micro_batch.visited] = micro_batch.rows
+        micro_batch.commit(self.table)
         leg = self._leg
         if leg is not None and leg.deal is not None:
             self.owners = leg.deal.owners(self.owners, self._u)

@@ -6,8 +6,9 @@ order. The items here are commands. Each leg is one pass over them, in live work
     Begin, ..., Begin,   micro batches u0, u0+K, u0+2K, ...   u0+1, u0+1+K, ...   ...
       one a worker       n of one worker in one message       of the next worker
 
-A message carries, with each micro batch, the rows of the table that it advanced. So the trainer's process knows exactly
-where the batches it has received leave every shard, and workers are never asked for state.
+A message carries, with each micro batch, the rows of the table that it advanced; of a mixture, whose rows are long, the slots.
+So the trainer's process knows exactly where the batches it has received leave every shard, and workers are never asked for
+state.
 """
 
 from __future__ import annotations
@@ -99,6 +100,9 @@ class Worker(Dataset[Any]):
         self._recipe, self._collate = recipe, collate
         self._runner: Runner | None = None
         self._turns: Turns | None = None
+        self._told: Ints | None = (
+            None  # of a mixture, whose rows are long: the table as the trainer's process will have it
+        )
         self._slabs = Slabs()
 
     def __getitem__(self, command: Begin | Make) -> Made | None:
@@ -114,13 +118,15 @@ class Worker(Dataset[Any]):
         owned, table = command.leg.layout.owned(command.leg.rank), command.table
         self._runner.load(table, command.leg.histories, owned)
         self._turns = command.leg.turns(table)
+        self._told = command.table if self._runner.schema.is_mixture else None
         self._slabs = Slabs()  # messages that nobody received may have held the old ones
 
     def _make(self, u: int) -> MicroBatch | None:
         if self._runner is None or self._turns is None:
             return None
         try:
-            return make(self._runner, self._turns, self._collate, u)
+            made = make(self._runner, self._turns, self._collate, u)
+            return made if self._told is None else made.since(self._told)
         except Exhausted:
             self._turns = None  # the rows are past what was delivered: nothing more until the next leg
             return None

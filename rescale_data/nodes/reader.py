@@ -85,7 +85,7 @@ class Reader(Node[Any]):
         super().__init__()
         self.reads = self.source = as_source(source)
         self.repeat = shard.repeat
-        self.shuffle, self.provenance = shuffle, provenance
+        self.shuffle, self.provenance, self._must_say = shuffle, provenance or shard.provenance, provenance
         self._guard = Guard(self, on_error, "while reading")
         self.rows = ShardRows(self.source, shard, shuffle, by_global_batch)
         self._over = self._cuts = False
@@ -128,7 +128,8 @@ class Reader(Node[Any]):
                     self.position[2] += 1
                     continue
             self.advance(self.position, 1)
-            return with_provenance(value, self.locate()) if self.provenance else value
+            says = self.provenance and (self._must_say or isinstance(value, Mapping))
+            return with_provenance(value, self.locate()) if says else value
 
     def skip(self, num_samples: int) -> None:
         if self._over or self.position[1] + num_samples > self.rows.size(self.position[0]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, ClassVar, cast
 
@@ -12,6 +12,7 @@ import torch
 
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import Node, View
+from rescale_data.nodes.provenance import with_provenance
 from rescale_data.shard import Shard
 from rescale_data.sources.iterable import IterableSource, Stateful, stateful
 from rescale_data.state import Field, Ints
@@ -48,7 +49,7 @@ class StreamReader(Node[Any]):
     def __init__(self, source: IterableSource, shard: Shard) -> None:
         self.source = source
         super().__init__()
-        self.reads, self.of_shard, self.repeat = source, shard, shard.repeat
+        self.reads, self.of_shard, self.repeat, self.provenance = source, shard, shard.repeat, shard.provenance
         self._streams = range(shard.index, source.num_streams, shard.num_logical_shards)
         self._rows: Iterator[Any] | None = None
         self._stateful: Stateful | None = None
@@ -80,7 +81,8 @@ class StreamReader(Node[Any]):
             self.position[_COUNT] += 1
             if self._stateful is not None:
                 self._keep(self._stateful)
-            return row
+            says = self.provenance and isinstance(row, Mapping)
+            return with_provenance(row, self.locate()) if says else row
         if not self._over:
             self._begin(self.position[_EPOCH] + 1, 0)
             self._over = True

@@ -203,6 +203,12 @@ class FileSource(ABC):
         files = np.array([name in named for name in self._files.names])
         return np.flatnonzero(np.repeat(files, np.diff(self._index.files)))
 
+    def rows_of_file(self, name: str) -> range:
+        files = [file for file in range(len(self._files.names)) if f"/{self._files.path(file)}".endswith(f"/{name}")]
+        if len(files) != 1:
+            raise ValueError(f"{len(files)} of the files of {self.name} are named {name!r}: give the path of one.")
+        return range(self._index.first_row(files[0]), self._index.first_row(files[0] + 1))
+
     def locate(self, index: int) -> str:
         file, row = self._in_file(index)
         return f"{self._files.path(file)}, row {row}"

@@ -147,6 +147,15 @@ class GrowingSource(Source, Protocol):
 
 
 @runtime_checkable
+class FiledSource(Source, Protocol):
+    """A source of files."""
+
+    def rows_of_file(self, name: str) -> range:
+        """The rows of a file, by its path or the end of it; ``ValueError`` where there is none, or several."""
+        ...
+
+
+@runtime_checkable
 class CountedSource(Source, Protocol):
     """A source that knows how many tokens it has without reading them."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
@@ -107,6 +107,16 @@ class DeviceLoader:
         self._sent.clear()
         self._ahead.skip(num_samples)
         self._num_iterators += 1
+
+    def set_global_batch_size(self, global_batch_size: int) -> None:
+        """As `DataLoader.set_global_batch_size`, from where training is; what is on its way is read again."""
+        self._sent.clear()
+        self._ahead.set_global_batch_size(global_batch_size)
+
+    def exclude_steps(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """As `DataLoader.exclude_steps`, from where training is (collective as a state is)."""
+        self._sent.clear()
+        self._ahead.exclude_steps(ranges)
 
     def reset(self) -> None:
         """Go back to the beginning of the run."""

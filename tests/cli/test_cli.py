@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -254,15 +255,42 @@ def test_show_as_a_page(run_folder: Path, tmp_path: Path) -> None:
     assert "page.html" in call("show", run_folder / "step-20", "--html", target).replace("\n", "")
     text = target.read_text()
     assert "80 samples, 20 global batches, 12 logical shards" in text
-    assert text.count("<title>shard ") == 12 * (1 + len(rows_of(run_folder / "step-20")))
+    assert text.count("<title>shard ") == 12 * (1 + len(summary_of(run_folder / "step-20")["rows"]))
     assert "http" not in text
-    call("show", run_folder, "--html", target)
-    assert target.read_text().count("<circle") == 5 + 5  # steps over time, and val_loss
     assert "No checkpoint" in call("show", tmp_path / "none", "--html", target, code=2)
 
 
-def rows_of(checkpoint: Path) -> dict[str, list[int]]:
-    return json.loads(call("show", checkpoint, "--json"))["data"]["loader"]["rows"]
+def test_the_page_of_a_run(run_folder: Path, tmp_path: Path) -> None:
+    """Kept and pruned steps in time, sizes and metrics, and what the newest checkpoint that can be read holds."""
+    target = tmp_path / "page.html"
+    call("prune", run_folder, "--keep-latest", 1, "--keep-every", 10, "--yes")
+    call("show", run_folder, "--html", target)
+    text = target.read_text()
+    assert "3 checkpoints" in text
+    assert "2 pruned" in text
+    assert text.count("<circle") == 3 * 5  # steps over time, sizes, val_loss
+    assert text.count("class=gone") == 3 * 2
+    assert "<title>5: 2.5, pruned</title>" in text
+    assert "80 samples, 20 global batches" in text
+    (run_folder / "step-20" / "__0_0.distcp").unlink()
+    call("show", run_folder, "--html", target)
+    assert "In step-10" in target.read_text()
+
+
+def test_a_metric_that_is_not_finite_is_left_out_of_the_picture(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run", async_mode="disabled") as manager:
+        for step, loss in enumerate([math.nan, 0.5, math.inf, 0.25]):
+            manager.save(step, {"a": 1}, metrics={"<loss>": loss, "none": math.nan})
+    call("show", tmp_path / "run", "--html", tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert "2 values are not finite" in text
+    assert "No number to draw" in text
+    assert "&lt;loss&gt; by step" in text
+    assert "nan" not in "".join(re.findall(r'(?:cx|cy|points)="[^"]*"', text))
+
+
+def summary_of(checkpoint: Path) -> dict[str, Any]:
+    return json.loads(call("show", checkpoint, "--json"))["data"]["loader"]
 
 
 def test_a_page_of_a_mixture(tmp_path: Path) -> None:
@@ -280,6 +308,8 @@ def test_a_page_of_a_mixture(tmp_path: Path) -> None:
     call("show", tmp_path / "saved", "--html", tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     assert "<td>code</td><td>25.0%</td><td>25.0%</td>" in text
+    drawn = sum(summary_of(tmp_path / "saved")["rows"]["<web>"]) / 90
+    assert f"<td>&lt;web&gt;</td><td>0</td><td>{drawn:.1%} (" in text
     assert "&lt;web&gt;" in text
     assert "code.filtered" in text
 
@@ -296,3 +326,32 @@ def test_plan() -> None:
                 assert rd.plan(24, micro_batch_size=micro_batch_size, num_workers=workers)
     assert "hold no data-parallel rank" in call("plan", 768, "--gpus", 4, "--model-parallel", 8, code=2)
     assert "at least 1" in call("plan", 768, "--to", 0, code=2)
+
+
+SOURCE = rd.DatasetSource([{"x": i} for i in range(48)], name="numbers")
+
+
+def numbers(shard: rd.Shard) -> rd.BaseNode[Any]:
+    return rd.Reader(SOURCE, shard)
+
+
+def test_audit(tmp_path: Path) -> None:
+    loader = rd.DataLoader(numbers, global_batch_size=4, repeat=True)
+    seen = [batch["x"].tolist() for _, batch in zip(range(6), loader, strict=False)]
+    save(tmp_path / "run" / "step-6", {"loader": loader})
+    asked = ["audit", tmp_path / "run", "--pipeline", f"{__name__}:numbers", "--repeat"]
+    text = call(*asked, "--find", f"numbers:{seen[4][1]}")
+    assert f"numbers[{seen[4][1]}]" in text
+    assert "1 rows, drawn 1 times; in 1 samples of steps 0 to 5" in text
+    found = json.loads(call(*asked, "--steps", "2:4", "--json"))
+    assert [one["documents"] for one in found["served"]] == [[f"numbers: numbers[{x}]"] for x in seen[2] + seen[3]]
+    assert "3 not shown" in call(*asked, "--steps", "5", "--limit", "1")
+    for wrong, says in (
+        (["--steps", "5:9"], "newest checkpoint"),
+        (["--steps", "x"], "FIRST:STOP"),
+        ([], "--find SOURCE:ROW or --steps"),
+        (["--find", "others:1"], "reads the sources ['numbers']"),
+    ):
+        assert says in call(*asked, *wrong, code=2).replace("\n", " ")
+    for name in ("nowhere:f", f"{__name__}:nothing", __name__):
+        assert "MODULE:FUNCTION" in call("audit", tmp_path / "run", "--pipeline", name, "--steps", "1", code=2)

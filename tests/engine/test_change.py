@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchdata.nodes import Batcher, Mapper, Unbatcher
 
 import rescale_data as rd
+from rescale_data.engine.table import by_field
 from rescale_data.testing import full_state_dict
 from tests.nodes.zoo import BOOKS, CODE, WEB, read, without_arrays
 
@@ -105,14 +106,15 @@ def test_new_weights_count_from_the_change() -> None:
     before = steps(ranks, 20)
     weights = {"web": 0.1, "code": 0.9}
     batches, state = after(full_state_dict(ranks), weights, (3, 4), 20)
-    assert state["shards"]["source.draws"].tolist() == [40] * 12
+    assert by_field(state)["shards"]["source.draws"].tolist() == [40] * 12
     counts = Counter(i // 1000 for batch in batches for i in batch)
     assert abs(counts[4] / 240 - 0.9) < 12 / 240
     web = [i for batch in (*before, *batches) for i in batch if i // 1000 == 3]
     assert max(Counter(web).values()) - min(Counter(web).values()) <= 2  # web went on where it was, epoch by epoch
     _, again = after(state, weights, (1, 12), 1)
-    assert again["shards"]["source.draws"].tolist() == [41] * 12
-    assert (again["shards"]["source.drawn.web"] + again["shards"]["source.drawn.code"]).tolist() == [41] * 12
+    assert by_field(again)["shards"]["source.draws"].tolist() == [41] * 12
+    shards = by_field(again)["shards"]
+    assert (shards["source.drawn.web"] + shards["source.drawn.code"]).tolist() == [41] * 12
 
 
 def test_a_removed_source_is_dropped_with_a_warning_and_an_added_one_begins(caplog: pytest.LogCaptureFixture) -> None:
@@ -124,10 +126,12 @@ def test_a_removed_source_is_dropped_with_a_warning_and_an_added_one_begins(capl
     assert "These sources begin with their first row: ['source.books']" in caplog.text
     assert "These are gone, with their positions: ['source.code']" in caplog.text
     assert {i // 1000 for batch in batches for i in batch} == {3, 5}
-    assert not [key for key in state["shards"] if "code" in key]
-    rows = state["shards"]["source.books.source.row"]
-    assert (rows == state["shards"]["source.drawn.books"]).all()
-    assert (state["shards"]["source.web.source.row"] >= saved["shards"]["source.web.source.row"]).all()
+    assert not [key for key in by_field(state)["shards"] if "code" in key]
+    rows = by_field(state)["shards"]["source.books.source.row"]
+    assert (rows == by_field(state)["shards"]["source.drawn.books"]).all()
+    assert (
+        by_field(state)["shards"]["source.web.source.row"] >= by_field(saved)["shards"]["source.web.source.row"]
+    ).all()
 
 
 def test_a_source_that_has_ended_stays_so_when_weights_change() -> None:
@@ -138,7 +142,7 @@ def test_a_source_that_has_ended_stays_so_when_weights_change() -> None:
         return [i for batch in steps(ranks, num_steps) for i in batch], full_state_dict(ranks)
 
     first, state = drawn({"web": 0.1, "code": 0.9}, None, 6)
-    assert min(state["shards"]["source.drawn.code"].tolist()) < 0
+    assert min(by_field(state)["shards"]["source.drawn.code"].tolist()) < 0
     second, _ = drawn({"web": 0.9, "code": 0.1}, state, 4)
     code = [i for i in (*first, *second) if i // 1000 == 4]
     assert len(code) == len(set(code))
@@ -163,7 +167,7 @@ def test_nothing_else_may_change(change: dict[str, Any], message: str) -> None:
 def test_a_state_of_a_mixture_by_the_older_rule_is_refused(tmp_path: Path) -> None:
     """As one of before this rule: shares counted from the last change, and their total."""
     [loader] = loaders(ALL)
-    state = loader.state_dict()
+    state = by_field(loader.state_dict())
     fields = json.loads(state["fields"])
     fields["source.total"] = fields.pop("source.draws")
     del fields["source.mix"]
@@ -248,7 +252,9 @@ def packed(weights: dict[str, float], packer: str) -> rd.DataLoader:
 
 def drawn_before(state: dict[str, Any], source: str) -> Counter[int]:
     """The tokens of the rows that lie before the position of a source."""
-    at = {key.rpartition(".")[2]: int(v[0]) for key, v in state["shards"].items() if f"{source}.source." in key}
+    at = {
+        key.rpartition(".")[2]: int(v[0]) for key, v in by_field(state)["shards"].items() if f"{source}.source." in key
+    }
     reader = read(SOURCES[source], rd.Shard(0, 1, repeat=True))
     counts: Counter[int] = Counter()
     for epoch in range(at["epoch"] + 1):
@@ -260,7 +266,9 @@ def drawn_before(state: dict[str, Any], source: str) -> Counter[int]:
 
 def is_between_documents(state: dict[str, Any]) -> bool:
     return not any(
-        int(v[0]) for key, v in state["shards"].items() if key.split(".")[-1] in ("emitted", "offset", "piece")
+        int(v[0])
+        for key, v in by_field(state)["shards"].items()
+        if key.split(".")[-1] in ("emitted", "offset", "piece")
     )
 
 
@@ -284,7 +292,8 @@ def test_a_packer_goes_on_within_what_it_has_begun(packer: str, at: int) -> None
     assert loader is not None
     assert state is not None
     for name, weight in legs[-1].items():
-        assert state["shards"][next(key for key in state["shards"] if f"weight.{name}" in key)].item() == weight
+        shards = by_field(state)["shards"]
+        assert shards[next(key for key in shards if f"weight.{name}" in key)].item() == weight
     del delivered[0]
     assert delivered == drawn_before(state, "web") + drawn_before(state, "code") + drawn_before(state, "books")
 
@@ -323,6 +332,37 @@ def test_a_source_that_goes_while_a_packer_is_within_a_window(
         assert (code - expected).total() <= 7 * 12
 
 
+@given(st.permutations(range(21)))
+@settings(max_examples=10)
+def test_columns_are_found_by_their_names(order: list[int]) -> None:
+    """A pipeline that names its nodes in another order has another order of columns, and the same state."""
+    [old] = loaders(ALL)
+    steps([old], 3)
+    state = old.state_dict()
+    fields = json.loads(state["fields"])
+    own = {name: fields.pop(name) for name in ("samples", "dealt", "stamp")}
+    names = [list(fields)[i] for i in order]
+    state["fields"] = json.dumps({**own, **{name: fields[name] for name in names}})
+    state["shards"]["rows"] = state["shards"]["rows"][:, order]
+    [loader] = loaders(ALL)
+    loader.load_state_dict(state)
+    assert str(loader.state_dict()) == str(old.state_dict())
+
+
+@pytest.mark.parametrize("rows", [torch.zeros(12, 20, dtype=torch.int64), torch.zeros(12, 21)])
+def test_a_table_that_is_not_that_of_its_fields_is_an_error(rows: torch.Tensor) -> None:
+    [loader] = loaders(ALL)
+    state = loader.state_dict()
+    state["shards"]["rows"] = rows
+    with pytest.raises(
+        rd.DataStateError, match=r"The field 'rows' of the state .* was saved has \(\(12, 21\), torch.int64"
+    ):
+        loader.load_state_dict(state)
+    del state["shards"]["rows"]
+    with pytest.raises(rd.DataStateError, match=r"lacks the fields \['rows'\]"):
+        loader.load_state_dict(state)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 class TestCheckpoint:
     """Through torch.distributed.checkpoint, without a process group."""
@@ -333,31 +373,59 @@ class TestCheckpoint:
         dcp.save({"loader": loader}, checkpoint_id=path, no_dist=True)
         return loader, batches
 
-    def test_plain_load_takes_new_weights_and_drops_a_source(self, tmp_path: Path) -> None:
+    def test_plain_load_takes_new_weights(self, tmp_path: Path) -> None:
         old, _ = self.save(tmp_path)
-        for weights in ({"web": 0.9, "code": 0.1}, {"web": 1}):
-            [loader] = loaders(weights)
-            rd.check_checkpoint(tmp_path, loader)
-            dcp.load({"loader": loader}, checkpoint_id=tmp_path, no_dist=True)
-            want, _ = after(old.full_state_dict(), weights, (1, 12), 3)
-            assert steps([loader], 3) == want
+        [loader] = loaders({"web": 0.9, "code": 0.1})
+        rd.check_checkpoint(tmp_path, loader)
+        dcp.load({"loader": loader}, checkpoint_id=tmp_path, no_dist=True)
+        want, _ = after(old.full_state_dict(), {"web": 0.9, "code": 0.1}, (1, 12), 3)
+        assert steps([loader], 3) == want
+
+    def test_one_source_in_place_of_another_loads_plainly(self, tmp_path: Path) -> None:
+        """The table then has as many columns; they are found by their names."""
+        old, _ = self.save(tmp_path)
+        weights = {"books": 0.5, "web": 0.5}
+        [loader] = loaders(weights)
+        rd.check_checkpoint(tmp_path, loader)
+        dcp.load({"loader": loader}, checkpoint_id=tmp_path, no_dist=True)
+        want, _ = after(old.full_state_dict(), weights, (1, 12), 3)
+        assert steps([loader], 3) == want
 
     @pytest.mark.parametrize("topology", TOPOLOGIES)
-    def test_an_added_source_takes_one_call(self, tmp_path: Path, topology: tuple[int, int]) -> None:
+    @pytest.mark.parametrize(
+        ("weights", "said"), [(ALL, r"'source.books'\] are new"), ({"web": 1.0}, r"'source.code'\] gone")]
+    )
+    def test_an_added_or_removed_source_takes_one_call(
+        self, tmp_path: Path, topology: tuple[int, int], weights: dict[str, float], said: str
+    ) -> None:
         old, _ = self.save(tmp_path)
-        ranks = loaders(ALL, topology)
-        with pytest.raises(rd.DataStateError, match=r"'source.books'.*load_changed"):
+        ranks = loaders(weights, topology)
+        with pytest.raises(rd.DataStateError, match=f"{said}.*load_changed"):
             rd.check_checkpoint(tmp_path, ranks[0])
         for loader in ranks:
             rd.load_changed(tmp_path, loader)
-        want, _ = after(old.full_state_dict(), ALL, (1, 12), 5)
+        want, _ = after(old.full_state_dict(), weights, (1, 12), 5)
         assert steps(ranks, 5) == want
 
     def test_what_dcp_says_of_an_added_source(self, tmp_path: Path) -> None:
         self.save(tmp_path)
         [loader] = loaders(ALL)
-        with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict"):
+        with pytest.raises(CheckpointException, match=r"Size mismatch between saved .* for loader.shards.rows"):
             dcp.load({"loader": loader}, checkpoint_id=tmp_path, no_dist=True)
+
+    def test_a_checkpoint_of_format_version_2_takes_one_call(self, tmp_path: Path) -> None:
+        """It has a tensor for each field of the mixture."""
+        [old] = loaders(ALL)
+        steps([old], 4)
+        dcp.save({"loader": by_field(old.state_dict())}, checkpoint_id=tmp_path, no_dist=True)
+        [loader] = loaders(ALL)
+        with pytest.raises(rd.DataStateError, match=r"saved by an older rescale_data.*load_changed"):
+            rd.check_checkpoint(tmp_path, loader)
+        with pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: loader.shards.rows"):
+            dcp.load({"loader": loader}, checkpoint_id=tmp_path, no_dist=True)
+        rd.load_changed(tmp_path, loader)
+        assert str(loader.state_dict()) == str(old.state_dict())
+        assert steps([loader], 5) == steps([old], 5)
 
     def test_load_changed_is_strict_about_the_rest(self, tmp_path: Path) -> None:
         self.save(tmp_path)

@@ -19,6 +19,10 @@ import torch
 from torchdata.nodes import Mapper
 
 import rescale_data as rd
+from rescale_data.engine.feed import Leg
+from rescale_data.engine.message import Inbox
+from rescale_data.engine.recipe import SAMPLES, Recipe, Schema
+from rescale_data.engine.workers import Begin, Make, Worker
 from tests.pipelines import Rows, as_samples, data_for, pipeline_of, plain
 from tests.promises import Case, check_epochs, check_exactly_once, check_same_batches, run_of
 from tests.simulate import Topology, same_state
@@ -39,7 +43,7 @@ class TestSameAsWithout:
     @pytest.mark.parametrize(
         ("kind", "k", "repeat", "tail"),
         [("rows", 1, False, "drop"), ("rows", 2, False, "pad"), ("packed", 2, True, "drop"), ("every", 3, True, "drop"),
-         ("packed", 2, False, "pad"), ("kept", 3, False, "drop"), ("batched", 2, False, "pad")],
+         ("packed", 2, False, "pad"), ("mixed", 2, False, "pad"), ("kept", 3, False, "drop"), ("batched", 2, False, "pad")],
     )  # fmt: skip
     def test_batches_and_the_state_after_each(self, kind: str, k: int, repeat: bool, tail: str) -> None:
         """Over two epochs, dealt ends included; the state is taken while workers are ahead."""
@@ -50,6 +54,30 @@ class TestSameAsWithout:
                     assert plain(batch) == plain(expected)
                     assert same_state(loader.state_dict(), other.state_dict())
             assert loader.progress()["dropped_samples"] == other.progress()["dropped_samples"]
+
+    def test_of_a_mixture_a_message_holds_what_changed(self) -> None:
+        """However many sources there are."""
+
+        def slots(num_sources: int) -> int:
+            def pipeline(shard: rd.Shard) -> Any:
+                nodes = {f"s{i}": rd.Reader(Rows(130), shard) for i in range(num_sources)}
+                return rd.WeightedSampler(nodes, dict.fromkeys(nodes, 1.0))
+
+            with loader_of(repeat=True) as loader:
+                leg = Leg(loader.stream.layout, 0, None)
+            worker = Worker(Recipe(pipeline, 24, 0, True), as_samples)
+            table = Schema(pipeline(rd.Shard(0, 24))).fresh_table(24)
+            worker[Begin.of(leg, table)]
+            made = worker[Make(range(9), 0)]
+            inbox, size = Inbox(False), 0
+            for part in inbox.open(made.message):
+                micro_batch = inbox.unpack(*part)
+                micro_batch.commit(table)
+                size += micro_batch.rows.size + micro_batch.slots.size
+            assert table[:, SAMPLES].sum() == 9 * 4
+            return size
+
+        assert slots(3) == slots(60) == 2 * 9 * 4 * 4  # of each sample: samples, draws, drawn, row
 
     def test_a_resume_wherever_it_is(self) -> None:
         """Live workers are given other positions, again and again."""

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import rescale_data as rd
 from rescale_data.nodes.reading.rows import ShardRows
-from rescale_data.order import floor_sum, next_epoch_with_rows, ranges_of, rows_before, shard_sizes
+from rescale_data.order import floor_sum, next_epoch_with_rows, range_of, ranges_of, rows_before, shard_sizes
 from rescale_data.testing import assert_rescalable
 
 N = 24
@@ -47,6 +47,7 @@ def test_rows_before_and_the_next_epoch_are_as_counted(n: int, rows: int, seed: 
     shard, epoch = data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, 3 * n))
     epochs = np.arange(epoch + 2 * n + 2)
     sizes = shard_sizes(ranges_of(np.full(len(epochs), shard), epochs, rows, n, seed), rows, n)
+    assert range_of(shard, epoch, rows, n, seed) == ranges_of(np.array([shard]), np.array([epoch]), rows, n, seed)[0]
     assert rows_before(np.array([shard]), np.array([epoch]), rows, n, seed).tolist() == [sizes[:epoch].sum()]
     assert next_epoch_with_rows(shard, epoch, rows, n, seed) == epoch + int(np.flatnonzero(sizes[epoch:])[0])
 

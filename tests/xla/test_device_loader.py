@@ -53,6 +53,24 @@ def test_the_state_is_that_of_what_training_has_at_every_batch() -> None:
 
 
 @on_devices(4)
+def test_a_ramp_and_steps_left_out_while_batches_are_on_their_way() -> None:
+    from rescale_data.xla import DeviceLoader
+
+    loader, plain = DeviceLoader(make(repeat=True), input_sharding=sharding(), read_ahead=5), make(repeat=True)
+    for number, (batch, expected) in enumerate(zip(loader, plain, strict=False)):
+        assert batch["id"].cpu().tolist() == expected["id"].tolist()
+        for one in (loader, plain):
+            if number == 3:
+                one.set_global_batch_size(16)
+            if number == 7:
+                one.exclude_steps([(4, 6)])
+        assert (loader.step, loader.gradient_accumulation_steps) == (plain.step, plain.gradient_accumulation_steps)
+        if loader.step == 8:
+            break
+    loader.close()
+
+
+@on_devices(4)
 def test_break_close_load_and_reset_lose_nothing() -> None:
     from rescale_data.xla import DeviceLoader
 

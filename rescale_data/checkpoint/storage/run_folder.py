@@ -19,6 +19,7 @@ from rescale_data.checkpoint.storage.commit import (
 )
 from rescale_data.checkpoint.storage.lease import STEP, is_read
 from rescale_data.checkpoint.storage.manifest import MANIFEST, METADATA, read_manifest
+from rescale_data.checkpoint.storage.pruned import remember
 from rescale_data.checkpoint.storage.store import Store, join, split
 
 logger = logging.getLogger(__name__)
@@ -95,6 +96,8 @@ class RunFolder:
             return False
         manifest = join(path, MANIFEST)
         content = self.store.read(manifest) if self.store.is_file(manifest) else None
+        if content is not None:
+            remember(self.store, self.path, step, content)
         self.store.remove(manifest)
         if is_read(self.store, path):
             if content is not None:

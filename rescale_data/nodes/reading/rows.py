@@ -15,8 +15,10 @@ from rescale_data.order import (
     FragmentOrder,
     ShardOrder,
     Steps,
+    encipher,
     fragments_in_order,
     next_epoch_with_rows,
+    range_of,
     ranges_of,
     rows_before,
     shard_sizes,
@@ -124,7 +126,7 @@ class ShardRows:
         view = self.view(epoch)
         if self.steps is not None or view.num_rows >= self._shard.num_logical_shards:
             return shard
-        return int(ranges_of(np.array([shard]), np.array([epoch]), *self._args(view))[0])
+        return range_of(shard, epoch, *self._args(view))
 
     def next_epoch(self, epoch: int) -> int:
         """The epoch that follows; of an endless stream, the next one in which the shard has a row."""
@@ -198,7 +200,16 @@ class ShardRows:
 
     def around(self, epoch: int, row: int, shard: int = -1) -> Ints:
         """Rows of the source that are permuted together around a row of a shard."""
-        return self.order(epoch, shard).rows(self._shuffle(epoch), row, self.fragments(epoch))
+        order, num_rows = self.order(epoch, shard), self.view(epoch).num_rows
+        if self.is_full and num_rows < self._shard.num_logical_shards:
+            return self._few(num_rows, self._shuffle(epoch))[order.virtual(*order.span(row))]
+        return order.rows(self._shuffle(epoch), row, self.fragments(epoch))
+
+    def _few(self, num_rows: int, number: int) -> Ints:
+        """All rows as a round permutes them, of which a shard reads one in this epoch and one in that."""
+        key = (self._source_key, "few", self._shard.seed, num_rows, number)
+        every = np.arange(num_rows, dtype=np.int64)
+        return cache().make(key, lambda: encipher(every, num_rows, "full", self._shard.seed, number))
 
     def fragments_around(self, epoch: int, row: int, shard: int = -1) -> list[int]:
         """Fragments of the source in which the rows lie that are permuted together around a row of a shard."""
@@ -223,9 +234,9 @@ class ShardRows:
         order = self.order(epoch)
         return order.ends(order.span(row)[1], self.fragments(epoch))
 
-    def owned(self, epoch: int, first: int, stop: int) -> Ints:
+    def owned(self, epoch: int, first: int, stop: int, shard: int = -1) -> Ints:
         """Rows of the source that the shard's rows ``first .. stop - 1`` are, windows not permuted."""
-        return self.order(epoch).owned(self._shuffle(epoch), first, stop, self.fragments(epoch))
+        return self.order(epoch, shard).owned(self._shuffle(epoch), first, stop, self.fragments(epoch))
 
     def numbered(self, epoch: int, rows: Ints) -> Ints:
         """Rows of the source as the view of an epoch numbers them, whatever has joined since."""
@@ -235,6 +246,17 @@ class ShardRows:
         starts, lengths = fragments[:-1][view.fragments], np.diff(fragments)[view.fragments]
         at = np.searchsorted(starts, rows, side="right") - 1
         return rows - starts[at] + (np.cumsum(lengths) - lengths)[at]
+
+    def places(self, rows: Ints, epoch: int) -> list[tuple[int, int]]:
+        """Where in an epoch the shards read some rows of the source: each shard and the number of its row, by both."""
+        shards = np.arange(self._shard.num_logical_shards, dtype=np.int64)
+        sizes, found = self.sizes(np.full_like(shards, epoch), shards), list[tuple[int, int]]()
+        for shard in np.flatnonzero(sizes).tolist():
+            here = np.flatnonzero(np.isin(self.owned(epoch, 0, int(sizes[shard]), shard), rows))
+            for first in sorted({self.order(epoch, shard).span(row)[0] for row in here.tolist()}):
+                within = np.flatnonzero(np.isin(self.around(epoch, first, shard), rows))
+                found += [(shard, first + row) for row in within.tolist()]
+        return found
 
     def share(self, epoch: int, shard: int = -1) -> ShardShare | None:
         """How fragments are cut up for a shard; `None` where there are none."""

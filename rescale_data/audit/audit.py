@@ -1,0 +1,205 @@
+"""`Audit`: in which steps a run has served a document, and what its steps held."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from rescale_data.audit.replay import Served, State, Stretch, misfit
+from rescale_data.audit.rows import Course, rows_named
+from rescale_data.checkpoint.data_state import read_data_state
+from rescale_data.checkpoint.storage.manifest import METADATA
+from rescale_data.checkpoint.storage.open import open_store
+from rescale_data.checkpoint.storage.run_folder import RunFolder
+from rescale_data.checkpoint.storage.store import StrPath, join
+from rescale_data.engine.recipe import EXCLUDED_STEPS, Pipeline, Schema, path_name
+from rescale_data.engine.setup import Tail
+from rescale_data.errors import DataStateError
+from rescale_data.nodes.reader import Reader
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where rows of a source were served.
+
+    Args:
+        rows: How many rows were looked for.
+        drawn: How often one of them was drawn, to be served or left out: by a blocklist, a filter, with a step or at an end.
+        served: The samples that hold a part of one, with those documents alone.
+        steps: Which steps were looked at, the first and the one after the last.
+    """
+
+    rows: int
+    drawn: int
+    served: list[Served]
+    steps: tuple[int, int]
+
+
+class Audit:
+    """What a run has served, from its checkpoints and its pipeline: no log is kept while training.
+
+    Between two checkpoints the samples are read again, which takes a process and no GPU, and at the second one they have to
+    stand where the run stood. Ranks may have changed in between, and the global batch once.
+
+    Args:
+        run: The folder of the run, with its checkpoints, or a URL.
+        pipelines: Each that the run has had, if its parameters have changed (weights, blocklists, ``seq_len``): between two
+            checkpoints the one is taken that the second was saved with.
+        name: Of the loader in the checkpoints; default the only one.
+        repeat, tail, num_workers: As the loader had them; the last matters where the run was not aligned.
+
+    Raises:
+        FileNotFoundError: There is no such folder, or no checkpoint in it.
+        DataStateError: No checkpoint holds the state of a loader, or several and ``name`` does not say which.
+
+    Example:
+        >>> import tempfile
+        >>> import rescale_data as rd
+        >>> from rescale_data import checkpoint
+        >>> source = rd.DatasetSource([{"x": i} for i in range(64)], name="web")
+        >>> pipeline = lambda shard: rd.Reader(source, shard)
+        >>> loader = rd.DataLoader(pipeline, global_batch_size=4)
+        >>> with tempfile.TemporaryDirectory() as run:
+        ...     batches = [batch for _, batch in zip(range(10), loader)]
+        ...     checkpoint.save(f"{run}/step-10", {"loader": loader})
+        ...     audit = rd.Audit(run, pipeline)
+        ...     row = int(batches[7]["x"][2])
+        ...     [(served.step, served.sample) for served in audit.find(f"web:{row}").served]
+        [(7, 2)]
+    """
+
+    def __init__(
+        self,
+        run: StrPath,
+        *pipelines: Pipeline,
+        repeat: bool = False,
+        tail: Tail = "drop",
+        name: str | None = None,
+        num_workers: int = 0,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not pipelines:
+            raise ValueError("Give the pipeline of the run, the function that its loader was built with.")
+        self._pipelines, self._repeat, self._num_workers = pipelines, repeat, num_workers
+        self._tail: Tail = tail
+        self._states = _states(run, name, storage_options)
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """The first step that can be looked at, and the one after the last."""
+        return 0, int(self._states[-1]["step"])
+
+    def documents(self, first: int, stop: int) -> Iterator[Served]:
+        """The samples of the steps ``first .. stop - 1``, in order of the steps.
+
+        Raises:
+            ValueError: There are no such steps, or there is no checkpoint behind them.
+            DataStateError: The run was not what the pipelines say.
+        """
+        if not 0 <= first < stop <= self.steps[1]:
+            raise ValueError(
+                f"The steps {first} to {stop}: give the first, and the one after the last, from 0 to {self.steps[1]}, where "
+                f"the newest checkpoint is."
+            )
+        for stretch in self._stretches():
+            if stretch.first_step < stop and first < int(stretch.after["step"]):
+                yield from stretch.replay(range(int(stretch.after["num_logical_shards"])), first, stop)
+
+    def find(self, document: str) -> Found:
+        """In which steps a row of a source was served, or the rows of a file.
+
+        Only the logical shards are read again that had the row, between the checkpoints where they had it.
+
+        Args:
+            document: ``"SOURCE:ROW"`` (numbered over all files, from 0), ``"SOURCE:FILE"``, or what messages and
+                ``batch["provenance"]`` say, ``"SOURCE: FILE, row 17"``.
+
+        Raises:
+            ValueError: There is no such source, row or file.
+            DataStateError: The run was not what the pipelines say.
+        """
+        readers = _readers(self._schema, document)
+        reader = readers[0][1]
+        rows = rows_named(reader.source, document.removeprefix(f"{reader.source.name}:").strip())
+        lines = {f"{reader.source.name}: {reader.source.locate(row)}" for row in rows}
+        shards, drawn = defaultdict[int, set[int]](set), 0
+        for path, reader in readers:
+            course = Course.of(self._states, path, _num_windows(self._schema, path))
+            for shard, place in course.places(reader, np.array(rows)):
+                drawn += course.is_drawn(shard, place)
+                for number in course.stretches_of(shard, place):
+                    shards[number].add(shard)
+        stretches = self._stretches()
+        served = [one for number in sorted(shards) for one in stretches[number].replay(shards[number])]
+        held = [replace(one, documents=[line for line in one.documents if line in lines]) for one in served]
+        return Found(len(rows), drawn, [one for one in held if one.documents], self.steps)
+
+    def _stretches(self) -> list[Stretch]:
+        befores = [None, *self._states[:-1]]
+        return [self._stretch(before, after) for before, after in zip(befores, self._states, strict=True)]
+
+    def _stretch(self, before: State | None, after: State) -> Stretch:
+        wrong = [misfit(pipeline, after) for pipeline in self._pipelines]
+        for pipeline, differs in zip(self._pipelines, wrong, strict=True):
+            if not differs:
+                left_out = _excluded(self._states[-1])
+                return Stretch(before, after, pipeline, left_out, self._repeat, self._tail, self._num_workers)
+        raise DataStateError(
+            f"Up to its checkpoint of step {after['step']} the run had another pipeline: {'; '.join(min(wrong, key=len))}. "
+            f"Give that one, too."
+        )
+
+    @cached_property
+    def _schema(self) -> Schema:
+        return self._stretch(None, self._states[-1]).schema()
+
+
+def _states(run: StrPath, name: str | None, storage_options: Mapping[str, Any] | None) -> list[State]:
+    """The data states of a run, in order, one for each place that it has come by."""
+    store, folder = open_store(run, storage_options)
+    RunFolder.existing(store, folder)
+    paths = [join(folder, entry) for entry in store.names(folder) if store.is_file(join(folder, entry, METADATA))]
+    found: dict[int, State] = {}
+    why: DataStateError | None = None
+    for path in sorted(paths):
+        try:
+            state = read_data_state(path, name=name, checksums=False, storage_options=storage_options)
+        except DataStateError as error:
+            why = error
+        else:
+            found[int(state["samples"])] = state
+    if not found:
+        raise why or FileNotFoundError(f"No checkpoint in {folder}.")
+    states = [found[samples] for samples in sorted(found)]
+    left_out = _excluded(states[-1])  # a checkpoint within is of an attempt that was given up
+    return [state for state in states if not any(first < int(state["step"]) < stop for first, stop in left_out)]
+
+
+def _excluded(state: State) -> list[tuple[int, int]]:
+    return [(first, stop) for first, stop in json.loads(state["pipeline"])[path_name(())].get(EXCLUDED_STEPS, ())]
+
+
+def _readers(schema: Schema, document: str) -> Sequence[tuple[Sequence[str], Reader]]:
+    """Those of the source that a text begins with."""
+    readers = [(path, node) for path, node in schema.root.walk() if isinstance(node, Reader)]
+    found = [(path, node) for path, node in readers if document.startswith(f"{node.source.name}:")]
+    if not found:
+        raise ValueError(
+            f"{document!r}: the pipeline reads the sources {sorted({node.source.name for _, node in readers})}. Give "
+            f"SOURCE:ROW or SOURCE:FILE."
+        )
+    return found
+
+
+def _num_windows(schema: Schema, path: Sequence[str]) -> int:
+    node, found = schema.root, 0
+    for name in path:
+        found += node.READS_AHEAD
+        node = node.children[name]
+    return found

@@ -1,0 +1,208 @@
+"""What was served between two checkpoints of a run: read again from the first, and compared with the second."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, cast
+
+import torch
+
+from rescale_data.engine.differences import differences
+from rescale_data.engine.feed import Traced
+from rescale_data.engine.reading import Reading
+from rescale_data.engine.recipe import BEFORE, EXCLUDED_STEPS, Pipeline, Recipe, Schema
+from rescale_data.engine.runner import Runner
+from rescale_data.engine.setup import Tail, set_up
+from rescale_data.engine.statedict import merged_state_dict
+from rescale_data.engine.stream import Stream
+from rescale_data.engine.warned import without_functions
+from rescale_data.errors import DataStateError
+from rescale_data.layout.layout import Layout
+from rescale_data.nodes.reader import Reader
+
+State: TypeAlias = Mapping[str, Any]
+_SIZES = ("global_batch_size", "dp_world_size", "micro_batch_size")
+
+
+@dataclass(frozen=True)
+class Served:
+    """A sample of the run.
+
+    Args:
+        step: Of which global batch, as `DataLoader.step` counts them.
+        sample: Its row in that, over all ranks.
+        shard: The logical shard.
+        documents: Where it comes from, a line a document: source, file and row.
+    """
+
+    step: int
+    sample: int
+    shard: int
+    documents: list[str]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What lies between two checkpoints.
+
+    Args:
+        before: The state of the first; `None`: the beginning of the run.
+        after: That of the second.
+        pipeline: Which the run had in between.
+        excluded: The steps that the run leaves out.
+        repeat, tail, num_workers: Of the loader; the last matters where the run was not aligned.
+    """
+
+    before: State | None
+    after: State
+    pipeline: Pipeline
+    excluded: Sequence[tuple[int, int]]
+    repeat: bool
+    tail: Tail
+    num_workers: int
+
+    @property
+    def first_step(self) -> int:
+        return 0 if self.before is None else int(self.before["step"])
+
+    def schema(self) -> Schema:
+        """Of the pipeline, with the data that the second checkpoint knows."""
+        reading = self._readings(tuple(self.after[name] for name in _SIZES), range(0), together=True)[0]
+        reading.load_state_dict(self.after)
+        return reading.stream.schema
+
+    def replay(self, shards: Collection[int], first: int = 0, stop: int | None = None) -> Iterator[Served]:
+        """The samples of some logical shards in the steps ``first .. stop - 1``, as far as they are of this stretch.
+
+        Raises:
+            DataStateError: That is not how the run has come to its second checkpoint.
+        """
+        state, drawn = self.before, set(shards)
+        for sizes, until in self._parts():
+            readings = self._readings(sizes, drawn, together=self._is_one(sizes))
+            for reading in readings if state is not None else ():
+                reading.load_state_dict(cast(State, state))
+            for reading in readings:
+                reading.stream.schema.exclude_steps(self.excluded)
+                _skip(reading, first, until)
+            for served in _play(readings, until):
+                if stop is not None and served.step >= stop:
+                    drawn.clear()
+                elif served.step >= first:
+                    yield served
+            state = merged_state_dict([reading.stream for reading in readings])
+        if not _is_arrived(cast(State, state), self.after, sorted(drawn)):
+            raise DataStateError(
+                f"Read again from step {self.first_step}, the run does not come to its checkpoint of step "
+                f"{self.after['step']}. Give repeat=, tail= and, if it was not aligned, num_workers= as its loader had them. "
+                f"Else it had another pipeline or data in between, or a checkpoint is of an attempt that was given up."
+            )
+
+    def _parts(self) -> list[tuple[tuple[int, int, int], int]]:
+        """O, W and b of the run one after the other, and up to which sample."""
+        after, end = self.after, int(self.after["samples"])
+        now = (int(after["global_batch_size"]), int(after["dp_world_size"]), int(after["micro_batch_size"]))
+        if self.before is None or self.before["global_batch_size"] == now[0]:
+            return [(now, end)]
+        old, begun = int(self.before["global_batch_size"]), (end - int(after["origin"])) % now[0]
+        steps, samples = int(after["step"]) - self.first_step, end - int(self.before["samples"]) - begun
+        num_old, rest = divmod(samples - steps * now[0], old - now[0])
+        if rest or not 0 <= num_old <= steps:
+            raise DataStateError(
+                f"Between the steps {self.first_step} and {after['step']} the global batch was {old}, is {now[0]}, and was "
+                f"something else: no checkpoint in between says what."
+            )
+        before = (old, int(self.before["dp_world_size"]), int(self.before["micro_batch_size"]))
+        return [(before, int(self.before["samples"]) + num_old * old), (now, end)]
+
+    def _is_one(self, sizes: tuple[int, int, int]) -> bool:
+        """Whether one rank has the order of all: between whole steps, where the run was aligned."""
+        whole = all(
+            (int(state["samples"]) - int(state["origin"])) % int(state["global_batch_size"]) == 0
+            for state in (self.before, self.after)
+            if state is not None
+        )
+        layout = Layout(
+            num_logical_shards=int(self.after["num_logical_shards"]),
+            num_workers=self.num_workers,
+            **dict(zip(_SIZES, sizes, strict=True)),
+        )
+        return whole and layout.aligned
+
+    def _readings(self, sizes: tuple[int, ...], shards: Container[int], *, together: bool) -> list[Reading]:
+        """One of each dp rank of the run, or one of a single rank."""
+        o, w, b = (sizes[0], 1, sizes[0]) if together else sizes
+        return [self._reading(o, w, b, rank, 0 if together else self.num_workers, shards) for rank in range(w)]
+
+    def _reading(self, o: int, w: int, b: int, rank: int, num_workers: int, shards: Container[int]) -> Reading:
+        setup = set_up(
+            lambda shard: self.pipeline(replace(shard, provenance=True)),
+            global_batch_size=o,
+            micro_batch_size=b,
+            num_logical_shards=int(self.after["num_logical_shards"]),
+            dp_rank=rank,
+            dp_world_size=w,
+            num_workers=num_workers,
+            seed=int(self.after["seed"]),
+            repeat=self.repeat,
+            tail=self.tail,
+            verify=any(key.rpartition(".")[2] == Reader.PROOF.path[-1] for key in self.after["shards"]),
+        )
+        runner = Runner(setup.recipe, setup.schema)
+        return Reading(setup, Stream(setup, runner, Traced(runner, shards)), pin_memory=False)
+
+
+def misfit(pipeline: Pipeline, state: State) -> list[str]:
+    """In which parameters a pipeline is not the one that a state was saved with."""
+    n, seed, o = (int(state[name]) for name in ("num_logical_shards", "seed", "global_batch_size"))
+    now = Schema(Recipe(pipeline, n, seed, False, global_batch_size=o).build(0)).pipeline_json
+    return differences(*map(_without_history, without_functions(state["pipeline"], now)))
+
+
+def _without_history(pipeline: str) -> str:
+    past = (BEFORE, EXCLUDED_STEPS)
+    nodes = {name: {k: v for k, v in node.items() if k not in past} for name, node in json.loads(pipeline).items()}
+    return json.dumps(nodes)
+
+
+def _begun(reading: Reading) -> int:
+    """Samples of all ranks in a step that is not complete."""
+    clock = reading.stream.clock
+    return (clock.samples - clock.origin) % reading.setup.layout.global_batch_size
+
+
+def _skip(reading: Reading, step: int, until: int) -> None:
+    """Go to a step, or to the last one before a sample, in constant time where the pipeline allows it."""
+    o, begun = reading.setup.layout.global_batch_size, _begun(reading)
+    left = (until - reading.stream.clock.samples + begun) // o
+    num = min(step - reading.step, left) * o - begun
+    if num > 0:
+        reading.skip(num)
+
+
+def _play(readings: Sequence[Reading], until: int) -> Iterator[Served]:
+    """All samples up to one; those that are not drawn are from nowhere."""
+    head = readings[0].stream
+    while head.clock.samples < until:
+        for reading in readings:
+            while reading.is_over():
+                reading.stream.move_on()
+        if head.clock.samples >= until:  # the rest are steps that are left out
+            return
+        for rank, reading in enumerate(readings):
+            layout, step = reading.setup.layout, reading.step
+            row = rank * layout.global_batch_size // layout.dp_world_size + _begun(reading) // layout.dp_world_size
+            batch = reading.stream.take()
+            for place, (shard, lines) in enumerate(zip(batch.shards, batch.batch[: batch.num_real], strict=False)):
+                yield Served(step, row + place, shard, lines)
+
+
+def _is_arrived(state: State, after: State, shards: Sequence[int]) -> bool:
+    """Whether all shards have delivered as many samples, and those that were drawn stand where they should."""
+    there, wanted = state["shards"], after["shards"]
+    counts = bool(torch.equal(there["samples"], wanted["samples"])) and int(state["step"]) == int(after["step"])
+    return counts and all(
+        torch.equal(there[key][shards], rows[shards]) for key, rows in wanted.items() if key != "dealt"
+    )

@@ -1,0 +1,52 @@
+"""In which steps a document was served, and what steps held, as plain values."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, cast
+
+from rescale_data.audit.audit import Audit
+from rescale_data.engine.recipe import Pipeline
+
+
+def answer(run: str, pipelines: Sequence[str], find: str | None, steps: str | None, **as_loaded: Any) -> dict[str, Any]:
+    """``served``: samples as `rescale_data.audit.replay.Served`; with ``find`` also how many rows, and how often drawn.
+
+    Args:
+        pipelines: ``module:function``, looked for in the working directory, too.
+        find, steps: One of them, as `Audit.find` and ``FIRST:STOP``.
+
+    Raises:
+        ValueError: Neither of them or both, no such function, document or step.
+    """
+    if (find is None) == (steps is None):
+        raise ValueError("Give --find SOURCE:ROW or --steps FIRST:STOP.")
+    audit = Audit(run, *map(_imported, pipelines), **as_loaded)
+    if find is not None:
+        return asdict(audit.find(find))
+    first, colon, stop = str(steps).partition(":")
+    if not (first.isdigit() and (stop.isdigit() or not colon)):
+        raise ValueError(f"--steps {steps}: give a step, or FIRST:STOP, the first and the one after the last.")
+    ends = int(first), int(stop) if colon else int(first) + 1
+    return {"served": [asdict(served) for served in audit.documents(*ends)], "steps": ends}
+
+
+def _imported(name: str) -> Pipeline:
+    module, colon, function = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module)
+        for part in function.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"--pipeline {name}: {error}. Give MODULE:FUNCTION, as `import` and Python name them."
+        ) from error
+    if not colon or not callable(found):
+        raise ValueError(f"--pipeline {name}: give MODULE:FUNCTION, the function that the loader was built with.")
+    return cast(Pipeline, found)

@@ -1,0 +1,256 @@
+"""`Audit`: what it says of a run is what the run has seen, whatever happened between its checkpoints."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rescale_data as rd
+from rescale_data import checkpoint
+from rescale_data.testing import full_state_dict
+from tests.corpus import write
+
+SIZES = {"web": 70, "code": 31, "few": 3}
+N, LENGTHS = 6, np.random.default_rng(3).integers(1, 40, 200)
+SOURCES = {
+    name: rd.DatasetSource([{"tokens": 100 * (i + first) + np.arange(LENGTHS[i])} for i in range(size)], name=name)
+    for (name, size), first in zip(SIZES.items(), (1, 1001, 2001), strict=True)
+}
+NAME_OF = {
+    i + first: f"{name}: {name}[{i}]"
+    for (name, size), first in zip(SIZES.items(), (1, 1001, 2001), strict=True)
+    for i in range(size)
+}  # fmt: skip
+
+
+def reader(name: str, shard: rd.Shard, blocked: Any = ()) -> rd.BaseNode[Any]:
+    return rd.Exclude(rd.Reader(SOURCES[name], shard, shuffle=8), rows=blocked if name == "web" else ())
+
+
+def rows(shard: rd.Shard, blocked: Any = ()) -> rd.BaseNode[Any]:
+    kept = rd.Filter(reader("web", shard, blocked), lambda row: row["tokens"][0] % 300 > 0, version=1)
+    return rd.Map(kept, lambda row: {"tokens": row["tokens"][:1]}, version=1)
+
+
+def numbers(shard: rd.Shard, blocked: Any = ()) -> rd.BaseNode[Any]:
+    """Samples that are no dicts."""
+    return rd.Map(reader("web", shard, blocked), lambda row: row["tokens"][:1], version=1)
+
+
+def cut(shard: rd.Shard, blocked: Any = (), seq_len: int = 24) -> rd.BaseNode[Any]:
+    return rd.TokenPacker(reader("web", shard, blocked), column="tokens", seq_len=seq_len, eos_id=None)
+
+
+def mixture(shard: rd.Shard, blocked: Any = ()) -> rd.BaseNode[Any]:
+    nodes = {name: reader(name, shard, blocked) for name in SOURCES}
+    documents = rd.WeightedSampler(nodes, {"web": 0.6, "code": 0.3, "few": 0.1})
+    return rd.TokenPacker(documents, column="tokens", seq_len=24, eos_id=None, labels=True)
+
+
+def whole(shard: rd.Shard, blocked: Any = ()) -> rd.BaseNode[Any]:
+    return rd.WholeDocumentPacker(reader("web", shard, blocked), column="tokens", seq_len=48, window=5)
+
+
+def shuffled(shard: rd.Shard, blocked: Any = ()) -> rd.BaseNode[Any]:
+    return rd.Shuffle(cut(shard, blocked), window=4)
+
+
+PIPELINES = {pipeline.__name__: pipeline for pipeline in (rows, numbers, cut, mixture, whole, shuffled)}
+Seen = dict[tuple[int, int], list[str]]
+
+
+class Leg(NamedTuple):
+    w: int
+    b: int
+    a: int
+    steps: int
+
+
+class Recorded:
+    """A run that keeps what its ranks are handed."""
+
+    def __init__(self, folder: Any, **arguments: Any) -> None:
+        self.folder, self.arguments, self.seen, self.state = folder, arguments, Seen(), None
+
+    def leg(
+        self, pipeline: Any, leg: Leg, excluded: Any = (), change: Callable[[rd.DataLoader], None] | None = None
+    ) -> None:
+        sizes = {"global_batch_size": leg.w * leg.b * leg.a, "micro_batch_size": leg.b, "num_logical_shards": N}
+        loaders = [
+            rd.DataLoader(pipeline, dp_rank=r, dp_world_size=leg.w, **sizes, **self.arguments) for r in range(leg.w)
+        ]
+        for loader in loaders:
+            if self.state is not None:
+                loader.load_state_dict(self.state)
+            loader.exclude_steps(excluded)
+        for _ in range(leg.steps):
+            self._step(loaders)
+            for loader in loaders if change is not None else ():
+                change(loader)
+        self.state = full_state_dict(loaders)
+        checkpoint.save(f"{self.folder}/step-{loaders[0].step}", {"loader": self.state})
+
+    def _step(self, loaders: list[rd.DataLoader]) -> None:
+        for m in range(loaders[0].gradient_accumulation_steps):
+            for rank, loader in enumerate(loaders):
+                batch = next(iter(loader), None)
+                batch = next(iter(loader)) if batch is None else batch
+                step = loader.step - (m + 1 == loader.gradient_accumulation_steps)
+                layout = loader.setup.layout
+                first = rank * layout.global_batch_size // layout.dp_world_size + m * layout.micro_batch_size
+                tokens = batch["tokens"] if isinstance(batch, dict) else batch
+                for place, sample in enumerate(tokens[: loader.last_batch_samples].tolist()):
+                    self.seen[step, first + place] = [NAME_OF[i] for i in dict.fromkeys(t // 100 for t in sample) if i]
+
+    def steps_of(self, document: str) -> list[tuple[int, int]]:
+        return sorted(where for where, documents in self.seen.items() if document in documents)
+
+
+def check(run: Recorded, audit: rd.Audit, documents: list[int]) -> None:
+    last = audit.steps[1]
+    assert {(s.step, s.sample): list(dict.fromkeys(s.documents)) for s in audit.documents(0, last)} == run.seen
+    for number in documents:
+        name = NAME_OF[number]
+        found = audit.find(f"{name.partition(':')[0]}:{number % 1000 - 1}")
+        assert [(s.step, s.sample) for s in found.served] == run.steps_of(name)
+
+
+@st.composite
+def legs(draw: st.DrawFn, most: int) -> list[Leg]:
+    return draw(
+        st.lists(
+            st.builds(Leg, st.integers(1, most), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]), st.integers(1, 9)),
+            min_size=1, max_size=4,
+        )
+    )  # fmt: skip
+
+
+few = settings(max_examples=max(6, settings().max_examples // 16))
+
+
+@given(st.sampled_from(sorted(PIPELINES)), legs(3), st.sets(st.integers(0, 69), max_size=20))
+@few
+def test_it_says_what_a_run_has_seen(kind: str, parts: list[Leg], blocked: set[int]) -> None:
+    """Other ranks, micro and global batches in each leg, aligned or not, and a blocklist that is new in the last."""
+    with TemporaryDirectory() as folder:
+        run = Recorded(folder, repeat=True)
+        pipelines = [PIPELINES[kind], partial(PIPELINES[kind], blocked=sorted(blocked))]
+        for number, leg in enumerate(parts):
+            run.leg(pipelines[0 < number == len(parts) - 1], leg)
+        check(run, rd.Audit(folder, *pipelines, repeat=True), [1, 30, 70, *([1005, 2001] if kind == "mixture" else [])])
+
+
+@given(st.sampled_from(sorted(PIPELINES)), legs(1), st.sampled_from(["drop", "pad"]))
+@few
+def test_over_ends_of_epochs(kind: str, parts: list[Leg], tail: Any) -> None:
+    with TemporaryDirectory() as folder:
+        run = Recorded(folder, repeat=False, tail=tail)
+        for leg in parts:
+            run.leg(PIPELINES[kind], leg)
+        check(run, rd.Audit(folder, PIPELINES[kind], tail=tail), [1, 30, 70])
+
+
+def test_served_blocked_and_filtered_rows_are_the_source_and_left_out_steps_are_not_served() -> None:
+    with TemporaryDirectory() as folder:
+        run, blocked = Recorded(folder, repeat=False, tail="pad"), [4, 5, 60]
+        for steps, excluded in ((2, ()), (3, [(5, 7)]), (2, [(5, 7)]), (3, ())):
+            run.leg(partial(rows, blocked=blocked), Leg(1, 1, 4, steps), excluded)
+        audit = rd.Audit(folder, partial(rows, blocked=blocked), tail="pad")
+        check(run, audit, [1, 30, 70])
+        assert {step for step, _ in run.seen} == {*range(12)} - {5, 6}
+        left_out = set[int]()
+        for row in range(SIZES["web"]):
+            found, dropped = audit.find(f"web:{row}"), row in blocked or (row + 1) % 3 == 0
+            assert len(found.served) == 0 if dropped else len(found.served) <= found.drawn <= 2
+            if not dropped and not found.served and found.drawn:
+                left_out.add(row)
+        assert 0 < len(left_out) <= 8  # of two steps
+
+
+def test_a_ramp_in_the_same_process_and_another_form_after_it() -> None:
+    with TemporaryDirectory() as folder:
+        run = Recorded(folder, repeat=True)
+
+        def ramp(loader: rd.DataLoader) -> None:
+            if loader.step == 6:
+                loader.set_global_batch_size(12)
+
+        run.leg(cut, Leg(2, 1, 3, 4))
+        run.leg(cut, Leg(2, 1, 3, 5), change=ramp)
+        longer = partial(cut, seq_len=40)
+        run.leg(longer, Leg(2, 1, 6, 3))
+        check(run, rd.Audit(folder, cut, longer, repeat=True), [1, 2, 30, 70])
+        with pytest.raises(
+            rd.DataStateError, match=r"step 12 the run had another pipeline: root: seq_len.*Give that one"
+        ):
+            rd.Audit(folder, cut, repeat=True).find("web:1")
+        with pytest.raises(rd.DataStateError, match="another pipeline"):
+            list(rd.Audit(folder, longer, repeat=True).documents(0, 2))
+
+
+def test_of_files_and_of_shards_that_had_the_row_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write("parquet", tmp_path / "corpus", [[100 * i] for i in range(48)])
+    read: Counter[int] = Counter()
+    monkeypatch.setattr(source, "row", lambda index, row=source.row: (read.update([index]), row(index))[1])
+
+    def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+        return rd.Reader(source, shard, shuffle=4)
+
+    loader = rd.DataLoader(pipeline, global_batch_size=4, num_logical_shards=8)
+    seen = defaultdict[int, list[int]](list)
+    for step, batch in enumerate(loader):
+        seen[step] = [int(tokens[0]) // 100 for tokens in batch["tokens"]]
+        if step in (3, 7):
+            checkpoint.save(tmp_path / "run" / f"step-{step + 1}", {"loader": loader})
+    audit = rd.Audit(tmp_path / "run", pipeline)
+    for row in range(48):
+        read.clear()
+        found = audit.find(f"corpus:{row}")
+        assert [served.step for served in found.served] == [step for step in range(8) if row in seen[step]]
+        assert found == audit.find(f"corpus: {source.locate(row)}")
+        assert sum(read.values()) <= 4 * 2  # of the 32 rows that were served
+    file = source.locate(0).rpartition(", ")[0]
+    rows_of_it = source.rows_of_file(file)
+    found = audit.find(f"corpus:{Path(file).name}")
+    assert [(s.step, s.sample) for s in found.served] == [
+        (step, place) for step in range(8) for place, row in enumerate(seen[step]) if row in rows_of_it
+    ]
+    assert found.rows == len(rows_of_it)
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda audit: audit.find("web:70"), "web has the rows 0 to 69"),
+        (
+            lambda audit: audit.find("web:part-9.parquet"),
+            "No row of web is 'part-9.parquet'. A row is called, say, 'web.0.'",
+        ),
+        (lambda audit: audit.find("book:1"), r"reads the sources \['web'\]"),
+        (lambda audit: list(audit.documents(3, 5)), "from 0 to 4, where the newest checkpoint is"),
+        (lambda audit: list(audit.documents(-1, 2)), "from 0 to 4"),
+    ],
+)
+def test_what_is_not_there_is_an_error(ask: Any, message: str, tmp_path: Path) -> None:
+    run = Recorded(tmp_path / "run", repeat=True)
+    run.leg(cut, Leg(1, 1, 3, 4))
+    with pytest.raises(ValueError, match=message):
+        ask(rd.Audit(tmp_path / "run", cut, repeat=True))
+
+
+def test_of_a_run_without_the_state_of_a_loader(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "run" / "step-1", {"model": {"x": 1}})
+    with pytest.raises(rd.DataStateError, match="no data state"):
+        rd.Audit(tmp_path / "run", cut)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="No checkpoint"):
+        rd.Audit(tmp_path / "empty", cut)
+    with pytest.raises(ValueError, match="Give the pipeline"):
+        rd.Audit(tmp_path / "run")
