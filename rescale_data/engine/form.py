@@ -16,6 +16,7 @@ from rescale_data.engine.recipe import (
     DEALT,
     ENDED,
     EXCLUDED_STEPS,
+    IN_STEP,
     SAMPLES,
     UNDEALT,
     History,
@@ -79,7 +80,7 @@ def _reform(schema: Schema, saved: str, table: Ints) -> tuple[dict[str, History]
 def without_form(schema: Schema, pipeline: str) -> str:
     """A pipeline's parameters without those of the form of its samples, and the forms before."""
     kept = {path_name(path): {*node.FORM, BEFORE} for path, node in _formed(schema)}
-    return without(pipeline, {**kept, path_name(()): {*kept.get(path_name(()), ()), EXCLUDED_STEPS}})
+    return without(pipeline, {**kept, path_name(()): {*kept.get(path_name(()), ()), EXCLUDED_STEPS, IN_STEP}})
 
 
 def _form(old: Mapping[str, Any], history: History, samples: int, num_shards: int) -> dict[str, Any]:

@@ -166,7 +166,7 @@ def header(stream: Standing) -> dict[str, Any]:
         "seed": stream.seed,
         "version": version_of(schema),
         "sources": schema.sources_json,
-        "pipeline": schema.pipeline_json,
+        "pipeline": schema.pipeline_json_at(in_step=clock.in_step),
         "fields": schema.fields_json,
     }
 

@@ -20,7 +20,6 @@ from rescale_data.nodes.provenance import PROVENANCE, joined
 from rescale_data.nodes.reading.gather import Around, Rows, fill, say_without_kernel
 from rescale_data.nodes.token_stream import TokenStream
 from rescale_data.nodes.tray import Tray
-from rescale_data.sources.decoded.cache import cache
 from rescale_data.state import Field, Ints
 
 IGNORED = -100
@@ -112,7 +111,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         }
         self._before: History = ()
         self._changes = any(node.MAY_CHANGE for _, node in child.walk())
-        self._stream = TokenStream(
+        self.stream = TokenStream(
             (None if self._aligned else child.documents(column))
             or ColumnDocuments(child, column, type(self).__name__, *[self._aligned.of] * bool(self._aligned)),
             Around(eos_id, bos_id, DTYPES[dtype]),
@@ -122,12 +121,11 @@ class TokenPacker(Node[dict[str, Tensor]]):
             bound=Bound(child, type(self).__name__),
             is_blocked=child.is_blocked,
             aligned=self._aligned,
+            says_where=any(node.provenance for _, node in child.walk()),
         )
-        one_by_one = self._aligned or any(node.provenance for _, node in child.walk())
-        self.ready = None if one_by_one else self._stream.key
 
     def seek(self) -> None:
-        self._stream.bind(self.position[self._offset :], settles=self._changes and not self.reread)
+        self.stream.bind(self.position[self._offset :], settles=self._changes and not self.reread)
         self._over = False
 
     def next(self) -> dict[str, Tensor]:
@@ -137,13 +135,14 @@ class TokenPacker(Node[dict[str, Tensor]]):
 
     def write(self, tray: Tray, place: int) -> None:
         self._draw(tray, place)
-        if self._stream.where:
-            tray.add(PROVENANCE, joined(self._stream.where))
+        if self.stream.where:
+            tray.add(PROVENANCE, joined(self.stream.where))
 
     @staticmethod
     def write_ready(nodes: Sequence[Any], tray: Tray, first: int) -> int:
-        stretches = cache().get_many([node.ready for node in nodes])
-        columns = tray.arrays
+        if nodes[0].stream.one_by_one:
+            return first
+        columns, stretches = tray.arrays, [node.stream.found for node in nodes]
         return fill(stretches, first, columns["tokens"], columns.get("labels"), columns.get("doc_ids"))
 
     def skip(self, num_samples: int) -> None:
@@ -182,13 +181,13 @@ class TokenPacker(Node[dict[str, Tensor]]):
             labels = tray.row("labels", place)
         if self.doc_ids:
             doc_ids = tray.row("doc_ids", place)
-        there = self._stream.draw(tokens, labels, doc_ids)
+        there = self.stream.draw(tokens, labels, doc_ids)
         if self._offset:
-            self.position[_UNTRAINED] += self._stream.num_untrained
-            self.position[_CUT] += self._stream.cuts
+            self.position[_UNTRAINED] += self.stream.num_untrained
+            self.position[_CUT] += self.stream.cuts
         size = min(there, self.seq_len)
         if size < self.seq_len and not (size and self.last == "pad"):
-            self._stream.turn()
+            self.stream.turn()
             self._over = True
             raise StopIteration
         if there < self.seq_len + self.labels:
@@ -198,7 +197,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
 
     def _write_values(self, tray: Tray, place: int, size: int) -> None:
         """The columns beside the tokens; a loss mask says of each token whether the next one is learned."""
-        for name, values in self._stream.values.items():
+        for name, values in self.stream.values.items():
             tray.put(name, place, values[1:] if name == MASK else values[:size], 0)
         if self.labels and self._aligned.has_mask:
             tray.row("labels", place)[~tray.row(MASK, place)] = IGNORED
