@@ -48,13 +48,10 @@ class Tray:
 
     def batch(self) -> dict[str, Any]:
         """``{column: Tensor[b, length]}``, which is the memory of the tray."""
-        return self._with_where({name: torch.from_numpy(array) for name, array in self.arrays.items()}, self.where)
+        columns: dict[str, Any] = {name: torch.from_numpy(array) for name, array in self.arrays.items()}
+        return with_provenance(columns, self.where) if self.where else columns
 
     def sample(self) -> dict[str, Any]:
         """``{column: Tensor[length]}``, the only sample of a tray of one."""
-        columns = {name: torch.from_numpy(array[0]) for name, array in self.arrays.items()}
-        return self._with_where(columns, self.where[0] if self.where else [])
-
-    @staticmethod
-    def _with_where(columns: dict[str, Any], where: list[str] | str) -> dict[str, Any]:
-        return with_provenance(columns, where) if where else columns
+        columns: dict[str, Any] = {name: torch.from_numpy(array[0]) for name, array in self.arrays.items()}
+        return with_provenance(columns, self.where[0]) if self.where and self.where[0] else columns
