@@ -51,6 +51,8 @@ class TokenStream:
         self._aligned, self.one_by_one = aligned, bool(aligned) or says_where
         self.values: Values = {}
         """Of the columns beside the tokens, for the sample that was drawn last and what it looked ahead at."""
+        self.num_untrained, self.cuts = 0, False
+        """With a loss mask: how many documents ended in that sample untrained, and whether one that began in it goes on."""
         self._is_blocked = is_blocked
         self._bound = bound
         self._documents, self._around, self._repeat = documents, around, repeat
@@ -78,17 +80,26 @@ class TokenStream:
             The tokens that were there, with those looked ahead at. Without the latter there are no labels.
         """
         found = self._stretch()
-        num_ready = min(found.left, self._width)
+        num_ready, offset = min(found.left, self._width), self._position[0]
         size, rest = min(num_ready, self._num_tokens), found.rest() if self.one_by_one else None
         if self._aligned and rest is not None:
-            self.values = self._aligned.of_sample(rest, self._position[0], num_ready, self._around)
+            self.values = self._aligned.of_sample(rest, offset, num_ready, self._around)
         if num_ready == self._width:
             fill([found], 0, tokens, labels, doc_ids)
         elif size:
             fill([found], 0, tokens[:, :size], None, None if doc_ids is None else doc_ids[:, :size])
-        if rest is not None and rest.where is not None:
-            self._say_where(rest[: len(rest) - len(found.rest()) + (self._position[0] > 0)])
+        if rest is not None:
+            self._look_at(rest, len(rest) - len(found.rest()), begins=not offset)
         return num_ready
+
+    def _look_at(self, rest: Spans, num_passed: int, *, begins: bool) -> None:
+        """What a sample did to the documents that were left: so many have ended in it."""
+        is_within = self._position[0] > 0
+        if self._aligned.has_mask:
+            self.num_untrained = self._aligned.num_untrained(rest[:num_passed], self._around)
+            self.cuts = is_within and (num_passed > 0 or begins)
+        if rest.where is not None:
+            self._say_where(rest[: num_passed + is_within])
 
     def turn(self) -> None:
         """Move to the beginning of the next epoch, after `draw` has found the end of this one."""
