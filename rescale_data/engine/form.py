@@ -61,10 +61,11 @@ def _reform(schema: Schema, saved: str, table: Ints) -> tuple[dict[str, History]
         if old is None:
             continue
         history: History = [(int(samples), form) for samples, form in old.get(BEFORE, ())]
-        changed = [key for key in sorted(node.FORM) if old.get(key) != new[key]]
+        changed = [key for key in sorted(node.FORM) if old.get(key) != new.get(key)]
         samples = int(table[:, SAMPLES].sum())
         said += [
-            f"{name}: {key} was {old.get(key)} up to sample {samples}, and is {new[key]} from there" for key in changed
+            f"{name}: {key} was {old.get(key)} up to sample {samples}, and is {new.get(key)} from there"
+            for key in changed
         ]
         if not set(LASTING).isdisjoint(changed):
             history = [*history, (samples, _form(old, history, samples, len(table)))][-_MOST:]

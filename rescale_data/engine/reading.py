@@ -234,11 +234,12 @@ class Reading:
         if self.epoch != batches.epoch:
             raise StopIteration
         started, stream = time.perf_counter(), self.stream
-        if self.is_over():
-            self._move_on()
-            raise StopIteration
-        if self.epoch != batches.epoch:  # it ended within steps that are left out
-            raise StopIteration
+        if not stream.is_calm or self._steps is not None or stream.schema.excluded_steps:
+            if self.is_over():
+                self._move_on()
+                raise StopIteration
+            if self.epoch != batches.epoch:  # it ended within steps that are left out
+                raise StopIteration
         batch = self._finish(stream.peek())
         micro_batch = stream.take()  # no sooner: a batch that cannot be handed over has not been delivered
         self._at_multiple = self._is_multiple()

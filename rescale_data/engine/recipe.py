@@ -194,7 +194,9 @@ class Schema:
 
     def exclude_steps(self, ranges: Iterable[tuple[int, int]]) -> None:
         """From now on these steps are left out."""
-        self.excluded_steps, self._pipeline_json = sorted(set(ranges)), None
+        steps = sorted(set(ranges))
+        if steps != self.excluded_steps:
+            self.excluded_steps, self._pipeline_json = steps, None
 
     def slots_at(self, table: Ints, path: tuple[str, ...]) -> Ints | None:
         """The slots of the node at ``path``, a view; `None` where it lives inside a foreign node."""

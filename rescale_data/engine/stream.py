@@ -12,6 +12,7 @@ Where only reading tells how much is left, it is dealt in rounds (`Rest`), each 
 from __future__ import annotations
 
 import logging
+import sys
 from collections import deque
 from dataclasses import replace
 from typing import Literal, Protocol, TypeAlias
@@ -75,6 +76,7 @@ class Stream:
         self.table, self.clock = table, clock
         self._leg: Leg | None = None
         self._rest: Rest | None = None
+        self._calm_until = 0  # a micro batch
         self.owners = self.layout.owners  # the rank whose row of each shard is right, of all ranks
         self._agreement: Agreement | None = None
         self._settled, self._over = -1, False  # the micro batch before which the ranks agreed last, and on what
@@ -102,20 +104,16 @@ class Stream:
 
     @property
     def clock(self) -> Clock:
-        return self._clock.later(self._taken, self.layout)
+        return self._clock.later(self._u - self._clock_u, self.layout)
 
     @clock.setter
     def clock(self, clock: Clock) -> None:
-        self._clock, self._taken, self._clock_u = clock, 0, clock.micro_batch(self.layout)
+        self._clock = clock
+        self._u = self._clock_u = clock.micro_batch(self.layout)  # the next micro batch, counted from `origin`
 
     @property
     def epoch(self) -> int:
         return self._clock.epoch
-
-    @property
-    def _u(self) -> int:
-        """The next micro batch, counted from `origin`."""
-        return self._clock_u + self._taken
 
     # Taking
 
@@ -123,8 +121,10 @@ class Stream:
         """The next micro batch; from here on the state says that it was delivered."""
         self.peek()
         leg = self._leg
-        may_fail = self._verify or (leg is not None and leg.stop == self._u + 1)
-        before = {**vars(self), "table": self.table.copy(), "_ahead": self._ahead.copy()} if may_fail else {}
+        ends = leg is not None and leg.deal is not None and leg.stop == self._u + 1
+        if not (ends or self._verify):
+            return self._take()
+        before = {**vars(self), "table": self.table.copy(), "_ahead": self._ahead.copy()}
         try:
             return self._take()
         except Exception:  # an epoch fails in place of its last micro batch
@@ -138,6 +138,8 @@ class Stream:
         if leg is not None and leg.deal is not None:
             self.owners = leg.deal.owners(self.owners, self._u)
         self._advance(1)
+        if self.is_calm:
+            return micro_batch
         try:
             self._settle()
         except Exception as error:
@@ -148,7 +150,7 @@ class Stream:
 
     def peek(self) -> MicroBatch:
         """The next micro batch, which stays the next; `StopIteration` at the end of the epoch."""
-        if self.begin() is None:
+        if not self.is_calm and self.begin() is None:
             raise StopIteration
         if not self._ahead and self._make_until(self._u + 1) == self._u:
             raise DataStateError(
@@ -218,6 +220,8 @@ class Stream:
 
     def begin(self) -> Leg | None:
         """The leg that the next micro batch belongs to, planned where it has not begun; `None` at the end of the epoch."""
+        if self.is_calm:
+            return self._leg
         if self._unproven:
             raise DataStateError(self._unproven)
         if self._failure is not None:
@@ -227,7 +231,15 @@ class Stream:
             self._plan()
         self._settle()
         self._conclude()
-        return self._leg
+        leg = self._leg
+        if leg is not None and leg.deal is None and self._agreement is None and not self._verify:
+            self._calm_until = sys.maxsize if leg.stop is None else leg.stop
+        return leg
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether the next micro batch belongs to the leg of the one before, and there is nothing to look after."""
+        return self._u < self._calm_until
 
     def close(self) -> None:
         self._feed.close()
@@ -287,14 +299,14 @@ class Stream:
     def _start(self, stop: int | None, deal: Deal | None = None) -> None:
         """Begin a leg; one without a micro batch that is left is over at once."""
         self._rewind()
-        self._agreement = None
+        self._agreement, self._calm_until = None, 0
         self.owners = self.layout.owners
         stop = None if stop is None else max(stop, self._u)
         self._leg = Leg(self.layout, self.ranks.rank, stop, deal, self.schema.histories)
 
     def _advance(self, num_micro_batches: int) -> None:
         self._took = True
-        self._taken += num_micro_batches
+        self._u += num_micro_batches
 
     def _settle(self) -> None:
         """Find the leg of the next micro batch. It may have failed before, in reading ahead, and goes on from there."""
@@ -370,6 +382,7 @@ class Stream:
         self.clock = self.clock.restarted(self.layout.global_batch_size)
         self.ended, self._was_empty = True, not self._took
         self._leg = self._agreement = self._rest = None
+        self._calm_until = 0
         self._rewind()
 
     def _next_epoch(self) -> Ints:
@@ -424,7 +437,8 @@ class Stream:
 
     def _make_until(self, u: int) -> int:
         """Make micro batches up to u, if no shard ends before; the first that is not made."""
-        self.start()
+        if not self._started:
+            self.start()
         while not self._exhausted and self._u + len(self._ahead) < u:
             try:
                 with self.ranks.reading():
