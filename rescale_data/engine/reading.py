@@ -16,7 +16,7 @@ from rescale_data.engine.feed import MicroBatch
 from rescale_data.engine.load import load_state_dict
 from rescale_data.engine.moment import Standing, counters
 from rescale_data.engine.setup import Setup, with_global_batch_size
-from rescale_data.engine.statedict import Sharded, state_dict
+from rescale_data.engine.statedict import Sharded, state_dict, whole_shards
 from rescale_data.engine.stream import Stream
 from rescale_data.errors import require_int
 
@@ -201,11 +201,16 @@ class Reading:
         self._resumed, self._at_multiple = True, False
         self.invalidate()
 
+    def keep_whole(self) -> None:
+        """Have all rows right on this rank (collective over the dp ranks)."""
+        whole_shards(self.stream)
+
     def move_to(self, setup: Setup, stream: Stream, state: Mapping[str, Any], *, pin_memory: bool) -> None:
-        """Go on with a stream of other ranks at the same batch; iterators stay valid."""
+        """Go on with a stream of other ranks; iterators stay valid in the same epoch."""
         stream.on_source_change = self.stream.on_source_change
         load_state_dict(stream, state)
         stream.follow(self.stream)
+        self._at_multiple = self._at_multiple and stream.clock.samples == self.stream.clock.samples
         self.setup, self.stream, self._pin = setup, stream, pin_memory
 
     def invalidate(self) -> None:

@@ -45,7 +45,8 @@ class HasStream(Protocol):
 class Stream:
     """One rank's micro batches, and the table of all logical shards as the taken ones leave it.
 
-    When a leg begins every rank has all N rows right; within it, those that it owns.
+    When a leg begins every rank has all N rows right; within it, those that it owns. Rows of others stay behind, and each says
+    of what sample it is, so that any rank can bring it up to date by reading (`make_again`).
 
     Args:
         runner: Draws samples beside the feed: to skip and to count.
@@ -55,6 +56,7 @@ class Stream:
     def __init__(self, setup: Setup, runner: Runner, feed: Feed) -> None:
         self.schema, self.layout, self.ranks, self.seed = setup.schema, setup.layout, setup.ranks, setup.recipe.seed
         self.on_source_change: OnSourceChange = "error"
+        self.meeting = 0  # how often the ranks of the run have met before these did
         self._runner, self._feed, self.repeat, self._tail = runner, feed, setup.recipe.repeat, setup.tail
         self._verify = setup.recipe.verify
         self.reset()
@@ -66,7 +68,9 @@ class Stream:
         self.load(self.schema.fresh_table(self.layout.num_logical_shards), Clock())
 
     def follow(self, other: Stream) -> None:
-        """Count on from where another stream has counted to in the same epoch."""
+        """Count on from where another stream had counted to at this moment."""
+        begun = other._begun
+        other = begun[0] if begun is not None and begun[0].clock.samples == self.clock.samples else other
         self.dropped_samples, self.padded_samples = other.dropped_samples, other.padded_samples
         self._took, self._was_empty = other._took, other._was_empty
 
@@ -84,6 +88,9 @@ class Stream:
         self._took, self._was_empty = False, False  # in this epoch, from here on; the epoch before
         self._size: int | None = None
         self._unproven = ""  # what the proof of this epoch found
+        self._begun: tuple[Stream, slice, Ints] | None = (
+            None  # as it stood when its last step began, and its own rows then
+        )
         self._rewind()
 
     def regroup(self, layout: Layout) -> None:
@@ -132,6 +139,7 @@ class Stream:
             raise
 
     def _take(self) -> MicroBatch:
+        self._remember()
         micro_batch = self._ahead.popleft()
         micro_batch.commit(self.table)
         leg = self._leg
@@ -340,6 +348,7 @@ class Stream:
             self.table, left = self._the_rest().look(self.table, self.owners, self.schema.histories)
             samples = self.table[:, SAMPLES].copy()
         else:
+            self.table = self.table.copy()
             delivered = self._main_phase(self._u - self._first)
             samples, left = self._samples + delivered, self._left - delivered
         self.clock = self.clock.restarted(self.layout.global_batch_size)
@@ -429,6 +438,61 @@ class Stream:
             self._rest = Rest(self.layout, self.ranks, self._runner, self.table.shape[1])
         return self._rest
 
+    # The rows of other ranks
+
+    def whole(self) -> Ints:
+        """The table with all rows right (collective as a state is); those of others are then of this moment."""
+        whole = self.ranks.saving.merge(self.table, self.owners)
+        if not self.rows_are_dealt:  # else workers tell what they change of rows as these were when the leg began
+            self.table = whole
+        return whole
+
+    def at_step(self, step: int) -> Stream:
+        """This stream as it stood when a step began: the next one, or the last; ``ValueError`` where it is another."""
+        self._rewind()
+        o, taken = self.layout.global_batch_size, self._u % self.layout.gradient_accumulation_steps
+        if step == self.clock.global_step(o) and not taken:
+            return self
+        if self._begun is not None and step == self._begun[0].clock.global_step(o):
+            stream, own, rows = self._begun
+            stream.table = stream.table.copy()
+            stream.table[own] = rows
+            return stream
+        raise ValueError(
+            f"step={step}: this rank has taken {taken} micro batches of step {self.clock.global_step(o)}, and can go on where "
+            f"a step begins that it has not completed, or completed last. Give the number of steps that the model has done, or "
+            f"load a checkpoint."
+        )
+
+    def make_again(self, shards: Ints) -> None:
+        """Bring rows of other ranks up to date by reading, from the sample that they are of."""
+        self._move(shards, self._reached())
+
+    def _reached(self) -> Ints:
+        """Samples that each of the N shards has delivered, whoever served them."""
+        if self._leg is None:
+            return self.table[:, SAMPLES]
+        if self._leg.deal is not None:
+            return self._leg.deal.samples + self._leg.deal.delivered(self._u)
+        return self._samples + self._main_phase(self._u - self._first)
+
+    def _move(self, shards: Ints, reached: Ints) -> None:
+        self._runner.load(self.table, self.schema.histories)
+        for shard in shards.tolist():
+            self._runner.skip(shard, int(reached[shard] - self.table[shard, SAMPLES]))
+        self.table[shards] = self._runner.table[shards]
+
+    def _remember(self) -> None:
+        """Where a step begins: in the main phase a rank changes its own rows alone, so these are enough."""
+        if self._u % self.layout.gradient_accumulation_steps:
+            return
+        block = self.layout.owned(self.ranks.rank)
+        own = slice(block.start, block.stop) if not self.rows_are_dealt else slice(None)
+        self._begun = None
+        begun = object.__new__(Stream)
+        vars(begun).update(vars(self))
+        self._begun = begun, own, self.table[own].copy()
+
     def _main_phase(self, num_micro_batches: int) -> Ints:
         """Samples that each of the N shards delivers in micro batches of the main phase, from the beginning of the leg."""
         return self.layout.delivered(self._samples, self._first, self._first + num_micro_batches)
@@ -463,9 +527,5 @@ class Stream:
             reached = leg.deal.samples + leg.deal.delivered(stop)
         else:
             reached = self.table[:, SAMPLES] + self.layout.delivered(self.table[:, SAMPLES], self._u, stop)
-        block = self.layout.owned(self.ranks.rank)
-        self._runner.load(self.table, self.schema.histories)
-        for shard in block:
-            self._runner.skip(shard, int(reached[shard] - self.table[shard, SAMPLES]))
-        owned = slice(block.start, block.stop)
-        self.table[owned], self.owners = self._runner.table[owned], self.layout.owners
+        self._move(np.array(self.layout.owned(self.ranks.rank), dtype=np.int64), reached)
+        self.owners = self.layout.owners
