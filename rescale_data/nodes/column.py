@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from rescale_data.nodes.aligned import Aligned
-from rescale_data.nodes.base import Node
+from rescale_data.nodes.base import Node, copy_of
 from rescale_data.nodes.guard import add_place
 from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.nodes.reading.spans import EMPTY, Moves, Spans
@@ -48,7 +48,10 @@ class ColumnDocuments:
             return EMPTY
         where = sample.get(PROVENANCE) if isinstance(sample, Mapping) else None
         tokens = integers(sample, self._column, self._reader, self._node)
-        spans = Spans.of(tokens.copy(), Moves.between(position, self._node.position), where)
+        after = copy_of(self._node.position)
+        if self._settles:
+            self._node.pass_blocked(after)
+        spans = Spans.of(tokens.copy(), Moves.between(position, after), where)
         if not self._aligned:
             return spans
         return replace(spans, keeps=(self._aligned.of(sample, len(tokens), self._node),))
@@ -61,6 +64,8 @@ class ColumnDocuments:
 
     def turn(self, position: memoryview) -> None:
         position[:] = self._node.position
+        if self._settles:
+            self._node.pass_blocked(position)
 
 
 def integers(sample: Any, column: str, reader: str, node: Node[Any]) -> npt.NDArray[Any]:

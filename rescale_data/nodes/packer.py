@@ -114,6 +114,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
             repeat=any(node.repeat for _, node in child.walk()),
             bound=Bound(child, type(self).__name__),
             is_blocked=child.is_blocked,
+            pass_blocked=child.pass_blocked,
             aligned=self._aligned,
         )
         one_by_one = self._aligned or any(node.provenance for _, node in child.walk())
@@ -145,7 +146,10 @@ class TokenPacker(Node[dict[str, Tensor]]):
             self._draw(tray, 0)
 
     def settle(self, position: View) -> bool:
-        return self.settle_within(position, 0)
+        return self.settle_within(position, 0, is_document=True)
+
+    def pass_blocked(self, position: View) -> None:
+        self.pass_blocked_within(position, 0)
 
     def parameters(self) -> dict[str, Any]:
         names = ("column", "seq_len", "eos_id", "bos_id", "labels", "doc_ids", "last", "pad_id")

@@ -30,6 +30,7 @@ class TokenStream:
         num_ahead: As many of those behind it are looked at, and not consumed.
         repeat: Whether to go on with the next epoch after the last document of one.
         is_blocked: Of a position of the documents, whether the one that is begun there is blocked since.
+        pass_blocked: Moves such a position behind documents that are blocked.
         aligned: Columns beside the tokens.
     """
 
@@ -43,12 +44,13 @@ class TokenStream:
         repeat: bool,
         bound: Bound,
         is_blocked: Callable[[View], bool],
+        pass_blocked: Callable[[View], None],
         aligned: Aligned,
     ) -> None:
         self._aligned = aligned
         self.values: Values = {}
         """Of the columns beside the tokens, for the sample that was drawn last and what it looked ahead at."""
-        self._is_blocked = is_blocked
+        self._is_blocked, self._pass_blocked = is_blocked, pass_blocked
         self._bound = bound
         self._documents, self._around, self._repeat = documents, around, repeat
         self._num_tokens, self._width = num_tokens, num_tokens + num_ahead
@@ -105,7 +107,8 @@ class TokenStream:
         if old is None and self._position[0] and self._is_blocked(self._position[1:]):
             self._position[0] = 0  # the document ends here
         position, offset = copy_of(self._position[1:]), self._position[0]
-        parts = [] if old is None else [old.owner.rest(old.document)]
+        parts = self._passed(position) if old is None and not offset else []
+        parts += [] if old is None else [old.owner.rest(old.document)]
         for part in parts:
             part.move(position, len(part))
         length = -offset if old is None else old.left
@@ -126,6 +129,12 @@ class TokenStream:
             num_turns = 0 if gained else num_turns
             misses = 0 if gained else self._bound.missed(misses, position, len(spans))
         return stretch(Spans.join(parts), self._around, self._position)
+
+    def _passed(self, position: View) -> list[Spans]:
+        """A mark behind what is blocked, so that the position of the first document is its own."""
+        before = copy_of(position)
+        self._pass_blocked(position)
+        return [] if position == before else [Spans.mark(before, position)]
 
     def _settled(self, position: View) -> tuple[list[Spans], bool]:
         """What has changed takes effect here, as a mark, if anything has; whether it waits for the next document."""
