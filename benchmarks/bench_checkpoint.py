@@ -1,6 +1,6 @@
 """What does training lose to a save?
 
-    python benchmarks/bench_checkpoint.py [--megabytes 200 1000] [--saves 5] [--small 20000] [--ranks 1000]
+    python benchmarks/bench_checkpoint.py [--megabytes 200 1000] [--saves 5] [--small 20000]
         [--convert 1000] [--folder DIR]
 
 One process trains a model of linear layers with AdamW, whose parameters and state have the given size. "Lost" is the time of
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import pickle
 import platform
 import shutil
 import statistics
@@ -31,7 +30,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-import rescale_data as rd
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager
 
@@ -157,29 +155,6 @@ def measure_small(count: int, folder: Path) -> None:
         print(f"  {name:16} {statistics.median(taken):7.3f}")
 
 
-def measure_plans(num_ranks: int, num_sources: int) -> None:
-    """What the data state of a mixture adds to the coordinator of a save by so many ranks."""
-    documents = [{"tokens": [1, 2, 3]}] * (40 * num_ranks)
-
-    def pipeline(shard: rd.Shard) -> rd.BaseNode:
-        sources = {f"source{number}": rd.Reader(documents, shard) for number in range(num_sources)}
-        return rd.WeightedSampler(sources, dict.fromkeys(sources, 1.0))
-
-    loader = rd.DataLoader(pipeline, global_batch_size=num_ranks, repeat=True)
-    planner = dcp.DefaultSavePlanner()
-    planner.set_up_planner({"loader": loader.state_dict()}, is_coordinator=True)
-    plan = pickle.dumps(planner.create_local_plan())
-    start = time.process_time()
-    plans = [pickle.loads(plan) for _ in range(num_ranks)]
-    gathered = time.process_time()
-    planner.create_global_plan(plans)
-    print(
-        f"\nthe loader's part of the plans of {num_ranks} ranks, {num_sources} sources, {len(plans[0].items)} values: "
-        f"{gathered - start:.1f} s of CPU to unpickle them, {time.process_time() - gathered:.1f} s to plan, on one rank"
-    )
-    loader.close()
-
-
 def measure_conversion(megabytes: int, budget: int, folder: Path) -> None:
     """What a conversion takes of memory, beyond the imports: to a file of torch.save in a process of its own."""
     checkpoint.save(folder / "c", {f"w{number}": torch.zeros(8_000_000) for number in range(megabytes // 32)})
@@ -205,7 +180,6 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, nargs="*", default=[200, 1000])
     parser.add_argument("--saves", type=int, default=5)
     parser.add_argument("--small", type=int, default=20_000, help="number of small tensors; 0 leaves them out")
-    parser.add_argument("--ranks", type=int, default=1000, help="ranks whose plans are simulated; 0 leaves them out")
     parser.add_argument("--convert", type=int, default=1000, help="megabytes to convert; 0 leaves them out")
     parser.add_argument("--folder", type=Path, default=None)
     options = parser.parse_args()
@@ -219,8 +193,6 @@ def main() -> None:
             measure(megabytes, options.saves, folder / str(megabytes))
         if options.small:
             measure_small(options.small, folder / "small")
-        if options.ranks:
-            measure_plans(options.ranks, 60)
         if options.convert:
             measure_conversion(options.convert, 256_000_000, folder / "convert")
     finally:

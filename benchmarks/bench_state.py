@@ -1,6 +1,6 @@
 """What does it cost that the data order is state: to keep it, to save it, to send it from workers, and to resume from it?
 
-    python benchmarks/bench_state.py [--quick]
+    python benchmarks/bench_state.py [--quick] [--table]
 
 Packed int64 batches [8, 4096] from shuffled Arrow files, as in bench_read.py. Whatever is compared takes turns, round after
 round, so that a noisy machine is noisy for all; what state adds to a batch is measured in CPU time.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import pickle
 import statistics
 import tempfile
 import time
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from bench_read import MICRO_BATCH, Corpus, machine, pipeline
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
@@ -78,23 +80,75 @@ def loader_of(source: rd.ArrowSource, **others: Any) -> rd.DataLoader:
 # The state itself
 
 
-def saving(source: rd.ArrowSource, scale: Scale) -> list[Answer]:
-    loader = loader_of(
-        source, global_batch_size=1024, micro_batch_size=MICRO_BATCH, num_logical_shards=MANY_LOGICAL_SHARDS
-    )
-    batches = iter(loader)
-    times: list[float] = []
-    for _ in range(scale.repeats):
-        next(batches)
-        started = time.perf_counter()
-        loader.state_dict()
-        times.append((time.perf_counter() - started) * 1e3)
-    table = loader.state_dict()["shards"].values()
-    num_bytes = sum(field.nbytes for field in table) / MANY_LOGICAL_SHARDS
+def saving(scale: Scale) -> list[Answer]:
+    """Beside a copy of the table, in turns."""
+    return [answer for num_sources in (1, 60, 200) for answer in _saving(num_sources, scale.repeats // 3)]
+
+
+def _saving(num_sources: int, rounds: int) -> list[Answer]:
+    loader = mixture_of(num_sources)
+    state, of = loader.state_dict(), f"{num_sources:3} sources: "
+    works = {
+        "np.copy of the table": loader.stream.table.copy,
+        "state_dict()": loader.state_dict,
+        "load_state_dict()": lambda: loader.load_state_dict(state),
+    }
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in works}
+    for _ in range(rounds):
+        for name, work in works.items():
+            taken[name].append(_milliseconds(work))
+    wall, cpu = ({name: [each[i] for each in times] for name, times in taken.items()} for i in (0, 1))
+    copied = _ratios(cpu["state_dict()"], cpu["np.copy of the table"])
+    num_bytes = sum(field.nbytes for field in state["shards"].values()) / MANY_LOGICAL_SHARDS / num_sources
+    with tempfile.TemporaryDirectory() as folder:
+        paths = (f"{folder}/{number}" for number in range(3))
+        saved = [
+            _milliseconds(partial(dcp.save, {"loader": state}, checkpoint_id=path, no_dist=True))[0] for path in paths
+        ]
+    budget, bound = {1: (1.0, float("inf")), 200: (float("inf"), 1.5)}.get(num_sources, (float("inf"), float("inf")))
     return [
-        Answer(f"state_dict() of {MANY_LOGICAL_SHARDS} logical shards in one process", times, "ms", 1.0),
-        Answer("state of a logical shard with one source", [num_bytes], "bytes", 64),
+        *(Answer(f"{of}{name}, CPU", cpu[name], "ms") for name in works if name != "state_dict()"),
+        Answer(f"{of}state_dict() of {MANY_LOGICAL_SHARDS} logical shards, CPU", cpu["state_dict()"], "ms", budget),
+        *(Answer(f"{of}{name}, wall", wall[name], "ms") for name in works),
+        Answer(f"{of}state_dict() / np.copy, CPU", copied, "x", bound),
+        Answer(f"{of}state of a logical shard and source", [num_bytes], "bytes", 64),
+        Answer(f"{of}its dcp.save, wall", saved, "ms"),
+        *_planning(of, state),
     ]
+
+
+def mixture_of(num_sources: int) -> rd.DataLoader:
+    sources = {f"source{i}": rd.SyntheticSource(4 * MANY_LOGICAL_SHARDS, length=8) for i in range(num_sources)}
+
+    def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+        readers = {name: rd.Reader(source, shard) for name, source in sources.items()}
+        return rd.WeightedSampler(readers, dict.fromkeys(readers, 1.0)) if num_sources > 1 else readers["source0"]
+
+    sizes = {"global_batch_size": 1024, "micro_batch_size": MICRO_BATCH, "num_logical_shards": MANY_LOGICAL_SHARDS}
+    return rd.DataLoader(pipeline, repeat=True, **sizes)
+
+
+def _planning(of: str, state: dict[str, Any]) -> list[Answer]:
+    """The loader's part of the plans of 1,000 ranks, on the one that unpickles and merges them."""
+    planner = dcp.DefaultSavePlanner()
+    planner.set_up_planner({"loader": state}, is_coordinator=True)
+    plan = planner.create_local_plan()
+    pickled, started = pickle.dumps(plan), time.process_time()
+    planner.create_global_plan([pickle.loads(pickled) for _ in range(1000)])
+    seconds = time.process_time() - started
+    return [
+        Answer(f"{of}values of a plan", [len(plan.items)], "values"),
+        Answer(f"{of}planning of 1,000 ranks, CPU", [seconds], "s", 1.0),
+    ]
+
+
+def _milliseconds(work: Callable[[], object]) -> tuple[float, float]:
+    """Wall and CPU."""
+    cpu, wall = time.process_time(), time.perf_counter()
+    kept = work()
+    times = (time.perf_counter() - wall) * 1e3, (time.process_time() - cpu) * 1e3
+    del kept
+    return times
 
 
 # What it adds to a batch
@@ -297,19 +351,23 @@ def _ratios(above: list[float], below: list[float]) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--table", action="store_true", help="only the state itself, without a corpus")
     parser.add_argument("--quick", action="store_true", help="a small corpus and few rounds, to see that it runs")
-    scale = QUICK if parser.parse_args().quick else FULL
+    arguments = parser.parse_args()
+    scale = QUICK if arguments.quick else FULL
     torch.set_num_threads(1)
     logging.getLogger("rescale_data").setLevel(logging.ERROR)  # thousands of logical shards in one process are meant
+    print(machine())
+    print(f"{'':62} {'median':>10} {'min':>10} {'max':>10} {'':8} budget")
+    print(*saving(scale), sep="\n", flush=True)
+    if arguments.table:
+        return
     with tempfile.TemporaryDirectory() as folder:
         corpus = Corpus(Path(folder))
         corpus.write(scale.files)
         source = rd.ArrowSource(corpus.folder / "arrow")
         corpus_tokens = sum(path.stat().st_size for path in corpus.paths("flat")) // 2
-        print(machine())
-        print(f"{'':62} {'median':>10} {'min':>10} {'max':>10} {'':8} budget")
         questions: list[Callable[[], list[Answer]]] = [
-            lambda: saving(source, scale),
             lambda: carrying(corpus.folder / "arrow", scale),
             lambda: resuming(source, corpus_tokens, scale),
             lambda: sending(source, scale),

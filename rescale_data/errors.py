@@ -51,3 +51,10 @@ def require_bool(**values: object) -> None:
     for name, value in values.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give True or False.")
+
+
+def require_callable(**given: object) -> None:
+    """``TypeError`` of what is given and is no function."""
+    for name, value in given.items():
+        if value is not None and not callable(value):
+            raise TypeError(f"{name}={value!r} is a {type(value).__name__}: give a function, or leave it out.")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from multiprocessing.context import BaseContext
 from types import TracebackType
-from typing import Any, Never, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch.distributed import ProcessGroup
@@ -17,12 +17,13 @@ from rescale_data.engine.collate import collate
 from rescale_data.engine.feed import InProcess
 from rescale_data.engine.reading import Batches, Reading
 from rescale_data.engine.recipe import Pipeline
-from rescale_data.engine.rescale import new_layout, require_step_boundary, stays, tell
+from rescale_data.engine.rescale import hand_over, new_layout, require_step_boundary, stays
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.setup import Setup, Tail, require_steps_per_epoch, set_up
 from rescale_data.engine.statedict import Sharded
 from rescale_data.engine.stream import OnSourceChange, Stream
 from rescale_data.engine.workers import Pool
+from rescale_data.errors import require_callable
 from rescale_data.layout.layout import Layout
 from rescale_data.sources.dataset import MapStyle
 from rescale_data.sources.iterable import IterableSource
@@ -86,6 +87,10 @@ class DataLoader:
         [tensor([4, 5, 6, 7])]
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        refuse(kwargs, len(args))
+        return super().__new__(cls)
+
     def __init__(
         self,
         pipeline: Pipeline | Source | IterableSource | MapStyle,
@@ -113,9 +118,8 @@ class DataLoader:
         steps_per_epoch: int | None = None,
         on_source_change: OnSourceChange = "error",
         join: bool = False,
-        **others: Never,
     ) -> None:
-        refuse(others)
+        require_callable(collate_fn=collate_fn, worker_init_fn=worker_init_fn)
         if on_source_change not in ("error", "next_epoch"):
             raise ValueError(f"on_source_change={on_source_change!r}: give 'error' or 'next_epoch'.")
         if shuffle is False and num_logical_shards is None:
@@ -164,7 +168,8 @@ class DataLoader:
         self._reading: Reading | None = Reading(self.setup, stream, pin_memory=pin, steps_per_epoch=steps)
         self._close, self._has_left = self._reading.close, False
         if join:
-            self._reading.load_state_dict(tell(self.setup, None))
+            state, stream.meeting = hand_over(self.setup, None)
+            self._reading.load_state_dict(state)
 
     def _stream_of(self, setup: Setup) -> Stream:
         """What reads in a topology; the workers that there are, as long as their number stays."""
@@ -191,18 +196,24 @@ class DataLoader:
         group: ProcessGroup | None = None,
         micro_batch_size: int | None = None,
         num_workers: int | None = None,
+        step: int | None = None,
     ) -> bool:
         """Go on with other ranks in the same processes, after the same batch; iterators of this loader stay valid.
 
         Collective over the old ranks, at the end of a step. Those that are new build
         ``rd.DataLoader(..., mesh=new, join=True)`` meanwhile, with the other arguments as they are here. Nothing is read again,
-        and workers live on as long as their number stays. A rank that has died cannot take part: see docs/trainers.md.
+        and workers live on as long as their number stays.
+
+        After ranks have died those that live give ``step``. It is then collective over the new ranks alone, and what the dead
+        had delivered is made out again by reading, from the last `state_dict` that all made on.
 
         Args:
-            mesh: Of the new ranks; on a rank that leaves, too. Default, without ``group``: the ranks stay.
+            mesh: Of the new ranks; on a rank that leaves, too. Default, without ``group``: as the loader was built, so that
+                one that was given neither has the ranks of the process group that there is now.
             group: In place of a mesh; what `torch.distributed.new_group` returned on a rank that leaves.
             micro_batch_size: b; default: as given when the loader was built, else O / W.
             num_workers: K; default: as it is.
+            step: The number of steps that the model has done. One that has begun, or was the last, is then served again.
 
         Returns:
             Whether this rank goes on. If not, the loader is closed.
@@ -210,28 +221,31 @@ class DataLoader:
         Raises:
             ValueError: A topology that does not fit; a step that is not complete. Nothing has changed then.
         """
-        reading = self.reading
+        reading, given = self.reading, mesh is not None or group is not None
+        if step is None:
+            require_step_boundary(reading)
+        where: dict[str, Any] = {"mesh": mesh, "group": group} if given else self._where
         micro_batch_size = self._given_micro_batch_size if micro_batch_size is None else micro_batch_size
-        require_step_boundary(reading)
-        layout = new_layout(self.setup, mesh, group, micro_batch_size, num_workers)
+        layout = new_layout(self.setup, where, micro_batch_size, num_workers)
         if layout is not None:
             self._require_order(layout)
-        state = reading.state_dict()
+        if step is None:
+            reading.keep_whole()
         if layout is None or not stays(mesh, group):
             self._leave(reading)
             return False
-        if mesh is not None or group is not None:
-            self._where = {"mesh": mesh, "group": group}
-        self.setup = self._set_up(
+        setup = self._set_up(
             global_batch_size=layout.global_batch_size,
             micro_batch_size=layout.micro_batch_size,
             num_logical_shards=layout.num_logical_shards,
             num_workers=layout.num_workers,
-            **self._where,
+            **where,
         )
-        state = tell(self.setup, state)
-        stream = self._stream_of(self.setup)
-        reading.move_to(self.setup, stream, state, pin_memory=self._pin and not layout.num_workers)
+        state, meeting = hand_over(setup, reading.stream, step)
+        self.setup, self._where = setup, where
+        stream = self._stream_of(setup)
+        stream.meeting = meeting
+        reading.move_to(setup, stream, state, pin_memory=self._pin and not layout.num_workers)
         return True
 
     def _leave(self, reading: Reading) -> None:

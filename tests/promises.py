@@ -79,7 +79,8 @@ def check_load(saved: dict[str, Any], loaded: dict[str, Any], topology: Topology
         return
     assert loaded["origin"] == loaded["samples"] == saved["samples"]
     saved["shards"]["dealt"].fill_(-1)
-    assert same_state(saved, loaded, besides=(*TOPOLOGY, "origin"))
+    assert same_state(saved, loaded, besides=(*TOPOLOGY, "origin", "pipeline"))
+    assert loaded["pipeline"].replace('"in_step":true,', "") == saved["pipeline"]
 
 
 def check_exactly_once(case: Case, run: Run) -> None:

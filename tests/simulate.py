@@ -4,9 +4,11 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 import rescale_data as rd
+from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES
 from rescale_data.testing import full_state_dict
 from tests.pipelines import plain
 
@@ -46,12 +48,14 @@ class Run:
         self.global_batches: list[GlobalBatch] = []
         self.dropped: dict[int, int] = defaultdict(int)  # by epoch
         self._open: list[list[Any]] = []
+        self._begun: tuple[int, Any] = (-1, None)  # the last step that began, and where all shards stood then
 
     def resume(self, topology: Topology, state: dict[str, Any] | None = None) -> None:
         """Build the loaders of a topology, and load a state into them."""
         self.loaders = [self._make(rank, topology) for rank in range(topology.w)]
         for loader in self.loaders if state is not None else []:
             loader.load_state_dict(state)
+        self._begun = (-1, None)
         self.loaded = self.save()
         if not any(self._open) or state is None or self.loaded["origin"] != state["origin"]:
             self._open = [[] for _ in self.loaders]
@@ -85,10 +89,12 @@ class Run:
     def _next(self) -> list[Any] | None:
         epoch, dropped = self._lead.epoch, self._lead.progress()["dropped_samples"]
         is_dealt = self._lead.stream.rows_are_dealt
+        begun = self._begun if self._open[0] else (self._lead.step, self._positions())
         batches = [next(iterator, None) for iterator in self._iterators]
         assert len({batch is None for batch in batches}) == 1, "the ranks end an epoch at different micro batches"
         if batches[0] is None:
             return None
+        self._begun = begun
         for rank, (loader, batch) in enumerate(zip(self.loaders, batches, strict=True)):
             self._record(epoch, rank, loader, batch)
         if len(self._open[0]) == len(batches[0]["samples"]) * self._lead.gradient_accumulation_steps:
@@ -96,6 +102,20 @@ class Run:
             self._open = [[] for _ in self.loaders]
         self._count_dropped(epoch, dropped)
         return batches
+
+    def lose_all_but(self, rank: int) -> None:
+        """One rank makes the rows of all others again: as they are, and as they were when the last step began."""
+        stream = self.loaders[rank].stream
+        for step, positions in [self._begun] + ([] if any(self._open) else [(self._lead.step, self._positions())]):
+            if positions is not None:
+                survivor = stream.at_step(step)
+                survivor.make_again(np.flatnonzero(survivor.owners != rank))
+                assert (_positions(survivor.table) == positions).all()
+
+    def _positions(self) -> Any:
+        tables = np.stack([loader.stream.table for loader in self.loaders])
+        newest = tables[:, :, SAMPLES].argmax(axis=0)
+        return _positions(tables[newest, np.arange(len(newest))])
 
     def _record(self, epoch: int, rank: int, loader: rd.DataLoader, batch: Any) -> None:
         samples = batch["samples"]
@@ -109,6 +129,10 @@ class Run:
 
     def _count_dropped(self, epoch: int, before: float) -> None:
         self.dropped[epoch] += int(self._lead.progress()["dropped_samples"] - before)
+
+
+def _positions(table: Any) -> Any:
+    return np.delete(table, [column for column in range(FIRST_SLOT) if column != SAMPLES], axis=1)
 
 
 def same_state(one: dict[str, Any], other: dict[str, Any], besides: tuple[str, ...] = ()) -> bool:

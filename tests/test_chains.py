@@ -1,4 +1,4 @@
-"""R1, R2, R3 and R4 over chains of topologies, with a save at any micro batch of any leg."""
+"""R1, R2, R3 and R4 over chains of topologies, with a save at any micro batch of any leg, and all ranks but one lost there."""
 
 import itertools
 from typing import Any, NamedTuple, TypeAlias
@@ -53,6 +53,7 @@ def play(case: Case, legs: list[Leg]) -> tuple[Run, list[Begin]]:
             run.take(1)
         state = run.save()
         assert same_state(state, run.save())
+        run.lose_all_but(leg.iterates_at % leg.topology.w)
     return run, begins
 
 

@@ -453,7 +453,10 @@ class TestStepsPerEpoch:
         other.load_state_dict(loader.state_dict())
         assert (other.epoch, other.batches_left, len(list(other)), other.step) == (3, 1, 1, 16)
 
-    def test_the_epoch_before_is_over_for_good_after_a_load_in_mid_step(self) -> None:
+    @pytest.mark.parametrize("saves", [1, 3])
+    def test_the_epoch_before_is_over_for_good_after_a_load_in_mid_step(self, saves: int) -> None:
+        """Also where that is saved and loaded again before a batch."""
+
         def make(b: int) -> rd.DataLoader:
             return loader_of(global_batch_size=4, micro_batch_size=b, repeat=True, steps_per_epoch=3)
 
@@ -461,8 +464,11 @@ class TestStepsPerEpoch:
         for batches, may_be_over in ((6, True), (7, False)):
             saved.reset()
             saved.skip(2 * batches)
-            loader = make(4)
-            loader.load_state_dict(saved.state_dict())
+            state = saved.state_dict()
+            for _ in range(saves):
+                loader = make(4)
+                loader.load_state_dict(state)
+                state = loader.state_dict()
             assert loader.epoch == 1
             if may_be_over:
                 loader.set_epoch(0)

@@ -130,12 +130,28 @@ class TestTopology:
             ("batch_size", "micro_batch_size="),
             ("sampler", "shuffle= and seed="),
             ("drop_last", "tail="),
-            ("speed", "."),
         ],
     )
     def test_arguments_of_torchs_loaders(self, name: str, cure: str) -> None:
         with pytest.raises(TypeError, match=rf"rd\.DataLoader has no argument {name}=.*{re.escape(cure)}"):
-            loader_of(**{name: 3})
+            rd.DataLoader(ROWS, **{name: 3})  # and no word on global_batch_size
+
+    def test_arguments_without_a_name(self) -> None:
+        with pytest.raises(TypeError, match=r"rd\.DataLoader has no argument batch_size=: micro_batch_size="):
+            rd.DataLoader(ROWS, 2)  # type: ignore[misc, call-arg]
+
+    @pytest.mark.parametrize("shuffle", [0, 1.5, "yes", None])
+    def test_shuffle(self, shuffle: Any) -> None:
+        with pytest.raises(ValueError, match=rf"shuffle={shuffle!r}: give True, False .*or the window in rows"):
+            loader_of([1, 2], shuffle=shuffle)
+
+    def test_no_function(self) -> None:
+        with pytest.raises(TypeError, match="collate_fn=3 is a int: give a function"):
+            loader_of(collate_fn=3)
+
+    def test_no_shard(self) -> None:
+        with pytest.raises(TypeError, match=r"rd\.Reader was given the shard 0: .*rd\.Shard\(\) to try"):
+            rd.Reader(ROWS, 0)  # type: ignore[arg-type]
 
     def test_shuffle_of_a_pipeline(self) -> None:
         with pytest.raises(TypeError, match=r"shuffle=False with a function.*rd\.Reader\(source, shard, shuffle="):
@@ -297,7 +313,7 @@ class TestPipelines:
     @pytest.mark.parametrize("data", [3, None, object()])
     def test_what_is_no_pipeline(self, data: Any) -> None:
         with pytest.raises(
-            TypeError, match=rf"A {type(data).__name__} is no pipeline: give a function Shard -> node, a source"
+            TypeError, match=rf"A {type(data).__name__} is no pipeline: give a function that makes the nodes of"
         ):
             loader_of(data)
 
@@ -309,11 +325,6 @@ class TestPipelines:
         if not isinstance(data, Path):
             with pytest.raises(TypeError, match="is no data set"):
                 rd.Reader(data, rd.Shard())
-
-    @pytest.mark.parametrize("shuffle", [1.5, "yes"])
-    def test_a_window_that_is_no_number_of_rows(self, shuffle: Any) -> None:
-        with pytest.raises(TypeError, match=r"shuffle=.*give an int"):
-            rd.Reader(ROWS, rd.Shard(), shuffle=shuffle)
 
     @pytest.mark.parametrize("columns", ["tokens", []])
     def test_columns_that_are_no_list_of_names(self, columns: Any, tmp_path: Path) -> None:

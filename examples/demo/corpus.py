@@ -17,9 +17,9 @@ import pyarrow.parquet as pq
 
 import rescale_data as rd
 
-MAX_TOKENS = 240_000
-MAX_ROW = 4_000
-MIN_ROW = 250
+MAX_TOKENS = 300_000
+MAX_ROW = 200
+MIN_ROW = 40
 NUM_FILES, ROW_GROUPS_PER_FILE = 4, 5
 MAX_TOKEN_ID = 1024  # of tokens that a user brings; the demo's model is too small for a real vocabulary
 PREFERRED = ("text", "content", "tokens", "input_ids")

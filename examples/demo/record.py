@@ -39,7 +39,9 @@ class Recorder:
         self._steps.append({"samples": self._samples, "loss": sum(self._losses) / len(self._losses)})
         self._samples, self._losses = [], []
         if self._rank == 0:
-            (self._folder / PROGRESS).write_text(f"{len(self._steps)} steps, loss {self._steps[-1]['loss']:.2f}")
+            aside = self._folder / f"{PROGRESS}.new"
+            aside.write_text(f"{len(self._steps)} steps, loss {self._steps[-1]['loss']:.2f}")
+            aside.replace(self._folder / PROGRESS)
 
     def write(self, facts: Mapping[str, float]) -> None:
         text = json.dumps({"steps": self._steps, "facts": facts})

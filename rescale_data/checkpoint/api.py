@@ -26,6 +26,7 @@ from rescale_data.checkpoint.storage.manifest import checked_metrics
 from rescale_data.checkpoint.storage.open import ReplacedError, again, mapped_path, open_store, opened
 from rescale_data.checkpoint.storage.store import Store, StrPath
 from rescale_data.checkpoint.tree import lost_in_names
+from rescale_data.engine.state_paths import ROWS
 
 logger = logging.getLogger(__name__)
 
@@ -294,7 +295,13 @@ def _complaint(path: str, misfits: Misfits, metadata: Metadata) -> str:
 
 
 def _hint(misfits: Misfits) -> str:
-    """Where a wrapper of a module has put a part into the names on one side."""
+    """Where the sources of a mixture have changed, or a wrapper of a module has put a part into the names on one side."""
+    tables = [name for name in {**misfits.missing, **misfits.mismatched} if name.endswith(f".shards.{ROWS}")]
+    if tables:
+        return (
+            f" {tables[0]} is a mixture of other sources, or saved by an older release: load without that loader, and give it "
+            f"to rescale_data.load_changed(path, loader)."
+        )
     asked, saved = misfits.missing.keys(), misfits.unexpected.keys()
     parts = {part for name in {*asked, *saved} for part in name.split(".") if part.startswith("_")}
     odd = sorted(part for part in parts if {_without(part, n) for n in asked} & {_without(part, n) for n in saved})

@@ -154,7 +154,7 @@ def _heat(values: Sequence[float], top: float, told: Sequence[int] | None = None
     """One cell a logical shard, or for a few neighbours: the fuller, the further, of ``top``. ``told``: what a cell says."""
     columns = min(CELLS, len(values))
     cuts = [len(values) * i // columns for i in range(columns + 1)]
-    wide = max(4, min(14, 512 // max(1, columns)))
+    wide = max(3, min(14, 400 // max(1, columns)))
     cells = [
         f'<rect x="{wide * i}" width="{wide - 1}" height="13" fill-opacity="{_mean(values[a:b]) / top:.2f}">'
         f"<title>shard {a}{'' if b == a + 1 else f' to {b - 1}'}: {_mean((told or values)[a:b]):,.0f}</title></rect>"

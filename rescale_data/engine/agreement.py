@@ -2,6 +2,8 @@
 
 Each rank makes micro batches ahead and says how many it is sure of; the smallest of these counts is safe for all. The
 next exchange begins one step before that is used up, in the background, so that no step waits for it.
+
+A rank whose proof of an epoch fails ahead says so in place of a count: all ranks raise, before the same micro batch.
 """
 
 from __future__ import annotations
@@ -9,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rescale_data.engine.ranks import Ranks
+from rescale_data.errors import DataStateError
+
+_FAILED = -1
 
 
 class Agreement:
@@ -23,6 +28,7 @@ class Agreement:
         self._ranks, self._a = ranks, micro_batches_per_step
         self._pending: Callable[[], int] | None = None
         self._sure = first
+        self._failure = DataStateError("Another dp rank found that its rows are not those of the epoch, and says more.")
 
     def end(self, u: int, make_until: Callable[[int], int]) -> bool:
         """Whether the main phase ends before micro batch u (collective, in step with the other ranks).
@@ -33,7 +39,10 @@ class Agreement:
         """
         if u == self._sure:
             self._exchange(u, make_until)
-            self._sure = self._wait() // self._a * self._a
+            sure = self._wait()
+            if sure == _FAILED:
+                raise self._failure
+            self._sure = sure // self._a * self._a
             if self._sure <= u:
                 return True
         if u + self._a >= self._sure:
@@ -42,7 +51,11 @@ class Agreement:
 
     def _exchange(self, u: int, make_until: Callable[[int], int]) -> None:
         if self._pending is None:
-            self._pending = self._ranks.least(make_until(u + 2 * self._a))
+            try:
+                sure = make_until(u + 2 * self._a)
+            except DataStateError as error:
+                self._failure, sure = error, _FAILED
+            self._pending = self._ranks.least(sure)
 
     def _wait(self) -> int:
         pending, self._pending = self._pending, None

@@ -24,17 +24,19 @@ _ELSEWHERE = {
     "drop_last": "tail='drop' or tail='pad' says what becomes of the rest of an epoch",
     "generator": "seed= says the order, at any number of ranks",
     "persistent_workers": "workers live until close()",
+    "in_order": "batches always come in order",
+    "pin_memory_device": "pin_memory= pins for the accelerator that there is",
     "snapshot_every_n_steps": "a state is exact at every batch, and costs no traffic to workers",
     "dataset": "the dataset, the source or the pipeline is the first argument, without a name",
 }
 _ELSEWHERE["batch_sampler"] = _ELSEWHERE["sampler"]
 
 
-def refuse(others: Mapping[str, object]) -> None:
-    """``TypeError`` of arguments that are not ours; of those of torch's loaders it says what takes their place."""
-    for name in others:
-        instead = _ELSEWHERE.get(name)
-        raise TypeError(f"rd.DataLoader has no argument {name}=" + (f": {instead}." if instead else "."))
+def refuse(given: Mapping[str, object], num_unnamed: int) -> None:
+    """``TypeError`` of the arguments of torch's loaders that are not ours, which says what takes their place."""
+    for name in ["batch_size"] * (num_unnamed > 1) + list(given):
+        if name in _ELSEWHERE:
+            raise TypeError(f"rd.DataLoader has no argument {name}=: {_ELSEWHERE[name]}.")
 
 
 def as_pipeline(
@@ -61,8 +63,8 @@ def as_pipeline(
         )
     if not callable(data):
         raise TypeError(
-            f"A {type(data).__name__} is no pipeline: give a function Shard -> node, a source, or a dataset with __len__ and "
-            f"__getitem__."
+            f"A {type(data).__name__} is no pipeline: give a function that makes the nodes of one logical shard, Shard -> "
+            f"node, a source, a dataset with __len__ and __getitem__, or an rd.IterableSource of streams."
         )
     return data
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
+from rescale_data.nodes.payload import PerDocument
+
 Samples = Sequence[Any]
 
 
@@ -115,6 +117,8 @@ def _require_same_columns(samples: Samples) -> None:
 
 
 def _stack(column: str, values: list[Any]) -> Any:
+    if isinstance(values[0], PerDocument):
+        return values
     try:
         if not isinstance(values[0], torch.Tensor):
             return default_collate(values)
@@ -140,7 +144,7 @@ def pin(batch: Any) -> Any:
         return batch.pin_memory()
     if isinstance(batch, Mapping):
         return {key: pin(value) for key, value in batch.items()}
-    return type(batch)([pin(value) for value in batch]) if type(batch) in (list, tuple) else batch
+    return type(batch)([pin(value) for value in batch]) if type(batch) in (list, tuple, PerDocument) else batch
 
 
 def with_valid(batch: Any, num_real: int, num_samples: int) -> Any:

@@ -38,7 +38,7 @@ class MicroBatch(NamedTuple):
         if self.slots is None:
             table[self.visited] = self.rows
         else:
-            table.reshape(-1)[self.slots] = self.rows
+            table.flat[self.slots] = self.rows
 
     def since(self, table: Ints) -> MicroBatch:
         """The same, told by the slots that it changes in a table, and committed there."""

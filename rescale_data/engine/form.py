@@ -16,6 +16,7 @@ from rescale_data.engine.recipe import (
     DEALT,
     ENDED,
     EXCLUDED_STEPS,
+    IN_STEP,
     SAMPLES,
     UNDEALT,
     History,
@@ -60,10 +61,11 @@ def _reform(schema: Schema, saved: str, table: Ints) -> tuple[dict[str, History]
         if old is None:
             continue
         history: History = [(int(samples), form) for samples, form in old.get(BEFORE, ())]
-        changed = [key for key in sorted(node.FORM) if old.get(key) != new[key]]
+        changed = [key for key in sorted(node.FORM) if old.get(key) != new.get(key)]
         samples = int(table[:, SAMPLES].sum())
         said += [
-            f"{name}: {key} was {old.get(key)} up to sample {samples}, and is {new[key]} from there" for key in changed
+            f"{name}: {key} was {old.get(key)} up to sample {samples}, and is {new.get(key)} from there"
+            for key in changed
         ]
         if not set(LASTING).isdisjoint(changed):
             history = [*history, (samples, _form(old, history, samples, len(table)))][-_MOST:]
@@ -78,7 +80,7 @@ def _reform(schema: Schema, saved: str, table: Ints) -> tuple[dict[str, History]
 def without_form(schema: Schema, pipeline: str) -> str:
     """A pipeline's parameters without those of the form of its samples, and the forms before."""
     kept = {path_name(path): {*node.FORM, BEFORE} for path, node in _formed(schema)}
-    return without(pipeline, {**kept, path_name(()): {*kept.get(path_name(()), ()), EXCLUDED_STEPS}})
+    return without(pipeline, {**kept, path_name(()): {*kept.get(path_name(()), ()), EXCLUDED_STEPS, IN_STEP}})
 
 
 def _form(old: Mapping[str, Any], history: History, samples: int, num_shards: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from rescale_data.engine.form import reform, without_form
 from rescale_data.engine.group import require_whole_round
 from rescale_data.engine.growth import Growth, begin_next_epoch, compare, joined, refuse_changes
 from rescale_data.engine.ranks import Ranks
-from rescale_data.engine.recipe import DEALT, ENDED, STRINGS, UNDEALT, History
+from rescale_data.engine.recipe import DEALT, ENDED, IN_STEP, STRINGS, UNDEALT, History, path_name
 from rescale_data.engine.statedict import INTS, RankRows, header
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.table import BY_FIELD, IN_ONE, is_dealt, table_of
@@ -167,7 +168,7 @@ def _clock(state: Mapping[str, Any]) -> Clock:
     counts = {name: int(state[name]) for name in ("samples", "origin", "step", "epoch")}
     if state["version"] > 1:
         counts["step"] -= (counts["samples"] - counts["origin"]) // int(state["global_batch_size"])
-    return Clock(**counts)
+    return Clock(**counts, in_step=IN_STEP in json.loads(state["pipeline"])[path_name(())])
 
 
 def _join(stream: Stream, growth: Growth, table: Ints) -> dict[str, History]:

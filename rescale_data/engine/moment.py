@@ -36,6 +36,10 @@ class Standing(Protocol):
     @property
     def padded_samples(self) -> int: ...
 
+    def whole(self) -> Ints:
+        """The table with all rows right (collective as a state is)."""
+        ...
+
 
 def counters(at: Standing) -> dict[str, float]:
     """For a logger: of the run, and of what this rank's shards have drawn."""
@@ -77,3 +81,6 @@ class Moment:
             stream.dropped_samples,
             stream.padded_samples,
         )
+
+    def whole(self) -> Ints:
+        return self.ranks.saving.merge(self.table, self.owners)

@@ -213,7 +213,7 @@ class Ranks:
         """What some ranks have, the same on each of them, on all ranks (collective): each that has it gives a part of it."""
         if self.circle is None:
             return data
-        sizes = self._agree("sizes", [len(data)], lambda values: values[:, 0])()
+        sizes = self.each([len(data)])[:, 0]
         givers = np.flatnonzero(sizes)
         part = np.zeros(-(-int(sizes.max()) // max(1, len(givers))), dtype=np.uint8)
         if data:
@@ -221,6 +221,10 @@ class Ranks:
             mine = np.frombuffer(data, dtype=np.uint8)[first : first + len(part)]
             part[: len(mine)] = mine
         return self._gather(torch.from_numpy(part)).numpy()[givers].tobytes()[: int(sizes.max())]
+
+    def each(self, values: Sequence[int]) -> Ints:
+        """A few integers of every rank: ``int64[W, len(values)]`` (collective)."""
+        return self._agree("each", values, np.ravel)().reshape(-1, len(values))
 
     def least(self, value: int) -> Callable[[], int]:
         """Say a value ahead of time; the result, called, waits for the smallest of all ranks' values (collective)."""

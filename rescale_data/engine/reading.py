@@ -16,7 +16,7 @@ from rescale_data.engine.feed import MicroBatch
 from rescale_data.engine.load import load_state_dict
 from rescale_data.engine.moment import Standing, counters
 from rescale_data.engine.setup import Setup, with_global_batch_size
-from rescale_data.engine.statedict import Sharded, state_dict
+from rescale_data.engine.statedict import Sharded, state_dict, whole_shards
 from rescale_data.engine.stream import Stream
 from rescale_data.errors import require_int
 
@@ -51,7 +51,6 @@ class Reading:
     def __init__(self, setup: Setup, stream: Stream, *, pin_memory: bool, steps_per_epoch: int | None = None) -> None:
         self.setup, self.stream, self._pin, self._steps = setup, stream, pin_memory, steps_per_epoch
         self._resumed = False  # a state was loaded, and nothing has been read since: the end of an epoch may come first
-        self._in_step = False  # that state was of the middle of a step
         self._at_multiple = False  # of steps_per_epoch, with the last batch of an epoch, whose end has not been seen
         self._num_iterators = 0  # the newest is the valid one
         self._last_taken = (-1, 0)  # from which iterator, and in which thread
@@ -127,7 +126,7 @@ class Reading:
         at = self.epoch
         if epoch == at + 1 and self.is_over():
             self._move_on()
-        elif self._resumed and not self._in_step and 0 <= epoch == at - 1 and self._is_multiple():
+        elif self._resumed and not self.stream.clock.in_step and 0 <= epoch == at - 1 and self._is_multiple():
             self._at_multiple = True  # a state there says not whether the end was seen
         elif epoch != at:
             refuse_epoch(epoch, at)
@@ -200,14 +199,18 @@ class Reading:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         load_state_dict(self.stream, state)
         self._resumed, self._at_multiple = True, False
-        self._in_step = (int(state["samples"]) - int(state["origin"])) % int(state["global_batch_size"]) > 0
         self.invalidate()
 
+    def keep_whole(self) -> None:
+        """Have all rows right on this rank (collective over the dp ranks)."""
+        whole_shards(self.stream)
+
     def move_to(self, setup: Setup, stream: Stream, state: Mapping[str, Any], *, pin_memory: bool) -> None:
-        """Go on with a stream of other ranks at the same batch; iterators stay valid."""
+        """Go on with a stream of other ranks; iterators stay valid in the same epoch."""
         stream.on_source_change = self.stream.on_source_change
         load_state_dict(stream, state)
         stream.follow(self.stream)
+        self._at_multiple = self._at_multiple and stream.clock.samples == self.stream.clock.samples
         self.setup, self.stream, self._pin = setup, stream, pin_memory
 
     def invalidate(self) -> None:
@@ -236,11 +239,12 @@ class Reading:
         if self.epoch != batches.epoch:
             raise StopIteration
         started, stream = time.perf_counter(), self.stream
-        if self.is_over():
-            self._move_on()
-            raise StopIteration
-        if self.epoch != batches.epoch:  # it ended within steps that are left out
-            raise StopIteration
+        if not stream.is_calm or self._steps is not None or stream.schema.excluded_steps:
+            if self.is_over():
+                self._move_on()
+                raise StopIteration
+            if self.epoch != batches.epoch:  # it ended within steps that are left out
+                raise StopIteration
         batch = self._finish(stream.peek())
         micro_batch = stream.take()  # no sooner: a batch that cannot be handed over has not been delivered
         self._at_multiple = self._is_multiple()

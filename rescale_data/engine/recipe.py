@@ -37,6 +37,8 @@ BEFORE = "before"
 """Beside the parameters of a packer: what form its samples had before."""
 EXCLUDED_STEPS = "excluded_steps"
 """Beside the parameters of the root: steps that are left out, ``[[first, stop], ...]``."""
+IN_STEP = "in_step"
+"""Beside them, where a state of the middle of a step was loaded on other ranks and saved again before a batch: true."""
 STRINGS = ("sources", "pipeline", "fields")
 """What `Schema` says in JSON, part of a state under these names."""
 
@@ -192,7 +194,9 @@ class Schema:
 
     def exclude_steps(self, ranges: Iterable[tuple[int, int]]) -> None:
         """From now on these steps are left out."""
-        self.excluded_steps, self._pipeline_json = sorted(set(ranges)), None
+        steps = sorted(set(ranges))
+        if steps != self.excluded_steps:
+            self.excluded_steps, self._pipeline_json = steps, None
 
     def slots_at(self, table: Ints, path: tuple[str, ...]) -> Ints | None:
         """The slots of the node at ``path``, a view; `None` where it lives inside a foreign node."""
@@ -229,6 +233,13 @@ class Schema:
                 nodes[path_name(())][EXCLUDED_STEPS] = self.excluded_steps
             self._pipeline_json = to_json(nodes)
         return self._pipeline_json
+
+    def pipeline_json_at(self, *, in_step: bool) -> str:
+        """As in a state of that moment."""
+        if not in_step:
+            return self.pipeline_json
+        nodes, root = json.loads(self.pipeline_json), path_name(())
+        return to_json({**nodes, root: {**nodes[root], IN_STEP: True}})
 
     @cached_property
     def fields_json(self) -> str:

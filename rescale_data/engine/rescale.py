@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import io
+import json
+from collections.abc import Mapping
 from typing import Any
 
-import torch
+import numpy as np
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from rescale_data.engine.reading import Reading
 from rescale_data.engine.setup import Setup
+from rescale_data.engine.statedict import header, state_of
+from rescale_data.engine.stream import Stream
 from rescale_data.layout.layout import Layout
+from rescale_data.state import Ints
 
 
 def stays(mesh: DeviceMesh | None, group: Any) -> bool:
@@ -22,17 +26,12 @@ def stays(mesh: DeviceMesh | None, group: Any) -> bool:
 
 
 def new_layout(
-    setup: Setup, mesh: DeviceMesh | None, group: Any, micro_batch_size: int | None, num_workers: int | None
+    setup: Setup, where: Mapping[str, Any], micro_batch_size: int | None, num_workers: int | None
 ) -> Layout | None:
     """That of the new ranks, so that all old ones refuse it together; `None` where this one cannot know how many they are."""
-    old = setup.layout
-    world_size = setup.ranks.world_size
-    if mesh is not None:
-        world_size = mesh.size()
-    elif group is not None:
-        if not isinstance(group, dist.ProcessGroup):
-            return None
-        world_size = group.size()
+    old, world_size = setup.layout, _world_size(where)
+    if world_size is None:
+        return None
     return Layout(
         num_logical_shards=old.num_logical_shards,
         global_batch_size=old.global_batch_size,
@@ -42,6 +41,15 @@ def new_layout(
     )
 
 
+def _world_size(where: Mapping[str, Any]) -> int | None:
+    mesh, group, size = (where.get(name) for name in ("mesh", "group", "dp_world_size"))
+    if mesh is not None:
+        return mesh.size()
+    if group is not None:
+        return group.size() if isinstance(group, dist.ProcessGroup) else None
+    return size or (dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1)
+
+
 def require_step_boundary(reading: Reading) -> None:
     """``ValueError`` within a global batch, which other ranks could not complete."""
     clock, layout = reading.stream.clock, reading.setup.layout
@@ -49,19 +57,68 @@ def require_step_boundary(reading: Reading) -> None:
     if begun:
         raise ValueError(
             f"rescale() after {begun} of the {layout.global_batch_size} samples of a step: call it when all "
-            f"gradient_accumulation_steps={layout.gradient_accumulation_steps} micro batches have been taken."
+            f"gradient_accumulation_steps={layout.gradient_accumulation_steps} micro batches have been taken, or with step= "
+            f"where ranks have died."
         )
 
 
-def tell(setup: Setup, state: dict[str, Any] | None) -> dict[str, Any]:
-    """The state of the ranks that have gone on, on all of the new ones (collective over these)."""
-    data = io.BytesIO()
-    if state is not None:
-        torch.save(state, data)
-    told = setup.ranks.share(data.getvalue())
-    if not told:
+def hand_over(setup: Setup, stream: Stream | None, step: int | None = None) -> tuple[dict[str, Any], int]:
+    """The state of the ranks that go on, on all of the new ones (collective over these), and the number of this meeting.
+
+    Each row comes from the rank that has it; one that has died, or left, is stood in for by the others, who read. Who has
+    missed the last meeting of those that come has nothing to give, and is told like one that is new.
+
+    Args:
+        stream: `None` on a rank that is new.
+        step: Where the run goes on; `None`: where it stands, and then all rows of ``stream`` are right.
+    """
+    ranks, schema, meeting, rank, why = setup.ranks, setup.schema, -1, -1, ""
+    if stream is not None:
+        meeting, rank = stream.meeting, stream.ranks.rank
+        try:
+            stream = stream if step is None else stream.at_step(step)
+        except ValueError as error:
+            stream, why = None, str(error)
+    came = ranks.each([meeting, rank, -1 if stream is None else stream.clock.samples])
+    newest = int(came[:, 0].max())
+    came[came[:, 0] < newest, 1] = -1
+    _require_one_place(came[came[:, 1] >= 0, 2], why)
+    table, said = schema.fresh_table(setup.layout.num_logical_shards), ""
+    if stream is not None and meeting == newest:
+        givers = _givers(stream.owners, came[:, 1])
+        with ranks.reading():
+            stream.make_again(np.flatnonzero((givers == ranks.rank) & (stream.owners != rank)))
+        table, said = stream.table, json.dumps([header(stream), givers.tolist()])
+    numbers, givers = json.loads(ranks.share(said.encode()))
+    return state_of(schema, ranks.merge(table, np.array(givers)), numbers), newest + 1
+
+
+def _require_one_place(samples: Ints, why: str) -> None:
+    if not len(samples):
         raise ValueError(
             "join=True, but no rank has gone on: those that did call rescale() with the same mesh. Else leave join= out and "
             "load a checkpoint."
         )
-    return torch.load(io.BytesIO(told), weights_only=True)
+    if samples.min() < 0:
+        raise ValueError(why or "Another rank cannot go on at the step that it was given; its error says why.")
+    if samples.min() < samples.max():
+        raise ValueError(
+            f"The ranks would go on at different batches, after {sorted(set(samples.tolist()))} samples: call rescale() on "
+            f"all of them after the same step, or with the same step=."
+        )
+
+
+def _givers(owners: Ints, came: Ints) -> Ints:
+    """The new rank that gives each row: the one that had it, and for those that nobody has, the others in turn.
+
+    Args:
+        owners: ``int64[N]``, old ranks.
+        came: ``int64[W]``, the old rank of each new one, -1 where it had none.
+    """
+    new = np.full(max(owners.max(), came.max()) + 1, -1)
+    stayed = np.flatnonzero(came >= 0)
+    new[came[stayed]] = stayed
+    givers = new[owners]
+    lost = np.flatnonzero(givers < 0)
+    givers[lost] = stayed[np.arange(len(lost)) * len(stayed) // max(1, len(lost))]
+    return givers

@@ -13,11 +13,12 @@ import numpy as np
 from rescale_data.engine.ranks import Ranks
 from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES, Histories
 from rescale_data.engine.runner import Runner
+from rescale_data.errors import DataStateError
 from rescale_data.layout.layout import Layout
 from rescale_data.state import Ints
 
 STEPS_OF_A_ROUND = 4
-_UNKNOWN = -1
+_UNKNOWN, _FAILED = -1, -2
 
 
 class Rest:
@@ -61,10 +62,21 @@ class Rest:
 
     def _read(self, samples: Ints, seen: int, ahead: int) -> None:
         """Find the ends that are less than ``ahead`` samples away; ``seen`` have been read of the shards that may have more."""
+        ends, failure = (
+            self._ends.copy(),
+            DataStateError("Another dp rank found that its rows are not those of the epoch."),
+        )
         with self._ranks.reading():
             for shard in self._layout.owned(self._ranks.rank):
-                if self._ends[shard, 0] == _UNKNOWN:
-                    count, slots = self._runner.look_ahead(shard, ahead - seen)
+                if ends[shard, 0] == _UNKNOWN:
+                    try:
+                        count, slots = self._runner.look_ahead(shard, ahead - seen)
+                    except DataStateError as error:
+                        failure, count, slots = error, 0, None
+                        ends[shard, 0] = _FAILED
                     if slots is not None:
-                        self._ends[shard] = [samples[shard] + seen + count, *slots]
-        self._ends = self._ranks.merge(self._ends, self._layout.owners)
+                        ends[shard] = [samples[shard] + seen + count, *slots]
+        ends = self._ranks.merge(ends, self._layout.owners)
+        if (ends[:, 0] == _FAILED).any():
+            raise failure
+        self._ends = ends

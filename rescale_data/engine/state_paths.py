@@ -8,6 +8,8 @@ from typing import Any, TypeAlias
 from rescale_data.errors import DataStateError
 
 Path: TypeAlias = tuple[str, ...]
+ROWS = "rows"
+"""The tensor, under "shards", of all that the nodes of a mixture keep."""
 
 
 def data_states(paths: Iterable[Sequence[Any]]) -> list[Path]:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from rescale_data.engine.moment import Moment, Standing
-from rescale_data.engine.recipe import SAMPLES, STAMP
+from rescale_data.engine.recipe import SAMPLES, STAMP, Schema
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.table import is_dealt, stamps_of, tensors_of, version_of
 from rescale_data.errors import DataStateError
@@ -47,12 +47,17 @@ def state_dict(stream: Standing) -> dict[str, Any]:
     Where the ranks stand at different batches it is one to load into, as `dcp.load` does, and cannot be kept (`Apart`).
     """
     apart = _find_apart(stream)
-    whole = stream.table if apart else stream.ranks.saving.merge(stream.table, stream.owners)
-    state = {"shards": _tensors(stream, whole), **header(stream)}
+    state = state_of(stream.schema, stream.table if apart else stream.whole(), header(stream))
     if apart:
         state["shards"][STAMP.key].fill_(_OF_NONE)
         state["samples"] = Apart(stream.clock.samples, apart)
     return state
+
+
+def state_of(schema: Schema, table: Ints, numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a whole table, and of its `header`."""
+    stamps = stamps_of(range(len(table)), int(numbers["samples"]), len(table))
+    return {"shards": tensors_of(schema, table, stamps), **numbers}
 
 
 def sharded_state_dict(stream: Standing) -> dict[str, Any]:
@@ -69,6 +74,14 @@ def local_state_dict(stream: Standing) -> dict[str, Any]:
     return {"shards": RankRows(Moment.of(stream)), **header(stream)}
 
 
+def whole_shards(stream: Standing) -> dict[str, torch.Tensor]:
+    """The table with all rows right (collective); ``DataStateError`` where the ranks stand at different batches."""
+    state = state_dict(stream)
+    if isinstance(state["samples"], Apart):
+        state["samples"].refuse()
+    return state["shards"]
+
+
 class RankRows:
     """The table as one rank knows it."""
 
@@ -77,10 +90,7 @@ class RankRows:
 
     def whole(self) -> dict[str, torch.Tensor]:
         """The table with all rows right (collective)."""
-        state = state_dict(self._at)
-        if isinstance(state["samples"], Apart):
-            state["samples"].refuse()
-        return state["shards"]
+        return whole_shards(self._at)
 
     def __reduce__(self) -> NoReturn:
         _refuse_pickle()
@@ -148,7 +158,7 @@ def merged_state_dict(streams: Sequence[Stream]) -> dict[str, Any]:
     tables = np.stack([stream.table for stream in streams])
     newest = tables[:, :, SAMPLES].argmax(axis=0)
     whole = tables[newest, np.arange(len(newest))]
-    return {"shards": _tensors(first, whole, range(len(whole))), **header(first)}
+    return state_of(first.schema, whole, header(first))
 
 
 def header(stream: Standing) -> dict[str, Any]:
@@ -166,7 +176,7 @@ def header(stream: Standing) -> dict[str, Any]:
         "seed": stream.seed,
         "version": version_of(schema),
         "sources": schema.sources_json,
-        "pipeline": schema.pipeline_json,
+        "pipeline": schema.pipeline_json_at(in_step=clock.in_step),
         "fields": schema.fields_json,
     }
 
@@ -225,9 +235,10 @@ def _has_blocks(stream: Standing) -> bool:
 
 def _in_blocks(stream: Standing) -> dict[str, Any]:
     _require_saveable(stream)
-    block = stream.layout.owned(stream.ranks.rank)
-    shards = _tensors(stream, stream.table[block.start : block.stop], block)
-    sharded = {key: stream.ranks.shard(rows, stream.layout.num_logical_shards) for key, rows in shards.items()}
+    block, n = stream.layout.owned(stream.ranks.rank), stream.layout.num_logical_shards
+    stamps = stamps_of(block, stream.clock.samples, n)
+    shards = tensors_of(stream.schema, stream.table[block.start : block.stop], stamps)
+    sharded = {key: stream.ranks.shard(rows, n) for key, rows in shards.items()}
     for tensor in sharded.values():  # pickle asks the object before its class, and torch.save is pickle
         cast(Any, tensor).__reduce_ex__ = _refuse_pickle
     return {"shards": sharded, **header(stream)}
@@ -239,8 +250,3 @@ def _refuse_pickle(*_: object) -> NoReturn:
         "taken for theirs. Keep loader.state_dict(), which is whole (all ranks call it), or rd.whole_state(state) of nodes "
         "above rd.LogicalShards; loader.sharded goes through torch.distributed.checkpoint alone."
     )
-
-
-def _tensors(stream: Standing, table: Ints, shards: range | None = None) -> dict[str, torch.Tensor]:
-    n = stream.layout.num_logical_shards
-    return tensors_of(stream.schema, table, stamps_of(range(n) if shards is None else shards, stream.clock.samples, n))

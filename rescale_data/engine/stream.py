@@ -12,6 +12,7 @@ Where only reading tells how much is left, it is dealt in rounds (`Rest`), each 
 from __future__ import annotations
 
 import logging
+import sys
 from collections import deque
 from dataclasses import replace
 from typing import Literal, Protocol, TypeAlias
@@ -44,7 +45,8 @@ class HasStream(Protocol):
 class Stream:
     """One rank's micro batches, and the table of all logical shards as the taken ones leave it.
 
-    When a leg begins every rank has all N rows right; within it, those that it owns.
+    When a leg begins every rank has all N rows right; within it, those that it owns. Rows of others stay behind, and each says
+    of what sample it is, so that any rank can bring it up to date by reading (`make_again`).
 
     Args:
         runner: Draws samples beside the feed: to skip and to count.
@@ -54,6 +56,7 @@ class Stream:
     def __init__(self, setup: Setup, runner: Runner, feed: Feed) -> None:
         self.schema, self.layout, self.ranks, self.seed = setup.schema, setup.layout, setup.ranks, setup.recipe.seed
         self.on_source_change: OnSourceChange = "error"
+        self.meeting = 0  # how often the ranks of the run have met before these did
         self._runner, self._feed, self.repeat, self._tail = runner, feed, setup.recipe.repeat, setup.tail
         self._verify = setup.recipe.verify
         self.reset()
@@ -65,7 +68,9 @@ class Stream:
         self.load(self.schema.fresh_table(self.layout.num_logical_shards), Clock())
 
     def follow(self, other: Stream) -> None:
-        """Count on from where another stream has counted to in the same epoch."""
+        """Count on from where another stream had counted to at this moment."""
+        begun = other._begun
+        other = begun[0] if begun is not None and begun[0].clock.samples == self.clock.samples else other
         self.dropped_samples, self.padded_samples = other.dropped_samples, other.padded_samples
         self._took, self._was_empty = other._took, other._was_empty
 
@@ -74,6 +79,7 @@ class Stream:
         self.ranks = self.ranks.next_leg
         self.table, self.clock = table, clock
         self._leg: Leg | None = None
+        self._calm_until = 0  # a micro batch
         self.owners = self.layout.owners  # the rank whose row of each shard is right, of all ranks
         self._agreement: Agreement | None = None
         self._settled, self._over = -1, False  # the micro batch before which the ranks agreed last, and on what
@@ -81,6 +87,9 @@ class Stream:
         self._took, self._was_empty = False, False  # in this epoch, from here on; the epoch before
         self._size: int | None = None
         self._unproven = ""  # what the proof of this epoch found
+        self._begun: tuple[Stream, slice, Ints] | None = (
+            None  # as it stood when its last step began, and its own rows then
+        )
         self._rewind()
 
     def regroup(self, layout: Layout) -> None:
@@ -101,27 +110,25 @@ class Stream:
 
     @property
     def clock(self) -> Clock:
-        return self._clock.later(self._taken, self.layout)
+        return self._clock.later(self._u - self._clock_u, self.layout)
 
     @clock.setter
     def clock(self, clock: Clock) -> None:
-        self._clock, self._taken, self._clock_u = clock, 0, clock.micro_batch(self.layout)
+        self._clock = clock
+        self._u = self._clock_u = clock.micro_batch(self.layout)  # the next micro batch, counted from `origin`
 
     @property
     def epoch(self) -> int:
         return self._clock.epoch
-
-    @property
-    def _u(self) -> int:
-        """The next micro batch, counted from `origin`."""
-        return self._clock_u + self._taken
 
     # Taking
 
     def take(self) -> MicroBatch:
         """The next micro batch; from here on the state says that it was delivered."""
         self.peek()
-        before = {**vars(self), "table": self.table.copy(), "_ahead": self._ahead.copy()} if self._verify else {}
+        if not self._verify:
+            return self._take()
+        before = {**vars(self), "table": self.table.copy(), "_ahead": self._ahead.copy()}
         try:
             return self._take()
         except Exception:
@@ -131,12 +138,15 @@ class Stream:
             raise
 
     def _take(self) -> MicroBatch:
+        self._remember()
         micro_batch = self._ahead.popleft()
         micro_batch.commit(self.table)
         leg = self._leg
         if leg is not None and leg.deal is not None:
             self.owners = leg.deal.owners(self.owners, self._u)
         self._advance(1)
+        if self.is_calm:
+            return micro_batch
         try:
             self._settle()
         except Exception as error:
@@ -147,7 +157,7 @@ class Stream:
 
     def peek(self) -> MicroBatch:
         """The next micro batch, which stays the next; `StopIteration` at the end of the epoch."""
-        if self.begin() is None:
+        if not self.is_calm and self.begin() is None:
             raise StopIteration
         if not self._ahead and self._make_until(self._u + 1) == self._u:
             raise DataStateError(
@@ -217,6 +227,8 @@ class Stream:
 
     def begin(self) -> Leg | None:
         """The leg that the next micro batch belongs to, planned where it has not begun; `None` at the end of the epoch."""
+        if self.is_calm:
+            return self._leg
         if self._unproven:
             raise DataStateError(self._unproven)
         if self._failure is not None:
@@ -226,7 +238,15 @@ class Stream:
             self._plan()
         self._settle()
         self._conclude()
-        return self._leg
+        leg = self._leg
+        if leg is not None and leg.deal is None and self._agreement is None and not self._verify:
+            self._calm_until = sys.maxsize if leg.stop is None else leg.stop
+        return leg
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether the next micro batch belongs to the leg of the one before, and there is nothing to look after."""
+        return self._u < self._calm_until
 
     def close(self) -> None:
         self._feed.close()
@@ -287,14 +307,14 @@ class Stream:
     def _start(self, stop: int | None, deal: Deal | None = None) -> None:
         """Begin a leg; one without a micro batch that is left is over at once."""
         self._rewind()
-        self._agreement = None
+        self._agreement, self._calm_until = None, 0
         self.owners = self.layout.owners
         stop = None if stop is None else max(stop, self._u)
         self._leg = Leg(self.layout, self.ranks.rank, stop, deal, self.schema.histories)
 
     def _advance(self, num_micro_batches: int) -> None:
         self._took = True
-        self._taken += num_micro_batches
+        self._u += num_micro_batches
 
     def _settle(self) -> None:
         """Find the leg of the next micro batch. It may have failed before, in reading ahead, and goes on from there."""
@@ -324,8 +344,8 @@ class Stream:
 
     def _deal(self) -> None:
         """Serve what the shards still have to the same ranks: all of it, or, where only reading tells, the next round."""
+        self.table = self.table.copy() if self._left is not None else self._whole()
         if self._left is None:
-            self.table = self._whole()
             samples, left = self.table[:, SAMPLES].copy(), self._rest.look(self.table, self.schema.histories)
         else:
             delivered = self._main_phase(self._u - self._first)
@@ -369,6 +389,7 @@ class Stream:
         self.clock = self.clock.restarted(self.layout.global_batch_size)
         self.ended, self._was_empty = True, not self._took
         self._leg = self._agreement = None
+        self._calm_until = 0
         self._rewind()
 
     def _prove(self, deal: Deal) -> None:
@@ -403,8 +424,62 @@ class Stream:
                 num_padded,
             )
 
+    # The rows of other ranks
+
+    def whole(self) -> Ints:
+        """The table with all rows right (collective as a state is); those of others are then of this moment."""
+        whole = self.ranks.saving.merge(self.table, self.owners)
+        if not self.rows_are_dealt:  # else workers tell what they change of rows as these were when the leg began
+            self.table = whole
+        return whole
+
+    def at_step(self, step: int) -> Stream:
+        """This stream as it stood when a step began: the next one, or the last; ``ValueError`` where it is another."""
+        self._rewind()
+        o, taken = self.layout.global_batch_size, self._u % self.layout.gradient_accumulation_steps
+        if step == self.clock.global_step(o) and not taken:
+            return self
+        if self._begun is not None and step == self._begun[0].clock.global_step(o):
+            stream, own, rows = self._begun
+            stream.table = stream.table.copy()
+            stream.table[own] = rows
+            return stream
+        raise ValueError(
+            f"step={step}: this rank has taken {taken} micro batches of step {self.clock.global_step(o)}, and can go on where "
+            f"a step begins that it has not completed, or completed last. Give the number of steps that the model has done, or "
+            f"load a checkpoint."
+        )
+
+    def make_again(self, shards: Ints) -> None:
+        """Bring rows of other ranks up to date by reading, from the sample that they are of."""
+        self._move(shards, self._reached())
+
+    def _reached(self) -> Ints:
+        """Samples that each of the N shards has delivered, whoever served them."""
+        if self._leg is None:
+            return self.table[:, SAMPLES]
+        if self._leg.deal is not None:
+            return self._leg.deal.samples + self._leg.deal.delivered(self._u)
+        return self._samples + self._main_phase(self._u - self._first)
+
+    def _move(self, shards: Ints, reached: Ints) -> None:
+        self._runner.load(self.table, self.schema.histories)
+        for shard in shards.tolist():
+            self._runner.skip(shard, int(reached[shard] - self.table[shard, SAMPLES]))
+        self.table[shards] = self._runner.table[shards]
+
+    def _remember(self) -> None:
+        """Where a step begins: in the main phase a rank changes its own rows alone, so these are enough."""
+        if self._u % self.layout.gradient_accumulation_steps:
+            return
+        block = self.layout.owned(self.ranks.rank)
+        own = slice(block.start, block.stop) if not self.rows_are_dealt else slice(None)
+        self._begun = None
+        begun = object.__new__(Stream)
+        vars(begun).update(vars(self))
+        self._begun = begun, own, self.table[own].copy()
+
     def _whole(self) -> Ints:
-        """The table with all rows right (collective)."""
         return self.ranks.merge(self.table, self.owners)
 
     def _main_phase(self, num_micro_batches: int) -> Ints:
@@ -415,7 +490,8 @@ class Stream:
 
     def _make_until(self, u: int) -> int:
         """Make micro batches up to u, if no shard ends before; the first that is not made."""
-        self.start()
+        if not self._started:
+            self.start()
         while not self._exhausted and self._u + len(self._ahead) < u:
             try:
                 with self.ranks.reading():
@@ -440,9 +516,5 @@ class Stream:
             reached = leg.deal.samples + leg.deal.delivered(stop)
         else:
             reached = self.table[:, SAMPLES] + self.layout.delivered(self.table[:, SAMPLES], self._u, stop)
-        block = self.layout.owned(self.ranks.rank)
-        self._runner.load(self.table, self.schema.histories)
-        for shard in block:
-            self._runner.skip(shard, int(reached[shard] - self.table[shard, SAMPLES]))
-        owned = slice(block.start, block.stop)
-        self.table[owned], self.owners = self._runner.table[owned], self.layout.owners
+        self._move(np.array(self.layout.owned(self.ranks.rank), dtype=np.int64), reached)
+        self.owners = self.layout.owners

@@ -18,12 +18,12 @@ import torch
 
 from rescale_data.engine.change import Changed
 from rescale_data.engine.recipe import DEALT, OWN_FIELDS, STAMP, UNDEALT, Schema
+from rescale_data.engine.state_paths import ROWS
 from rescale_data.errors import DataStateError
 from rescale_data.state import Field, Ints, field_described, from_tensors, offsets, to_tensors
 
 BY_FIELD, IN_ONE = 2, 3
 """Format versions."""
-ROWS = "rows"
 
 
 def version_of(schema: Schema) -> int:

@@ -16,12 +16,14 @@ class Clock:
         origin: The sample count from which steps and micro batches are counted.
         step: Whole global batches delivered before `origin`.
         epoch: Epochs that have ended (``repeat=False``).
+        in_step: Whether `origin` lies in the middle of a step that other ranks began, and nothing was delivered since.
     """
 
     samples: int = 0
     origin: int = 0
     step: int = 0
     epoch: int = 0
+    in_step: bool = False
 
     def micro_batch(self, layout: Layout) -> int:
         """u, the next micro batch of every rank."""
@@ -32,11 +34,13 @@ class Clock:
         return self.step + (self.samples - self.origin) // global_batch_size
 
     def later(self, num_micro_batches: int, layout: Layout) -> Clock:
-        return replace(self, samples=self.samples + num_micro_batches * layout.micro_step_samples)
+        samples = self.samples + num_micro_batches * layout.micro_step_samples
+        return replace(self, samples=samples, in_step=self.in_step and not num_micro_batches)
 
     def restarted(self, global_batch_size: int) -> Clock:
         """The same moment, from which steps are counted anew."""
-        return replace(self, origin=self.samples, step=self.global_step(global_batch_size))
+        in_step = self.in_step or (self.samples - self.origin) % global_batch_size > 0
+        return replace(self, origin=self.samples, step=self.global_step(global_batch_size), in_step=in_step)
 
     def next_epoch(self, global_batch_size: int) -> Clock:
         return replace(self.restarted(global_batch_size), epoch=self.epoch + 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,14 +24,6 @@ _TYPES = {
 
 Values: TypeAlias = dict[str, npt.NDArray[Any]]
 """Of each column, the values of the tokens of a document, or of several end to end."""
-
-
-class Beside(Values):
-    """Those of one document, as something that `Spans` keep."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.values())
 
 
 class Aligned:
@@ -59,14 +52,18 @@ class Aligned:
         return bool(self.dtypes)
 
     @property
+    def has_mask(self) -> bool:
+        return MASK in self.dtypes
+
+    @property
     def described(self) -> dict[str, str]:
         """As JSON values."""
         return {name: str(dtype) for name, dtype in sorted(self.dtypes.items())}
 
-    def of(self, sample: Mapping[str, Any], num_tokens: int, node: Node[Any]) -> Beside:
+    def of(self, sample: Mapping[str, Any], num_tokens: int, node: Node[Any]) -> Values:
         """The values of a sample that ``node`` has yielded; errors name its row."""
         try:
-            return Beside({name: self._of(sample, name, dtype, num_tokens) for name, dtype in self.dtypes.items()})
+            return {name: self._of(sample, name, dtype, num_tokens) for name, dtype in self.dtypes.items()}
         except (TypeError, ValueError) as error:
             add_place(error, self._reader, node.locate())
             raise
@@ -95,6 +92,11 @@ class Aligned:
         found = [self._around(values, around) for values in self._kept(spans)]
         return {name: np.concatenate([values[name] for values in found]) for name in self.dtypes} if found else {}
 
+    def num_untrained(self, spans: Spans, around: Around) -> int:
+        """Documents with tokens of which none is learned."""
+        has_tokens = around.lengths(spans) > 0
+        return sum(not values[MASK].any() for values in self._kept(replace(spans, array=spans.array[has_tokens])))
+
     def of_sample(self, spans: Spans, offset: int, num: int, around: Around) -> Values:
         """The values of ``num`` tokens of documents end to end, from an offset in the first on."""
         ends = np.cumsum(around.lengths(spans))
@@ -107,7 +109,7 @@ class Aligned:
 
     def _around(self, values: Values, around: Around) -> Values:
         before, after = int(around.bos_id is not None), int(around.eos_id is not None)
-        found = {name: np.pad(array, (before, after)) for name, array in values.items()}
+        found = {name: np.pad(values[name], (before, after)) for name in self.dtypes}
         if after and MASK in found and len(values[MASK]):
             found[MASK][-1] = values[MASK][-1]
         return found

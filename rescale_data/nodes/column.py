@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from rescale_data.nodes.aligned import Aligned
 from rescale_data.nodes.base import Node, copy_of
 from rescale_data.nodes.guard import add_place
 from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.nodes.reading.spans import EMPTY, Moves, Spans
+from rescale_data.sources.decoded.sizes import size_of
+
+TakeOut: TypeAlias = Callable[[Mapping[str, Any], int, Node[Any]], Mapping[str, Any]]
+"""Of a sample with so many tokens, which the node has yielded: what of it is wanted beside them, by name."""
+
+
+class Beside(dict[str, Any]):
+    """What there is of one document beside its tokens, as something that `Spans` keep."""
+
+    @property
+    def nbytes(self) -> int:
+        return size_of(self)
 
 
 class ColumnDocuments:
@@ -24,11 +35,11 @@ class ColumnDocuments:
         node: The node.
         column: Of its samples.
         reader: The name of the node that asks for them, for messages.
-        aligned: Columns beside it, whose values each of the `Spans` keeps.
+        beside: What else is taken out of each sample, which the `Spans` keep.
     """
 
-    def __init__(self, node: Node[Any], column: str, reader: str, aligned: Aligned | None = None) -> None:
-        self._aligned = aligned
+    def __init__(self, node: Node[Any], column: str, reader: str, *beside: TakeOut) -> None:
+        self._beside = beside
         self._node, self._column, self._reader = node, column, reader
         self._settles = any(below.MAY_CHANGE for _, below in node.walk())
         for _, below in node.walk():
@@ -52,9 +63,12 @@ class ColumnDocuments:
         if self._settles:
             self._node.pass_blocked(after)
         spans = Spans.of(tokens.copy(), Moves.between(position, after), where)
-        if not self._aligned:
+        if not self._beside:
             return spans
-        return replace(spans, keeps=(self._aligned.of(sample, len(tokens), self._node),))
+        kept = Beside()
+        for take_out in self._beside:
+            kept.update(take_out(sample, len(tokens), self._node))
+        return replace(spans, keeps=(kept,))
 
     def settle(self, position: memoryview) -> bool:
         if self._settles:

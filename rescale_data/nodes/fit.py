@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from rescale_data.nodes.bins import best_fit
 from rescale_data.nodes.form import MOST, Stage
@@ -23,32 +26,54 @@ class Fit:
     Args:
         pieces: Where each lies, and of which document.
         bins: The pieces of each sample.
-        num_long: Documents longer than a sample.
+        long: Documents longer than a sample, or with more than its limits.
     """
 
     pieces: list[Piece]
     bins: list[list[int]]
-    num_long: int
+    long: frozenset[int]
 
 
-def fit(pieces: list[Piece], stages: Iterable[Stage], long: Long, multiple: int) -> Fit:
+def fit(
+    documents: Sequence[Piece], stages: Iterable[Stage], long: Long, multiple: int, carried: Mapping[str, Sequence[int]]
+) -> Fit:
     """Pack documents: in each form of which samples were yielded what the one before has left, then in that of now.
 
     Args:
-        pieces: Whole documents.
+        documents: Each of them whole, numbered from 0.
         multiple: Each piece takes a multiple of this.
+        carried: By name, as much as each document carries, which comes with its first piece.
     """
+    pieces = list(documents)
     too_long: set[int] = set()
     bins: list[list[int]] = []
     for stage in stages:
-        too_long |= {document for start, stop, document in pieces if stop - start > stage.seq_len}
+        limits = [(carried[name], most) for name, most in stage.limits.items()]
+        too_much = {number for sizes, most in limits for number, size in enumerate(sizes) if size > most}
+        too_long |= {number for a, b, number in pieces if b - a > stage.seq_len or (number in too_much and b > a)}
+        if long == "drop":
+            pieces = [piece for piece in pieces if piece[2] not in too_long]
         pieces = [part for piece in pieces for part in _cut(piece, stage.seq_len, long)]
-        bins = best_fit([room(piece, multiple) for piece in pieces], stage.seq_len, stage.max_documents)
+        beside = [([_if_first(sizes, piece, documents) for piece in pieces], most) for sizes, most in limits]
+        bins = best_fit([room(piece, multiple) for piece in pieces], stage.seq_len, stage.max_documents, beside)
         if stage.num_emitted:
             pieces = sorted(pieces[i] for items in bins[stage.num_emitted :] for i in items)
     if len(bins) > MOST:
         raise ValueError(f"A window has {len(bins)} samples, the most are {MOST}. Give a smaller window.")
-    return Fit(pieces, bins, len(too_long))
+    return Fit(pieces, bins, frozenset(too_long))
+
+
+def num_untrained(
+    documents: Sequence[Piece], fitted: Fit, seq_len: int, long: Long, learned: npt.NDArray[np.bool_]
+) -> int:
+    """Documents that are not dropped, and of whose tokens none is a label.
+
+    Args:
+        learned: Of all their tokens. The first of a piece has none before it, and so is no label.
+    """
+    dropped = fitted.long if long == "drop" else ()
+    left = [document for document in documents if document[0] < document[1] and document[2] not in dropped]
+    return sum(not any(learned[a + 1 : b].any() for a, b, _ in _cut(document, seq_len, long)) for document in left)
 
 
 def room(piece: Piece, multiple: int) -> int:
@@ -64,4 +89,10 @@ def _cut(piece: Piece, seq_len: int, long: Long) -> list[Piece]:
         return [piece] if stop > start else []
     if long == "split":
         return [(first, min(first + seq_len, stop), document) for first in range(start, stop, seq_len)]
-    return [(start, start + seq_len, document)] if long == "truncate" else []
+    return [(start, start + seq_len, document)]
+
+
+def _if_first(sizes: Sequence[int], piece: Piece, documents: Sequence[Piece]) -> int:
+    """What a piece carries of what its document does."""
+    start, _, number = piece
+    return sizes[number] if start == documents[number][0] else 0

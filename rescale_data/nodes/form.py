@@ -16,7 +16,7 @@ _DIGIT = 21
 MOST = 2**_DIGIT - 1
 """Samples of a window."""
 
-LASTING = ("seq_len", "max_documents")
+LASTING = ("seq_len", "max_documents", "limits")
 """What the position of a packer depends on within a window."""
 History: TypeAlias = Sequence[tuple[int, Mapping[str, Any]]]
 """``(samples, {"seq_len": ..., "tokens": ..., "shards": N, ...})``, oldest first: up to which sample of the run a form held,
@@ -37,6 +37,7 @@ class Stage(NamedTuple):
 
     seq_len: int
     max_documents: int
+    limits: Mapping[str, int]
     num_emitted: int = 0
 
 
@@ -46,7 +47,7 @@ def stages(emitted: int, history: History, now: Stage) -> Iterator[Stage]:
         num_emitted = emitted >> (back * _DIGIT) & MOST
         if num_emitted:
             form = history[-back][1]
-            yield Stage(form["seq_len"], form["max_documents"], num_emitted)
+            yield Stage(form["seq_len"], form["max_documents"], form.get("limits", {}), num_emitted)
     yield now
 
 
@@ -54,7 +55,7 @@ def begin_form(emitted: Ints) -> None:
     """What was yielded of windows was of the form before."""
     if (emitted >> (2 * _DIGIT)).any():
         raise DataStateError(
-            "A third change of seq_len or max_documents within one window of a WholeDocumentPacker. Train on with the form "
-            "before until the logical shards have begun their next windows."
+            "A third change of seq_len, max_documents or limits within one window of a WholeDocumentPacker. Train on with the "
+            "form before until the logical shards have begun their next windows."
         )
     emitted <<= _DIGIT

@@ -16,17 +16,19 @@ from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.form import History, num_tokens
-from rescale_data.nodes.provenance import joined
+from rescale_data.nodes.provenance import PROVENANCE, joined
 from rescale_data.nodes.reading.gather import Around, Rows, fill, say_without_kernel
 from rescale_data.nodes.token_stream import TokenStream
 from rescale_data.nodes.tray import Tray
-from rescale_data.sources.decoded.cache import cache
 from rescale_data.state import Field, Ints
 
 IGNORED = -100
 """The label of a token without a next one, which torch's cross entropy leaves out."""
 
 DTYPES: dict[torch.dtype, np.dtype[Any]] = {torch.int64: np.dtype(np.int64), torch.int32: np.dtype(np.int32)}
+
+
+_UNTRAINED, _CUT = 0, 1
 
 
 class TokenPacker(Node[dict[str, Tensor]]):
@@ -52,7 +54,8 @@ class TokenPacker(Node[dict[str, Tensor]]):
         dtype: ``torch.int64`` or ``torch.int32``, of tokens, labels and doc_ids.
         last: Of an epoch's last, partial sample: ``"drop"`` or ``"pad"``, at the end, with the label -100 and the doc_id -1.
         pad_id: The token to pad with; default ``eos_id``, or 0.
-        columns: As in `WholeDocumentPacker`. With ``"loss_mask"`` a sample says of each token whether the next one is learned.
+        columns: As in `WholeDocumentPacker`. With ``"loss_mask"`` a sample says of each token whether the next one is learned;
+            documents without any and those that were cut are counted (``untrained_documents``, ``cut_documents``).
 
     Yields:
         ``{"tokens": Tensor[seq_len]}``, with ``"labels"`` and ``"doc_ids"`` as asked for; freshly allocated. Over a
@@ -71,6 +74,8 @@ class TokenPacker(Node[dict[str, Tensor]]):
     """
 
     FIELDS: ClassVar[tuple[Field, ...]] = (Field(("offset",)),)
+    COUNTS: ClassVar[tuple[Field, ...]] = (Field(("untrained",), counts=True), Field(("cut",), counts=True))
+    """What is kept in addition, before the offset, where there is a loss mask."""
     READS_AHEAD: ClassVar[bool] = True
     FORM: ClassVar[frozenset[str]] = frozenset({"seq_len", "labels", "doc_ids", "dtype", "last"})
 
@@ -91,37 +96,37 @@ class TokenPacker(Node[dict[str, Tensor]]):
     ) -> None:
         _check(seq_len, dtype, last)
         require_pad(pad_id, dtype)
+        names = ["tokens", *["labels"] * labels, *["doc_ids"] * doc_ids]
+        self._aligned = Aligned(columns, column, {*names, "labels", "doc_ids"}, type(self).__name__)
         super().__init__(source=source)
         say_without_kernel()
         child = self.children["source"]
+        self._offset = len(self.own_fields()) - 1
         self.column, self.seq_len, self.labels, self.doc_ids = column, seq_len, labels, doc_ids
         self.dtype, self.last, self.eos_id, self.bos_id = dtype, last, eos_id, bos_id
         self.pad_id = pad_id if pad_id is not None else eos_id or 0
-        names = ["tokens", *["labels"] * labels, *["doc_ids"] * doc_ids]
-        self._aligned = Aligned(columns, column, {*names, "labels", "doc_ids"}, type(self).__name__)
         self.writes = {
             **dict.fromkeys(names, (seq_len, DTYPES[dtype])),
             **{name: (seq_len, kind) for name, kind in self._aligned.dtypes.items()},
         }
         self._before: History = ()
         self._changes = any(node.MAY_CHANGE for _, node in child.walk())
-        self._stream = TokenStream(
+        self.stream = TokenStream(
             (None if self._aligned else child.documents(column))
-            or ColumnDocuments(child, column, type(self).__name__, self._aligned),
+            or ColumnDocuments(child, column, type(self).__name__, *[self._aligned.of] * bool(self._aligned)),
             Around(eos_id, bos_id, DTYPES[dtype]),
             num_tokens=seq_len,
-            num_ahead=int(labels or MASK in self._aligned.dtypes),
+            num_ahead=int(labels or self._aligned.has_mask),
             repeat=any(node.repeat for _, node in child.walk()),
             bound=Bound(child, type(self).__name__),
             is_blocked=child.is_blocked,
             pass_blocked=child.pass_blocked,
             aligned=self._aligned,
+            says_where=any(node.provenance for _, node in child.walk()),
         )
-        one_by_one = self._aligned or any(node.provenance for _, node in child.walk())
-        self.ready = None if one_by_one else self._stream.key
 
     def seek(self) -> None:
-        self._stream.bind(self.position, settles=self._changes and not self.reread)
+        self.stream.bind(self.position[self._offset :], settles=self._changes and not self.reread)
         self._over = False
 
     def next(self) -> dict[str, Tensor]:
@@ -131,13 +136,14 @@ class TokenPacker(Node[dict[str, Tensor]]):
 
     def write(self, tray: Tray, place: int) -> None:
         self._draw(tray, place)
-        if self._stream.where:
-            tray.where.append(joined(self._stream.where))
+        if self.stream.where:
+            tray.add(PROVENANCE, joined(self.stream.where))
 
     @staticmethod
     def write_ready(nodes: Sequence[Any], tray: Tray, first: int) -> int:
-        stretches = cache().get_many([node.ready for node in nodes])
-        columns = tray.arrays
+        if nodes[0].stream.one_by_one:
+            return first
+        columns, stretches = tray.arrays, [node.stream.found for node in nodes]
         return fill(stretches, first, columns["tokens"], columns.get("labels"), columns.get("doc_ids"))
 
     def skip(self, num_samples: int) -> None:
@@ -146,10 +152,10 @@ class TokenPacker(Node[dict[str, Tensor]]):
             self._draw(tray, 0)
 
     def settle(self, position: View) -> bool:
-        return self.settle_within(position, 0, is_document=True)
+        return self.settle_within(position, self._offset, is_document=True)
 
     def pass_blocked(self, position: View) -> None:
-        self.pass_blocked_within(position, 0)
+        self.pass_blocked_within(position, self._offset)
 
     def parameters(self) -> dict[str, Any]:
         names = ("column", "seq_len", "eos_id", "bos_id", "labels", "doc_ids", "last", "pad_id")
@@ -158,7 +164,14 @@ class TokenPacker(Node[dict[str, Tensor]]):
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         names = sorted({node.reads.name for _, node in self.walk() if node.reads is not None})
-        return {f"tokens/{'+'.join(names)}": num_tokens(self._before, samples, self.seq_len)}
+        found = {f"tokens/{'+'.join(names)}": num_tokens(self._before, samples, self.seq_len)}
+        if self._offset:
+            counts = rows[:, [_UNTRAINED, _CUT]].sum(0).tolist()
+            found |= {"untrained_documents": float(counts[0]), "cut_documents": float(counts[1])}
+        return found
+
+    def own_fields(self) -> tuple[Field, ...]:
+        return (*self.COUNTS, *self.FIELDS) if self._aligned.has_mask else self.FIELDS
 
     def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         self._before = history
@@ -172,10 +185,13 @@ class TokenPacker(Node[dict[str, Tensor]]):
             labels = tray.row("labels", place)
         if self.doc_ids:
             doc_ids = tray.row("doc_ids", place)
-        there = self._stream.draw(tokens, labels, doc_ids)
+        there = self.stream.draw(tokens, labels, doc_ids)
+        if self._offset:
+            self.position[_UNTRAINED] += self.stream.num_untrained
+            self.position[_CUT] += self.stream.cuts
         size = min(there, self.seq_len)
         if size < self.seq_len and not (size and self.last == "pad"):
-            self._stream.turn()
+            self.stream.turn()
             self._over = True
             raise StopIteration
         if there < self.seq_len + self.labels:
@@ -185,9 +201,9 @@ class TokenPacker(Node[dict[str, Tensor]]):
 
     def _write_values(self, tray: Tray, place: int, size: int) -> None:
         """The columns beside the tokens; a loss mask says of each token whether the next one is learned."""
-        for name, values in self._stream.values.items():
+        for name, values in self.stream.values.items():
             tray.put(name, place, values[1:] if name == MASK else values[:size], 0)
-        if self.labels and MASK in self._aligned.dtypes:
+        if self.labels and self._aligned.has_mask:
             tray.row("labels", place)[~tray.row(MASK, place)] = IGNORED
 
     def _pad(self, size: int, tokens: Rows, labels: Rows | None, doc_ids: Rows | None) -> None:

@@ -81,6 +81,10 @@ class Reader(Node[Any]):
         provenance: bool = False,
         on_error: OnError = "raise",
     ) -> None:
+        if not isinstance(shard, Shard):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f"rd.Reader was given the shard {shard!r}: pass what the pipeline is given, or rd.Shard() to try."
+            )
         self.shard = self.of_shard = shard
         super().__init__()
         self.reads = self.source = as_source(source)

@@ -32,7 +32,7 @@ class Window:
     def __init__(self, samples: list[Any], where: list[str], order: Ints, after: View) -> None:
         self.samples: list[Any] = samples
         self.where, self.order, self.after = where, order.tolist(), after
-        self.nbytes = sum(size_of(sample.arrays if isinstance(sample, Tray) else sample) for sample in samples)
+        self.nbytes = sum(size_of((s.arrays, s.lists) if isinstance(s, Tray) else s) for s in samples)
 
     def __len__(self) -> int:
         return len(self.order)
@@ -98,7 +98,8 @@ class Shuffle(Node[Any]):
         drawn: Tray = self._draw()
         for name, array in drawn.arrays.items():
             tray.arrays[name][place] = array[0]
-        tray.where += drawn.where
+        for name, [value] in drawn.lists.items():
+            tray.add(name, value)
 
     def skip(self, num_samples: int) -> None:
         """Whole windows as the node below skips them, where it knows how many samples are left."""

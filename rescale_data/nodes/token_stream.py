@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from weakref import ref
 
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.aligned import Aligned, Values
 from rescale_data.nodes.base import View, copy_of
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.reading.documents import Documents
-from rescale_data.nodes.reading.gather import Around, Rows, Stretch, fill, stretch
+from rescale_data.nodes.reading.gather import BEHIND, Around, Rows, Stretch, fill, stretch
 from rescale_data.nodes.reading.spans import MANY, Spans
 from rescale_data.sources.decoded.cache import cache, owner_of
 
@@ -32,6 +33,7 @@ class TokenStream:
         is_blocked: Of a position of the documents, whether the one that is begun there is blocked since.
         pass_blocked: Moves such a position behind documents that are blocked.
         aligned: Columns beside the tokens.
+        says_where: Whether documents say where they come from.
     """
 
     def __init__(
@@ -46,16 +48,20 @@ class TokenStream:
         is_blocked: Callable[[View], bool],
         pass_blocked: Callable[[View], None],
         aligned: Aligned,
+        says_where: bool,
     ) -> None:
-        self._aligned = aligned
+        self._aligned, self.one_by_one = aligned, bool(aligned) or says_where
         self.values: Values = {}
         """Of the columns beside the tokens, for the sample that was drawn last and what it looked ahead at."""
+        self.num_untrained, self.cuts = 0, False
+        """With a loss mask: how many documents ended in that sample untrained, and whether one that began in it goes on."""
         self._is_blocked, self._pass_blocked = is_blocked, pass_blocked
         self._bound = bound
         self._documents, self._around, self._repeat = documents, around, repeat
         self._num_tokens, self._width = num_tokens, num_tokens + num_ahead
-        self.key = (owner_of(self), "stretch")
-        """Where the stretch is in the cache, for who draws from many streams at once."""
+        self._key = (owner_of(self), "stretch")
+        self.found: Stretch | None = None
+        """What has been read, as long as the cache keeps it; for who draws from many streams at once."""
         self.where: list[str] = []
         """Where the documents of the sample that was drawn last come from, if that is asked for."""
 
@@ -67,7 +73,7 @@ class TokenStream:
             settles: Whether what has changed between legs takes effect at the beginning of a document (`Node.settle`).
         """
         self._position, self._settles = position, settles
-        cache().forget(self.key)
+        cache().forget(self._key)
 
     def draw(self, tokens: Rows, labels: Rows | None, doc_ids: Rows | None) -> int:
         """Write the next sample into the only row of each column; at the end of an epoch only as much of it as there is.
@@ -76,71 +82,85 @@ class TokenStream:
             The tokens that were there, with those looked ahead at. Without the latter there are no labels.
         """
         found = self._stretch()
-        before, num_ready = found.document, min(found.left, self._width)
-        size = min(num_ready, self._num_tokens)
-        if self._aligned:
-            self.values = self._aligned.of_sample(found.owner[before:], self._position[0], num_ready, self._around)
+        num_ready, offset = min(found.left, self._width), self._position[0]
+        size, rest = min(num_ready, self._num_tokens), found.rest() if self.one_by_one else None
+        if self._aligned and rest is not None:
+            self.values = self._aligned.of_sample(rest, offset, num_ready, self._around)
         if num_ready == self._width:
             fill([found], 0, tokens, labels, doc_ids)
         elif size:
             fill([found], 0, tokens[:, :size], None, None if doc_ids is None else doc_ids[:, :size])
-        if found.owner.where is not None:
-            self._say_where(found, before)
+        if rest is not None:
+            self._look_at(rest, len(rest) - len(found.rest()), begins=not offset)
         return num_ready
+
+    def _look_at(self, rest: Spans, num_passed: int, *, begins: bool) -> None:
+        """What a sample did to the documents that were left: so many have ended in it."""
+        is_within = self._position[0] > 0
+        if self._aligned.has_mask:
+            self.num_untrained = self._aligned.num_untrained(rest[:num_passed], self._around)
+            self.cuts = is_within and (num_passed > 0 or begins)
+        if rest.where is not None:
+            self._say_where(rest[: num_passed + is_within])
 
     def turn(self) -> None:
         """Move to the beginning of the next epoch, after `draw` has found the end of this one."""
         self._documents.turn(self._position[1:])
         self._position[0] = 0
-        cache().forget(self.key)
+        cache().forget(self._key)
 
     def _stretch(self) -> Stretch:
         """One with a whole sample, unless the epoch ends."""
-        found: Stretch | None = cache().get(self.key)
-        if found is None or found.left < self._width:
-            found = self._extend(found)
-            cache().put(self.key, found)
+        if self.found is None or self.found.left < self._width:
+            found = self.found or self._begin()
+            self._extend(found)
+            cache().forget(self._key)
+            self.found = found
+            cache().put(self._key, found)
+            return found
+        return self.found
+
+    def _begin(self) -> Stretch:
+        if self._position[0] and self._is_blocked(self._position[1:]):
+            self._position[0] = 0  # the document ends here
+        this: ref[TokenStream] = ref(self)
+        found = stretch(self._around, self._position, lambda: _forget(this))
+        before = copy_of(found.reach)
+        if not self._position[0]:  # so that the position of the first document is its own
+            self._pass_blocked(found.reach)
+        if found.reach != before:
+            found.append(Spans.mark(before, found.reach))
         return found
 
-    def _extend(self, old: Stretch | None) -> Stretch:
-        """What is left of a stretch, and documents behind it."""
-        if old is None and self._position[0] and self._is_blocked(self._position[1:]):
-            self._position[0] = 0  # the document ends here
-        position, offset = copy_of(self._position[1:]), self._position[0]
-        parts = self._passed(position) if old is None and not offset else []
-        parts += [] if old is None else [old.owner.rest(old.document)]
-        for part in parts:
-            part.move(position, len(part))
-        length = -offset if old is None else old.left
-        num_turns = misses = 0
-        while length < self._width:
-            marks, waits = [], bool(offset and not parts)  # within a document, which goes on as it began
+    def _extend(self, found: Stretch) -> None:
+        """Append documents behind what is left of a stretch."""
+        position = found.reach
+        found.nbytes = num_turns = misses = 0
+        while found.left < self._width:
+            waits = found.left < 0  # within a document, which goes on as it began
             if self._settles and not waits:
-                marks, waits = self._settled(position)
-            parts += marks
+                waits = self._settle(found)
             spans = self._documents.read(position, 1 if self._settles and waits else MANY)
             if not len(spans):
                 if not self._repeat:
                     break
                 spans, num_turns = self._turned(position, num_turns), num_turns + 1
-            spans.move(position, len(spans))
-            parts.append(spans)
-            length += (gained := self._around.num_tokens(spans))
+            before = found.left
+            found.append(spans)
+            found.nbytes += spans.nbytes
+            gained = found.left > before
             num_turns = 0 if gained else num_turns
             misses = 0 if gained else self._bound.missed(misses, position, len(spans))
-        return stretch(Spans.join(parts), self._around, self._position)
+        if found.left < 0:
+            raise ValueError(BEHIND)
 
-    def _passed(self, position: View) -> list[Spans]:
-        """A mark behind what is blocked, so that the position of the first document is its own."""
-        before = copy_of(position)
-        self._pass_blocked(position)
-        return [] if position == before else [Spans.mark(before, position)]
-
-    def _settled(self, position: View) -> tuple[list[Spans], bool]:
+    def _settle(self, found: Stretch) -> bool:
         """What has changed takes effect here, as a mark, if anything has; whether it waits for the next document."""
-        before = copy_of(position)
-        waits = self._documents.settle(position)
-        return [] if position == before else [Spans.mark(before, position)], waits
+        before = copy_of(found.reach)
+        waits = self._documents.settle(found.reach)
+        if found.reach != before:
+            found.append(Spans.mark(before, found.reach))
+        return waits
 
     def _turned(self, position: View, num_turns: int) -> Spans:
         """The mark between two epochs."""
@@ -153,8 +173,12 @@ class TokenStream:
         self._documents.turn(after)
         return Spans.mark(position, after)
 
-    def _say_where(self, found: Stretch, before: int) -> None:
-        stop = found.document + (self._position[0] > 0)
-        there = found.owner[before:stop]
+    def _say_where(self, there: Spans) -> None:
         has_tokens = self._around.lengths(there) > 0
         self.where = [name for name, counts in zip(there.where or (), has_tokens.tolist(), strict=True) if counts]
+
+
+def _forget(stream: ref[TokenStream]) -> None:
+    found = stream()
+    if found is not None:
+        found.found = None

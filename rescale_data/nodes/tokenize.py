@@ -153,7 +153,7 @@ class Tokenize(Node[dict[str, Any]]):
 
     def locate(self) -> str:
         batch: Batch | None = cache().get(self._key) if self._at > 0 else None
-        if batch is None:
+        if batch is None or batch.entries[self._at - 1][0] is _Mark.END:
             return ""
         before = batch.entries[self._at - 2][1] if self._at > 1 else batch.before
         return self._locate(before, copy_of(self._source.position))

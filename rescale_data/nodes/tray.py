@@ -14,8 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rescale_data.nodes.provenance import with_provenance
-
 Columns: TypeAlias = Mapping[str, tuple[int, np.dtype[Any]]]
 """Length and dtype of the value of each column, a 1-D array."""
 
@@ -30,8 +28,8 @@ class Tray:
 
     def __init__(self, columns: Columns, num_samples: int) -> None:
         self.arrays = {name: np.empty((num_samples, length), dtype) for name, (length, dtype) in columns.items()}
-        self.where: list[str] = []
-        """Where each sample comes from, if that is asked for (`rescale_data.nodes.provenance`)."""
+        self.lists: dict[str, list[Any]] = {}
+        """What is no array, by name, a value for each sample written so far: where it comes from, what its documents carry."""
 
     def row(self, column: str, place: int) -> npt.NDArray[Any]:
         """``[1, length]``, a view."""
@@ -46,15 +44,15 @@ class Tray:
             array[place, :length] = values
             array[place, length:] = fill
 
+    def add(self, column: str, value: Any) -> None:
+        """A value of the next sample that is no array; samples come in the order of their rows."""
+        self.lists.setdefault(column, []).append(value)
+
     def batch(self) -> dict[str, Any]:
-        """``{column: Tensor[b, length]}``, which is the memory of the tray."""
-        return self._with_where({name: torch.from_numpy(array) for name, array in self.arrays.items()}, self.where)
+        """``{column: Tensor[b, length]}``, which is the memory of the tray, and lists of what is no array."""
+        return {**{name: torch.from_numpy(array) for name, array in self.arrays.items()}, **self.lists}
 
     def sample(self) -> dict[str, Any]:
         """``{column: Tensor[length]}``, the only sample of a tray of one."""
-        columns = {name: torch.from_numpy(array[0]) for name, array in self.arrays.items()}
-        return self._with_where(columns, self.where[0] if self.where else [])
-
-    @staticmethod
-    def _with_where(columns: dict[str, Any], where: list[str] | str) -> dict[str, Any]:
-        return with_provenance(columns, where) if where else columns
+        columns: dict[str, Any] = {name: torch.from_numpy(array[0]) for name, array in self.arrays.items()}
+        return {**columns, **{name: value for name, [value] in self.lists.items()}}

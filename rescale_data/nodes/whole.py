@@ -14,13 +14,15 @@ from rescale_data.nodes.aligned import MASK, Aligned
 from rescale_data.nodes.base import Node, View, copy_of
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.column import ColumnDocuments
-from rescale_data.nodes.fit import COUNTED, Long, fit
+from rescale_data.nodes.fit import COUNTED, Long
 from rescale_data.nodes.form import MOST, History, Stage, begin_form, num_tokens, stages
 from rescale_data.nodes.packer import DTYPES, require_pad
-from rescale_data.nodes.reading.gather import Around, joined
+from rescale_data.nodes.payload import Payload
+from rescale_data.nodes.provenance import PROVENANCE
+from rescale_data.nodes.reading.gather import Around
 from rescale_data.nodes.reading.spans import Spans
 from rescale_data.nodes.tray import Tray
-from rescale_data.nodes.window import Window, write
+from rescale_data.nodes.window import Packing, Window, write
 from rescale_data.sources.decoded.cache import cache, owner_of
 from rescale_data.state import Field, Ints
 
@@ -34,8 +36,8 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
     Documents are taken in windows of ``window``; those of one window share samples among themselves, and the rest of a sample
     is padding. The position is that of the source at the beginning of the window and the samples of it that have been yielded:
     who resumes reads the window again. A window lies in the process's cache; a larger one pads less, and takes more to resume.
-    ``seq_len``, ``labels``, ``dtype`` and ``max_documents`` may change when a state is loaded: what is left of a window is then
-    packed anew.
+    ``seq_len``, ``labels``, ``dtype``, ``max_documents`` and ``limits`` may change when a state is loaded: what is left of a
+    window is then packed anew.
 
     Args:
         source: A node whose samples hold the tokens of a document under ``column``.
@@ -52,9 +54,14 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         pad_id: The token to pad with; default ``eos_id``, or 0.
         columns: What else each sample holds with one value a token, ``{name: dtype}``, cut and packed with the tokens; 0 where
             padded, and for eos and bos. ``"loss_mask"``, ``torch.bool``, says which tokens are learned, an eos as the token
-            before it; documents without any are counted (``untrained_documents``). Samples are then read one at a time.
+            before it; documents that are packed without any are counted (``untrained_documents``). Samples are then read one at
+            a time.
         pad_documents_to: Fill up each document to a multiple of this, of 2 * cp for context parallel slices.
         cost: Add ``"cost": Int64[1]``, the sum of the squared lengths of the sample's documents.
+        payload: Columns of anything, which go whole with their document: images, references to them, ratings. Samples are then
+            read one at a time, and what the documents of a window carry is in memory at once.
+        limits: Of some of ``payload``, the most of a sample; a list or array counts as many as it has, `None` none, all else
+            one. A document that alone has more is an error, or dropped and counted with ``long="drop"``.
 
     Yields:
         | ``"tokens": Tensor[seq_len]``
@@ -62,6 +69,8 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         | ``"doc_ids": Tensor[seq_len]``, 0 for the first document of the sample, 1 for the second, ..., -1 where padded
         | ``"loss_mask": Bool[seq_len]``, whether the next token is of the same document, and learned; else the label is -100
         | each of ``columns``: ``[seq_len]``
+        | each of ``payload``: a list with the value of each document, in the order of ``doc_ids``; `None` for what is not the
+          beginning of a document that was split. A batch has a list of these lists
         | ``"cu_seqlens": Int32[max_documents + 2]``: 0, the end of each document, and ``seq_len`` from there on, so what is
           padded counts as a sequence; `rescale_data.flat_cu_seqlens` makes of a batch what flash attention takes
 
@@ -87,7 +96,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
     READS_AHEAD: ClassVar[bool] = True
     UNTRAINED: ClassVar[Field] = Field(("untrained",), counts=True)
     """What is kept in addition where there is a loss mask."""
-    FORM: ClassVar[frozenset[str]] = frozenset({"seq_len", "labels", "dtype", "max_documents"})
+    FORM: ClassVar[frozenset[str]] = frozenset({"seq_len", "labels", "dtype", "max_documents", "limits"})
 
     def __init__(
         self,
@@ -106,6 +115,8 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         columns: Mapping[str, torch.dtype] = MappingProxyType({}),
         pad_documents_to: int = 1,
         cost: bool = False,
+        payload: Sequence[str] = (),
+        limits: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         require_int(seq_len=seq_len, window=window, pad_documents_to=pad_documents_to)
         self.max_documents = max(64, seq_len // 32) if max_documents is None else max_documents
@@ -114,7 +125,9 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         if pad_documents_to < 1 or seq_len % pad_documents_to:
             raise ValueError(f"pad_documents_to={pad_documents_to}: give a number that divides seq_len={seq_len}.")
         names = ("tokens", "positions", "doc_ids", *["labels"] * labels)
-        self._aligned = Aligned(columns, column, {*names, "labels", "cu_seqlens", "cost"}, type(self).__name__)
+        reserved, name = {*names, "labels", "cu_seqlens", "cost", PROVENANCE}, type(self).__name__
+        self._aligned = Aligned(columns, column, reserved, name)
+        self._payload = Payload(payload, limits, {*reserved, *columns, MASK, column}, long=long, reader=name)
         self.pad_documents_to, self.cost = pad_documents_to, cost
         super().__init__(source=source)
         self.column, self.seq_len, self.eos_id, self.bos_id, self.window = column, seq_len, eos_id, bos_id, window
@@ -129,9 +142,11 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
             **({"cost": (1, np.dtype(np.int64))} if cost else {}),
         }
         child = self.children["source"]
-        found = None if self._aligned else child.documents(column)
-        self._documents = found or ColumnDocuments(child, column, type(self).__name__, self._aligned)
-        self._around = Around(eos_id, bos_id, self._numpy_dtype)
+        beside = [part.of for part in (self._aligned, self._payload) if part]
+        found = None if beside else child.documents(column)
+        self._documents = found or ColumnDocuments(child, column, name, *beside)
+        around = Around(eos_id, bos_id, self._numpy_dtype)
+        self._packing = Packing(around, long, pad_documents_to, self._aligned, self._payload)
         self._before: History = ()
         self._repeat = any(node.repeat for _, node in child.walk())
         self._key = (owner_of(self), "window")
@@ -165,7 +180,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
 
     def parameters(self) -> dict[str, Any]:
         names = ("column", "seq_len", "eos_id", "bos_id", "window", "long", "labels", "max_documents", "pad_id")
-        added: dict[str, Any] = {}  # where they are in use
+        added = self._payload.described  # where they are in use
         if self._aligned:
             added["columns"] = self._aligned.described
         if self.pad_documents_to > 1:
@@ -179,11 +194,11 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
             f"tokens/{names}": total - padding,
             f"padding_share/{names}": padding / total if total else 0.0,
             COUNTED[self.long]: float(rows[:, _LONG].sum()),
-            **({"untrained_documents": float(rows[:, _UNTRAINED].sum())} if MASK in self._aligned.dtypes else {}),
+            **({"untrained_documents": float(rows[:, _UNTRAINED].sum())} if self._aligned.has_mask else {}),
         }
 
     def own_fields(self) -> tuple[Field, ...]:
-        return (*self.FIELDS, self.UNTRAINED) if MASK in self._aligned.dtypes else self.FIELDS
+        return (*self.FIELDS, self.UNTRAINED) if self._aligned.has_mask else self.FIELDS
 
     def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         self._before = history
@@ -229,7 +244,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
     def _leave(self, window: Window) -> None:
         self._bookmark[:] = window.after
         self.position[_EMITTED] = 0
-        self.position[_LONG] += window.fit.num_long
+        self.position[_LONG] += len(window.fit.long)
         if MASK in window.values:
             self.position[_UNTRAINED] += window.num_untrained
         self._read = False
@@ -244,15 +259,8 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         spans = self._documents_at(position)
         if not len(spans):
             return None
-        tokens, starts = joined(spans, self._around)
-        ends = starts[1:].tolist()
-        bounds = list(zip([0, *ends[:-1]], ends, range(len(ends)), strict=True))
-        forms = stages(self.position[_EMITTED], self._before, Stage(self.seq_len, self.max_documents))
-        packed = fit(bounds, forms, self.long, self.pad_documents_to)
-        values = self._aligned.end_to_end(spans, self._around) if self._aligned else {}
-        learned = values.get(MASK)
-        num_untrained = 0 if learned is None else sum(a < b and not learned[a:b].any() for a, b, _ in bounds)
-        return Window(tokens, packed, position, list(spans.where or ()), values, num_untrained)
+        now = Stage(self.seq_len, self.max_documents, self._payload.limits)
+        return self._packing.window(spans, list(stages(self.position[_EMITTED], self._before, now)), position)
 
     def _documents_at(self, position: View) -> Spans:
         """The documents of a window from a position on, which moves behind them."""

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rescale_data.nodes.aligned import MASK, Values
+from rescale_data.nodes.aligned import MASK, Aligned, Values
 from rescale_data.nodes.base import View
-from rescale_data.nodes.fit import Fit, Piece, room
+from rescale_data.nodes.fit import Fit, Long, Piece, fit, num_untrained, room
+from rescale_data.nodes.form import Stage
 from rescale_data.nodes.packer import IGNORED
-from rescale_data.nodes.provenance import joined
-from rescale_data.nodes.reading.spans import TokenArray
+from rescale_data.nodes.payload import Payload, PerDocument, size
+from rescale_data.nodes.provenance import PROVENANCE
+from rescale_data.nodes.provenance import joined as joined_places
+from rescale_data.nodes.reading.gather import Around, joined
+from rescale_data.nodes.reading.spans import Spans, TokenArray
 from rescale_data.nodes.tray import Tray
+from rescale_data.sources.decoded.sizes import size_of
+from rescale_data.state import Ints
 
 _BYTES_OF_A_PIECE = 250
 
@@ -25,25 +32,30 @@ class Window:
 
     Args:
         tokens: Of all of them, end to end.
+        starts: ``int64[D + 1]``, where each begins.
         fit: Where the pieces of each sample lie in ``tokens``.
         after: The position of the source after them.
         where: Where each document comes from, where that is asked for.
         values: Of the columns beside the tokens, end to end as these.
         num_untrained: Documents of which no token is learned.
+        payload: By name, what each document carries.
     """
 
     tokens: TokenArray
+    starts: Ints
     fit: Fit
     after: View
     where: list[str]
     values: Values
     num_untrained: int
+    payload: dict[str, list[Any]]
 
     @property
     def nbytes(self) -> int:
         return (
             self.tokens.nbytes
-            + sum(values.nbytes for values in self.values.values())
+            + size_of(self.values)
+            + size_of(self.payload)
             + _BYTES_OF_A_PIECE * (len(self.fit.pieces) + len(self.where))
         )
 
@@ -58,6 +70,38 @@ class Window:
     def used(self, number: int) -> int:
         """Tokens of a sample without what pads it."""
         return sum(stop - start for start, stop, _ in self.pieces(number))
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How windows are packed, whatever the form of the samples.
+
+    Args:
+        around: What stands around documents.
+        long: What becomes of long ones.
+        multiple: Each document is filled up to a multiple of this.
+        aligned: Columns beside the tokens.
+        payload: What documents carry along.
+    """
+
+    around: Around
+    long: Long
+    multiple: int
+    aligned: Aligned
+    payload: Payload
+
+    def window(self, spans: Spans, forms: Sequence[Stage], after: View) -> Window:
+        """Documents packed in the last of the forms, and before in those of which samples were yielded."""
+        tokens, starts = joined(spans, self.around)
+        ends = starts[1:].tolist()
+        documents = list(zip([0, *ends[:-1]], ends, range(len(ends)), strict=True))
+        payload = self.payload.of_all(spans)
+        sizes = {name: [size(value) for value in values] for name, values in payload.items()}
+        fitted = fit(documents, forms, self.long, self.multiple, sizes)
+        values = self.aligned.end_to_end(spans, self.around) if self.aligned else {}
+        mask = values.get(MASK)
+        untrained = 0 if mask is None else num_untrained(documents, fitted, forms[-1].seq_len, self.long, mask)
+        return Window(tokens, starts, fitted, after, list(spans.where or ()), values, untrained, payload)
 
 
 def write(tray: Tray, place: int, window: Window, number: int, *, pad_id: int, multiple: int) -> None:
@@ -87,7 +131,9 @@ def write(tray: Tray, place: int, window: Window, number: int, *, pad_id: int, m
     if "cost" in tray.arrays:
         tray.put("cost", place, np.array([np.square(lengths).sum()]), 0)
     if window.where:
-        tray.where.append(joined(window.where[document] for _, _, document in pieces))
+        tray.add(PROVENANCE, joined_places(window.where[document] for _, _, document in pieces))
+    for name, values in window.payload.items():
+        tray.add(name, PerDocument(values[d] if start == window.starts[d] else None for start, _, d in pieces))
 
 
 def _laid(values: npt.NDArray[Any], pieces: list[Piece], fill: int, multiple: int) -> npt.NDArray[Any]:

@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.types as kinds
 
 from rescale_data.sources import ipc
-from rescale_data.sources.arrow_types import ArrowBuffer, ArrowExpression, ArrowSchema, ArrowTable, ArrowType
+from rescale_data.sources.arrow_types import ArrowBuffer, ArrowExpression, ArrowSchema, ArrowTable
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES, handles, owner_of
 from rescale_data.sources.documents import document_table, one_row_each
 from rescale_data.sources.files.paths import Files, Paths
@@ -20,7 +19,7 @@ from rescale_data.sources.files.ranges import Ranges, open_ranges
 from rescale_data.sources.files.remote import Remote
 from rescale_data.sources.fragments import Footer
 from rescale_data.sources.saved_dataset import data_files
-from rescale_data.sources.tables import SPILL_BYTES, TableSource, schema_kind
+from rescale_data.sources.tables import SPILL_BYTES, TableSource, has_dictionary, schema_kind
 from rescale_data.state import Ints
 
 FRAGMENT_ROWS = 1024
@@ -110,7 +109,7 @@ class ArrowSource(TableSource):
         schema = ipc.read_schema(ranges, blocks)
         _refuse_dictionaries(schema, has_footer)
         rows = np.ones_like(blocks.body) if self.document_per_batch else ipc.read_rows(ranges, blocks)
-        cuts = _cuts(rows, blocks.body, _joints(blocks) if not _has_dictionary(schema) else None)
+        cuts = _cuts(rows, blocks.body, _joints(blocks) if not has_dictionary(schema) else None)
         first, last = cuts[:-1], cuts[1:] - 1
         places = {"batch": first, "batches": np.diff(cuts), "offset": blocks.offset[first]}
         places["length"] = blocks.stop[last] - places["offset"]
@@ -141,7 +140,7 @@ class ArrowSource(TableSource):
         if self._needs_reader(file, columns):
             return self._read_columns(file, self._batches(fragment), columns)
         offset, length = self._span(fragment)
-        schema, data = self._file_schema(file), self._bytes(fragment, (offset, length))
+        schema, data = self._file_schema(file).schema, self._bytes(fragment, (offset, length))
         table = self._handle(file).table
         batches = self._batches(fragment)
         blocks = ipc.walk(data, offset) if table is None else ipc.blocks_of(table[batches.start : batches.stop])
@@ -161,13 +160,11 @@ class ArrowSource(TableSource):
 
     def _needs_reader(self, file: int, columns: Sequence[str]) -> bool:
         """Whether to read by the footer: to decompress some columns only, or to find dictionaries."""
-        schema = self._file_schema(file)
-        some = set(columns) != set(schema.names)
-        has_footer = self._index.kind(file)["has_footer"]
-        return has_footer and not self.document_per_batch and (some or _has_dictionary(schema))
+        found, has_footer = self._file_schema(file), self._index.kind(file)["has_footer"]
+        return has_footer and not self.document_per_batch and (found.has_dictionary or set(columns) != found.names)
 
     def _read_columns(self, file: int, batches: range, columns: Sequence[str]) -> ArrowTable:
-        schema, ranges = self._file_schema(file), self._ranges(file)
+        schema, ranges = self._file_schema(file).schema, self._ranges(file)
         fields = [schema.get_field_index(name) for name in columns]
         options = pa.ipc.IpcReadOptions(included_fields=fields)
         key = (owner_of(self), file, *fields)
@@ -213,16 +210,8 @@ def _joints(blocks: ipc.Blocks) -> Ints:
     return np.flatnonzero(blocks.offset[1:] != blocks.stop[:-1]) + 1
 
 
-def _has_dictionary(schema: ArrowSchema) -> bool:
-    return any(_is_dictionary(field.type) for field in schema)
-
-
-def _is_dictionary(kind: ArrowType) -> bool:
-    return kinds.is_dictionary(kind) or any(_is_dictionary(kind.field(i).type) for i in range(kind.num_fields))
-
-
 def _refuse_dictionaries(schema: ArrowSchema, has_footer: bool) -> None:
-    if not has_footer and _has_dictionary(schema):
+    if not has_footer and has_dictionary(schema):
         raise ValueError(
             "a stream with dictionaries cannot be read at random; write it in the file format (pa.ipc.new_file)"
         )

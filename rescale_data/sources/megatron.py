@@ -117,9 +117,8 @@ class MegatronSource(FileSource):
         first, stop = (self._fragments[fragment : fragment + 2] - self._index.first_row(file)).tolist()
         starts, dtype = opened.index.starts(first, stop), opened.index.dtype
         tokens = Tokens(np.frombuffer(data, dtype=dtype), (starts - starts[0]) // dtype.itemsize)
-        documents = _Documents(tokens)
-        opened.ranges.release_with(documents, data)
-        return documents
+        opened.ranges.release_with(tokens, data)  # which whoever packs may keep longer than the cache does
+        return _Documents(tokens)
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.types as kinds
 
 from rescale_data.errors import DataStateError
-from rescale_data.sources.arrow_types import ArrowBuffer, ArrowExpression, ArrowSchema, ArrowTable
+from rescale_data.sources.arrow_types import ArrowBuffer, ArrowExpression, ArrowSchema, ArrowTable, ArrowType
 from rescale_data.sources.bad_row import BadRow, NullValueError
 from rescale_data.sources.condition import Condition, chosen
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES, cache, handles, owner_of
@@ -172,7 +173,7 @@ class TableSource(FileSource):
         return self._condition is not None
 
     def _accept(self) -> None:
-        self._schemas = [_schema_of(kind) for kind in self._index.kinds]
+        self._schemas = [FileSchema(_schema_of(kind)) for kind in self._index.kinds]
         self._schema = self._one_schema(self._columns)
         if self._condition is not None and not self.num_rows:
             raise DataStateError(
@@ -192,7 +193,7 @@ class TableSource(FileSource):
             alone = copy.copy(self)
             alone._condition, alone._files = None, self._files.only(file)
             alone._set(gather([footer]))
-            alone._schemas = [_schema_of(footer.kind)]
+            alone._schemas = [FileSchema(_schema_of(footer.kind))]
             found = alone._may_match(footer, condition.expression)
             return chosen(footer, {i: condition.matches(alone._table(i, used)) for i in found})
 
@@ -218,12 +219,12 @@ class TableSource(FileSource):
         """That of a file's rows, given that of the file."""
         return schema
 
-    def _file_schema(self, file: int) -> ArrowSchema:
+    def _file_schema(self, file: int) -> FileSchema:
         return self._schemas[int(self._index.kind_of[file])]
 
     def _one_schema(self, columns: Sequence[str] | None) -> ArrowSchema:
         """The columns that all files have; ``ValueError`` names two files and the field in which they differ."""
-        schemas = [self._shown(schema) for schema in self._schemas]
+        schemas = [self._shown(found.schema) for found in self._schemas]
         first = schemas[0]
         wanted = list(first.names if columns is None else columns)
         check_columns(first, wanted, self._files.path(0))
@@ -235,6 +236,22 @@ class TableSource(FileSource):
                     f"{other}. Give columns=[...] that all files share, or a source for each kind of file."
                 )
         return pa.schema([first.field(name) for name in wanted])
+
+
+class FileSchema:
+    """Of some files, and what is asked of it for each fragment."""
+
+    def __init__(self, schema: ArrowSchema) -> None:
+        self.schema, self.names = schema, set(schema.names)
+        self.has_dictionary = has_dictionary(schema)
+
+
+def has_dictionary(schema: ArrowSchema) -> bool:
+    return any(_is_dictionary(field.type) for field in schema)
+
+
+def _is_dictionary(kind: ArrowType) -> bool:
+    return kinds.is_dictionary(kind) or any(_is_dictionary(kind.field(i).type) for i in range(kind.num_fields))
 
 
 def schema_kind(schema: ArrowSchema) -> dict[str, Any]:

@@ -15,19 +15,24 @@ SECONDS = 90.0
 """What the ranks of one call may take."""
 
 
-def run_ranks(world_size: int, folder: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
+def run_ranks(
+    world_size: int, folder: Path, function: Callable[..., Any], *args: Any, forks: bool = False
+) -> list[Any]:
     """Run ``function(*args)`` on each rank of a process group.
 
     If one rank fails the others are killed, and the error holds its traceback.
 
     Args:
         function: Of a module, so that a rank can import it.
+        forks: Whether ranks fork: a store in a file counts who uses it, and is gone with the first child that ends.
 
     Returns:
         What it returned, by rank; `None` for a rank that ended before it returned, but without an error.
     """
     own = Path(tempfile.mkdtemp(dir=folder))
-    started = start_processes(_rank, (world_size, own, function, args), world_size, False, start_method="forkserver")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if forks else None
+    given = (world_size, own, store and store.port, function, args)
+    started = start_processes(_rank, given, world_size, False, start_method="forkserver")
     deadline = time.monotonic() + SECONDS
     try:
         while not started.join(timeout=1.0):
@@ -39,9 +44,12 @@ def run_ranks(world_size: int, folder: Path, function: Callable[..., Any], *args
     return [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
 
 
-def _rank(rank: int, world_size: int, own: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int, world_size: int, own: Path, port: int | None, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{own}/rendezvous", rank=rank, world_size=world_size)
+    store = dist.FileStore(f"{own}/rendezvous", world_size) if port is None else dist.TCPStore("127.0.0.1", port)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     try:
         result = function(*args)
     except BaseException as failure:

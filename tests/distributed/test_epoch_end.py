@@ -7,6 +7,7 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+import rescale_data as rd
 from tests.distributed.legs import (
     ByRank,
     Data,
@@ -18,10 +19,15 @@ from tests.distributed.legs import (
     take_epoch,
 )
 from tests.distributed.ranks import run_ranks
+from tests.pipelines import plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 ROWS = {"packed": 120, "kept": 90, "every": 90}
+
+
+WRONG = (0, 11)
+"""A shard that ends first, in the main phase, and one that ends last, in a round of the deal."""
 
 
 class Case(NamedTuple):
@@ -58,7 +64,26 @@ class Seen(NamedTuple):
 
 
 def on_ranks(folder: Path) -> dict[str, Seen]:
-    return {**{name: _run(case, folder / name) for name, case in CASES.items()}, "ramp": _ramp()}
+    seen = {name: _run(case, folder / name) for name, case in CASES.items()}
+    return {**seen, "ramp": _ramp(), **{f"wrong shard {shard}": _wrong(shard) for shard in WRONG}}
+
+
+def _wrong(shard: int) -> Seen:
+    """From a state in which a row of one shard is left out, to the error; and the same again, asked for once more."""
+    data = Data("skewed", 300, 12, repeat=False)
+    first, loader = (data.loader(12, 2, verify=True, timeout=60) for _ in range(2))
+    take(first, first.gradient_accumulation_steps)
+    state = first.state_dict()
+    state["shards"][next(key for key in state["shards"] if key.endswith("row"))][shard] += 1
+    loader.load_state_dict(state)
+    taken, said = [], []
+    for _ in range(2):
+        try:
+            for batch in loader:
+                taken.append(Taken(loader.epoch, [plain(sample) for sample in batch["samples"]], 2))
+        except rd.DataStateError as error:
+            said.append(str(error))
+    return Seen(taken, {}, *map(float, (len(said), "lost or repeated" in said[0])))
 
 
 def _ramp() -> Seen:
@@ -174,3 +199,12 @@ def test_a_ramp_within_an_epoch_is_a_save_and_a_load(ranks: Any) -> None:
         CASES["packed, drop, 12 shards"].data, [rank.saves[0][0] for rank in seen], [r.epochs for r in seen]
     )
     assert len(seen[0].epochs) * 2 * len(seen) % 24 == 0 < len(seen[0].epochs)
+
+
+@pytest.mark.parametrize("shard", WRONG)
+def test_a_failed_proof_of_one_rank_is_an_error_of_all_before_the_same_batch(ranks: Any, shard: int) -> None:
+    seen = of(ranks, f"wrong shard {shard}")
+    assert len({len(rank.epochs) for rank in seen}) == 1
+    assert [rank.dropped for rank in seen] == [2.0] * len(seen), "each time that it is asked for"
+    owner = shard * len(seen) // 12
+    assert [rank.padded for rank in seen] == [float(rank == owner) for rank in range(len(seen))]

@@ -1,4 +1,4 @@
-"""Random chains of topologies on real ranks, over epochs whose end only reading tells: it is dealt in rounds."""
+"""Random chains of topologies on real ranks, with workers too, over epochs whose end only reading tells."""
 
 import random
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ class Leg(NamedTuple):
     w: int
     b: int
     o: int
+    k: int
     micro_batches: int
 
 
@@ -35,16 +36,17 @@ def chain_of(seed: int) -> Chain:
     rng = random.Random(seed)
     aligned = seed % 2 == 0
     o = rng.choice([6, 12]) if aligned else 0
+    n = o * rng.choice([1, 2]) if aligned else rng.choice([7, 12, 20])
     legs = []
     for _ in range(4):
         w, b, a = rng.choice([1, 2, 3]), rng.randint(1, 3), rng.randint(1, 2)
         if aligned:
             b = rng.choice([b for b in (1, 2, 3, 4, 6) if o % (w * b) == 0])
             a = o // (w * b)
+        k = rng.choice([k for k in (0, 0, 0, 1, 2) if not (aligned and k) or n // o * a % k == 0])
         steps = rng.randint(0, 12)
-        legs.append(Leg(w, b, w * b * a, steps * a if aligned else rng.randint(0, 25)))
+        legs.append(Leg(w, b, w * b * a, k, steps * a if aligned else rng.randint(0, 25)))
     kind = rng.choice(sorted(KINDS))
-    n = o * rng.choice([1, 2]) if aligned else rng.choice([7, 12, 20])
     data = Data(kind, KINDS[kind] + rng.randint(0, 9), n, repeat=False, tail=rng.choice(["drop", "pad"]))
     return Chain(data, legs, aligned)
 
@@ -56,11 +58,13 @@ def play(chain: Chain, groups: list[Any]) -> tuple[list[list[Taken]], int, float
     for leg in chain.legs:
         legs.append([])
         if dist.get_rank() < leg.w:
-            loader = chain.data.loader(leg.o, leg.b, group=groups[leg.w])
+            workers = {"num_workers": leg.k, "multiprocessing_context": "fork"}  # which import nothing anew
+            loader = chain.data.loader(leg.o, leg.b, group=groups[leg.w], **workers)
             if state is not None:
                 loader.load_state_dict(state)
             legs[-1] += take(loader, leg.micro_batches) if len(legs) < len(chain.legs) else take_epoch(loader)
             state, dropped, epoch = loader.state_dict(), dropped + loader.progress()["dropped_samples"], loader.epoch
+            loader.close()
         box = [state, dropped, epoch]
         dist.broadcast_object_list(box)
         state, dropped, epoch = box
@@ -74,7 +78,7 @@ def on_ranks(seeds: range) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
-    return run_ranks(RANKS, tmp_path_factory.mktemp("rounds"), on_ranks, SEEDS)
+    return run_ranks(RANKS, tmp_path_factory.mktemp("rounds"), on_ranks, SEEDS, forks=True)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

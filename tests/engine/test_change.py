@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchdata.nodes import Batcher, Mapper, Unbatcher
 
 import rescale_data as rd
+from rescale_data import checkpoint
 from rescale_data.engine.table import by_field
 from rescale_data.testing import full_state_dict
 from tests.nodes.zoo import BOOKS, CODE, WEB, read, without_arrays
@@ -423,6 +424,10 @@ class TestCheckpoint:
             rd.check_checkpoint(tmp_path, loader)
         with pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: loader.shards.rows"):
             dcp.load({"loader": loader}, checkpoint_id=tmp_path, no_dist=True)
+        with pytest.raises(
+            ValueError, match=r"(?s)nothing was loaded:.*loader.shards.rows is a mixture .*load_changed"
+        ):
+            checkpoint.load(tmp_path, {"loader": loader})
         rd.load_changed(tmp_path, loader)
         assert str(loader.state_dict()) == str(old.state_dict())
         assert steps([loader], 5) == steps([old], 5)

@@ -80,6 +80,7 @@ UNARY: dict[str, Callable[..., Any]] = {
     "CleanDocuments": lambda node, _: rd.CleanDocuments(node, "tokens", min_length=2, max_length=4),
     "Tokenize": lambda node, _: rd.Map(rd.Tokenize(node, by_letters, "text", into="tokens", batch_size=3), _with_text),
     "Mapper": lambda node, _: nodes.Mapper(node, _same),
+    "Shuffle": lambda node, shard: rd.Shuffle(node, 3, shard=shard),
     "Unbatcher-Batcher": lambda node, _: nodes.Unbatcher(nodes.Batcher(node, 3, drop_last=False)),
     "Unbatcher-Batcher-drop": lambda node, _: nodes.Unbatcher(nodes.Batcher(node, 2)),
     "Unbatcher-Map": lambda node, _: nodes.Unbatcher(rd.Map(nodes.Batcher(node, 2, drop_last=False), _same)),
@@ -90,6 +91,7 @@ UNARY: dict[str, Callable[..., Any]] = {
 LAST: dict[str, Callable[..., Any]] = {
     "TokenPacker": lambda node, _: rd.TokenPacker(node, column="tokens", seq_len=6, eos_id=1, labels=True),
     "TokenPacker-pad": lambda node, _: rd.TokenPacker(node, column="tokens", seq_len=5, eos_id=None, last="pad"),
+    "Shuffle-TokenPacker": lambda node, shard: rd.Shuffle(LAST["TokenPacker-pad"](node, shard), 4, shard=shard),
     "WholeDocumentPacker": lambda node, _: rd.WholeDocumentPacker(
         node, column="tokens", seq_len=12, eos_id=1, window=5
     ),
@@ -104,6 +106,8 @@ def build(plan: Plan, shard: rd.Shard) -> rd.BaseNode[Any]:
     kind = plan[0]
     if kind == "Reader":
         return rd.Reader(SOURCES[plan[1]], shard, shuffle=plan[2])
+    if kind == "Exclude":
+        return rd.Exclude(rd.Reader(SOURCES[plan[1]], shard, shuffle=plan[2]), rows=range(0, 40, 3))
     if kind == "StreamReader":
         return rd.StreamReader(STREAMS[plan[1]], shard)
     if kind == "MapStyleWrapper":
@@ -130,7 +134,7 @@ def _has_mixture(plan: Plan) -> bool:
 
 _numbers = st.integers(0, len(SOURCES) - 1)
 _leaves = st.one_of(
-    st.tuples(st.just("Reader"), _numbers, st.sampled_from([False, True, 4])),
+    st.tuples(st.sampled_from(["Reader", "Exclude"]), _numbers, st.sampled_from([False, True, 4])),
     st.tuples(st.just("StreamReader"), _numbers),
     st.tuples(st.just("MapStyleWrapper"), _numbers),
 )

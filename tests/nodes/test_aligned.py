@@ -1,6 +1,8 @@
 """Columns beside the tokens: cut and packed with them, by both packers, over any chain of topologies."""
 
+import json
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,13 @@ from hypothesis import strategies as st
 
 import rescale_data as rd
 from rescale_data.testing import full_state_dict
+from tests.nodes.resume import endless
 
 N, BATCH, EOS, BOS, PAD = 6, 12, 9_999_999, 9_999_998, 9_999_997
 RNG = np.random.default_rng(4)
+OTHERS = {
+    "uint8": torch.uint8, "int32": torch.int32, "int64": torch.int64, "float16": torch.float16, "float64": torch.float64,
+}  # fmt: skip
 LENGTHS = RNG.integers(0, 40, 120)
 ROWS = [
     {
@@ -21,11 +27,13 @@ ROWS = [
         "loss_mask": RNG.random(n) < (0.6 if i % 5 else 0.0),
         "reward": (100 * i + np.arange(n)).astype(np.float32) / 4,
         "segment": np.arange(n)[::-1].copy(),
+        **{f"of_{dtype}": np.arange(n).astype(dtype) % 7 for dtype in OTHERS},
     }
     for i, n in enumerate(LENGTHS)
 ]
 SOURCE = rd.DatasetSource(ROWS, name="conversations")
 COLUMNS = {"loss_mask": torch.bool, "reward": torch.float32, "segment": torch.int16}
+COLUMNS |= {f"of_{name}": dtype for name, dtype in OTHERS.items()}
 LEARNED = {int(t) for row in ROWS for t in row["tokens"][row["loss_mask"]]}
 some = settings(max_examples=max(4, settings().max_examples // 10))
 
@@ -64,6 +72,7 @@ def check_values(tokens: list[int], sample: Any) -> None:
         inside = token < PAD and sample["real"][at]
         assert sample["reward"][at] == (token / 4 if inside else 0)
         assert sample["segment"][at] == (LENGTHS[row] - 1 - place if inside else 0)
+        assert {sample[f"of_{name}"][at] for name in OTHERS} == {place % 7 if inside else 0}
 
 
 def learned(token: int, before: int) -> bool:
@@ -76,7 +85,8 @@ chains = st.lists(st.tuples(st.sampled_from([4, 2, 3, 1]), st.integers(0, 4)), m
 @given(chains, st.sampled_from([16, 33, 64]), st.sampled_from([None, BOS]))
 @some
 def test_documents_that_are_cut(chain: list[tuple[int, int]], seq_len: int, bos: int | None) -> None:
-    found, _ = samples_of(chain, rd.TokenPacker, seq_len=seq_len, bos_id=bos, doc_ids=True)
+    found, ranks = samples_of(chain, rd.TokenPacker, seq_len=seq_len, bos_id=bos, doc_ids=True)
+    assert counted(ranks, "untrained", "cut") == expected_counts(found, seq_len, 1 + (bos is not None))
     for shard, samples in found.items():
         plain = rd.TokenPacker(
             rd.Reader(SOURCE, rd.Shard(shard, N, repeat=True)),
@@ -132,16 +142,58 @@ def test_whole_documents(chain: list[tuple[int, int]], long: Any, multiple: int,
                 inside = at + 1 < 32 and ids[at] >= 0 and ids[at + 1] == ids[at] and real[at + 1]
                 assert mask == (inside and learned(tokens[at + 1], tokens[at]))
                 assert sample["labels"][at] == (tokens[at + 1] if mask else -100)
-    assert all(loader.progress()["untrained_documents"] >= 0 for loader in ranks)
+    uninterrupted = np.zeros(2)
+    for shard, samples in found.items():
+        rows = rd.Reader(SOURCE, rd.Shard(shard, N, repeat=True))
+        node = rd.WholeDocumentPacker(rows, column="tokens", eos_id=EOS, columns=COLUMNS, **{**form, "cost": False})
+        for _ in samples:
+            next(node)
+        uninterrupted += [node.get_state()["untrained"], node.get_state()["long"]]
+    name = {"split": "split", "truncate": "truncated", "drop": "dropped"}[long]
+    assert counted(ranks, "untrained", name) == uninterrupted.tolist()
 
 
-def test_documents_without_a_learned_token_are_counted() -> None:
-    [loader] = loaders(1, rd.WholeDocumentPacker, seq_len=64)
-    node = rd.WholeDocumentPacker(rd.Reader(SOURCE, rd.Shard()), column="tokens", seq_len=64, columns=COLUMNS)
+def counted(ranks: list[rd.DataLoader], *names: str) -> list[float]:
+    """What the ranks say together."""
+    return [sum(loader.progress()[f"{name}_documents"] for loader in ranks) for name in names]
+
+
+def expected_counts(found: dict[int, list[Any]], seq_len: int, num_around: int) -> list[int]:
+    """Documents that ended untrained, and that were cut, in so many samples: by where each begins and ends in its stream."""
+    untrained = cut = 0
+    for shard, samples in found.items():
+        begin, total = 0, len(samples) * seq_len
+        rows = endless(rd.Reader(SOURCE, rd.Shard(shard, N, repeat=True)))
+        while begin < total:
+            row = next(rows)
+            stop, border = begin + len(row["tokens"]) + num_around, (begin // seq_len + 1) * seq_len
+            untrained += stop <= total and not row["loss_mask"].any()
+            cut += border < stop
+            begin = stop
+    return [untrained, cut]
+
+
+@pytest.mark.parametrize("long", ["split", "truncate", "drop"])
+def test_documents_of_which_no_label_is_learned_are_counted(long: Any) -> None:
+    """What is packed of them: neither the first token of a piece nor what was left out is a label."""
+    rows = rd.Reader(SOURCE, rd.Shard())
+    node = rd.WholeDocumentPacker(rows, column="tokens", seq_len=16, columns=COLUMNS, long=long)
+    list(node)
+    untrained = 0
+    for mask in (row["loss_mask"] for row in ROWS):
+        kept = {"split": len(mask), "truncate": 16, "drop": len(mask) if len(mask) <= 16 else 0}[long]
+        labels = [learned for i, learned in enumerate(mask[:kept]) if i % 16]
+        untrained += len(mask) > 0 and kept > 0 and not any(labels)
+    assert node.get_state()["untrained"] == untrained > 10
+
+
+@pytest.mark.parametrize("last", ["drop", "pad"])
+def test_all_documents_of_an_epoch_are_counted_whatever_becomes_of_its_end(last: Any) -> None:
+    rows = rd.Reader(SOURCE, rd.Shard())
+    node = rd.TokenPacker(rows, column="tokens", seq_len=64, eos_id=None, last=last, columns=COLUMNS)
     list(node)
     untrained = sum(len(row["tokens"]) > 0 and not row["loss_mask"].any() for row in ROWS)
     assert node.get_state()["untrained"] == untrained > 20
-    assert loader.progress()["untrained_documents"] == 0
 
 
 @pytest.mark.parametrize("packer", [rd.TokenPacker, rd.WholeDocumentPacker])
@@ -166,3 +218,14 @@ def test_what_does_not_fit_is_an_error_with_its_row(packer: Any, row: Any, colum
         next(packer(rd.Reader(source, rd.Shard()), column="tokens", seq_len=2, eos_id=0, columns=columns))
     if row:
         assert "chats: chats[0]" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("packer", [rd.TokenPacker, rd.WholeDocumentPacker])
+def test_columns_of_other_lengths_name_source_file_and_row(packer: Any, tmp_path: Path) -> None:
+    lines = [{"tokens": [1, 2, 3], "loss_mask": [True] * n} for n in (3, 3, 2)]
+    (tmp_path / "part.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    rows = rd.Reader(rd.JsonlSource(tmp_path), rd.Shard(), shuffle=False)
+    with pytest.raises(ValueError, match="'loss_mask' has shape \\[2\\], and 'tokens' 3 tokens") as caught:
+        list(packer(rows, column="tokens", seq_len=3, eos_id=0, columns={"loss_mask": torch.bool}))
+    [note] = [note for note in caught.value.__notes__ if "given" in note]
+    assert note == f"in {packer.__name__}, given {tmp_path.name}: {tmp_path}/part.jsonl, line 3"

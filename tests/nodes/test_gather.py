@@ -62,15 +62,29 @@ def documents(draw: Any) -> tuple[Spans, list[list[int]]]:
     return Spans(tuple(arrays), array, begin, length, Moves(ends, slot, value), (None,) * len(arrays)), tokens
 
 
-def drawn(way: Any, spans: Spans, around: gather.Around, size: int, offset: int, labels: bool) -> list[Any]:
+def ready(spans: Spans, around: gather.Around, position: np.ndarray) -> Any:
+    stretch = gather.stretch(around, position.data)
+    stretch.append(spans)
+    return stretch
+
+
+def places(spans: Spans) -> list[Any]:
+    return [np.asarray(view).tolist() for view in spans.views()]
+
+
+def drawn(way: Any, spans: Spans, around: gather.Around, size: int, offset: int, labels: bool, cut: int) -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gather, "kernel", way)
         position = np.array([offset, 0, 0, 0, 0])
-        stretch, found = gather.stretch(spans, around, position.data), []
+        stretch, found = gather.stretch(around, position.data), []
+        for part in (spans[:cut], spans[cut:]):
+            stretch.append(part)
         while True:
             columns = [np.full((3, size), -7, around.dtype) for _ in range(3)]
             first = gather.fill([stretch] * 3, 0, columns[0], columns[1] if labels else None, columns[2])
-            found.append((first, [c.tolist() for c in columns], position.tolist(), stretch.left, stretch.document))
+            found.append(
+                (first, [c.tolist() for c in columns], position.tolist(), stretch.left, places(stretch.rest()))
+            )
             if first < 3:
                 return found
 
@@ -83,13 +97,14 @@ def drawn(way: Any, spans: Spans, around: gather.Around, size: int, offset: int,
     dtype=st.sampled_from(["i4", "i8"]),
     labels=st.booleans(),
     offset=st.integers(0, 3),
+    cut=st.integers(1, 12),
 )
 @settings(max_examples=400, deadline=None)
-def test_samples_and_positions(spans, size, eos, bos, dtype, labels, offset) -> None:
+def test_samples_and_positions(spans, size, eos, bos, dtype, labels, offset, cut) -> None:
     made, tokens = spans
     around = gather.Around(eos, bos, np.dtype(dtype))
     offset = min(offset, int(around.lengths(made)[0]))
-    results = [drawn(way, made, around, size, offset, labels) for way in WAYS]
+    results = [drawn(way, made, around, size, offset, labels, cut) for way in WAYS]
     assert results.count(results[0]) == len(results)
     flat = [
         token
@@ -104,6 +119,26 @@ def test_samples_and_positions(spans, size, eos, bos, dtype, labels, offset) -> 
         assert [token for row in following for token in row] == flat[1 : len(samples) * size + 1]
 
 
+@given(
+    sizes=st.lists(st.integers(0, 5), min_size=1, max_size=12).filter(any),
+    drawn=st.lists(st.integers(0, 10**6), min_size=1, max_size=40),
+)
+def test_rows_are_found_in_their_fragments(sizes: list[int], drawn: list[int]) -> None:
+    starts = np.cumsum([0, *sizes])
+    rows = np.array(drawn) % starts[-1]
+    values, ends = np.arange(3 * starts[-1]), 3 * np.arange(starts[-1] + 1)  # row i is 3i, 3i + 1, 3i + 2
+    for way in WAYS:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gather, "kernel", way)
+            used, which = gather.fragments_of(rows, starts)
+            assert used == sorted({next(i for i in range(len(sizes)) if starts[i] <= r < starts[i + 1]) for r in rows})
+            parts = [slice(starts[fragment], starts[fragment + 1] + 1) for fragment in used]
+            offsets = [ends[part] - ends[part.start] for part in parts]
+            start, length = gather.places_of(rows, which, [part.start for part in parts], offsets)
+        found = [values[3 * parts[w].start :][a : a + n].tolist() for w, a, n in zip(which, start, length, strict=True)]
+        assert found == [[3 * r, 3 * r + 1, 3 * r + 2] for r in rows]
+
+
 @pytest.mark.parametrize("way", WAYS)
 class TestBothWays:
     @pytest.fixture(autouse=True)
@@ -115,12 +150,12 @@ class TestBothWays:
         numbers = (np.array([0]), np.array([start]), np.array([length]))
         spans = Spans((np.arange(6),), *numbers, Moves.of([0], np.array([[1]])), (None,))
         with pytest.raises(IndexError, match="beyond its array"):
-            spans.addresses()
+            ready(spans, gather.Around(None, None, np.dtype("i8")), np.array([0, 0]))
 
     def test_a_position_that_is_no_longer_one(self) -> None:
         spans = Spans.of(np.arange(3), Moves.of([0], np.array([[1]])))
         with pytest.raises(ValueError, match="the data is not what it was"):
-            gather.stretch(spans, gather.Around(None, None, np.dtype("i8")), np.array([4, 0]).data)
+            ready(spans, gather.Around(None, None, np.dtype("i8")), np.array([4, 0]))
 
     @pytest.mark.parametrize(
         ("kind", "token", "dtype"),
@@ -130,7 +165,7 @@ class TestBothWays:
         around, position = gather.Around(None, None, np.dtype(dtype)), np.array([0, 0])
         spans = Spans.of(np.array([5, token], dtype=kind), Moves.of([0], np.array([[1]])))
         with pytest.raises(ValueError, match=rf"{token}.* do not fit int"):
-            gather.fill([gather.stretch(spans, around, position.data)], 0, np.empty((1, 2), dtype), None, None)
+            gather.fill([ready(spans, around, position)], 0, np.empty((1, 2), dtype), None, None)
         assert position.tolist() == [0, 0]
 
     def test_copies(self) -> None:
@@ -140,7 +175,7 @@ class TestBothWays:
 
     def test_where_there_is_none_it_stops(self) -> None:
         around, position = gather.Around(None, None, np.dtype("i8")), np.array([0, 0])
-        full = gather.stretch(Spans.of(np.arange(9), Moves.of([0], np.array([[1]]))), around, position.data)
+        full = ready(Spans.of(np.arange(9), Moves.of([0], np.array([[1]]))), around, position)
         rows = np.zeros((3, 4), np.int64)
         assert gather.fill([full, None, full], 0, rows, None, None) == 1
         assert gather.fill([full, None, full], 2, rows, None, None) == 3

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rescale_data.sources.decoded.cache import Cache, Handles, cache, owner_of, warn_if_thrashing
+from rescale_data.sources.decoded.cache import Cache, Evicted, Handles, cache, owner_of, warn_if_thrashing
 
 
 class Sized:
@@ -109,7 +109,7 @@ def test_entries_go_with_their_owner() -> None:
 
 
 def test_a_value_is_told_that_there_was_no_room() -> None:
-    class Leaving(Sized):
+    class Leaving(Sized, Evicted):
         def evicted(self) -> None:
             left.append(self.nbytes)
 

@@ -8,7 +8,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 import numpy as np
 
-from rescale_data.nodes.reading.gather import copied
+from rescale_data.nodes.reading.gather import copied, fragments_of, places_of
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.nodes.reading.spans import EMPTY, NOTHING, Moves, Spans, plain
 from rescale_data.sources.decoded.pieces import PieceSource
@@ -64,7 +64,7 @@ class FragmentDocuments:
             raise TypeError(f"{source.name} can be read a fragment at a time, but says that it has no fragments.")
         self._source, self._column, self._rows = source, column, rows
         self._decoding = source if isinstance(source, DecodingSource) else None
-        self._fragments = source.fragments
+        self._fragments = np.ascontiguousarray(source.fragments, dtype=np.int64)
         self._bytes = num_bytes
         self._share: ShardShare | None = None
         self._lent: WeakValueDictionary[int, Tokens] = WeakValueDictionary()  # fragments that a packer still holds
@@ -80,14 +80,13 @@ class FragmentDocuments:
         if self._decoding is not None and self._share is None and self._have_room(2 * first.nbytes):
             for soon in self._rows.rows_soon(epoch, row):
                 self._decoding.decode_ahead(self._column, self._fragment_at(soon))
-        fragments = np.searchsorted(self._fragments, rows, side="right") - 1
-        used = _different(fragments)
+        used, which = fragments_of(rows, self._fragments)
         room = first.nbytes * (len(used) + (_DECODED_AHEAD if self._decoding is not None else 0))
         if self._share is None and self._have_room(room):
-            spans = self._spans(rows, fragments, used)
+            spans = self._spans(rows, which, used)
         else:
             num_rows = self._num_rows(first)
-            spans = self._copied(rows[:num_rows], fragments[:num_rows])
+            spans = self._copied(rows[:num_rows], which[:num_rows], used)
         return spans.with_moves(self._rows.moves(position, len(spans)))
 
     def settle(self, position: memoryview) -> bool:
@@ -97,23 +96,24 @@ class FragmentDocuments:
     def turn(self, position: memoryview) -> None:
         self._rows.turn(position)
 
-    def _spans(self, rows: Ints, fragments: Ints, used: list[int]) -> Spans:
+    def _spans(self, rows: Ints, which: Ints, used: list[int]) -> Spans:
         """Where the rows lie in the fragments, without their moves."""
         tokens = [self._tokens(fragment) for fragment in used]
-        array, start, stop = (np.empty_like(rows) for _ in range(3))
-        for number, (fragment, found) in enumerate(zip(used, tokens, strict=True)):
-            places = np.flatnonzero(fragments == fragment)
-            local = rows[places] - (self._fragments[fragment] + found.first)
-            array[places], start[places], stop[places] = number, found.offsets[local], found.offsets[local + 1]
-        return Spans(tuple(plain(found.values) for found in tokens), array, start, stop - start, NOTHING, tuple(tokens))
+        first = [int(self._fragments[fragment]) + found.first for fragment, found in zip(used, tokens, strict=True)]
+        start, length = places_of(
+            rows, which, first, [np.ascontiguousarray(found.offsets, dtype=np.int64) for found in tokens]
+        )
+        return Spans(tuple(plain(found.values) for found in tokens), which, start, length, NOTHING, tuple(tokens))
 
-    def _copied(self, rows: Ints, fragments: Ints) -> Spans:
+    def _copied(self, rows: Ints, which: Ints, used: list[int]) -> Spans:
         """The same as copies, a fragment at a time, so that not many are held at once."""
         parts: list[Spans] = []
         order: list[Ints] = []
-        for fragment in _different(fragments):
-            places = np.flatnonzero(fragments == fragment)
-            there = self._spans(rows[places], fragments[places], [fragment])
+        for number, fragment in enumerate(used):
+            places = np.flatnonzero(which == number)
+            if not len(places):
+                continue
+            there = self._spans(rows[places], np.zeros_like(places), [fragment])
             array, length = copied(there.arrays[0], there.start, there.length), there.length
             parts.append(
                 Spans((array,), there.array, np.cumsum(length) - length, length, _unmoved(len(places)), (None,))
@@ -140,14 +140,6 @@ class FragmentDocuments:
 
     def _fragment_at(self, row: int) -> int:
         return bisect_right(self._fragments.data, row) - 1
-
-
-def _different(fragments: Ints) -> list[int]:
-    """Which there are, in order; they lie close together, as the epoch's order has put them side by side, or not."""
-    least = int(fragments.min())
-    if int(fragments.max()) - least > 64 * len(fragments):
-        return np.unique(fragments).tolist()
-    return (np.flatnonzero(np.bincount(fragments - least)) + least).tolist()
 
 
 def _up_to(num_bytes: int, spans: Spans) -> Spans:

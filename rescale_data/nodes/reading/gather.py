@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache as once
 from typing import Any, Protocol, TypeAlias
@@ -18,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rescale_data.errors import require_int
-from rescale_data.nodes.reading.spans import NOTHING, Spans, TokenArray
+from rescale_data.nodes.reading.spans import EMPTY, NOTHING, Spans, TokenArray
+from rescale_data.sources.decoded.cache import Held
 from rescale_data.state import Ints
 
 try:
@@ -29,8 +31,6 @@ except ImportError:  # built without a compiler
 Rows: TypeAlias = npt.NDArray[np.integer[Any]]
 """Of a batch: ``[b, seq_len]``, int64 or int32."""
 
-_KINDS = {np.dtype(kind).str: code for code, kind in enumerate(("i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8"))}
-_MARK = -1
 _log = logging.getLogger("rescale_data")
 
 
@@ -74,36 +74,39 @@ class Around:
 class Stretch(Protocol):
     """Documents end to end, and how far they have been drawn. It moves the position that it was made at."""
 
-    @property
-    def owner(self) -> Spans: ...
-
-    @property
-    def document(self) -> int:
-        """That of the next token."""
-        ...
+    nbytes: int
+    """Of what it keeps alive, as whoever appends says."""
+    reach: memoryview
+    """The position behind all of its documents, without the offset."""
 
     @property
     def left(self) -> int:
-        """Tokens that have not been drawn."""
+        """Tokens that have not been drawn; less than none where the position is within a document that is still missing."""
         ...
 
-    @property
-    def nbytes(self) -> int: ...
+    def append(self, spans: Spans) -> None:
+        """Documents behind those that there are.
+
+        Raises:
+            IndexError: A document is not within its array.
+            ValueError: The offset is behind the end of the first document.
+        """
+        ...
+
+    def rest(self) -> Spans:
+        """The documents from that of the next token on."""
+        ...
 
 
-def stretch(spans: Spans, around: Around, position: memoryview) -> Stretch:
-    """The documents from a position on, int64 slots: an offset in the first, and where documents are read on.
+def stretch(around: Around, position: memoryview, dropped: Callable[[], None] = lambda: None) -> Stretch:
+    """One without documents.
 
-    Raises:
-        ValueError: The offset is behind the end of the first document.
+    Args:
+        around: What stands around each.
+        position: int64 slots: an offset in the first document, and where documents are read on.
+        dropped: Called when the cache keeps it no longer.
     """
-    if kernel is None:
-        return _Joined(spans, around, position)
-    kinds = np.array([*(_KINDS[array.dtype.str] for array in spans.arrays), _MARK], dtype=np.int8)[spans.array]
-    moves = spans.moves
-    bos, eos = (-1 if token is None else token for token in (around.bos_id, around.eos_id))
-    length, ends, slot, value = map(np.ascontiguousarray, (spans.length, moves.ends, moves.slot, moves.value))
-    return _native(kernel.Stretch)(spans.addresses(), kinds, length, ends, slot, value, position, bos, eos, spans)
+    return (_Joined if kernel is None else _native(kernel.Stretch))(around, position, dropped)
 
 
 def fill(stretches: list[Any], first: int, tokens: Rows, labels: Rows | None, doc_ids: Rows | None) -> int:
@@ -122,18 +125,52 @@ def fill(stretches: list[Any], first: int, tokens: Rows, labels: Rows | None, do
         return kernel.fill(stretches, first, tokens, labels, doc_ids)
     except OverflowError as error:
         found: Stretch = stretches[error.args[0]]
-        _require_fit(found.owner[found.document :], tokens.dtype)
+        _require_fit(found.rest(), tokens.dtype)
         raise
 
 
 def copied(array: TokenArray, start: Ints, length: Ints) -> TokenArray:
     """Documents of one array end to end, in an array of their own."""
-    part = Spans((array,), np.zeros_like(start), start, length, NOTHING, (None,))
     if kernel is None:
+        part = Spans((array,), np.zeros_like(start), start, length, NOTHING, (None,))
         return np.frombuffer(b"".join(part.views()), dtype=array.dtype)
     into = np.empty(int(length.sum()), dtype=array.dtype)
-    kernel.join(part.addresses(), length * array.itemsize, into)
+    kernel.join(array, np.ascontiguousarray(start), np.ascontiguousarray(length), into)
     return into
+
+
+def fragments_of(rows: Ints, starts: Ints) -> tuple[list[int], Ints]:
+    """Which fragments rows lie in, in order, and for each row the number of its own among these.
+
+    Args:
+        rows: ``int64[n]``.
+        starts: ``int64[F + 1]``, the first row of each fragment.
+    """
+    if kernel is None:
+        at = np.searchsorted(starts, rows, side="right") - 1
+        used = np.unique(at)
+        return used.tolist(), np.searchsorted(used, at)
+    which = np.empty_like(rows)
+    return kernel.find(rows, starts, which), which
+
+
+def places_of(rows: Ints, which: Ints, first: Sequence[int], offsets: list[Ints]) -> tuple[Ints, Ints]:
+    """Where rows begin in the values of their fragments, and how long they are.
+
+    Args:
+        rows, which: As of `fragments_of`.
+        first: Of each fragment, the row at which its offsets begin.
+        offsets: ``int64``, of each fragment.
+    """
+    start, length = np.empty_like(rows), np.empty_like(rows)
+    if kernel is not None:
+        kernel.cut(rows, which, np.array(first, dtype=np.int64), offsets, start, length)
+        return start, length
+    for number, (begin, ends) in enumerate(zip(first, offsets, strict=True)):
+        places = np.flatnonzero(which == number)
+        local = rows[places] - begin
+        start[places], length[places] = ends[local], ends[local + 1] - ends[local]
+    return start, length
 
 
 def joined(spans: Spans, around: Around) -> tuple[TokenArray, Ints]:
@@ -169,43 +206,71 @@ def _say() -> None:
 def _native(base: Any) -> Any:
     """The extension's stretch, with what the cache wants to know."""
 
-    class Native(base):
-        __slots__ = ()
+    class Native(base, Held):
+        __slots__ = ("dropped", "nbytes", "reach")
 
-        @property
-        def nbytes(self) -> int:
-            return self.owner.nbytes
+        def __new__(cls, around: Around, position: memoryview, dropped: Callable[[], None]) -> Any:
+            reach = np.array(position[1:], dtype=np.int64).data
+            bos, eos = (-1 if token is None else token for token in (around.bos_id, around.eos_id))
+            made = super().__new__(cls, position, reach, bos, eos)
+            made.dropped, made.reach, made.nbytes = dropped, reach, 0
+            return made
+
+        def append(self, spans: Spans) -> None:
+            moves = spans.moves
+            numbers = (spans.array, spans.start, spans.length, moves.ends, moves.slot, moves.value)
+            super().append(spans.arrays, *map(np.ascontiguousarray, numbers), spans)
+
+        def rest(self) -> Spans:
+            first, *others = self.parts or [EMPTY]
+            return Spans.join([first[self.document :], *others])
 
     return Native
 
 
-class _Joined:
+class _Joined(Held):
     """What `kernel.Stretch` is, in NumPy."""
 
-    def __init__(self, spans: Spans, around: Around, position: memoryview) -> None:
-        self.owner, self._position = spans, position
-        self.tokens, self._starts = joined(spans, around)
-        self._at = position[0]
-        self.document = 0
-        if not 0 <= self._at <= (self._starts[1] if len(spans) else 0):
-            raise ValueError(_BEHIND)
+    def __init__(self, around: Around, position: memoryview, dropped: Callable[[], None]) -> None:
+        self.nbytes, self.dropped = 0, dropped
+        self.reach = np.array(position[1:], dtype=np.int64).data
+        self._around, self._position, self._spans, self._document = around, position, EMPTY, 0
+        self.tokens: TokenArray = np.zeros(0, dtype=np.int8)
+        self._starts = np.zeros(1, dtype=np.int64)
+        self._at, self._used = position[0], False
 
     @property
     def left(self) -> int:
         return len(self.tokens) - self._at
 
-    @property
-    def nbytes(self) -> int:
-        return self.owner.nbytes + self.tokens.nbytes
+    def append(self, spans: Spans) -> None:
+        spans.require_within()
+        begin = int(self._starts[self._document])
+        tokens, starts = joined(spans, self._around)
+        self._spans = Spans.join([self.rest(), spans])
+        self.tokens = np.concatenate([self.tokens[begin:], tokens])
+        self._starts = np.concatenate([self._starts[self._document :] - begin, starts[1:] + (self._starts[-1] - begin)])
+        self._document, self._at = 0, self._at - begin
+        spans.move(self.reach, len(spans))
+        if self._at > self._starts[min(1, len(self._spans))]:
+            raise ValueError(BEHIND)
+
+    def rest(self) -> Spans:
+        return self._spans[self._document :]
+
+    def was_used(self) -> bool:
+        used, self._used = self._used, False
+        return used
 
     def next(self, num_tokens: int) -> tuple[TokenArray, Ints]:
         """The next tokens and the places among them at which a document has ended; the position moves behind them."""
         start, stop = self._at, self._at + num_tokens
         document = int(self._starts.searchsorted(stop))
         document -= int(self._starts[document] > stop)
-        ends = self._starts[self.document + 1 : document + 1] - start
-        self.owner[self.document : document].move(self._position[1:], document - self.document)
-        self._at, self.document, self._position[0] = stop, document, stop - int(self._starts[document])
+        ends = self._starts[self._document + 1 : document + 1] - start
+        self._spans[self._document : document].move(self._position[1:], document - self._document)
+        self._at, self._document, self._position[0] = stop, document, stop - int(self._starts[document])
+        self._used = True
         return self.tokens[start:stop], ends
 
 
@@ -234,4 +299,4 @@ def _require_fit(spans: Spans, dtype: np.dtype[Any]) -> None:
         raise ValueError(f"The tokens from {least} to {most} do not fit {dtype}: give a wider dtype.")
 
 
-_BEHIND = "the position is behind the end of its document: the data is not what it was when the position was saved"
+BEHIND = "the position is behind the end of its document: the data is not what it was when the position was saved"

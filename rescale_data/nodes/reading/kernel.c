@@ -26,18 +26,27 @@
 #endif
 
 enum { MARK = -1, I1 = 0, U1, I2, U2, I4, U4, I8, U8 }; /* the dtype of a document; a mark has no token */
-enum { ADDRESS, KIND, LENGTH, ENDS, SLOT, VALUE, POSITION, NUM_BUFFERS };
-enum { DONE, TOO_LARGE };
+enum { DONE, TOO_LARGE, FAILED };
+
+typedef struct {
+  int64_t address, length, moves; /* moves: of this document and all before it */
+  int32_t part, index;            /* which document of what was appended */
+  int32_t kind;
+} Document;
+
+typedef struct {
+  int64_t slot, value;
+} Move;
 
 typedef struct {
   PyObject_HEAD
-  PyObject* owner;
-  Py_buffer buffers[NUM_BUFFERS];
-  int num_buffers;
-  const int64_t *address, *length, *ends, *slot, *value;
-  const int8_t* kind;
-  int64_t* position; /* the offset in the document, then what documents move */
+  PyObject* parts; /* what keeps the tokens alive, from the document of the next token on */
+  Document* documents;
+  Move* moves;
+  Py_buffer position, reach;
   int64_t num_documents, document, offset, left, bos, eos;
+  int32_t num_parts, first_part; /* appended, and the first that is still kept */
+  int busy, used;
 } Stretch;
 
 /* Copying. Documents lie anywhere, so that no processor foresees the next one: for each line of memory that is copied, one of
@@ -97,39 +106,46 @@ CLONES static int copy_32(int32_t* q, int64_t address, int64_t first, int64_t n,
 
 /* Samples. Each is written whole or not at all: the position moves behind it when it is there. */
 
-static int64_t total_of(const Stretch* s, int64_t d) {
-  return s->kind[d] == MARK ? 0 : s->length[d] + (s->bos >= 0) + (s->eos >= 0);
+static int64_t total_of(const Stretch* s, const Document* d) {
+  return d->kind == MARK ? 0 : d->length + (s->bos >= 0) + (s->eos >= 0);
 }
 
-/* What is read after document d, up to a page of it: the one behind it, or where the next row goes on. */
-static Bytes bytes_of(const Stretch* s, int64_t d, int64_t o) {
+/* What is read of a document from a token on, up to a page of it. */
+static Bytes bytes_of(const Stretch* s, int64_t number, int64_t offset) {
   static const int64_t widths[] = {1, 1, 2, 2, 4, 4, 8, 8};
   Bytes found = {0, 0};
-  if (s && d < s->num_documents && s->kind[d] != MARK) {
-    int64_t width = widths[s->kind[d]], size = (s->length[d] - o) * width;
-    found.address = s->address[d] + o * width, found.size = size < PAGE ? size : PAGE;
+  if (s && number < s->num_documents && s->documents[number].kind != MARK) {
+    const Document* d = &s->documents[number];
+    int64_t size = (d->length - offset) * widths[d->kind];
+    found.address = d->address + offset * widths[d->kind], found.size = size < PAGE ? size : PAGE;
   }
   return found;
 }
 
+static void move(int64_t* position, const Move* from, const Move* to) {
+  for (; from < to; from++) position[from->slot] = from->value;
+}
+
+static int64_t moves_before(const Stretch* s, int64_t d) { return d ? s->documents[d - 1].moves : 0; }
+
 static void move_to(Stretch* s, int64_t d, int64_t o, int64_t size) {
-  for (int64_t k = s->ends[s->document]; k < s->ends[d]; k++) s->position[1 + s->slot[k]] = s->value[k];
-  s->position[0] = s->offset = o;
-  s->document = d;
-  s->left -= size;
+  int64_t* position = s->position.buf;
+  move(position + 1, s->moves + moves_before(s, s->document), s->moves + moves_before(s, d));
+  position[0] = s->offset = o;
+  s->document = d, s->left -= size, s->used = 1;
 }
 
 #define DEFINE(BITS) \
-  static void piece_##BITS(const Stretch* s, int64_t d, int64_t o, int64_t n, int##BITS##_t* q, Bytes next, int* status) { \
+  static void piece_##BITS(const Stretch* s, const Document* d, int64_t o, int64_t n, int##BITS##_t* q, Bytes next, int* status) { \
     int64_t begin = s->bos >= 0, body; \
     if (begin && o == 0 && n > 0) { \
       *q++ = (int##BITS##_t)s->bos; \
       o++, n--; \
     } \
-    body = begin + s->length[d] - o; \
+    body = begin + d->length - o; \
     if (body > n) body = n; \
     if (body > 0) { \
-      *status |= copy_##BITS(q, s->address[d], o - begin, body, s->kind[d], next); \
+      *status |= copy_##BITS(q, d->address, o - begin, body, d->kind, next); \
       q += body, n -= body; \
     } \
     if (n > 0) *q = (int##BITS##_t)s->eos; \
@@ -140,11 +156,11 @@ static void move_to(Stretch* s, int64_t d, int64_t o, int64_t size) {
     int64_t d = s->document, o = s->offset, k = 0, id = 0; \
     int status = DONE; \
     while (k < size) { \
-      int64_t total = total_of(s, d), n = total - o; \
+      int64_t total = total_of(s, s->documents + d), n = total - o; \
       if (n > size - k) n = size - k; \
       if (n > 0) { \
         Bytes next = k + n < size ? bytes_of(s, d + 1, 0) : below ? bytes_of(below, below->document, below->offset) : nothing; \
-        piece_##BITS(s, d, o, n, tokens + k, next, &status); \
+        piece_##BITS(s, s->documents + d, o, n, tokens + k, next, &status); \
         if (ids) { \
           for (int64_t i = 0; i < n; i++) ids[k + i] = (int##BITS##_t)id; \
           id++; \
@@ -156,8 +172,8 @@ static void move_to(Stretch* s, int64_t d, int64_t o, int64_t size) {
     if (labels) { \
       int64_t next = d, at = o; \
       memcpy(labels, tokens + 1, (size - 1) * sizeof(*tokens)); \
-      while (total_of(s, next) == at) next++, at = 0; \
-      piece_##BITS(s, next, at, 1, labels + size - 1, nothing, &status); \
+      while (total_of(s, s->documents + next) == at) next++, at = 0; \
+      piece_##BITS(s, s->documents + next, at, 1, labels + size - 1, nothing, &status); \
     } \
     if (status == DONE) move_to(s, d, o, size); \
     return status; \
@@ -173,55 +189,26 @@ static int error(const char* message) {
   return -1;
 }
 
-static int take_buffers(Stretch* s, PyObject** objects) {
-  for (; s->num_buffers < NUM_BUFFERS; s->num_buffers++) {
-    int flags = s->num_buffers == POSITION ? PyBUF_WRITABLE : PyBUF_SIMPLE;
-    if (PyObject_GetBuffer(objects[s->num_buffers], &s->buffers[s->num_buffers], flags)) return -1;
-  }
-  return 0;
-}
-
-static int check(Stretch* s) {
-  const int64_t num = s->num_documents, num_moves = s->buffers[SLOT].len / 8, slots = s->buffers[POSITION].len / 8 - 1;
-  if (s->buffers[ADDRESS].len != 8 * num || s->buffers[KIND].len != num || s->buffers[ENDS].len != 8 * (num + 1) ||
-      s->buffers[VALUE].len != 8 * num_moves || slots < 0)
-    return error("arrays of a stretch differ in length");
-  if (s->ends[0] != 0 || s->ends[num] > num_moves) return error("moves of a stretch are out of range");
-  for (int64_t d = 0; d < num; d++) {
-    if (s->ends[d + 1] < s->ends[d]) return error("moves of a stretch are not in order");
-    if (s->kind[d] < MARK || s->kind[d] > U8 || s->length[d] < 0) return error("a document of a stretch has no such dtype or length");
-    s->left += total_of(s, d);
-  }
-  for (int64_t k = 0; k < num_moves; k++)
-    if (s->slot[k] < 0 || s->slot[k] >= slots) return error("a stretch moves what is no part of the position");
-  if (s->offset < 0 || (s->offset > 0 && (num == 0 || s->offset > total_of(s, 0))))
-    return error("the position is behind the end of its document: the data is not what it was when the position was saved");
-  s->left -= s->offset;
-  return 0;
-}
-
 static PyObject* stretch_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
-  PyObject *objects[NUM_BUFFERS], *owner;
+  PyObject *position, *reach;
   long long bos, eos;
   if (kwargs && PyDict_Size(kwargs)) {
     PyErr_SetString(PyExc_TypeError, "a stretch takes no keyword");
     return NULL;
   }
-  if (!PyArg_ParseTuple(args, "OOOOOOOLLO", &objects[ADDRESS], &objects[KIND], &objects[LENGTH], &objects[ENDS], &objects[SLOT],
-                        &objects[VALUE], &objects[POSITION], &bos, &eos, &owner))
-    return NULL;
+  if (!PyArg_ParseTuple(args, "OOLL", &position, &reach, &bos, &eos)) return NULL;
   allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
   Stretch* s = (Stretch*)alloc(type, 0);
   if (!s) return NULL;
-  Py_INCREF(owner);
-  s->owner = owner;
-  if (take_buffers(s, objects)) goto fail;
-  s->address = s->buffers[ADDRESS].buf, s->kind = s->buffers[KIND].buf, s->length = s->buffers[LENGTH].buf;
-  s->ends = s->buffers[ENDS].buf, s->slot = s->buffers[SLOT].buf, s->value = s->buffers[VALUE].buf;
-  s->position = s->buffers[POSITION].buf;
-  s->num_documents = s->buffers[LENGTH].len / 8, s->bos = bos, s->eos = eos;
-  s->offset = s->buffers[POSITION].len >= 8 ? s->position[0] : -1;
-  if (check(s)) goto fail;
+  s->bos = bos, s->eos = eos;
+  s->parts = PyList_New(0);
+  if (!s->parts || PyObject_GetBuffer(position, &s->position, PyBUF_WRITABLE) || PyObject_GetBuffer(reach, &s->reach, PyBUF_WRITABLE))
+    goto fail;
+  if (s->position.len < 8 || s->reach.len != s->position.len - 8) {
+    error("a stretch moves an offset and slots, and its reach is those slots");
+    goto fail;
+  }
+  s->offset = *(int64_t*)s->position.buf, s->left = -s->offset;
   return (PyObject*)s;
 fail:
   Py_DECREF(s);
@@ -231,29 +218,163 @@ fail:
 static void stretch_dealloc(PyObject* self) {
   Stretch* s = (Stretch*)self;
   PyTypeObject* type = Py_TYPE(self);
-  while (s->num_buffers > 0) PyBuffer_Release(&s->buffers[--s->num_buffers]);
-  Py_CLEAR(s->owner);
+  if (s->position.obj) PyBuffer_Release(&s->position);
+  if (s->reach.obj) PyBuffer_Release(&s->reach);
+  PyMem_Free(s->documents);
+  PyMem_Free(s->moves);
+  Py_CLEAR(s->parts);
   freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
   release(self);
   Py_DECREF(type);
 }
 
-static PyObject* get_owner(PyObject* self, void* unused) {
-  PyObject* owner = ((Stretch*)self)->owner;
-  Py_INCREF(owner);
-  return owner;
+/* The documents that were passed make room for others behind the rest. */
+static int make_room(Stretch* s, int64_t num_documents, int64_t num_moves) {
+  const int64_t passed = s->document, left = s->num_documents - passed;
+  const int64_t moved = moves_before(s, passed), moves = moves_before(s, s->num_documents) - moved;
+  Document* documents = PyMem_Malloc((left + num_documents + 1) * sizeof(Document));
+  Move* all_moves = PyMem_Malloc((moves + num_moves + 1) * sizeof(Move));
+  if (!documents || !all_moves) {
+    PyMem_Free(documents);
+    PyMem_Free(all_moves);
+    PyErr_NoMemory();
+    return -1;
+  }
+  if (left) memcpy(documents, s->documents + passed, left * sizeof(Document));
+  if (moves) memcpy(all_moves, s->moves + moved, moves * sizeof(Move));
+  for (int64_t d = 0; d < left; d++) documents[d].moves -= moved;
+  PyMem_Free(s->documents);
+  PyMem_Free(s->moves);
+  s->documents = documents, s->moves = all_moves, s->num_documents = left, s->document = 0;
+  return 0;
 }
-static PyObject* get_document(PyObject* self, void* unused) { return PyLong_FromLongLong(((Stretch*)self)->document); }
+
+/* Address, number of values and dtype of each array. */
+static int look_at(PyObject* arrays, int64_t (*found)[3], Py_ssize_t num) {
+  static const char* letters = "bBhHiIlLqQ";
+  static const int kinds[] = {I1, U1, I2, U2, I4, U4, I8, U8, I8, U8};
+  for (Py_ssize_t i = 0; i < num; i++) {
+    Py_buffer view;
+    PyObject* array = PyTuple_GetItem(arrays, i);
+    if (!array || PyObject_GetBuffer(array, &view, PyBUF_ND | PyBUF_FORMAT)) return -1;
+    const char* letter = view.format && view.format[0] ? strchr(letters, view.format[0]) : NULL;
+    int kind = letter && !view.format[1] ? kinds[letter - letters] : MARK;
+    if (kind == I8 || kind == U8) kind = view.itemsize == 8 ? kind : kind - 2; /* a long is what the platform says */
+    found[i][0] = (int64_t)view.buf, found[i][1] = view.len / view.itemsize, found[i][2] = kind;
+    PyBuffer_Release(&view); /* what is appended keeps the array */
+    if (kind == MARK) return error("tokens are integers in the order of the machine");
+  }
+  return 0;
+}
+
+static int64_t width_of(int64_t kind) { return kind < 0 ? 0 : 1 << (kind / 2); }
+
+enum { ARRAY, START, LENGTH, ENDS, SLOT, VALUE, NUM_BUFFERS };
+
+static int read_documents(Stretch* s, int64_t (*arrays)[3], int64_t num_arrays, Py_buffer* buffers) {
+  const int64_t num = buffers[LENGTH].len / 8, num_moves = buffers[SLOT].len / 8, slots = s->reach.len / 8;
+  const int64_t *array = buffers[ARRAY].buf, *start = buffers[START].buf, *length = buffers[LENGTH].buf, *ends = buffers[ENDS].buf;
+  const int64_t *slot = buffers[SLOT].buf, *value = buffers[VALUE].buf, before = moves_before(s, s->num_documents);
+  Document* d = s->documents + s->num_documents;
+  int64_t left = s->left;
+  if (buffers[ARRAY].len != 8 * num || buffers[START].len != 8 * num || buffers[ENDS].len != 8 * (num + 1) ||
+      buffers[VALUE].len != 8 * num_moves)
+    return error("arrays of documents differ in length");
+  if (ends[0] != 0 || ends[num] > num_moves) return error("moves of documents are out of range");
+  for (int64_t i = 0; i < num; i++, d++) {
+    const int64_t which = array[i], *found = which < 0 ? NULL : arrays[which];
+    if (ends[i + 1] < ends[i]) return error("moves of documents are not in order");
+    if (which < MARK || which >= num_arrays || start[i] < 0 || length[i] < 0 ||
+        (found ? start[i] > found[1] || length[i] > found[1] - start[i] : start[i] | length[i])) {
+      PyErr_SetString(PyExc_IndexError, "a document reaches beyond its array, or lies in none");
+      return -1;
+    }
+    d->kind = found ? (int32_t)found[2] : MARK, d->length = length[i];
+    d->address = found ? found[0] + start[i] * width_of(found[2]) : 0;
+    d->moves = before + ends[i + 1], d->part = s->num_parts, d->index = (int32_t)i;
+    left += total_of(s, d);
+  }
+  for (int64_t k = 0; k < num_moves; k++) {
+    if (slot[k] < 0 || slot[k] >= slots) return error("a document moves what is no part of the position");
+    s->moves[before + k].slot = slot[k], s->moves[before + k].value = value[k];
+  }
+  if (num && s->num_documents == 0 && s->offset > total_of(s, s->documents))
+    return error("the position is behind the end of its document: the data is not what it was when the position was saved");
+  s->left = left, s->num_documents += num;
+  move(s->reach.buf, s->moves + before, s->moves + before + ends[num]);
+  return 0;
+}
+
+/* append(arrays, array, start, length, ends, slot, value, owner) */
+static PyObject* append(PyObject* self, PyObject* args) {
+  Stretch* s = (Stretch*)self;
+  PyObject *arrays, *objects[NUM_BUFFERS], *owner, *result = NULL;
+  Py_buffer buffers[NUM_BUFFERS];
+  int num_buffers = 0;
+  if (!PyArg_ParseTuple(args, "O!OOOOOOO", &PyTuple_Type, &arrays, &objects[ARRAY], &objects[START], &objects[LENGTH], &objects[ENDS],
+                        &objects[SLOT], &objects[VALUE], &owner))
+    return NULL;
+  if (s->busy) {
+    error("a stretch grows while it is drawn from in another thread");
+    return NULL;
+  }
+  const Py_ssize_t num_arrays = PyTuple_Size(arrays);
+  int64_t(*found)[3] = PyMem_Malloc((num_arrays + 1) * sizeof(*found));
+  if (!found) return PyErr_NoMemory();
+  if (look_at(arrays, found, num_arrays)) goto done;
+  for (; num_buffers < NUM_BUFFERS; num_buffers++)
+    if (PyObject_GetBuffer(objects[num_buffers], &buffers[num_buffers], PyBUF_SIMPLE)) goto done;
+  if (make_room(s, buffers[LENGTH].len / 8, buffers[SLOT].len / 8) || read_documents(s, found, num_arrays, buffers)) goto done;
+  if (PyList_Append(s->parts, owner)) goto done;
+  s->num_parts++;
+  result = Py_None;
+  Py_INCREF(result);
+done:
+  while (num_buffers > 0) PyBuffer_Release(&buffers[--num_buffers]);
+  PyMem_Free(found);
+  return result;
+}
+
+/* Let go of what has been passed. */
+static int drop_passed(Stretch* s) {
+  const int64_t last = s->document < s->num_documents ? s->document : s->num_documents - 1;
+  const int32_t passed = last < 0 ? 0 : s->documents[last].part - s->first_part;
+  if (passed <= 0) return 0;
+  s->first_part += passed;
+  return PyList_SetSlice(s->parts, 0, passed, NULL);
+}
+
+static PyObject* get_parts(PyObject* self, void* unused) {
+  PyObject* parts = ((Stretch*)self)->parts;
+  Py_INCREF(parts);
+  return parts;
+}
+/* That of the next token in the first of the parts. */
+static PyObject* get_document(PyObject* self, void* unused) {
+  const Stretch* s = (Stretch*)self;
+  if (s->document < s->num_documents) return PyLong_FromLong(s->documents[s->document].index);
+  return PyLong_FromLong(s->num_documents ? s->documents[s->num_documents - 1].index + 1 : 0);
+}
 static PyObject* get_left(PyObject* self, void* unused) { return PyLong_FromLongLong(((Stretch*)self)->left); }
+static PyObject* was_used(PyObject* self, PyObject* unused) {
+  int used = ((Stretch*)self)->used;
+  ((Stretch*)self)->used = 0;
+  return PyBool_FromLong(used);
+}
 
 static PyGetSetDef stretch_getset[] = {
-    {"owner", get_owner, NULL, NULL, NULL},
+    {"parts", get_parts, NULL, NULL, NULL},
     {"document", get_document, NULL, NULL, NULL},
     {"left", get_left, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
-static PyType_Slot stretch_slots[] = {
-    {Py_tp_new, stretch_new}, {Py_tp_dealloc, stretch_dealloc}, {Py_tp_getset, stretch_getset}, {0, NULL}};
+static PyMethodDef stretch_methods[] = {
+    {"append", append, METH_VARARGS, NULL}, {"was_used", was_used, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};
+static PyType_Slot stretch_slots[] = {{Py_tp_new, stretch_new},
+                                      {Py_tp_dealloc, stretch_dealloc},
+                                      {Py_tp_getset, stretch_getset},
+                                      {Py_tp_methods, stretch_methods},
+                                      {0, NULL}};
 static PyType_Spec stretch_spec = {"rescale_data.nodes.reading.kernel.Stretch", sizeof(Stretch), 0,
                                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, stretch_slots};
 
@@ -306,6 +427,7 @@ static PyObject* fill(PyObject* module, PyObject* args) {
       PyObject* item = PyList_GetItem(list, at);
       if (!item || !PyObject_TypeCheck(item, (PyTypeObject*)state->stretch_type)) break;
       Py_INCREF(item);
+      ((Stretch*)item)->busy++;
       some[count++] = (Stretch*)item, at++;
     }
     is_over = at < num && count < MOST;
@@ -323,9 +445,13 @@ static PyObject* fill(PyObject* module, PyObject* args) {
       first++;
     }
     Py_END_ALLOW_THREADS
-    for (Py_ssize_t i = 0; i < count; i++) Py_DECREF(some[i]);
+    for (Py_ssize_t i = 0; i < count; i++) {
+      some[i]->busy--;
+      if (drop_passed(some[i])) status = FAILED;
+      Py_DECREF(some[i]);
+    }
   }
-  result = PyLong_FromSsize_t(first);
+  result = status == FAILED ? NULL : PyLong_FromSsize_t(first);
   if (status == TOO_LARGE && result) {
     PyErr_SetObject(PyExc_OverflowError, result);
     Py_CLEAR(result);
@@ -336,36 +462,129 @@ done:
   return result;
 }
 
-/* join(addresses, numbers of bytes, destination): pieces of memory, one behind the other */
+/* join(array, start, length, destination): parts of an array, one behind the other */
 static PyObject* join(PyObject* module, PyObject* args) {
-  PyObject *objects[3], *result = NULL;
-  Py_buffer views[3];
+  PyObject *objects[4], *result = NULL;
+  Py_buffer views[4];
   int num_views = 0;
-  if (!PyArg_ParseTuple(args, "OOO", &objects[0], &objects[1], &objects[2])) return NULL;
-  for (; num_views < 3; num_views++)
-    if (PyObject_GetBuffer(objects[num_views], &views[num_views], num_views == 2 ? PyBUF_WRITABLE : PyBUF_SIMPLE)) goto done;
-  const int64_t *address = views[0].buf, *length = views[1].buf, num = views[0].len / 8;
+  if (!PyArg_ParseTuple(args, "OOOO", &objects[0], &objects[1], &objects[2], &objects[3])) return NULL;
+  for (; num_views < 4; num_views++)
+    if (PyObject_GetBuffer(objects[num_views], &views[num_views], num_views == 3 ? PyBUF_WRITABLE : PyBUF_ND)) goto done;
+  const int64_t width = views[0].itemsize, size = views[0].len / width, num = views[1].len / 8;
+  const int64_t *start = views[1].buf, *length = views[2].buf;
   int64_t total = 0;
-  for (int64_t i = 0; i < num && views[1].len == views[0].len; i++) {
-    if (length[i] < 0 || length[i] > views[2].len - total) break;
-    total += length[i];
+  for (int64_t i = 0; i < num && views[2].len == views[1].len; i++) {
+    if (start[i] < 0 || length[i] < 0 || start[i] > size || length[i] > size - start[i]) break;
+    total += length[i] * width;
+    if (total > views[3].len) break;
   }
-  if (total != views[2].len || views[1].len != views[0].len) {
-    error("the pieces do not fill their destination");
+  if (total != views[3].len || views[2].len != views[1].len) {
+    error("the parts do not fill their destination");
     goto done;
   }
-  char* q = views[2].buf;
+  const char* from = views[0].buf;
+  char* q = views[3].buf;
   Py_BEGIN_ALLOW_THREADS
   for (int64_t i = 0; i < num; i++) {
-    if (i + 1 < num) PREFETCH(address[i + 1]);
-    memcpy(q, (const char*)address[i], length[i]);
-    q += length[i];
+    if (i + 1 < num) PREFETCH(from + start[i + 1] * width);
+    memcpy(q, from + start[i] * width, length[i] * width);
+    q += length[i] * width;
   }
   Py_END_ALLOW_THREADS
   result = Py_None;
   Py_INCREF(result);
 done:
   while (num_views > 0) PyBuffer_Release(&views[--num_views]);
+  return result;
+}
+
+static int take_buffers(PyObject** objects, Py_buffer* views, int* num_views, int num, int first_writable) {
+  for (; *num_views < num; ++*num_views)
+    if (PyObject_GetBuffer(objects[*num_views], &views[*num_views], *num_views < first_writable ? PyBUF_SIMPLE : PyBUF_WRITABLE))
+      return -1;
+  return 0;
+}
+
+static int64_t last_at_most(const int64_t* sorted, int64_t num, int64_t value) {
+  int64_t low = 0;
+  while (num > 1) {
+    int64_t half = num / 2;
+    if (sorted[low + half] <= value) low += half;
+    num -= half;
+  }
+  return low;
+}
+
+/* find(rows, starts, which) -> the fragments in which the rows lie, in order; `which` becomes the number among them of each row's */
+static PyObject* find(PyObject* module, PyObject* args) {
+  PyObject *objects[3], *result = NULL;
+  Py_buffer views[3];
+  int num_views = 0;
+  int64_t *used = NULL, num_used = 0, at = 0;
+  if (!PyArg_ParseTuple(args, "OOO", &objects[0], &objects[1], &objects[2])) return NULL;
+  if (take_buffers(objects, views, &num_views, 3, 2)) goto done;
+  const int64_t *rows = views[0].buf, *starts = views[1].buf, num = views[0].len / 8, fragments = views[1].len / 8 - 1;
+  int64_t* which = views[2].buf;
+  if (views[2].len != views[0].len || fragments < 1) {
+    error("find takes rows, the first rows of fragments, and room for a number a row");
+    goto done;
+  }
+  used = PyMem_Malloc((num + 1) * sizeof(*used));
+  if (!used) {
+    PyErr_NoMemory();
+    goto done;
+  }
+  for (int64_t i = 0; i < num; i++) {
+    if (!i || rows[i] < starts[at] || rows[i] >= starts[at + 1]) {
+      at = last_at_most(starts, fragments, rows[i]);
+      int64_t place = num_used ? last_at_most(used, num_used, at) : 0;
+      if (!num_used || used[place] != at) {
+        place += num_used && used[place] < at;
+        memmove(used + place + 1, used + place, (num_used - place) * sizeof(*used));
+        used[place] = at, num_used++;
+      }
+    }
+    which[i] = at;
+  }
+  for (int64_t i = 0; i < num; i++) which[i] = last_at_most(used, num_used, which[i]);
+  result = PyList_New(num_used);
+  for (int64_t i = 0; result && i < num_used; i++) PyList_SetItem(result, i, PyLong_FromLongLong(used[i]));
+done:
+  PyMem_Free(used);
+  while (num_views > 0) PyBuffer_Release(&views[--num_views]);
+  return result;
+}
+
+/* cut(rows, which, first rows, offsets of each, start, length): where the rows lie in the values of their fragments */
+static PyObject* cut(PyObject* module, PyObject* args) {
+  PyObject *objects[5], *list, *result = NULL;
+  Py_buffer views[5], *offsets = NULL;
+  int num_views = 0;
+  Py_ssize_t num_offsets = 0;
+  if (!PyArg_ParseTuple(args, "OOOO!OO", &objects[0], &objects[1], &objects[2], &PyList_Type, &list, &objects[3], &objects[4]))
+    return NULL;
+  offsets = PyMem_Malloc((PyList_Size(list) + 1) * sizeof(*offsets));
+  if (!offsets) return PyErr_NoMemory();
+  for (; num_offsets < PyList_Size(list); num_offsets++)
+    if (PyObject_GetBuffer(PyList_GetItem(list, num_offsets), &offsets[num_offsets], PyBUF_SIMPLE)) goto done;
+  if (take_buffers(objects, views, &num_views, 5, 3)) goto done;
+  const int64_t *rows = views[0].buf, *which = views[1].buf, *first = views[2].buf, num = views[0].len / 8;
+  int64_t *start = views[3].buf, *length = views[4].buf;
+  for (int64_t i = 0; i < num; i++) {
+    int64_t at = rows[i] - first[which[i]];
+    if (at < 0 || (at + 2) * 8 > offsets[which[i]].len) {
+      PyErr_SetString(PyExc_IndexError, "a row is not in its fragment");
+      goto done;
+    }
+    const int64_t* found = (const int64_t*)offsets[which[i]].buf + at;
+    start[i] = found[0], length[i] = found[1] - found[0];
+  }
+  result = Py_None;
+  Py_INCREF(result);
+done:
+  while (num_views > 0) PyBuffer_Release(&views[--num_views]);
+  while (num_offsets > 0) PyBuffer_Release(&offsets[--num_offsets]);
+  PyMem_Free(offsets);
   return result;
 }
 
@@ -386,7 +605,8 @@ static int clear(PyObject* module) {
 }
 
 static PyMethodDef methods[] = {
-    {"fill", fill, METH_VARARGS, NULL}, {"join", join, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+    {"fill", fill, METH_VARARGS, NULL}, {"join", join, METH_VARARGS, NULL},
+    {"find", find, METH_VARARGS, NULL}, {"cut", cut, METH_VARARGS, NULL},   {NULL, NULL, 0, NULL}};
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, start}, {0, NULL}};
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "kernel", NULL, sizeof(State), methods, slots, traverse, clear, NULL};
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
+from typing import SupportsIndex
 
 import numpy as np
 
-from rescale_data.errors import require_int
 from rescale_data.nodes.reading.proof import running_sums
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.order import (
@@ -302,9 +303,8 @@ def _sizes_of(shard: Shard, shuffle: bool | int) -> dict[str, int]:
 def _window(shuffle: bool | int) -> int:
     if isinstance(shuffle, bool):
         return DEFAULT_WINDOW if shuffle else 0
-    require_int(shuffle=shuffle)
-    if shuffle < 1:
+    if not isinstance(shuffle, SupportsIndex) or index(shuffle) < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(
-            f"shuffle={shuffle!r}: give the window in rows (at least 1), True, or False for the files' order."
+            f"shuffle={shuffle!r}: give True, False for the files' order, or the window in rows (at least 1)."
         )
-    return shuffle
+    return index(shuffle)

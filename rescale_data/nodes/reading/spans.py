@@ -10,7 +10,7 @@ and joined as such.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -178,15 +178,6 @@ class Spans:
             self.arrays, self.array[part], self.start[part], self.length[part], self.moves[part], self.keeps, where
         )
 
-    def rest(self, first: int) -> Spans:
-        """The documents from one on, with only the arrays that they lie in."""
-        part = self[first:]
-        used = sorted({number for number in part.array.tolist() if number >= 0})  # few documents are left
-        new = {number: at for at, number in enumerate(used)}
-        array = np.array([new.get(number, -1) for number in part.array.tolist()], dtype=np.int64)
-        arrays, keeps = (tuple(all_of[number] for number in used) for all_of in (self.arrays, self.keeps))
-        return replace(part, arrays=arrays, array=array, keeps=keeps)
-
     def take(self, index: Ints) -> Spans:
         """Some of the documents, in a new order; their moves with them."""
         where = None if self.where is None else tuple(self.where[i] for i in index.tolist())
@@ -214,15 +205,13 @@ class Spans:
         kept = [array if of is None else of for array, of in zip(self.arrays, self.keeps, strict=True)]
         return sum([each.nbytes for each in kept]) + 24 * len(self) + 16 * len(self.moves.slot)
 
-    def addresses(self) -> Ints:
-        """``int64[D]``, where each document lies in memory; ``IndexError`` if one is not within its array."""
-        arrays = [(array.__array_interface__["data"][0], array.itemsize, len(array)) for array in self.arrays]
-        begin, width, size = np.array([*arrays, (0, 0, 0)], dtype=np.int64).T  # the last is that of a mark
-        which, last = self.array, len(arrays) - 1
-        room = size[which] - self.length - self.start
+    def require_within(self) -> None:
+        """``IndexError`` if a document is not within its array."""
+        size = np.array([*map(len, self.arrays), 0], dtype=np.int64)  # the last is that of a mark
+        which, last = self.array, len(self.arrays) - 1
+        room = size[np.clip(which, -1, last)] - self.length - self.start
         if len(which) and ((which + 1) | (last - which) | self.start | self.length | room).min() < 0:
             raise IndexError("a document reaches beyond its array, or lies in none")
-        return begin[which] + self.start * width[which]
 
     def views(self) -> list[memoryview]:
         """Each document without the marks; for those who look at them one by one."""

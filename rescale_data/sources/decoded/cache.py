@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from rescale_data.sources.source import Described
@@ -27,11 +27,23 @@ class Sized(Protocol):
     def nbytes(self) -> int: ...
 
 
-@runtime_checkable
-class Evicted(Protocol):
+class Evicted:
     """A value that wants to know that there was no room for it."""
 
-    def evicted(self) -> None: ...
+    def evicted(self) -> None:
+        raise NotImplementedError
+
+
+class Held:
+    """A value that somebody holds and uses without asking the cache for it."""
+
+    __slots__ = ()
+    dropped: Callable[[], None]
+    """Says that the cache keeps it no longer."""
+
+    def was_used(self) -> bool:
+        """Whether it was, since this was asked last: it then stays a while longer."""
+        raise NotImplementedError
 
 
 class Budgeted(Protocol):
@@ -109,17 +121,6 @@ class Cache:
             self._entries.move_to_end(key)
             return entry[0]
 
-    def get_many(self, keys: Sequence[Hashable]) -> list[Any]:
-        """The value at each key, or `None`."""
-        found: list[Any] = []
-        with self._lock:
-            for key in keys:
-                entry = self._entries.get(key)
-                if entry is not None:
-                    self._entries.move_to_end(key)
-                found.append(None if entry is None else entry[0])
-        return found
-
     def put(self, key: Hashable, value: Sized) -> None:
         """Keep ``value`` in place of what was at ``key``."""
         size = value.nbytes
@@ -150,9 +151,8 @@ class Cache:
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:
-            for kept in (self._entries, self._of_owner, self._large):
-                kept.clear()
-            self.nbytes = 0
+            for key in list(self._entries):
+                self._pop(key)
 
     def drop(self, owner: int) -> None:
         """Forget the entries whose key is a tuple that begins with ``owner``."""
@@ -169,12 +169,18 @@ class Cache:
             self._of_owner[owner].pop(key)
             if not self._of_owner[owner]:
                 del self._of_owner[owner]
+            if isinstance(value, Held):
+                value.dropped()
         return value
 
     def _shrink(self, budget: int) -> None:
         limit = max(budget, max(self._large.values(), default=0) * 9 // 8)
         while self.nbytes > limit and len(self._entries) > 1:
-            value = self._pop(next(iter(self._entries)))
+            key, (value, _) = next(iter(self._entries.items()))
+            if isinstance(value, Held) and value.was_used():
+                self._entries.move_to_end(key)
+                continue
+            self._pop(key)
             if isinstance(value, Evicted):
                 value.evicted()
 

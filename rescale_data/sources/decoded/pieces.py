@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import pyarrow as pa
 
 from rescale_data.sources.arrow_types import ArrowBuffer, ArrowTable
+from rescale_data.sources.decoded.cache import Evicted
 from rescale_data.sources.decoded.columns import Fragment, token_lists
 from rescale_data.sources.source import Tokens
 
@@ -77,7 +78,7 @@ class PieceSource(Protocol):
         ...
 
 
-class Piece:
+class Piece(Evicted):
     """Some rows as an Arrow stream, which is the same in memory and on disk.
 
     Args:

@@ -1,0 +1,95 @@
+"""What documents carry along: images, references to them, ratings. It goes whole into the sample its document begins in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rescale_data.errors import require_int
+from rescale_data.nodes.base import Node
+from rescale_data.nodes.guard import add_place
+from rescale_data.nodes.reading.spans import Spans
+
+
+class PerDocument(list[Any]):
+    """In a sample, one value for each of its documents. A batch holds a list of these: they are not stacked."""
+
+
+class Payload:
+    """Which columns there are, and how much of them a sample has room for.
+
+    Args:
+        names: Columns of the source.
+        limits: Of some of them, the most that a sample holds, in what `size` counts.
+        reserved: Names that a packer uses itself.
+        long: What it does with documents that are too long: those that alone exceed a limit are an error, or dropped with them.
+        reader: Its name, for messages.
+    """
+
+    def __init__(
+        self, names: Sequence[str], limits: Mapping[str, int], reserved: set[str], *, long: str, reader: str
+    ) -> None:
+        if isinstance(names, str):
+            raise TypeError(f"{reader}(payload={names!r}): give a list of columns, [{names!r}].")
+        wrong = sorted(reserved.intersection(names))
+        if wrong:
+            raise ValueError(f"{reader}(payload=) has {wrong}, which it yields itself: give these columns other names.")
+        for name, limit in limits.items():
+            require_int(**{f"limits[{name!r}]": limit})
+            if name not in names or limit < 1:
+                raise ValueError(
+                    f"{reader}(limits={{{name!r}: {limit}}}): give at least 1, for columns of payload={list(names)}."
+                )
+        self.names, self.limits = tuple(sorted(set(names))), dict(sorted(limits.items()))
+        self._drops, self._reader = long == "drop", reader
+
+    def __bool__(self) -> bool:
+        return bool(self.names)
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """As JSON values, what is in use."""
+        return {
+            **({"payload": list(self.names)} if self.names else {}),
+            **({"limits": self.limits} if self.limits else {}),
+        }
+
+    def of(self, sample: Mapping[str, Any], num_tokens: int, node: Node[Any]) -> dict[str, Any]:
+        """What a document carries, of a sample that ``node`` has yielded; errors name its row."""
+        del num_tokens
+        try:
+            self._check(sample)
+        except ValueError as error:
+            add_place(error, self._reader, node.locate())
+            raise
+        return {name: sample[name] for name in self.names}
+
+    def of_all(self, spans: Spans) -> dict[str, list[Any]]:
+        """What documents carry that were read with `of`: a value for each, by name."""
+        kept: list[Any] = [spans.keeps[array] for array in spans.array.tolist()] if self.names else []
+        return {name: [beside[name] for beside in kept] for name in self.names}
+
+    def _check(self, sample: Mapping[str, Any]) -> None:
+        for name in self.names:
+            if name not in sample:
+                raise ValueError(
+                    f"{self._reader}(payload=) has {name!r}, but a sample has the keys {list(sample)}. Where a document has "
+                    f"none, give None."
+                )
+            most = self.limits.get(name)
+            if most is not None and not self._drops and size(sample[name]) > most:
+                raise ValueError(
+                    f"{self._reader}(limits={{{name!r}: {most}}}): a document has {size(sample[name])}, more than a whole "
+                    f"sample may. Raise the limit, leave such documents out with rd.Filter, or give long='drop', which counts "
+                    f"them."
+                )
+
+
+def size(value: Any) -> int:
+    """What a value counts against a limit: as many as a list, tuple, array or tensor has; `None` has none, all else is one."""
+    if isinstance(value, list | tuple) or (isinstance(value, np.ndarray | torch.Tensor) and value.ndim):
+        return len(value)
+    return int(value is not None)
