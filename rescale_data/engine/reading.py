@@ -247,7 +247,8 @@ class Reading:
                 raise StopIteration
         batch = self._finish(stream.peek())
         micro_batch = stream.take()  # no sooner: a batch that cannot be handed over has not been delivered
-        self._at_multiple = self._is_multiple()
+        if self._steps is not None:
+            self._at_multiple = self._is_multiple()
         self._last_taken = (batches.number, threading.get_ident())
         self._wait_seconds += time.perf_counter() - started
         self.last_batch_samples = micro_batch.num_real

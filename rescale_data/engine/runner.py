@@ -38,6 +38,7 @@ class Runner:
         self._live: list[Node[Any] | None] = [None] * recipe.num_logical_shards
         self._columns, self._write_ready = schema.root.writes, schema.root.write_ready
         self._samples = self.table[:, SAMPLES]  # a view
+        self._views: dict[tuple[int, int], tuple[Ints, Ints]] = {}
 
     def load(self, table: Ints, histories: Histories, owned: range | None = None) -> None:
         """Go on from a table.
@@ -54,7 +55,7 @@ class Runner:
             serve(self.schema.sources().values(), owned)
             self.schema.prepare(table, np.array(owned, dtype=np.int64))
         self.table[:] = table
-        self._live = [None] * len(table)
+        self._live, self._views = [None] * len(table), {}
 
     def take(self, turn: Turn, collate: Collate | None) -> tuple[Any, Ints]:
         """One micro batch and the rows of the shards that it visited, ``int64[M, columns]``, a copy.
@@ -70,9 +71,9 @@ class Runner:
             batch = self._write(turn.shards, self._columns)
         else:
             batch = _collated([self._draw(shard) for shard in turn.shards], collate)
-        if turn.numbers is None:  # else each was counted when it was fetched
-            self._samples[turn.index] += turn.counts
-        return batch, np.array(self.table[turn.index])
+        if turn.numbers is not None:  # each was counted when it was fetched
+            return batch, self.table[turn.index].copy()
+        return batch, self._count(turn)
 
     def trace(self, turn: Turn, shards: Container[int]) -> tuple[list[list[str]], Ints]:
         """One micro batch as `take`, but of each sample only where it comes from, a line a document.
@@ -160,6 +161,19 @@ class Runner:
             )
         for _, below in node.walk():
             below.verify()
+
+    def _count(self, turn: Turn) -> Ints:
+        """The rows of a turn, a copy, with its samples counted; where they are a slice, by views that are made once."""
+        index = turn.index
+        if not isinstance(index, slice):
+            self._samples[index] += turn.counts
+            return self.table[index]
+        views = self._views.get((index.start, index.stop))
+        if views is None:
+            views = self._views[index.start, index.stop] = self.table[index], self._samples[index]
+        rows, samples = views
+        samples += turn.counts
+        return rows.copy()
 
     def _slots(self, shard: int) -> Ints:
         return self.table[shard, FIRST_SLOT:]

@@ -125,7 +125,8 @@ class Stream:
 
     def take(self) -> MicroBatch:
         """The next micro batch; from here on the state says that it was delivered."""
-        self.peek()
+        if not self._ahead or not self.is_calm:
+            self.peek()
         if not self._verify:
             return self._take()
         before = {**vars(self), "table": self.table.copy(), "_ahead": self._ahead.copy()}
@@ -145,7 +146,7 @@ class Stream:
         if leg is not None and leg.deal is not None:
             self.owners = leg.deal.owners(self.owners, self._u)
         self._advance(1)
-        if self.is_calm:
+        if self._u < self._calm_until:
             return micro_batch
         try:
             self._settle()
@@ -157,7 +158,7 @@ class Stream:
 
     def peek(self) -> MicroBatch:
         """The next micro batch, which stays the next; `StopIteration` at the end of the epoch."""
-        if not self.is_calm and self.begin() is None:
+        if self._u >= self._calm_until and self.begin() is None:
             raise StopIteration
         if not self._ahead and self._make_until(self._u + 1) == self._u:
             raise DataStateError(
