@@ -46,3 +46,12 @@ def test_all_formats(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert all_formats.main() == 0
     assert capsys.readouterr().out.count("6144 rows, 6 fragments, the batches of Parquet: True") == 6
+
+
+def test_fine_tuning_on_conversations(capsys: pytest.CaptureFixture[str]) -> None:
+    import sft
+
+    assert sft.main(num_conversations=250) == 0
+    shown = capsys.readouterr().out
+    assert "each with its mask: True" in shown
+    assert "all of it holds" in shown
