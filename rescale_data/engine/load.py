@@ -209,9 +209,9 @@ def _report(stream: Stream, fitted: Fitted, num_begun_again: int) -> None:
     if num_begun_again:
         stream.ranks.log(
             logging.WARNING,
-            "%d of %d logical shards were within a document or window that they cannot go on in without the sources that are "
-            "gone: they begin it again, so some documents are repeated. To avoid this give a source weight 0, train on until "
-            "those windows have passed, and remove it then.",
+            "%d of %d logical shards were within a document or window that they cannot go on in without the sources or the "
+            "blocklist that are gone: they begin it again, so some documents are repeated. To avoid this for a source give it "
+            "weight 0, train on until those windows have passed, and remove it then.",
             num_begun_again,
             stream.layout.num_logical_shards,
         )

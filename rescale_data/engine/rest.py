@@ -31,33 +31,42 @@ class Rest:
 
     def __init__(self, layout: Layout, ranks: Ranks, runner: Runner, num_columns: int) -> None:
         self._layout, self._ranks, self._runner = layout, ranks, runner
+        self._table: Ints | None = None  # whole, of a look that has not ended
+        self._ahead = 0
         self._ends = np.full((layout.num_logical_shards, 1 + num_columns - FIRST_SLOT), _UNKNOWN, dtype=np.int64)
 
-    def look(self, table: Ints, histories: Histories) -> Ints:
-        """Samples of each shard to deal next: ``int64[N]``; less than a global batch in all where no shard has more.
+    def look(self, table: Ints, owners: Ints, histories: Histories) -> tuple[Ints, Ints]:
+        """The table with all rows, and samples of each shard to deal next: ``int64[N]``, less than a global batch in all
+        where no shard has more.
 
-        Collective over the dp ranks; each reads the shards that it owns.
+        Collective over the dp ranks; each reads the shards that it owns. After an error of one rank alone, say of a disk, the
+        others wait for it: asked again it goes on where it was.
 
         Args:
-            table: With all N rows right.
+            owners: ``int64[N]``, the rank that has each row of the table right.
         """
+        if self._table is None:
+            self._table = self._ranks.merge(table, owners)
+        table = self._table
         self._runner.load(table, histories)
-        enough = STEPS_OF_A_ROUND * self._layout.global_batch_size
-        seen, ahead = 0, -(-enough // len(table))
+        enough, seen = STEPS_OF_A_ROUND * self._layout.global_batch_size, 0
+        self._ahead = self._ahead or -(-enough // len(table))
         while True:
+            ahead = self._ahead
             self._read(table[:, SAMPLES], seen, ahead)
             left = np.where(
                 self._ends[:, 0] == _UNKNOWN, ahead, np.minimum(self._ends[:, 0] - table[:, SAMPLES], ahead)
             )
             going = int((left == ahead).sum())
             if left.sum() >= enough or not going:
-                return left
-            seen, ahead = ahead, max(2 * ahead, -(-enough // going))
+                self._table, self._ahead = None, 0
+                return table, left
+            seen, self._ahead = ahead, max(2 * ahead, -(-enough // going))
 
-    def next_epoch(self, table: Ints, histories: Histories) -> Ints:
+    def next_epoch(self, table: Ints, owners: Ints, histories: Histories) -> Ints:
         """The slots at which the next epoch begins, of all shards (collective): asked when `look` has seen the last sample."""
         if (self._ends[:, 0] == _UNKNOWN).any():  # seen before a load
-            self.look(table, histories)
+            self.look(table, owners, histories)
         return self._ends[:, 1:]
 
     def _read(self, samples: Ints, seen: int, ahead: int) -> None:

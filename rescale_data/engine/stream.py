@@ -79,6 +79,7 @@ class Stream:
         self.ranks = self.ranks.next_leg
         self.table, self.clock = table, clock
         self._leg: Leg | None = None
+        self._rest: Rest | None = None
         self._calm_until = 0  # a micro batch
         self.owners = self.layout.owners  # the rank whose row of each shard is right, of all ranks
         self._agreement: Agreement | None = None
@@ -127,15 +128,15 @@ class Stream:
         """The next micro batch; from here on the state says that it was delivered."""
         if not self._ahead or not self.is_calm:
             self.peek()
-        if not self._verify:
+        leg = self._leg
+        ends = leg is not None and leg.deal is not None and leg.stop == self._u + 1
+        if not (ends or self._verify):
             return self._take()
         before = {**vars(self), "table": self.table.copy(), "_ahead": self._ahead.copy()}
         try:
             return self._take()
-        except Exception:
-            vars(self).update(
-                {**before, "_unproven": self._unproven}
-            )  # an epoch fails in place of its last micro batch
+        except Exception:  # an epoch fails in place of its last micro batch
+            vars(self).update({**before, "_unproven": self._unproven, "_rest": self._rest})
             raise
 
     def _take(self) -> MicroBatch:
@@ -294,7 +295,6 @@ class Stream:
         self._first, self._samples = self._u, self.table[:, SAMPLES].copy()
         end = None if self.repeat else self.schema.epoch_end(self.table)
         self._left = None if end is None else end[0]
-        self._rest = Rest(self.layout, self.ranks, self._runner, self.table.shape[1])
         if (self.table[:, DEALT] != UNDEALT).any():
             self._resume_deal()
         elif self.repeat or self._left is None:
@@ -345,10 +345,11 @@ class Stream:
 
     def _deal(self) -> None:
         """Serve what the shards still have to the same ranks: all of it, or, where only reading tells, the next round."""
-        self.table = self.table.copy() if self._left is not None else self._whole()
         if self._left is None:
-            samples, left = self.table[:, SAMPLES].copy(), self._rest.look(self.table, self.schema.histories)
+            self.table, left = self._the_rest().look(self.table, self.owners, self.schema.histories)
+            samples = self.table[:, SAMPLES].copy()
         else:
+            self.table = self.table.copy()
             delivered = self._main_phase(self._u - self._first)
             samples, left = self._samples + delivered, self._left - delivered
         self.clock = self.clock.restarted(self.layout.global_batch_size)
@@ -378,20 +379,28 @@ class Stream:
                 f"Two epochs in a row hold less than one global batch of {self.layout.global_batch_size} samples. Use a "
                 f"smaller global_batch_size, more data, tail='pad', or repeat=True."
             )
+        begins, delivered = (
+            self._next_epoch(),
+            deal.delivered(self._u),
+        )  # before all else: reading may have to go on again
         if self._verify:
             self._prove(deal)
-        end, delivered = self.schema.epoch_end(self.table), deal.delivered(self._u)
-        self.table[:, FIRST_SLOT:] = (
-            self._rest.next_epoch(self._whole(), self.schema.histories) if end is None else end[1]
-        )
+        self.table[:, FIRST_SLOT:] = begins
         self.table[:, SAMPLES] = deal.samples + delivered
         self.table[:, DEALT] = ENDED
         self._count_tail(deal.num_samples - int(delivered.sum()), deal.num_padded)
         self.clock = self.clock.restarted(self.layout.global_batch_size)
         self.ended, self._was_empty = True, not self._took
-        self._leg = self._agreement = None
+        self._leg = self._agreement = self._rest = None
         self._calm_until = 0
         self._rewind()
+
+    def _next_epoch(self) -> Ints:
+        """The slots at which the next epoch begins."""
+        end = self.schema.epoch_end(self.table)
+        if end is not None:
+            return end[1]
+        return self._the_rest().next_epoch(self.table, self.owners, self.schema.histories)
 
     def _prove(self, deal: Deal) -> None:
         """That every row of the epoch was delivered once or dropped, over all legs: else ``DataStateError`` on all ranks."""
@@ -402,7 +411,7 @@ class Stream:
                 self._runner.prove(shard, int(dropped[shard]))
         except DataStateError as error:
             found = str(error)
-        if self.ranks.extremes(bool(found))[1]:
+        if self.ranks.extremes(int(bool(found)))[1]:
             self._unproven = f"Epoch {self.epoch} does not end as it should. {found or 'Another dp rank says more.'}"
             raise DataStateError(self._unproven)
         self.ranks.log(
@@ -424,6 +433,11 @@ class Stream:
                 num_dropped,
                 num_padded,
             )
+
+    def _the_rest(self) -> Rest:
+        if self._rest is None:
+            self._rest = Rest(self.layout, self.ranks, self._runner, self.table.shape[1])
+        return self._rest
 
     # The rows of other ranks
 
@@ -479,9 +493,6 @@ class Stream:
         begun = object.__new__(Stream)
         vars(begun).update(vars(self))
         self._begun = begun, own, self.table[own].copy()
-
-    def _whole(self) -> Ints:
-        return self.ranks.merge(self.table, self.owners)
 
     def _main_phase(self, num_micro_batches: int) -> Ints:
         """Samples that each of the N shards delivers in micro batches of the main phase, from the beginning of the leg."""

@@ -46,6 +46,10 @@ _LOOK_SECONDS = 1.0  # so often is looked whether workers live
 
 PRELOAD = ["rescale_data.engine.workers"]
 """What the fork server imports, once, before it forks the first worker: whatever all workers need, and no data."""
+_OF_PIPELINES = (
+    "rescale_data.nodes.",
+    "rescale_data.sources.",
+)  # of these, what the trainer has: pyarrow is half a second
 
 
 @dataclass(frozen=True)
@@ -279,7 +283,8 @@ def _context(given: str | BaseContext) -> BaseContext:
     if isinstance(given, str) and given not in known:
         raise ValueError(f"multiprocessing_context={given!r}: give one of {known}, or a multiprocessing context.")
     if given == "forkserver":
-        multiprocessing.set_forkserver_preload([*PRELOAD, "__main__"])  # of no effect where the server runs
+        loaded = sorted(name for name in sys.modules if name.startswith(_OF_PIPELINES))
+        multiprocessing.set_forkserver_preload([*PRELOAD, *loaded, "__main__"])  # of no effect where the server runs
     return multiprocessing.get_context(given) if isinstance(given, str) else given
 
 

@@ -316,19 +316,29 @@ class Node(BaseNode[T]):
         (`settle_within`), and in `next` whenever it begins one.
 
         Returns:
-            Whether something that was begun is begun again, because it needs a child that is gone.
+            Whether something that was begun is begun again, because it needs a child or a blocklist that is gone.
         """
         if self.READS_AHEAD:
             return False
         return sum(child.settle(position[self._slots(name)]) for name, child in self.children.items()) > 0
 
-    def settle_within(self, position: View, slot: int) -> bool:
-        """`settle` of a node that is within something that it reads again, where ``position[slot]`` is not 0."""
+    def settle_within(self, position: View, slot: int, *, is_document: bool = False) -> bool:
+        """`settle` of a node that is within something that it reads again, where ``position[slot]`` is not 0.
+
+        Args:
+            is_document: One document, which may be found again; else what it consists of follows from the old blocklist.
+        """
         source, below = self.children["source"], position[self._slots("source")]
-        again = bool(position[slot]) and source.is_stuck(below)
+        is_lost = source.is_lost if is_document else source.is_relisted
+        again = bool(position[slot]) and (source.is_stuck(below) or is_lost(below))
         if again:
             position[slot] = 0
         return again if position[slot] else source.settle(below) or again
+
+    def pass_blocked_within(self, position: View, slot: int) -> None:
+        """`pass_blocked` of such a node, which does nothing within something."""
+        if not position[slot]:
+            self.children["source"].pass_blocked(position[self._slots("source")])
 
     def is_stuck(self, position: View) -> bool:
         """Whether a row of this node needs a child that is gone, to yield what it would have yielded."""
@@ -343,8 +353,14 @@ class Node(BaseNode[T]):
     def is_blocked(self, position: View) -> bool:
         """Whether somebody who went back to this row, to go on within a sample, finds that one on a blocklist that is new."""
         if not self.one_for_one:
-            return self.is_relisted(position)  # which sample that was, nobody knows
+            return self.is_lost(position)
         return self.children["source"].is_blocked(position[self._slots("source")])
+
+    def is_lost(self, position: View) -> bool:
+        """Whether, with the blocklist that there is now, nobody knows which sample begins at this row."""
+        if not self.one_for_one:
+            return self.is_relisted(position)
+        return self.children["source"].is_lost(position[self._slots("source")])
 
     def is_relisted(self, position: View) -> bool:
         """Whether a blocklist below is another than when this row was written."""

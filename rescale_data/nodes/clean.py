@@ -114,6 +114,9 @@ class CleanDocuments(Node[dict[str, Any]]):
     def settle(self, position: View) -> bool:
         return self.settle_within(position, _PIECE)
 
+    def pass_blocked(self, position: View) -> None:
+        self.pass_blocked_within(position, _PIECE)
+
     def is_blocked(self, position: View) -> bool:
         again = self.is_relisted(position)
         position[_PIECE] *= not again  # which document that was, nobody knows: the one there is begun again

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rescale_data.nodes.base import Node
+from rescale_data.nodes.base import Node, copy_of
 from rescale_data.nodes.guard import add_place
 from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.nodes.reading.spans import EMPTY, Moves, Spans
@@ -59,7 +59,10 @@ class ColumnDocuments:
             return EMPTY
         where = sample.get(PROVENANCE) if isinstance(sample, Mapping) else None
         tokens = integers(sample, self._column, self._reader, self._node)
-        spans = Spans.of(tokens.copy(), Moves.between(position, self._node.position), where)
+        after = copy_of(self._node.position)
+        if self._settles:
+            self._node.pass_blocked(after)
+        spans = Spans.of(tokens.copy(), Moves.between(position, after), where)
         if not self._beside:
             return spans
         kept = Beside()
@@ -75,6 +78,8 @@ class ColumnDocuments:
 
     def turn(self, position: memoryview) -> None:
         position[:] = self._node.position
+        if self._settles:
+            self._node.pass_blocked(position)
 
 
 def integers(sample: Any, column: str, reader: str, node: Node[Any]) -> npt.NDArray[Any]:

@@ -41,8 +41,9 @@ class Exclude(Node[Any]):
 
     Put it into the pipeline when the run begins, with nothing to leave out: it keeps two integers. What is blocked counts as
     drawn and is counted apart (``blocked_rows``). A document that a `TokenPacker` is within when it is blocked ends there.
-    Below a window (`WholeDocumentPacker`, `Shuffle`) and below a node that leaves out samples, such as `Filter`, what was
-    begun with the old list is begun again, so some documents are repeated.
+    A window (`WholeDocumentPacker`, `Shuffle`), and a document below a node that leaves out samples, such as `Filter`, is
+    begun again if a state was saved within it and is loaded with another list: of the old one there is but a digest, too
+    little to tell what was in it. That repeats what it had delivered, and a warning says in how many logical shards.
 
     Args:
         source: A `Reader`.
@@ -109,6 +110,9 @@ class Exclude(Node[Any]):
         within = row < self._reader.rows.size(epoch)
         return self.is_relisted(position) and within and self._num_leading(self._reader.rows_from(epoch, row)[:1]) > 0
 
+    def is_lost(self, position: View) -> bool:
+        return False
+
     def is_relisted(self, position: View) -> bool:
         return position[_LIST] not in (0, self.blocklist.digest)
 
@@ -145,7 +149,10 @@ class Exclude(Node[Any]):
 
 
 class ExcludedDocuments:
-    """The documents of a reader that are not blocked; what follows one and is blocked is passed with it."""
+    """The documents of a reader that are not blocked; what follows one and is blocked is passed with it.
+
+    So a position stands at the next document itself, and whoever is within it finds it with any list.
+    """
 
     def __init__(self, node: Exclude, documents: Documents) -> None:
         self._node, self._documents = node, documents
@@ -160,8 +167,14 @@ class ExcludedDocuments:
         blocked = self._node.on_list(rows)
         kept = np.flatnonzero(~blocked)
         own = Moves.of([_BLOCKED], (at[_BLOCKED] + np.cumsum(blocked))[:, None])
-        moves = Moves.join([Moves.between(position, at), own.then(spans.moves.under(_NUM_OWN))])
-        stops = 1 + np.append(kept[1:], len(spans))
+        end = copy_of(at)
+        end[_BLOCKED] += int(blocked.sum())
+        spans.move(end[_NUM_OWN:], len(spans))
+        behind = copy_of(end)
+        self._node.pass_blocked(behind)
+        moves = own.then(spans.moves.under(_NUM_OWN))
+        moves = Moves.join([Moves.between(position, at), moves, Moves.between(end, behind)])
+        stops = 1 + np.append(kept[1:], len(spans) + 1)
         return spans.take(kept).with_moves(moves.grouped(stops))
 
     def settle(self, position: memoryview) -> bool:
@@ -171,6 +184,7 @@ class ExcludedDocuments:
     def turn(self, position: memoryview) -> None:
         self._node.pass_blocked(position)
         self._documents.turn(position[_NUM_OWN:])
+        self._node.pass_blocked(position)
 
 
 _made: dict[int, tuple[Any, Any, Blocklist]] = {}

@@ -17,7 +17,6 @@ BUGS = (NameError, AttributeError, ImportError, NotImplementedError, SyntaxError
 """Errors of the program: "skip" would leave out every sample for them."""
 
 _LOGGED_IN_FULL = 10
-_said: set[str] = set()
 _log = logging.getLogger("rescale_data")
 
 
@@ -63,16 +62,6 @@ class Guard:
                 self._name, where, number, type(error).__name__, error,
             )  # fmt: skip
         return None
-
-
-def say_again(node: Node[Any]) -> None:
-    """Log, once a process and kind of node, that a window is begun again."""
-    if type(node).__name__ not in _said:
-        _said.add(type(node).__name__)
-        _log.warning(
-            "%s: the blocklist of an Exclude below has changed since a window was begun, which is begun again: some of its "
-            "documents are repeated.", type(node).__name__,
-        )  # fmt: skip
 
 
 def add_place(error: Exception, node: str, where: str) -> None:

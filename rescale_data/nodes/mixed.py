@@ -59,6 +59,7 @@ class Mixture(Protocol):
         ...
 
     def settle(self, position: View) -> bool: ...
+    def pass_blocked(self, position: View) -> None: ...
 
     def end_at(self, position: View, source: int) -> bool:
         """A source has ended, and its part of the position is turned: note that there. Whether the epoch has ended with it."""
@@ -113,6 +114,7 @@ class MixedDocuments:
 
     def settle(self, position: View) -> bool:
         self._mixture.settle(position)
+        self._mixture.pass_blocked(position)
         return False
 
     def turn(self, position: View) -> None:

@@ -120,6 +120,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
             repeat=any(node.repeat for _, node in child.walk()),
             bound=Bound(child, type(self).__name__),
             is_blocked=child.is_blocked,
+            pass_blocked=child.pass_blocked,
             aligned=self._aligned,
             says_where=any(node.provenance for _, node in child.walk()),
         )
@@ -151,7 +152,10 @@ class TokenPacker(Node[dict[str, Tensor]]):
             self._draw(tray, 0)
 
     def settle(self, position: View) -> bool:
-        return self.settle_within(position, self._offset)
+        return self.settle_within(position, self._offset, is_document=True)
+
+    def pass_blocked(self, position: View) -> None:
+        self.pass_blocked_within(position, self._offset)
 
     def parameters(self) -> dict[str, Any]:
         names = ("column", "seq_len", "eos_id", "bos_id", "labels", "doc_ids", "last", "pad_id")

@@ -201,6 +201,9 @@ class WeightedSampler(Node[Any]):
         chosen = self._draws.choose()
         return chosen is not None and self._nodes[chosen].is_blocked(position[self._slots(self.names[chosen])])
 
+    def is_lost(self, position: View) -> bool:
+        return any(node.is_lost(position[self._slots(name)]) for name, node in self.children.items())
+
     def is_pending(self, position: View) -> bool:
         return self._in_use.is_pending(position) or super().is_pending(position)
 

@@ -8,7 +8,6 @@ import numpy as np
 
 from rescale_data.errors import require_int
 from rescale_data.nodes.base import BaseNode, Node, View, copy_of
-from rescale_data.nodes.guard import say_again
 from rescale_data.nodes.shard_of import shard_of
 from rescale_data.nodes.tray import Tray
 from rescale_data.order import permutation
@@ -128,6 +127,9 @@ class Shuffle(Node[Any]):
     def settle(self, position: View) -> bool:
         return self.settle_within(position, _EMITTED)
 
+    def pass_blocked(self, position: View) -> None:
+        self.pass_blocked_within(position, _EMITTED)
+
     def locate(self) -> str:
         return self._where
 
@@ -157,7 +159,6 @@ class Shuffle(Node[Any]):
         if self._over:
             raise StopIteration
         if self.position[_EMITTED] and not self.reread and self._source.is_relisted(self._bookmark):
-            say_again(self)
             self.position[_EMITTED] = 0
         self._settle()
         passes = self._is_pending()

@@ -31,6 +31,7 @@ class TokenStream:
         num_ahead: As many of those behind it are looked at, and not consumed.
         repeat: Whether to go on with the next epoch after the last document of one.
         is_blocked: Of a position of the documents, whether the one that is begun there is blocked since.
+        pass_blocked: Moves such a position behind documents that are blocked.
         aligned: Columns beside the tokens.
         says_where: Whether documents say where they come from.
     """
@@ -45,6 +46,7 @@ class TokenStream:
         repeat: bool,
         bound: Bound,
         is_blocked: Callable[[View], bool],
+        pass_blocked: Callable[[View], None],
         aligned: Aligned,
         says_where: bool,
     ) -> None:
@@ -53,7 +55,7 @@ class TokenStream:
         """Of the columns beside the tokens, for the sample that was drawn last and what it looked ahead at."""
         self.num_untrained, self.cuts = 0, False
         """With a loss mask: how many documents ended in that sample untrained, and whether one that began in it goes on."""
-        self._is_blocked = is_blocked
+        self._is_blocked, self._pass_blocked = is_blocked, pass_blocked
         self._bound = bound
         self._documents, self._around, self._repeat = documents, around, repeat
         self._num_tokens, self._width = num_tokens, num_tokens + num_ahead
@@ -122,7 +124,13 @@ class TokenStream:
         if self._position[0] and self._is_blocked(self._position[1:]):
             self._position[0] = 0  # the document ends here
         this: ref[TokenStream] = ref(self)
-        return stretch(self._around, self._position, lambda: _forget(this))
+        found = stretch(self._around, self._position, lambda: _forget(this))
+        before = copy_of(found.reach)
+        if not self._position[0]:  # so that the position of the first document is its own
+            self._pass_blocked(found.reach)
+        if found.reach != before:
+            found.append(Spans.mark(before, found.reach))
+        return found
 
     def _extend(self, found: Stretch) -> None:
         """Append documents behind what is left of a stretch."""

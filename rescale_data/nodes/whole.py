@@ -16,7 +16,6 @@ from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.fit import COUNTED, Long
 from rescale_data.nodes.form import MOST, History, Stage, begin_form, num_tokens, stages
-from rescale_data.nodes.guard import say_again
 from rescale_data.nodes.packer import DTYPES, require_pad
 from rescale_data.nodes.payload import Payload
 from rescale_data.nodes.provenance import PROVENANCE
@@ -176,6 +175,9 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
     def settle(self, position: View) -> bool:
         return self.settle_within(position, _EMITTED)
 
+    def pass_blocked(self, position: View) -> None:
+        self.pass_blocked_within(position, _EMITTED)
+
     def parameters(self) -> dict[str, Any]:
         names = ("column", "seq_len", "eos_id", "bos_id", "window", "long", "labels", "max_documents", "pad_id")
         added = self._payload.described  # where they are in use
@@ -250,7 +252,6 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
     def _pack(self) -> Window | None:
         """The window at the bookmark; `None` where the epoch has ended."""
         if self.position[_EMITTED] and not self.reread and self.children["source"].is_relisted(self._bookmark):
-            say_again(self)
             self.position[_EMITTED] = 0
         if not (self.reread or self.position[_EMITTED]):
             self._documents.settle(self._bookmark)

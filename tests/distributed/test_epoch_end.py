@@ -1,5 +1,7 @@
 """The end of an epoch where nobody knows beforehand how many samples it has: ranks agree, and all of them end together."""
 
+import itertools
+import random
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ from tests.distributed.legs import (
     take_epoch,
 )
 from tests.distributed.ranks import run_ranks
-from tests.pipelines import plain
+from tests.pipelines import Rows, plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -65,7 +67,33 @@ class Seen(NamedTuple):
 
 def on_ranks(folder: Path) -> dict[str, Seen]:
     seen = {name: _run(case, folder / name) for name, case in CASES.items()}
-    return {**seen, "ramp": _ramp(), **{f"wrong shard {shard}": _wrong(shard) for shard in WRONG}}
+    return {**seen, "ramp": _ramp(), "faults": _faults(), **{f"wrong shard {shard}": _wrong(shard) for shard in WRONG}}
+
+
+def _faults() -> Seen:
+    """Two epochs in which reads of the last rank fail now and then, once each, and are asked for again; and without."""
+    data = Data("skewed", 300, 12, repeat=False)
+    whole, loader = data.loader(12, 2, verify=True), data.loader(12, 2, verify=True, timeout=60)
+    expected = take_epoch(whole) + take_epoch(whole)
+    real, fails, count = Rows.__getitem__, set(random.Random(3).sample(range(600), 60)), itertools.count()
+
+    def row(self: Rows, index: int) -> Any:
+        if next(count) in fails and dist.get_rank() == dist.get_world_size() - 1:
+            raise OSError("for a moment")
+        return real(self, index)
+
+    Rows.__getitem__ = row  # type: ignore[method-assign]
+    taken: list[Taken] = []
+    while loader.epoch < 2:
+        try:
+            for batch in loader:
+                taken.append(
+                    Taken(loader.epoch, [plain(sample) for sample in batch["samples"]], loader.last_batch_samples)
+                )
+        except OSError:
+            continue
+    Rows.__getitem__ = real  # type: ignore[method-assign]
+    return Seen(taken, {0: (expected, [])}, 0, 0)
 
 
 def _wrong(shard: int) -> Seen:
@@ -208,3 +236,8 @@ def test_a_failed_proof_of_one_rank_is_an_error_of_all_before_the_same_batch(ran
     assert [rank.dropped for rank in seen] == [2.0] * len(seen), "each time that it is asked for"
     owner = shard * len(seen) // 12
     assert [rank.padded for rank in seen] == [float(rank == owner) for rank in range(len(seen))]
+
+
+def test_reads_that_fail_once_on_one_rank_lose_nothing(ranks: Any) -> None:
+    for rank in of(ranks, "faults"):
+        assert rank.epochs == rank.saves[0][0]

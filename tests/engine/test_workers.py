@@ -371,3 +371,13 @@ def test_tensors_of_a_batch_are_the_trainers_own() -> None:
             batch["x"].add_(0.5)
     values = [value for batch in kept for value in batch.unique(dim=1).flatten().tolist()]
     assert sorted(values) == [i + 0.5 for i in range(96)]
+
+
+def test_the_fork_server_imports_what_the_pipelines_of_the_trainer_are_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for all workers: each would else import pyarrow to unpickle its source."""
+    given: list[str] = []
+    monkeypatch.setattr(multiprocessing, "set_forkserver_preload", given.extend)
+    source = rd.ParquetSource.__module__, rd.TokenPacker.__module__
+    loader_of(k=1).close()
+    assert {*source, "rescale_data.engine.workers", "__main__"} <= set(given)
+    assert not [name for name in given if name.startswith("rescale_data.integrations")]
