@@ -159,6 +159,15 @@ def test_prune(run_folder: Path) -> None:
     call("prune", run_folder, "--keep-latest", 0, code=2)
 
 
+def test_prune_takes_a_link_away_and_not_what_it_points_to(run_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "fork").mkdir()
+    for step in (5, 10):
+        (tmp_path / "fork" / f"step-{step}").symlink_to(run_folder / f"step-{step}")
+    assert call("prune", tmp_path / "fork", "--keep-latest", 1, "--yes") == "step-5: deleted\n"
+    assert [path.name for path in (tmp_path / "fork").glob("step-*")] == ["step-10"]
+    assert "whole" in call("verify", run_folder / "step-5")
+
+
 def test_prune_and_ls_of_what_is_no_run(run_folder: Path) -> None:
     for call_ in (lambda path: call("ls", path, code=2), lambda path: call("prune", path, "--keep-latest", 1, code=2)):
         assert "No folder" in call_(run_folder / "none")
