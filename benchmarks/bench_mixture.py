@@ -41,14 +41,14 @@ def main() -> None:
     if given.one:
         print(json.dumps(run(*given.one)))
         return
-    rounds, rows, sizes = (1, 256, (1, 16, 200)) if given.quick else (5, 1024, SIZES)
+    rounds, rows, sizes = (1, 256, (1, 16, 200)) if given.quick else (3, 1024, SIZES)
     print(f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, torch {torch.__version__}")
     contenders = [(0, "samples"), *((size, unit) for unit in ("samples", "tokens") for size in sizes)]
     with tempfile.TemporaryDirectory() as folder:
         for kind in ("arrow", "parquet"):
             for number in range(NUM_FILES):
                 write(kind, Path(folder) / kind / f"{number:03d}", Corpus(rows, seed=number))
-        batches = str(50 if given.quick else 400)
+        batches = str(50 if given.quick else 150)
         for kind in ("arrow", "parquet"):
             found: dict[Any, list[dict[str, float]]] = {}
             for _ in range(rounds):

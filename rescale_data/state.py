@@ -12,6 +12,8 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -137,6 +139,24 @@ def offsets(fields: Sequence[Field]) -> list[int]:
     for field in fields:
         starts.append(starts[-1] + field.num_slots)
     return starts
+
+
+def joined(
+    own: tuple[Field, ...], below: tuple[tuple[str, tuple[Field, ...]], ...]
+) -> tuple[tuple[Field, ...], dict[str, slice]]:
+    """The fields of a node and of its children, seen from it, and the slots of each child: the same objects for every shard."""
+    return _joined(own, below, tuple(field.counts for fields in (own, *(f for _, f in below)) for field in fields))
+
+
+@lru_cache(maxsize=64)
+def _joined(
+    own: tuple[Field, ...], below: tuple[tuple[str, tuple[Field, ...]], ...], counts: tuple[bool, ...]
+) -> tuple[tuple[Field, ...], dict[str, slice]]:
+    del counts  # which are not compared with the fields
+    widths = [offsets(fields)[-1] for fields in (own, *(fields for _, fields in below))]
+    places = zip(below, pairwise(accumulate(widths)), strict=True)
+    fields = own + tuple(field.under(name) for name, fields in below for field in fields)
+    return fields, {name: slice(*ends) for (name, _), ends in places}
 
 
 def place_slots(fields: Sequence[Field]) -> list[int]:

@@ -12,7 +12,7 @@ import torch
 from rescale_data.engine.differences import differences
 from rescale_data.engine.feed import Traced
 from rescale_data.engine.reading import Reading
-from rescale_data.engine.recipe import BEFORE, EXCLUDED_STEPS, Pipeline, Recipe, Schema
+from rescale_data.engine.recipe import EXCLUDED_STEPS, Pipeline, Recipe, Schema
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.setup import Tail, set_up
 from rescale_data.engine.statedict import merged_state_dict
@@ -20,6 +20,7 @@ from rescale_data.engine.stream import Stream
 from rescale_data.engine.warned import without_functions
 from rescale_data.errors import DataStateError
 from rescale_data.layout.layout import Layout
+from rescale_data.nodes.form import BEFORE
 from rescale_data.nodes.reader import Reader
 
 State: TypeAlias = Mapping[str, Any]

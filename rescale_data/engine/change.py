@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rescale_data.engine.growth import Growth
-from rescale_data.engine.recipe import FIRST_SLOT, STRINGS, Schema, path_name
+from rescale_data.engine.recipe import FIRST_SLOT, STRINGS, History, Schema, path_name
 from rescale_data.nodes.base import Node
+from rescale_data.nodes.form import BEFORE
 from rescale_data.state import Ints
 
 Path = tuple[str, ...]
@@ -69,7 +70,7 @@ def fit(schema: Schema, state: Mapping[str, Any]) -> Fitted:
 def without_free(schema: Schema, pipeline: str) -> str:
     """A pipeline's parameters without those that may change."""
     free = {
-        path_name(path): node.MAY_CHANGE
+        path_name(path): {*node.MAY_CHANGE, BEFORE}
         for path, node in schema.root.walk()
         if node.MAY_CHANGE and _is_settled(schema.root, path)
     }
@@ -98,6 +99,14 @@ def check_changes(schema: Schema, pipeline: str, table: Ints) -> None:
         rows = schema.slots_at(table, path)
         if rows is not None and path_name(path) in saved:
             node.check_change(saved[path_name(path)], rows)
+
+
+def earlier(schema: Schema, pipeline: str, table: Ints) -> dict[str, History]:
+    """What nodes have to know of their parameters in the state, by path: `Node.earlier`."""
+    saved, nodes = json.loads(pipeline), list(schema.root.walk())
+    rows = {path: schema.slots_at(table, path) for path, node in nodes if node.MAY_CHANGE and path_name(path) in saved}
+    found = {p: node.earlier(saved[path_name(p)], part) for p, node in nodes if (part := rows.get(p)) is not None}
+    return {path_name(path): list(history) for path, history in found.items() if history}
 
 
 def settle(schema: Schema, table: Ints) -> int:

@@ -12,7 +12,6 @@ from typing import Any
 
 from rescale_data.engine.change import Path, without
 from rescale_data.engine.recipe import (
-    BEFORE,
     DEALT,
     ENDED,
     EXCLUDED_STEPS,
@@ -25,7 +24,7 @@ from rescale_data.engine.recipe import (
 )
 from rescale_data.engine.stream import Stream
 from rescale_data.nodes.base import Node
-from rescale_data.nodes.form import LASTING
+from rescale_data.nodes.form import BEFORE, LASTING
 from rescale_data.state import Ints
 
 _MOST = 2  # as many as a window may have been packed in

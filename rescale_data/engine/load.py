@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rescale_data.engine.change import Fitted, check_changes, fit, fixed_by_others, settle, without_free
+from rescale_data.engine.change import Fitted, check_changes, earlier, fit, fixed_by_others, settle, without_free
 from rescale_data.engine.differences import differences
 from rescale_data.engine.form import reform, without_form
 from rescale_data.engine.group import require_whole_round
@@ -53,7 +53,7 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
     if changed:
         say_changes(stream, state["pipeline"])
         check_changes(stream.schema, state["pipeline"], table)
-        forms = reform(stream, state["pipeline"], table)
+        forms = {**reform(stream, state["pipeline"], table), **earlier(stream.schema, state["pipeline"], table)}
     saved = (int(state["global_batch_size"]), int(state["dp_world_size"]), int(state["micro_batch_size"]))
     clock = _clock(state)
     loaded = clock.loaded(saved, stream.layout)

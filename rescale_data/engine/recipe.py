@@ -13,6 +13,7 @@ import numpy as np
 
 from rescale_data.nodes.base import BaseNode, Node
 from rescale_data.nodes.foreign import as_node, refuse_ranks
+from rescale_data.nodes.form import BEFORE
 from rescale_data.nodes.reader import Reader
 from rescale_data.shard import Shard
 from rescale_data.sources.source import Described, Saveable
@@ -33,8 +34,6 @@ UNDEALT, ENDED = (
     -2,
 )  # in DEALT: nothing is dealt; the last batch of the epoch was taken, and the rows begin the next
 EPOCH = "epoch"  # how a field that counts epochs is called
-BEFORE = "before"
-"""Beside the parameters of a packer: what form its samples had before."""
 EXCLUDED_STEPS = "excluded_steps"
 """Beside the parameters of the root: steps that are left out, ``[[first, stop], ...]``."""
 IN_STEP = "in_step"
@@ -227,7 +226,7 @@ class Schema:
         if self._pipeline_json is None:
             nodes = {path_name(path): _parameters(path, node) for path, node in self.root.walk()}
             for path, node in self.root.walk():
-                if node.FORM and (forms := self.histories.get(path_name(path))):
+                if node.reads is None and (forms := self.histories.get(path_name(path))):
                     nodes[path_name(path)][BEFORE] = forms
             if self.excluded_steps:
                 nodes[path_name(())][EXCLUDED_STEPS] = self.excluded_steps

@@ -16,7 +16,7 @@ from rescale_data.errors import int_or_none, require_bool, require_int
 from rescale_data.layout.layout import Layout, default_num_logical_shards
 from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.shard_of import find_shard
-from rescale_data.sources.decoded.cache import warn_if_thrashing
+from rescale_data.sources.decoded.interest import warn_if_thrashing
 
 Tail: TypeAlias = Literal["drop", "pad"]
 
@@ -199,10 +199,9 @@ def _check_shards(setup: Setup) -> None:
     """Refuse shards that begin in different states; warn of sources opened for each shard, or larger than the cache."""
     layout, sources = setup.layout, setup.schema.sources()
     in_step = [node.source for _, node in setup.schema.root.walk() if isinstance(node, Reader) and node.rows.steps]
-    for source in sources.values():
-        if source in in_step:  # all shards read the same fragment at the same time
-            continue
-        warn_if_thrashing(source, -(-len(layout.owned(setup.ranks.rank)) // layout.workers))
+    # of those in step all shards read the same fragment at the same time
+    apart = {id(source): source for source in sources.values() if source not in in_step}
+    warn_if_thrashing(apart.values(), -(-len(layout.owned(setup.ranks.rank)) // layout.workers))
     if layout.num_logical_shards < 2:
         return
     if find_shard(setup.schema.root) is None:

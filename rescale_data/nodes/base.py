@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import singledispatch
-from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
@@ -34,7 +33,7 @@ from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.tray import Columns, Tray
 from rescale_data.shard import Shard
 from rescale_data.sources.source import Described
-from rescale_data.state import Field, Ints, decode, encode, flatten, nest, offsets, place_slots
+from rescale_data.state import Field, Ints, decode, encode, flatten, joined, nest, offsets, place_slots
 
 __all__ = [
     "BaseNode",
@@ -128,13 +127,9 @@ class Node(BaseNode[T]):
         super().__init__()
         self._begun = self._ended = False
         self.children: dict[str, Node[Any]] = {name: as_node(child) for name, child in children.items()}
-        self.fields: tuple[Field, ...] = self.own_fields() + tuple(
-            field.under(name) for name, child in self.children.items() for field in child.fields
+        self.fields, self._slices = joined(
+            self.own_fields(), tuple((name, child.fields) for name, child in self.children.items())
         )
-        widths = [offsets(fields)[-1] for fields in (self.own_fields(), *(c.fields for c in self.children.values()))]
-        self._slices = {
-            name: slice(*ends) for name, ends in zip(self.children, pairwise(accumulate(widths)), strict=True)
-        }
         self.position: View = self.initial()
 
     def own_fields(self) -> tuple[Field, ...]:
@@ -300,6 +295,16 @@ class Node(BaseNode[T]):
             saved: The `parameters` of this node in the state.
             rows: ``int64[N, slots]``, the positions of all logical shards in it.
         """
+
+    def earlier(self, saved: Mapping[str, Any], rows: Ints) -> Sequence[tuple[int, Mapping[str, Any]]]:
+        """What `adopt` is told of the parameters that there were, to go on within what was begun with them; kept in states.
+
+        Args:
+            saved: The `parameters` of this node in the state, and what this returned before it, as "before".
+            rows: ``int64[N, slots]``, the positions of all logical shards in it.
+        """
+        del saved, rows
+        return ()
 
     def check_saved(self, keys: Set[str]) -> None:
         """``DataStateError`` where a state has these fields for this node, which are of an order that there is no more."""

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 from rescale_data.errors import DataStateError
 from rescale_data.state import Ints
 
+BEFORE = "before"
+"""Beside the parameters of a node in a state: what it has to know of earlier ones."""
 _DIGIT = 21
 MOST = 2**_DIGIT - 1
 """Samples of a window."""

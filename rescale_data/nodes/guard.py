@@ -29,6 +29,8 @@ class Guard:
         note: What was done with the sample, for the error's note; default: it was given to the node's function.
     """
 
+    __slots__ = ("_decide", "_name", "_note", "skips")
+
     def __init__(self, node: Node[Any], on_error: OnError, note: str = "") -> None:
         if on_error not in ("raise", "skip") and not callable(on_error):
             raise ValueError(

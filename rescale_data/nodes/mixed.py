@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -11,7 +11,7 @@ from rescale_data.nodes.base import View, copy_of
 from rescale_data.nodes.circle import Arcs, Circle
 from rescale_data.nodes.lengths import TokenArcs
 from rescale_data.nodes.reading.documents import Documents
-from rescale_data.nodes.reading.spans import EMPTY, NOTHING, Moves, Spans
+from rescale_data.nodes.reading.spans import EMPTY, MANY, NOTHING, Moves, Spans
 from rescale_data.state import Ints
 
 _FIRST, _FASTER = 16, 4  # draws at once: of the first read, and as many times more of the next
@@ -19,6 +19,21 @@ _EACH, _MOST = 512, 2**15  # on average of each source, and in all
 _BYTES_OF_A_SPAN = 128
 SILENT_EPOCHS = 2
 """After so many whole epochs without anything a source has none."""
+
+
+class Rule(Protocol):
+    """When other weights count."""
+
+    @property
+    def caps(self) -> Iterable[int]: ...
+
+    def room(self, position: View) -> tuple[int, int | None]:
+        """As many draws may be made before others count, and only until so many tokens have been drawn."""
+        ...
+
+    def change(self, position: View, sources: Iterable[int]) -> None:
+        """Let those that count at a position take effect, if they are others."""
+        ...
 
 
 class Mixture(Protocol):
@@ -33,6 +48,10 @@ class Mixture(Protocol):
 
     def arcs_at(self, position: View) -> Arcs | TokenArcs | None:
         """`None` at the end of the epoch, which is written into the position."""
+        ...
+
+    def rule_at(self, position: View) -> Rule | None:
+        """What changes the weights behind a position; `None` where they stay. The first ones are written into it."""
         ...
 
     def drawn_at(self, position: View) -> list[tuple[int, list[int]]]:
@@ -72,10 +91,16 @@ class MixedDocuments:
 
     def read(self, position: View, most: int) -> Spans:
         self._after = copy_of(position)
-        while (arcs := self._mixture.arcs_at(self._after)) is not None:
-            spans, ended = self._draw(self._after, arcs, min(most, self._num))
+        while True:
+            rule, arcs = self._mixture.rule_at(self._after), self._mixture.arcs_at(self._after)
+            if arcs is None:
+                break
+            room, self._turn_at = (MANY, None) if rule is None else rule.room(self._after)
+            spans, ended = self._draw(self._after, arcs, min(most, self._num, room))
             if len(spans):
                 self._grow(spans)
+                if rule is not None:
+                    spans = self._changed(spans, rule)
                 if self._after == position:
                     return spans
                 moves = Moves.join([Moves.between(position, self._after), spans.moves])
@@ -94,6 +119,17 @@ class MixedDocuments:
 
     def turn(self, position: View) -> None:
         position[:] = self._after
+
+    def _changed(self, spans: Spans, rule: Rule) -> Spans:
+        """The same documents; behind the last of them others weights may count."""
+        before = copy_of(self._after)
+        spans.move(before, len(spans))
+        after = copy_of(before)
+        rule.change(after, rule.caps)
+        if after == before:
+            return spans
+        moves = Moves.join([spans.moves, Moves.between(before, after)])
+        return spans.with_moves(moves.grouped(np.array([*range(1, len(spans)), len(spans) + 1])))
 
     def _grow(self, spans: Spans) -> None:
         copied = sum([array.nbytes for array, kept in zip(spans.arrays, spans.keeps, strict=True) if kept is None])
@@ -129,6 +165,8 @@ class MixedDocuments:
             arcs.drew(source, found[count])
             counts[source] = count + 1
             chosen.append(source)
+            if self._turn_at is not None and arcs.num_tokens >= self._turn_at:
+                break
         return np.array(chosen, dtype=np.int64), -1
 
     def _supplied(self, chosen: Ints) -> tuple[Ints, int]:

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.circle import WHOLE, Arc, Arcs, Circle, arcs, circle_of, stretched, within
 from rescale_data.nodes.column import length_of
@@ -123,7 +124,7 @@ class MixtureDraws:
         if isinstance(self._arcs, TokenArcs):
             self._position[self._row.tokens.start + chosen] += length
             self._arcs.drew(chosen, length)
-        if self._in_use.turn_at is not None or chosen in self._in_use.caps:
+        if self._in_use.turn_at is not None or chosen in self._in_use.caps_now:
             self._cross([chosen])
 
     def _cross(self, sources: Iterable[int]) -> None:
@@ -158,7 +159,7 @@ class MixtureDraws:
             for source, part in enumerate(parts):
                 self._leave_out(source, circle, first, until, part)
             first = until
-            self._cross(self._in_use.caps)
+            self._cross(self._in_use.caps_now)
             if ended >= 0:
                 self._pass_end(ended)
         return first
@@ -186,7 +187,7 @@ class MixtureDraws:
 
     def _samples_left(self) -> list[int] | None:
         now = self._in_use
-        by_epochs = {source for source, cap in now.caps.items() if cap.unit == "epochs"}
+        by_epochs = {source for source, cap in now.caps_now.items() if cap.unit == "epochs"}
         endless = self._stop == "never" and not now.grow
         return samples_left(self._sources, self._position, self._shard, by_epochs, endless=endless)
 
@@ -235,15 +236,25 @@ class MixtureDraws:
         return self._stop == "first"
 
     def _require_more(self, position: View) -> None:
-        capped = self._in_use.caps and not any(position[self._row.weights])
+        capped = self._in_use.caps_now and not any(position[self._row.weights])
         if capped and any(below.repeat for node in self._nodes for _, below in node.walk()):
-            caps = {self._row.names[source]: cap.given for source, cap in self._in_use.caps.items()}
+            caps = {self._row.names[source]: cap.given for source, cap in self._in_use.caps_now.items()}
             refuse_capped(caps, self._shard)
 
     # At any position: `rescale_data.nodes.mixed.Mixture`
 
     def drawn_at(self, position: View) -> list[tuple[int, list[int]]]:
         return self._row.counted_at(position)
+
+    def rule_at(self, position: View) -> MixtureWeights | None:
+        self._in_use.begin_capped(position)
+        rule = self._in_use.rule_at(position)
+        if rule is not None and any(cap.unit == "epochs" for cap in rule.caps.values()):
+            raise DataStateError(
+                "A logical shard is within a window that was begun with a cap in epochs, which the mixture has no longer. Keep "
+                "that cap until the windows have passed."
+            )
+        return rule
 
     def slots_of(self, source: int) -> slice:
         return self._slots[source]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import replace
+from functools import lru_cache
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -43,11 +44,7 @@ class MixtureRow:
         self.drawn, self.weights, self.tokens, self.since = kinds
 
     def fields(self) -> tuple[Field, ...]:
-        kinds = [Field((_DRAWN,), counts=True), Field((_WEIGHT,), torch.float64)]
-        if self.unit == "tokens":
-            kinds += [Field((_TOKENS,), counts=True), Field((_SINCE,), counts=True)]
-        own = (Field((_DRAWS,), counts=True), Field((_MIX,)))
-        return (*own, *(replace(kind, path=(*kind.path, name)) for kind in kinds for name in self.names))
+        return _fields(tuple(self.names), self.unit)
 
     def drawn_in(self, rows: Ints) -> Ints:
         """What has been drawn in each of ``int64[M, slots]``, in the mixture's unit."""
@@ -60,6 +57,15 @@ class MixtureRow:
         """The first slot and the values of what is counted of each source: documents, by tokens these too."""
         kinds = [self.drawn, self.tokens] if self.unit == "tokens" else [self.drawn]
         return [(kind.start, position[kind].tolist()) for kind in kinds]
+
+
+@lru_cache(maxsize=64)
+def _fields(names: tuple[str, ...], unit: Unit) -> tuple[Field, ...]:
+    kinds = [Field((_DRAWN,), counts=True), Field((_WEIGHT,), torch.float64)]
+    if unit == "tokens":
+        kinds += [Field((_TOKENS,), counts=True), Field((_SINCE,), counts=True)]
+    own = (Field((_DRAWS,), counts=True), Field((_MIX,)))
+    return (*own, *(replace(kind, path=(*kind.path, name)) for kind in kinds for name in names))
 
 
 def check_saved(keys: Set[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from rescale_data.nodes.base import View
 from rescale_data.nodes.caps import Cap, parts_of
 from rescale_data.nodes.circle import Arc, Circle
 from rescale_data.nodes.mixture_row import NOW, NUM, MixtureRow
+from rescale_data.nodes.reading.spans import MANY
 from rescale_data.nodes.sizes import Sizes
 from rescale_data.nodes.weights import Schedule, from_json, mix_of, pieces_of, shares_until
 from rescale_data.state import Ints
@@ -29,9 +31,12 @@ class MixtureWeights:
         shard: The index of the logical shard, and how many there are.
         sizes: What the weights follow.
         caps: By the number of their source.
+        number: `number_of` them.
 
     Attributes:
-        holds: Whether the weights in use are those of now; else they stay until the position is settled.
+        before: Those of earlier legs of the run, by which a document or window goes on that was begun with them.
+        rule: Whose schedule and caps the position goes by: these, or some of those before. `None` where the weights in use
+            belong to none of them, and stay until the position is settled.
         turn_at: What has been drawn in this shard when the next weights begin; `None` where that is not ahead.
     """
 
@@ -42,16 +47,25 @@ class MixtureWeights:
         shard: tuple[int, int] = (0, 1),
         sizes: Sizes | None = None,
         caps: Mapping[int, Cap] | None = None,
+        number: int = 0,
     ) -> None:
         self._row, self._given, self._shard = row, given, shard
         self.sizes, self.caps = sizes, caps or {}
         self._pieces = pieces_of(row.names, given)
         self._said: set[str] = set()
+        self._number = number
+        self.before: list[MixtureWeights] = []
         self.seek()
 
     def seek(self) -> None:
         """The position has been rewritten."""
-        self.holds, self.turn_at = True, None
+        self.rule: MixtureWeights | None = self
+        self.turn_at: int | None = None
+
+    @property
+    def caps_now(self) -> Mapping[int, Cap]:
+        """Those by which the position goes."""
+        return self.caps if self.rule is None else self.rule.caps
 
     @property
     def is_scheduled(self) -> bool:
@@ -69,9 +83,9 @@ class MixtureWeights:
 
     def begin(self, position: View) -> None:
         """Write those of the beginning of a run."""
-        position[NOW], position[self._row.weights] = (
-            self._pieces.slots[0] if self.sizes is None else self.sizes.pieces(position).slots[0]
-        )
+        pieces = self._pieces if self.sizes is None else self.sizes.pieces(position)
+        mix, weights = pieces.slots[0]
+        position[NOW], position[self._row.weights] = mix ^ self._number, weights
 
     def settle(self, position: View) -> None:
         """Let those of now count."""
@@ -79,17 +93,45 @@ class MixtureWeights:
 
     def is_pending(self, position: View) -> bool:
         """Whether others than those in use are to count."""
-        return position[NOW] != self._target(position)[0]
+        return self.rule_at(position) is not self
 
     def watch(self, position: View) -> None:
         """Whether the weights are those of now, and how far they hold; else they stay until the position is settled."""
-        if self.caps and not position[NUM]:  # of a cap of less than one in each logical shard
+        self.begin_capped(position)
+        self.rule = self.rule_at(position)
+        self.turn_at = None if self.rule is None else self.rule.next_turn(position)
+
+    def begin_capped(self, position: View) -> None:
+        """At the beginning of a run: a cap may be of less than one in each logical shard."""
+        if self.caps and not position[NUM]:
             self.settle(position)
-        self.holds = not self.is_pending(position)
-        self.turn_at = None
-        if self.holds and self.is_scheduled:
-            end = self._pieces.end(int(self._progress_of(np.array(position)[None])[0]))
-            self.turn_at = None if end is None else -(-end // self._shard[1])
+
+    def next_turn(self, position: View) -> int | None:
+        """`turn_at` of this schedule."""
+        if not self.is_scheduled:
+            return None
+        end = self._pieces.end(int(self._progress_of(np.array(position)[None])[0]))
+        return None if end is None else -(-end // self._shard[1])
+
+    def rule_at(self, position: View) -> MixtureWeights | None:
+        """`rule` of any position."""
+        now = position[NOW]
+        found = next((rule for rule in (self, *self.before) if rule._target(position)[0] == now), None)
+        if found is None:  # a state of before schedules had numbers
+            last = self.before[-1] if self.before else self
+            found = last if last._target(position)[0] ^ last._number == now else None
+        return found
+
+    def used_in(self, rows: Ints) -> set[int]:
+        """The numbers of those by which some positions go, ``int64[M, slots]``."""
+        _, some = np.unique(rows[:, NOW], return_index=True)
+        mixes = [mix_of(self._row.names, self._row.weights_at(row.data)) for row in np.ascontiguousarray(rows[some])]
+        return {mix ^ int(now) for mix, now in zip(mixes, rows[some, NOW], strict=True)}
+
+    def is_of(self, position: View, weights: list[float]) -> bool:
+        """Whether the weights in use at a position are those of its sources: none of them is gone."""
+        mix = mix_of(self._row.names, weights)
+        return position[NOW] in {mix, *(mix ^ rule._number for rule in (self, *self.before))}
 
     def cross(self, position: View, drawn: int, sources: Iterable[int]) -> bool:
         """After a draw: whether a schedule's next piece begins, or a source has reached its cap; what follows then counts.
@@ -98,24 +140,39 @@ class MixtureWeights:
             drawn: In this shard, in the mixture's unit.
             sources: That may have reached their caps.
         """
-        capped = [s for s in sources if self.holds and s in self.caps and self.caps[s].reached(position)]
+        caps, rule = self.caps_now, self.rule
+        capped = [s for s in sources if rule is not None and s in caps and caps[s].reached(position)]
         crossed = bool(capped) or (self.turn_at is not None and drawn >= self.turn_at)
-        if crossed:
-            self._change(position, capped)
+        if crossed and rule is not None:
+            rule.change(position, capped)
         return crossed
+
+    def room(self, position: View) -> tuple[int, int | None]:
+        """As many draws may be made before others count, and only until so many tokens have been drawn."""
+        turn = self.next_turn(position)
+        if self._row.unit == "tokens":
+            return 1 if self.caps else MANY, turn
+        caps = [cap.limit - cap.drawn(position) for cap in self.caps.values() if not cap.reached(position)]
+        return max(1, min([MANY if turn is None else turn - position[NUM], *caps])), None
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether it is known before documents are read how long these weights hold."""
+        units = {cap.unit for cap in self.caps.values()}
+        return self.sizes is None and units <= ({"samples"} if self._row.unit == "samples" else set())
 
     def end(self, position: View, source: int) -> None:
         """A source's next epoch begins, where it may have another size or have reached its cap."""
-        if self.holds and (self.sizes or source in self.caps):
-            self._change(position, [source])
+        if self.rule is not None and (self.rule.sizes or source in self.rule.caps):
+            self.rule.change(position, [source])
 
     def first_change(self, position: View, circle: Circle, first: int, stop: int, arc: Arc, parts: list[Arc]) -> int:
         """The first of the draws that is drawn with other weights; ``stop`` where there is none."""
         if self.turn_at is not None and circle.count(first, stop, arc) > (room := self.turn_at - position[NUM]):
             stop = circle.find(first, arc, room)
-        for source, cap in self.caps.items():
+        for source, cap in self.caps_now.items():
             room = cap.limit - cap.drawn(position)
-            if self.holds and cap.unit == "samples" and 0 < room <= circle.count(first, stop, parts[source]):
+            if self.rule is not None and cap.unit == "samples" and 0 < room <= circle.count(first, stop, parts[source]):
                 stop = circle.find(first, parts[source], room - 1) + 1
         return stop
 
@@ -151,23 +208,25 @@ class MixtureWeights:
     def _target(self, position: View) -> tuple[int, View]:
         """The weights that are to count at a position, and a number that stands for them."""
         if not self.may_change:
-            return self._pieces.slots[0]
+            return self._pieces.slots[0]  # and its number is 0
         pieces = self._pieces if self.sizes is None else self.sizes.pieces(position)
         number = 0 if len(pieces.begins) == 1 else pieces.number(int(self._progress_of(np.array(position)[None])[0]))
         reached = [source for source, cap in self.caps.items() if cap.reached(position)]
         if not reached:
-            return pieces.slots[number]
+            mix, slots = pieces.slots[number]
+            return mix ^ self._number, slots
         weights = [0.0 if source in reached else weight for source, weight in enumerate(pieces.weights[number])]
-        return mix_of(self._row.names, weights), np.array(weights).view(np.int64).data
+        return mix_of(self._row.names, weights) ^ self._number, np.array(weights).view(np.int64).data
 
     def _put(self, position: View, mix: int, weights: View) -> None:
         row = self._row
-        if position[NOW] != mix:
-            position[NOW], position[row.weights] = mix, weights
-            if row.unit == "tokens":
-                position[row.since] = position[row.tokens]
+        if position[NOW] == mix:
+            return
+        if row.unit == "tokens" and position[row.weights] != weights:
+            position[row.since] = position[row.tokens]
+        position[NOW], position[row.weights] = mix, weights
 
-    def _change(self, position: View, sources: Iterable[int]) -> None:
+    def change(self, position: View, sources: Iterable[int]) -> None:
         """Let the weights of now take effect, in the middle of an epoch."""
         self.settle(position)
         for source in [s for s in sources if s in self.caps and self.caps[s].reached(position)]:
@@ -179,6 +238,13 @@ class MixtureWeights:
                 "The source %r of a mixture has reached its cap of %s in the first of %d logical shards, as it will in the "
                 "others: its part goes to the other sources.", name, self.caps[source].given, self._shard[1],
             )  # fmt: skip
+
+
+def number_of(weights: Any, caps: Mapping[str, Any]) -> int:
+    """What tells a schedule or caps, as they stand in a state, from others of which the weights are the same so far."""
+    if not caps and not isinstance(weights.get("keys"), list):
+        return 0
+    return mix_of([json.dumps([weights, caps], sort_keys=True)], [1.0])
 
 
 def _shown(one: list[Any], other: list[Any]) -> str:

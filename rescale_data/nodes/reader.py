@@ -23,7 +23,7 @@ from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.nodes.reading.spans import Moves
 from rescale_data.shard import Shard
 from rescale_data.sources.dataset import MapStyle, as_source
-from rescale_data.sources.decoded.cache import owner_of
+from rescale_data.sources.decoded.cache import follows, owner_of
 from rescale_data.sources.decoded.interest import shards_of
 from rescale_data.sources.decoded.pieces import AheadSource, PieceSource
 from rescale_data.sources.source import BatchSource, ColumnSource, CountedSource, GrowingSource, Source, TokenSource
@@ -96,8 +96,8 @@ class Reader(Node[Any]):
         self._drawn = -1
         self._share: ShardShare | None = None
         self._chunks = _chunks(self.source)
-        self._fetching = _fetching(self.source, self.rows.width)
-        self._pieces = self.source if isinstance(self.source, PieceSource) else None
+        self._fetching = _fetching(self.source, self.rows)
+        self._pieces = _pieces(self.source)
         self._packed: str | None = None  # the only column that counts, however the rows are read
         self._column: str | None = None  # the one that is read without its rows
         self._source_key = owner_of(self.source)
@@ -180,7 +180,7 @@ class Reader(Node[Any]):
     def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         source = self.source
         views = [SourceView(0, source.num_rows)]
-        if len(history) > 1 and isinstance(source, GrowingSource) and source.fragments is not None:
+        if len(history) > 1 and follows(source, GrowingSource) and source.fragments is not None:
             lengths = np.diff(source.fragments)
             chosen = [source.subset(manifest) for _, manifest in history]
             views = [SourceView(epoch, int(lengths[c].sum()), c) for (epoch, _), c in zip(history, chosen, strict=True)]
@@ -188,7 +188,7 @@ class Reader(Node[Any]):
         self._share = None
 
     def documents(self, column: str) -> Documents | None:
-        if not isinstance(self.source, TokenSource):
+        if not follows(self.source, TokenSource):
             return None
         self._packed = column
         if self._guard.skips or self.provenance:
@@ -198,7 +198,7 @@ class Reader(Node[Any]):
         return FragmentDocuments(self.source, column, self, num_bytes)
 
     def yields_only(self, column: str) -> bool:
-        return isinstance(self.source, ColumnSource) and self.source.columns == [column] and not self.provenance
+        return follows(self.source, ColumnSource) and self.source.columns == [column] and not self.provenance
 
     def prepare(self, rows: Ints, shards: Ints) -> None:
         if self._fetching is None:
@@ -223,7 +223,7 @@ class Reader(Node[Any]):
         """Rows or tokens of the whole source in an epoch; ``ValueError`` where it does not know its tokens."""
         if unit == "rows":
             return self.rows.view(epoch).num_rows
-        if not isinstance(self.source, CountedSource):
+        if not follows(self.source, CountedSource):
             raise ValueError(
                 f"weights='tokens': {self.source.name} does not know how many tokens it has without reading them all. Give "
                 f"the weights as numbers, or weights='rows'."
@@ -258,7 +258,7 @@ class Reader(Node[Any]):
         return f"{self.source.name}: {self.source.locate(self._drawn)}" if self._drawn >= 0 else ""
 
     def parameters(self) -> dict[str, Any]:
-        chosen = self.source.columns if isinstance(self.source, ColumnSource) else None
+        chosen = self.source.columns if follows(self.source, ColumnSource) else None
         columns = [self._packed] if self._packed is not None else chosen
         return {
             "shuffle": "full" if self.rows.is_full else self.rows.window,
@@ -314,13 +314,18 @@ class Reader(Node[Any]):
 
 
 def _chunks(source: Source) -> Chunks | None:
-    return Chunks(source) if isinstance(source, BatchSource) and source.batch_rows > 1 else None
+    return Chunks(source) if follows(source, BatchSource) and source.batch_rows > 1 else None
 
 
-def _fetching(source: Source, width: int) -> Fetching | None:
-    if not isinstance(source, AheadSource) or not source.reads_ahead or source.fragments is None:
+def _pieces(source: Source) -> PieceSource | None:
+    return source if follows(source, PieceSource) else None
+
+
+def _fetching(source: Source, rows: ShardRows) -> Fetching | None:
+    fragments = source.fragments
+    if not follows(source, AheadSource) or not source.reads_ahead or fragments is None:
         return None
-    return Fetching(source, source.fragments, owner_of(source), width)
+    return Fetching(source, fragments, owner_of(source), rows.width)
 
 
 def _warn_if_small(source: Source, shard: Shard) -> None:

@@ -9,17 +9,19 @@ from rescale_data.nodes.base import BaseNode, Node, View, copy_of
 from rescale_data.nodes.caps import cap_of, check_caps
 from rescale_data.nodes.circle import circle_of, grouped_circle_of
 from rescale_data.nodes.column import ColumnDocuments
+from rescale_data.nodes.form import BEFORE, History
 from rescale_data.nodes.mixed import MixedDocuments
 from rescale_data.nodes.mixture_arguments import check_group, check_mixture
 from rescale_data.nodes.mixture_draws import MixtureDraws, Stop
 from rescale_data.nodes.mixture_ends import end_of_all
 from rescale_data.nodes.mixture_progress import mixture_progress
-from rescale_data.nodes.mixture_row import NOW, MixtureRow, Unit, check_saved
-from rescale_data.nodes.mixture_weights import MixtureWeights
+from rescale_data.nodes.mixture_row import MixtureRow, Unit, check_saved
+from rescale_data.nodes.mixture_weights import MixtureWeights, number_of
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.shard_of import find_shard
 from rescale_data.nodes.sizes import Size, Sizes
-from rescale_data.nodes.weights import Schedule, as_json, mix_of
+from rescale_data.nodes.weights import Schedule, as_json, from_json
+from rescale_data.sources.decoded.cache import follows
 from rescale_data.sources.source import TokenSource
 from rescale_data.state import Field, Ints
 
@@ -109,11 +111,7 @@ class WeightedSampler(Node[Any]):
             weights = sizes.weights(self.position)
         self.weights = weights if isinstance(weights, Schedule) else {name: float(weights[name]) for name in self.names}
         self.caps = {name: dict(cap) for name, cap in sorted((caps or {}).items())}
-        limits = {
-            self.names.index(name): cap_of(name, cap, *self._sources[name], self._row, self._shard)
-            for name, cap in self.caps.items()
-        }
-        self._in_use = MixtureWeights(self._row, self.weights, self._shard, sizes, limits)
+        self._in_use = self._rule(self.weights, self.caps, sizes)
         self.position = self.initial()
         mixtures = [_mixture_of(node) for node in self._nodes]
         inner = [mixture and mixture._draws for mixture in mixtures]
@@ -158,6 +156,29 @@ class WeightedSampler(Node[Any]):
     def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         if self._in_use.sizes is not None:
             self._in_use.sizes.forget()
+        self._in_use.before = [self._rule(from_json(rule["weights"]), rule["caps"]) for _, rule in history]
+
+    def earlier(self, saved: Mapping[str, Any], rows: Ints) -> History:
+        last = {"weights": saved["weights"], "caps": saved.get("caps", {})}
+        now = number_of(as_json(self.weights), self.caps)
+        known = {
+            number_of(rule["weights"], rule["caps"]): rule for rule in [*(r for _, r in saved.get(BEFORE, ())), last]
+        }
+        used = self._in_use.used_in(rows) if now or any(known) else set[int]()
+        if 0 in used and 0 not in known:  # a state of before schedules had numbers
+            used.add(number_of(**last))
+        return [(0, rule) for number, rule in known.items() if number in used and number != now]
+
+    def _rule(
+        self, weights: Mapping[str, float] | Schedule, caps: Mapping[str, Any], sizes: Sizes | None = None
+    ) -> MixtureWeights:
+        limits = {
+            self.names.index(name): cap_of(name, cap, *self._sources[name], self._row, self._shard)
+            for name, cap in caps.items()
+            if name in self._sources
+        }
+        number = number_of(as_json(weights), caps)
+        return MixtureWeights(self._row, weights, self._shard, sizes, limits, number)
 
     def check_change(self, saved: Mapping[str, Any], rows: Ints) -> None:
         self._in_use.check_change(saved, rows)
@@ -171,8 +192,7 @@ class WeightedSampler(Node[Any]):
 
     def is_stuck(self, position: View) -> bool:
         """Some of the weight is that of a source that is gone."""
-        gone = position[NOW] != mix_of(self.names, self._row.weights_at(position))
-        return gone or super().is_stuck(position)
+        return not self._in_use.is_of(position, self._row.weights_at(position)) or super().is_stuck(position)
 
     def is_blocked(self, position: View) -> bool:
         if not self.is_relisted(position):
@@ -207,11 +227,12 @@ class WeightedSampler(Node[Any]):
     # In blocks
 
     def documents(self, column: str) -> Documents | None:
-        if self._in_use.may_change or not self._is_flat or (self.unit == "tokens" and column != self.column):
+        if not self._in_use.in_blocks or not self._is_flat or (self.unit == "tokens" and column != self.column):
             return None
         name = type(self).__name__
         below = [node.documents(column) or ColumnDocuments(node, column, name) for node in self._nodes]
-        room = min([s.cache_bytes for _, n in self.walk() if isinstance(s := n.reads, TokenSource)], default=2**30)
+        readers = [n.reads for _, n in self.walk() if n.reads is not None]
+        room = min([source.cache_bytes for source in readers if follows(source, TokenSource)], default=2**30)
         return MixedDocuments(
             self._draws,
             below,

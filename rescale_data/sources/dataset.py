@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from rescale_data.sources.decoded.cache import DEFAULT_BYTES
+from rescale_data.sources.decoded.cache import DEFAULT_BYTES, follows
 from rescale_data.sources.source import Source
 
 
@@ -127,7 +127,7 @@ def as_source(data: Source | MapStyle | os.PathLike[str]) -> Source:
     Raises:
         TypeError: A path, or a dict: they have a length and items, but these are no rows.
     """
-    if isinstance(data, Source):
+    if follows(data, Source):
         return data
     if isinstance(data, str | bytes | os.PathLike | Mapping):
         raise TypeError(

@@ -21,6 +21,7 @@ from rescale_data.sources.bad_row import BadRow, NullValueError
 from rescale_data.sources.condition import Condition, chosen
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES, cache, handles, owner_of
 from rescale_data.sources.decoded.columns import Fragment, check_columns, chosen_columns, is_token_list, token_lists
+from rescale_data.sources.decoded.interest import needed_with
 from rescale_data.sources.decoded.pieces import Piece, Share, cut_out
 from rescale_data.sources.decoded.spill import spill_in
 from rescale_data.sources.file_source import FileSource
@@ -106,8 +107,11 @@ class TableSource(FileSource):
         return True
 
     def cuts_pay(self, num_shards: int) -> bool:
-        needed = min(num_shards, len(self._fragments) - 1) * self.fragment_bytes
-        return self.decoding_costs and num_shards > 1 and needed > self.cache_bytes
+        if not self.decoding_costs or num_shards == 1:
+            return False
+        own = min(num_shards, len(self._fragments) - 1) * self.fragment_bytes
+        # of many sources a shard takes a row each at a visit: pieces pay where they are kept, on disk
+        return own > self.cache_bytes or (self.spill_bytes > 0 and needed_with(self, num_shards) > self.cache_bytes)
 
     def row_of(self, index: int, share: Share) -> dict[str, Any]:
         at = self._fragment_at(index)

@@ -265,3 +265,74 @@ def test_a_packer_reads_the_documents_that_the_mixture_draws(feature: str) -> No
     tokens = [token for sample in itertools.islice(packed, 15) for token in sample["tokens"].tolist()]
     drawn = [token for sample in itertools.islice(rows(shard), 400) for token in sample["tokens"].tolist()]
     assert tokens == drawn[: len(tokens)]
+
+
+def windows(shard: rd.Shard, above: str, weights: Any, caps: Any, unit: str) -> rd.BaseNode[Any]:
+    nodes = {name: rd.Reader(rows(i, 4096), shard) for i, name in enumerate(NAMES)}
+    column = "tokens" if unit == "tokens" else None
+    mixed = rd.WeightedSampler(nodes, weights, unit=unit, column=column, caps=caps)  # type: ignore[arg-type]
+    if above == "whole":
+        return rd.WholeDocumentPacker(mixed, column="tokens", seq_len=64, window=100)
+    packed = (
+        rd.TokenPacker(mixed, column="tokens", seq_len=32, eos_id=None)
+        if above == "packed"
+        else rd.Map(mixed, without_tokens)
+    )
+    return rd.Shuffle(packed, 10 if above == "packed" else 100)
+
+
+STEP, LATER = rd.Schedule([(0, A), (150, B)]), rd.Schedule([(0, A), (170, C), (400, B)])
+CAP = {"web": {"samples": 60}}
+LEGS: list[Any] = [
+    ((STEP, None), (LATER, None)), ((STEP, None), (A, None)), ((A, None), (LATER, None)), ((STEP, CAP), (STEP, None)),
+    ((A, CAP), (A, {"web": {"samples": 65}})), ((A, None), (A, CAP)), ((A, CAP), (B, None)), ((STEP, CAP), (LATER, CAP)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("unit", ["samples", "tokens"])
+@pytest.mark.parametrize("above", ["whole", "packed", "shuffle"])
+@pytest.mark.parametrize(("saved", "now"), LEGS)
+def test_a_window_that_is_open_holds_what_it_held(saved: Any, now: Any, above: str, unit: str) -> None:
+    """Whichever keys and caps it passes, and however often it is loaded."""
+    num = 1 if unit == "samples" else 3  # tokens of a document
+
+    def scaled(weights: Any) -> Any:
+        keys = [(num * at, key) for at, key in weights.keys] if isinstance(weights, rd.Schedule) else None
+        return rd.Schedule(keys) if keys else weights
+
+    def loader(weights: Any, caps: Any) -> rd.DataLoader:
+        return rd.DataLoader(
+            lambda shard: windows(shard, above, scaled(weights), caps, unit),
+            global_batch_size=1, num_logical_shards=1, repeat=True,
+        )  # fmt: skip
+
+    def key(batch: Any) -> Any:
+        return {name: value.tolist() for name, value in batch.items()}
+
+    def place(of: rd.DataLoader) -> tuple[int, int]:
+        shards = by_field(of.state_dict())["shards"]
+        return int(shards["emitted"]), int(next(v for k, v in shards.items() if k.endswith("draws")))
+
+    with loader(*saved) as first:
+        stream = iter(first)
+        while place(first)[0] < 3 or place(first)[1] < 90:  # within the window that passes key and cap
+            next(stream)
+        state, begin = first.state_dict(), place(first)[1]
+        wanted = [key(next(stream))]
+        while place(first)[0]:
+            wanted.append(key(next(stream)))
+        assert begin < 150 < place(first)[1]
+    got: list[Any] = []
+    for _ in range(2):
+        with loader(*now) as second:
+            second.load_state_dict(state)
+            stream = iter(second)
+            got += [key(next(stream)) for _ in range(2 if not got else len(wanted) - 2)]
+            state = second.state_dict()
+    assert got == wanted
+    for _ in range(2):
+        with loader(*now) as second:
+            second.load_state_dict(state)
+            next(iter(second))
+            state = second.state_dict()
+    assert "before" not in state["pipeline"]

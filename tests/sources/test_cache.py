@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rescale_data.sources.decoded.cache import Cache, Evicted, Handles, cache, owner_of, warn_if_thrashing
+from rescale_data.sources.decoded.cache import Cache, Evicted, Handles, cache, owner_of
+from rescale_data.sources.decoded.interest import warn_if_thrashing
 
 
 class Sized:
@@ -164,11 +165,11 @@ class Fragments:
 def test_warns_once_where_the_shards_exceed_the_cache(caplog: pytest.LogCaptureFixture) -> None:
     source = Fragments(10, 999)
     with caplog.at_level(logging.WARNING, "rescale_data"):
-        warn_if_thrashing(source, 99)
-        warn_if_thrashing(Fragments(10, 999, 1), 5000)
+        warn_if_thrashing([source], 99)
+        warn_if_thrashing([Fragments(10, 999, 1)], 5000)
         assert not caplog.records
-        warn_if_thrashing(source, 100)
-        warn_if_thrashing(source, 101)
+        warn_if_thrashing([source], 100)
+        warn_if_thrashing([source], 101)
     (message,) = caplog.messages
     for part in (
         "web",
@@ -178,4 +179,15 @@ def test_warns_once_where_the_shards_exceed_the_cache(caplog: pytest.LogCaptureF
         "up to 10 times",
         "cache_bytes=1000",
     ):
+        assert part in message
+
+
+def test_sources_share_the_cache_of_which_is_warned(caplog: pytest.LogCaptureFixture) -> None:
+    sources = [Fragments(10, 999) for _ in range(20)]
+    with caplog.at_level(logging.WARNING, "rescale_data"):
+        warn_if_thrashing(sources, 4)  # 40 bytes each, 800 together
+        assert not caplog.records
+        warn_if_thrashing(sources, 5)
+    (message,) = caplog.messages
+    for part in ("20 sources, web among them", "take 1000 bytes", "are 999", "cache_bytes=1000"):
         assert part in message

@@ -53,6 +53,19 @@ def test_urls(tmp_path: Path) -> None:
     assert [source.row(i)["tokens"].tolist() for i in range(30)] == DOCS
 
 
+@pytest.mark.parametrize("dtype", ["uint16", "int64"])
+def test_knows_its_tokens_without_reading_them(dtype: str, tmp_path: Path) -> None:
+    write_megatron(tmp_path / "a", DOCS[:17], dtype, 2)
+    write_megatron(tmp_path / "b", DOCS[17:], dtype, 1)
+    source = MegatronSource(tmp_path)
+    assert source.num_tokens(None) == source.num_tokens("tokens") == sum(map(len, DOCS))
+    parts = [sum(map(len, DOCS[a:b])) for a, b in zip(source.fragments, source.fragments[1:], strict=False)]
+    assert [source.num_tokens("tokens", np.array([i])) for i in range(len(parts))] == parts
+    assert source.num_tokens("tokens", np.array([0, 3])) == parts[0] + parts[3]
+    with pytest.raises(ValueError, match="no column 'text'"):
+        source.num_tokens("text")
+
+
 class TestBadData:
     @pytest.mark.parametrize("kept", [0, 8, 33, 60, -300])
     def test_an_index_that_was_cut_off(self, kept: int, tmp_path: Path) -> None:

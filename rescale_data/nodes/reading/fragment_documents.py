@@ -11,6 +11,7 @@ import numpy as np
 from rescale_data.nodes.reading.gather import copied, fragments_of, places_of
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.nodes.reading.spans import EMPTY, NOTHING, Moves, Spans, plain
+from rescale_data.sources.decoded.cache import follows, owner_of
 from rescale_data.sources.decoded.pieces import PieceSource
 from rescale_data.sources.source import DecodingSource, Tokens, TokenSource
 from rescale_data.state import Ints
@@ -58,17 +59,22 @@ class FragmentDocuments:
         num_bytes: About as much is copied at once.
     """
 
+    __slots__ = (
+        "__weakref__",
+        "_bytes", "_column", "_decoding", "_fragments", "_key", "_rows", "_share", "_source",
+    )  # fmt: skip
+
     def __init__(self, source: TokenSource, column: str, rows: Rows, num_bytes: int) -> None:
         source.check_tokens(column)
+        _alive.add(self)
         if source.fragments is None:
             raise TypeError(f"{source.name} can be read a fragment at a time, but says that it has no fragments.")
         self._source, self._column, self._rows = source, column, rows
-        self._decoding = source if isinstance(source, DecodingSource) else None
+        self._decoding = source if follows(source, DecodingSource) else None
         self._fragments = np.ascontiguousarray(source.fragments, dtype=np.int64)
         self._bytes = num_bytes
         self._share: ShardShare | None = None
-        self._lent: WeakValueDictionary[int, Tokens] = WeakValueDictionary()  # fragments that a packer still holds
-        _alive.add(self)
+        self._key = owner_of(source), column
 
     def read(self, position: memoryview, most: int) -> Spans:
         epoch, row = position[0], position[1]
@@ -131,11 +137,12 @@ class FragmentDocuments:
         return len(_alive) * num_bytes <= self._source.cache_bytes
 
     def _tokens(self, fragment: int) -> Tokens:
-        if self._share is not None and isinstance(self._source, PieceSource):
+        if self._share is not None and follows(self._source, PieceSource):
             return self._source.tokens_of(self._column, fragment, self._share)
-        tokens = self._lent.get(fragment)
+        key = (*self._key, fragment)
+        tokens = _lent.get(key)
         if tokens is None:
-            tokens = self._lent[fragment] = self._source.tokens(self._column, fragment)
+            tokens = _lent[key] = self._source.tokens(self._column, fragment)
         return tokens
 
     def _fragment_at(self, row: int) -> int:
@@ -161,4 +168,6 @@ def block_bytes(cache_bytes: int, num_logical_shards: int) -> int:
     return max(2**16, min(2**20, cache_bytes // 4 // num_logical_shards))
 
 
-_alive: WeakSet[FragmentDocuments] = WeakSet()
+_alive: WeakSet[FragmentDocuments] = WeakSet()  # of the shards of all sources
+_lent: WeakValueDictionary[tuple[int, str, int], Tokens] = WeakValueDictionary()
+"""Fragments that a packer of any shard still holds, by source, column and number."""

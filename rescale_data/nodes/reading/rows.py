@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import index
 from typing import SupportsIndex
 
@@ -32,9 +34,12 @@ from rescale_data.state import Ints
 
 DEFAULT_WINDOW = 1024
 _NO_SUMS = memoryview(b"")
+_ENTRY = 600  # bytes of a plan in the cache beside its numbers
+_SINCE_EVER = [0]
+_numbers = itertools.count()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class View:
     """What a source consists of, from an epoch on: some of its fragments, or all of it.
 
@@ -49,7 +54,7 @@ class View:
     fragments: Ints | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Rows of the source for the shard's rows ``first ..`` of an epoch, in the order in which they are read.
 
@@ -64,7 +69,7 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        return self.rows.nbytes + self.sums.nbytes
+        return self.rows.nbytes + self.sums.nbytes + _ENTRY
 
     def covers(self, epoch: int, row: int) -> bool:
         return self.epoch == epoch and 0 <= row - self.first < len(self.rows)
@@ -79,21 +84,26 @@ class ShardRows:
         shuffle, by_global_batch: See `Reader`.
     """
 
+    __slots__ = (
+        "_orders", "_plan_key", "_shard", "_since", "_sized", "_source", "_source_key", "_views", "is_full", "steps", "window",
+    )  # fmt: skip
+
     def __init__(self, source: Source, shard: Shard, shuffle: bool | int, by_global_batch: bool = False) -> None:
         self._source, self._shard = source, shard
         self.steps = Steps(**_sizes_of(shard, shuffle)) if by_global_batch else None
         self.is_full = shuffle is True and source.fragments is None
         self.window = 0 if self.is_full else _window(shuffle)
-        self._source_key, self._plan_key = owner_of(source), (owner_of(self), "plan")
-        self.adopt([View(0, source.num_rows)])
+        self._source_key = owner_of(source)
+        self._plan_key = (self._source_key, "plan", next(_numbers))
+        self.adopt(_whole(source.num_rows))
 
     def adopt(self, views: Sequence[View]) -> None:
         """From now on the source consists of what ``views`` say, in the order of their first epochs."""
-        self._views = list(views)
-        self._since = [view.since for view in views]
+        self._views = views
+        self._since = _SINCE_EVER if len(views) == 1 else [view.since for view in views]
         self._orders: dict[tuple[int, int], ShardOrder] = {}
         self._sized = -1, 0  # the epoch whose size was asked for last, and that
-        cache().put(self._plan_key, Plan(-1, 0, np.zeros(0, np.int64), _NO_SUMS))
+        cache().forget(self._plan_key)
 
     @property
     def grows(self) -> bool:
@@ -289,6 +299,11 @@ class ShardRows:
     def view(self, epoch: int) -> View:
         """What the source consists of in an epoch."""
         return self._views[0] if len(self._views) == 1 else self._views[bisect_right(self._since, epoch) - 1]
+
+
+@lru_cache(maxsize=1024)
+def _whole(num_rows: int) -> Sequence[View]:
+    return (View(0, num_rows),)
 
 
 def _sizes_of(shard: Shard, shuffle: bool | int) -> dict[str, int]:

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol, TypeVar, runtime_checkable
-
-from rescale_data.sources.source import Described
-from rescale_data.state import Ints
+from typing import Any, Protocol, TypeGuard, TypeVar
 
 V = TypeVar("V", bound="Sized")
+P = TypeVar("P")
 
 DEFAULT_BYTES = 2**30
 _owners = itertools.count()
-_warned: set[int] = set()
-_log = logging.getLogger("rescale_data")
 
 
 class Sized(Protocol):
@@ -51,30 +46,6 @@ class Budgeted(Protocol):
     def cache_bytes(self) -> int: ...
 
 
-@runtime_checkable
-class Decoded(Protocol):
-    """A source whose fragments take memory."""
-
-    @property
-    def num_rows(self) -> int: ...
-
-    @property
-    def fragments(self) -> Ints | None: ...
-
-    @property
-    def cache_bytes(self) -> int: ...
-
-    @property
-    def spill_bytes(self) -> int:
-        """What may lie on disk beside them."""
-        ...
-
-    @property
-    def fragment_bytes(self) -> int:
-        """Bytes of the median fragment when it is decoded, as far as the footers tell."""
-        ...
-
-
 class Cache:
     """Least recently used first out, until the rest fits the budget; safe under threads. More entries cost no more time.
 
@@ -90,15 +61,16 @@ class Cache:
         self._budgeted: weakref.WeakSet[Budgeted] = weakref.WeakSet()
         self._lock = threading.RLock()  # a finalizer may run inside any of the methods
         self.nbytes = 0
-        self._budget = -1  # not known
+        self._budget = self._judged = -1  # not known; that by which entries were judged large
 
     @property
     def budget(self) -> int:
         with self._lock:
             if self._budget < 0:
-                self._budget = max((source.cache_bytes for source in self._budgeted), default=DEFAULT_BYTES)
-                half = self._budget // 2
-                self._large = {key: size for key, (_, size) in self._entries.items() if size > half}
+                budget = self._budget = max((source.cache_bytes for source in self._budgeted), default=DEFAULT_BYTES)
+                if budget != self._judged:
+                    self._judged = budget
+                    self._large = {key: size for key, (_, size) in self._entries.items() if size > budget // 2}
             return self._budget
 
     def register(self, source: Budgeted) -> None:
@@ -222,6 +194,7 @@ class Handles:
 _cache = Cache()
 _handles = Handles()
 _owner_of: dict[int, int] = {}
+_follows: dict[int, dict[type, bool]] = {}  # by owner
 
 
 def cache() -> Cache:
@@ -243,8 +216,20 @@ def owner_of(thing: object) -> int:
     return owner
 
 
+def follows(thing: object, protocol: type[P]) -> TypeGuard[P]:
+    """``isinstance(thing, protocol)``, found out once: of one source there may be many readers."""
+    try:
+        known = _follows.setdefault(owner_of(thing), {})
+    except TypeError:  # a list, say, to which there is no weak reference
+        return isinstance(thing, protocol)
+    if protocol not in known:
+        known[protocol] = isinstance(thing, protocol)
+    return known[protocol]
+
+
 def _forget(identity: int) -> None:
     owner = _owner_of.pop(identity)
+    _follows.pop(owner, None)
     _cache.drop(owner)
     _handles.drop(owner)
 
@@ -256,28 +241,3 @@ def _renew() -> None:
 
 
 os.register_at_fork(after_in_child=_renew)
-
-
-def warn_if_thrashing(source: Described, owned_shards: int) -> None:
-    """Warn, once a source, where one process visits more fragments in turn than its cache holds.
-
-    Args:
-        source: Nothing is said of one without fragments.
-        owned_shards: Logical shards that this process runs.
-    """
-    if not isinstance(source, Decoded) or source.fragments is None:
-        return
-    num_fragments = len(source.fragments) - 1
-    needed, times = min(owned_shards, num_fragments) * source.fragment_bytes, source.num_rows // max(1, num_fragments)
-    room = source.cache_bytes + source.spill_bytes
-    if needed <= room or times < 2 or owner_of(source) in _warned:
-        return
-    _warned.add(owner_of(source))
-    _log.warning(
-        "%s: this process visits %d logical shards in turn, whose fragments of about %d bytes take %d bytes, and cache_bytes "
-        "and spill_bytes are %d. Fragments are then decoded again at each visit, up to %d times an epoch (their rows; less "
-        "under a TokenPacker, which takes many at a visit). Give cache_bytes=%d, or spill_dir=, a local folder with as much "
-        "room, run fewer shards in a process (a smaller num_logical_shards, more ranks or workers), or write smaller row "
-        "groups or record batches.",
-        source.name, owned_shards, source.fragment_bytes, needed, room, times, needed,
-    )  # fmt: skip
