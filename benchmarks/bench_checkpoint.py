@@ -1,7 +1,7 @@
 """What does training lose to a save?
 
     python benchmarks/bench_checkpoint.py [--megabytes 200 1000] [--saves 5] [--small 20000]
-        [--convert 1000] [--folder DIR]
+        [--ranks 1000] [--convert 1000] [--folder DIR]
 
 One process trains a model of linear layers with AdamW, whose parameters and state have the given size. "Lost" is the time of
 all steps from the call of save until the checkpoint is committed, less the time that as many undisturbed steps take (the
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import pickle
 import platform
 import shutil
 import statistics
@@ -28,10 +29,16 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager
+from rescale_data.checkpoint.planner import CheckingLoadPlanner, CheckpointSavePlanner
+from rescale_data.checkpoint.storage.metadata import read_metadata
 
 WIDTH = 2048
 
@@ -155,6 +162,44 @@ def measure_small(count: int, folder: Path) -> None:
         print(f"  {name:16} {statistics.median(taken):7.3f}")
 
 
+def measure_plans(ranks: int, count: int = 200) -> None:
+    """Seconds of what one process does for tensors that so many ranks hold a row each of, beside DCP's own: rank 0 makes one
+    plan of all ranks' plans, and each rank that loads reads the metadata and plans; here it wants every tensor whole.
+    """
+    names, size, row = [f"w{number}" for number in range(count)], torch.Size([ranks, 8]), torch.Size([1, 8])
+
+    def plan(rank: int) -> SavePlan:
+        offset = torch.Size([rank, 0])
+        data = TensorWriteData(ChunkStorageMetadata(offset, row), TensorProperties(), size)
+        items = [WriteItem(MetadataIndex(name, offset), WriteItemType.SHARD, tensor_data=data) for name in names]
+        return SavePlan(items, planner_data={name: (name,) for name in names})
+
+    plans, state = [plan(rank) for rank in range(ranks)], {name: torch.zeros(size) for name in names}
+    save_planners = {"DCP's": DefaultSavePlanner(), "ours": CheckpointSavePlanner()}
+    load_planners = {"DCP's": DefaultLoadPlanner(), "ours": CheckingLoadPlanner([], trusted=False)}
+    print(f"\n{ranks} simulated ranks, {count} tensors, {ranks * count} pieces: seconds")
+    for whose, planner in save_planners.items():
+        planner.set_up_planner({}, is_coordinator=True)
+        start = time.perf_counter()
+        merged, metadata = planner.create_global_plan(plans)
+        print(f"  one save of all plans, {whose:6} {time.perf_counter() - start:7.3f}")
+    metadata.storage_data = {
+        item.index: _StorageInfo(f"__{rank}_0.distcp", 0, 32) for rank, of in enumerate(merged) for item in of.items
+    }
+    content = pickle.dumps(metadata)
+    for whose, planner in load_planners.items():
+        start = time.perf_counter()
+        metadata = pickle.loads(content) if whose == "DCP's" else read_metadata(content)
+        middle = time.perf_counter()
+        if isinstance(planner, CheckingLoadPlanner):
+            assert not planner.check(state, metadata)
+        else:
+            planner.set_up_planner(state, metadata, is_coordinator=False)
+        assert len(planner.create_local_plan().items) == ranks * count
+        print(f"  metadata of {len(content) / 1e6:.1f} MB, {whose:6} {middle - start:7.3f}")
+        print(f"  a plan to load, {whose:6} {time.perf_counter() - middle:7.3f}")
+
+
 def measure_conversion(megabytes: int, budget: int, folder: Path) -> None:
     """What a conversion takes of memory, beyond the imports: to a file of torch.save in a process of its own."""
     checkpoint.save(folder / "c", {f"w{number}": torch.zeros(8_000_000) for number in range(megabytes // 32)})
@@ -180,6 +225,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, nargs="*", default=[200, 1000])
     parser.add_argument("--saves", type=int, default=5)
     parser.add_argument("--small", type=int, default=20_000, help="number of small tensors; 0 leaves them out")
+    parser.add_argument("--ranks", type=int, default=1000, help="simulated ranks that plan; 0 leaves them out")
     parser.add_argument("--convert", type=int, default=1000, help="megabytes to convert; 0 leaves them out")
     parser.add_argument("--folder", type=Path, default=None)
     options = parser.parse_args()
@@ -193,6 +239,8 @@ def main() -> None:
             measure(megabytes, options.saves, folder / str(megabytes))
         if options.small:
             measure_small(options.small, folder / "small")
+        if options.ranks:
+            measure_plans(options.ranks)
         if options.convert:
             measure_conversion(options.convert, 256_000_000, folder / "convert")
     finally:

@@ -428,7 +428,7 @@ class DataLoader:
         Collective over the dp ranks: all of them call it, before any ``if rank == 0``. It pickles, and loads on any topology.
 
         Returns:
-            ``{"shards": {path: plain tensor with N rows}, ...}``: see DESIGN, "State in the checkpoint".
+            ``{"shards": {path: plain tensor with N rows}, ...}``: see docs/design.md, 8.
 
         Raises:
             ValueError: Ranks are simulated, see `rescale_data.testing.full_state_dict`.

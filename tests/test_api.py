@@ -1,6 +1,7 @@
 """What can be imported, and what importing it does not do."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,18 @@ def test_imports_go_down_and_are_public(path: Path) -> None:
         elif parts[0] in ("torch", "torchdata"):
             assert not any(part.startswith("_") for part in parts), name
         assert parts[0] != "torchdata" or path.match("nodes/base.py"), name
+
+
+def test_the_rooms_are_described_as_they_are() -> None:
+    """rescale_data/README.md: every room, from the top floor down, and only files that are there."""
+    page = (PACKAGE / "README.md").read_text()
+    named = re.findall(r"`([\w/]+\.(?:py|c))`", page)
+    assert named
+    assert [name for name in named if not any((root / name).is_file() for root in (PACKAGE, PACKAGE.parent))] == []
+    rows = re.findall(r"^\| (`.*?) \|", page.split("\n## To find")[0], re.MULTILINE)
+    rooms = [Path(name).stem for row in rows for name in re.findall(r"`([\w.]+)/?`", row)]
+    assert sorted(rooms) == sorted(LEVELS.keys() - {"__init__"})
+    assert [LEVELS[room] for room in rooms] == sorted((LEVELS[room] for room in rooms), reverse=True)
 
 
 BOTTOM = ["order.py", "state.py", *(str(path.relative_to(PACKAGE)) for path in sorted(PACKAGE.glob("layout/*.py")))]

@@ -59,8 +59,8 @@ def save(
 
     Raises:
         TypeError: ``state`` holds what has no place in a checkpoint.
-        ValueError: ``path`` is taken, ranks differ in it or in a value that is not ``PerRank``, an optimizer's parameters are
-            in no module of ``state``, or a tensor is on the meta device, quantized, sparse or nested.
+        ValueError: ``path`` is taken, ranks differ in it, in ``step`` or in a value that is not ``PerRank``, an optimizer's
+            parameters are in no module of ``state``, or a tensor is on the meta device, quantized, sparse or nested.
         OSError: disk full, no permission; the message says what to do.
 
     Example:
@@ -78,7 +78,7 @@ def save(
     checked = ranks.together(lambda: checked_metrics(metrics))
     plain, loose = plain_state(state, ranks)
     info = SaveInfo(world_size=ranks.size, step=step, metrics=checked)
-    workspace = begin(store, final, ranks, overwrite=overwrite)
+    workspace = begin(store, final, ranks, overwrite=overwrite, step=step)
     write(plain, CheckpointWriter(store, workspace, info), ranks, loose)
 
 
@@ -96,11 +96,12 @@ def loose_names(entries: list[Entry]) -> set[str]:
     return {name for entry in entries for name in entry.loose}
 
 
-def begin(store: Store, final: str, ranks: Ranks, *, overwrite: bool) -> Workspace:
+def begin(store: Store, final: str, ranks: Ranks, *, overwrite: bool, step: int | None = None) -> Workspace:
     """The workspace of one save, the same on all ranks."""
-    others = ranks.on_each(lambda: (final, overwrite))
+    own = f"{final}{' (overwrite)' * overwrite}{'' if step is None else f' of step {step}'}"
+    others = ranks.on_each(lambda: own)
     if len(set(others)) > 1:
-        said = ", ".join(f"{path}{' (overwrite)' * over}" for path, over in sorted(set(others))[:4])
+        said = ", ".join(sorted(set(others))[:4])
         raise ValueError(f"All ranks save one checkpoint, and they name {len(set(others))}: {said}. Give all the same.")
     try:
         return ranks.on_first(lambda: prepare(store, final, uuid.uuid4().hex, overwrite=overwrite))

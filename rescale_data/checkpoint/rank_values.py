@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Set
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from rescale_data.checkpoint.ranks import Ranks
@@ -54,7 +55,7 @@ def source_rank(saved: Set[str], rank: int) -> int:
 def refuse_disagreement(plain: Mapping[str, Any], loose: Set[str], ranks: Ranks) -> None:
     """``ValueError`` naming what ranks hold under one name and not with one value; a collective.
 
-    Compared are tensors that are nobody's shards, and numbers, strings and lists of them.
+    Compared are tensors that are nobody's shards, arrays, numbers, strings, and containers of them.
 
     Args:
         loose: Names that may differ: buffers of modules, of which DDP, too, takes one rank's.
@@ -95,10 +96,28 @@ def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
 
 
 def _digest(value: Any) -> bytes:
-    """Eight bytes; none for what is sharded or has no text of its own."""
+    """Eight bytes; none for what is sharded or of a class unknown here."""
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         return _digest_of_tensor(cast(torch.Tensor, value).detach()) if value.device.type in ("cpu", "cuda") else b""
-    return hashlib.blake2b(repr(value).encode(), digest_size=8).digest() if _has_text(value) else b""
+    if _has_text(value):
+        return _digest_of_bytes(repr(value).encode())
+    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        return _digest_of_bytes(f"{value.dtype} {value.shape}".encode(), value.tobytes())
+    if type(value) in (list, tuple):
+        return _digest_of_bytes(*map(_digest, cast("list[Any]", value)))
+    if type(value) in (set, frozenset):
+        return _digest_of_bytes(*sorted(map(_digest, cast("set[Any]", value))))
+    if type(value) is dict:
+        items = cast("dict[Any, Any]", value).items()
+        return _digest_of_bytes(*sorted(repr(key).encode() + _digest(inner) for key, inner in items))
+    return b""
+
+
+def _digest_of_bytes(*parts: bytes) -> bytes:
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
 
 
 def _has_text(value: Any) -> bool:

@@ -18,6 +18,7 @@ from rescale_data.checkpoint.storage.open import open_store, verify
 from rescale_data.checkpoint.storage.pruned import pruned
 from rescale_data.checkpoint.storage.run_folder import RunFolder
 from rescale_data.checkpoint.storage.store import Store, StrPath, join
+from rescale_data.errors import DamagedCheckpointError
 
 Options = Mapping[str, Any] | None
 LEFT_OUT = ("filtered", "skipped", "short", "long", "blocked", "untrained")
@@ -206,7 +207,8 @@ def _about(store: Store, path: str) -> dict[str, Any] | None:
     try:
         manifest = read_manifest(store, path)
     except ValueError as error:
-        return {"name": name, "state": "damaged", "detail": str(error)}
+        state = "damaged" if isinstance(error, DamagedCheckpointError) else "too new"
+        return {"name": name, "state": state, "detail": str(error)}
     if manifest is None:
         if not store.is_file(join(path, METADATA)):
             return None

@@ -34,7 +34,6 @@ UNDEALT, ENDED = (
     -2,
 )  # in DEALT: nothing is dealt; the last batch of the epoch was taken, and the rows begin the next
 EPOCH = "epoch"  # how a field that counts epochs is called
-"""Beside the parameters of a packer: what form its samples had before."""
 EXCLUDED_STEPS = "excluded_steps"
 """Beside the parameters of the root: steps that are left out, ``[[first, stop], ...]``."""
 IN_STEP = "in_step"

@@ -8,7 +8,7 @@ The shapes on disk depend on N alone. In memory a table is one of these, and all
     sharded   a `DTensor` over the dp mesh where W divides N, without communication; whole elsewhere
     local     `RankRows`, which `whole_state` makes whole: never any communication
 
-The tensors are those of `table.py`. Source: DESIGN, "State in the checkpoint".
+The tensors are those of `table.py`. Source: docs/design.md, 8.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Every rank plans every tensor of a save. So a mixture, which may have hundreds o
     format version 2   stamp, samples, dealt: [N]   and of each field of the pipeline one, ``source.row``: [N, ...]
     format version 3   stamp, samples, dealt: [N]   and of a mixture ``rows``: int64[N, slots], in the order of "fields"
 
-Every row says whose it is: ``stamp`` of row i is ``-1 - (samples * N + i)``. Source: DESIGN, "State in the checkpoint".
+Every row says whose it is: ``stamp`` of row i is ``-1 - (samples * N + i)``. Source: docs/design.md, 8.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from rescale_data import checkpoint
 from rescale_data.checkpoint.convert.safetensors import INDEX, NON_TENSORS, parse_size
 from rescale_data.checkpoint.convert.stored import StoredCheckpoint
+from rescale_data.checkpoint.storage import progress
 from tests.checkpoint.models import Plain, mesh, whole, wrap
 from tests.checkpoint.processes import run
 from tests.checkpoint.stand_in import StandInLoader
@@ -248,6 +249,41 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pyt
         with pytest.raises(OSError, match="disk full"):
             convert(tmp_path / "c", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.mark.parametrize("how", ["to_safetensors", "to_torch_save"])
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_checkpoint_that_is_replaced_while_it_is_converted_is_not_mixed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, gone: bool
+) -> None:
+    checkpoint.save(tmp_path / "step-1", {f"w{n}": torch.ones(10) for n in range(3)})
+    stream = StoredCheckpoint.stream
+
+    def replaced(self: StoredCheckpoint, names: list[str], budget: int) -> Iterator[torch.Tensor]:
+        for number, tensor in enumerate(stream(self, names, 1)):
+            if number == 1 and gone:
+                shutil.rmtree(tmp_path / "step-1")
+            elif number == 1:
+                checkpoint.save(tmp_path / "step-1", {f"w{n}": torch.zeros(10) for n in range(3)}, overwrite=True)
+            yield tensor
+
+    monkeypatch.setattr(StoredCheckpoint, "stream", replaced)
+    with pytest.raises(ValueError, match=r"step-1 was replaced or deleted while it was read\. Start again"):
+        getattr(checkpoint, how)(tmp_path / "step-1", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_conversion_that_takes_long_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="rescale_data")
+    checkpoint.save(tmp_path / "c", {f"w{n}": torch.ones(2_500_000) for n in range(2)})
+    checkpoint.to_torch_save(tmp_path / "c", tmp_path / "quick.pt", checksums=False)
+    assert "Reading" not in caplog.text
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    checkpoint.to_torch_save(tmp_path / "c", tmp_path / "f.pt", budget=1)
+    for done in ("0.01", "0.02"):
+        assert f"Reading {tmp_path.resolve()}/c: {done} of 0.02 GB on this rank." in caplog.text
 
 
 def test_files_in_an_object_store(tmp_path: Path) -> None:

@@ -64,10 +64,10 @@ def test_kills_at_random_requests() -> None:
     rng, folder, committed, killed, stuck = random.Random(KILLS), f"s3://{BUCKET}/{uuid.uuid4().hex}", 0, 0, 0
     with serving() as server:
         for round_ in range(KILLS // 8):
-            victim = round_ % 4 // 3
+            # Each rank in each mode, after a first round that commits.
+            victim, mode = ((0, "thread"), (0, "disabled"), (1, "thread"), (1, "disabled"))[(round_ - 1) % 4]
             fuse = rng.randrange(3 if victim else 24) if committed else 10**9
             ours, theirs = context.Pipe(duplex=False)
-            mode = ("thread", "disabled")[round_ % 2]
             arguments = (folder, server.options, mode, committed + 1, victim, fuse, theirs)
             processes, _ = start(2, save_with_a_fuse, *arguments)
             theirs.close()

@@ -8,6 +8,7 @@ import pathlib
 import pickle
 import subprocess
 import sys
+import tempfile
 import time
 import zlib
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from rescale_data.checkpoint.storage.commit import hidden
 from rescale_data.checkpoint.storage.local import LocalStore
 from rescale_data.checkpoint.storage.objects import ObjectStore
 from rescale_data.checkpoint.storage.open import open_store
+from tests.checkpoint.processes import context
 
 STATE = {"w": torch.ones(3)}
 
@@ -88,6 +90,35 @@ def test_a_save_that_runs_is_no_leftover_and_has_its_path_alone(tmp_path: Path) 
     with CheckpointManager(run) as manager:
         assert working not in os.listdir(run), "its process was killed"
         assert manager.steps() == [8]
+
+
+def open_manager_as_another_user(run: str, out: Any) -> None:
+    os.setgid(65534)
+    os.setuid(65534)
+    with CheckpointManager(run) as manager:
+        out.send(manager.steps())
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
+def test_a_save_that_runs_is_no_leftover_to_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who may rename it, as the folder is for all, and may not write its files."""
+    open_write, found = LocalStore.open_write, list[Any]()
+    with tempfile.TemporaryDirectory() as run:
+        os.chmod(run, 0o777)
+
+        def interrupted(store: LocalStore, path: str) -> Any:
+            if path.endswith(".distcp"):
+                ours, theirs = context.Pipe(duplex=False)
+                other = context.Process(target=open_manager_as_another_user, args=(run, theirs))
+                other.start()
+                other.join(60)
+                found.append((other.exitcode, ours.recv()))
+            return open_write(store, path)
+
+        monkeypatch.setattr(LocalStore, "open_write", interrupted)
+        checkpoint.save(f"{run}/step-1", STATE)
+        assert found == [(0, [])]
+        assert checkpoint.verify(f"{run}/step-1") == []
 
 
 def test_a_save_whose_files_something_removes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +203,36 @@ def test_a_device_in_place_of_a_file_is_not_read_for_ever(tmp_path: Path) -> Non
     (tmp_path / "c" / "__0_0.distcp").unlink()
     (tmp_path / "c" / "__0_0.distcp").symlink_to("/dev/zero")
     assert checkpoint.verify(tmp_path / "c") != []
+
+
+def test_a_device_or_a_pipe_in_place_of_the_manifest_is_not_read(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "c", STATE)
+    manifest = tmp_path / "c" / "rescale_data.json"
+    manifest.unlink()
+    manifest.symlink_to("/dev/zero")
+    for work in (checkpoint.verify, lambda path: checkpoint.load(path, dict(STATE))):
+        with pytest.raises(OSError, match=r"neither a file nor a folder.*rescale_data\.json"):
+            work(tmp_path / "c")
+    manifest.unlink()
+    os.mkfifo(manifest)
+    with pytest.raises(OSError, match="neither a file nor a folder"):
+        checkpoint.verify(tmp_path / "c")
+
+
+def test_a_manifest_of_a_newer_version_is_not_called_damaged(tmp_path: Path) -> None:
+    for step in (1, 2):
+        checkpoint.save(tmp_path / f"step-{step}", STATE)
+    file = tmp_path / "step-2" / "rescale_data.json"
+    file.write_text(file.read_text().replace('"version": 1', '"version": 2'))
+    reads: list[Callable[[], object]] = [
+        lambda: checkpoint.verify(tmp_path / "step-2"),
+        lambda: checkpoint.load(tmp_path / "step-2", dict(STATE)),
+        lambda: RunReader(tmp_path).load_latest(dict(STATE)),
+    ]
+    for read in reads:
+        with pytest.raises(ValueError, match=r"was written by a newer rescale_data: version 2.*Install") as caught:
+            read()
+        assert "damaged" not in str(caught.value)
 
 
 ATTACKS: dict[str, Callable[[bytes], bytes]] = {

@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,15 @@ def test_prune(run_folder: Path) -> None:
     assert "nothing" in call("prune", run_folder, *rules)
     assert "METRIC:min:COUNT" in call("prune", run_folder, "--keep-latest", 1, "--keep-best", "loss", code=2)
     call("prune", run_folder, "--keep-latest", 0, code=2)
+
+
+def test_prune_takes_a_link_away_and_not_what_it_points_to(run_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "fork").mkdir()
+    for step in (5, 10):
+        (tmp_path / "fork" / f"step-{step}").symlink_to(run_folder / f"step-{step}")
+    assert call("prune", tmp_path / "fork", "--keep-latest", 1, "--yes") == "step-5: deleted\n"
+    assert [path.name for path in (tmp_path / "fork").glob("step-*")] == ["step-10"]
+    assert "whole" in call("verify", run_folder / "step-5")
 
 
 def test_prune_and_ls_of_what_is_no_run(run_folder: Path) -> None:
@@ -328,6 +338,23 @@ def test_plan() -> None:
     assert "at least 1" in call("plan", 768, "--to", 0, code=2)
 
 
+def test_plan_tells_what_is_refused_from_what_has_another_order() -> None:
+    found = json.loads(call("plan", 768, "--num-logical-shards", 100, "--from", 50, "--to", 64, "--to", 384, "--json"))
+    assert [(about["ranks"], about["allowed"], about["keeps_order"]) for about in found["ranks"]] == [
+        (50, False, False),  # 50 does not divide 768
+        (64, True, False),
+        (384, False, False),  # more ranks than logical shards
+    ]
+    for about in found["ranks"]:
+        sizes = {"global_batch_size": 768, "num_logical_shards": 100, "dp_rank": 0, "dp_world_size": about["ranks"]}
+        with nullcontext() if about["allowed"] else pytest.raises(ValueError, match=r"divide|less than"):
+            rd.DataLoader(list(range(768)), micro_batch_size=1, **sizes)
+    text = call("plan", 768, "--num-logical-shards", 100, "--from", 64)
+    assert "allowed" in text
+    assert "would" not in text
+    assert "has to be a multiple" in call("plan", 768, "--num-logical-shards", 100, "--gpus", 64, code=2)
+
+
 SOURCE = rd.DatasetSource([{"x": i} for i in range(48)], name="numbers")
 
 
@@ -349,7 +376,7 @@ def test_audit(tmp_path: Path) -> None:
     for wrong, says in (
         (["--steps", "5:9"], "newest checkpoint"),
         (["--steps", "x"], "FIRST:STOP"),
-        ([], "--find SOURCE:ROW or --steps"),
+        ([], "one of --find SOURCE:ROW or --steps"),
         (["--find", "others:1"], "reads the sources ['numbers']"),
     ):
         assert says in call(*asked, *wrong, code=2).replace("\n", " ")

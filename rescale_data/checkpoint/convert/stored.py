@@ -11,7 +11,8 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from rescale_data.checkpoint.planner import describe, load_plain
-from rescale_data.checkpoint.storage.open import opened
+from rescale_data.checkpoint.storage.open import ReplacedError, opened
+from rescale_data.checkpoint.storage.progress import Progress
 from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.tree import Lost
 from rescale_data.engine.state_paths import data_states
@@ -34,6 +35,7 @@ class StoredCheckpoint:
 
     Raises:
         FileNotFoundError: no checkpoint at ``path``.
+        ReplacedError: while it is read, another checkpoint took its place.
         ValueError: damaged files, or nothing named ``name``.
     """
 
@@ -64,6 +66,7 @@ class StoredCheckpoint:
         lost = self._reader.manifest.lost if self._reader.manifest else ()
         self.lost: Lost = [(path[skip:], key) for path, key in lost if (skip := _skip(tuple(path), name)) is not None]
         self._plain = [short for short in saved if short not in self.tensors]
+        self._progress = Progress(f"Reading {folder}", sum(map(self.num_bytes, self.tensors)))
 
     def close(self) -> None:
         self._lease.close()
@@ -77,14 +80,15 @@ class StoredCheckpoint:
     def values(self) -> dict[str, Any]:
         """What is no tensor, by flattened name."""
         plain: dict[str, Any] = {self._keys[short]: None for short in self._plain}
-        load_plain(plain, self._reader, flat=True)
+        self._read(plain)
         return {short: plain[self._keys[short]] for short in self._plain}
 
     def stream(self, names: list[str], budget: int = BUDGET) -> Iterator[torch.Tensor]:
         """The tensors of ``names`` in order, read in batches of at most ``budget`` bytes, or of one tensor."""
         for batch in self._batches(names, budget):
             read = {self._keys[name]: self._empty(name) for name in batch}
-            load_plain(read, self._reader, flat=True)
+            self._read(read)
+            self._progress.add(sum(map(self.num_bytes, batch)))
             for name in batch:
                 yield read.pop(self._keys[name])
 
@@ -99,6 +103,17 @@ class StoredCheckpoint:
     def num_bytes(self, name: str) -> int:
         meta = self.tensors[name]
         return math.prod(meta.size) * meta.properties.dtype.itemsize
+
+    def _read(self, plain: dict[str, Any]) -> None:
+        failure: Exception | None = None
+        try:
+            load_plain(plain, self._reader, flat=True)
+        except Exception as error:
+            failure = error
+        if self._reader.is_replaced():  # what was read may be of the other one
+            raise ReplacedError(f"{self.folder} was replaced or deleted while it was read. Start again.") from failure
+        if failure is not None:
+            raise failure
 
     def _empty(self, name: str) -> torch.Tensor:
         return torch.empty(self.tensors[name].size, dtype=self.tensors[name].properties.dtype)

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.storage.commit import SAVE_ID_PREFIX
-from rescale_data.checkpoint.storage.manifest import MANIFEST, METADATA, Manifest, read_manifest
+from rescale_data.checkpoint.storage.manifest import MANIFEST, METADATA, Manifest, NewerError, read_manifest
 from rescale_data.checkpoint.storage.metadata import UnknownClassError, read_metadata
 from rescale_data.checkpoint.storage.progress import Progress
 from rescale_data.checkpoint.storage.store import FileRecord, Store, join, split
@@ -37,7 +37,7 @@ def problems(
 def _manifest_or_complaint(store: Store, path: str, trusted: bool) -> tuple[Manifest | None, str]:
     try:
         return require_committed(store, path, trusted), ""
-    except (FileNotFoundError, UnknownClassError):
+    except (FileNotFoundError, NewerError, UnknownClassError):
         raise
     except ValueError as error:
         return None, str(error)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
+import stat
 from typing import BinaryIO
 
 from rescale_data.checkpoint.storage.store import Store, StrPath
@@ -16,6 +18,9 @@ class LocalStore(Store):
     renames = True
 
     def open_read(self, path: str) -> BinaryIO:
+        mode = os.stat(path).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a device has no end, and a pipe no beginning
+            raise OSError(errno.EINVAL, "It is neither a file nor a folder", path)
         return open(path, "rb")
 
     def open_write(self, path: str) -> BinaryIO:

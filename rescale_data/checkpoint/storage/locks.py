@@ -75,19 +75,28 @@ def is_held(path: str) -> bool:
 
 
 def holder(path: str) -> str | None:
-    """Who has the lock of a file; empty where nobody has, or there is no file; None where there are no locks."""
+    """Who has the lock of a file; empty where nobody has, or there is no file; None where that cannot be known."""
     if path in _HELD:
         return "this process"
     try:
-        descriptor = os.open(path, os.O_RDWR)
-    except OSError:
+        descriptor = _opened(path)
+    except (FileNotFoundError, NotADirectoryError):
         return ""
+    except OSError:
+        return None
     try:
         return "" if _locked(descriptor) else None
     except HeldError as error:
         return str(error)
     finally:
         os.close(descriptor)
+
+
+def _opened(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDWR)
+    except PermissionError:  # another user's; to read will do, where the file system is a local one
+        return os.open(path, os.O_RDONLY)
 
 
 def _locked(descriptor: int) -> bool:

@@ -18,6 +18,10 @@ FORMAT = "rescale_data checkpoint"
 VERSION = 1
 
 
+class NewerError(ValueError):
+    """A manifest of a newer rescale_data, which is not damaged."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Every file of a checkpoint with its size and checksum, and what the trainer said about it.
@@ -65,7 +69,7 @@ class Manifest:
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise ValueError("not a manifest of rescale_data")
         if content.get("version") != VERSION:
-            raise ValueError(f"written by a newer rescale_data: version {content.get('version')}, known is {VERSION}")
+            raise NewerError(f"written by a newer rescale_data: version {content.get('version')}, known is {VERSION}")
         crc32 = content.pop("crc32", None)
         if crc32 != _checksum({"format": FORMAT, **content}):
             raise ValueError("its content does not match its checksum")
@@ -83,7 +87,7 @@ def refuse_to_leave(name: str) -> None:
 
 
 def read_manifest(store: Store, path: str) -> Manifest | None:
-    """The manifest of the checkpoint at ``path``; None where there is none; ``ValueError`` where it is damaged."""
+    """The manifest of the checkpoint at ``path``; None where there is none; ``ValueError`` where it is damaged or too new."""
     name = join(path, MANIFEST)
     try:
         text = store.read(name)
@@ -91,6 +95,8 @@ def read_manifest(store: Store, path: str) -> Manifest | None:
         return None
     try:
         return Manifest.from_json(text)
+    except NewerError as error:
+        raise NewerError(f"{name} was {error}. Install that rescale_data, or load an earlier checkpoint.") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DamagedCheckpointError(
             f"{name} is damaged: {error}. Load another checkpoint, or delete this one."

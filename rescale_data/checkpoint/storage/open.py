@@ -21,7 +21,7 @@ from rescale_data.errors import DamagedCheckpointError
 T = TypeVar("T")
 
 
-class ReplacedError(RuntimeError):
+class ReplacedError(ValueError):
     """While it was read the checkpoint was replaced or deleted."""
 
 
