@@ -7,6 +7,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+
+import rescale_data as rd
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -96,6 +99,28 @@ def anchors(page: Path) -> set[str]:
     """What headings are called in links, as GitHub and MyST name them."""
     headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_code_of_the_page_on_checkpoints(tmp_path: Path) -> None:
+    """It stands in rescale_data/checkpoint/README.md. Twice: the second time goes on from what the first has saved."""
+    text = (ROOT / "rescale_data" / "checkpoint" / "README.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert "100_000" in block
+    for steps in (501, 1001):
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = rd.DataLoader(list(range(8)), global_batch_size=4, num_logical_shards=4, repeat=True)
+        names: dict[str, Any] = {
+            "model": model,
+            "optimizer": optimizer,
+            "loader": loader,
+            "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+            "folder": tmp_path / "run",
+            "val_loss": 1.0 / steps,
+        }
+        exec(block.replace("100_000", str(steps)).replace("...", "next(iter(loader))"), names)
+    assert {path.name for path in (tmp_path / "run").glob("step-*")} >= {"step-500", "step-1000"}
+    assert names["state"]["loader"].step == 1001
 
 
 def test_the_rooms_of_the_package() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from rescale_data.layout.layout import Layout
 from rescale_data.layout.plan import Plan, plan
 
 
 def answer(
     global_batch_size: int, sizes: list[int], gpus: int | None, model_parallel: int, num_logical_shards: int | None
 ) -> dict[str, Any]:
-    """For each number of ranks whether it keeps the order, with which micro batches and workers, and else its neighbours.
+    """For each number of ranks whether it is allowed and keeps the order, with which micro batches and workers, or what would.
 
     Args:
         sizes: Numbers of data-parallel ranks; none of them, and no ``gpus``: all that keep the order.
@@ -18,21 +19,43 @@ def answer(
         model_parallel: GPUs a data-parallel rank.
 
     Raises:
-        ValueError: a number below 1, or too few GPUs for one rank.
+        ValueError: a number below 1, too few GPUs for one rank, or ``gpus`` where no number of ranks keeps the order.
     """
     found = plan(global_batch_size, num_logical_shards=num_logical_shards)
     aligned = sorted({option.dp_world_size for option in found})
     for value in sizes:
         if value < 1:
             raise ValueError(f"{value} ranks: give at least 1.")
+    if gpus is not None and not aligned:
+        raise ValueError(
+            f"No number of ranks keeps the order with {global_batch_size} samples a global batch and "
+            f"{found.num_logical_shards} logical shards: one has to be a multiple of the other."
+        )
     best = None if gpus is None else _largest(aligned, gpus, model_parallel)
     asked = [*sizes, *([] if best is None else [best["ranks"]])] or aligned
     return {
         "global_batch_size": global_batch_size,
         "num_logical_shards": found.num_logical_shards,
-        "ranks": [_about(found, aligned, ranks) for ranks in dict.fromkeys(asked)],
+        "ranks": [
+            {**_about(found, aligned, ranks), "allowed": _allowed(global_batch_size, found.num_logical_shards, ranks)}
+            for ranks in dict.fromkeys(asked)
+        ],
         "largest": best,
     }
+
+
+def _allowed(global_batch_size: int, num_logical_shards: int, ranks: int) -> bool:
+    """Whether a loader can be built on these ranks at all, with the smallest micro batch and without workers."""
+    try:
+        Layout(
+            num_logical_shards=num_logical_shards,
+            global_batch_size=global_batch_size,
+            dp_world_size=ranks,
+            micro_batch_size=1,
+        )
+    except ValueError:
+        return False
+    return True
 
 
 def _largest(aligned: list[int], gpus: int, model_parallel: int) -> dict[str, int]:

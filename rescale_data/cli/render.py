@@ -51,12 +51,14 @@ def show_differences(console: Console, differences: Sequence[Mapping[str, str]],
 
 
 def show_plan(console: Console, found: Mapping[str, Any]) -> None:
-    table = _table("ranks", "same global batches", "micro batches", "workers, with any of these")
+    table = _table("ranks", "allowed", "same global batches", "micro batches", "workers, with any of these")
     for about in found["ranks"]:
         sizes = about["micro_batches"]
         told = ", ".join(map(str, sizes if len(sizes) <= 8 else [*sizes[:6], "...", sizes[-1]]))
-        keeps = "yes" if about["keeps_order"] else "no; " + " and ".join(map(str, about["nearest"])) + " would"
-        table.add_row(str(about["ranks"]), keeps, told, ", ".join(map(str, about["workers"])))
+        nearest = " and ".join(map(str, about["nearest"]))
+        keeps = "yes" if about["keeps_order"] else f"no; {nearest} would" if nearest else "no"
+        allowed = "yes" if about["allowed"] else "no"
+        table.add_row(str(about["ranks"]), allowed, keeps, told, ", ".join(map(str, about["workers"])))
     console.print(f"global batch {found['global_batch_size']}, {found['num_logical_shards']} logical shards")
     console.print(table)
     if found["largest"]:

@@ -124,7 +124,7 @@ def test_a_deletion_takes_the_folder_away_before_its_files(tmp_path: Path, monke
     (tmp_path / left / ".metadata").unlink()
     monkeypatch.undo()
     CheckpointManager(tmp_path).close()
-    assert sorted(os.listdir(tmp_path)) == [".writer.lock", "step-2"]
+    assert sorted(os.listdir(tmp_path)) == [".pruned", ".writer.lock", "step-2"]
 
 
 def test_what_a_killed_first_save_left_in_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

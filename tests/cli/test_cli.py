@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -337,6 +338,23 @@ def test_plan() -> None:
     assert "at least 1" in call("plan", 768, "--to", 0, code=2)
 
 
+def test_plan_tells_what_is_refused_from_what_has_another_order() -> None:
+    found = json.loads(call("plan", 768, "--num-logical-shards", 100, "--from", 50, "--to", 64, "--to", 384, "--json"))
+    assert [(about["ranks"], about["allowed"], about["keeps_order"]) for about in found["ranks"]] == [
+        (50, False, False),  # 50 does not divide 768
+        (64, True, False),
+        (384, False, False),  # more ranks than logical shards
+    ]
+    for about in found["ranks"]:
+        sizes = {"global_batch_size": 768, "num_logical_shards": 100, "dp_rank": 0, "dp_world_size": about["ranks"]}
+        with nullcontext() if about["allowed"] else pytest.raises(ValueError, match=r"divide|less than"):
+            rd.DataLoader(list(range(768)), micro_batch_size=1, **sizes)
+    text = call("plan", 768, "--num-logical-shards", 100, "--from", 64)
+    assert "allowed" in text
+    assert "would" not in text
+    assert "has to be a multiple" in call("plan", 768, "--num-logical-shards", 100, "--gpus", 64, code=2)
+
+
 SOURCE = rd.DatasetSource([{"x": i} for i in range(48)], name="numbers")
 
 
@@ -358,7 +376,7 @@ def test_audit(tmp_path: Path) -> None:
     for wrong, says in (
         (["--steps", "5:9"], "newest checkpoint"),
         (["--steps", "x"], "FIRST:STOP"),
-        ([], "--find SOURCE:ROW or --steps"),
+        ([], "one of --find SOURCE:ROW or --steps"),
         (["--find", "others:1"], "reads the sources ['numbers']"),
     ):
         assert says in call(*asked, *wrong, code=2).replace("\n", " ")
