@@ -17,13 +17,13 @@ from rescale_data.engine.collate import collate
 from rescale_data.engine.feed import InProcess
 from rescale_data.engine.reading import Batches, Reading
 from rescale_data.engine.recipe import Pipeline
-from rescale_data.engine.rescale import hand_over, new_layout, require_step_boundary, stays
+from rescale_data.engine.rescale import hand_over, new_layout, require_ranks, require_step_boundary, stays
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.setup import Setup, Tail, require_steps_per_epoch, set_up
 from rescale_data.engine.statedict import Sharded
 from rescale_data.engine.stream import OnSourceChange, Stream
 from rescale_data.engine.workers import Pool
-from rescale_data.errors import require_callable
+from rescale_data.errors import int_or_none, require_bool, require_callable
 from rescale_data.layout.layout import Layout
 from rescale_data.sources.dataset import MapStyle
 from rescale_data.sources.iterable import IterableSource
@@ -120,6 +120,7 @@ class DataLoader:
         join: bool = False,
     ) -> None:
         require_callable(collate_fn=collate_fn, worker_init_fn=worker_init_fn)
+        require_bool(join=join)
         if on_source_change not in ("error", "next_epoch"):
             raise ValueError(f"on_source_change={on_source_change!r}: give 'error' or 'next_epoch'.")
         if shuffle is False and num_logical_shards is None:
@@ -220,7 +221,10 @@ class DataLoader:
 
         Raises:
             ValueError: A topology that does not fit; a step that is not complete. Nothing has changed then.
+            TypeError: What is no mesh, no group, no number.
         """
+        require_ranks(mesh, group)
+        (step,) = int_or_none(step=step)
         reading, given = self.reading, mesh is not None or group is not None
         if step is None:
             require_step_boundary(reading)

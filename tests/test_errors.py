@@ -103,6 +103,7 @@ class TestTopology:
             ({"timeout": 0}, ValueError, "timeout=0: give the seconds to wait"),
             ({"timeout": "9"}, ValueError, "timeout='9': give the seconds to wait"),
             ({"repeat": "no"}, TypeError, "repeat='no' is a str; give True or False"),
+            ({"join": 3}, TypeError, "join=3 is a int; give True or False"),
             ({"mesh": "dp"}, TypeError, r"mesh='dp' is a str: give a DeviceMesh of the dp ranks"),
             ({"num_workers": 1, "prefetch_factor": 0}, ValueError, "prefetch_factor=0: give the messages"),
             (
@@ -123,6 +124,24 @@ class TestTopology:
     def test_arguments(self, kwargs: dict[str, Any], error: type[Exception], message: str) -> None:
         with pytest.raises(error, match=message):
             loader_of(**kwargs)
+
+    @pytest.mark.parametrize(
+        ("kwargs", "message"),
+        [
+            ({"mesh": "dp"}, "mesh='dp' is a str: give a DeviceMesh of the new dp ranks"),
+            ({"group": "dp"}, r"group='dp' is a str: give what torch\.distributed\.new_group returned"),
+            ({"step": 1.0}, r"step=1\.0 is a float; give an int"),
+            ({"step": True}, "step=True is a bool; give an int"),
+        ],
+    )
+    def test_arguments_of_rescale(self, kwargs: dict[str, Any], message: str) -> None:
+        """None of them is taken for the leave of this rank."""
+        loader = loader_of()
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(TypeError, match=message):
+            loader.rescale(**kwargs)
+        assert len(next(batches)["row"]) == 12
 
     @pytest.mark.parametrize(
         ("name", "cure"),

@@ -1,4 +1,4 @@
-"""accelerate: 4 ranks, stopped in the middle of an epoch, then 2 ranks with another accumulation.
+"""accelerate: 4 ranks, stopped in the middle of an epoch, then 2 ranks with another accumulation and a worker each.
 
     pip install -c constraints-trainers.txt -e '.[huggingface]'
     python examples/trainers/accelerate_trainer.py          # about a minute; exit code 0 only if every row is right
@@ -28,8 +28,9 @@ NUM_ROWS, GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, STEPS = 240, 24, 3, 20  # ten ste
 def train(folder: Path, leg: str, stop: int, resume: str) -> None:
     accelerator = Accelerator(cpu=True)
     loader = rd.DataLoader(
-        Rows(NUM_ROWS), global_batch_size=GLOBAL_BATCH_SIZE, micro_batch_size=MICRO_BATCH_SIZE, seed=0
-    )
+        Rows(NUM_ROWS), global_batch_size=GLOBAL_BATCH_SIZE, micro_batch_size=MICRO_BATCH_SIZE,
+        num_workers=1 if resume else 0, seed=0,
+    )  # fmt: skip
     torch.manual_seed(0)
     model: Any = torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, 8), torch.nn.Linear(8, VOCABULARY))
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))

@@ -1,4 +1,4 @@
-"""Lightning Fabric with FSDP2: 4 ranks, then 2 with another accumulation, through Fabric's own sharded checkpoint.
+"""Lightning Fabric with FSDP2: 4 ranks, then 2 with other accumulation and workers, through Fabric's sharded checkpoint.
 
     pip install -c constraints-trainers.txt -e '.[trainers]'
     python examples/trainers/fabric_trainer.py              # about a minute; exit code 0 only if every row is right
@@ -43,7 +43,8 @@ def train(folder: Path, leg: str, world_size: int, stop: int) -> None:
     layers = torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, 8), torch.nn.Linear(8, VOCABULARY))
     model = fabric.setup_module(layers)
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))
-    loader, record = rd.DataLoader(Rows(NUM_ROWS), micro_batch_size=3, **SIZES), Record(folder / leg)
+    loader = rd.DataLoader(Rows(NUM_ROWS), micro_batch_size=3, num_workers=int(leg == "second"), **SIZES)
+    record = Record(folder / leg)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader}
     if leg == "second":
         fabric.load(folder / "checkpoint", state)
@@ -68,6 +69,8 @@ def train(folder: Path, leg: str, world_size: int, stop: int) -> None:
         optimizer.zero_grad()
     if leg == "first":
         fabric.save(folder / "checkpoint", {"model": model, "optimizer": optimizer, "loader": loader})
+    loader.close()
+    fabric.barrier()
     torch.distributed.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face `Trainer`: 4 ranks, stopped in the middle of an epoch, then 2 ranks with another accumulation.
+"""Hugging Face `Trainer`: 4 ranks, stopped in the middle of an epoch, then 2 ranks with another accumulation and a worker each.
 
     pip install -c constraints-trainers.txt -e '.[huggingface]'
     python examples/trainers/huggingface_trainer.py         # about a minute; exit code 0 only if every row is right
@@ -51,8 +51,9 @@ def train(folder: Path, leg: str, world_size: int, stop: int, resume: str | None
         gradient_accumulation_steps=GLOBAL_BATCH_SIZE // (world_size * MICRO_BATCH_SIZE), report_to=[], disable_tqdm=True,
     )  # fmt: skip
     loader = rd.DataLoader(
-        Rows(NUM_ROWS), global_batch_size=GLOBAL_BATCH_SIZE, micro_batch_size=MICRO_BATCH_SIZE, seed=0
-    )
+        Rows(NUM_ROWS), global_batch_size=GLOBAL_BATCH_SIZE, micro_batch_size=MICRO_BATCH_SIZE,
+        num_workers=1 if resume else 0, seed=0,
+    )  # fmt: skip
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(

@@ -1,4 +1,4 @@
-"""Lightning: 4 ranks, stopped in the middle of an epoch, then 2 ranks with another accumulation.
+"""Lightning: 4 ranks, stopped in the middle of an epoch, then 2 ranks with another accumulation and a worker each.
 
     pip install -c constraints-trainers.txt -e '.[lightning]'
     python examples/trainers/lightning_trainer.py           # about a minute; exit code 0 only if every row is right
@@ -66,10 +66,15 @@ class Model(pl.LightningModule):
 class Data(pl.LightningDataModule):
     """Makes the loader when Lightning's process group is there."""
 
+    def __init__(self, num_workers: int) -> None:
+        super().__init__()
+        self._num_workers = num_workers
+
     def train_dataloader(self) -> rd.DataLoader:
         return rd.DataLoader(
-            Rows(NUM_ROWS), global_batch_size=GLOBAL_BATCH_SIZE, micro_batch_size=MICRO_BATCH_SIZE, seed=0
-        )
+            Rows(NUM_ROWS), global_batch_size=GLOBAL_BATCH_SIZE, micro_batch_size=MICRO_BATCH_SIZE,
+            num_workers=self._num_workers, seed=0,
+        )  # fmt: skip
 
     def val_dataloader(self) -> rd.DataLoader:
         """Each row once, in the order of the dataset; a global batch is one micro batch of each rank."""
@@ -84,7 +89,7 @@ def train(strategy: str, folder: Path, leg: str, world_size: int, stop: int, res
         callbacks=[DataState(), ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, filename="{step}")],
     )  # fmt: skip
     torch.manual_seed(0)
-    trainer.fit(Model(Record(folder / leg)), datamodule=Data(), ckpt_path=resume, weights_only=True)
+    trainer.fit(Model(Record(folder / leg)), datamodule=Data(1 if resume else 0), ckpt_path=resume, weights_only=True)
 
 
 def main(step: int = 12, strategy: str = "ddp") -> int:

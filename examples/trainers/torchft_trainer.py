@@ -32,7 +32,7 @@ import rescale_data as rd
 
 GLOBAL_BATCH_SIZE, NUM_ROWS, STEPS = 24, 240, 20  # ten steps an epoch
 KILLED_AT, JOINED_AT = 7, 13  # steps
-PATIENCE = timedelta(seconds=30)
+PATIENCE = timedelta(seconds=60)
 SIZES: dict[str, Any] = {"global_batch_size": GLOBAL_BATCH_SIZE, "seed": 0}
 
 
@@ -123,7 +123,7 @@ def meet(store: dist.Store, name: str, number: int) -> None:
 
 def serve() -> None:
     """torchft's lighthouse, where replicas meet: says its address, and lives until its input ends."""
-    lighthouse = LighthouseServer(bind="0.0.0.0:0", min_replicas=2, join_timeout_ms=10000, heartbeat_timeout_ms=1000)
+    lighthouse = LighthouseServer(bind="0.0.0.0:0", min_replicas=2, join_timeout_ms=10000, heartbeat_timeout_ms=5000)
     print(f"http://localhost:{lighthouse.address().rsplit(':', 1)[1]}", flush=True)
     sys.stdin.read()
 
@@ -139,10 +139,14 @@ def main() -> int:
         address = lighthouse.stdout.readline().strip()
         started = [popen([*command, str(replica), address, str(store.port), str(folder)]) for replica in range(5)]
         try:
-            codes = [process.wait(100) for process in started]
+            for process in started:
+                process.wait(400)  # on a busy machine; it is half a minute else
+        except subprocess.TimeoutExpired as error:
+            print(error)
         finally:
             for process in [*started, lighthouse]:
                 process.kill()
+        codes = [process.wait() for process in started]
         lines = sorted(json.loads(line) for file in folder.iterdir() for line in file.read_text().splitlines())
         log.seek(0)
         said = log.read()

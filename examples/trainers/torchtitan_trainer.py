@@ -1,4 +1,4 @@
-"""torchtitan: 4 ranks, stopped in the middle of an epoch, then 2 ranks with another accumulation.
+"""torchtitan: 4 ranks, stopped in the middle of an epoch, then 2 ranks with another accumulation and a worker each.
 
     pip install -c constraints-trainers.txt -e '.[trainers]' && pip install --no-deps torchtitan==0.3.0
     python examples/trainers/torchtitan_trainer.py          # about a minute; exit code 0 only if every row is right
@@ -74,7 +74,9 @@ def train(folder: Path, leg: str, repeat: bool, stop: int) -> None:
     """As torchtitan's trainer: build, load, then steps of some micro batches, a save every other step."""
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    config = RescaleDataLoader.Config(pipeline=pipeline, global_batch_size=GLOBAL_BATCH_SIZE, seed=0, repeat=repeat)
+    config = RescaleDataLoader.Config(
+        pipeline=pipeline, global_batch_size=GLOBAL_BATCH_SIZE, num_workers=int(leg == "second"), seed=0, repeat=repeat
+    )
     loader = config.build(
         dp_world_size=world_size, dp_rank=rank, tokenizer=None, seq_len=SEQ_LEN, local_batch_size=MICRO_BATCH_SIZE,
         snapshot_every_n_steps=2,
@@ -98,6 +100,7 @@ def train(folder: Path, leg: str, repeat: bool, stop: int) -> None:
         state.step += 1
         checkpointer.save(state.step)
     checkpointer.close()
+    loader.close()
     dist.destroy_process_group()
 
 

@@ -18,10 +18,13 @@ from rescale_data.checkpoint.storage.manifest import METADATA
 from rescale_data.checkpoint.storage.open import open_store
 from rescale_data.checkpoint.storage.run_folder import RunFolder
 from rescale_data.checkpoint.storage.store import StrPath, join
+from rescale_data.engine.as_pipeline import as_pipeline
 from rescale_data.engine.recipe import EXCLUDED_STEPS, Pipeline, Schema, path_name
 from rescale_data.engine.setup import Tail
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.reader import Reader
+from rescale_data.sources.dataset import MapStyle
+from rescale_data.sources.source import Source
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,8 @@ class Audit:
 
     Args:
         run: The folder of the run, with its checkpoints, or a URL.
-        pipelines: Each that the run has had, if its parameters have changed (weights, blocklists, ``seq_len``): between two
-            checkpoints the one is taken that the second was saved with.
+        pipelines: What the loader was built with. Each that the run has had, if its parameters have changed (weights, sources,
+            blocklists, ``seq_len``): between two checkpoints the one is taken that the second was saved with.
         name: Of the loader in the checkpoints; default the only one.
         repeat, tail, num_workers: As the loader had them; the last matters where the run was not aligned.
 
@@ -77,7 +80,7 @@ class Audit:
     def __init__(
         self,
         run: StrPath,
-        *pipelines: Pipeline,
+        *pipelines: Pipeline | Source | MapStyle,
         repeat: bool = False,
         tail: Tail = "drop",
         name: str | None = None,
@@ -86,7 +89,7 @@ class Audit:
     ) -> None:
         if not pipelines:
             raise ValueError("Give the pipeline of the run, the function that its loader was built with.")
-        self._pipelines, self._repeat, self._num_workers = pipelines, repeat, num_workers
+        self._pipelines, self._repeat, self._num_workers = [*map(as_pipeline, pipelines)], repeat, num_workers
         self._tail: Tail = tail
         self._states = _states(run, name, storage_options)
 
@@ -124,13 +127,13 @@ class Audit:
             ValueError: There is no such source, row or file.
             DataStateError: The run was not what the pipelines say.
         """
-        readers = _readers(self._schema, document)
+        schema, readers = self._readers(document)
         reader = readers[0][1]
         rows = rows_named(reader.source, document.removeprefix(f"{reader.source.name}:").strip())
         lines = {f"{reader.source.name}: {reader.source.locate(row)}" for row in rows}
         shards, drawn = defaultdict[int, set[int]](set), 0
         for path, reader in readers:
-            course = Course.of(self._states, path, _num_windows(self._schema, path))
+            course = Course.of(self._states, path, _num_windows(schema, path))
             for shard, place in course.places(reader, np.array(rows)):
                 drawn += course.is_drawn(shard, place)
                 for number in course.stretches_of(shard, place):
@@ -155,9 +158,24 @@ class Audit:
             f"Give that one, too."
         )
 
+    def _readers(self, document: str) -> tuple[Schema, Sequence[tuple[Sequence[str], Reader]]]:
+        """Those of the source that a text begins with, in the last pipeline that has it."""
+        names = set[str]()
+        for schema in self._schemas:
+            readers = [(path, node) for path, node in schema.root.walk() if isinstance(node, Reader)]
+            found = [(path, node) for path, node in readers if document.startswith(f"{node.source.name}:")]
+            if found:
+                return schema, found
+            names.update(node.source.name for _, node in readers)
+        raise ValueError(
+            f"{document!r}: the pipeline reads the sources {sorted(names)}. Give SOURCE:ROW or SOURCE:FILE."
+        )
+
     @cached_property
-    def _schema(self) -> Schema:
-        return self._stretch(None, self._states[-1]).schema()
+    def _schemas(self) -> list[Schema]:
+        """Of the pipelines that the run has had, the last one first."""
+        last = {id(stretch.pipeline): stretch for stretch in self._stretches()}
+        return [stretch.schema() for stretch in sorted(last.values(), key=lambda one: -one.first_step)]
 
 
 def _states(run: StrPath, name: str | None, storage_options: Mapping[str, Any] | None) -> list[State]:
@@ -183,18 +201,6 @@ def _states(run: StrPath, name: str | None, storage_options: Mapping[str, Any] |
 
 def _excluded(state: State) -> list[tuple[int, int]]:
     return [(first, stop) for first, stop in json.loads(state["pipeline"])[path_name(())].get(EXCLUDED_STEPS, ())]
-
-
-def _readers(schema: Schema, document: str) -> Sequence[tuple[Sequence[str], Reader]]:
-    """Those of the source that a text begins with."""
-    readers = [(path, node) for path, node in schema.root.walk() if isinstance(node, Reader)]
-    found = [(path, node) for path, node in readers if document.startswith(f"{node.source.name}:")]
-    if not found:
-        raise ValueError(
-            f"{document!r}: the pipeline reads the sources {sorted({node.source.name for _, node in readers})}. Give "
-            f"SOURCE:ROW or SOURCE:FILE."
-        )
-    return found
 
 
 def _num_windows(schema: Schema, path: Sequence[str]) -> int:

@@ -17,6 +17,7 @@ from rescale_data.engine.runner import Runner
 from rescale_data.engine.setup import Tail, set_up
 from rescale_data.engine.statedict import merged_state_dict
 from rescale_data.engine.stream import Stream
+from rescale_data.engine.table import by_field
 from rescale_data.engine.warned import without_functions
 from rescale_data.errors import DataStateError
 from rescale_data.layout.layout import Layout
@@ -93,7 +94,7 @@ class Stretch:
                     drawn.clear()
                 elif served.step >= first:
                     yield served
-            state = merged_state_dict([reading.stream for reading in readings])
+            state = by_field(merged_state_dict([reading.stream for reading in readings]))
         if not _is_arrived(cast(State, state), self.after, sorted(drawn)):
             raise DataStateError(
                 f"Read again from step {self.first_step}, the run does not come to its checkpoint of step "

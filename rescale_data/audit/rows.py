@@ -57,7 +57,7 @@ class Course:
 
     @classmethod
     def of(cls, states: Sequence[Mapping[str, Any]], path: Sequence[str], num_windows: int) -> Course:
-        """Of the reader at a path of the pipeline; it may have been added in the course of the run."""
+        """Of the reader at a path of the pipeline; it may have been added or removed in the course of the run."""
         n = int(states[-1]["num_logical_shards"])
         epochs, rows = (
             [np.zeros(n, dtype=np.int64), *(_field(state, (*path, name), n) for state in states)]
@@ -75,11 +75,11 @@ class Course:
         return iter(np.flatnonzero((column[:-1] <= place) & (place <= until[1:])).tolist())
 
     def is_drawn(self, shard: int, place: int) -> bool:
-        return bool(place < self.at[-1, shard])
+        return bool(place < self.at[:, shard].max())
 
     def places(self, reader: Reader, rows: Ints) -> Iterator[tuple[int, int]]:
         """Each shard that reads one of the rows, and where, in the epochs that the run has read or is within."""
-        last = int(self.at[-1].max()) // _ROWS_OF_AN_EPOCH + (self.num_windows > 0)
+        last = int(self.at.max()) // _ROWS_OF_AN_EPOCH + (self.num_windows > 0)
         for epoch in range(last + 1):
             for shard, row in reader.rows.places(rows, epoch):
                 yield shard, epoch * _ROWS_OF_AN_EPOCH + row

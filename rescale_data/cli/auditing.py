@@ -7,9 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any
 
 from rescale_data.audit.audit import Audit
+from rescale_data.engine.as_pipeline import as_pipeline
 from rescale_data.engine.recipe import Pipeline
 
 
@@ -17,14 +18,14 @@ def answer(run: str, pipelines: Sequence[str], find: str | None, steps: str | No
     """``served``: samples as `rescale_data.audit.replay.Served`; with ``find`` also how many rows, and how often drawn.
 
     Args:
-        pipelines: ``module:function``, looked for in the working directory, too.
+        pipelines: ``module:function``, or a source or dataset; looked for in the working directory, too.
         find, steps: One of them, as `Audit.find` and ``FIRST:STOP``.
 
     Raises:
         ValueError: Neither of them or both, no such function, document or step.
     """
     if (find is None) == (steps is None):
-        raise ValueError("Give --find SOURCE:ROW or --steps FIRST:STOP.")
+        raise ValueError("Give one of --find SOURCE:ROW or --steps FIRST:STOP.")
     audit = Audit(run, *map(_imported, pipelines), **as_loaded)
     if find is not None:
         return asdict(audit.find(find))
@@ -37,6 +38,8 @@ def answer(run: str, pipelines: Sequence[str], find: str | None, steps: str | No
 
 def _imported(name: str) -> Pipeline:
     module, colon, function = name.partition(":")
+    if not (module and colon and function):
+        raise ValueError(f"--pipeline {name}: give MODULE:FUNCTION, train:pipeline for `pipeline` in train.py.")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -47,6 +50,7 @@ def _imported(name: str) -> Pipeline:
         raise ValueError(
             f"--pipeline {name}: {error}. Give MODULE:FUNCTION, as `import` and Python name them."
         ) from error
-    if not colon or not callable(found):
-        raise ValueError(f"--pipeline {name}: give MODULE:FUNCTION, the function that the loader was built with.")
-    return cast(Pipeline, found)
+    try:
+        return as_pipeline(found)
+    except TypeError as error:
+        raise ValueError(f"--pipeline {name}: {error}") from error

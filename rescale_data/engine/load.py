@@ -44,7 +44,7 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
         )
     shards = _whole(stream.ranks, state["shards"])
     fitted = require_fit(stream, state)
-    changed = state["pipeline"] != stream.schema.pipeline_json
+    changed = state["pipeline"] != stream.schema.pipeline_json_at(in_step=_clock(state).in_step)
     table = table_of(stream.schema, {**state, "shards": shards}, fitted.added)
     state = fitted.state
     _require_one_end(table)

@@ -145,9 +145,8 @@ class Reading:
         return self.setup
 
     def exclude_steps(self, ranges: Iterable[tuple[int, int]]) -> None:
-        schema, at, given = self.stream.schema, self.step + (self._begun > 0), [(first, stop) for first, stop in ranges]
+        schema, at, given = self.stream.schema, self.step + (self._begun > 0), [*map(_steps, ranges)]
         for first, stop in given:
-            require_int(first=first, stop=stop)
             if not 0 <= first < stop:
                 raise ValueError(
                     f"exclude_steps([({first}, {stop})]): give the first step, and the one after the last."
@@ -278,3 +277,12 @@ class Reading:
         if self.setup.tail == "pad":
             batch = with_valid(batch, micro_batch.num_real, self.setup.layout.micro_batch_size)
         return pin(batch) if self._pin else batch
+
+
+def _steps(given: object) -> tuple[int, int]:
+    if not isinstance(given, list | tuple) or len(given) != 2:  # pyright: ignore[reportUnknownArgumentType]
+        raise TypeError(
+            f"exclude_steps takes a list of (first, stop), such as [(3, 5)], and was given {given!r} in it."
+        )
+    first, stop = require_int(first=given[0], stop=given[1])
+    return first, stop

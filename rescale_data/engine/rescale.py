@@ -18,6 +18,18 @@ from rescale_data.layout.layout import Layout
 from rescale_data.state import Ints
 
 
+def require_ranks(mesh: DeviceMesh | None, group: Any) -> None:
+    """``TypeError`` of what is neither a mesh nor a group, before a rank takes it for its leave."""
+    if mesh is not None and not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"mesh={mesh!r} is a {type(mesh).__name__}: give a DeviceMesh of the new dp ranks.")
+    left_out = group in (None, dist.GroupMember.NON_GROUP_MEMBER)
+    if not left_out and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group={group!r} is a {type(group).__name__}: give what torch.distributed.new_group returned, also on a rank "
+            f"that leaves."
+        )
+
+
 def stays(mesh: DeviceMesh | None, group: Any) -> bool:
     """Whether this process is one of the new ranks; the old ones, where none are given."""
     if mesh is not None:

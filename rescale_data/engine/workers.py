@@ -122,7 +122,10 @@ class Worker(Dataset[Any]):
         owned, table = command.leg.layout.owned(command.leg.rank), command.table
         self._runner.load(table, command.leg.histories, owned)
         self._turns = command.leg.turns(table)
-        self._told = command.table if self._runner.schema.is_mixture else None
+        one_worker_each = (
+            command.leg.deal is None
+        )  # else another one may have changed a slot that this one changes back
+        self._told = command.table if one_worker_each and self._runner.schema.is_mixture else None
         self._slabs = Slabs()  # messages that nobody received may have held the old ones
 
     def _make(self, u: int) -> MicroBatch | None:

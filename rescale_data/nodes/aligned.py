@@ -38,6 +38,10 @@ class Aligned:
 
     def __init__(self, columns: Mapping[str, torch.dtype], column: str, reserved: set[str], reader: str) -> None:
         self._column, self._reader = column, reader
+        if not isinstance(columns, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f"{reader}(columns={columns!r}): give {{name: dtype}}, such as {{'loss_mask': torch.bool}}."
+            )
         wrong = sorted((reserved | {column}) & columns.keys())
         if wrong:
             raise ValueError(f"{reader}(columns=) has {wrong}, which it yields itself: give these columns other names.")

@@ -54,8 +54,8 @@ class Exclude(Node[Any]):
     Both may be large: give the same array, set or frozenset to all logical shards, made outside of the pipeline.
 
     Raises:
-        TypeError: ``source`` is no `Reader`.
-        ValueError: A row that the source has not.
+        TypeError: ``source`` is no `Reader`; ``rows`` or ``ids`` are no collection, or ``rows`` no ints.
+        ValueError: A row that the source has not; ``column`` is none of it.
 
     Example:
         >>> from rescale_data import Exclude, Reader, Shard
@@ -144,8 +144,11 @@ class Exclude(Node[Any]):
         try:
             return sample[self.column] in self.blocklist.ids
         except (KeyError, TypeError) as error:
-            error.add_note(f"in Exclude(ids=, column={self.column!r}), given {self._reader.source.locate(row)}")
-            raise
+            has = f"the keys {list(sample)}" if isinstance(sample, dict) else f"a {type(sample).__name__}"
+            raise ValueError(
+                f"Exclude(ids=, column={self.column!r}) was given {has} in {self._reader.source.locate(row)}. Give as "
+                f"column= the one that holds the ids, a string or an integer in each row."
+            ) from error
 
 
 class ExcludedDocuments:
@@ -194,9 +197,22 @@ _made: dict[int, tuple[Any, Any, Blocklist]] = {}
 def _blocklist(rows: Any, ids: Any) -> Blocklist:
     known = _made.get(id(rows) ^ id(ids))
     if known is None or known[0] is not rows or known[1] is not ids:
-        numbers = np.unique(np.fromiter(rows, dtype=np.int64, count=len(rows)))
-        known = (rows, ids, Blocklist(numbers, frozenset(ids)))
+        known = (rows, ids, Blocklist(_numbers(rows), frozenset(_require_several(ids=ids))))
         while len(_made) >= _KEPT:
             _made.pop(next(iter(_made)))
         _made[id(rows) ^ id(ids)] = known
     return known[2]
+
+
+def _numbers(rows: Any) -> Ints:
+    found = np.asarray([*_require_several(rows=rows)])
+    if found.size and (found.ndim != 1 or found.dtype.kind not in "iu"):
+        raise TypeError(f"Exclude(rows=) holds values of {found.dtype}: give the numbers of rows, ints.")
+    return np.unique(found.astype(np.int64))
+
+
+def _require_several(**given: Any) -> Any:
+    for name, value in given.items():
+        if isinstance(value, str | bytes) or not isinstance(value, Collection):
+            raise TypeError(f"Exclude({name}={value!r}): give a list, a set or an array of them.")
+    return next(iter(given.values()))

@@ -34,6 +34,8 @@ class Payload:
     ) -> None:
         if isinstance(names, str):
             raise TypeError(f"{reader}(payload={names!r}): give a list of columns, [{names!r}].")
+        if not isinstance(limits, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"{reader}(limits={limits!r}): give {{column: most}}, such as {{'images': 16}}.")
         wrong = sorted(reserved.intersection(names))
         if wrong:
             raise ValueError(f"{reader}(payload=) has {wrong}, which it yields itself: give these columns other names.")

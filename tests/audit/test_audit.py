@@ -225,6 +225,31 @@ def test_of_files_and_of_shards_that_had_the_row_alone(tmp_path: Path, monkeypat
     assert found.rows == len(rows_of_it)
 
 
+def few_left_out(shard: rd.Shard) -> rd.BaseNode[Any]:
+    documents = rd.WeightedSampler({name: reader(name, shard) for name in ("web", "code")}, {"web": 0.6, "code": 0.3})
+    return rd.TokenPacker(documents, column="tokens", seq_len=24, eos_id=None, labels=True)
+
+
+def test_of_a_source_that_the_run_has_no_more() -> None:
+    with TemporaryDirectory() as folder:
+        run = Recorded(folder, repeat=True)
+        for pipeline in (mixture, few_left_out):
+            run.leg(pipeline, Leg(1, 2, 3, 4))
+        audit = rd.Audit(folder, mixture, few_left_out, repeat=True)
+        check(run, audit, [1, 1005, 2001, 2002, 2003])
+        assert sum(len(audit.find(f"few:{row}").served) for row in range(SIZES["few"])) > 0
+        assert all(audit.find(f"few:{row}").drawn for row in range(SIZES["few"]) if audit.find(f"few:{row}").served)
+
+
+def test_of_a_loader_that_was_given_a_source(tmp_path: Path) -> None:
+    source = rd.DatasetSource([{"x": i} for i in range(24)], name="numbers")
+    loader = rd.DataLoader(source, global_batch_size=4)
+    seen = [batch["x"].tolist() for batch in loader]
+    checkpoint.save(tmp_path / "run" / "step-6", {"loader": loader})
+    [served] = rd.Audit(tmp_path / "run", source).find("numbers:7").served
+    assert seen[served.step][served.sample] == 7
+
+
 @pytest.mark.parametrize(
     ("ask", "message"),
     [

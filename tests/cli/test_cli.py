@@ -376,7 +376,7 @@ def test_audit(tmp_path: Path) -> None:
     for wrong, says in (
         (["--steps", "5:9"], "newest checkpoint"),
         (["--steps", "x"], "FIRST:STOP"),
-        ([], "--find SOURCE:ROW or --steps"),
+        ([], "one of --find SOURCE:ROW or --steps"),
         (["--find", "others:1"], "reads the sources ['numbers']"),
     ):
         assert says in call(*asked, *wrong, code=2).replace("\n", " ")

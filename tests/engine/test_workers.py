@@ -43,7 +43,8 @@ class TestSameAsWithout:
     @pytest.mark.parametrize(
         ("kind", "k", "repeat", "tail"),
         [("rows", 1, False, "drop"), ("rows", 2, False, "pad"), ("packed", 2, True, "drop"), ("every", 3, True, "drop"),
-         ("packed", 2, False, "pad"), ("mixed", 2, False, "pad"), ("kept", 3, False, "drop"), ("batched", 2, False, "pad")],
+         ("packed", 2, False, "pad"), ("mixed", 2, False, "pad"), ("packed mixture", 2, False, "pad"),
+         ("kept", 3, False, "drop"), ("batched", 2, False, "pad")],
     )  # fmt: skip
     def test_batches_and_the_state_after_each(self, kind: str, k: int, repeat: bool, tail: str) -> None:
         """Over two epochs, dealt ends included; the state is taken while workers are ahead."""

@@ -210,6 +210,7 @@ def test_all_documents_of_an_epoch_are_counted_whatever_becomes_of_its_end(last:
         ({}, {"tokens": torch.int64}, "yields itself"),
         ({}, {"loss_mask": torch.int64}, "is torch.bool"),
         ({}, {"x": torch.complex64}, "give one of"),
+        ({}, ["loss_mask"], "give {name: dtype}"),
     ],
 )
 def test_what_does_not_fit_is_an_error_with_its_row(packer: Any, row: Any, columns: Any, message: str) -> None:

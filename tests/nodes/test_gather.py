@@ -76,16 +76,16 @@ def drawn(way: Any, spans: Spans, around: gather.Around, size: int, offset: int,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gather, "kernel", way)
         position = np.array([offset, 0, 0, 0, 0])
-        stretch, found = gather.stretch(around, position.data), []
-        for part in (spans[:cut], spans[cut:]):
-            stretch.append(part)
+        stretch, found, parts = gather.stretch(around, position.data), [], [spans[:cut], spans[cut:]]
         while True:
+            if not found or found[-1][0] < 3:  # drawn from until a sample lacks tokens, or its last document has ended
+                stretch.append(parts.pop(0))
             columns = [np.full((3, size), -7, around.dtype) for _ in range(3)]
             first = gather.fill([stretch] * 3, 0, columns[0], columns[1] if labels else None, columns[2])
             found.append(
                 (first, [c.tolist() for c in columns], position.tolist(), stretch.left, places(stretch.rest()))
             )
-            if first < 3:
+            if first < 3 and not parts:
                 return found
 
 

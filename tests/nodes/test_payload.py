@@ -200,6 +200,7 @@ def test_bins_keep_all_limits(items: list[tuple[int, int, int]], max_items: int)
         ({"payload": ["labels"]}, "yields itself"),
         ({"payload": ["id"]}, "give at least 1, for columns of payload="),
         ({"limits": {"images": 0}}, "give at least 1"),
+        ({"limits": ["images"]}, "give {column: most}"),
         ({"limits": {"images": 1.5}}, "give an int"),
         ({"payload": ["images", "audio"]}, "has 'audio', but a sample has the keys"),
     ],

@@ -71,6 +71,12 @@ def scheduled(shard: rd.Shard) -> rd.BaseNode[Any]:
     return rd.TokenPacker(rows, column="tokens", seq_len=11, eos_id=None)
 
 
+def packed_mixture(shard: rd.Shard) -> rd.BaseNode[Any]:
+    """Within documents of several sources, to an end that only reading tells."""
+    rows = mixture(shard, stop="all", caps={"web": {"samples": 60}})
+    return rd.TokenPacker(rows, column="tokens", seq_len=5, eos_id=1, last="pad")
+
+
 def mapped(shard: rd.Shard, source: Any = WEB) -> rd.BaseNode[Any]:
     return rd.Map(read(source, shard), without_arrays)
 
@@ -244,6 +250,7 @@ PIPELINES: dict[str, Callable[[rd.Shard], nodes.BaseNode[Any]]] = {
     "first": functools.partial(mixed, stop="first"),
     "all": functools.partial(mixed, stop="all"),
     "tokens": functools.partial(mixed, unit="tokens", column="tokens"),
+    "packed mixture": packed_mixture,
     "tokenize": tokenized,
     "clean": cleaned,
     "whole": whole,

@@ -1,4 +1,4 @@
-"""The examples of trainers, against the real packages: 4 ranks, then 2 with another accumulation, every row compared."""
+"""Examples of trainers, against the real packages: 4 ranks, then 2 with other accumulation and workers, each row compared."""
 
 import importlib.util
 import subprocess

@@ -305,6 +305,15 @@ static int read_documents(Stretch* s, int64_t (*arrays)[3], int64_t num_arrays, 
   return 0;
 }
 
+/* Let go of what has been passed. */
+static int drop_passed(Stretch* s) {
+  const int64_t last = s->document < s->num_documents ? s->document : s->num_documents - 1;
+  const int32_t passed = last < 0 ? 0 : s->documents[last].part - s->first_part;
+  if (passed <= 0) return 0;
+  s->first_part += passed;
+  return PyList_SetSlice(s->parts, 0, passed, NULL);
+}
+
 /* append(arrays, array, start, length, ends, slot, value, owner) */
 static PyObject* append(PyObject* self, PyObject* args) {
   Stretch* s = (Stretch*)self;
@@ -327,21 +336,13 @@ static PyObject* append(PyObject* self, PyObject* args) {
   if (make_room(s, buffers[LENGTH].len / 8, buffers[SLOT].len / 8) || read_documents(s, found, num_arrays, buffers)) goto done;
   if (PyList_Append(s->parts, owner)) goto done;
   s->num_parts++;
+  if (drop_passed(s)) goto done; /* the token before may have been the last of what was there */
   result = Py_None;
   Py_INCREF(result);
 done:
   while (num_buffers > 0) PyBuffer_Release(&buffers[--num_buffers]);
   PyMem_Free(found);
   return result;
-}
-
-/* Let go of what has been passed. */
-static int drop_passed(Stretch* s) {
-  const int64_t last = s->document < s->num_documents ? s->document : s->num_documents - 1;
-  const int32_t passed = last < 0 ? 0 : s->documents[last].part - s->first_part;
-  if (passed <= 0) return 0;
-  s->first_part += passed;
-  return PyList_SetSlice(s->parts, 0, passed, NULL);
 }
 
 static PyObject* get_parts(PyObject* self, void* unused) {
