@@ -25,6 +25,7 @@ import rescale_data as rd
 from rescale_data.sources.decoded.cache import cache
 from rescale_data.sources.files import remote
 from rescale_data.sources.files.disk_cache import DiskCache
+from rescale_data.sources.files.gate import Gate
 from rescale_data.sources.files.paths import find
 from rescale_data.sources.files.remote import RemoteError, RemoteFile
 from rescale_data.testing import assert_rescalable
@@ -53,7 +54,7 @@ class Flaky(LocalFileSystem):
             kind.most_at_once = max(kind.at_once, kind.most_at_once)
             failure = kind.failures.pop(0) if kind.failures else None
             kind.lock.notify_all()
-            kind.lock.wait_for(lambda: kind.most_at_once >= kind.together, timeout=10)
+            kind.lock.wait_for(lambda: kind.most_at_once >= kind.together, timeout=3)
             kind.at_once -= 1
         if failure is not None:
             raise failure
@@ -61,8 +62,10 @@ class Flaky(LocalFileSystem):
 
 
 @pytest.fixture(autouse=True)
-def flaky() -> Iterator[None]:
+def flaky(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     fsspec.register_implementation("flaky", Flaky, clobber=True)
+    slowed_by_no_other_test = partial(Gate, folder=str(tmp_path_factory.mktemp("gate")))
+    monkeypatch.setattr(remote, "_gate", slowed_by_no_other_test)
     Flaky.together, Flaky.failures, Flaky.requests, Flaky.most_at_once = 1, [], 0, 0
     yield
     Flaky.together, Flaky.failures = 1, []
