@@ -308,7 +308,7 @@ static int read_documents(Stretch* s, int64_t (*arrays)[3], int64_t num_arrays, 
 /* Let go of what has been passed. */
 static int drop_passed(Stretch* s) {
   const int64_t last = s->document < s->num_documents ? s->document : s->num_documents - 1;
-  const int32_t passed = last < 0 ? 0 : s->documents[last].part - s->first_part;
+  const int32_t passed = (last < 0 ? s->num_parts : s->documents[last].part) - s->first_part;
   if (passed <= 0) return 0;
   s->first_part += passed;
   return PyList_SetSlice(s->parts, 0, passed, NULL);
