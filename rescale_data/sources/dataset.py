@@ -6,7 +6,7 @@ import logging
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES, follows
 from rescale_data.sources.source import Source
@@ -136,7 +136,7 @@ def as_source(data: Source | MapStyle | os.PathLike[str]) -> Source:
         )
     source = _wrapped.get(id(data))  # the source holds its dataset, so the id cannot be that of another
     if source is None:
-        source = _wrapped[id(data)] = DatasetSource(data)
+        source = _wrapped[id(data)] = DatasetSource(cast(MapStyle, data))
     return source
 
 
