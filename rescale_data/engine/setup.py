@@ -198,10 +198,12 @@ def _check_epoch(setup: Setup) -> None:
 def _check_shards(setup: Setup) -> None:
     """Refuse shards that begin in different states; warn of sources opened for each shard, or larger than the cache."""
     layout, sources = setup.layout, setup.schema.sources()
-    in_step = [node.source for _, node in setup.schema.root.walk() if isinstance(node, Reader) and node.rows.steps]
+    readers = [node for _, node in setup.schema.root.walk() if isinstance(node, Reader)]
+    in_step = [reader.source for reader in readers if reader.rows.steps]
     # of those in step all shards read the same fragment at the same time
     apart = {id(source): source for source in sources.values() if source not in in_step}
-    warn_if_thrashing(apart.values(), -(-len(layout.owned(setup.ranks.rank)) // layout.workers))
+    plans = sum(reader.rows.plan_bytes for reader in readers)
+    warn_if_thrashing(apart.values(), -(-len(layout.owned(setup.ranks.rank)) // layout.workers), plans)
     if layout.num_logical_shards < 2:
         return
     if find_shard(setup.schema.root) is None:

@@ -13,7 +13,7 @@ that imports torchdata: what of it others need, they take from here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from functools import singledispatch
+from functools import cached_property, singledispatch
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
@@ -52,6 +52,7 @@ __all__ = [
 
 T = TypeVar("T")
 _ENDED = "_ended"
+_NO_CHILDREN: dict[str, Any] = {}  # of leaves, of which there may be many
 View = memoryview  # of int64, always over a NumPy row, so that slices copy from one into another
 
 
@@ -125,15 +126,19 @@ class Node(BaseNode[T]):
 
     def __init__(self, **children: BaseNode[Any]) -> None:
         super().__init__()
-        self._begun = self._ended = False
-        self.children: dict[str, Node[Any]] = {name: as_node(child) for name, child in children.items()}
+        self.is_bound = self._ended = False
+        self.children: dict[str, Node[Any]] = {name: as_node(child) for name, child in children.items()} or _NO_CHILDREN
         self.fields, self._slices = joined(
             self.own_fields(), tuple((name, child.fields) for name, child in self.children.items())
         )
-        self.position: View = self.initial()
 
     def own_fields(self) -> tuple[Field, ...]:
         return self.FIELDS
+
+    @cached_property
+    def position(self) -> View:
+        """Where this node stands: until it is bound, a row of its own."""
+        return self.initial()
 
     def initial(self) -> View:
         """The row of a stream that has yielded nothing, a fresh one."""
@@ -149,15 +154,25 @@ class Node(BaseNode[T]):
     def bind(self, position: View) -> None:
         """Go on from ``position`` and keep the state there from now on: int64 slots of `fields`, in their order."""
         super().reset(None)
-        self._begun, self._ended = True, False
+        self.is_bound, self._ended = True, False
         self.position = position
+        self.bind_children()
+        self.seek()
+
+    def bind_children(self) -> None:
+        """Bind them to their parts of the position."""
         for name, child in self.children.items():
             part = self.bookmark(name)
             if self.READS_AHEAD:
                 child.position[:] = part
                 part = child.position
             child.bind(part)
-        self.seek()
+
+    def unbind(self) -> None:
+        """Keep no position: somebody else does, and binds this node before it is drawn from."""
+        if self.is_bound:
+            self.is_bound = False
+            del self.position
 
     def seek(self) -> None:
         """The position has been rewritten: forget what was derived from it. Children have been told."""
@@ -182,7 +197,7 @@ class Node(BaseNode[T]):
     def __next__(self) -> T:
         if self._ended:
             raise StopIteration
-        if not self._begun:
+        if not self.is_bound:
             self.bind(self.position)
         try:
             return self.next()

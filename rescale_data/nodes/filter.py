@@ -12,7 +12,7 @@ import numpy as np
 from rescale_data.nodes.base import BaseNode, Node, View
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.function import identity
-from rescale_data.nodes.guard import Guard, OnError
+from rescale_data.nodes.guard import OnError, guard_of
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.reading.picked import PickedDocuments
 from rescale_data.state import Field, Ints
@@ -58,7 +58,7 @@ class Filter(Node[Any]):
         self._identity = identity(predicate, version)
         self.predicate = predicate
         self._source = self.children["source"]
-        self._guard, self._bound = Guard(self, on_error), Bound(self)
+        self._guard, self._bound = guard_of(self, on_error), Bound(self)
         names = sorted({node.reads.name for _, node in self.walk() if node.reads is not None})
         self._name = f"{getattr(predicate, '__qualname__', type(predicate).__name__)} over {', '.join(names)}"
         self._seen = _seen[self._name]

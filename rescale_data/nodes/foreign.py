@@ -20,7 +20,7 @@ from rescale_data.nodes.base import (
     View,
     as_node,
 )
-from rescale_data.nodes.guard import Guard
+from rescale_data.nodes.guard import guard_of
 from rescale_data.shard import Shard
 from rescale_data.state import Field, Ints, field_of, flatten
 
@@ -103,7 +103,7 @@ class Mapped(Node[Any]):
     def __init__(self, mapper: ParallelMapper[Any]) -> None:
         super().__init__(source=mapper.source)
         self._map = mapper.map_fn
-        self._guard = Guard(self, "raise", "in the function of Mapper, given")
+        self._guard = guard_of(self, "raise", "in the function of Mapper, given")
         self.one_for_one = True
 
     def next(self) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Literal, NoReturn, TypeAlias
 
 from rescale_data.nodes.base import Node
@@ -24,14 +25,14 @@ class Guard:
     """Raises an error with the place of its sample, or logs it.
 
     Args:
-        node: The node that called the function.
+        kind: Of the node that called the function.
         on_error: See `OnError`.
         note: What was done with the sample, for the error's note; default: it was given to the node's function.
     """
 
     __slots__ = ("_decide", "_name", "_note", "skips")
 
-    def __init__(self, node: Node[Any], on_error: OnError, note: str = "") -> None:
+    def __init__(self, kind: type[Node[Any]], on_error: OnError, note: str = "") -> None:
         if on_error not in ("raise", "skip") and not callable(on_error):
             raise ValueError(
                 f"on_error={on_error!r}: give 'raise', 'skip' to leave out samples that raise, or a function of the error and "
@@ -39,7 +40,7 @@ class Guard:
             )
         self._decide = on_error
         self.skips = on_error != "raise"
-        self._name = type(node).__name__
+        self._name = kind.__name__
         self._note = note or f"in the function of {self._name}, given"
 
     def caught(self, error: Exception, where: str, num_before: int) -> Any:
@@ -62,6 +63,16 @@ class Guard:
                 self._name, where, number, type(error).__name__, error,
             )  # fmt: skip
         return None
+
+
+def guard_of(node: Node[Any], on_error: OnError, note: str = "") -> Guard:
+    """That of a node; the one of "raise" is that of all nodes of a class, of which there may be many."""
+    return _raising(type(node), note) if on_error == "raise" else Guard(type(node), on_error, note)
+
+
+@lru_cache(maxsize=64)
+def _raising(kind: type[Node[Any]], note: str) -> Guard:
+    return Guard(kind, "raise", note)
 
 
 def add_place(error: Exception, node: str, where: str) -> None:

@@ -9,7 +9,7 @@ from rescale_data.nodes.base import BaseNode, Node
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.counted import epoch_end_of_source
 from rescale_data.nodes.function import identity
-from rescale_data.nodes.guard import Guard, OnError
+from rescale_data.nodes.guard import OnError, guard_of
 from rescale_data.nodes.provenance import carried
 from rescale_data.state import Field, Ints
 
@@ -46,7 +46,7 @@ class Map(Node[Any]):
         self._identity = identity(fn, version)
         self.fn = fn
         self._source = self.children["source"]
-        self._guard, self._bound = Guard(self, on_error), Bound(self)
+        self._guard, self._bound = guard_of(self, on_error), Bound(self)
         self.one_for_one = not self._guard.skips
 
     def next(self) -> Any:

@@ -87,6 +87,7 @@ class MixedDocuments:
         self, mixture: Mixture, documents: Sequence[Documents], *, repeats: bool, by_tokens: bool, num_bytes: int
     ) -> None:
         self._mixture, self._documents, self._repeats, self._by_tokens = mixture, documents, repeats, by_tokens
+        self._supplies: dict[int, Supply] = {}
         self._num, self._most, self._bytes = _FIRST, min(_MOST, _EACH * len(documents)), num_bytes
 
     def read(self, position: View, most: int) -> Spans:
@@ -139,14 +140,15 @@ class MixedDocuments:
     def _draw(self, position: View, arcs: Arcs | TokenArcs, num: int) -> tuple[Spans, int]:
         """The documents from a position on up to where a source ends; where it is the first one, none, and which source."""
         first = position[0]
-        self._supplies: dict[int, Supply] = {}
         self._start = position
         if isinstance(arcs, TokenArcs):
             chosen, ended = self._choose(first, num, arcs)
         else:
             chosen = arcs.words.searchsorted(self._mixture.circle.points(first, num), side="right")
             chosen, ended = self._supplied(chosen)
-        return (self._join(first, chosen), ended) if len(chosen) else (EMPTY, ended)
+        spans = self._join(first, chosen) if len(chosen) else EMPTY
+        self._supplies.clear()  # of hundreds of sources, in each logical shard
+        return spans, ended
 
     def _choose(self, first: int, num: int, arcs: TokenArcs) -> tuple[Ints, int]:
         """Sources of the next draws, by the lengths of what they yield."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -25,7 +25,8 @@ class MixtureDraws:
 
     Args:
         position: Of the mixture, from which it draws.
-        sources: By name, the nodes and the slots of each in that position.
+        nodes: The sources, bound when they are first drawn from.
+        slots: Of each in that position.
         inner: The draws of those sources that yield the samples of a mixture, one for one.
         row: Where the mixture keeps what.
         weights: Its weights.
@@ -41,7 +42,8 @@ class MixtureDraws:
     def __init__(
         self,
         position: View,
-        sources: Mapping[str, tuple[Node[Any], slice]],
+        nodes: Sequence[Node[Any]],
+        slots: Sequence[slice],
         inner: Sequence[MixtureDraws | None],
         row: MixtureRow,
         weights: MixtureWeights,
@@ -49,10 +51,9 @@ class MixtureDraws:
         column: str | None,
         stop: Stop,
     ) -> None:
-        self._sources, self._inner, self._row = sources, inner, row
-        self._nodes = [below for below, _ in sources.values()]
-        self._slots = [slots for _, slots in sources.values()]
-        self._changing = [below for below in sources.values() if any(n.MAY_CHANGE for _, n in below[0].walk())]
+        self._nodes, self._slots, self._inner, self._row = nodes, slots, inner, row
+        sources = zip(nodes, slots, strict=True)
+        self._changing = [below for below in sources if any(n.MAY_CHANGE for _, n in below[0].walk())]
         self._in_use, self._shard, self._column, self._stop = weights, shard, column, stop
         self._given: int | None = None  # the next draw's point, where the mixture above says it
         self.circle = circle_of(*shard)
@@ -75,13 +76,24 @@ class MixtureDraws:
         """The next sample, or what ``how`` makes of the node that would yield it."""
         while (chosen := self.choose()) is not None:
             try:
-                sample = how(self._nodes[chosen])
+                sample = how(self._bound(chosen))
             except StopIteration:
                 self._end(chosen)
                 continue
             self._count(chosen, 1 if self._column is None else length_of(sample, self._column, self._nodes[chosen]))
             return sample
         raise StopIteration
+
+    def _bound(self, source: int) -> Node[Any]:
+        """A source, where it stands in the position."""
+        node = self._nodes[source]
+        if not node.is_bound:
+            node.bind(self._position[self._slots[source]])
+        return node
+
+    def bind_all(self) -> None:
+        for source in range(len(self._nodes)):
+            self._bound(source)
 
     def choose(self) -> int | None:
         """The next source; `None` at the end of the epoch."""
@@ -189,19 +201,21 @@ class MixtureDraws:
         now = self._in_use
         by_epochs = {source for source, cap in now.caps_now.items() if cap.unit == "epochs"}
         endless = self._stop == "never" and not now.grow
-        return samples_left(self._sources, self._position, self._shard, by_epochs, endless=endless)
+        sources = zip(self._nodes, self._slots, strict=True)
+        return samples_left(sources, self._position, self._shard, by_epochs, endless=endless)
 
     def _leave_out(self, source: int, circle: Circle, first: int, stop: int, part: Arc) -> None:
         """Leave out the draws that are a source's, over as many of its epochs as they take."""
         inner = self._inner[source]
         left = count = circle.count(first, stop, part)
+        node = self._bound(source) if count else self._nodes[source]
         while left:
             before = left
             if inner is not None:
                 first = inner.skip_draws(circle, first, stop, part)
                 left = circle.count(first, stop, part)
             else:
-                left -= leave_out_of_epoch(self._nodes[source], self._shard[0], left)
+                left -= leave_out_of_epoch(node, self._shard[0], left)
             if left < before:
                 self._silent.pop(source, None)
             if left:
@@ -211,7 +225,7 @@ class MixtureDraws:
 
     def _pass_end(self, source: int) -> None:
         try:
-            self._nodes[source].skip(1)
+            self._bound(source).skip(1)
         except StopIteration:
             self._end(source)
 

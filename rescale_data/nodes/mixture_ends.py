@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -46,7 +46,7 @@ def end_of_all(
 
 
 def samples_left(
-    sources: Mapping[str, tuple[Node[Any], slice]],
+    sources: Iterable[tuple[Node[Any], slice]],
     position: View,
     shard: tuple[int, int],
     by_epochs: Set[int],
@@ -56,7 +56,7 @@ def samples_left(
     """How many samples each source has before it ends what a mixture reads of it; `None` where that is not known.
 
     Args:
-        sources: By name, and the slots of each.
+        sources: And the slots of each.
         position: Of the mixture.
         shard: The index of the logical shard, and how many there are.
         by_epochs: Sources of which the mixture counts epochs.
@@ -64,7 +64,7 @@ def samples_left(
     """
     row, shards = np.array(position)[None], np.array([shard[0]])
     lefts: list[int] = []
-    for source, (node, slots) in enumerate(sources.values()):
+    for source, (node, slots) in enumerate(sources):
         if endless and source not in by_epochs:
             lefts.append(ENDLESS)
             continue

@@ -11,7 +11,7 @@ from rescale_data.nodes.base import BaseNode, Node
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.counted import epoch_end_of_source
 from rescale_data.nodes.function import identity
-from rescale_data.nodes.guard import Guard, OnError
+from rescale_data.nodes.guard import OnError, guard_of
 from rescale_data.nodes.provenance import carried
 from rescale_data.nodes.shard_of import shard_of
 from rescale_data.order import generator
@@ -66,7 +66,7 @@ class RandomMap(Node[Any]):
         depth = sum(isinstance(node, RandomMap) for _, node in self._source.walk())
         self._key = (shard.seed, shard.index, depth)
         self._slots_of_place = place_slots(self._source.fields)
-        self._guard, self._bound = Guard(self, on_error), Bound(self)
+        self._guard, self._bound = guard_of(self, on_error), Bound(self)
         self.one_for_one = not self._guard.skips
 
     def next(self) -> Any:

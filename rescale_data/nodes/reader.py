@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from rescale_data.nodes.base import Node, View, copy_of
-from rescale_data.nodes.guard import Guard, OnError
+from rescale_data.nodes.guard import OnError, guard_of
 from rescale_data.nodes.provenance import with_provenance
 from rescale_data.nodes.reading.chunks import Chunks
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.reading.fetching import Fetching
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments, block_bytes
 from rescale_data.nodes.reading.proof import Proof
-from rescale_data.nodes.reading.rows import DEFAULT_WINDOW, Plan, ShardRows
+from rescale_data.nodes.reading.rows import DEFAULT_WINDOW, Plan, ShardRows, check_order
 from rescale_data.nodes.reading.rows import View as SourceView
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.nodes.reading.spans import Moves
@@ -71,6 +71,12 @@ class Reader(Node[Any]):
     PROOF: ClassVar[Field] = Field(("digest",), counts=True)
     """What is kept in addition where `Shard.verify` asks for it."""
 
+    # Not of each reader: an instance of more than 30 attributes takes 1.3 KB more (CPython), and there may be many.
+    _chunks: Chunks | None = None
+    _fetching: Fetching | None = None
+    _proof: Proof | None = None
+    _views: list[SourceView] | None = None
+
     def __init__(
         self,
         source: Source | MapStyle,
@@ -90,30 +96,45 @@ class Reader(Node[Any]):
         self.reads = self.source = as_source(source)
         self.repeat = shard.repeat
         self.shuffle, self.provenance, self._must_say = shuffle, provenance or shard.provenance, provenance
-        self._guard = Guard(self, on_error, "while reading")
-        self.rows = ShardRows(self.source, shard, shuffle, by_global_batch)
+        self._guard = guard_of(self, on_error, "while reading")
+        check_order(shard, shuffle, by_global_batch)
+        self._by_global_batch = by_global_batch
+        self._rows: ShardRows | None = None
+        self._packed: str | None = None  # the only column that counts, however the rows are read
+        self._column: str | None = None  # the one that is read without its rows
         self._over = self._cuts = False
         self._drawn = -1
         self._share: ShardShare | None = None
-        self._chunks = _chunks(self.source)
-        self._fetching = _fetching(self.source, self.rows)
+        if follows(self.source, BatchSource) and self.source.batch_rows > 1:
+            self._chunks = Chunks(self.source)
+        if follows(self.source, AheadSource) and self.source.reads_ahead and self.source.fragments is not None:
+            self._fetching = Fetching(self.source, self.source.fragments, owner_of(self.source), self.rows.width)
         self._pieces = _pieces(self.source)
-        self._packed: str | None = None  # the only column that counts, however the rows are read
-        self._column: str | None = None  # the one that is read without its rows
-        self._source_key = owner_of(self.source)
         _warn_if_small(self.source, shard)
-        name = f"{self.source.name}, logical shard {shard.index} of {shard.num_logical_shards}"
-        self._proof = (
-            Proof(name, self.rows.size, self._sums, self._numbers_owned, self._window_of) if shard.verify else None
-        )
+        if shard.verify:
+            self._proof = self._new_proof()
+
+    @property
+    def rows(self) -> ShardRows:
+        """Which rows, in which order. There may be many readers: they keep it while the cache has room."""
+        found = self._rows
+        if found is None:
+            found = ShardRows(
+                self.source, self.shard, self.shuffle, self._by_global_batch, self._views, self._leave_order
+            )
+            self._rows = found
+        return found
+
+    def _leave_order(self) -> None:
+        self._rows = self._share = None
 
     def own_fields(self) -> tuple[Field, ...]:
         return (*self.FIELDS, self.PROOF) if self.shard.verify else self.FIELDS
 
     def seek(self) -> None:
         self._over = False
-        if self._pieces is not None and self.rows.steps is None:
-            here = len(shards_of(self._source_key, self.shard.num_logical_shards))
+        if self._pieces is not None and not self._by_global_batch:
+            here = len(shards_of(owner_of(self.source), self.shard.num_logical_shards))
             self._cuts = self._pieces.cuts_pay(here)
 
     def next(self) -> Any:
@@ -178,14 +199,14 @@ class Reader(Node[Any]):
             self._proof.check(self.position[0], self.position[1], self.position[3])
 
     def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
-        source = self.source
-        views = [SourceView(0, source.num_rows)]
+        source, views = self.source, None
         if len(history) > 1 and follows(source, GrowingSource) and source.fragments is not None:
             lengths = np.diff(source.fragments)
             chosen = [source.subset(manifest) for _, manifest in history]
             views = [SourceView(epoch, int(lengths[c].sum()), c) for (epoch, _), c in zip(history, chosen, strict=True)]
-        self.rows.adopt(views)
-        self._share = None
+        if views is not self._views:
+            self._views = views
+            self._leave_order()
 
     def documents(self, column: str) -> Documents | None:
         if not follows(self.source, TokenSource):
@@ -302,6 +323,10 @@ class Reader(Node[Any]):
             self.turn(self.position)
         raise StopIteration
 
+    def _new_proof(self) -> Proof:
+        name = f"{self.source.name}, logical shard {self.shard.index} of {self.shard.num_logical_shards}"
+        return Proof(name, self.size, self._sums, self._numbers_owned, self._window_of)
+
     def _sums(self, epoch: int, row: int) -> tuple[int, memoryview]:
         plan = self._plan(epoch, row)
         return plan.first, plan.sums
@@ -313,19 +338,8 @@ class Reader(Node[Any]):
         return row - row % self.rows.width
 
 
-def _chunks(source: Source) -> Chunks | None:
-    return Chunks(source) if follows(source, BatchSource) and source.batch_rows > 1 else None
-
-
 def _pieces(source: Source) -> PieceSource | None:
     return source if follows(source, PieceSource) else None
-
-
-def _fetching(source: Source, rows: ShardRows) -> Fetching | None:
-    fragments = source.fragments
-    if not follows(source, AheadSource) or not source.reads_ahead or fragments is None:
-        return None
-    return Fetching(source, fragments, owner_of(source), rows.width)
 
 
 def _warn_if_small(source: Source, shard: Shard) -> None:

@@ -100,13 +100,12 @@ class WeightedSampler(Node[Any]):
         known = dict.fromkeys(self.names, 1.0) if isinstance(weights, str) else weights
         self._in_use = MixtureWeights(self._row, known)
         super().__init__(**{name: nodes[name] for name in self.names})
-        self._sources = {name: (node, self._slots(name)) for name, node in self.children.items()}
         self._nodes = list(self.children.values())
         shard = find_shard(self)
         self._shard = (shard.index, shard.num_logical_shards) if shard else (0, 1)
         sizes = None
         if isinstance(weights, str):
-            starts = {name: slots.start for name, (_, slots) in self._sources.items()}
+            starts = {name: self._slots(name).start for name in self.names}
             sizes, self._by = Sizes(self.children, starts, weights, column, temperature), (weights, temperature)
             weights = sizes.weights(self.position)
         self.weights = weights if isinstance(weights, Schedule) else {name: float(weights[name]) for name in self.names}
@@ -116,7 +115,15 @@ class WeightedSampler(Node[Any]):
         mixtures = [_mixture_of(node) for node in self._nodes]
         inner = [mixture and mixture._draws for mixture in mixtures]
         self._draws = MixtureDraws(
-            self.position, self._sources, inner, self._row, self._in_use, self._shard, column, stop
+            self.position,
+            self._nodes,
+            [*map(self._slots, self.names)],
+            inner,
+            self._row,
+            self._in_use,
+            self._shard,
+            column,
+            stop,
         )
         self._is_flat = not any(mixtures)
         for path, node in self.walk():
@@ -129,8 +136,19 @@ class WeightedSampler(Node[Any]):
     def own_fields(self) -> tuple[Field, ...]:
         return self._row.fields()
 
+    @property
+    def _sources(self) -> dict[str, tuple[Node[Any], slice]]:
+        return {name: (node, self._slots(name)) for name, node in self.children.items()}
+
+    def bind_children(self) -> None:
+        for node in self._nodes:
+            node.unbind()  # until it is drawn from: there may be hundreds
+
     def seek(self) -> None:
         self._draws.seek(self.position)
+
+    def verify(self) -> None:
+        self._draws.bind_all()
 
     def next(self) -> Any:
         return self._draws.draw(next)

@@ -17,7 +17,7 @@ from rescale_data.errors import require_int
 from rescale_data.nodes.base import BaseNode, Node, View, copy_of
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.counted import epoch_end_of_source
-from rescale_data.nodes.guard import Guard, OnError
+from rescale_data.nodes.guard import OnError, guard_of
 from rescale_data.sources.decoded.cache import cache, owner_of
 from rescale_data.state import Field, Ints
 
@@ -103,7 +103,7 @@ class Tokenize(Node[dict[str, Any]]):
         super().__init__(source=source)
         self.tokenizer, self.column, self.into, self.batch_size = tokenizer, column, into, batch_size
         self._source = self.children["source"]
-        self._guard, self._bound = Guard(self, on_error), Bound(self)
+        self._guard, self._bound = guard_of(self, on_error), Bound(self)
         self._key = (owner_of(self), "batch")
 
     def seek(self) -> None:

@@ -7,7 +7,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -99,12 +99,18 @@ class Pieces:
 
 def pieces_of(names: Sequence[str], weights: Mapping[str, float] | Schedule) -> Pieces:
     if not isinstance(weights, Schedule):
-        return Pieces(tuple(names), [0], [tuple(float(weights.get(name, 0)) for name in names)])
+        return _constant(tuple(names), tuple(float(weights.get(name, 0)) for name in names))
     keys = [(begin, tuple(float(key.get(name, 0)) for name in names)) for begin, key in weights.keys]
     begins, values = [begin for begin, _ in keys], [value for _, value in keys]
     if weights.interpolate == "linear" and len(keys) > 1:
         begins, values = _steps(begins, [_normal(value) for value in values])
     return Pieces(tuple(names), begins, values)
+
+
+@lru_cache(maxsize=64)
+def _constant(names: tuple[str, ...], weights: tuple[float, ...]) -> Pieces:
+    """The same for every logical shard."""
+    return Pieces(names, [0], [weights])
 
 
 def as_json(weights: Mapping[str, float] | Schedule) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from functools import lru_cache
 from typing import Protocol
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from rescale_data.nodes.reading.gather import copied, fragments_of, places_of
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.nodes.reading.spans import EMPTY, NOTHING, Moves, Spans, plain
 from rescale_data.sources.decoded.cache import follows, owner_of
+from rescale_data.sources.decoded.interest import num_readers
 from rescale_data.sources.decoded.pieces import PieceSource
 from rescale_data.sources.source import DecodingSource, Tokens, TokenSource
 from rescale_data.state import Ints
@@ -60,13 +62,11 @@ class FragmentDocuments:
     """
 
     __slots__ = (
-        "__weakref__",
-        "_bytes", "_column", "_decoding", "_fragments", "_key", "_rows", "_share", "_source",
+        "_bytes", "_column", "_decoding", "_fragments", "_rows", "_share", "_source",
     )  # fmt: skip
 
     def __init__(self, source: TokenSource, column: str, rows: Rows, num_bytes: int) -> None:
         source.check_tokens(column)
-        _alive.add(self)
         if source.fragments is None:
             raise TypeError(f"{source.name} can be read a fragment at a time, but says that it has no fragments.")
         self._source, self._column, self._rows = source, column, rows
@@ -74,7 +74,6 @@ class FragmentDocuments:
         self._fragments = np.ascontiguousarray(source.fragments, dtype=np.int64)
         self._bytes = num_bytes
         self._share: ShardShare | None = None
-        self._key = owner_of(source), column
 
     def read(self, position: memoryview, most: int) -> Spans:
         epoch, row = position[0], position[1]
@@ -134,12 +133,12 @@ class FragmentDocuments:
 
     def _have_room(self, num_bytes: int) -> bool:
         """Whether the cache has room for so much of each shard."""
-        return len(_alive) * num_bytes <= self._source.cache_bytes
+        return num_readers(owner_of(self._source)) * num_bytes <= self._source.cache_bytes
 
     def _tokens(self, fragment: int) -> Tokens:
         if self._share is not None and follows(self._source, PieceSource):
             return self._source.tokens_of(self._column, fragment, self._share)
-        key = (*self._key, fragment)
+        key = owner_of(self._source), self._column, fragment
         tokens = _lent.get(key)
         if tokens is None:
             tokens = _lent[key] = self._source.tokens(self._column, fragment)
@@ -159,6 +158,7 @@ def _unmoved(num_documents: int) -> Moves:
     return Moves(np.zeros(num_documents + 1, dtype=np.int64), NOTHING.slot, NOTHING.value)
 
 
+@lru_cache(maxsize=64)
 def block_bytes(cache_bytes: int, num_logical_shards: int) -> int:
     """How much of a shard's tokens to put in order at once.
 
@@ -168,6 +168,5 @@ def block_bytes(cache_bytes: int, num_logical_shards: int) -> int:
     return max(2**16, min(2**20, cache_bytes // 4 // num_logical_shards))
 
 
-_alive: WeakSet[FragmentDocuments] = WeakSet()  # of the shards of all sources
 _lent: WeakValueDictionary[tuple[int, str, int], Tokens] = WeakValueDictionary()
 """Fragments that a packer of any shard still holds, by source, column and number."""

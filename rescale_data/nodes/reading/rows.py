@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import index
@@ -28,13 +28,13 @@ from rescale_data.order import (
     some_fragments_order,
 )
 from rescale_data.shard import Shard
-from rescale_data.sources.decoded.cache import cache, owner_of
+from rescale_data.sources.decoded.cache import Evicted, cache, owner_of
 from rescale_data.sources.source import Source
 from rescale_data.state import Ints
 
 DEFAULT_WINDOW = 1024
 _NO_SUMS = memoryview(b"")
-_ENTRY = 600  # bytes of a plan in the cache beside its numbers
+_ENTRY = 900  # bytes of a plan in the cache beside its numbers, with what its reader keeps as long
 _SINCE_EVER = [0]
 _numbers = itertools.count()
 
@@ -55,17 +55,19 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Evicted):
     """Rows of the source for the shard's rows ``first ..`` of an epoch, in the order in which they are read.
 
     Args:
         sums: Their `running_sums`, where `Shard.verify` asks for them.
+        leave: What to do when the cache has no room for it.
     """
 
     epoch: int
     first: int
     rows: Ints
     sums: memoryview
+    leave: Callable[[], object]
 
     @property
     def nbytes(self) -> int:
@@ -73,6 +75,9 @@ class Plan:
 
     def covers(self, epoch: int, row: int) -> bool:
         return self.epoch == epoch and 0 <= row - self.first < len(self.rows)
+
+    def evicted(self) -> None:
+        self.leave()
 
 
 class ShardRows:
@@ -82,28 +87,34 @@ class ShardRows:
         source: The source.
         shard: The logical shard.
         shuffle, by_global_batch: See `Reader`.
+        views: What the source consists of, in the order of their first epochs; default: all of it.
+        leave: What to do when the cache has no room for where the shard reads.
     """
 
     __slots__ = (
-        "_orders", "_plan_key", "_shard", "_since", "_sized", "_source", "_source_key", "_views", "is_full", "steps", "window",
+        "_epoch", "_leave", "_plan_key", "_shard", "_since", "_size", "_source", "_source_key", "_views", "is_full", "steps",
+        "window",
     )  # fmt: skip
 
-    def __init__(self, source: Source, shard: Shard, shuffle: bool | int, by_global_batch: bool = False) -> None:
+    def __init__(
+        self,
+        source: Source,
+        shard: Shard,
+        shuffle: bool | int,
+        by_global_batch: bool = False,
+        views: Sequence[View] | None = None,
+        leave: Callable[[], object] = tuple,
+    ) -> None:
         self._source, self._shard = source, shard
         self.steps = Steps(**_sizes_of(shard, shuffle)) if by_global_batch else None
         self.is_full = shuffle is True and source.fragments is None
         self.window = 0 if self.is_full else _window(shuffle)
         self._source_key = owner_of(source)
         self._plan_key = (self._source_key, "plan", next(_numbers))
-        self.adopt(_whole(source.num_rows))
-
-    def adopt(self, views: Sequence[View]) -> None:
-        """From now on the source consists of what ``views`` say, in the order of their first epochs."""
-        self._views = views
+        self._views = views = views or _whole(source.num_rows)
         self._since = _SINCE_EVER if len(views) == 1 else [view.since for view in views]
-        self._orders: dict[tuple[int, int], ShardOrder] = {}
-        self._sized = -1, 0  # the epoch whose size was asked for last, and that
-        cache().forget(self._plan_key)
+        self._epoch, self._size = -1, 0  # whose size was asked for last, and that
+        self._leave = leave
 
     @property
     def grows(self) -> bool:
@@ -116,21 +127,8 @@ class ShardRows:
         return self.order(0).width
 
     def order(self, epoch: int, shard: int = -1) -> ShardOrder:
-        view, part = self.view(epoch), self.range_of(epoch, self._shard.index if shard < 0 else shard)
-        found = self._orders.get((view.since, part))
-        if found is None:
-            found = ShardOrder(
-                num_rows=view.num_rows,
-                shard=part,
-                num_logical_shards=self._shard.num_logical_shards,
-                seed=self._shard.seed,
-                window=self.window,
-                full=self.is_full,
-                steps=self.steps,
-            )
-            if part == self._shard.index:
-                self._orders[view.since, part] = found
-        return found
+        part = self.range_of(epoch, self._shard.index if shard < 0 else shard)
+        return _order(*self._args(self.view(epoch)), part, self.window, self.is_full, self.steps)
 
     def range_of(self, epoch: int, shard: int) -> int:
         """Number of the range of rows that a shard reads in an epoch."""
@@ -164,9 +162,9 @@ class ShardRows:
 
     def size(self, epoch: int) -> int:
         """Rows of the shard in an epoch."""
-        if epoch != self._sized[0]:
-            self._sized = epoch, self.order(epoch).size
-        return self._sized[1]
+        if epoch != self._epoch:
+            self._epoch, self._size = epoch, self.order(epoch).size
+        return self._size
 
     def sizes(self, epochs: Ints, shards: Ints) -> Ints:
         """Rows of shards in epochs, ``int64[M]`` each."""
@@ -205,9 +203,14 @@ class ShardRows:
             return plan, False
         rows = self.around(epoch, row)
         sums = running_sums(self.numbered(epoch, rows)) if self._shard.verify else _NO_SUMS
-        plan = Plan(epoch, self.order(epoch).span(row)[0], rows, sums)
+        plan = Plan(epoch, self.order(epoch).span(row)[0], rows, sums, self._leave)
         cache().put(self._plan_key, plan)
         return plan, True
+
+    @property
+    def plan_bytes(self) -> int:
+        """About what the plan of a shard takes in the cache."""
+        return _ENTRY + min(self.width, self.order(0).size) * 8 * (1 + self._shard.verify)
 
     def around(self, epoch: int, row: int, shard: int = -1) -> Ints:
         """Rows of the source that are permuted together around a row of a shard."""
@@ -299,6 +302,28 @@ class ShardRows:
     def view(self, epoch: int) -> View:
         """What the source consists of in an epoch."""
         return self._views[0] if len(self._views) == 1 else self._views[bisect_right(self._since, epoch) - 1]
+
+
+@lru_cache(maxsize=1024)
+def _order(
+    num_rows: int, num_logical_shards: int, seed: int, part: int, window: int, full: bool, steps: Steps | None
+) -> ShardOrder:
+    return ShardOrder(
+        num_rows=num_rows,
+        shard=part,
+        num_logical_shards=num_logical_shards,
+        seed=seed,
+        window=window,
+        full=full,
+        steps=steps,
+    )
+
+
+def check_order(shard: Shard, shuffle: bool | int, by_global_batch: bool) -> None:
+    """``ValueError`` where `ShardRows` would raise it."""
+    if by_global_batch:
+        _sizes_of(shard, shuffle)
+    _window(shuffle)
 
 
 @lru_cache(maxsize=1024)

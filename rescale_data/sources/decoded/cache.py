@@ -25,6 +25,8 @@ class Sized(Protocol):
 class Evicted:
     """A value that wants to know that there was no room for it."""
 
+    __slots__ = ()
+
     def evicted(self) -> None:
         raise NotImplementedError
 

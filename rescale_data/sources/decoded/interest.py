@@ -12,6 +12,7 @@ from rescale_data.state import Ints
 
 _shards: dict[int, range] = {}
 _needed: dict[int, int] = {}
+_readers: dict[int, int] = {}
 _warned: set[int] = set()
 _log = logging.getLogger("rescale_data")
 
@@ -48,12 +49,18 @@ def serve(sources: Iterable[Described], shards: range) -> None:
     served = list(sources)
     needed = sum(_needed_by(source, len(shards)) for source in served if follows(source, Decoded))
     for source in served:
-        _shards[owner_of(source)], _needed[owner_of(source)] = shards, needed
+        owner = owner_of(source)
+        _shards[owner], _needed[owner], _readers[owner] = shards, needed, len(served) * len(shards)
 
 
 def shards_of(source: int, num_logical_shards: int) -> range:
     """The shards of a source, given by its key: all of them where nobody has said."""
     return _shards.get(source, range(num_logical_shards))
+
+
+def num_readers(source: int) -> int:
+    """As many shards of sources are read in turn with this one, given by its key: it alone where nobody has said."""
+    return _readers.get(source, 1)
 
 
 def needed_with(source: Decoded, num_shards: int) -> int:
@@ -65,17 +72,18 @@ def _needed_by(source: Decoded, num_shards: int) -> int:
     return 0 if source.fragments is None else min(num_shards, len(source.fragments) - 1) * source.fragment_bytes
 
 
-def warn_if_thrashing(sources: Iterable[Described], owned_shards: int) -> None:
+def warn_if_thrashing(sources: Iterable[Described], owned_shards: int, beside: int = 0) -> None:
     """Warn, once, where one process visits more fragments in turn than its cache holds, those of all sources together.
 
     Args:
         sources: Nothing is said of those without fragments.
         owned_shards: Logical shards that this process runs.
+        beside: Bytes of what the cache keeps for each of them beside fragments.
     """
     known = [source for source in sources if follows(source, Decoded) and source.fragments is not None]
     counts = [source.num_rows // max(1, len(found) - 1) for source in known if (found := source.fragments) is not None]
     times = max(counts, default=0)
-    needed = sum(_needed_by(source, owned_shards) for source in known)
+    needed = sum(_needed_by(source, owned_shards) for source in known) + owned_shards * beside
     room = max((source.cache_bytes + source.spill_bytes for source in known), default=0)
     owners = {owner_of(source) for source in known}
     if needed <= room or times < 2 or owners <= _warned:
@@ -84,10 +92,10 @@ def warn_if_thrashing(sources: Iterable[Described], owned_shards: int) -> None:
     name = known[0].name if len(known) == 1 else f"{len(known)} sources, {known[0].name} among them"
     size = sorted(source.fragment_bytes for source in known)[len(known) // 2]
     _log.warning(
-        "%s: this process visits %d logical shards in turn, whose fragments of about %d bytes take %d bytes, and cache_bytes "
-        "and spill_bytes, which all sources share, are %d. Fragments are then decoded again at each visit, up to %d times an "
-        "epoch (their rows; less under a TokenPacker, which takes many at a visit). Give cache_bytes=%d, or spill_dir=, a "
-        "local folder with as much room, run fewer shards in a process (a smaller num_logical_shards, more ranks or workers), "
-        "or write smaller row groups or record batches.",
+        "%s: this process visits %d logical shards in turn, whose fragments of about %d bytes, and the order in which they "
+        "read, take %d bytes, and cache_bytes and spill_bytes, which all sources share, are %d. Fragments are then decoded "
+        "again at each visit, up to %d times an epoch (their rows; less under a TokenPacker, which takes many at a visit). "
+        "Give cache_bytes=%d, or spill_dir=, a local folder with as much room, run fewer shards in a process (a smaller "
+        "num_logical_shards, more ranks or workers), or write smaller row groups or record batches.",
         name, owned_shards, size, needed, room, times, needed,
     )  # fmt: skip
