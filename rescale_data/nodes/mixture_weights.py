@@ -76,6 +76,10 @@ class MixtureWeights:
         """Whether they follow sizes that differ from epoch to epoch."""
         return self.sizes is not None and self.sizes.grow
 
+    def grows_from(self, position: View) -> bool:
+        """Whether sizes that they follow change after a position."""
+        return self.sizes is not None and self.sizes.grow_from(position)
+
     @property
     def may_change(self) -> bool:
         """Whether others may count from any document on."""

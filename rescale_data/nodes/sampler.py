@@ -141,6 +141,10 @@ class WeightedSampler(Node[Any]):
             return super().skip(num_samples)
         return self._draws.skip(num_samples)
 
+    def skip_ahead(self, num_samples: int) -> int:
+        goes_on = any(below.repeat for _, below in self.walk())
+        return 0 if self.unit == "tokens" else self._draws.skip_ahead(num_samples, goes_on=goes_on)
+
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
         """Known by samples, where each source is read to its end."""
         now = self._in_use
