@@ -7,7 +7,6 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.circle import WHOLE, Arc, Arcs, Circle, arcs, circle_of, stretched, within
 from rescale_data.nodes.column import length_of
@@ -272,13 +271,7 @@ class MixtureDraws:
 
     def rule_at(self, position: View) -> MixtureWeights | None:
         self._in_use.begin_capped(position)
-        rule = self._in_use.rule_at(position)
-        if rule is not None and any(cap.unit == "epochs" for cap in rule.caps.values()):
-            raise DataStateError(
-                "A logical shard is within a window that was begun with a cap in epochs, which the mixture has no longer. Keep "
-                "that cap until the windows have passed."
-            )
-        return rule
+        return self._in_use.rule_at(position)
 
     def slots_of(self, source: int) -> slice:
         return self._slots[source]

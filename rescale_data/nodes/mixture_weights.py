@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -152,18 +152,16 @@ class MixtureWeights:
         return crossed
 
     def room(self, position: View) -> tuple[int, int | None]:
-        """As many draws may be made before others count, and only until so many tokens have been drawn."""
+        """As many draws may be made before a schedule goes on, and only until so many tokens have been drawn."""
         turn = self.next_turn(position)
-        if self._row.unit == "tokens":
-            return 1 if self.caps else MANY, turn
-        caps = [cap.limit - cap.drawn(position) for cap in self.caps.values() if not cap.reached(position)]
-        return max(1, min([MANY if turn is None else turn - position[NUM], *caps])), None
+        if self._row.unit == "tokens" or turn is None:
+            return MANY, turn
+        return max(1, turn - position[NUM]), None
 
-    @property
-    def in_blocks(self) -> bool:
-        """Whether it is known before documents are read how long these weights hold."""
-        units = {cap.unit for cap in self.caps.values()}
-        return self.sizes is None and units <= ({"samples"} if self._row.unit == "samples" else set())
+    def ends_count(self, position: View) -> Container[int]:
+        """The sources behind whose ends others may count."""
+        by_epochs = [source for source, cap in self.caps.items() if cap.unit == "epochs"]
+        return range(len(self._row.names)) if self.grows_from(position) else by_epochs
 
     def end(self, position: View, source: int) -> None:
         """A source's next epoch begins, where it may have another size or have reached its cap."""
