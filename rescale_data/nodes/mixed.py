@@ -180,26 +180,28 @@ class MixedDocuments:
 
     def _choose(self, points: Words, arcs: TokenArcs) -> tuple[Ints, int]:
         """Sources of the next draws, by the lengths of what they yield."""
-        chosen: list[int] = []
         expected = [1 + int(1.2 * len(points) * part) for part in arcs.parts()]
-        lengths: dict[int, list[int]] = {}
-        counts = [0] * len(expected)
-        for point in points.tolist():
-            source = arcs.choose(point)
-            count = counts[source]
-            found = lengths.get(source, ())
-            if count == len(found):
-                if not self._have(source, count + 1, max(expected[source], count + 1 + count // 4)):
-                    return np.array(chosen, dtype=np.int64), source
-                found = lengths[source] = self._supplies[source].lengths
-            arcs.drew(source, found[count])
-            counts[source] = count + 1
-            chosen.append(source)
-            if self._turn_at is not None and arcs.num_tokens >= self._turn_at:
+        chosen, numbers = np.empty(len(points), dtype=np.int64), arcs.numbers()
+        _, documents, _, _, counts, most_documents, most_tokens = numbers
+        for source, cap in self._caps.items():
+            most = {"samples": most_documents, "tokens": most_tokens}.get(cap.unit)
+            if most is not None and cap.drawn(self._start) < cap.limit:
+                most[source] = cap.limit
+        lengths: list[Ints | None] = [None] * len(expected)
+        num, missing = 0, -1
+        turn_at = -1 if self._turn_at is None else self._turn_at
+        while True:
+            num, missing = arcs.run(points, chosen, num, numbers, lengths, turn_at)
+            if missing < 0:
                 break
-            if source in self._caps and self._last(source) <= count + 1:
+            count = int(counts[missing])
+            if not self._have(missing, count + 1, max(expected[missing], count + 1 + count // 4)):
                 break
-        return np.array(chosen, dtype=np.int64), -1
+            supply = self._supplies[missing]
+            lengths[missing] = np.array(supply.lengths, dtype=np.int64)
+            if supply.full_at < MANY:
+                most_documents[missing] = documents[missing] - count + supply.full_at
+        return chosen[:num], missing
 
     def _supplied(self, chosen: Ints, points: Words, arcs: Arcs) -> tuple[Ints, int]:
         """As many of the draws as there are documents for, and the source that has ended there."""
@@ -215,15 +217,9 @@ class MixedDocuments:
         return chosen[:limit], ended
 
     def _last(self, source: int) -> int:
-        """The document of a source's, from 1, with which it reaches its cap; many where that is not among those at hand."""
-        cap, supply = self._caps[source], self._supplies[source]
-        left = cap.limit - cap.drawn(self._start)
-        if cap.unit == "epochs":
-            return supply.full_at
-        if cap.unit == "samples":
-            return left
-        found = int(np.searchsorted(np.cumsum(supply.lengths), left)) + 1
-        return found if found <= len(supply.lengths) else MANY
+        """By samples, the document of a source's, from 1, with which it reaches its cap, if it does among those at hand."""
+        cap = self._caps[source]
+        return self._supplies[source].full_at if cap.unit == "epochs" else cap.limit - cap.drawn(self._start)
 
     def _have(self, source: int, num: int, most: int, points: Words | None = None) -> bool:
         """Whether a source has so many documents; up to ``most`` are read if any are."""

@@ -194,6 +194,8 @@ class MixtureWeights:
         for source, cap in self.caps.items():
             name, drawn = names[source], rows[:, cap.slot]
             drawn = np.maximum(drawn, ~drawn)
+            if cap.unit == "epochs":  # and the one that a reader is in, which its row says
+                drawn = drawn + (rows[:, cap.slot + 1] > 0)
             limits = parts_of(cap, range(len(rows)), self._shard[1])
             if saved.get("caps", {}).get(name) != cap.given and (drawn > limits).any():
                 total = drawn.max() if cap.unit == "epochs" else drawn.sum()
