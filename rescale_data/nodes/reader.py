@@ -120,13 +120,11 @@ class Reader(Node[Any]):
         """Which rows, in which order. There may be many readers: they keep it while the cache has room."""
         found = self._rows
         if found is None:
-            found = ShardRows(
-                self.source, self.shard, self.shuffle, self._by_global_batch, self._views, self._leave_order
-            )
+            found = ShardRows(self.source, self.shard, self.shuffle, self._by_global_batch, self._views, self)
             self._rows = found
         return found
 
-    def _leave_order(self) -> None:
+    def leave_order(self) -> None:
         self._rows = self._share = None
 
     def own_fields(self) -> tuple[Field, ...]:
@@ -216,7 +214,7 @@ class Reader(Node[Any]):
             views = [SourceView(epoch, int(lengths[c].sum()), c) for (epoch, _), c in zip(history, chosen, strict=True)]
         if views is not self._views:
             self._views = views
-            self._leave_order()
+            self.leave_order()
 
     def documents(self, column: str) -> Documents | None:
         if not follows(self.source, TokenSource):

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any, ClassVar
+from weakref import ref
 
 import numpy as np
 import pyarrow as pa
@@ -84,7 +85,15 @@ class ParquetSource(TableSource):
         return [i for i, number in enumerate(footer.places["number"].tolist()) if number in found]
 
     def _open(self, file: int) -> _Handle:
-        return _Handle(partial(self._files.open, file), partial(self._tail, file))
+        source = ref(self)  # the process keeps the handle, which would keep the source and its cache_bytes for ever
+
+        def tail() -> ArrowBuffer:
+            owner = source()
+            if owner is None:
+                raise ReferenceError("the source of this file is gone")
+            return owner._tail(file)
+
+        return _Handle(partial(self._files.open, file), tail)
 
     def _tail(self, file: int, *, soon: bool = True) -> ArrowBuffer:
         """The footer of a file behind a URL, which the cache keeps when the file is long closed.

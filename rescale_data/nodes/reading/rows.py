@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import index
-from typing import SupportsIndex
+from typing import Protocol, SupportsIndex
+from weakref import ref
 
 import numpy as np
 
@@ -54,20 +55,26 @@ class View:
     fragments: Ints | None = None
 
 
+class Leaving(Protocol):
+    def leave_order(self) -> None:
+        """Keep nothing that can be computed again."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Plan(Evicted):
     """Rows of the source for the shard's rows ``first ..`` of an epoch, in the order in which they are read.
 
     Args:
         sums: Their `running_sums`, where `Shard.verify` asks for them.
-        leave: What to do when the cache has no room for it.
+        reader: Told when the cache has no room for it, if it is still there: the cache keeps no reader, nor its source.
     """
 
     epoch: int
     first: int
     rows: Ints
     sums: memoryview
-    leave: Callable[[], object]
+    reader: ref[Leaving] | None
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +84,9 @@ class Plan(Evicted):
         return self.epoch == epoch and 0 <= row - self.first < len(self.rows)
 
     def evicted(self) -> None:
-        self.leave()
+        reader = None if self.reader is None else self.reader()
+        if reader is not None:
+            reader.leave_order()
 
 
 class ShardRows:
@@ -88,11 +97,11 @@ class ShardRows:
         shard: The logical shard.
         shuffle, by_global_batch: See `Reader`.
         views: What the source consists of, in the order of their first epochs; default: all of it.
-        leave: What to do when the cache has no room for where the shard reads.
+        reader: Who keeps this, as long as the cache has room for where the shard reads.
     """
 
     __slots__ = (
-        "_epoch", "_leave", "_plan_key", "_shard", "_since", "_size", "_source", "_source_key", "_views", "is_full", "steps",
+        "_epoch", "_plan_key", "_reader", "_shard", "_since", "_size", "_source", "_source_key", "_views", "is_full", "steps",
         "window",
     )  # fmt: skip
 
@@ -103,7 +112,7 @@ class ShardRows:
         shuffle: bool | int,
         by_global_batch: bool = False,
         views: Sequence[View] | None = None,
-        leave: Callable[[], object] = tuple,
+        reader: Leaving | None = None,
     ) -> None:
         self._source, self._shard = source, shard
         self.steps = Steps(**_sizes_of(shard, shuffle)) if by_global_batch else None
@@ -114,7 +123,7 @@ class ShardRows:
         self._views = views = views or _whole(source.num_rows)
         self._since = _SINCE_EVER if len(views) == 1 else [view.since for view in views]
         self._epoch, self._size = -1, 0  # whose size was asked for last, and that
-        self._leave = leave
+        self._reader = None if reader is None else ref(reader)
 
     @property
     def grows(self) -> bool:
@@ -247,7 +256,7 @@ class ShardRows:
             return plan, False
         rows = self.around(epoch, row)
         sums = running_sums(self.numbered(epoch, rows)) if self._shard.verify else _NO_SUMS
-        plan = Plan(epoch, self.order(epoch).span(row)[0], rows, sums, self._leave)
+        plan = Plan(epoch, self.order(epoch).span(row)[0], rows, sums, self._reader)
         cache().put(self._plan_key, plan)
         return plan, True
 
