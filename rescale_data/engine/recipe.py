@@ -14,7 +14,6 @@ import numpy as np
 from rescale_data.nodes.base import BaseNode, Node
 from rescale_data.nodes.foreign import as_node, refuse_ranks
 from rescale_data.nodes.form import BEFORE
-from rescale_data.nodes.reader import Reader
 from rescale_data.shard import Shard
 from rescale_data.sources.source import Described, Saveable
 from rescale_data.state import Field, Ints, encode, field_of, flatten, offsets
@@ -147,13 +146,6 @@ class Schema:
                 beginning[:, slots] = table[:, slots]
         end = self.epoch_end(beginning)
         return None if end is None else int(end[0].sum())
-
-    def epochs_are_alike(self, table: Ints) -> bool:
-        """Whether each epoch moves each position by the same: a row is a sample, and no shard owns other rows than before."""
-        nodes = [node for _, node in self.root.walk()]
-        return all(
-            node.source.num_rows >= len(table) if isinstance(node, Reader) else node.one_for_one for node in nodes
-        ) and all(len(history) <= 1 for history in self.histories.values())
 
     def sources(self) -> dict[str, Described]:
         """The sources of the pipeline by the path of the node that reads each."""

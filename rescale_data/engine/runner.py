@@ -102,6 +102,9 @@ class Runner:
             if node is None:
                 node = self._wake(shard)
             end = node.epoch_end(self._slots(shard)[None], np.array([shard]))
+            if end is None and node.is_endless:
+                node.skip(num_samples)
+                return
             if end is None:
                 self._draw(shard)
                 num_samples -= 1
@@ -112,18 +115,7 @@ class Runner:
             if num_samples:
                 self._slots(shard)[:] = end[1][0]
                 self._live[shard] = None
-                num_samples = self._skip_epochs(shard, node, num_samples)
-
-    def _skip_epochs(self, shard: int, node: Node[Any], num_samples: int) -> int:
-        """Leave out whole epochs from the beginning of one, where they are alike; the samples that are then left to skip."""
-        here = self._slots(shard)
-        end = node.epoch_end(here[None], np.array([shard]))
-        if end is None or not end[0][0] or not self.schema.epochs_are_alike(self.table):
-            return num_samples
-        size = int(end[0][0])
-        epochs = (num_samples - 1) // size  # the last of them ends where its last sample does
-        here += epochs * (end[1][0] - here)
-        return num_samples - epochs * size
+                num_samples -= node.skip_epochs(self._slots(shard).data, shard, len(self.table), num_samples)
 
     def look_ahead(self, shard: int, num_samples: int) -> tuple[int, Ints | None]:
         """Draw up to so many samples of a shard, to find its epoch's end. Who serves after that loads the table anew.

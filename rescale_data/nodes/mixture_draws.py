@@ -206,8 +206,17 @@ class MixtureDraws:
                 self._silent.pop(source, None)
             if left:
                 self._pass_end(source)
+            if left and inner is None:
+                left -= self._leave_out_epochs(self._nodes[source], left)
         self._position[NUM] += count
         self._position[self._row.drawn.start + source] += count
+
+    def _leave_out_epochs(self, node: Node[Any], most: int) -> int:
+        """Leave out whole epochs of a source that is at the beginning of one, and never ends; their samples."""
+        num = node.skip_epochs(node.position, *self._shard, most)
+        if num:
+            node.bind(node.position)
+        return num
 
     def _pass_end(self, source: int) -> None:
         try:

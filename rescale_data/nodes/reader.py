@@ -136,9 +136,12 @@ class Reader(Node[Any]):
             return with_provenance(value, self.locate()) if says else value
 
     def skip(self, num_samples: int) -> None:
-        if self._over or self.position[1] + num_samples > self.rows.size(self.position[0]):
-            self._finish()
-        self.advance(self.position, num_samples)
+        once = 1 if self.rows.in_rounds else num_samples  # row by row over the epochs of a round
+        while num_samples:
+            if self._over or self.position[1] + once > self.rows.size(self.position[0]):
+                self._finish()
+            self.advance(self.position, once)
+            num_samples -= once
 
     def advance(self, position: View, num_rows: int) -> None:
         """Write into a position where to go on after so many rows more."""
@@ -248,11 +251,19 @@ class Reader(Node[Any]):
         return self.rows.ends(epoch, row)
 
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
-        if self._guard.skips:
+        in_rounds = self.rows.in_rounds
+        if self._guard.skips or (in_rounds and self.rows.grows):
             return None
         end = np.zeros_like(rows)
         end[:, 0], end[:, 2] = rows[:, 0] + 1, rows[:, 2]
-        return self.rows.sizes(rows[:, 0], shards) - rows[:, 1], end
+        if not in_rounds:
+            return self.rows.sizes(rows[:, 0], shards) - rows[:, 1], end
+        ends = [self.rows.end_of_round(*here) for here in zip(*rows[:, :2].T.tolist(), shards.tolist(), strict=True)]
+        left, end[:, 0] = np.array(ends, dtype=np.int64).reshape(-1, 2).T
+        return left, end
+
+    def is_even(self, num_logical_shards: int) -> bool:
+        return not self._guard.skips and not self.rows.grows and self.source.num_rows >= num_logical_shards
 
     def locate(self) -> str:
         return f"{self.source.name}: {self.source.locate(self._drawn)}" if self._drawn >= 0 else ""

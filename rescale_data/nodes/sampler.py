@@ -95,7 +95,7 @@ class WeightedSampler(Node[Any]):
         self.unit, self.column, self.stop = unit, column, stop
         check_caps(caps or {}, self.names, unit)
         check_group(group, unit, stop, caps)
-        self.group = group
+        self.group = int(group)
         self._row = MixtureRow(self.names, unit)
         known = dict.fromkeys(self.names, 1.0) if isinstance(weights, str) else weights
         self._in_use = MixtureWeights(self._row, known)
@@ -110,7 +110,7 @@ class WeightedSampler(Node[Any]):
             sizes, self._by = Sizes(self.children, starts, weights, column, temperature), (weights, temperature)
             weights = sizes.weights(self.position)
         self.weights = weights if isinstance(weights, Schedule) else {name: float(weights[name]) for name in self.names}
-        self.caps = {name: dict(cap) for name, cap in sorted((caps or {}).items())}
+        self.caps = {name: {unit: int(n) for unit, n in cap.items()} for name, cap in sorted((caps or {}).items())}
         self._in_use = self._rule(self.weights, self.caps, sizes)
         self.position = self.initial()
         mixtures = [_mixture_of(node) for node in self._nodes]
@@ -122,8 +122,8 @@ class WeightedSampler(Node[Any]):
         for path, node in self.walk():
             if isinstance(node, WeightedSampler):
                 node._draws.circle = circle_of(*self._shard, ".".join(path))
-        if shard and not (shard.num_logical_shards % shard.global_batch_size or shard.global_batch_size % group):
-            self._draws.circle = grouped_circle_of(*self._shard, shard.global_batch_size, group)
+        if shard and not (shard.num_logical_shards % shard.global_batch_size or shard.global_batch_size % self.group):
+            self._draws.circle = grouped_circle_of(*self._shard, shard.global_batch_size, self.group)
             # else refused by who serves it
 
     def own_fields(self) -> tuple[Field, ...]:
@@ -143,10 +143,19 @@ class WeightedSampler(Node[Any]):
 
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
         """Known by samples, where each source is read to its end."""
+        return end_of_all(self._row, self._sources, rows, shards) if self._ends_are_known else None
+
+    @property
+    def _ends_are_known(self) -> bool:
         now = self._in_use
-        if self.stop != "all" or self.unit == "tokens" or now.caps or now.is_scheduled or now.grow:
-            return None
-        return end_of_all(self._row, self._sources, rows, shards)
+        return self.stop == "all" and self.unit != "tokens" and not (now.caps or now.is_scheduled or now.grow)
+
+    @property
+    def is_endless(self) -> bool:
+        return self.stop == "never" and not any(rule.caps for rule in (self._in_use, *self._in_use.before))
+
+    def is_even(self, num_logical_shards: int) -> bool:
+        return self._ends_are_known and all(node.is_even(num_logical_shards) for node in self._nodes)
 
     def initial(self) -> View:
         row = super().initial()

@@ -124,6 +124,9 @@ class Shuffle(Node[Any]):
         after[:, _EMITTED], after[:, 1:] = 0, end[1]
         return end[0] - rows[:, _EMITTED], after
 
+    def is_even(self, num_logical_shards: int) -> bool:
+        return self._source.is_even(num_logical_shards)
+
     def settle(self, position: View) -> bool:
         return self.settle_within(position, _EMITTED)
 

@@ -151,6 +151,21 @@ class ShardRows:
                     return found
         raise AssertionError
 
+    @property
+    def in_rounds(self) -> bool:
+        """Whether the stream goes on over epochs to the end of a round: it is endless, with fewer rows than shards."""
+        n = self._shard.num_logical_shards
+        return self._shard.repeat and any(view.num_rows < n for view in self._views)
+
+    def end_of_round(self, epoch: int, row: int, shard: int) -> tuple[int, int]:
+        """Rows that a shard has before such a stream ends, and the epoch in which it then begins; of a source that stays."""
+        args, n = self._args(self._views[0]), self._shard.num_logical_shards
+        stop = epoch - epoch % n + n
+        before, after, until = rows_before(np.full(3, shard), np.array([epoch, epoch + 1, stop]), *args).tolist()
+        if before + row >= after:
+            return 0, next_epoch_with_rows(shard, epoch + 1, *args)
+        return until - before - row, next_epoch_with_rows(shard, stop, *args)
+
     def goes_on(self, epoch: int) -> bool:
         """Whether the end of an epoch is none for whoever reads: it has a row or none, and others of its round follow."""
         n = self._shard.num_logical_shards
