@@ -14,6 +14,7 @@ import numpy as np
 from rescale_data.nodes.base import BaseNode, Node
 from rescale_data.nodes.foreign import as_node, refuse_ranks
 from rescale_data.nodes.form import BEFORE
+from rescale_data.nodes.reader import Reader
 from rescale_data.shard import Shard
 from rescale_data.sources.source import Described, Saveable
 from rescale_data.state import Field, Ints, encode, field_of, flatten, offsets
@@ -146,6 +147,17 @@ class Schema:
                 beginning[:, slots] = table[:, slots]
         end = self.epoch_end(beginning)
         return None if end is None else int(end[0].sum())
+
+    def epochs_are_alike(self, table: Ints) -> bool:
+        """Whether each epoch moves each position by the same: a row is a sample, and no shard owns other rows than before."""
+        if self.epoch_end(table) is None:
+            return False
+        nodes = [node for _, node in self.root.walk()]
+        return (
+            all(node.one_for_one or node.repeats_itself for node in nodes)
+            and all(node.source.num_rows >= len(table) for node in nodes if isinstance(node, Reader))
+            and all(len(history) <= 1 for history in self.histories.values())
+        )
 
     def sources(self) -> dict[str, Described]:
         """The sources of the pipeline by the path of the node that reads each."""

@@ -102,6 +102,9 @@ class Node(BaseNode[T]):
     one_for_one: bool = False
     """Whether this node yields one sample for each that its only child, ``source``, does."""
 
+    repeats_itself: bool = False
+    """Whether each epoch of this node, where it knows the end, moves it by as much if those of its readers do."""
+
     group: int = 1
     """As many neighbouring rows of a global batch come from one source of this node, a mixture."""
 
@@ -238,6 +241,14 @@ class Node(BaseNode[T]):
         for _ in range(num_samples):
             next(self)
 
+    def skip_ahead(self, num_samples: int) -> int:
+        """Leave out up to so many samples where `epoch_end` is not known, and yet they need not be drawn.
+
+        Returns:
+            How many; fewer where the epoch ends, which in an endless stream it need not do, or where they have to be read.
+        """
+        return self.children["source"].skip_ahead(num_samples) if self.one_for_one else 0
+
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
         """How many samples are left in the epoch, and the rows at which the next begins; `None` where it must be read.
 
@@ -250,30 +261,6 @@ class Node(BaseNode[T]):
         """
         del rows, shards
         return None
-
-    @property
-    def is_endless(self) -> bool:
-        """Whether no epoch of it ends: `skip` then goes any distance."""
-        return self.one_for_one and self.children["source"].is_endless
-
-    def is_even(self, num_logical_shards: int) -> bool:
-        """Whether each epoch moves the position of every logical shard by as much as the one before."""
-        return self.one_for_one and self.children["source"].is_even(num_logical_shards)
-
-    def skip_epochs(self, position: View, shard: int, num_logical_shards: int, num_samples: int) -> int:
-        """Write into a row of this node, at the beginning of an epoch, where it stands whole epochs later, if these are even.
-
-        Returns:
-            How many samples that leaves out: fewer than ``num_samples``, since an epoch ends where its last sample does.
-        """
-        here = np.asarray(position)
-        end = self.epoch_end(here[None], np.array([shard])) if self.is_even(num_logical_shards) else None
-        if end is None or not end[0][0]:
-            return 0
-        size = int(end[0][0])
-        epochs = (num_samples - 1) // size
-        here += epochs * (end[1][0] - here)
-        return epochs * size
 
     def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         """From now on the source that this node reads consists of what the manifests say, each from its epoch on.

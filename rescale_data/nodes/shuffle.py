@@ -63,6 +63,7 @@ class Shuffle(Node[Any]):
 
     FIELDS: ClassVar[tuple[Field, ...]] = (Field(("emitted",)),)
     READS_AHEAD: ClassVar[bool] = True
+    repeats_itself = True
 
     def __init__(self, source: BaseNode[Any], window: int, *, shard: Shard | None = None) -> None:
         require_int(window=window)
@@ -123,9 +124,6 @@ class Shuffle(Node[Any]):
         after = rows.copy()
         after[:, _EMITTED], after[:, 1:] = 0, end[1]
         return end[0] - rows[:, _EMITTED], after
-
-    def is_even(self, num_logical_shards: int) -> bool:
-        return self._source.is_even(num_logical_shards)
 
     def settle(self, position: View) -> bool:
         return self.settle_within(position, _EMITTED)
