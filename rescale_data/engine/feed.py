@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -13,6 +14,7 @@ from rescale_data.engine.runner import Collate, Exhausted, Runner
 from rescale_data.layout.deal import Deal, DealTurns
 from rescale_data.layout.layout import Layout
 from rescale_data.layout.turns import AlignedTurns, BalancedTurns, Turns
+from rescale_data.sources.counts import MAKE_SECONDS, counts, told
 from rescale_data.state import Ints
 
 
@@ -83,6 +85,14 @@ class Feed(Protocol):
         """The next micro batch of the leg; `Exhausted` where a shard has no sample left for it. Not asked beyond `stop`."""
         ...
 
+    def progress(self) -> dict[str, float]:
+        """What was read and made so far, for a logger."""
+        ...
+
+    def doing(self) -> str:
+        """What is waited for, where other processes make the batches."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -109,9 +119,17 @@ class InProcess:
     def take(self) -> MicroBatch:
         if self._turns is None:
             raise Exhausted
+        started = time.perf_counter()
         micro_batch = make(self._runner, self._turns, self._collate, self._u)
+        counts().add(MAKE_SECONDS, time.perf_counter() - started)
         self._u += 1
         return micro_batch
+
+    def progress(self) -> dict[str, float]:
+        return {"batches_ready": 0.0, **told(counts().values)}
+
+    def doing(self) -> str:
+        return ""
 
     def close(self) -> None:
         self._turns = None
@@ -132,5 +150,11 @@ class Traced:
         lines, rows = self._runner.trace(turn, self.shards)
         self._u += 1
         return MicroBatch(lines, turn.index, rows, turn.shards, sum(turn.is_real))
+
+    def progress(self) -> dict[str, float]:
+        return {}
+
+    def doing(self) -> str:
+        return ""
 
     def close(self) -> None: ...

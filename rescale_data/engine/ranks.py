@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -225,6 +226,10 @@ class Ranks:
     def each(self, values: Sequence[int]) -> Ints:
         """A few integers of every rank: ``int64[W, len(values)]`` (collective)."""
         return self._agree("each", values, np.ravel)().reshape(-1, len(values))
+
+    def numbers(self, values: Sequence[float]) -> npt.NDArray[np.float64]:
+        """Numbers of every rank: ``float64[W, len(values)]`` (collective)."""
+        return self._gather(torch.tensor(values, dtype=torch.float64), "numbers").numpy()
 
     def least(self, value: int) -> Callable[[], int]:
         """Say a value ahead of time; the result, called, waits for the smallest of all ranks' values (collective)."""
