@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Container
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from rescale_data.engine.recipe import SAMPLES, Histories, History
 from rescale_data.engine.runner import Collate, Exhausted, Runner
+from rescale_data.engine.watch import describe, frames
 from rescale_data.layout.deal import Deal, DealTurns
 from rescale_data.layout.layout import Layout
 from rescale_data.layout.turns import AlignedTurns, BalancedTurns, Turns
@@ -77,6 +82,11 @@ class Leg:
 class Feed(Protocol):
     """Makes the micro batches of a leg in order."""
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether it makes them in the background, from `start` on."""
+        ...
+
     def start(self, leg: Leg, table: Ints, first: int) -> None:
         """Go on in a leg with micro batch ``first`` at the positions of ``table``; forget what was made before."""
         ...
@@ -93,6 +103,10 @@ class Feed(Protocol):
         """What is waited for, where other processes make the batches."""
         ...
 
+    def stop(self) -> None:
+        """Make no more in this process, whose runner and sources are the caller's from here on; `start` goes on."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -107,22 +121,25 @@ def make(runner: Runner, turns: Turns, collate: Collate | None, u: int) -> Micro
 class InProcess:
     """Makes each micro batch when it is asked for, in the trainer's process."""
 
+    is_ahead = False
+
     def __init__(self, runner: Runner, collate: Collate | None) -> None:
         self._runner, self._collate = runner, collate
         self._turns: Turns | None = None
-        self._u = 0
+        self._u = self.thread = 0  # the thread that made the last
 
     def start(self, leg: Leg, table: Ints, first: int) -> None:
         self._runner.load(table, leg.histories, leg.layout.owned(leg.rank))
         self._turns, self._u = leg.turns(table), first
 
     def take(self) -> MicroBatch:
-        if self._turns is None:
+        turns, self._turns = self._turns, None  # after an error the rows are past what was delivered
+        if turns is None:
             raise Exhausted
-        started = time.perf_counter()
-        micro_batch = make(self._runner, self._turns, self._collate, self._u)
+        started, self.thread = time.perf_counter(), threading.get_ident()
+        micro_batch = make(self._runner, turns, self._collate, self._u)
+        self._turns, self._u = turns, self._u + 1
         counts().add(MAKE_SECONDS, time.perf_counter() - started)
-        self._u += 1
         return micro_batch
 
     def progress(self) -> dict[str, float]:
@@ -131,12 +148,67 @@ class InProcess:
     def doing(self) -> str:
         return ""
 
+    def stop(self) -> None: ...
+
     def close(self) -> None:
         self._turns = None
 
 
+class InThread:
+    """The same in a thread, some micro batches ahead of who takes them; an error is raised where its micro batch is due.
+
+    Between `start` and `stop` the runner is the thread's. What ranks do together stays with who takes.
+    """
+
+    is_ahead = True
+
+    def __init__(self, feed: InProcess, num_batches: int) -> None:
+        self._feed, self._num_batches = feed, num_batches
+        self._thread: ThreadPoolExecutor | None = None  # ends with `stop`, or with this object
+        self._made: deque[Future[MicroBatch]] = deque()
+        self._left = 0.0
+
+    def start(self, leg: Leg, table: Ints, first: int) -> None:
+        self.stop()
+        self._feed.start(leg, table, first)
+        self._thread = ThreadPoolExecutor(1, "rescale_data-ahead")
+        self._left = inf if leg.stop is None else leg.stop - first
+        self._ask()
+
+    def take(self) -> MicroBatch:
+        if not self._made:
+            raise Exhausted
+        micro_batch = self._made.popleft().result()
+        self._ask()
+        return micro_batch
+
+    def progress(self) -> dict[str, float]:
+        ready = sum(made.done() for made in self._made)
+        return {**self._feed.progress(), "batches_ready": float(ready)}
+
+    def doing(self) -> str:
+        return f"waiting for the thread of prefetch_batches, {describe(frames().get(self._feed.thread))}"
+
+    def stop(self) -> None:
+        self._made.clear()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown(cancel_futures=True)
+
+    def close(self) -> None:
+        self.stop()
+        self._feed.close()
+
+    def _ask(self) -> None:
+        while self._thread is not None and self._left > 0 and len(self._made) < self._num_batches:
+            self._made.append(self._thread.submit(self._feed.take))
+            self._left -= 1
+
+
 class Traced:
     """In place of samples, where they come from: of those of some shards (`Runner.trace`)."""
+
+    is_ahead = False
 
     def __init__(self, runner: Runner, shards: Container[int]) -> None:
         self._runner, self.shards = runner, shards
@@ -156,5 +228,7 @@ class Traced:
 
     def doing(self) -> str:
         return ""
+
+    def stop(self) -> None: ...
 
     def close(self) -> None: ...

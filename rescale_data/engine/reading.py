@@ -25,7 +25,7 @@ from rescale_data.engine.report import NAMES, Report, report
 from rescale_data.engine.setup import Setup, with_global_batch_size
 from rescale_data.engine.statedict import Sharded, state_dict, whole_shards
 from rescale_data.engine.stream import Stream
-from rescale_data.engine.watch import WORKERS, Watch, describe, is_in
+from rescale_data.engine.watch import Watch, describe, waits
 from rescale_data.errors import require_int
 
 _logger = logging.getLogger("rescale_data")
@@ -123,7 +123,7 @@ class Reading:
     def start(self) -> None:
         if not self.is_over():
             self.stream.start()
-            if not self.setup.layout.num_workers:
+            if not self.stream.is_ahead:
                 self.stream.peek()
 
     def peek(self) -> Any:
@@ -218,7 +218,7 @@ class Reading:
         return report(NAMES, self.stream.ranks.numbers([mine[name] for name in NAMES]))
 
     def _say_slow(self, seconds: float, frame: FrameType | None) -> None:
-        what = self.stream.waiting_for() if is_in(frame, WORKERS) else ""
+        what = self.stream.waiting_for() if waits(frame) else ""
         _logger.warning(
             "Rank %d has waited %.0f s for a batch (slow_after= says what is long): %s.",
             self.stream.ranks.rank,
@@ -234,6 +234,7 @@ class Reading:
         return Sharded(self._standing, self.load_state_dict)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.stream.rewind()
         load_state_dict(self.stream, state)
         self._resumed, self._at_multiple = True, False
         self.invalidate()
@@ -244,6 +245,7 @@ class Reading:
 
     def move_to(self, setup: Setup, stream: Stream, state: Mapping[str, Any], *, pin_memory: bool) -> None:
         """Go on with a stream of other ranks; iterators stay valid in the same epoch."""
+        self.stream.rewind()
         stream.on_source_change = self.stream.on_source_change
         load_state_dict(stream, state)
         stream.follow(self.stream)

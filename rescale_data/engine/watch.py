@@ -23,7 +23,8 @@ _logger = logging.getLogger("rescale_data")
 _OURS = "rescale_data."
 _USERS = ("rescale_data.sources.dataset", "rescale_data.sources.iterable")
 _RANKS = ("rescale_data.engine.rollcall", "rescale_data.engine.ranks", "rescale_data.engine.agreement")
-WORKERS = "rescale_data.engine.workers"
+_FEEDS = ("rescale_data.engine.workers", "rescale_data.engine.feed")
+"""What waits for batches that others make."""
 
 
 class Watch:
@@ -70,7 +71,7 @@ class Watch:
         if began is None or began == self._told or self._clock() - began < self._seconds:
             return
         self._told, self.said = began, True
-        self._say(self._clock() - began, _frames().get(self.thread))
+        self._say(self._clock() - began, frames().get(self.thread))
 
 
 def _look(of: weakref.ref[Watch], pause: float, stopped: threading.Event) -> None:
@@ -80,7 +81,8 @@ def _look(of: weakref.ref[Watch], pause: float, stopped: threading.Event) -> Non
         del watch
 
 
-def _frames() -> dict[int, FrameType]:
+def frames() -> dict[int, FrameType]:
+    """Of all threads, the innermost of each."""
     return getattr(sys, "_current_frames")()  # noqa: B009 - documented, in spite of its name
 
 
@@ -95,10 +97,10 @@ def describe(innermost: FrameType | None) -> str:
     return "it is in no function of rescale_data"
 
 
-def is_in(innermost: FrameType | None, module: str) -> bool:
-    """Whether the innermost function of this package is one of a module."""
+def waits(innermost: FrameType | None) -> bool:
+    """Whether the innermost function of this package waits for batches that others make."""
     ours = (_module(frame) for frame in _outward(innermost) if _module(frame).startswith(_OURS))
-    return next(ours, "") == module
+    return next(ours, "") in _FEEDS
 
 
 def _work(module: str, called: FrameType | None) -> str:

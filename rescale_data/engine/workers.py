@@ -215,6 +215,8 @@ class Pool:
         init_fn: Called with the number of the worker in each, when it starts.
     """
 
+    is_ahead = True
+
     def __init__(
         self,
         recipe: Recipe,
@@ -300,6 +302,8 @@ class Pool:
             or "which does not say what it is about: it is starting, has ended, or is stopped"
         )
         return f"waiting for worker {self._due}, {what}"
+
+    def stop(self) -> None: ...
 
     def close(self) -> None:
         """Stop the worker processes."""

@@ -16,7 +16,7 @@ FIELDS = READ_BYTES, REQUESTS, REQUEST_BYTES, RETRIES, HEDGES, READ_SECONDS, MAK
 """Bytes of fragments as they are in memory; requests for files behind URLs, all attempts, the bytes that they brought, and how
 many were made again after an error and after a stall; seconds in which a batch waited for files and their decoding, and was
 made, these included; batches that a worker has made in its leg."""
-BACKGROUND = "rescale_data"
+BACKGROUND = "rescale_data_"
 """How names of threads begin that read ahead: no batch waits for them."""
 
 

@@ -57,8 +57,8 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True)
-class _Brought:
-    """The bytes of a fragment that somebody will decode."""
+class Brought:
+    """Bytes that somebody will decode."""
 
     data: ArrowBuffer
 
@@ -271,12 +271,12 @@ class FileSource(ABC):
 
     def _bring(self, key: tuple[Any, ...], file: int, extent: tuple[int, int]) -> None:
         if cache().get(key) is None:  # it may have come since somebody looked
-            self._keep(key, _Brought(self._ranges(file).read(*extent)))
+            self._keep(key, Brought(self._ranges(file).read(*extent)))
 
     def _bytes(self, fragment: int, extent: tuple[int, int]) -> ArrowBuffer:
         """Those of a fragment, which may have been brought, or are read now."""
         key = self._bytes_key(fragment)
-        brought: _Brought | None = self._awaited(key)
+        brought: Brought | None = self._awaited(key)
         if brought is None:
             return self._ranges(self._index.file_of(fragment)).read(*extent)
         cache().forget(key)
@@ -325,7 +325,7 @@ class FileSource(ABC):
     def _keep(self, key: tuple[Any, ...], decoded: V) -> V:
         cache().register(self)
         cache().put(key, decoded)
-        if not isinstance(decoded, _Brought):
+        if not isinstance(decoded, Brought):
             counts().add(READ_BYTES, decoded.nbytes)
         return decoded
 
