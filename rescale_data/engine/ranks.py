@@ -335,8 +335,8 @@ def find_ranks(
         return Ranks()
     if group is not None and "cpu:" not in dist.get_backend_config(group):
         raise ValueError(
-            f"group= has the backend {dist.get_backend_config(group)!r} and exchanges no CPU tensors, which the loader's are. Give "
-            f"a group with one for them, 'cpu:gloo,cuda:nccl', or mesh= of the same ranks: then the loader makes its own."
+            f"group= has the backend {dist.get_backend_config(group)!r} and exchanges no CPU tensors, which the loader does. "
+            f"Give a group with one for them, 'cpu:gloo,cuda:nccl', or mesh= of the same ranks: the loader then makes its own."
         )
     circle = _circle(members, group, timeout)
     circle.num_loaders += 1
