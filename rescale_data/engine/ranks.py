@@ -119,7 +119,7 @@ class Call:
 
     def _failure(self, rank: int, missing: list[int] | None, reason: str) -> RuntimeError:
         if missing is None:
-            who = "and the process that holds the store (rank 0 of the job) cannot be reached either"
+            who = "or the store gave no answer: the process that holds it (rank 0 of the job) cannot be reached either"
         elif missing:
             who = f"because the ranks {missing} did not come to it, or died in it"
         else:
