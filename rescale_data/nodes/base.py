@@ -102,6 +102,9 @@ class Node(BaseNode[T]):
     one_for_one: bool = False
     """Whether this node yields one sample for each that its only child, ``source``, does."""
 
+    repeats_itself: bool = False
+    """Whether each epoch of this node, where it knows the end, moves it by as much if those of its readers do."""
+
     group: int = 1
     """As many neighbouring rows of a global batch come from one source of this node, a mixture."""
 
@@ -237,6 +240,14 @@ class Node(BaseNode[T]):
         """Leave out the next samples, as if they had been drawn."""
         for _ in range(num_samples):
             next(self)
+
+    def skip_ahead(self, num_samples: int) -> int:
+        """Leave out up to so many samples where `epoch_end` is not known, and yet they need not be drawn.
+
+        Returns:
+            How many; fewer where the epoch ends, which in an endless stream it need not do, or where they have to be read.
+        """
+        return self.children["source"].skip_ahead(num_samples) if self.one_for_one else 0
 
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
         """How many samples are left in the epoch, and the rows at which the next begins; `None` where it must be read.

@@ -77,6 +77,7 @@ class WeightedSampler(Node[Any]):
 
     MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"weights", "by", "temperature", "caps"})
     CHILDREN_MAY_CHANGE: ClassVar[bool] = True
+    repeats_itself = True
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class WeightedSampler(Node[Any]):
         self.unit, self.column, self.stop = unit, column, stop
         check_caps(caps or {}, self.names, unit)
         check_group(group, unit, stop, caps)
-        self.group = group
+        self.group = int(group)
         self._row = MixtureRow(self.names, unit)
         known = dict.fromkeys(self.names, 1.0) if isinstance(weights, str) else weights
         self._in_use = MixtureWeights(self._row, known)
@@ -110,7 +111,7 @@ class WeightedSampler(Node[Any]):
             sizes, self._by = Sizes(self.children, starts, weights, column, temperature), (weights, temperature)
             weights = sizes.weights(self.position)
         self.weights = weights if isinstance(weights, Schedule) else {name: float(weights[name]) for name in self.names}
-        self.caps = {name: dict(cap) for name, cap in sorted((caps or {}).items())}
+        self.caps = {name: {unit: int(n) for unit, n in cap.items()} for name, cap in sorted((caps or {}).items())}
         self._in_use = self._rule(self.weights, self.caps, sizes)
         self.position = self.initial()
         mixtures = [_mixture_of(node) for node in self._nodes]
@@ -118,12 +119,11 @@ class WeightedSampler(Node[Any]):
         self._draws = MixtureDraws(
             self.position, self._sources, inner, self._row, self._in_use, self._shard, column, stop
         )
-        self._is_flat = not any(mixtures)
         for path, node in self.walk():
             if isinstance(node, WeightedSampler):
                 node._draws.circle = circle_of(*self._shard, ".".join(path))
-        if shard and not (shard.num_logical_shards % shard.global_batch_size or shard.global_batch_size % group):
-            self._draws.circle = grouped_circle_of(*self._shard, shard.global_batch_size, group)
+        if shard and not (shard.num_logical_shards % shard.global_batch_size or shard.global_batch_size % self.group):
+            self._draws.circle = grouped_circle_of(*self._shard, shard.global_batch_size, self.group)
             # else refused by who serves it
 
     def own_fields(self) -> tuple[Field, ...]:
@@ -140,6 +140,10 @@ class WeightedSampler(Node[Any]):
         if self.unit == "tokens":
             return super().skip(num_samples)
         return self._draws.skip(num_samples)
+
+    def skip_ahead(self, num_samples: int) -> int:
+        goes_on = any(below.repeat for _, below in self.walk())
+        return 0 if self.unit == "tokens" else self._draws.skip_ahead(num_samples, goes_on=goes_on)
 
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
         """Known by samples, where each source is read to its end."""
@@ -227,10 +231,14 @@ class WeightedSampler(Node[Any]):
     # In blocks
 
     def documents(self, column: str) -> Documents | None:
-        if not self._in_use.in_blocks or not self._is_flat or (self.unit == "tokens" and column != self.column):
+        if self.unit == "tokens" and column != self.column:
             return None
         name = type(self).__name__
         below = [node.documents(column) or ColumnDocuments(node, column, name) for node in self._nodes]
+        inner = [_mixture_of(node) is not None for node in self._nodes]
+        in_blocks = [isinstance(documents, MixedDocuments) for documents in below]
+        if any(inner) and (self.unit == "tokens" or inner != in_blocks):  # each draw of those has a point of its own
+            return None
         readers = [n.reads for _, n in self.walk() if n.reads is not None]
         room = min([source.cache_bytes for source in readers if follows(source, TokenSource)], default=2**30)
         return MixedDocuments(

@@ -89,6 +89,7 @@ class Tokenize(Node[dict[str, Any]]):
 
     FIELDS: ClassVar[tuple[Field, ...]] = (Field(("skipped",), counts=True),)
     READS_AHEAD: ClassVar[bool] = True
+    repeats_itself = True
 
     def __init__(
         self,

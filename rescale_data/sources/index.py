@@ -65,8 +65,7 @@ class IndexFolder:
         return path
 
     def path(self, files: Files) -> str:
-        listed = _digest(list(files.names), [int(size) for size in files.sizes], list(files.stamps))
-        return os.path.join(self.folder, f"{_digest(self.about)}-{listed}{_SUFFIX}")
+        return os.path.join(self.folder, f"{_digest(self.about)}-{_listing_digest(files)}{_SUFFIX}")
 
     def all(self) -> Iterator[Bundle]:
         """Whatever index lies there, also put aside, the newest first."""
@@ -102,6 +101,8 @@ class IndexFolder:
             raise ValueError(
                 f"{path} is an index of {bundle.facts.get('about')}, not of {dict(self.about)}. Delete it."
             )
+        if bundle.facts.get("listing", "") not in os.path.basename(path):
+            raise ValueError(f"{path} is an index of other files, under a name that is not its own. Delete it.")
         return bundle
 
     def _make(self, path: str, files: Files, read: Read) -> None:
@@ -144,7 +145,8 @@ class IndexFolder:
         return {}
 
     def _write(self, path: str, files: Files, index: Fragments) -> None:
-        facts = {"version": VERSION, "about": self.about, "given": list(self.given), "kinds": list(index.kinds)}
+        facts: dict[str, Any] = {"version": VERSION, "about": self.about, "given": list(self.given)}
+        facts |= {"listing": _listing_digest(files), "kinds": list(index.kinds)}
         write_bundle(path, facts, {**index.arrays(), **_listing(files)})
 
 
@@ -193,6 +195,10 @@ def parts_done(folder: str) -> int:
         return sum(entry.name.isdigit() for path in making for entry in os.scandir(path))
     except FileNotFoundError:  # not begun, or just done
         return 0
+
+
+def _listing_digest(files: Files) -> str:
+    return _digest(list(files.names), [int(size) for size in files.sizes], list(files.stamps))
 
 
 def _digest(*values: Any) -> str:

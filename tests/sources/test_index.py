@@ -211,6 +211,13 @@ class TestBadIndices:
         with pytest.raises(ValueError, match=r"is an index of .*'arrow'.* not of .*'parquet'"):
             rd.ParquetSource(tmp_path / "data", index_dir=tmp_path / "index")
 
+    def test_of_other_files(self, made: Path, tmp_path: Path) -> None:
+        write(tmp_path / "data", "b")
+        source = rd.ParquetSource(tmp_path / "data", index_dir=tmp_path / "index")
+        made.replace(str(source._mapped))
+        with pytest.raises(ValueError, match="is an index of other files"):
+            rd.ParquetSource(tmp_path / "data", index_dir=tmp_path / "index")
+
     def test_of_a_newer_version(self, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         made.unlink()
         with monkeypatch.context() as patch:
