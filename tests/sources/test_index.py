@@ -88,7 +88,7 @@ def test_eight_processes_and_ten_thousand_files(tmp_path: Path) -> None:
     assert [reads for reads, *_ in again] == [0] * num_processes
     assert max(others for _, others, *_ in again) <= 5
     assert max(size for *_, size, _ in found + again) < 4096
-    assert max(memory for *_, memory in found + again) < 2**26  # 10,000 FileMetaData would take more
+    assert max(memory for *_, memory in found + again) < 3 * 2**24  # 10,000 FileMetaData alone take 52 MB
     source = open_counted(tmp_path)
     assert source.num_rows == 20 * num_files
     [made] = (tmp_path / "index").iterdir()
