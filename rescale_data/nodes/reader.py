@@ -70,6 +70,7 @@ class Reader(Node[Any]):
     FIELDS: ClassVar[tuple[Field, ...]] = (Field(("epoch",)), Field(("row",)), Field(("skipped",), counts=True))
     PROOF: ClassVar[Field] = Field(("digest",), counts=True)
     """What is kept in addition where `Shard.verify` asks for it."""
+    repeats_itself = True
 
     # Not of each reader: an instance of more than 30 attributes takes 1.3 KB more (CPython), and there may be many.
     _chunks: Chunks | None = None
