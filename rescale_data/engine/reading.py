@@ -235,23 +235,33 @@ class Reading:
                 "This iterator is no longer valid: a newer iter(loader), a reset, a load or what reads the loader ahead took "
                 "its place. Use the newest."
             )
-        if self.epoch != batches.epoch:
-            raise StopIteration
         started, stream = time.perf_counter(), self.stream
-        if not stream.is_calm or self._steps is not None or stream.schema.excluded_steps:
-            if self.is_over():
-                self._move_on()
-                raise StopIteration
-            if self.epoch != batches.epoch:  # it ended within steps that are left out
-                raise StopIteration
-        batch = self._finish(stream.peek())
-        micro_batch = stream.take()  # no sooner: a batch that cannot be handed over has not been delivered
+        if self._steps is not None or not stream.is_calm or stream.schema.excluded_steps:
+            self._look_after(batches)
+        elif stream.epoch != batches.epoch:
+            raise StopIteration
+        if self._must_finish:
+            batch = self._finish(stream.peek())
+            micro_batch = stream.take()  # no sooner: a batch that cannot be handed over has not been delivered
+        else:
+            micro_batch = stream.take()
+            batch = micro_batch.batch
         if self._steps is not None:
             self._at_multiple = self._is_multiple()
         self._last_taken = (batches.number, threading.get_ident())
         self._wait_seconds += time.perf_counter() - started
         self.last_batch_samples = micro_batch.num_real
         return batch
+
+    def _look_after(self, batches: Batches) -> None:
+        """``StopIteration`` where the epoch of an iterator is over, or ends within steps that are left out."""
+        if self.epoch != batches.epoch:
+            raise StopIteration
+        if self.is_over():
+            self._move_on()
+            raise StopIteration
+        if self.epoch != batches.epoch:
+            raise StopIteration
 
     def is_over(self) -> bool:
         """Whether no batch is left in the epoch, which is planned where it has not begun."""
@@ -271,6 +281,10 @@ class Reading:
         if self._steps is None:
             return False
         return not self._begun and self.step % self._steps == 0
+
+    @property
+    def _must_finish(self) -> bool:
+        return self._pin or self.setup.tail == "pad"
 
     def _finish(self, micro_batch: MicroBatch) -> Any:
         batch = micro_batch.batch
