@@ -1,6 +1,6 @@
 """How fast is rescale_data beside other loaders, each as its users would configure it, on one corpus and in one run?
 
-    python benchmarks/bench_peers.py [--out RESULT.json] [--only packed,json,...] [--quick]
+    python benchmarks/bench_peers.py [--out RESULT.json] [--page RESULTS.md] [--only packed,resume,...] [--quick]
 
 Packed int64 batches [8, 4096] in the trainer's process and with two workers, a mixture of 16, JSON lines tokenized on the fly,
 rows of 64 kB, and resuming. Each contender has a process of its own and goes on where its last round ended; rounds are taken in
@@ -14,6 +14,7 @@ import argparse
 import json
 import multiprocessing
 import pickle
+import re
 import statistics
 import sys
 import tempfile
@@ -38,6 +39,7 @@ SOURCES, DOCUMENTS = 16, 2 * ROW_GROUP  # files of the corpus, each a source of 
 ROW_BYTES, NUM_ROWS = 2**16, 4096
 PACKAGES = ("litdata", "mosaicml-streaming", "grain", "lancedb", "datasets", "megatron-core", "torchdata", "pyarrow")
 
+MARK = "<!-- what bench_peers.py has found -->"
 Make = Callable[[Corpus], Iterator[Any]]
 
 
@@ -215,8 +217,8 @@ SECTIONS: dict[str, dict[str, Make]] = {
 
 def resume_ours(corpus: Corpus, share: float) -> dict[str, float]:
     made = partial(loader_of, [rd.ArrowSource(corpus.folder / "arrow")], repeat=False)
-    loader = made()
-    loader.skip(int(len(loader) * share) * MICRO_BATCH)
+    loader, num_tokens = made(), sum(map(len, corpus.flat()))
+    loader.skip(int(num_tokens // TOKENS * share) * MICRO_BATCH)
     next(iter(loader))
     return _resumed(loader, made)
 
@@ -304,7 +306,8 @@ def batches_for(make: Make, corpus: Corpus) -> Callable[[float], tuple[float, fl
         while time.perf_counter() - wall < seconds or count < 3:
             next(batches)
             count += 1
-        return (time.process_time() - cpu) / count * 1e6, (time.perf_counter() - wall) / count * 1e6
+        times = (time.process_time() - cpu) / count * 1e6, (time.perf_counter() - wall) / count * 1e6
+        return round(times[0], 1), round(times[1], 1)
 
     return answer
 
@@ -405,6 +408,9 @@ def versions() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="where to write the numbers as JSON")
+    parser.add_argument(
+        "--page", type=Path, help="a Markdown page, in which the tables replace those between its marks"
+    )
     parser.add_argument("--only", default=",".join([*SECTIONS, "resume"]), help="sections, separated by commas")
     parser.add_argument("--quick", action="store_true", help="short rounds, to see that it runs")
     args = parser.parse_args()
@@ -417,7 +423,10 @@ def main() -> None:
         resume = measure_resumes(corpus) if "resume" in chosen else {}
     result = {"machine": read.machine(), "versions": versions(), "sections": sections, "resume": resume}
     if args.out:
-        args.out.write_text(json.dumps(result, indent=1))
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    if args.page:
+        before, _, after = re.split(MARK, args.page.read_text())
+        args.page.write_text(f"{before}{MARK}\n{report(result)}\n\n{MARK}{after}")
     print(report(result))
 
 

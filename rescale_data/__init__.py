@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rescale_data import testing
     from rescale_data.audit.audit import Audit
+    from rescale_data.broadcast import Broadcast
     from rescale_data.checkpoint.data_state import check_checkpoint, load_changed
     from rescale_data.documents_of_step import step_documents
     from rescale_data.engine.collate import pad_collate
@@ -50,6 +51,7 @@ __all__ = [
     "ArrowSource",
     "Audit",
     "BaseNode",
+    "Broadcast",
     "CleanDocuments",
     "DataLoader",
     "DataStateError",
@@ -89,6 +91,7 @@ __all__ = [
 
 _HOMES = {
     "audit.audit": ("Audit",),
+    "broadcast": ("Broadcast",),
     "checkpoint.data_state": ("check_checkpoint", "load_changed"),
     "engine.collate": ("pad_collate",),
     "engine.shards": ("LogicalShards",),

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rescale_data.engine.as_pipeline import as_pipeline, refuse
 from rescale_data.engine.collate import collate
-from rescale_data.engine.feed import InProcess
+from rescale_data.engine.feed import InProcess, InThread
 from rescale_data.engine.reading import Batches, Reading
 from rescale_data.engine.recipe import Pipeline
 from rescale_data.engine.rescale import hand_over, new_layout, require_ranks, require_step_boundary, stays
@@ -23,7 +23,7 @@ from rescale_data.engine.setup import Setup, Tail, require_steps_per_epoch, set_
 from rescale_data.engine.statedict import Sharded
 from rescale_data.engine.stream import OnSourceChange, Stream
 from rescale_data.engine.workers import Pool
-from rescale_data.errors import int_or_none, require_bool, require_callable
+from rescale_data.errors import int_or_none, require_bool, require_callable, require_int
 from rescale_data.layout.layout import Layout
 from rescale_data.sources.dataset import MapStyle
 from rescale_data.sources.iterable import IterableSource
@@ -59,6 +59,9 @@ class DataLoader:
         collate_fn: A list of b samples -> batch, run where samples are made. Default: torch's `default_collate`.
         worker_init_fn: Called with its number in each worker process when that starts.
         prefetch_factor: Messages that each worker may be ahead.
+        prefetch_batches: With ``num_workers=0``: a thread makes so many batches while training computes, and the state stays
+            that of what was taken. Functions of a pipeline, and ``collate_fn``, run in that thread: torch's default device and
+            grad mode are its own there. 0: each batch is made when it is asked for.
         pin_memory: Whether batches arrive in page-locked memory, where there is an accelerator.
         multiprocessing_context: How workers start. The default is safe although this process has used threads.
         timeout: Seconds to wait for a worker, or for another rank in a collective; not those in which that rank reads.
@@ -110,6 +113,7 @@ class DataLoader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         worker_init_fn: Callable[[int], object] | None = None,
         prefetch_factor: int = 2,
+        prefetch_batches: int = 0,
         pin_memory: bool = False,
         multiprocessing_context: str | BaseContext = "forkserver",
         timeout: float = 300.0,
@@ -121,6 +125,12 @@ class DataLoader:
     ) -> None:
         require_callable(collate_fn=collate_fn, worker_init_fn=worker_init_fn)
         require_bool(join=join)
+        (self._prefetch_batches,) = require_int(prefetch_batches=prefetch_batches)
+        if prefetch_batches < 0 or (prefetch_batches and num_workers):
+            raise ValueError(
+                f"prefetch_batches={prefetch_batches}, num_workers={num_workers}: it is for num_workers=0, 0 or more; workers "
+                f"have prefetch_factor."
+            )
         if on_source_change not in ("error", "next_epoch"):
             raise ValueError(f"on_source_change={on_source_change!r}: give 'error' or 'next_epoch'.")
         if shuffle is False and num_logical_shards is None:
@@ -180,7 +190,9 @@ class DataLoader:
             self._pool = None
         if k and self._pool is None:
             self._pool = self._pool_of(setup.recipe, num_workers=k)
-        return Stream(setup, runner, self._pool or InProcess(runner, self._in_process))
+        feed = InProcess(runner, self._in_process)
+        ahead = InThread(feed, self._prefetch_batches) if self._prefetch_batches else feed
+        return Stream(setup, runner, self._pool or ahead)
 
     def _require_order(self, layout: Layout) -> None:
         if self._keeps_order and layout.misfit is not None:
@@ -291,8 +303,8 @@ class DataLoader:
     def start(self) -> None:
         """Begin to read, so that the first batch is ready when training is: call it before the model is loaded.
 
-        Worker processes start and go ahead in the background; with ``num_workers=0`` the first batch is made now. A later
-        load begins anew.
+        Worker processes, or the thread of ``prefetch_batches``, go ahead in the background; else the first batch is made now.
+        A later load begins anew.
         """
         self.reading.start()
 
@@ -345,7 +357,7 @@ class DataLoader:
         self.reading.reset()
 
     def close(self) -> None:
-        """Stop the worker processes; the position stays, and the next batch starts them again."""
+        """Stop the worker processes, or the thread; the position stays, and the next batch starts them again."""
         self._close()
 
     def __enter__(self) -> DataLoader:

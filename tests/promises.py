@@ -35,6 +35,7 @@ def run_of(case: Case) -> Run:
             dp_rank=rank,
             dp_world_size=topology.w,
             num_workers=topology.k,
+            prefetch_batches=topology.ahead,
             seed=7,
             repeat=case.repeat,
             tail=case.tail,  # type: ignore[arg-type]

@@ -14,12 +14,13 @@ from tests.pipelines import plain
 
 
 class Topology(NamedTuple):
-    """W, b, O and K."""
+    """W, b, O, K, and micro batches that a thread is ahead."""
 
     w: int
     b: int
     o: int
     k: int = 0
+    ahead: int = 0
 
 
 class GlobalBatch(NamedTuple):

@@ -47,7 +47,7 @@ FLOORS = [
     ["nodes"],
     ["engine"],
     ["loader"],
-    ["documents_of_step", "integrations", "lookahead"],
+    ["broadcast", "documents_of_step", "integrations", "lookahead"],
     ["checkpoint"],
     ["audit", "xla"],
     ["testing", "cli"],

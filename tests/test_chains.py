@@ -75,7 +75,9 @@ def _shown(loader: rd.DataLoader) -> Any:
 
 
 def legs_of(topologies: st.SearchStrategy[Topology]) -> st.SearchStrategy[list[Leg]]:
+    """Legs, of which some are read ahead by a thread of each rank."""
     counts = st.integers(0, 9)
+    topologies = st.builds(lambda size, ahead: size._replace(ahead=ahead), topologies, st.sampled_from([0, 1, 3]))
     return st.lists(st.builds(Leg, topologies, counts, counts, counts), min_size=1, max_size=5)
 
 

@@ -19,6 +19,7 @@ from rescale_data.checkpoint.storage.pruned import pruned
 from rescale_data.checkpoint.storage.run_folder import RunFolder
 from rescale_data.checkpoint.storage.store import Store, StrPath, join
 from rescale_data.errors import DamagedCheckpointError
+from rescale_data.sources.folders import listed_in, num_rows
 
 Options = Mapping[str, Any] | None
 LEFT_OUT = ("filtered", "skipped", "short", "long", "blocked", "untrained")
@@ -141,8 +142,8 @@ def _rows(source: Mapping[str, Any]) -> int:
     """Rows of an epoch of a source, from what a state says of it; 0 where that is not said."""
     last = source["by_epoch"][-1][1] if "by_epoch" in source else source
     try:  # a source of somebody's own may say anything
-        return int(last.get("rows") or sum(rows for _, _, rows in last.get("files", ())))
-    except (TypeError, ValueError):
+        return int(last.get("rows") or num_rows(listed_in(last)))
+    except (TypeError, ValueError, LookupError, AttributeError):
         return 0
 
 

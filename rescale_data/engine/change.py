@@ -52,7 +52,7 @@ class Fitted:
     state: dict[str, Any]
     added: list[Changed]
     removed: list[Changed]
-    growth: Growth = field(default_factory=lambda: Growth({}, [], []))
+    growth: Growth = field(default_factory=lambda: Growth({}, {}, []))
 
 
 def fit(schema: Schema, state: Mapping[str, Any]) -> Fitted:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Container
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -75,12 +78,21 @@ class Leg:
 class Feed(Protocol):
     """Makes the micro batches of a leg in order."""
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether it makes them in the background, from `start` on."""
+        ...
+
     def start(self, leg: Leg, table: Ints, first: int) -> None:
         """Go on in a leg with micro batch ``first`` at the positions of ``table``; forget what was made before."""
         ...
 
     def take(self) -> MicroBatch:
         """The next micro batch of the leg; `Exhausted` where a shard has no sample left for it. Not asked beyond `stop`."""
+        ...
+
+    def stop(self) -> None:
+        """Make no more in this process, whose runner and sources are the caller's from here on; `start` goes on."""
         ...
 
     def close(self) -> None: ...
@@ -97,6 +109,8 @@ def make(runner: Runner, turns: Turns, collate: Collate | None, u: int) -> Micro
 class InProcess:
     """Makes each micro batch when it is asked for, in the trainer's process."""
 
+    is_ahead = False
+
     def __init__(self, runner: Runner, collate: Collate | None) -> None:
         self._runner, self._collate = runner, collate
         self._turns: Turns | None = None
@@ -107,18 +121,67 @@ class InProcess:
         self._turns, self._u = leg.turns(table), first
 
     def take(self) -> MicroBatch:
-        if self._turns is None:
+        turns, self._turns = self._turns, None  # after an error the rows are past what was delivered
+        if turns is None:
             raise Exhausted
-        micro_batch = make(self._runner, self._turns, self._collate, self._u)
-        self._u += 1
+        micro_batch = make(self._runner, turns, self._collate, self._u)
+        self._turns, self._u = turns, self._u + 1
         return micro_batch
+
+    def stop(self) -> None: ...
 
     def close(self) -> None:
         self._turns = None
 
 
+class InThread:
+    """The same in a thread, some micro batches ahead of who takes them; an error is raised where its micro batch is due.
+
+    Between `start` and `stop` the runner is the thread's. What ranks do together stays with who takes.
+    """
+
+    is_ahead = True
+
+    def __init__(self, feed: InProcess, num_batches: int) -> None:
+        self._feed, self._num_batches = feed, num_batches
+        self._thread: ThreadPoolExecutor | None = None  # ends with `stop`, or with this object
+        self._made: deque[Future[MicroBatch]] = deque()
+        self._left = 0.0
+
+    def start(self, leg: Leg, table: Ints, first: int) -> None:
+        self.stop()
+        self._feed.start(leg, table, first)
+        self._thread = ThreadPoolExecutor(1, "rescale_data-ahead")
+        self._left = inf if leg.stop is None else leg.stop - first
+        self._ask()
+
+    def take(self) -> MicroBatch:
+        if not self._made:
+            raise Exhausted
+        micro_batch = self._made.popleft().result()
+        self._ask()
+        return micro_batch
+
+    def stop(self) -> None:
+        self._made.clear()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown(cancel_futures=True)
+
+    def close(self) -> None:
+        self.stop()
+        self._feed.close()
+
+    def _ask(self) -> None:
+        while self._thread is not None and self._left > 0 and len(self._made) < self._num_batches:
+            self._made.append(self._thread.submit(self._feed.take))
+            self._left -= 1
+
+
 class Traced:
     """In place of samples, where they come from: of those of some shards (`Runner.trace`)."""
+
+    is_ahead = False
 
     def __init__(self, runner: Runner, shards: Container[int]) -> None:
         self._runner, self.shards = runner, shards
@@ -132,5 +195,7 @@ class Traced:
         lines, rows = self._runner.trace(turn, self.shards)
         self._u += 1
         return MicroBatch(lines, turn.index, rows, turn.shards, sum(turn.is_real))
+
+    def stop(self) -> None: ...
 
     def close(self) -> None: ...

@@ -17,6 +17,7 @@ from rescale_data.engine.differences import differences
 from rescale_data.engine.recipe import DEALT, FIRST_SLOT, UNDEALT, History, Schema, path_name, to_json
 from rescale_data.errors import DataStateError
 from rescale_data.order import ranges_of, shard_sizes
+from rescale_data.sources.folders import FILES, FOLDERS, FoldingSource, fold, listed_in, num_rows
 from rescale_data.sources.source import GrowingSource
 from rescale_data.state import Ints, offsets
 
@@ -31,32 +32,47 @@ class Growth:
 
     Args:
         histories: As they were saved, by the path of the node that reads the source.
-        grown: The sources that have other files now.
+        grown: The sources that have other files now, with the names of those that were added.
         changed: Which of their files were removed or changed, in words; positions among those rows mean nothing now.
     """
 
     histories: dict[str, History]
-    grown: list[str]
+    grown: dict[str, list[str]]
     changed: list[str]
 
 
 def compare(schema: Schema, saved: str) -> Growth:
     """Compare the data of a state with that of now; ``DataStateError`` where it is something else."""
     if saved == schema.sources_json:
-        return Growth({path: _history(schema, path) for path in schema.manifests}, [], [])
+        return Growth({path: _history(schema, path) for path in schema.manifests}, {}, [])
     histories = {path: parse(value) for path, value in json.loads(saved).items()}
-    last = {path: dict(history[-1][1]) for path, history in histories.items()}
-    now = {path: dict(manifest) for path, manifest in schema.manifests.items()}
-    growing = {path for path, source in schema.sources().items() if isinstance(source, GrowingSource)}
-    grown = sorted(
-        path for path in growing & last.keys() if last[path] != now[path] and _same_kind(last[path], now[path])
-    )
-    known = {**now, **{path: _without_added(now[path], last[path]) for path in grown}}
+    sources = schema.sources()
+    last = {path: history[-1][1] for path, history in histories.items()}
+    now = dict(schema.manifests)
+    for path in last.keys() & now.keys():
+        last[path], now[path] = _with_files(sources[path], last[path], now[path])
+    growing = {path for path, source in sources.items() if isinstance(source, GrowingSource)}
+    grown = {
+        path: _added(last[path], now[path])
+        for path in sorted(growing & last.keys())
+        if last[path] != now[path] and _same_kind(last[path], now[path])
+    }
+    known = {**now, **{path: _without(now[path], added) for path, added in grown.items()}}
     found = differences(to_json(last), to_json(known))
     fatal = differences(*(to_json({k: v for k, v in each.items() if k not in grown}) for each in (last, known)))
     if fatal:
         raise DataStateError(_message(fatal))
+    if any(FOLDERS in last[path] for path in grown):
+        found.append("the index that lists the files of then is no longer in index_dir")
     return Growth(histories, grown, found)
+
+
+def _with_files(source: object, last: Manifest, now: Manifest) -> tuple[Manifest, Manifest]:
+    """Both in full where they differ and the lists are to be had, else both folded."""
+    if last == now or not isinstance(source, FoldingSource):
+        return last, now
+    full = source.unfold(last), source.unfold(now)
+    return (fold(last), fold(now)) if full[0] is None or full[1] is None else (full[0], full[1])
 
 
 def refuse_changes(growth: Growth) -> None:
@@ -99,15 +115,27 @@ def begin_next_epoch(growth: Growth, schema: Schema, table: Ints) -> tuple[dict[
 
 def _rows_until(until: int, history: History, rows: Ints, seed: int) -> int:
     """Rows of a source of files that all shards have before an epoch, from the epoch and row of each."""
-    if "files" not in history[-1][1]:
+    if not listed_in(history[-1][1]):
         return 0
     left, n = -int(rows[:, 1].sum()), len(rows)
     for epoch in range(int(rows[:, 0].min()), until):
         manifest = [manifest for since, manifest in history if since <= epoch][-1]
-        total = sum(int(file[-1]) for file in manifest["files"])
+        total = num_rows(listed_in(manifest))
         behind = np.flatnonzero(rows[:, 0] <= epoch)
         left += int(shard_sizes(ranges_of(behind, np.full_like(behind, epoch), total, n, seed), total, n).sum())
     return left
+
+
+def needed(histories: Mapping[str, History], schema: Schema, table: Ints) -> dict[str, History]:
+    """The histories without what is before the epochs of all logical shards: the list of its files may be gone."""
+    return {path: _since(history, schema, table, path) for path, history in histories.items()}
+
+
+def _since(history: History, schema: Schema, table: Ints, path: str) -> History:
+    if len(history) == 1:
+        return history
+    lowest = int(_reader_rows(schema, table, path)[:, 0].min())
+    return [entry for entry, after in zip(history, [*history[1:], None], strict=True) if not after or after[0] > lowest]
 
 
 def next_epoch(schema: Schema, table: Ints, path: str) -> int:
@@ -153,12 +181,18 @@ def _reader_rows(schema: Schema, table: Ints, path: str) -> Ints:
 
 
 def _same_kind(last: Manifest, now: Manifest) -> bool:
-    return {k: v for k, v in last.items() if k != "files"} == {k: v for k, v in now.items() if k != "files"}
+    of_last, of_now = ({k: v for k, v in each.items() if k not in (FILES, FOLDERS)} for each in (last, now))
+    return of_last == of_now
 
 
-def _without_added(now: Manifest, last: Manifest) -> dict[str, Any]:
-    names = {name for name, *_ in last["files"]}
-    return {**now, "files": [file for file in now["files"] if file[0] in names]}
+def _added(last: Manifest, now: Manifest) -> list[str]:
+    names = {name for name, *_ in last.get(FILES, ())}
+    return [name for name, *_ in now.get(FILES, ()) if name not in names]
+
+
+def _without(now: Manifest, added: Sequence[str]) -> Manifest:
+    names = set(added)
+    return {**now, FILES: [file for file in now[FILES] if file[0] not in names]} if added else now
 
 
 _LEAVE_OUT = "give on_source_change='next_epoch' to leave out what is left of the epoch, "

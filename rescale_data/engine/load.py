@@ -14,7 +14,7 @@ from rescale_data.engine.change import Fitted, check_changes, earlier, fit, fixe
 from rescale_data.engine.differences import differences
 from rescale_data.engine.form import reform, without_form
 from rescale_data.engine.group import require_whole_round
-from rescale_data.engine.growth import Growth, begin_next_epoch, compare, joined, refuse_changes
+from rescale_data.engine.growth import Growth, begin_next_epoch, compare, joined, needed, refuse_changes
 from rescale_data.engine.ranks import Ranks
 from rescale_data.engine.recipe import DEALT, ENDED, IN_STEP, STRINGS, UNDEALT, History, path_name
 from rescale_data.engine.statedict import INTS, RankRows, header
@@ -72,7 +72,7 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
     elif fitted.growth.grown:
         histories = _join(stream, fitted.growth, table)
     stream.schema.exclude_steps(excluded)
-    stream.schema.adopt({**histories, **forms})
+    stream.schema.adopt({**needed(histories, stream.schema, table), **forms})
     if changed:
         _report(stream, fitted, settle(stream.schema, table))
     stream.load(table, moved)
@@ -173,10 +173,8 @@ def _clock(state: Mapping[str, Any]) -> Clock:
 
 def _join(stream: Stream, growth: Growth, table: Ints) -> dict[str, History]:
     histories = joined(growth, stream.schema, table)
-    for path in growth.grown:
-        before, (since, now) = growth.histories[path][-1][1], histories[path][-1]
-        known = {name for name, *_ in before["files"]}
-        added = [name for name, *_ in now["files"] if name not in known]
+    for path, added in growth.grown.items():
+        since = histories[path][-1][0]
         stream.ranks.log(
             logging.WARNING,
             "%d files were added to the source %s since the state was saved (%s): they join at epoch %d, the next that no "

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 
 _ALIGNMENT = 64
+Bytes: TypeAlias = tuple[torch.Tensor, int]
+"""A value as ``uint8[any]``: its tensors and arrays, and, from the byte that is told on, the pickle that refers to them."""
 _Place: TypeAlias = tuple[str, Any, tuple[int, ...], int]  # kind, dtype, shape, offset in bytes
 
 
@@ -86,6 +88,20 @@ class Inbox:
         copy = torch.empty(part.stop - part.start, dtype=torch.uint8, pin_memory=self._pin)
         copy.copy_(memory[part.start : part.stop])
         return _Unpacker(part.rest, copy).load()
+
+
+def to_bytes(value: Any) -> Bytes:
+    """Any picklable value."""
+    packer = _Packer(value)
+    whole = torch.empty(packer.size + len(packer.rest), dtype=torch.uint8)
+    packer.write(whole.numpy())
+    whole.numpy()[packer.size :] = np.frombuffer(packer.rest, dtype=np.uint8)
+    return whole, packer.size
+
+
+def from_bytes(whole: torch.Tensor, start: int) -> Any:
+    """What `to_bytes` was given; its tensors and arrays are views of ``whole``."""
+    return _Unpacker(whole.numpy()[start:].tobytes(), whole).load()
 
 
 class _Packer(pickle.Pickler):

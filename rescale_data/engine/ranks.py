@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import hashlib
 import logging
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +17,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
+from torch.distributed.distributed_c10d import ProcessGroupGloo
 from torch.distributed.tensor import DTensor, Shard
 
+from rescale_data.engine.meeting import by_dp_rank, digest, meet, part, part_of_store
 from rescale_data.engine.rollcall import Missing, RollCall, Store
 from rescale_data.state import Ints
 
@@ -118,7 +118,7 @@ class Call:
 
     def _failure(self, rank: int, missing: list[int] | None, reason: str) -> RuntimeError:
         if missing is None:
-            who = "and the process that holds the store (rank 0 of the job) cannot be reached either"
+            who = "or the store gave no answer: the process that holds it (rank 0 of the job) cannot be reached either"
         elif missing:
             who = f"because the ranks {missing} did not come to it, or died in it"
         else:
@@ -238,7 +238,7 @@ class Ranks:
 
     def require_same(self, what: dict[str, Any]) -> None:
         """``ValueError`` on every rank where some value differs between ranks, which names it (collective)."""
-        digests = self._gather(torch.tensor([_digest(value) for value in what.values()]), "same")
+        digests = self._gather(torch.tensor([digest(value) for value in what.values()]), "same")
         differing = [name for name, values in zip(what, digests.T, strict=True) if (values != values[0]).any()]
         if differing:
             given = {name: what[name] for name in differing}
@@ -317,7 +317,7 @@ def find_ranks(
     ):
         return Ranks(dp_rank or 0, dp_world_size or 1)
     if dp_rank is not None and dp_world_size is not None and group is None:
-        members = _by_dp_rank(dp_rank, dp_world_size, timeout)
+        members = by_dp_rank(dp_rank, dp_world_size, timeout)
     else:
         members = _named(mesh, group)
     me = members.index(dist.get_rank())
@@ -396,73 +396,10 @@ def _circle(members: list[int], group: dist.ProcessGroup | None, timeout: float)
 
 
 def _new_circle(members: list[int], group: dist.ProcessGroup | None, timeout: float) -> Circle:
-    me, store = members.index(dist.get_rank()), _part_of_store(f"circle/{_digest(members)}", len(members), group)
+    me, store = members.index(dist.get_rank()), part_of_store(f"circle/{digest(members)}", len(members), group)
     exchanges: Any = group
     if exchanges is None:
-        _meet(store, me, members, timeout)
+        meet(store, me, members, timeout)
         wait = datetime.timedelta(seconds=timeout)
-        exchanges = ProcessGroupGloo(_part("gloo", store), me, len(members), wait)
+        exchanges = ProcessGroupGloo(part("gloo", store), me, len(members), wait)
     return Circle(exchanges, store, me, members)
-
-
-def _by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[int]:
-    """The job's ranks that this one reads with: of the processes of each dp rank the first together, the second, ..."""
-    known = _meetings.setdefault(dist.group.WORLD, {})
-    if (dp_rank, dp_world_size) not in known:
-        known[dp_rank, dp_world_size] = _meet_by_dp_rank(dp_rank, dp_world_size, timeout)
-    return known[dp_rank, dp_world_size]
-
-
-_meetings: WeakKeyDictionary[Any, dict[tuple[int, int], list[int]]] = WeakKeyDictionary()
-
-
-def _meet_by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[int]:
-    me, everyone = dist.get_rank(), list(range(dist.get_world_size()))
-    store = _part_of_store("dp", len(everyone), None)
-    given = _table(_meet(store, me, everyone, timeout, f"{dp_rank} {dp_world_size}").split(",")).tolist()
-    sizes = sorted({size for _, size in given})
-    if len(sizes) > 1:
-        raise ValueError(f"The ranks built their loaders with different dp_world_size: {sizes}. All need the same.")
-    of_rank = [[rank for rank, (of, _) in enumerate(given) if of == wanted] for wanted in range(dp_world_size)]
-    missing = [of for of, found in enumerate(of_rank) if not found]
-    if missing:
-        raise ValueError(
-            f"dp_world_size={dp_world_size}, but no process of the group was given dp_rank={missing[0]} ({len(missing)} "
-            f"of the dp ranks are missing), so their logical shards would never be read. Give each dp rank to a process "
-            f"at least, or pass mesh= in place of dp_rank= and dp_world_size=."
-        )
-    place = of_rank[dp_rank].index(me)
-    if len({len(found) for found in of_rank}) > 1:
-        raise ValueError(
-            f"The dp ranks were given to {sorted({len(found) for found in of_rank})} processes each: give each dp rank to as "
-            f"many (its TP, PP and CP peers), or pass mesh= or group= of the dp ranks."
-        )
-    return [found[place] for found in of_rank]
-
-
-def _part_of_store(name: str, num_members: int, group: dist.ProcessGroup | None) -> Store:
-    """A part of the group's (default: the job's) store that the members alone use, and no earlier ones have."""
-    owner: Any = dist.group.WORLD if group is None else group
-    store = _part(f"rescale_data/{name}", owner.get_group_store())
-    joined = store.add("joined", 1)  # a job may begin anew on an old store: each member joins once a time
-    return _part(str((joined - 1) // num_members), store)
-
-
-def _part(name: str, store: Any) -> Any:
-    return PrefixStore(name, store)
-
-
-def _meet(store: Store, me: int, members: Sequence[int], timeout: float, value: str = "") -> str:
-    """What all members say, joined by commas; ``RuntimeError`` where some member does not come to where a group is made."""
-    roll_call = RollCall(_part("meet", store), me, members)
-    try:
-        return roll_call.wait(roll_call.come("make", value, ",".join), timeout)
-    except Missing as missing:
-        raise RuntimeError(
-            f"The ranks {missing.ranks} did not build the data loader that rank {members[me]} builds, within "
-            f"timeout={timeout:g} s. All ranks of mesh= build it (default: all of the job)."
-        ) from None
-
-
-def _digest(value: Any) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "little", signed=True)

@@ -101,7 +101,7 @@ class Reading:
     def start(self) -> None:
         if not self.is_over():
             self.stream.start()
-            if not self.setup.layout.num_workers:
+            if not self.stream.is_ahead:
                 self.stream.peek()
 
     def peek(self) -> Any:
@@ -196,6 +196,7 @@ class Reading:
         return Sharded(self._standing, self.load_state_dict)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.stream.rewind()
         load_state_dict(self.stream, state)
         self._resumed, self._at_multiple = True, False
         self.invalidate()
@@ -206,6 +207,7 @@ class Reading:
 
     def move_to(self, setup: Setup, stream: Stream, state: Mapping[str, Any], *, pin_memory: bool) -> None:
         """Go on with a stream of other ranks; iterators stay valid in the same epoch."""
+        self.stream.rewind()
         stream.on_source_change = self.stream.on_source_change
         load_state_dict(stream, state)
         stream.follow(self.stream)

@@ -21,6 +21,8 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from rescale_data.engine.answering import Answering
+
 _LOOK = 2.0
 """Seconds between looks for the verdict, or for who is missing."""
 _GRACE = 10.0
@@ -77,7 +79,8 @@ class RollCall:
     """
 
     def __init__(self, store: Store, me: int, names: Sequence[int]) -> None:
-        self._home, self._me, self._names = store, me, list(names)
+        self._home: Any = Answering(store)
+        self._me, self._names = me, list(names)
         self._thread, self._own = threading.get_ident(), threading.local()
         self._turns: dict[str, int] = {}
         self._last: dict[str, str] = {}
@@ -91,7 +94,16 @@ class RollCall:
         Args:
             value: What this rank has to say, one line.
             decide: What follows from the values of all ranks, by index; run on the last rank that comes.
+
+        Raises:
+            Missing: The store cannot be asked.
         """
+        try:
+            return self._come(name, value, decide)
+        except (RuntimeError, dist.DistError):
+            raise Missing(None) from None
+
+    def _come(self, name: str, value: str, decide: Callable[[list[str]], str]) -> Coming:
         turn = self._turns.get(name, 0)
         base = f"{name}/{turn}.{self._store.add(f'{name}/failed', 0)}"
         self._store.append(f"{base}/came", f"{self._me} {value}\n")
@@ -159,7 +171,8 @@ class RollCall:
         if threading.get_ident() == self._thread:
             return self._home
         if not hasattr(self._own, "store"):
-            self._own.store = self._home.clone()
+            cloned: Any = Answering(self._home.clone())
+            self._own.store = cloned
         return self._own.store
 
     def _verdict(self, coming: Coming, seconds: float, pauses_for_reading: bool) -> str:

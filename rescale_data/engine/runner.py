@@ -13,6 +13,7 @@ from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES, Histories, Recipe, S
 from rescale_data.errors import DataStateError
 from rescale_data.layout.turns import Turn
 from rescale_data.nodes.base import Node
+from rescale_data.nodes.counted import pass_epochs
 from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.nodes.tray import Columns, Tray
 from rescale_data.sources.decoded.interest import serve
@@ -113,8 +114,10 @@ class Runner:
                 node = self._wake(shard)
             end = node.epoch_end(self._slots(shard)[None], np.array([shard]))
             if end is None:
-                self._draw(shard)
-                num_samples -= 1
+                num_samples -= node.skip_ahead(num_samples)
+                if num_samples:
+                    self._draw(shard)
+                    num_samples -= 1
                 continue
             step = min(num_samples, int(end[0][0]))
             node.skip(step)
@@ -122,18 +125,7 @@ class Runner:
             if num_samples:
                 self._slots(shard)[:] = end[1][0]
                 self._live[shard], self._visits = None, {}
-                num_samples = self._skip_epochs(shard, node, num_samples)
-
-    def _skip_epochs(self, shard: int, node: Node[Any], num_samples: int) -> int:
-        """Leave out whole epochs from the beginning of one, where they are alike; the samples that are then left to skip."""
-        here = self._slots(shard)
-        end = node.epoch_end(here[None], np.array([shard]))
-        if end is None or not end[0][0] or not self.schema.epochs_are_alike(self.table):
-            return num_samples
-        size = int(end[0][0])
-        epochs = (num_samples - 1) // size  # the last of them ends where its last sample does
-        here += epochs * (end[1][0] - here)
-        return num_samples - epochs * size
+                num_samples -= pass_epochs(node, self._slots(shard), shard, num_samples)
 
     def look_ahead(self, shard: int, num_samples: int) -> tuple[int, Ints | None]:
         """Draw up to so many samples of a shard, to find its epoch's end. Who serves after that loads the table anew.

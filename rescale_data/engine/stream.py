@@ -63,6 +63,7 @@ class Stream:
 
     def reset(self) -> None:
         """Go back to the beginning of the run, with the data that there is now."""
+        self.rewind()
         self.schema.adopt({})
         self.dropped_samples = self.padded_samples = 0
         self.load(self.schema.fresh_table(self.layout.num_logical_shards), Clock())
@@ -89,7 +90,7 @@ class Stream:
         self._size: int | None = None
         self._unproven = ""  # what the proof of this epoch found
         self._begun: _Begun | None = None  # as it stood when its last step began
-        self._rewind()
+        self.rewind()
 
     def regroup(self, layout: Layout) -> None:
         """Go on with another global batch, as if this moment were saved and loaded (collective); at a step boundary."""
@@ -178,6 +179,11 @@ class Stream:
             self._feed.start(self._leg, self.table, self._u)
             self._started = True
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether micro batches are made in the background."""
+        return self._feed.is_ahead
+
     def skip(self, num_micro_batches: int) -> None:
         """Leave out micro batches as if they had been taken, over the ends of epochs."""
         begins: list[tuple[int, Ints]] = []  # of epochs: micro batches left to skip, and where the run stands
@@ -199,7 +205,7 @@ class Stream:
             left = self.num_micro_batches_left()
             if left is None or num_micro_batches < left or self._verify:
                 self._skip_rows(leg, here)
-            self._rewind()
+            self.rewind()
             self._advance(here)
             self._settle()
             self._conclude()
@@ -255,7 +261,7 @@ class Stream:
 
     def close(self) -> None:
         self._feed.close()
-        self._rewind()
+        self.rewind()
 
     # What is left
 
@@ -310,7 +316,7 @@ class Stream:
 
     def _start(self, stop: int | None, deal: Deal | None = None) -> None:
         """Begin a leg; one without a micro batch that is left is over at once."""
-        self._rewind()
+        self.rewind()
         self._agreement, self._calm_until = None, 0
         self.owners = self.layout.owners
         stop = None if stop is None else max(stop, self._u)
@@ -397,7 +403,7 @@ class Stream:
         self.ended, self._was_empty = True, not self._took
         self._leg = self._agreement = self._rest = None
         self._calm_until = 0
-        self._rewind()
+        self.rewind()
 
     def _next_epoch(self) -> Ints:
         """The slots at which the next epoch begins."""
@@ -408,6 +414,7 @@ class Stream:
 
     def _prove(self, deal: Deal) -> None:
         """That every row of the epoch was delivered once or dropped, over all legs: else ``DataStateError`` on all ranks."""
+        self._feed.stop()
         self._runner.load(self.table, self.schema.histories)
         dropped, found = deal.left - deal.delivered(self._u), ""
         try:
@@ -439,6 +446,7 @@ class Stream:
             )
 
     def _the_rest(self) -> Rest:
+        self._feed.stop()
         if self._rest is None:
             self._rest = Rest(self.layout, self.ranks, self._runner, self.table.shape[1])
         return self._rest
@@ -454,7 +462,7 @@ class Stream:
 
     def at_step(self, step: int) -> Stream:
         """This stream as it stood when a step began: the next one, or the last; ``ValueError`` where it is another."""
-        self._rewind()
+        self.rewind()
         o, taken = self.layout.global_batch_size, self._u % self.layout.gradient_accumulation_steps
         if step == self.clock.global_step(o) and not taken:
             return self
@@ -479,6 +487,7 @@ class Stream:
         return self._samples + self._main_phase(self._u - self._first)
 
     def _move(self, shards: Ints, reached: Ints) -> None:
+        self.rewind()
         self._runner.load(self.table, self.schema.histories)
         for shard in shards.tolist():
             self._runner.skip(shard, int(reached[shard] - self.table[shard, SAMPLES]))
@@ -522,12 +531,13 @@ class Stream:
             except Exhausted:
                 self._exhausted = True
             except BaseException:
-                self._rewind()  # the runner is past what was taken: whoever goes on begins from the table
+                self.rewind()  # the runner is past what was taken: whoever goes on begins from the table
                 raise
         return self._u + len(self._ahead)
 
-    def _rewind(self) -> None:
-        """Forget what was made and not taken."""
+    def rewind(self) -> None:
+        """Forget what was made and not taken; no more is made until the next is asked for."""
+        self._feed.stop()
         self._ahead: deque[MicroBatch] = deque()
         self._started = self._exhausted = False
         self._failure: Exception | None = None

@@ -179,6 +179,8 @@ class Pool:
         init_fn: Called with the number of the worker in each, when it starts.
     """
 
+    is_ahead = True
+
     def __init__(
         self,
         recipe: Recipe,
@@ -249,6 +251,8 @@ class Pool:
         if micro_batch is None:
             raise Exhausted
         return micro_batch
+
+    def stop(self) -> None: ...
 
     def close(self) -> None:
         """Stop the worker processes."""

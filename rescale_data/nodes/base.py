@@ -238,6 +238,14 @@ class Node(BaseNode[T]):
         for _ in range(num_samples):
             next(self)
 
+    def skip_ahead(self, num_samples: int) -> int:
+        """Leave out up to so many samples where `epoch_end` is not known, and yet they need not be drawn.
+
+        Returns:
+            How many; fewer where the epoch ends, which in an endless stream it need not do, or where they have to be read.
+        """
+        return self.children["source"].skip_ahead(num_samples) if self.one_for_one else 0
+
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
         """How many samples are left in the epoch, and the rows at which the next begins; `None` where it must be read.
 

@@ -147,6 +147,10 @@ class Arcs:
         """Where a point of a source's arc comes to lie when the arc is stretched to the whole circle."""
         return stretched(point, self.arc(source))
 
+    def stretch_all(self, points: Words, source: int) -> Words:
+        arc = self.arc(source)
+        return np.array([stretched(point, arc) for point in points.tolist()], dtype=np.uint64)
+
 
 @lru_cache(maxsize=4096)
 def arcs(weights: tuple[float, ...]) -> Arcs:

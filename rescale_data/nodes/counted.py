@@ -1,4 +1,4 @@
-"""Nodes that yield one sample for each that their source yields, and so know as much of the epoch as it does."""
+"""What is known of epochs without drawing."""
 
 from __future__ import annotations
 
@@ -7,11 +7,38 @@ from typing import Any
 import numpy as np
 
 from rescale_data.nodes.base import Node
+from rescale_data.nodes.readers_of import readers_of
 from rescale_data.state import Ints
 
 
 def epoch_end_of_source(node: Node[Any], rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
-    """`Node.epoch_end` of such a node, whose own slots stay as they are."""
+    """`Node.epoch_end` of a node that yields one sample for each of its source, and whose own slots stay as they are."""
     own = len(node.FIELDS)
     end = node.children["source"].epoch_end(rows[:, own:], shards)
     return None if end is None else (end[0], np.concatenate([rows[:, :own], end[1]], axis=1))
+
+
+def pass_epochs(node: Node[Any], row: Ints, shard: int, most: int) -> int:
+    """Move a row of a node, at the beginning of an epoch, over whole epochs, up to that in which so many samples end.
+
+    Args:
+        row: ``int64[slots]``.
+        shard: The logical shard.
+        most: Samples, at least 1.
+
+    Returns:
+        The samples of those epochs; 0 where they are not known.
+    """
+    end, readers = node.epoch_end(row[None], np.array([shard])), readers_of(node, 0)
+    if end is None:
+        return 0
+    if not any(reader.rows.is_small or reader.rows.grows for reader, _ in readers):  # each epoch is like the next
+        size = int(end[0][0])
+        num = (most - 1) // size if size else 0
+        row += num * (end[1][0] - row)
+        return num * size
+    if len(readers) > 1 or any(below.CHILDREN_MAY_CHANGE for _, below in node.walk()):
+        return 0
+    reader, slot = readers[0]
+    row[slot], num = reader.rows.epoch_after(int(row[slot]), most, shard)
+    return num

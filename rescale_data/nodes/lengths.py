@@ -12,7 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from rescale_data.nodes.circle import TURN, shares
+from rescale_data.order import Words
+from rescale_data.state import Ints
+
+try:
+    from rescale_data.nodes.reading import draws
+except ImportError:  # built without a compiler
+    draws = None
+
+ENOUGH = 1 << 62
+"""More than any source has."""
 
 _PRIOR = 20  # documents of the mean length of all that each source is taken to have had
 _PATIENCE = 6  # documents behind its share, of an even mixture's, that double the arc of a source
@@ -36,11 +48,14 @@ class TokenArcs:
     def __init__(
         self, weights: tuple[float, ...], documents: Sequence[int], tokens: Sequence[int], since: Sequence[int]
     ) -> None:
-        self._shares = shares(weights, 1 << _SHARE)
-        self.documents, self.tokens, self._since = list(documents), list(tokens), list(since)
-        self._all_documents, self.num_tokens = sum(documents), sum(tokens)
-        self._counted = self.num_tokens - sum(since)
+        self._shares, self._since = shares(weights, 1 << _SHARE), list(since)
         self._grid = _STEP * sum(share > 0 for share in self._shares)
+        self._count(documents, tokens)
+
+    def _count(self, documents: Sequence[int], tokens: Sequence[int]) -> None:
+        self.documents, self.tokens = list(documents), list(tokens)
+        self._all_documents, self.num_tokens = sum(documents), sum(tokens)
+        self._counted = self.num_tokens - sum(self._since)
         self._rebuild()
 
     def choose(self, point: int) -> int:
@@ -57,6 +72,46 @@ class TokenArcs:
     def stretch(self, point: int, source: int) -> int:
         """Where a point of a source's arc comes to lie when the arc is stretched to the whole circle."""
         return (point * self._total - sum(self._arcs[:source]) * TURN) // self._arcs[source]
+
+    def numbers(self) -> Ints:
+        """``int64[7, S]`` for `run`: of each source its share, documents, tokens, those that do not count, draws in the
+        run, and with how many documents or tokens it has enough."""
+        more = [[0] * len(self.tokens), *[[ENOUGH] * len(self.tokens)] * 2]
+        return np.array([self._shares, self.documents, self.tokens, self._since, *more], dtype=np.int64)
+
+    def run(
+        self, points: Words, chosen: Ints, first: int, numbers: Ints, lengths: list[Ints | None], turn_at: int
+    ) -> tuple[int, int]:
+        """Draw at points, from number ``first`` on, until a source has no length at hand or other weights may count.
+
+        Args:
+            points, chosen: ``[num]``; the source of each is written.
+            numbers: What has been drawn, and is written.
+            lengths: Of the documents that each source yields in this run, as far as they are known.
+            turn_at: So many tokens of all sources are enough; -1 where there is no end.
+
+        Returns:
+            The number of the next draw, and the source whose length is missing for it, or -1.
+        """
+        missing = -2
+        if draws is not None:
+            first, missing = draws.run(points, chosen, first, numbers, lengths, turn_at)
+        if missing > -2:
+            return first, missing
+        self._count(*numbers[1:3].tolist())  # without a compiler, or of documents that are very long
+        _, documents, tokens, _, counts, most_documents, most_tokens = numbers
+        for number in range(first, len(points)):
+            source = self.choose(int(points[number]))
+            known, count = lengths[source], counts[source]
+            if known is None or count == len(known):
+                return number, source
+            self.drew(source, int(known[count]))
+            chosen[number], counts[source] = source, count + 1
+            documents[source], tokens[source] = self.documents[source], self.tokens[source]
+            enough = documents[source] >= most_documents[source] or tokens[source] >= most_tokens[source]
+            if enough or 0 <= turn_at <= self.num_tokens:
+                return number + 1, -1
+        return len(points), -1
 
     def parts(self) -> list[float]:
         """About what part of the circle each arc is."""

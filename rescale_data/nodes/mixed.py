@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -12,6 +13,7 @@ from rescale_data.nodes.circle import Arcs, Circle
 from rescale_data.nodes.lengths import TokenArcs
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.reading.spans import EMPTY, MANY, NOTHING, Moves, Spans
+from rescale_data.order import Words
 from rescale_data.state import Ints
 
 _FIRST, _FASTER = 16, 4  # draws at once: of the first read, and as many times more of the next
@@ -21,14 +23,30 @@ SILENT_EPOCHS = 2
 """After so many whole epochs without anything a source has none."""
 
 
+class Limit(Protocol):
+    """At most so much of a source."""
+
+    @property
+    def unit(self) -> str: ...
+    @property
+    def limit(self) -> int: ...
+    @property
+    def slot(self) -> int: ...
+    def drawn(self, position: View) -> int: ...
+
+
 class Rule(Protocol):
     """When other weights count."""
 
     @property
-    def caps(self) -> Iterable[int]: ...
+    def caps(self) -> Mapping[int, Limit]: ...
 
     def room(self, position: View) -> tuple[int, int | None]:
-        """As many draws may be made before others count, and only until so many tokens have been drawn."""
+        """As many draws may be made before a schedule goes on, and only until so many tokens have been drawn."""
+        ...
+
+    def ends_count(self, position: View) -> Container[int]:
+        """The sources behind whose ends others may count."""
         ...
 
     def change(self, position: View, sources: Iterable[int]) -> None:
@@ -89,14 +107,25 @@ class MixedDocuments:
         self._mixture, self._documents, self._repeats, self._by_tokens = mixture, documents, repeats, by_tokens
         self._num, self._most, self._bytes = _FIRST, min(_MOST, _EACH * len(documents)), num_bytes
 
-    def read(self, position: View, most: int) -> Spans:
+    def read(self, position: View, most: int, points: Words | None = None) -> Spans:
+        """`Documents.read`; ``points`` are those of the next draws, where a mixture above says them."""
         self._after = copy_of(position)
+        num_silent: Counter[int] = Counter()
         while True:
-            rule, arcs = self._mixture.rule_at(self._after), self._mixture.arcs_at(self._after)
+            self._rule = rule = self._mixture.rule_at(self._after)
+            arcs = self._mixture.arcs_at(self._after)
             if arcs is None:
                 break
-            room, self._turn_at = (MANY, None) if rule is None else rule.room(self._after)
-            spans, ended = self._draw(self._after, arcs, min(most, self._num, room))
+            self._caps, self._seen_ends, room = {}, (), MANY
+            self._turn_at = None
+            if rule is not None:
+                self._caps, self._seen_ends = rule.caps, rule.ends_count(self._after)
+                room, self._turn_at = rule.room(self._after)
+            if points is None:
+                points_here = self._mixture.circle.points(self._after[0], min(most, self._num, room))
+            else:
+                points_here = points[: min(most, room)]
+            spans, ended = self._draw(self._after, arcs, points_here)
             if len(spans):
                 self._grow(spans)
                 if rule is not None:
@@ -105,10 +134,13 @@ class MixedDocuments:
                     return spans
                 moves = Moves.join([Moves.between(position, self._after), spans.moves])
                 return spans.with_moves(moves.grouped(np.arange(2, 2 + len(spans))))
-            if self._repeats:
+            num_silent[ended] += 1
+            if self._repeats and (ended not in self._seen_ends or num_silent[ended] > SILENT_EPOCHS):
                 self._mixture.refuse_silent(ended)
             self._documents[ended].turn(self._after[self._mixture.slots_of(ended)])
-            if self._mixture.end_at(self._after, ended):
+            if rule is not None and ended in self._seen_ends:
+                rule.change(self._after, [ended])
+            if not self._repeats and self._mixture.end_at(self._after, ended):
                 break
         return EMPTY
 
@@ -136,58 +168,73 @@ class MixedDocuments:
         mean = _BYTES_OF_A_SPAN + copied // len(spans)
         self._num = max(_FIRST, min(_FASTER * self._num, self._most, self._bytes // mean))
 
-    def _draw(self, position: View, arcs: Arcs | TokenArcs, num: int) -> tuple[Spans, int]:
+    def _draw(self, position: View, arcs: Arcs | TokenArcs, points: Words) -> tuple[Spans, int]:
         """The documents from a position on up to where a source ends; where it is the first one, none, and which source."""
-        first = position[0]
         self._supplies: dict[int, Supply] = {}
         self._start = position
         if isinstance(arcs, TokenArcs):
-            chosen, ended = self._choose(first, num, arcs)
+            chosen, ended = self._choose(points, arcs)
         else:
-            chosen = arcs.words.searchsorted(self._mixture.circle.points(first, num), side="right")
-            chosen, ended = self._supplied(chosen)
-        return (self._join(first, chosen), ended) if len(chosen) else (EMPTY, ended)
+            chosen, ended = self._supplied(arcs.words.searchsorted(points, side="right"), points, arcs)
+        return (self._join(position[0], chosen), ended) if len(chosen) else (EMPTY, ended)
 
-    def _choose(self, first: int, num: int, arcs: TokenArcs) -> tuple[Ints, int]:
+    def _choose(self, points: Words, arcs: TokenArcs) -> tuple[Ints, int]:
         """Sources of the next draws, by the lengths of what they yield."""
-        chosen: list[int] = []
-        expected = [1 + int(1.2 * num * part) for part in arcs.parts()]
-        lengths: dict[int, list[int]] = {}
-        counts = [0] * len(expected)
-        for point in self._mixture.circle.points(first, num).tolist():
-            source = arcs.choose(point)
-            count = counts[source]
-            found = lengths.get(source, ())
-            if count == len(found):
-                if not self._have(source, count + 1, max(expected[source], count + 1 + count // 4)):
-                    return np.array(chosen, dtype=np.int64), source
-                found = lengths[source] = self._supplies[source].lengths
-            arcs.drew(source, found[count])
-            counts[source] = count + 1
-            chosen.append(source)
-            if self._turn_at is not None and arcs.num_tokens >= self._turn_at:
+        expected = [1 + int(1.2 * len(points) * part) for part in arcs.parts()]
+        chosen, numbers = np.empty(len(points), dtype=np.int64), arcs.numbers()
+        _, documents, _, _, counts, most_documents, most_tokens = numbers
+        for source, cap in self._caps.items():
+            most = {"samples": most_documents, "tokens": most_tokens}.get(cap.unit)
+            if most is not None and cap.drawn(self._start) < cap.limit:
+                most[source] = cap.limit
+        lengths: list[Ints | None] = [None] * len(expected)
+        num, missing = 0, -1
+        turn_at = -1 if self._turn_at is None else self._turn_at
+        while True:
+            num, missing = arcs.run(points, chosen, num, numbers, lengths, turn_at)
+            if missing < 0:
                 break
-        return np.array(chosen, dtype=np.int64), -1
+            count = int(counts[missing])
+            if not self._have(missing, count + 1, max(expected[missing], count + 1 + count // 4)):
+                break
+            supply = self._supplies[missing]
+            lengths[missing] = np.array(supply.lengths, dtype=np.int64)
+            if supply.full_at < MANY:
+                most_documents[missing] = documents[missing] - count + supply.full_at
+        return chosen[:num], missing
 
-    def _supplied(self, chosen: Ints) -> tuple[Ints, int]:
+    def _supplied(self, chosen: Ints, points: Words, arcs: Arcs) -> tuple[Ints, int]:
         """As many of the draws as there are documents for, and the source that has ended there."""
         limit, ended = len(chosen), -1
         for source, places in _by_source(chosen):
-            if not self._have(source, len(places), len(places)):
+            inner = isinstance(self._documents[source], MixedDocuments)
+            below = arcs.stretch_all(points[places], source) if inner else None
+            if not self._have(source, len(places), len(places), below):
                 missing = int(places[len(self._supplies[source].lengths)])
                 limit, ended = (missing, source) if missing < limit else (limit, ended)
+            if source in self._caps and (last := self._last(source)) <= len(places):
+                limit = min(limit, int(places[last - 1]) + 1)
         return chosen[:limit], ended
 
-    def _have(self, source: int, num: int, most: int) -> bool:
+    def _last(self, source: int) -> int:
+        """By samples, the document of a source's, from 1, with which it reaches its cap, if it does among those at hand."""
+        cap = self._caps[source]
+        return self._supplies[source].full_at if cap.unit == "epochs" else cap.limit - cap.drawn(self._start)
+
+    def _have(self, source: int, num: int, most: int, points: Words | None = None) -> bool:
         """Whether a source has so many documents; up to ``most`` are read if any are."""
         supply = self._supplies.get(source)
         if supply is None:
-            below = self._start[self._mixture.slots_of(source)]
-            supply = self._supplies[source] = Supply(self._documents[source], below, self._by_tokens)
+            slots, cap = self._mixture.slots_of(source), self._caps.get(source)
+            stop = None if cap is None or cap.unit != "epochs" else (cap.slot - slots.start, cap.limit)
+            supply = Supply(self._documents[source], self._start[slots], self._by_tokens, stop)
+            self._supplies[source] = supply
         while len(supply.lengths) < num:
-            if supply.fill(most):
+            if supply.full_at < MANY:
+                return False
+            if supply.fill(most, points):
                 continue
-            if not self._repeats:
+            if not self._repeats or source in self._seen_ends:
                 return False
             if supply.silent_epochs == SILENT_EPOCHS:
                 if self._by_tokens:  # its documents without tokens may have been drawn
@@ -225,16 +272,24 @@ def _by_source(chosen: Ints) -> list[tuple[int, Ints]]:
 class Supply:
     """The next documents of one source, as many as are asked for, over the ends of its epochs where it begins again."""
 
-    def __init__(self, documents: Documents, position: View, by_tokens: bool) -> None:
+    def __init__(
+        self, documents: Documents, position: View, by_tokens: bool, stop: tuple[int, int] | None = None
+    ) -> None:
         self._documents, self._position = documents, copy_of(position)
         self._parts: list[Spans] = []
-        self._turned, self._by_tokens = NOTHING, by_tokens
+        self._turned, self._by_tokens, self._stop = NOTHING, by_tokens, stop
         self.lengths: list[int] = []
         self.silent_epochs = 0
+        self.full_at = MANY
+        """So many documents are enough: behind them a slot has come to ``stop``, within what is an epoch for who reads."""
 
-    def fill(self, num: int) -> bool:
+    def fill(self, num: int, points: Words | None = None) -> bool:
         """Have up to so many documents, one more at least; false at the end of an epoch."""
-        spans = self._documents.read(self._position, num - len(self.lengths))
+        have = len(self.lengths)
+        if points is not None and isinstance(self._documents, MixedDocuments):
+            spans = self._documents.read(self._position, num - have, points[have:])
+        else:
+            spans = self._documents.read(self._position, num - have)
         if not len(spans):
             return False
         spans.move(self._position, len(spans))
@@ -246,6 +301,8 @@ class Supply:
         self.lengths += spans.length.tolist()
         if not self._by_tokens or spans.length.any():
             self.silent_epochs = 0
+        if self._stop is not None and self._position[self._stop[0]] >= self._stop[1]:
+            self.full_at = len(self.lengths)
         return True
 
     def turn(self) -> None:

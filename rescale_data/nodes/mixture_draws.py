@@ -7,10 +7,10 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.circle import WHOLE, Arc, Arcs, Circle, arcs, circle_of, stretched, within
 from rescale_data.nodes.column import length_of
+from rescale_data.nodes.counted import pass_epochs
 from rescale_data.nodes.lengths import TokenArcs
 from rescale_data.nodes.mixed import SILENT_EPOCHS
 from rescale_data.nodes.mixture_ends import first_end, leave_out_of_epoch, refuse_capped, refuse_silent, samples_left
@@ -137,11 +137,25 @@ class MixtureDraws:
 
     def skip(self, num_samples: int) -> None:
         """`Node.skip` by samples."""
-        first = self._position[NUM]
-        stop = self.skip_draws(self.circle, first, first + num_samples, WHOLE)
-        self._given = None
-        if stop < first + num_samples:
+        if self.skip_ahead(num_samples) < num_samples:
             raise StopIteration
+
+    def skip_ahead(self, num_samples: int, *, goes_on: bool = False) -> int:
+        """`Node.skip_ahead` by samples; ``goes_on``: of an endless stream, over ends as far as they make no difference."""
+        first = self._position[NUM]
+        stop = (self.skip_on if goes_on else self.skip_draws)(self.circle, first, first + num_samples, WHOLE)
+        self._given = None
+        return stop - first
+
+    def skip_on(self, circle: Circle, first: int, stop: int, arc: Arc) -> int:
+        """`skip_draws` for who goes on with the next epoch: where an epoch is over when a source has ended, that is as if it
+        were not."""
+        was = self._stop
+        self._stop = "never" if was == "first" else was
+        try:
+            return self.skip_draws(circle, first, stop, arc)
+        finally:
+            self._stop = was
 
     def skip_draws(self, circle: Circle, first: int, stop: int, arc: Arc) -> int:
         """Leave out those of the draws ``first .. stop - 1`` that fall into an arc, which is the whole circle of this mixture.
@@ -187,25 +201,34 @@ class MixtureDraws:
 
     def _samples_left(self) -> list[int] | None:
         now = self._in_use
-        by_epochs = {source for source, cap in now.caps_now.items() if cap.unit == "epochs"}
-        endless = self._stop == "never" and not now.grow
-        return samples_left(self._sources, self._position, self._shard, by_epochs, endless=endless)
+        stops = {
+            source: cap.limit
+            for source, cap in now.caps_now.items()
+            if cap.unit == "epochs" and not cap.reached(self._position)
+        }
+        endless = self._stop == "never" and not now.grows_from(self._position)
+        return samples_left(self._sources, self._position, self._shard, stops, endless=endless)
 
     def _leave_out(self, source: int, circle: Circle, first: int, stop: int, part: Arc) -> None:
         """Leave out the draws that are a source's, over as many of its epochs as they take."""
-        inner = self._inner[source]
+        inner, node, shard = self._inner[source], self._nodes[source], self._shard[0]
         left = count = circle.count(first, stop, part)
         while left:
             before = left
             if inner is not None:
-                first = inner.skip_draws(circle, first, stop, part)
+                skip = inner.skip_on if self._stop == "never" else inner.skip_draws
+                first = skip(circle, first, stop, part)
                 left = circle.count(first, stop, part)
             else:
-                left -= leave_out_of_epoch(self._nodes[source], self._shard[0], left)
+                left -= leave_out_of_epoch(node, shard, left)
             if left < before:
                 self._silent.pop(source, None)
             if left:
                 self._pass_end(source)
+                passed = pass_epochs(node, np.asarray(node.position), shard, left)
+                node.bind(node.position)
+                first = circle.find(first, part, passed)
+                left -= passed
         self._position[NUM] += count
         self._position[self._row.drawn.start + source] += count
 
@@ -248,13 +271,7 @@ class MixtureDraws:
 
     def rule_at(self, position: View) -> MixtureWeights | None:
         self._in_use.begin_capped(position)
-        rule = self._in_use.rule_at(position)
-        if rule is not None and any(cap.unit == "epochs" for cap in rule.caps.values()):
-            raise DataStateError(
-                "A logical shard is within a window that was begun with a cap in epochs, which the mixture has no longer. Keep "
-                "that cap until the windows have passed."
-            )
-        return rule
+        return self._in_use.rule_at(position)
 
     def slots_of(self, source: int) -> slice:
         return self._slots[source]

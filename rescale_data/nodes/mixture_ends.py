@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -13,7 +13,7 @@ from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.circle import Arc, Circle
 from rescale_data.nodes.mixed import SILENT_EPOCHS
 from rescale_data.nodes.mixture_row import NUM, MixtureRow
-from rescale_data.nodes.reader import Reader
+from rescale_data.nodes.readers_of import readers_of
 from rescale_data.state import Ints
 
 ENDLESS = 1 << 62
@@ -49,7 +49,7 @@ def samples_left(
     sources: Mapping[str, tuple[Node[Any], slice]],
     position: View,
     shard: tuple[int, int],
-    by_epochs: Set[int],
+    stops: Mapping[int, int],
     *,
     endless: bool,
 ) -> list[int] | None:
@@ -59,19 +59,24 @@ def samples_left(
         sources: By name, and the slots of each.
         position: Of the mixture.
         shard: The index of the logical shard, and how many there are.
-        by_epochs: Sources of which the mixture counts epochs.
+        stops: The epochs before which a mixture has enough of some sources.
         endless: Whether the others never end.
     """
     row, shards = np.array(position)[None], np.array([shard[0]])
     lefts: list[int] = []
     for source, (node, slots) in enumerate(sources.values()):
-        if endless and source not in by_epochs:
+        if endless and source not in stops:
             lefts.append(ENDLESS)
             continue
         end = node.epoch_end(row[:, slots], shards)
-        if end is None or (source in by_epochs and _is_small(node, shard[1])):
+        if end is None:
             return None
         lefts.append(int(end[0][0]))
+        if source in stops:
+            reader, slot = readers_of(node, 0)[0]
+            if reader.rows.is_small:  # an end may be none
+                return None
+            lefts[-1] += reader.rows.num_rows(int(end[1][0, slot]), stops[source], shard[0])
     return lefts
 
 
@@ -115,8 +120,3 @@ def refuse_capped(caps: Mapping[str, Mapping[str, int]], shard: tuple[int, int])
         f"{shard[1]}, and the stream is to be endless (repeat=True). Give larger caps, a source without one, or "
         f"repeat=False, where the stream ends."
     )
-
-
-def _is_small(node: Node[Any], num_logical_shards: int) -> bool:
-    """Whether a source goes on from epoch to epoch by itself, as one of fewer rows than logical shards does."""
-    return any(isinstance(n, Reader) and n.source.num_rows < num_logical_shards for _, n in node.walk())

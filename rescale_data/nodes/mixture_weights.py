@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -75,6 +75,10 @@ class MixtureWeights:
     def grow(self) -> bool:
         """Whether they follow sizes that differ from epoch to epoch."""
         return self.sizes is not None and self.sizes.grow
+
+    def grows_from(self, position: View) -> bool:
+        """Whether sizes that they follow change after a position."""
+        return self.sizes is not None and self.sizes.grow_from(position)
 
     @property
     def may_change(self) -> bool:
@@ -148,18 +152,16 @@ class MixtureWeights:
         return crossed
 
     def room(self, position: View) -> tuple[int, int | None]:
-        """As many draws may be made before others count, and only until so many tokens have been drawn."""
+        """As many draws may be made before a schedule goes on, and only until so many tokens have been drawn."""
         turn = self.next_turn(position)
-        if self._row.unit == "tokens":
-            return 1 if self.caps else MANY, turn
-        caps = [cap.limit - cap.drawn(position) for cap in self.caps.values() if not cap.reached(position)]
-        return max(1, min([MANY if turn is None else turn - position[NUM], *caps])), None
+        if self._row.unit == "tokens" or turn is None:
+            return MANY, turn
+        return max(1, turn - position[NUM]), None
 
-    @property
-    def in_blocks(self) -> bool:
-        """Whether it is known before documents are read how long these weights hold."""
-        units = {cap.unit for cap in self.caps.values()}
-        return self.sizes is None and units <= ({"samples"} if self._row.unit == "samples" else set())
+    def ends_count(self, position: View) -> Container[int]:
+        """The sources behind whose ends others may count."""
+        by_epochs = [source for source, cap in self.caps.items() if cap.unit == "epochs"]
+        return range(len(self._row.names)) if self.grows_from(position) else by_epochs
 
     def end(self, position: View, source: int) -> None:
         """A source's next epoch begins, where it may have another size or have reached its cap."""
@@ -192,6 +194,8 @@ class MixtureWeights:
         for source, cap in self.caps.items():
             name, drawn = names[source], rows[:, cap.slot]
             drawn = np.maximum(drawn, ~drawn)
+            if cap.unit == "epochs":  # and the one that a reader is in, which its row says
+                drawn = drawn + (rows[:, cap.slot + 1] > 0)
             limits = parts_of(cap, range(len(rows)), self._shard[1])
             if saved.get("caps", {}).get(name) != cap.given and (drawn > limits).any():
                 total = drawn.max() if cap.unit == "epochs" else drawn.sum()

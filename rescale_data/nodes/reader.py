@@ -136,8 +136,17 @@ class Reader(Node[Any]):
             return with_provenance(value, self.locate()) if says else value
 
     def skip(self, num_samples: int) -> None:
-        if self._over or self.position[1] + num_samples > self.rows.size(self.position[0]):
+        if not num_samples:
+            return
+        epoch, row = self.position[0], self.position[1]
+        stop = row + num_samples
+        if self._over or (stop > self.rows.size(epoch) and stop > self.rows.end_of(epoch, self.shard.index)[0]):
             self._finish()
+        if stop > self.rows.size(epoch):  # it goes on at once to others
+            self.position[0], before = self.rows.epoch_after(epoch, stop, self.shard.index)
+            self.position[1], num_samples = 0, stop - before
+            if self._proof is not None:
+                self.position[3] = 0
         self.advance(self.position, num_samples)
 
     def advance(self, position: View, num_rows: int) -> None:
@@ -251,8 +260,9 @@ class Reader(Node[Any]):
         if self._guard.skips:
             return None
         end = np.zeros_like(rows)
-        end[:, 0], end[:, 2] = rows[:, 0] + 1, rows[:, 2]
-        return self.rows.sizes(rows[:, 0], shards) - rows[:, 1], end
+        left, end[:, 0] = self.rows.epoch_ends(rows[:, 0], shards)
+        end[:, 2] = rows[:, 2]
+        return left - rows[:, 1], end
 
     def locate(self) -> str:
         return f"{self.source.name}: {self.source.locate(self._drawn)}" if self._drawn >= 0 else ""

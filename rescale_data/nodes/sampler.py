@@ -118,7 +118,6 @@ class WeightedSampler(Node[Any]):
         self._draws = MixtureDraws(
             self.position, self._sources, inner, self._row, self._in_use, self._shard, column, stop
         )
-        self._is_flat = not any(mixtures)
         for path, node in self.walk():
             if isinstance(node, WeightedSampler):
                 node._draws.circle = circle_of(*self._shard, ".".join(path))
@@ -140,6 +139,10 @@ class WeightedSampler(Node[Any]):
         if self.unit == "tokens":
             return super().skip(num_samples)
         return self._draws.skip(num_samples)
+
+    def skip_ahead(self, num_samples: int) -> int:
+        goes_on = any(below.repeat for _, below in self.walk())
+        return 0 if self.unit == "tokens" else self._draws.skip_ahead(num_samples, goes_on=goes_on)
 
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
         """Known by samples, where each source is read to its end."""
@@ -227,10 +230,14 @@ class WeightedSampler(Node[Any]):
     # In blocks
 
     def documents(self, column: str) -> Documents | None:
-        if not self._in_use.in_blocks or not self._is_flat or (self.unit == "tokens" and column != self.column):
+        if self.unit == "tokens" and column != self.column:
             return None
         name = type(self).__name__
         below = [node.documents(column) or ColumnDocuments(node, column, name) for node in self._nodes]
+        inner = [_mixture_of(node) is not None for node in self._nodes]
+        in_blocks = [isinstance(documents, MixedDocuments) for documents in below]
+        if any(inner) and (self.unit == "tokens" or inner != in_blocks):  # each draw of those has a point of its own
+            return None
         readers = [n.reads for _, n in self.walk() if n.reads is not None]
         room = min([source.cache_bytes for source in readers if follows(source, TokenSource)], default=2**30)
         return MixedDocuments(

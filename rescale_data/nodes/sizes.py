@@ -48,6 +48,11 @@ class Sizes:
         """Whether they differ from epoch to epoch."""
         return any(reader.rows.grows for readers in self._readers.values() for reader, _ in readers)
 
+    def grow_from(self, position: View) -> bool:
+        """Whether they change after a position."""
+        each = (pair for readers in self._readers.values() for pair in readers)
+        return any(position[slot] < reader.rows.alike_from for reader, slot in each)
+
     def weights(self, position: View) -> dict[str, float]:
         sizes = {
             name: sum(reader.size_in(position[slot], self._by, self._column) for reader, slot in readers)

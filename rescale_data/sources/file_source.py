@@ -6,16 +6,17 @@ import os
 import struct
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
+from rescale_data.errors import DataStateError
 from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.bad_row import BadRow
 from rescale_data.sources.decoded.ahead import far_ahead
@@ -25,6 +26,7 @@ from rescale_data.sources.files.bundle import Bundle
 from rescale_data.sources.files.paths import Files, Paths, find
 from rescale_data.sources.files.ranges import Ranges
 from rescale_data.sources.files.remote import Remote, RemoteError
+from rescale_data.sources.folders import FILES, FOLDERS, fold
 from rescale_data.sources.fragments import Footer, Fragments, gather
 from rescale_data.sources.index import IndexFolder, listed
 from rescale_data.state import Ints
@@ -54,8 +56,8 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True)
-class _Brought:
-    """The bytes of a fragment that somebody will decode."""
+class Brought:
+    """Bytes that somebody will decode."""
 
     data: ArrowBuffer
 
@@ -85,6 +87,7 @@ class FileSource(ABC):
         self._index_dir = None if index_dir is None else os.path.abspath(os.fspath(index_dir))
         self._files = self._find(paths, storage_options, remote)
         self._mapped: str | None = None
+        self._indices: IndexFolder | None = None
         folder = self._index_folder(paths)
         if index_dir is not None or self._must_index:
             self._map(folder)
@@ -106,6 +109,8 @@ class FileSource(ABC):
                 f"and may write to."
             ) from error
         bundle = folder.load(self._mapped)
+        if self._index_dir is not None:
+            self._indices = replace(folder, given=())
         self._files = listed(bundle, self._files)
         self._set(Fragments.of(bundle))
 
@@ -195,11 +200,32 @@ class FileSource(ABC):
         return self._fragments
 
     def manifest(self) -> Mapping[str, Any]:
-        files = zip(self._files.names, map(int, self._files.sizes), self._index.file_rows, strict=True)
-        return {"format": self.FORMAT, "files": [list(file) for file in files]}
+        """The files; with ``index_dir=``, which has the list of them, a digest a folder."""
+        full = {"format": self.FORMAT, FILES: _list_of(self._files, self._index)}
+        return full if self._indices is None else fold(full)
+
+    def unfold(self, manifest: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """A manifest of now or earlier, in full; `None` where no index in ``index_dir`` is that of its files."""
+        if FILES in manifest:
+            return manifest
+        rest = {key: value for key, value in manifest.items() if key != FOLDERS}
+        full = ({**rest, FILES: _list_of(*known)} for known in self._known())
+        return next((each for each in full if fold(each) == manifest), None)
+
+    def _known(self) -> Iterator[tuple[Files, Fragments]]:
+        """What there is now, and what there was when each of the earlier indices was made."""
+        yield self._files, self._index
+        for bundle in () if self._indices is None else self._indices.all():
+            yield listed(bundle, self._files), Fragments.of(bundle)
 
     def subset(self, manifest: Mapping[str, Any]) -> Ints:
-        named = {name for name, *_ in manifest["files"]}
+        full = self.unfold(manifest)
+        if full is None:
+            raise DataStateError(
+                f"{self.name}: some logical shards are in an epoch of fewer files than there are now, and the index that lists "
+                f"those is no longer in index_dir={self._index_dir!r}: bring it back."
+            )
+        named = {name for name, *_ in full[FILES]}
         files = np.array([name in named for name in self._files.names])
         return np.flatnonzero(np.repeat(files, np.diff(self._index.files)))
 
@@ -244,12 +270,12 @@ class FileSource(ABC):
 
     def _bring(self, key: tuple[Any, ...], file: int, extent: tuple[int, int]) -> None:
         if cache().get(key) is None:  # it may have come since somebody looked
-            self._keep(key, _Brought(self._ranges(file).read(*extent)))
+            self._keep(key, Brought(self._ranges(file).read(*extent)))
 
     def _bytes(self, fragment: int, extent: tuple[int, int]) -> ArrowBuffer:
         """Those of a fragment, which may have been brought, or are read now."""
         key = self._bytes_key(fragment)
-        brought: _Brought | None = self._awaited(key)
+        brought: Brought | None = self._awaited(key)
         if brought is None:
             return self._ranges(self._index.file_of(fragment)).read(*extent)
         cache().forget(key)
@@ -320,3 +346,8 @@ class FileSource(ABC):
     def _try_footer(self, file: int) -> Footer:
         with self._blaming(file):
             return self._footer(file)
+
+
+def _list_of(files: Files, index: Fragments) -> list[list[Any]]:
+    """``[name, bytes, rows]`` of each."""
+    return [list(file) for file in zip(files.names, map(int, files.sizes), index.file_rows, strict=True)]

@@ -15,6 +15,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -29,7 +30,7 @@ Read: TypeAlias = Callable[[Sequence[int]], list[Footer]]
 
 VERSION = 1
 PART_FILES = 32
-_SUFFIX, _PARTS = ".rdindex", ".parts"
+_SUFFIX, _OLD, _PARTS = ".rdindex", ".rdindex.old", ".parts"
 _SHOWN = 5
 _log = logging.getLogger("rescale_data")
 
@@ -64,18 +65,25 @@ class IndexFolder:
         return path
 
     def path(self, files: Files) -> str:
-        listed = _digest(list(files.names), [int(size) for size in files.sizes], list(files.stamps))
-        return os.path.join(self.folder, f"{_digest(self.about)}-{listed}{_SUFFIX}")
+        return os.path.join(self.folder, f"{_digest(self.about)}-{_listing_digest(files)}{_SUFFIX}")
+
+    def all(self) -> Iterator[Bundle]:
+        """Whatever index lies there, also put aside, the newest first."""
+        for path in self._found("", (_SUFFIX, _OLD)):
+            with suppress(ValueError):
+                yield Bundle(path)
 
     def earlier(self) -> Iterator[str]:
         """The indices of this source, the newest first."""
-        begin = f"{_digest(self.about)}-"
+        return self._found(f"{_digest(self.about)}-", (_SUFFIX,))
+
+    def _found(self, begin: str, suffixes: tuple[str, ...]) -> Iterator[str]:
         try:
             found = [entry for entry in os.scandir(self.folder) if entry.name.startswith(begin)]
         except OSError:
             return
         for entry in sorted(found, key=lambda entry: entry.stat().st_mtime_ns, reverse=True):
-            if entry.name.endswith(_SUFFIX):
+            if entry.name.endswith(suffixes):
                 yield entry.path
 
     def load(self, path: str) -> Bundle:
@@ -93,6 +101,8 @@ class IndexFolder:
             raise ValueError(
                 f"{path} is an index of {bundle.facts.get('about')}, not of {dict(self.about)}. Delete it."
             )
+        if bundle.facts.get("listing", "") not in os.path.basename(path):
+            raise ValueError(f"{path} is an index of other files, under a name that is not its own. Delete it.")
         return bundle
 
     def _make(self, path: str, files: Files, read: Read) -> None:
@@ -127,7 +137,7 @@ class IndexFolder:
             if stale:
                 raise ValueError(
                     f"{_some(stale)} below {files.root} changed since the index {path} was made. Restore what was there, or "
-                    f"delete the index, so that all files are read anew."
+                    f"rename the index to end in {_OLD}, so that all files are read anew (checkpoints may need its list)."
                 )
             if gone := [name for name in old if name not in now]:
                 _log.warning("%s: %s are in its index, and no longer there.", files.root, _some(gone))
@@ -135,7 +145,8 @@ class IndexFolder:
         return {}
 
     def _write(self, path: str, files: Files, index: Fragments) -> None:
-        facts = {"version": VERSION, "about": self.about, "given": list(self.given), "kinds": list(index.kinds)}
+        facts: dict[str, Any] = {"version": VERSION, "about": self.about, "given": list(self.given)}
+        facts |= {"listing": _listing_digest(files), "kinds": list(index.kinds)}
         write_bundle(path, facts, {**index.arrays(), **_listing(files)})
 
 
@@ -184,6 +195,10 @@ def parts_done(folder: str) -> int:
         return sum(entry.name.isdigit() for path in making for entry in os.scandir(path))
     except FileNotFoundError:  # not begun, or just done
         return 0
+
+
+def _listing_digest(files: Files) -> str:
+    return _digest(list(files.names), [int(size) for size in files.sizes], list(files.stamps))
 
 
 def _digest(*values: Any) -> str:

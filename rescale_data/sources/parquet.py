@@ -8,17 +8,21 @@ from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import dataset
 
-from rescale_data.sources.arrow_types import ArrowFile, ArrowTable
+from rescale_data.sources.arrow_types import ArrowBuffer, ArrowFile, ArrowTable
 from rescale_data.sources.decoded.ahead import ahead
-from rescale_data.sources.decoded.cache import cache
+from rescale_data.sources.decoded.cache import cache, owner_of
+from rescale_data.sources.file_source import Brought
+from rescale_data.sources.files.ranges import Ranges
 from rescale_data.sources.fragments import Footer
 from rescale_data.sources.source import Tokens
 from rescale_data.sources.tables import TableSource, schema_kind
 
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}
+_TAIL = 2**16
 
 
 class ParquetSource(TableSource):
@@ -63,7 +67,8 @@ class ParquetSource(TableSource):
     SUFFIXES: ClassVar[tuple[str, ...]] = (".parquet", ".parq", ".pq")
 
     def _footer(self, file: int) -> Footer:
-        with self._files.open(file) as handle:
+        local = self._files.filesystem is None
+        with self._files.open(file) if local else pa.BufferReader(self._tail(file, soon=False)) as handle:
             metadata = pq.read_metadata(handle)
         groups = np.arange(metadata.num_row_groups)
         rows = np.array([metadata.row_group(i).num_rows for i in groups.tolist()], dtype=np.int64)
@@ -79,7 +84,22 @@ class ParquetSource(TableSource):
         return [i for i, number in enumerate(footer.places["number"].tolist()) if number in found]
 
     def _open(self, file: int) -> _Handle:
-        return _Handle(partial(self._files.open, file))
+        return _Handle(partial(self._files.open, file), partial(self._tail, file))
+
+    def _tail(self, file: int, *, soon: bool = True) -> ArrowBuffer:
+        """The footer of a file behind a URL, which the cache keeps when the file is long closed.
+
+        Args:
+            soon: Whether the file is about to be read; else it is kept where those of all files take little.
+        """
+        key = (owner_of(self), "footer", file)
+        kept: Brought | None = cache().get(key)
+        if kept is not None:
+            return kept.data
+        tail = _tail_of(self._files.remote_file(self._files.path(file), file))
+        if soon or tail.size * len(self._files.names) <= self.cache_bytes // 16:
+            self._keep(key, Brought(tail))
+        return tail
 
     def _table(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
         handle: _Handle = self._handle(self._index.file_of(fragment))
@@ -104,8 +124,8 @@ class ParquetSource(TableSource):
 class _Handle:
     """A file whose footer is read with its first row group, and kept as long as it is open."""
 
-    def __init__(self, opener: Callable[[], Any]) -> None:
-        self._opener = opener
+    def __init__(self, opener: Callable[[], Any], tail: Callable[[], ArrowBuffer]) -> None:
+        self._opener, self._tail = opener, tail
         self.lock = threading.RLock()
 
     @cached_property
@@ -115,10 +135,24 @@ class _Handle:
             # pre_buffer=True, the default, would keep the bytes of the last row group while it is open
             return self.__dict__.get("file") or pq.ParquetFile(self._opener(), pre_buffer=False)
 
+    @cached_property
+    def _metadata(self) -> Any:
+        with self.lock:
+            return self.__dict__.get("_metadata") or pq.read_metadata(pa.BufferReader(self._tail()))
+
     def fetch(self, number: int, columns: Sequence[str]) -> ArrowTable:
         """As one request for columns that lie side by side; any number of threads may do so at once."""
-        opened = pq.ParquetFile(self._opener(), metadata=self.file.metadata, pre_buffer=True)
+        opened = pq.ParquetFile(self._opener(), metadata=self._metadata, pre_buffer=True)
         return opened.read_row_group(number, columns=list(columns), use_threads=False)
+
+
+def _tail_of(ranges: Ranges) -> ArrowBuffer:
+    """The footer of a Parquet file with what follows it: metadata, ``int32`` their length, "PAR1"."""
+    tail = ranges.read(max(0, ranges.size - _TAIL), _TAIL)
+    length = int.from_bytes(tail[-8:-4], "little") + 8
+    if tail.size < length <= ranges.size:
+        tail = ranges.read(ranges.size - length, length)
+    return pa.py_buffer(tail[max(0, tail.size - length) :].to_pybytes())  # a copy, which holds no more than that
 
 
 def _decoded_bytes(group: Any) -> int:

@@ -184,6 +184,13 @@ class TestBothWays:
         assert rows.tolist() == [[0, 1, 2, 3], [0, 0, 0, 0], [4, 5, 6, 7]]
 
 
+def test_what_parts_keep_together_is_counted_once() -> None:
+    """Else windows of a mixture, which are joined of parts of a few fragments, would not fit the cache."""
+    fragment = np.zeros(1000, dtype=np.uint16)
+    part = Spans((fragment[:9].data,), *np.zeros((3, 1), dtype=np.int64), EMPTY.moves, (fragment,))
+    assert Spans.join([part] * 9).nbytes - part.nbytes < fragment.nbytes < part.nbytes
+
+
 def test_moves() -> None:
     moves = Moves.of([0, 2], np.array([[1, 5], [2, 6], [3, 7]]))
     position = np.zeros(4, np.int64)

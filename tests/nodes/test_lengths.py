@@ -2,9 +2,12 @@
 
 from typing import Any
 
-from hypothesis import given, settings
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rescale_data.nodes import lengths as lengths_module
 from rescale_data.nodes.circle import TURN, circle_of
 from rescale_data.nodes.lengths import TokenArcs
 
@@ -39,3 +42,30 @@ def test_golden() -> None:
         arcs.drew(source, 1 + (37 * n + 11 * source) % 90 * (40 if n > 31 else 1))
         drawn += str(source)
     assert drawn == "0021002102100110011021002000100210021002102100200021021001102000"
+
+
+@pytest.mark.skipif(lengths_module.draws is None, reason="built without a compiler")
+@given(weights, st.sampled_from([0, 1, 30, 900, 10**5, 3 * 10**7]), st.integers(0, 2**32), st.booleans(), st.booleans())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_what_c_draws_is_what_python_draws(
+    weights: list[float], mean: int, seed: int, turns: bool, is_capped: bool
+) -> None:
+    """Whatever has been drawn before, also of documents whose products need more than 128 bits."""
+    rng, size = np.random.default_rng(seed), len(weights)
+    documents = rng.integers(0, 50, size).tolist()
+    tokens = [int(count * mean * rng.random() * 2) for count in documents]
+    since = [int(count * rng.random()) for count in tokens]
+    points = circle_of(3, 8).points(5, 300)
+    known: Any = [np.floor(rng.lognormal(0, 1, rng.integers(0, 300)) * mean).astype(np.int64) for _ in weights]
+    found: list[Any] = []
+    for way in (lengths_module.draws, None):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lengths_module, "draws", way)
+            arcs = TokenArcs(tuple(weights), documents, tokens, since)
+            numbers, chosen = arcs.numbers(), np.zeros(300, dtype=np.int64)
+            if is_capped:
+                numbers[5, 0], numbers[6, -1] = documents[0] + 9, tokens[-1] + 7 * mean + 1
+            turn_at = sum(tokens) + 40 * mean if turns else -1
+            num, missing = arcs.run(points, chosen, 0, numbers, [None if not len(k) else k for k in known], turn_at)
+            found.append((num, missing, chosen[:num].tolist(), numbers.tolist()))
+    assert found[0] == found[1]

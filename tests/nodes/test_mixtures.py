@@ -1,7 +1,9 @@
 """Mixtures as a whole: even batches by tokens, mixtures in mixtures, and what is skipped equals what is drawn."""
 
+import functools
 import itertools
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import rescale_data as rd
+from rescale_data.engine.recipe import FIRST_SLOT, Recipe, Schema
+from rescale_data.engine.runner import Runner
 from rescale_data.engine.table import by_field
 from rescale_data.nodes.base import Node
 from rescale_data.nodes.circle import TURN, arcs, circle_of
@@ -44,7 +48,13 @@ def same(sample: Any) -> Any:
 
 # What a random pipeline consists of: a leaf, a filter, a map, a mixture.
 sizes = st.integers(3, 25)
-leaves = st.builds(lambda size: ("rows", size), sizes) | st.builds(lambda size: ("filter", size), sizes)
+LEAVES: dict[str, Any] = {
+    "rows": lambda node, _: node,
+    "few": lambda node, _: node,
+    "filter": lambda node, _: rd.Filter(node, is_odd),
+    "shuffle": lambda node, shard: rd.Shuffle(node, 3, shard=shard),
+}
+leaves = st.tuples(st.sampled_from(sorted(LEAVES)), sizes)
 stops = st.sampled_from(["never", "first", "all"])
 units = st.sampled_from(["samples", "samples", "samples", "tokens"])
 features = st.sampled_from([None, None, "step", "linear", "rows", "samples", "epochs", "tokens"])
@@ -75,8 +85,9 @@ def build(tree: Any, shard: rd.Shard, numbers: Any = None) -> Node[Any]:
     numbers = itertools.count() if numbers is None else numbers
     kind, *what = tree
     if kind != "mixture":
-        node = rd.Reader(rows(next(numbers), what[0] * shard.num_logical_shards), shard, shuffle=4)
-        return rd.Filter(node, is_odd) if kind == "filter" else node
+        size = 2 if kind == "few" and shard.repeat else what[0] * shard.num_logical_shards + (kind == "few")
+        node = rd.Reader(rows(next(numbers), size), shard, shuffle=4)
+        return LEAVES[kind](node, shard)
     parts, weights, stop, unit, mapped, feature = what
     nodes = {f"part{i}": build(part, shard, numbers) for i, part in enumerate(parts)}
     column = "tokens" if unit == "tokens" else None
@@ -104,11 +115,11 @@ def place(sample: dict[str, Any]) -> tuple[int, int]:
     return sample["source"], sample["row"]
 
 
-@given(trees, st.integers(0, 60), st.integers(1, 80), st.integers(0, 2))
+@given(trees, st.integers(0, 60), st.integers(1, 80), st.integers(0, 2), st.booleans())
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_what_is_skipped_is_as_if_it_had_been_drawn(tree: Any, before: int, num: int, index: int) -> None:
+def test_what_is_skipped_is_as_if_it_had_been_drawn(tree: Any, before: int, num: int, index: int, repeat: bool) -> None:
     """At every distance from the ends of epochs, of any source at any depth: position and samples from there on."""
-    shard = rd.Shard(index, 3)
+    shard = rd.Shard(index, 3, repeat=repeat)
     drawing, skipping = build(tree, shard), build(tree, shard)
     for node in (drawing, skipping):
         node.reset(None)
@@ -130,6 +141,67 @@ def test_what_is_skipped_is_as_if_it_had_been_drawn(tree: Any, before: int, num:
     assert [place(s) for s in itertools.islice(endless(drawing), 12)] == [
         place(s) for s in itertools.islice(endless(skipping), 12)
     ]
+
+
+@given(trees, st.integers(0, 40), st.integers(1, 120), st.integers(0, 2))
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_an_endless_loader_skips_over_the_ends_of_epochs(tree: Any, before: int, num: int, index: int) -> None:
+    recipe = Recipe(functools.partial(build, tree), 3, 0, repeat=True)
+    drawing, skipping = (Runner(recipe, Schema(recipe.build(0))) for _ in range(2))
+    drawing.look_ahead(index, before)
+    skipping.load(drawing.table.copy(), {})
+    skipping.skip(index, num)
+    drawing.look_ahead(index, num)
+    assert drawing.table[index, FIRST_SLOT:].tolist() == skipping.table[index, FIRST_SLOT:].tolist()
+
+
+STEADY: dict[str, Any] = {
+    "flat": lambda a, b: rd.WeightedSampler({"a": a(40), "b": b(900)}, {"a": 1, "b": 2}),
+    "few": lambda a, b: rd.WeightedSampler({"a": a(2), "b": b(900)}, {"a": 1, "b": 2}),
+    "first": lambda a, b: rd.WeightedSampler({"a": a(40), "b": b(900)}, {"a": 1, "b": 2}, stop="first"),
+    "all": lambda a, b: rd.WeightedSampler({"a": a(40), "b": b(900)}, {"a": 1, "b": 2}, stop="all"),
+    "capped": lambda a, b: rd.WeightedSampler(
+        {"a": a(40), "b": b(900)}, {"a": 1, "b": 2}, caps={"a": {"epochs": 10**5}}
+    ),
+    "shuffled": lambda a, b: rd.WeightedSampler(
+        {"a": rd.Shuffle(a(40), 8, shard=rd.Shard(1, 5)), "b": b(900)}, {"a": 1, "b": 2}
+    ),
+    **{
+        f"{stop} in it": lambda a, b, stop=stop: rd.WeightedSampler(
+            {"a": a(40), "rest": rd.Map(rd.WeightedSampler({"b": b(70), "c": a(65)}, "rows", stop=stop), same)},
+            {"a": 1, "rest": 2},
+        )
+        for stop in ("never", "first", "all")
+    },
+}
+
+
+@pytest.mark.parametrize("kind", STEADY)
+def test_a_million_epochs_are_left_out_in_a_few_steps(kind: str) -> None:
+    def pipeline(shard: rd.Shard) -> Any:
+        def reader(size: int) -> Any:
+            return rd.Reader(rows(size, size), shard)
+
+        return STEADY[kind](reader, reader)
+
+    def steps(num_samples: int) -> int:
+        count = 0
+
+        def profile(_frame: Any, event: str, _arg: Any) -> None:
+            nonlocal count
+            count += event == "call"
+
+        recipe = Recipe(pipeline, 5, 0, repeat=True)
+        runner = Runner(recipe, Schema(recipe.build(0)))
+        runner.skip(1, 100)
+        sys.setprofile(profile)
+        try:
+            runner.skip(1, num_samples)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    assert steps(10**8) < 12 * steps(1000)
 
 
 @given(trees, st.integers(0, 60))

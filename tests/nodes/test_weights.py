@@ -158,6 +158,13 @@ def test_a_cap_below_what_has_been_drawn_is_refused() -> None:
         loader_of(A, caps=caps).load_state_dict(state)
     with pytest.raises(rd.DataStateError, match=r"caps\['web'\]={'samples': 290} is below .* 300 samples, in 8 of 8"):
         loader_of(A, caps={"web": {"samples": 290}}).load_state_dict(state)
+    later = loader_of(A)
+    later.skip(8 * 1040)  # an epoch of "web" and a little
+    loader_of(A, caps={"web": {"epochs": 2}}).load_state_dict(later.state_dict())
+    with pytest.raises(
+        rd.DataStateError, match=r"caps\['web'\]={'epochs': 1} is below .* already: 2 epochs, in 8 of 8"
+    ):
+        loader_of(A, caps={"web": {"epochs": 1}}).load_state_dict(later.state_dict())
 
 
 def test_a_raised_cap_opens_the_source_again() -> None:

@@ -1,6 +1,7 @@
 """Data that grows, moves, shrinks and changes between the legs of a run."""
 
 import itertools
+import json
 import logging
 import os
 import shutil
@@ -14,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import rescale_data as rd
+from rescale_data.sources.folders import fold, num_rows
 from rescale_data.testing import assert_rescalable, full_state_dict
 from tests.formats import write_jsonl
 
@@ -29,7 +31,17 @@ def write(folder: Path, kind: str, name: str, rows: range) -> None:
 
 
 def source_of(folder: Path, kind: str) -> Any:
-    return (rd.JsonlSource if kind == "jsonl" else rd.ParquetSource)(folder)
+    """One of which states keep the list of files, and one of which they keep digests."""
+    return rd.JsonlSource(folder) if kind == "jsonl" else rd.ParquetSource(folder, index_dir=index_of(folder))
+
+
+def index_of(folder: Path) -> Path:
+    return Path(f"{folder}.index")
+
+
+def put_index_aside(folder: Path) -> None:
+    for path in index_of(folder).glob("*.rdindex"):
+        path.rename(f"{path}.old")
 
 
 def make_loader(source: Any, rank: int, world: int, micro: int, workers: int = 0, **kwargs: Any) -> rd.DataLoader:
@@ -127,7 +139,7 @@ def test_the_order_of_the_epoch_that_has_begun_stays(kind: str, data: Path) -> N
     assert [next(batches)["x"].tolist() for _ in range(6)] == expected
 
 
-def test_packers_and_workers_follow(data: Path, tmp_path: Path, kind: str) -> None:
+def test_packers_and_workers_follow(tmp_path: Path) -> None:
     folder = tmp_path / "tokens"
     folder.mkdir()
 
@@ -152,6 +164,77 @@ def test_packers_and_workers_follow(data: Path, tmp_path: Path, kind: str) -> No
     assert any(token >= 100 for batch in tokens[0] for sample in batch for token in sample)
     make = partial(make_loader, None, pipeline=pipeline, repeat=True)
     assert_rescalable(make, [(1, 6, 0), (3, 2, 0)], steps=3)
+
+
+class TestDigests:
+    """With an index a state has a digest a folder, and the index has the list of the files."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        (tmp_path / "data").mkdir()
+        for part, first in (("x", 0), ("y", 60)):
+            write(tmp_path / "data" / part, "parquet", "b", range(first, first + 30))
+            write(tmp_path / "data" / part, "parquet", "d", range(first + 30, first + 60))
+        return tmp_path / "data"
+
+    def state(self, folder: Path) -> dict[str, Any]:
+        return leg(source_of(folder, "parquet"), None, 4, repeat=True)[1]
+
+    def test_a_state_has_no_list(self, folder: Path) -> None:
+        (saved,) = json.loads(self.state(folder)["sources"]).values()
+        assert [(name, files, rows) for name, files, _, rows in saved["folders"]] == [("x", 2, 60), ("y", 2, 60)]
+        assert "files" not in saved
+
+    def test_with_and_without_an_index_it_is_the_same_data(self, folder: Path) -> None:
+        plain = leg(rd.ParquetSource(folder), None, 4, repeat=True)[1]
+        assert leg(source_of(folder, "parquet"), plain, 5)[0] == leg(rd.ParquetSource(folder), self.state(folder), 5)[0]
+
+    @pytest.mark.parametrize("saved_with", ["list", "digests"])
+    def test_what_was_added_is_found(self, folder: Path, saved_with: str, caplog: pytest.LogCaptureFixture) -> None:
+        state = leg(rd.ParquetSource(folder), None, 4, repeat=True)[1] if saved_with == "list" else self.state(folder)
+        put_index_aside(folder)
+        write(folder / "x", "parquet", "c", range(200, 212))
+        with caplog.at_level(logging.WARNING, "rescale_data"):
+            seen, state, _ = leg(source_of(folder, "parquet"), state, 16, repeat=True)
+        assert "1 files were added" in caplog.text
+        assert "x/c.parquet" in caplog.text
+        assert not {*range(200, 212)} & {*seen}
+        seen = leg(source_of(folder, "parquet"), state, 22, repeat=True)[0]
+        assert seen == Counter([*range(120), *range(200, 212)])
+
+    @pytest.mark.parametrize("now_with_index", [True, False])
+    def test_without_the_index_of_then_the_folder_is_named(self, folder: Path, now_with_index: bool) -> None:
+        state = self.state(folder)
+        shutil.rmtree(index_of(folder))
+        (folder / "y" / "d.parquet").unlink()
+        source = source_of(folder, "parquet") if now_with_index else rd.ParquetSource(folder)
+        said = r"folders: y: saved \[2, .*, now \[1, .*the index that lists the files of then is no longer in.*restore"
+        with pytest.raises(rd.DataStateError, match=said) as error:
+            leg(source, state, 1)
+        assert "folders: x" not in str(error.value)
+        assert sum(leg(source, state, 3, on_source_change="next_epoch")[0].values()) == 18
+
+    @pytest.mark.parametrize("steps", [6, 17])
+    def test_the_index_of_then_is_needed_until_all_shards_are_past_it(self, folder: Path, steps: int) -> None:
+        state = self.state(folder)
+        write(folder / "x", "parquet", "c", range(200, 212))
+        state = leg(source_of(folder, "parquet"), state, steps, repeat=True)[1]
+        expected = leg(source_of(folder, "parquet"), state, 20, repeat=True)[0]
+        shutil.rmtree(index_of(folder))
+        if steps == 6:
+            with pytest.raises(rd.DataStateError, match="the index that lists those is no longer in index_dir"):
+                leg(source_of(folder, "parquet"), state, 1, repeat=True)
+        else:
+            found, state, _ = leg(source_of(folder, "parquet"), state, 20, repeat=True)
+            assert found == expected
+            assert "by_epoch" not in state["sources"]
+
+    def test_of_very_many_folders_there_is_one_digest(self) -> None:
+        for count, folders in ((64, 64), (65, 1)):
+            files = [[f"{i}/a", 10, 5] for i in range(count)]
+            folded = fold({"format": "parquet", "files": files})
+            assert len(folded["folders"]) == folders
+            assert num_rows(folded["folders"]) == 5 * count
 
 
 def packed(shard: rd.Shard, source: Any) -> Any:
@@ -278,6 +361,7 @@ class TestChanges:
         later = file.stat().st_mtime_ns + 10**9
         file.unlink()
         if change == "changed":
+            put_index_aside(data)
             write(data, kind, "d", range(30, 54))
             os.utime(file, ns=(later, later))
 

@@ -1,5 +1,6 @@
 """The index of a source: made once for all processes, mapped by them, and right."""
 
+import json
 import logging
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ from rescale_data.cli.commands import app
 from rescale_data.sources import index as indexing
 from rescale_data.sources.file_source import FileSource
 from rescale_data.sources.files.bundle import Bundle
+from rescale_data.sources.folders import fold
 from rescale_data.testing import assert_rescalable, assert_source
 from tests.sources.test_rescalable import loader_of, make_source, packed
 
@@ -83,6 +85,7 @@ def test_eight_processes_and_ten_thousand_files(tmp_path: Path) -> None:
     assert source.num_rows == 20 * num_files
     [made] = (tmp_path / "index").iterdir()
     assert made.stat().st_size <= 100 * (len(source.fragments) - 1)
+    assert len(json.dumps(source.manifest())) < 200
     assert source.row(123_456)["x"] == 123_456 % 20
 
 
@@ -91,7 +94,8 @@ def test_an_indexed_source_is_the_same(kind: str, tmp_path: Path) -> None:
     plain = make_source(kind, tmp_path / kind)
     make = partial(type(plain), tmp_path / kind, index_dir=tmp_path / "index")
     for source in (make(), make(), pickle.loads(pickle.dumps(make()))):
-        assert source.manifest() == plain.manifest()
+        assert source.manifest() == fold(plain.manifest())
+        assert source.unfold(source.manifest()) == plain.manifest()
         assert source.fragments.tolist() == plain.fragments.tolist()
         assert [str(source.row(i)) for i in range(200)] == [str(plain.row(i)) for i in range(200)]
         assert source.locate(150) == plain.locate(150)
@@ -205,6 +209,13 @@ class TestBadIndices:
         rd.ArrowSource(tmp_path / "data", index_dir=tmp_path / "arrow")
         os.replace(next((tmp_path / "arrow").iterdir()), made)
         with pytest.raises(ValueError, match=r"is an index of .*'arrow'.* not of .*'parquet'"):
+            rd.ParquetSource(tmp_path / "data", index_dir=tmp_path / "index")
+
+    def test_of_other_files(self, made: Path, tmp_path: Path) -> None:
+        write(tmp_path / "data", "b")
+        source = rd.ParquetSource(tmp_path / "data", index_dir=tmp_path / "index")
+        made.replace(str(source._mapped))
+        with pytest.raises(ValueError, match="is an index of other files"):
             rd.ParquetSource(tmp_path / "data", index_dir=tmp_path / "index")
 
     def test_of_a_newer_version(self, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,8 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 import rescale_data as rd
-from rescale_data.sources.decoded.cache import cache
+from rescale_data.sources.decoded import cache as decoded
+from rescale_data.sources.decoded.cache import Handles, cache
 from rescale_data.sources.files import remote
 from rescale_data.sources.files.disk_cache import DiskCache
 from rescale_data.sources.files.gate import Gate
@@ -145,6 +146,7 @@ def test_a_file_of_pyarrow_is_opened_once_and_anew_after_an_error(tmp_path: Path
 @pytest.mark.parametrize("kind", FORMATS)
 def test_what_was_brought_is_kept_once(kind: str, tmp_path: Path) -> None:
     source = far(kind, tmp_path)
+    source.row(0)  # the file is open from now on
     taken: list[int] = []
     for prepare in (False, True):
         cache().clear()
@@ -281,13 +283,33 @@ class TestAhead:
     def test_many_requests_are_under_way(self, pack: bool, tmp_path: Path) -> None:
         self.write(tmp_path / "data")
         source = rd.ParquetSource(f"flaky://{tmp_path}/data")
-        cache().clear()
+        assert Flaky.requests == 4
         Flaky.together, Flaky.most_at_once = 6, 0
         pipeline = partial(_packed if pack else _rows, source=source)
         loader = rd.DataLoader(pipeline, global_batch_size=8, num_logical_shards=8)
         seen = [batch["tokens"] for batch in loader]
         assert Flaky.most_at_once >= 6
+        assert Flaky.requests == 4 + 16  # the footers are there since the source was opened
         assert len(seen) >= 190
+
+    @pytest.mark.parametrize("read_ahead", [True, False])
+    def test_footers_are_asked_for_once_however_few_files_stay_open(
+        self, read_ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Logical shards take turns, and more files than stay open with them: a row group costs one request."""
+        self.write(tmp_path / "data")
+        make_index = partial(rd.ParquetSource, f"flaky://{tmp_path}/data", index_dir=tmp_path / "index")
+        options = rd.Remote(read_ahead=read_ahead, hedge_after=None)
+        for source, footers in (
+            (make_index(remote=options), 4),
+            (pickle.loads(pickle.dumps(make_index(remote=options))), 4),
+        ):
+            cache().clear()
+            monkeypatch.setattr(decoded, "_handles", Handles(limit=1))
+            monkeypatch.setattr(remote, "_SMALL", 1)  # else the footer comes with what is before it
+            Flaky.requests = 0
+            assert len(list(rd.DataLoader(source, global_batch_size=8, num_logical_shards=8, collate_fn=list))) == 200
+            assert Flaky.requests == footers + 16
 
     @pytest.mark.parametrize("kind", FORMATS)
     @pytest.mark.parametrize("read_ahead", [True, False])

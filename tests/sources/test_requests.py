@@ -3,12 +3,14 @@
 import multiprocessing
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import rescale_data as rd
+from rescale_data.sources.files import remote
 from rescale_data.sources.files.disk_cache import DiskCache
 from rescale_data.sources.files.gate import Gate, recovered
 from rescale_data.sources.files.hedge import Hedge
@@ -54,9 +56,9 @@ def test_it_is_late_when_nearly_all_others_were_faster() -> None:
 
 def test_without_a_second_request_the_deadline_holds() -> None:
     request = Stalls(1)
-    remote = rd.Remote(deadline_seconds=0.3, hedge_after=None, retries=9)
+    given = rd.Remote(deadline_seconds=0.3, hedge_after=None, retries=9)
     with pytest.raises(RemoteError, match=r"s3://bucket/x could not be read in 1 attempts over 0\.\d s.*no answer"):
-        attempt(remote, "s3://bucket/x", request)
+        attempt(given, "s3://bucket/x", request)
     request.go_on.set()
 
 
@@ -122,22 +124,33 @@ def test_a_machine_makes_so_many_at_once(tmp_path: Path) -> None:
     assert 1 <= most.value <= 3
 
 
-def test_fewer_after_slow_down_and_more_again_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, other = Gate(64, str(tmp_path)), Gate(64, str(tmp_path))
+def test_fewer_after_slow_down_and_more_again_later(tmp_path: Path) -> None:
+    gate, other = (Gate(64, "s3://a", str(tmp_path)) for _ in range(2))
     assert other.limit == 64
-    gate.slow_down()
+    gate.slow_down(time.time())
     assert other.limit == 32
-    gate.slow_down()
+    gate.slow_down(time.time())
     assert other.limit == 16
     assert [recovered(16, 64, seconds) for seconds in (0, 30, 45, 60, 10**9)] == [16, 32, 45, 64, 64]
     assert recovered(16, 64, -5) == 16  # a clock that went back
 
 
-def test_an_answer_that_asks_to_slow_down_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rescale_data.sources.files import remote
+def test_requests_that_are_refused_together_count_once(tmp_path: Path) -> None:
+    gate = Gate(64, "s3://a", str(tmp_path))
+    with gate.enter() as one, gate.enter() as two, gate.enter() as three:
+        for since in (two, one, three):
+            gate.slow_down(since)
+    assert gate.limit == 32
 
-    gate = Gate(8, str(tmp_path))
-    monkeypatch.setattr(remote, "_gate", lambda limit: gate)
+
+def test_a_bucket_that_asks_to_slow_down_slows_no_other(tmp_path: Path) -> None:
+    Gate(64, "s3://a", str(tmp_path)).slow_down(time.time())
+    assert Gate(64, "s3://b", str(tmp_path)).limit == 64
+    assert Gate(16, "s3://a", str(tmp_path)).limit == 16
+
+
+def test_an_answer_that_asks_to_slow_down_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_gate", partial(Gate, folder=str(tmp_path)))
     answers: list[Any] = [OSError("An error occurred (SlowDown): Please reduce your request rate."), None]
 
     def work() -> int:
@@ -146,8 +159,30 @@ def test_an_answer_that_asks_to_slow_down_is_heard(tmp_path: Path, monkeypatch: 
             raise answer
         return 3
 
-    assert attempt(rd.Remote(backoff_seconds=0.0), "s3://x", work) == 3
-    assert gate.limit == 4
+    assert attempt(rd.Remote(backoff_seconds=0.0, max_requests=8), "s3://bucket/x", work) == 3
+    assert Gate(8, "s3://bucket", str(tmp_path)).limit == 4
+    assert Gate(8, "s3://other", str(tmp_path)).limit == 8
+
+
+def test_ranks_do_not_begin_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for listing and once for reading, however many sources and threads: each thread waits for the same moment."""
+    waits: list[float] = []
+    monkeypatch.setattr(remote, "_begin", {})
+    monkeypatch.setattr(remote.leaving, "wait", waits.append)
+    monkeypatch.setattr(remote.random, "uniform", lambda low, high: high)
+    monkeypatch.setenv("WORLD_SIZE", "2000")
+    for _ in range(60):
+        remote.spread_out("listing")
+    assert 4.5 < waits[0] <= 5.0
+    monkeypatch.setattr(remote.time, "monotonic", lambda: 10**9)  # later
+    remote.spread_out("listing")
+    assert waits[-1] == 0.0
+    monkeypatch.setenv("WORLD_SIZE", "1000000")
+    remote.spread_out("reading")
+    assert waits[-1] == 10.0
+    monkeypatch.delenv("WORLD_SIZE")
+    remote.spread_out("another")
+    assert waits[-1] == 0.0
 
 
 def miss(folder: str, fetched: Any) -> None:

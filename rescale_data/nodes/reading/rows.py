@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -112,6 +112,16 @@ class ShardRows:
         return len(self._views) > 1
 
     @property
+    def alike_from(self) -> int:
+        """The epoch from which on it consists of the same."""
+        return self._since[-1]
+
+    @property
+    def is_small(self) -> bool:
+        """Whether there are fewer rows than logical shards, in some epochs at least."""
+        return any(view.num_rows < self._shard.num_logical_shards for view in self._views)
+
+    @property
     def width(self) -> int:
         """Rows whose order is computed together."""
         return self.order(0).width
@@ -140,14 +150,14 @@ class ShardRows:
             return shard
         return range_of(shard, epoch, *self._args(view))
 
-    def next_epoch(self, epoch: int) -> int:
+    def next_epoch(self, epoch: int, shard: int = -1) -> int:
         """The epoch that follows; of an endless stream, the next one in which the shard has a row."""
-        epoch += 1
+        epoch, shard = epoch + 1, self._shard.index if shard < 0 else shard
         if not self._shard.repeat:
             return epoch
         for view, stop in zip(self._views, self._stops(), strict=True):
             if epoch < stop:
-                found = next_epoch_with_rows(self._shard.index, max(epoch, view.since), *self._args(view))
+                found = next_epoch_with_rows(shard, max(epoch, view.since), *self._args(view))
                 if found < stop:
                     return found
         raise AssertionError
@@ -168,6 +178,40 @@ class ShardRows:
         if epoch != self._sized[0]:
             self._sized = epoch, self.order(epoch).size
         return self._sized[1]
+
+    def num_rows(self, first: int, stop: int, shard: int) -> int:
+        """Rows of a shard in the epochs ``first .. stop - 1``."""
+        return int(np.diff(self.sizes_before(np.array([first, max(first, stop)]), np.full(2, shard)))[0])
+
+    def epoch_ends(self, epochs: Ints, shards: Ints) -> tuple[Ints, Ints]:
+        """Rows of shards from the beginning of epochs up to what is an end for who reads, and the epochs that follow."""
+        if not (self._shard.repeat and self.is_small):
+            return self.sizes(epochs, shards), epochs + 1
+        found = [self.end_of(epoch, shard) for epoch, shard in zip(epochs.tolist(), shards.tolist(), strict=True)]
+        left, following = np.array(found, dtype=np.int64).reshape(-1, 2).T
+        return left, following
+
+    def end_of(self, epoch: int, shard: int) -> tuple[int, int]:
+        """The same of one shard, see `goes_on`."""
+        n, size = self._shard.num_logical_shards, self.num_rows(epoch, epoch + 1, shard)
+        if not (self._shard.repeat and size):
+            return size, self.next_epoch(epoch, shard)
+        large = [
+            v.since for v, stop in zip(self._views, self._stops(), strict=True) if v.num_rows >= n and stop > epoch
+        ]
+        stop = min(epoch - epoch % n + n, *(max(epoch, since) + 1 for since in large), epoch + n)
+        return self.num_rows(epoch, stop, shard), self.next_epoch(stop - 1, shard)
+
+    def epoch_after(self, epoch: int, num_rows: int, shard: int) -> tuple[int, int]:
+        """The epoch in which the last of so many rows of a shard from the beginning of another on is read, and the rows before
+        it; that other one where epochs have none and are ends, which somebody counts."""
+        num = 1
+        if self.is_small and not (self._shard.repeat and self._views[-1].num_rows):
+            return epoch, 0
+        while self.num_rows(epoch, epoch + num, shard) < num_rows:
+            num *= 2
+        num = bisect_left(range(num), num_rows, key=lambda n: self.num_rows(epoch, epoch + n + 1, shard))
+        return epoch + num, self.num_rows(epoch, epoch + num, shard)
 
     def sizes(self, epochs: Ints, shards: Ints) -> Ints:
         """Rows of shards in epochs, ``int64[M]`` each."""

@@ -201,9 +201,10 @@ class Spans:
 
     @property
     def nbytes(self) -> int:
-        """Of all that this keeps alive."""
+        """Of all that this keeps alive; parts that were joined may keep the same."""
         kept = [array if of is None else of for array, of in zip(self.arrays, self.keeps, strict=True)]
-        return sum([each.nbytes for each in kept]) + 24 * len(self) + 16 * len(self.moves.slot)
+        num_bytes = sum({id(each): each.nbytes for each in kept}.values())
+        return num_bytes + 24 * len(self) + 16 * len(self.moves.slot)
 
     def require_within(self) -> None:
         """``IndexError`` if a document is not within its array."""

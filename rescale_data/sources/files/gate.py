@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import random
 import tempfile
@@ -21,26 +22,34 @@ class Gate:
 
     Args:
         limit: Requests at once.
+        asked: Who is asked, such as a bucket. One that asks to slow down slows no other.
         folder: Of the lock files; by default one of this user and machine.
     """
 
-    def __init__(self, limit: int, folder: str | None = None) -> None:
+    def __init__(self, limit: int, asked: str = "", folder: str | None = None) -> None:
         self._limit = limit
         self._folder = folder or os.path.join(tempfile.gettempdir(), f"rescale_data-{os.getuid()}-requests")
-        self._slowed = os.path.join(self._folder, "slowed")
+        name = hashlib.blake2b(asked.encode(), digest_size=8).hexdigest()
+        self._slowed = os.path.join(self._folder, f"slowed-{name}")
         os.makedirs(self._folder, exist_ok=True)
 
     @contextmanager
-    def enter(self) -> Generator[None]:
-        """Wait for one's turn, and hold it."""
+    def enter(self) -> Generator[float]:
+        """Wait for one's turn, and hold it; the time at which it began."""
         lock = self._take()
         try:
-            yield
+            yield time.time()
         finally:
             os.close(lock)
 
-    def slow_down(self) -> None:
-        """The other side has had enough: half as many from now on, for all processes; some time later more again."""
+    def slow_down(self, since: float) -> None:
+        """A request made at ``since`` was too many: half as many from now on, for all processes; some time later more again.
+
+        What was under way when that happened last is often refused together, and counts once.
+        """
+        _, slowed_at = self._last()
+        if since < slowed_at <= time.time():
+            return
         half = max(1, self.limit // 2)
 
         def write(aside: str) -> None:
@@ -53,12 +62,17 @@ class Gate:
     @property
     def limit(self) -> int:
         """How many there may be now."""
+        half, since = self._last()
+        return recovered(half, self._limit, time.time() - since)
+
+    def _last(self) -> tuple[int, float]:
+        """To how many it was slowed last, and when."""
         try:
             with open(self._slowed) as file:
                 half, since = file.read().split()
+            return int(half), float(since)
         except (OSError, ValueError):
-            return self._limit
-        return recovered(int(half), self._limit, time.time() - float(since))
+            return self._limit, 0.0
 
     def _take(self) -> int:
         while True:

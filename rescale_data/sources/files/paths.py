@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import os
 import posixpath
-import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,14 +20,10 @@ from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.utils import glob_translate
 
 from rescale_data.sources.arrow_types import ArrowFile
-from rescale_data.sources.decoded.ahead import leaving
-from rescale_data.sources.files.remote import Remote, RemoteFile, attempt
+from rescale_data.sources.files.remote import Remote, RemoteFile, attempt, spread_out
 from rescale_data.state import Ints
 
 Paths: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-
-
-_LONGEST_START = 10.0
 
 
 @dataclass(frozen=True)
@@ -162,7 +157,7 @@ def read_if_there(path: str, options: Mapping[str, Any] | None, remote: Remote |
 
 def _remote(given: Sequence[str], suffixes: Sequence[str], options: Mapping[str, Any], remote: Remote) -> Files:
     _ = remote.kept  # before anything is read: the error is not that of a file
-    _spread_out()
+    spread_out("listing")
     infos: dict[str, Any] = {}
     filesystem: Any = None
     for url in given:
@@ -177,12 +172,6 @@ def _remote(given: Sequence[str], suffixes: Sequence[str], options: Mapping[str,
         infos.update(found)
     files = _files({path: (int(info["size"]), _stamp(info)) for path, info in infos.items()})
     return replace(files, filesystem=filesystem, remote=remote)
-
-
-def _spread_out() -> None:
-    """Ranks that start together do not list together: a random pause, of a second for each 400 of them."""
-    ranks = os.environ.get("WORLD_SIZE", "1")
-    leaving.wait(random.uniform(0.0, min(_LONGEST_START, int(ranks) / 400 if ranks.isdigit() else 0.0)))
 
 
 def _look(filesystem: Any, path: str) -> tuple[bool, dict[str, Any]]:

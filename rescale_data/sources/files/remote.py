@@ -32,6 +32,7 @@ T = TypeVar("T")
 _REQUESTS_AT_ONCE = 16
 _SMALL = 2**16
 _LONGEST_PAUSE = 30.0
+_LONGEST_START = 10.0
 _SLOW_DOWN = ("SlowDown", "Slow Down", "SLOW_DOWN", "503", "429", "TooManyRequests")
 _PERMANENT = (
     FileNotFoundError,
@@ -56,8 +57,8 @@ class Remote:
         deadline_seconds: For one range of one file, all attempts together.
         hedge_after: A request that takes longer than 99 % of those before is made a second time, and the first answer wins; so
             many seconds hold before a hundred have been answered. One request in fifty at most is made twice. `None`: never.
-        max_requests: How many requests the processes of this user on this machine make at once. Half as many after an answer
-            that asks to slow down (503, 429); then more again, twice as many each half minute.
+        max_requests: How many requests the processes of this user on this machine make at once. Half as many to a bucket or
+            host after an answer of it that asks to slow down (503, 429); then more again, twice as many each half minute.
         cache_dir: A local folder to keep what was read in, shared by the processes of a machine; `None` for none.
         cache_dir_bytes: What may lie there; the ranges that were not used for longest go first, and one of more than an eighth
             of it is not kept.
@@ -171,6 +172,7 @@ class RemoteFile:
             return data
 
         def fetch() -> bytes:
+            spread_out("reading")
             return self._try(request)
 
         if not length:
@@ -218,11 +220,16 @@ def attempt(remote: Remote, url: str, work: Callable[[], T], hedge_after: float 
         hedge_after: See `Remote`; `None` for work that is not done twice.
     """
     started = time.monotonic()
-    gate = _gate(remote.max_requests)
+    gate = _gate(remote.max_requests, "/".join(url.split("/")[:3]))
 
     def admitted() -> T:
-        with gate.enter():
-            return work()
+        with gate.enter() as since:
+            try:
+                return work()
+            except Exception as error:
+                if _asks_to_slow_down(error):
+                    gate.slow_down(since)
+                raise
 
     for number in range(remote.retries + 1):
         left = started + remote.deadline_seconds - time.monotonic()
@@ -231,8 +238,6 @@ def attempt(remote: Remote, url: str, work: Callable[[], T], hedge_after: float 
         except Exception as error:
             if isinstance(error, _PERMANENT):
                 raise
-            if _asks_to_slow_down(error):
-                gate.slow_down()
             pause = _pause(remote.backoff_seconds, number)
             seconds = time.monotonic() - started
             if number == remote.retries or leaving.is_set() or seconds + pause >= remote.deadline_seconds:
@@ -259,6 +264,16 @@ def _pause(backoff: float, attempt: int) -> float:
     return min(_LONGEST_PAUSE, backoff * 2**attempt) * random.uniform(0.5, 1.0)
 
 
+def spread_out(what: str) -> None:
+    """Ranks that start together do not ask together: wait, once in a process, up to a second for each 400 of them."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    longest = min(_LONGEST_START, (int(ranks) - 1) / 400 if ranks.isdigit() else 0.0)
+    with _lock:
+        begin = _begin.setdefault(what, time.monotonic() + random.uniform(0.0, longest))
+    leaving.wait(max(0.0, begin - time.monotonic()))
+
+
+_begin: dict[str, float] = {}
 _hedge = Hedge()
 _gate = lru_cache(maxsize=16)(Gate)
 _lock = threading.Lock()
@@ -275,8 +290,8 @@ def _pool() -> ThreadPoolExecutor:
 
 def _renew() -> None:
     """A forked child has no thread, and the lock may have been held."""
-    global _requests, _lock, _hedge
-    _requests, _lock, _hedge = None, threading.Lock(), Hedge()
+    global _requests, _lock, _hedge, _begin
+    _requests, _lock, _hedge, _begin = None, threading.Lock(), Hedge(), {}
 
 
 os.register_at_fork(after_in_child=_renew)

@@ -1,0 +1,169 @@
+"""Processes that share a dp rank: the first of them reads, and says to the others what came of each call.
+
+every call    header to all: what was called, where the run is, how many bytes follow
+a batch       its bytes to those that receive batches
+all else      what it returned or raised, to all
+a long read   every so often a header that says so: the time in which the first one reads does not count
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import pickle
+import threading
+import time
+import weakref
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import BroadcastOptions, ProcessGroupGloo
+
+from rescale_data.engine.meeting import digest, meet, part, part_of_store
+from rescale_data.engine.message import Bytes, from_bytes
+
+
+class Broadcasts(Protocol):
+    """What is asked of a group; torch's own stubs lack it."""
+
+    def broadcast(self, tensors: Any, opts: Any) -> Any: ...
+    def size(self) -> int: ...
+
+
+READS, BATCH, RESULT = range(3)
+NUM_COUNTS = 4
+"""That a header holds beside the kind and the size of what follows."""
+
+
+class Heard(NamedTuple):
+    """What followed a header: of a batch `None` where this process receives none."""
+
+    kind: int
+    counts: list[int]
+    value: Any
+
+
+class Peers:
+    """The processes of one dp rank, in the order of their ranks in the job (all of them make it).
+
+    Args:
+        members: Their ranks in the job.
+        receives: Whether this one is to have batches; the first always does.
+        settings: What must be the same on all of them, by name.
+        timeout: Seconds that one of them may keep the others waiting.
+
+    Raises:
+        ValueError: Some setting differs; on all of them.
+    """
+
+    def __init__(self, members: Sequence[int], receives: bool, settings: dict[str, str], timeout: float) -> None:
+        self.rank, self._members, self._timeout = dist.get_rank(), list(members), timeout
+        self.me = self._members.index(self.rank)
+        store = part_of_store(f"peers/{digest(self._members)}", len(members), None)
+        said = meet(store, self.me, members, timeout, " ".join([str(int(receives)), *map(_text, settings.values())]))
+        words = [text.split() for text in said.split(",")]
+        _require_same(settings, [mine[1:] for mine in words], members)
+        receivers = [rank for rank, mine in zip(members, words, strict=True) if mine[0] == "1" or rank == members[0]]
+        self.receives = self.rank in receivers
+        self._all = _group(self._members, store, timeout)
+        self._receivers = _group(receivers, store, timeout) if self.receives else None
+        self._began: float | None = None  # since when the first one reads
+        self._lock = threading.Lock()
+        if self.me == 0 and len(members) > 1:
+            threading.Thread(target=_say_that_it_reads, args=(weakref.ref(self), timeout / 8), daemon=True).start()
+
+    @contextlib.contextmanager
+    def reading(self) -> Generator[None]:
+        """While the first one is at work on a call."""
+        self._began = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._began = None
+
+    def say(self, kind: int, counts: Sequence[int], said: Bytes) -> None:
+        """From the first one to the others, with ``NUM_COUNTS`` counts."""
+        body, start = said
+        self._exchange(self._all, torch.tensor([kind, body.numel(), start, *counts]))
+        self._exchange(self._receivers if kind == BATCH else self._all, body)
+
+    def hear(self, pin_memory: bool) -> Heard:
+        """What the first one says next."""
+        header = torch.full((3 + NUM_COUNTS,), READS)
+        while header[0] == READS:
+            self._exchange(self._all, header)
+        kind, size, start, *counts = header.tolist()
+        if kind == BATCH and not self.receives:
+            return Heard(kind, counts, None)
+        body = torch.empty(size, dtype=torch.uint8, pin_memory=pin_memory and kind == BATCH)
+        self._exchange(self._receivers if kind == BATCH else self._all, body)
+        return Heard(kind, counts, from_bytes(body, start))
+
+    def say_if_reading(self) -> None:
+        with self._lock:
+            if self._began is not None and time.monotonic() - self._began > self._timeout / 4:
+                self._began = time.monotonic()
+                with contextlib.suppress(RuntimeError):  # whoever reads hears of it with what it has read
+                    self._exchange(self._all, torch.tensor([READS, 0, 0, *[0] * NUM_COUNTS]))
+
+    def _exchange(self, group: Broadcasts | None, tensor: torch.Tensor) -> None:
+        if group is None or group.size() == 1:
+            return
+        options = BroadcastOptions()
+        options.timeout = datetime.timedelta(seconds=self._timeout)
+        try:
+            group.broadcast([tensor], options).wait()
+        except RuntimeError as error:
+            others = (
+                f"one of the ranks {self._members[1:]}" if self.me == 0 else f"rank {self._members[0]}, which reads"
+            )
+            raise RuntimeError(
+                f"Rank {self.rank} waited at most {self._timeout:g} s for {others}: it makes no call, or has died. All peers "
+                f"of a dp rank make the same calls of rd.Broadcast, in the same order. ({error})"
+            ) from error
+
+
+def _say_that_it_reads(of: weakref.ref[Peers], pause: float) -> None:
+    while (peers := of()) is not None:
+        peers.say_if_reading()
+        del peers
+        time.sleep(pause)
+
+
+def _text(setting: str) -> str:
+    return f"{digest(setting):x}"
+
+
+def _require_same(settings: dict[str, str], said: list[list[str]], members: Sequence[int]) -> None:
+    for number, (name, mine) in enumerate(settings.items()):
+        if len({words[number] for words in said}) > 1:
+            others = [rank for rank, words in zip(members, said, strict=True) if words[number] != said[0][number]]
+            raise ValueError(
+                f"The peers {list(members)} of one dp rank built rd.Broadcast with different {name}: rank {dist.get_rank()} "
+                f"has {mine}, and the ranks {others} another than rank {members[0]}. All of them need the same arguments."
+            )
+
+
+_groups: WeakKeyDictionary[Any, dict[tuple[int, ...], Broadcasts]] = WeakKeyDictionary()
+"""Of a job: one for all that is broadcast among the same processes."""
+
+
+def _group(members: list[int], store: Any, timeout: float) -> Broadcasts:
+    known = _groups.setdefault(dist.group.WORLD, {})
+    if tuple(members) not in known:
+        named, wait = part(f"gloo/{digest(members)}", store), datetime.timedelta(seconds=timeout)
+        group: Any = ProcessGroupGloo(named, members.index(dist.get_rank()), len(members), wait)
+        known[tuple(members)] = group
+    return known[tuple(members)]
+
+
+def picklable(error: Exception) -> Exception:
+    """The error, or what says the same and can be told to another process."""
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,54 @@
+"""What a manifest says of many files in little: a digest of each folder, in place of a list of the files.
+
+    {"format": ..., "files":   [[name, bytes, rows], ...]}                     in full
+    {"format": ..., "folders": [[folder, files, digest, rows], ...]}           folded
+
+A folder is one right below the root; of more than 64 there is one digest for all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+FILES, FOLDERS = "files", "folders"
+_MOST = 64
+
+
+@runtime_checkable
+class FoldingSource(Protocol):
+    """A source whose manifest may be folded."""
+
+    def unfold(self, manifest: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """A manifest of now or earlier, in full; `None` where no list is left that it is the digest of."""
+        ...
+
+
+def fold(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same with digests in place of the list of files, if it has one."""
+    if FILES not in manifest:
+        return manifest
+    by_folder: dict[str, list[Any]] = {}
+    for file in manifest[FILES]:
+        folder, below, _ = file[0].partition("/")
+        by_folder.setdefault(folder if below else ".", []).append(file)
+    if len(by_folder) > _MOST:
+        by_folder = {".": list(manifest[FILES])}
+    folders = [[name, len(files), _digest(files), num_rows(files)] for name, files in sorted(by_folder.items())]
+    return {**{key: value for key, value in manifest.items() if key != FILES}, FOLDERS: folders}
+
+
+def listed_in(manifest: Mapping[str, Any]) -> list[Any]:
+    """The files of a manifest or its folders: lists that begin with a name and end with a number of rows."""
+    return list(manifest.get(FILES) or manifest.get(FOLDERS) or ())
+
+
+def num_rows(listed: list[Any]) -> int:
+    """Of files or folders."""
+    return sum(int(entry[-1]) for entry in listed)
+
+
+def _digest(files: list[Any]) -> str:
+    return hashlib.blake2b(json.dumps(files).encode(), digest_size=12).hexdigest()

@@ -1,0 +1,265 @@
+"""`rd.Broadcast`: of the peers of a dp rank one reads, and all have its batches, its state and its errors."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from fsspec.implementations.local import LocalFileSystem
+from torch.distributed.device_mesh import init_device_mesh
+
+import rescale_data as rd
+from rescale_data.engine.message import to_bytes
+from rescale_data.engine.peers import RESULT
+from tests.distributed.ranks import run_ranks
+
+O, ROWS = 8, 60  # noqa: E741
+
+
+class Counted(LocalFileSystem):
+    """Counts the requests of this process."""
+
+    protocol = "counted"
+    requests = 0
+
+    def _open(self, *args: Any, **kwargs: Any) -> Any:
+        Counted.requests += 1
+        return super()._open(*args, **kwargs)
+
+    def cat_file(self, *args: Any, **kwargs: Any) -> Any:
+        Counted.requests += 1
+        return super().cat_file(*args, **kwargs)
+
+    def ls(self, *args: Any, **kwargs: Any) -> Any:
+        Counted.requests += 1
+        return super().ls(*args, **kwargs)
+
+    def info(self, *args: Any, **kwargs: Any) -> Any:
+        Counted.requests += 1
+        return super().info(*args, **kwargs)
+
+
+def write(folder: Path) -> None:
+    folder.mkdir()
+    for file in range(2):
+        rows = range(file * ROWS // 2, (file + 1) * ROWS // 2)
+        table = pa.table(
+            {"row": list(rows), "text": [f"row {row}" for row in rows], "image": [[row] * 3 for row in rows]}
+        )
+        pq.write_table(table, folder / f"{file}.parquet", row_group_size=10)
+
+
+def nested(samples: list[Any]) -> Any:
+    """What a batch may be: tensors in dicts and tuples, arrays, strings, `None`."""
+    rows = torch.tensor([int(sample["row"]) for sample in samples])
+    return {
+        "row": rows,
+        "of": {"image": (np.stack([sample["image"] for sample in samples]), None)},
+        "text": [sample["text"] for sample in samples],
+        "empty": torch.empty(0, 3),
+        "mask": (rows % 2 == 0)[:, None].expand(-1, 2),
+    }
+
+
+def fails_at(row: int, sample: Any) -> Any:
+    if sample["row"] == row:
+        raise KeyError(f"row {row} is bad")
+    return sample
+
+
+def pipeline(source: Any, bad: int, shard: rd.Shard) -> Any:
+    return rd.Map(rd.Reader(source, shard), functools.partial(fails_at, bad))
+
+
+def open_data(folder: str, bad: int = -1) -> Any:
+    fsspec.register_implementation("counted", Counted, clobber=True)
+    return functools.partial(pipeline, rd.ParquetSource(f"counted://{folder}"), bad)
+
+
+def make(data: Path, dp: int, bad: int = -1, receives: bool = True, **arguments: Any) -> rd.Broadcast:
+    mesh = init_device_mesh("cpu", (dp, 4 // dp), mesh_dim_names=("dp", "tp"))
+    given: dict[str, Any] = {"mesh": mesh["dp"], "global_batch_size": O, "micro_batch_size": 2, "num_logical_shards": 8}
+    source = functools.partial(open_data, str(data), bad)
+    return rd.Broadcast(source, mesh["tp"], receives=receives, **{**given, "collate_fn": nested, **arguments})
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return [type(value).__name__, str(value.dtype), value.tolist()]
+    if isinstance(value, dict):
+        return {name: plain(of) for name, of in value.items()}
+    return [plain(of) for of in value] if isinstance(value, list | tuple) else value
+
+
+def said(kind: type[Exception], call: Any) -> str:
+    with pytest.raises(kind) as error:
+        call()
+    return str(error.value)
+
+
+def on_4_ranks(folder: Path) -> dict[str, Any]:
+    me = dist.get_rank()
+    data = folder / "data"
+    found: dict[str, Any] = {}
+    with make(data, 2) as loader:
+        batches, taken = iter(loader), []
+        left = [len(loader), loader.batches_left]
+        for _ in range(5):
+            found["peeked"] = plain(loader.peek())
+            taken.append(plain(next(batches)))
+        assert taken[-1] == found["peeked"]
+        found |= {
+            "first": taken,
+            "left": [*left, loader.batches_left],
+            "step": loader.step,
+            "reads": loader.loader is not None,
+        }
+        dcp.save({"loader": loader}, checkpoint_id=folder / "saved")
+        found["state"] = {name: tensor.tolist() for name, tensor in loader.state_dict()["shards"].items()}
+        found["rest"] = [plain(batch) for batch in batches]
+        found["over"] = [loader.epoch, loader.batches_left, said(StopIteration, batches.__next__)]
+        loader.set_epoch(1)
+        loader.skip(2 * O)
+        found["second epoch"] = [loader.epoch, loader.step, plain(next(iter(loader)))]
+        loader.reset()
+        found["again"] = plain(next(iter(loader)))
+    found["requests"] = Counted.requests
+
+    wider = make(data, 1)  # from 2 dp ranks of 2 TP peers each to one of 4
+    dcp.load({"loader": wider}, checkpoint_id=folder / "saved")
+    found["rescaled"] = [plain(batch) for batch in wider]
+    found["requests of 4"] = Counted.requests
+    stage = make(data, 1, receives=me in (0, 3))  # a pipeline of 4 stages
+    found["stages"] = [plain(batch) for batch in stage]
+
+    found["different"] = said(ValueError, lambda: make(data, 1, seed=me // 3))
+    found["other data"] = said(ValueError, lambda: make(folder / str(me), 1))
+    found["bad arguments"] = said(ValueError, lambda: make(data, 2, micro_batch_size=3))
+    found["no files"] = said(FileNotFoundError, lambda: make(folder / "nothing", 2))
+    bad = make(data, 2, bad=int(found["first"][2]["row"][2][0]) if me < 2 else -1)
+    given = found["first"][2]["row"][2][0]
+    assert given >= 0
+    failing = iter(bad)
+    found["before the error"] = len([next(failing) for _ in range(2)])
+    if me < 2:
+        found["error"] = said(KeyError, failing.__next__)
+    by_number = rd.Broadcast(
+        functools.partial(open_data, str(data)),
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"].get_group(),
+        dp_rank=me // 2, dp_world_size=2, global_batch_size=O, micro_batch_size=2, num_logical_shards=8, collate_fn=nested,
+    )  # fmt: skip
+    found["by number"] = [plain(batch) for batch in by_number][:5]
+    found["after a long read"] = long_read(by_number)
+    if me in (2, 3):
+        loader = make_pair()
+        found["apart"] = said(RuntimeError, loader.peek if me == 3 else loader.reset) if me == 3 else loader.reset()
+    return found
+
+
+def long_read(loader: rd.Broadcast) -> Any:
+    """Who reads says so, and then what came of it."""
+    peers = loader._peers
+    if peers.me:
+        return peers.hear(False).value
+    with peers.reading():
+        assert peers._began is not None
+        peers._began -= 1000.0
+        peers.say_if_reading()
+    peers.say_if_reading()  # of no effect: it reads no more
+    peers.say(RESULT, [0] * 4, to_bytes("read"))
+    return "read"
+
+
+def make_pair() -> rd.Broadcast:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return rd.Broadcast(
+        lambda: range(100),
+        DeviceMesh("cpu", [2, 3], _init_backend=False),
+        dp_rank=0,
+        dp_world_size=1,
+        global_batch_size=4,
+    )
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("broadcast")
+    write(folder / "data")
+    return run_ranks(4, folder, on_4_ranks, folder)
+
+
+def rows(batches: list[Any]) -> list[int]:
+    return [row for batch in batches for row in batch["row"][2]]
+
+
+def test_one_reads_and_its_peers_make_no_request(ranks: list[dict[str, Any]]) -> None:
+    assert [found["reads"] for found in ranks] == [True, False, True, False]
+    assert [found["requests"] > 0 for found in ranks] == [True, False, True, False]
+    assert [found["requests of 4"] > 0 for found in ranks] == [True, False, True, False]
+
+
+def test_batches_and_numbers_are_those_of_a_loader(ranks: list[dict[str, Any]], tmp_path: Path) -> None:
+    write(tmp_path / "data")
+    of_dp_rank: list[Any] = []
+    for dp_rank in range(2):
+        data = open_data(str(tmp_path / "data"))
+        loader = rd.DataLoader(
+            data, global_batch_size=O, micro_batch_size=2, num_logical_shards=8, dp_rank=dp_rank, dp_world_size=2,
+            collate_fn=nested,
+        )  # fmt: skip
+        epoch = [plain(batch) for batch in loader]
+        loader.skip(2 * O)
+        of_dp_rank.append((epoch, [1, loader.step, plain(next(iter(loader)))]))
+    for rank, found in enumerate(ranks):
+        epoch, second = of_dp_rank[rank // 2]
+        assert found["first"] + found["rest"] == epoch
+        assert found["left"] == [14, 14, 9]
+        assert found["step"] == 2
+        assert found["over"] == [1, 14, ""]
+        assert found["second epoch"] == second
+        assert found["again"] == epoch[0]
+        assert found["by number"] == epoch[:5]
+
+
+def test_all_have_the_same_state_and_go_on_as_one_dp_rank_of_4(ranks: list[dict[str, Any]]) -> None:
+    assert all(found["state"] == ranks[0]["state"] for found in ranks)
+    assert all(found["rescaled"] == ranks[0]["rescaled"] for found in ranks)
+    first = [row for found in (ranks[0], ranks[2]) for row in rows(found["first"])]
+    later = rows(ranks[0]["rescaled"])
+    assert len(first) == 20
+    assert len(later) == 40
+    assert sorted(first + later) == list(range(ROWS))
+
+
+def test_a_stage_that_needs_nothing_has_nothing(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["stages"] == ranks[3]["stages"]
+    assert len(ranks[0]["stages"]) == 28
+    assert ranks[1]["stages"] == ranks[2]["stages"] == [None] * 28
+
+
+def test_time_in_which_one_reads_does_not_count(ranks: list[dict[str, Any]]) -> None:
+    assert [found["after a long read"] for found in ranks] == ["read"] * 4
+
+
+def test_peers_that_differ_are_told_where(ranks: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(ranks):
+        assert (
+            f"different seed: rank {rank} has {rank // 3}, and the ranks [3] another than rank 0" in found["different"]
+        )
+    assert all("different open_data" in found["other data"] for found in ranks)
+    assert "make the same calls in the same order" in ranks[3]["apart"]
+
+
+def test_errors_of_the_one_that_reads_are_raised_on_all(ranks: list[dict[str, Any]]) -> None:
+    assert all("micro_batch_size" in found["bad arguments"] for found in ranks)
+    assert all("nothing" in found["no files"] for found in ranks)
+    assert [found["before the error"] for found in ranks] == [2] * 4
+    assert all("is bad" in found["error"] for found in ranks[:2])

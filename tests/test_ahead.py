@@ -1,0 +1,150 @@
+"""A thread that makes batches ahead of training. What it promises over chains of topologies is tested in `test_chains`."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+
+import rescale_data as rd
+from rescale_data.testing import full_state_dict
+from tests.simulate import same_state
+
+ROWS = list(range(72))
+
+
+class Watched:
+    """Rows, and who reads them; some cannot be read, so many times."""
+
+    def __init__(self) -> None:
+        self.threads: set[str] = set()
+        self.num_read, self.enough = 0, threading.Event()
+        self.broken: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, row: int) -> int:
+        self.threads.add(threading.current_thread().name)
+        self.num_read += 1
+        if self.num_read == 12:
+            self.enough.set()
+        if self.broken.get(row):
+            self.broken[row] -= 1
+            raise OSError("corrupt")
+        return row
+
+
+def make(rows: Any = ROWS, ahead: int = 3, **arguments: Any) -> rd.DataLoader:
+    return rd.DataLoader(rows, **{"global_batch_size": 4, "prefetch_batches": ahead, **arguments})
+
+
+def listed(batches: Any) -> list[list[int]]:
+    return [batch.tolist() for batch in batches]
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("rescale_data-ahead")]
+
+
+def test_a_thread_makes_batches_that_nobody_has_asked_for_yet() -> None:
+    rows = Watched()
+    with make(rows, 2) as loader:
+        next(iter(loader))
+        assert rows.enough.wait(60), "two batches behind the first"
+        assert all(name.startswith("rescale_data-ahead") for name in rows.threads)
+        assert loader.state_dict()["samples"] == 4
+        loader.skip(0)
+    rows = Watched()
+    with make(rows) as loader:
+        loader.start()
+        assert rows.enough.wait(60), "before the first is asked for"
+
+
+def test_an_error_comes_with_its_batch_and_the_batch_comes_after_it() -> None:
+    expected, rows = listed(make()), Watched()
+    rows.broken = {expected[2][1]: 2}
+    loader = make(rows, 5)
+    batches = iter(loader)
+    assert listed([next(batches), next(batches)]) == expected[:2]
+    for _ in range(2):
+        with pytest.raises(OSError, match="corrupt"):
+            next(batches)
+        assert loader.state_dict()["samples"] == 8
+    assert listed(batches) == expected[2:]
+    assert threads() == []
+
+
+@pytest.mark.parametrize(
+    "end", ["close", "epoch", "load", "reset", "skip", "set_global_batch_size", "error", "garbage"]
+)
+def test_no_thread_is_left_behind(end: str) -> None:
+    gc.collect()
+    assert threads() == []
+    rows = Watched()
+    loader = make(rows, repeat=end == "error")
+    batches = iter(loader)
+    next(batches)
+    assert len(threads()) == 1
+    if end == "epoch":
+        list(batches)
+    elif end == "error":
+        rows.broken = dict.fromkeys(ROWS, 1)
+        with pytest.raises(OSError, match="corrupt"):
+            list(batches)
+    elif end == "garbage":
+        (thread,) = [thread for thread in threading.enumerate() if thread.name.startswith("rescale_data-ahead")]
+        del loader, batches
+        gc.collect()
+        thread.join(60)
+    else:
+        {"close": loader.close, "reset": loader.reset}.get(end, lambda: None)()
+        if end == "load":
+            loader.load_state_dict(loader.state_dict())
+        elif end == "skip":
+            loader.skip(8)
+        elif end == "set_global_batch_size":
+            loader.set_global_batch_size(8)
+    assert threads() == []
+
+
+def test_a_load_that_is_refused_changes_nothing() -> None:
+    loader = make()
+    batches = iter(loader)
+    taken, state = listed([next(batches)]), loader.state_dict()
+    with pytest.raises(rd.DataStateError, match="seed"):
+        loader.load_state_dict({**state, "seed": 1})
+    assert same_state(state, loader.state_dict())
+    assert taken + listed(batches) == listed(make(ahead=0))
+
+
+def test_other_ranks_of_the_same_process_take_over() -> None:
+    """The thread of the ranks that were; iterators go on."""
+    expected = listed(make(ahead=0))
+    loader = make()
+    batches = iter(loader)
+    taken = listed([next(batches)])
+    assert loader.rescale(micro_batch_size=2)
+    assert len(threads()) == 0
+    taken += [[*next(batches).tolist(), *next(batches).tolist()] for _ in expected[1:]]
+    assert taken == expected
+    assert list(batches) == []
+
+
+def test_simulated_ranks_share_a_source_and_each_has_its_thread() -> None:
+    made = {ahead: [make(ahead=ahead, dp_rank=rank, dp_world_size=2) for rank in range(2)] for ahead in (0, 2)}
+    iterators = {ahead: [iter(loader) for loader in loaders] for ahead, loaders in made.items()}
+    for _ in range(len(made[0][0])):
+        one, other = (listed(map(next, each)) for each in iterators.values())
+        assert one == other
+        assert same_state(*(full_state_dict(loaders) for loaders in made.values()))
+
+
+def test_what_is_no_number_of_batches_is_refused() -> None:
+    with pytest.raises(TypeError, match="prefetch_batches='two'"):
+        make(ahead="two")  # type: ignore[arg-type]
+    for arguments in ({"ahead": -1}, {"ahead": 2, "num_workers": 2}):
+        with pytest.raises(ValueError, match=r"it is for num_workers=0, .* workers have prefetch_factor"):
+            make(**arguments)
