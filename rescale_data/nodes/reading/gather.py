@@ -148,13 +148,11 @@ def rows_around(order: ShardOrder, epoch: int, row: int, fragments: FragmentOrde
         return order.rows(epoch, row, fragments)
     first, stop = order.span(row)
     rows = np.empty(stop - first, dtype=np.int64)
-    places = (None, None) if fragments is None else (fragments.virtual, fragments.first)
-    kernel.permute(order.key(epoch, first), order.start + first, *map(_contiguous, places), rows)
+    virtual, first_rows = None, None
+    if fragments is not None:
+        virtual, first_rows = np.ascontiguousarray(fragments.virtual), np.ascontiguousarray(fragments.first)
+    kernel.permute(order.key(epoch, first), order.start + first, virtual, first_rows, rows)
     return rows
-
-
-def _contiguous(numbers: Ints | None) -> Ints | None:
-    return None if numbers is None else np.ascontiguousarray(numbers, dtype=np.int64)
 
 
 def copied(array: TokenArray, start: Ints, length: Ints) -> TokenArray:
