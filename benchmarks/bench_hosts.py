@@ -106,7 +106,6 @@ def start(host: int, task: dict[str, Any]) -> tuple[int, int]:
     process = os.fork()
     if process == 0:
         try:
-            os.setsid()
             socket.send_fds(theirs, [b"port"], [interface(host)])
             theirs.recv(1)  # all hosts are there
             _be(host, task)
@@ -160,10 +159,13 @@ def run(folder: Path, name: str, delay: float, given: argparse.Namespace, **task
                 )
             time.sleep(0.05)
     finally:
-        for process, _ in hosts:
+        ranks = [
+            int(file.suffix[1:]) for file in folder.glob(f"{name}-pid.*")
+        ]  # torchrun gives them sessions of their own
+        for process in (*(process for process, _ in hosts), *ranks):
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process, signal.SIGKILL)
-            os.waitpid(process, 0)
+                os.kill(process, signal.SIGKILL)
+        [os.waitpid(process, 0) for process, _ in hosts]
     return [json.loads(file.read_text()) for file in files.values()]
 
 
@@ -200,6 +202,7 @@ def work(task: dict[str, Any]) -> None:
         seconds[what] = time.perf_counter() - began
 
     folder, name = Path(task["folder"]), task["name"]
+    (folder / f"{name}-pid.{os.getpid()}").touch()
     with timed("process group"):
         dist.init_process_group("gloo")
     me = dist.get_rank()

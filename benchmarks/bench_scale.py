@@ -3,8 +3,9 @@
     python benchmarks/bench_scale.py [--files 2000]
 
 Requests, bytes and memory of opening a source of Parquet files (32 row groups, 4 columns) as one process sees them, bytes of
-its description in a checkpoint, and requests to the job's store for one exchange among W threads that play ranks, all there
-or one of them gone. It also runs on older commits, where what they lack is left out.
+its description in a checkpoint, a coordinator's time for the plans of W ranks that save 60 sources, and requests to the
+job's store for one exchange among W threads that play ranks, all there or one of them gone. It also runs on older commits,
+where exchanges are left out.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
+from torch.distributed.checkpoint import DefaultSavePlanner
 
 import rescale_data as rd
 
@@ -128,6 +130,26 @@ def exchange(ranks: int, absent: int) -> tuple[int, float]:
     return asked.total(), time.perf_counter() - began
 
 
+SOURCES = [rd.SyntheticSource(512, length=8) for _ in range(60)]
+
+
+def mixture(shard: rd.Shard) -> rd.BaseNode[Any]:
+    readers = {f"s{i}": rd.Reader(source, shard) for i, source in enumerate(SOURCES)}
+    return rd.WeightedSampler(readers, dict.fromkeys(readers, 1.0))
+
+
+def planned(ranks: int) -> tuple[int, float]:
+    """Values that each rank plans for a save of a mixture of 60 sources, and the coordinator's seconds for all plans."""
+    state = {"loader": rd.DataLoader(mixture, global_batch_size=8, num_logical_shards=8).state_dict()}
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=True)
+    told = pickle.dumps(planner.create_local_plan())
+    plans = [pickle.loads(told) for _ in range(ranks)]
+    began = time.perf_counter()
+    planner.create_global_plan(plans)
+    return len(plans[0].items), time.perf_counter() - began
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", type=int, default=2000)
@@ -138,6 +160,9 @@ def main() -> None:
         for who in ("the first process", "a later one"):
             found = in_child(lambda: opened(Path(name), num_files))
             print(f"{num_files} files, {who}: " + ", ".join(f"{key} {value:,.1f}" for key, value in found.items()))
+    for ranks in (8, 512, 4096):
+        values, seconds = planned(ranks)
+        print(f"{ranks} ranks, 60 sources: {values} values a rank are planned, {seconds:.2f} s of the coordinator")
     try:
         for ranks in (8, 64, 512):
             (all_there, seconds), (one_gone, waited) = exchange(ranks, 0), exchange(ranks, 1)
@@ -145,7 +170,7 @@ def main() -> None:
                 f"{ranks} ranks: an exchange {all_there / ranks:.1f} requests a rank, {seconds:.2f} s; one gone: "
                 f"{one_gone / ranks:.1f} requests a rank in {waited:.0f} s"
             )
-    except ImportError:
+    except ImportError:  # with PYTHONPATH alone it may find those of what is installed
         print("exchanges: this commit has other ones")
 
 

@@ -3,7 +3,8 @@
 Each rank makes micro batches ahead and says how many it is sure of; the smallest of these counts is safe for all. The
 next exchange begins one step before that is used up, in the background, so that no step waits for it.
 
-A rank whose proof of an epoch fails ahead says so in place of a count: all ranks raise, before the same micro batch.
+A rank that fails ahead, in reading or in the proof of an epoch, says so in place of a count: all ranks raise, before the same
+micro batch. Where it is an error that passes, all of them may ask again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,17 @@ from collections.abc import Callable
 from rescale_data.engine.ranks import Ranks
 from rescale_data.errors import DataStateError
 
-_FAILED = -1
+_UNREAD, _FAILED = -1, -2
+
+
+def failure_elsewhere(*, wrong_rows: bool) -> Exception:
+    """What a rank raises where another one has failed: that one says why, and nobody waits for it."""
+    if wrong_rows:
+        return DataStateError("Another dp rank found that its rows are not those of the epoch, and says more.")
+    return RuntimeError(
+        "Another dp rank could not make its samples; its error says why. If that passes: asked again, all ranks go on where "
+        "they are."
+    )
 
 
 class Agreement:
@@ -28,7 +39,7 @@ class Agreement:
         self._ranks, self._a = ranks, micro_batches_per_step
         self._pending: Callable[[], int] | None = None
         self._sure = first
-        self._failure = DataStateError("Another dp rank found that its rows are not those of the epoch, and says more.")
+        self._failure: Exception | None = None
 
     def end(self, u: int, make_until: Callable[[int], int]) -> bool:
         """Whether the main phase ends before micro batch u (collective, in step with the other ranks).
@@ -40,8 +51,9 @@ class Agreement:
         if u == self._sure:
             self._exchange(u, make_until)
             sure = self._wait()
-            if sure == _FAILED:
-                raise self._failure
+            if sure < 0:
+                failure, self._failure = self._failure, None
+                raise failure or failure_elsewhere(wrong_rows=sure == _FAILED)
             self._sure = sure // self._a * self._a
             if self._sure <= u:
                 return True
@@ -53,8 +65,8 @@ class Agreement:
         if self._pending is None:
             try:
                 sure = make_until(u + 2 * self._a)
-            except DataStateError as error:
-                self._failure, sure = error, _FAILED
+            except Exception as error:
+                self._failure, sure = error, _FAILED if isinstance(error, DataStateError) else _UNREAD
             self._pending = self._ranks.least(sure)
 
     def _wait(self) -> int:

@@ -11,17 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rescale_data.engine.change import Path, without
-from rescale_data.engine.recipe import (
-    DEALT,
-    ENDED,
-    EXCLUDED_STEPS,
-    IN_STEP,
-    SAMPLES,
-    UNDEALT,
-    History,
-    Schema,
-    path_name,
-)
+from rescale_data.engine.recipe import EXCLUDED_STEPS, IN_STEP, SAMPLES, History, Schema, path_name
 from rescale_data.engine.stream import Stream
 from rescale_data.nodes.base import Node
 from rescale_data.nodes.form import BEFORE, LASTING
@@ -42,7 +32,6 @@ def reform(stream: Stream, saved: str, table: Ints) -> dict[str, History]:
     """
     forms, said = _reform(stream.schema, saved, table)
     if said:
-        table[:, DEALT][table[:, DEALT] != ENDED] = UNDEALT  # what was dealt are samples of the form before
         stream.ranks.log(
             logging.WARNING, "Samples have another form than when the state was saved: %s. No token is lost or repeated.",
             "; ".join(said),

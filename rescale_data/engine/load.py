@@ -10,19 +10,39 @@ from typing import Any
 
 import torch
 
-from rescale_data.engine.change import Fitted, check_changes, earlier, fit, fixed_by_others, settle, without_free
+from rescale_data.engine.change import (
+    Fitted,
+    check_changes,
+    earlier,
+    fit,
+    fixed_by_others,
+    settle,
+    without,
+    without_free,
+)
 from rescale_data.engine.differences import differences
 from rescale_data.engine.form import reform, without_form
 from rescale_data.engine.group import require_whole_round
 from rescale_data.engine.growth import Growth, begin_next_epoch, compare, joined, needed, refuse_changes
 from rescale_data.engine.ranks import Ranks
-from rescale_data.engine.recipe import DEALT, ENDED, IN_STEP, STRINGS, UNDEALT, History, path_name
+from rescale_data.engine.recipe import (
+    DEALT,
+    ENDED,
+    EXCLUDED_STEPS,
+    IN_STEP,
+    STRINGS,
+    UNDEALT,
+    History,
+    Schema,
+    path_name,
+)
 from rescale_data.engine.statedict import INTS, RankRows, header
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.table import BY_FIELD, IN_ONE, is_dealt, table_of
 from rescale_data.engine.warned import say_changes, steps_left_out, without_functions
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
+from rescale_data.nodes.form import BEFORE
 from rescale_data.state import Ints
 
 _READS = (1, BY_FIELD, IN_ONE)
@@ -54,6 +74,8 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
         say_changes(stream, state["pipeline"])
         check_changes(stream.schema, state["pipeline"], table)
         forms = {**reform(stream, state["pipeline"], table), **earlier(stream.schema, state["pipeline"], table)}
+        if _is_another(stream.schema, state["pipeline"]):
+            table[:, DEALT][table[:, DEALT] != ENDED] = UNDEALT  # what was dealt are samples of the pipeline before
     saved = (int(state["global_batch_size"]), int(state["dp_world_size"]), int(state["micro_batch_size"]))
     clock = _clock(state)
     loaded = clock.loaded(saved, stream.layout)
@@ -151,6 +173,13 @@ def _require_one_end(table: Ints) -> None:
             f"By the state an epoch has ended for {int(ended.sum())} of {len(table)} logical shards, which happens to all at "
             f"once: it was changed, or is that of several runs. Load another checkpoint."
         )
+
+
+def _is_another(schema: Schema, saved: str) -> bool:
+    """Whether the pipeline of a state might have other samples left of an epoch than that of now."""
+    apart = {BEFORE, EXCLUDED_STEPS, IN_STEP}
+    one, other = (without(each, dict.fromkeys(json.loads(each), apart)) for each in (saved, schema.pipeline_json))
+    return one != other
 
 
 def _whole(ranks: Ranks, shards: Any) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -226,6 +227,10 @@ class Ranks:
         """A few integers of every rank: ``int64[W, len(values)]`` (collective)."""
         return self._agree("each", values, np.ravel)().reshape(-1, len(values))
 
+    def numbers(self, values: Sequence[float]) -> npt.NDArray[np.float64]:
+        """Numbers of every rank: ``float64[W, len(values)]`` (collective)."""
+        return self._gather(torch.tensor(values, dtype=torch.float64), "numbers").numpy()
+
     def least(self, value: int) -> Callable[[], int]:
         """Say a value ahead of time; the result, called, waits for the smallest of all ranks' values (collective)."""
         finish = self._agree("sure", [value], lambda values: values.min(axis=0))
@@ -328,6 +333,11 @@ def find_ranks(
         )
     if len(members) == 1:
         return Ranks()
+    if group is not None and "cpu:" not in dist.get_backend_config(group):
+        raise ValueError(
+            f"group= has the backend {dist.get_backend_config(group)!r} and exchanges no CPU tensors, which the loader does. "
+            f"Give a group with one for them, 'cpu:gloo,cuda:nccl', or mesh= of the same ranks: the loader then makes its own."
+        )
     circle = _circle(members, group, timeout)
     circle.num_loaders += 1
     named = _mesh(members, mesh, group)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from rescale_data.engine.agreement import failure_elsewhere
 from rescale_data.engine.ranks import Ranks
 from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES, Histories
 from rescale_data.engine.runner import Runner
@@ -18,7 +19,7 @@ from rescale_data.layout.layout import Layout
 from rescale_data.state import Ints
 
 STEPS_OF_A_ROUND = 4
-_UNKNOWN, _FAILED = -1, -2
+_UNKNOWN, _UNREAD, _FAILED = -1, -2, -3
 
 
 class Rest:
@@ -39,8 +40,8 @@ class Rest:
         """The table with all rows, and samples of each shard to deal next: ``int64[N]``, less than a global batch in all
         where no shard has more.
 
-        Collective over the dp ranks; each reads the shards that it owns. After an error of one rank alone, say of a disk, the
-        others wait for it: asked again it goes on where it was.
+        Collective over the dp ranks; each reads the shards that it owns. Where one of them fails, say for its disk, all do, and
+        asked again all go on where they were.
 
         Args:
             owners: ``int64[N]``, the rank that has each row of the table right.
@@ -71,21 +72,19 @@ class Rest:
 
     def _read(self, samples: Ints, seen: int, ahead: int) -> None:
         """Find the ends that are less than ``ahead`` samples away; ``seen`` have been read of the shards that may have more."""
-        ends, failure = (
-            self._ends.copy(),
-            DataStateError("Another dp rank found that its rows are not those of the epoch."),
-        )
+        ends, failure = self._ends.copy(), None
         with self._ranks.reading():
             for shard in self._layout.owned(self._ranks.rank):
                 if ends[shard, 0] == _UNKNOWN:
                     try:
                         count, slots = self._runner.look_ahead(shard, ahead - seen)
-                    except DataStateError as error:
-                        failure, count, slots = error, 0, None
-                        ends[shard, 0] = _FAILED
+                    except Exception as error:
+                        failure = error
+                        ends[shard, 0] = _FAILED if isinstance(error, DataStateError) else _UNREAD
+                        break
                     if slots is not None:
                         ends[shard] = [samples[shard] + seen + count, *slots]
         ends = self._ranks.merge(ends, self._layout.owners)
-        if (ends[:, 0] == _FAILED).any():
-            raise failure
+        if ends[:, 0].min() < _UNKNOWN:
+            raise failure or failure_elsewhere(wrong_rows=bool((ends[:, 0] == _FAILED).any()))
         self._ends = ends

@@ -19,7 +19,7 @@ from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from rescale_data.engine.agreement import Agreement
+from rescale_data.engine.agreement import Agreement, failure_elsewhere
 from rescale_data.engine.feed import Feed, Leg, MicroBatch
 from rescale_data.engine.recipe import DEALT, ENDED, FIRST_SLOT, SAMPLES, UNDEALT
 from rescale_data.engine.rest import Rest
@@ -259,6 +259,15 @@ class Stream:
         """Whether the next micro batch belongs to the leg of the one before, and there is nothing to look after."""
         return self._u < self._calm_until
 
+    def made(self) -> dict[str, float]:
+        """What was read and made on this rank, for a logger."""
+        made = self._feed.progress()
+        return {**made, "batches_ready": made.get("batches_ready", 0.0) + len(self._ahead)}
+
+    def waiting_for(self) -> str:
+        """What is waited for, where other processes make the batches."""
+        return self._feed.doing()
+
     def close(self) -> None:
         self._feed.close()
         self.rewind()
@@ -416,15 +425,20 @@ class Stream:
         """That every row of the epoch was delivered once or dropped, over all legs: else ``DataStateError`` on all ranks."""
         self._feed.stop()
         self._runner.load(self.table, self.schema.histories)
-        dropped, found = deal.left - deal.delivered(self._u), ""
+        dropped, failure = deal.left - deal.delivered(self._u), None
         try:
             for shard in (self.owners == self.ranks.rank).nonzero()[0].tolist():
                 self._runner.prove(shard, int(dropped[shard]))
-        except DataStateError as error:
-            found = str(error)
-        if self.ranks.extremes(int(bool(found)))[1]:
-            self._unproven = f"Epoch {self.epoch} does not end as it should. {found or 'Another dp rank says more.'}"
+        except Exception as error:
+            failure = error
+        wrong = isinstance(failure, DataStateError)
+        worst = self.ranks.extremes(wrong + (failure is not None))[1]
+        if worst == 2:
+            found = failure if wrong else "Another dp rank says more."
+            self._unproven = f"Epoch {self.epoch} does not end as it should. {found}"
             raise DataStateError(self._unproven)
+        if worst:
+            raise failure or failure_elsewhere(wrong_rows=False)
         self.ranks.log(
             logging.INFO,
             "Epoch %d: every row was delivered once, or is of the %d samples that are dropped, across all legs of the run.",

@@ -19,7 +19,7 @@ from rescale_data.state import flatten
 
 _EPOCHS = 3
 _READ_WHOLE = 2000
-_COUNTED = ("filtered", "skipped")
+_COUNTED = ("filtered", "skipped", "blocked")
 
 
 class _Other(Exception):
@@ -27,7 +27,7 @@ class _Other(Exception):
 
 
 def check_epochs(recipe: Recipe) -> None:
-    """``AssertionError`` where an epoch lacks rows that are not counted as filtered or skipped, or has some twice.
+    """``AssertionError`` where an epoch lacks rows that are not counted as filtered, skipped or blocked, or has some twice.
 
     Nothing is checked of other samples, of mixtures without an end, of more than 2,000 rows, and of sources with fewer rows
     than logical shards: there a shard without a row goes on to its next epoch.
@@ -57,7 +57,7 @@ def _compare(epoch: int, rows: Counter[Hashable], found: Counter[Hashable], coun
     if extra or missing.total() > counted:
         raise AssertionError(
             f"Epoch {epoch} of the pipeline is not that of its sources: of {rows.total()} rows {missing.total()} do not come, "
-            f"where {counted} are counted as filtered or skipped, and {extra.total()} come too often (the first: "
+            f"where {counted} are counted as filtered, skipped or blocked, and {extra.total()} come too often (the first: "
             f"{next(iter(extra or missing))}). Give whole_epochs=False if that is meant, as with Batcher(drop_last=True)."
         )
 

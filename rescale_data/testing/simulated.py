@@ -46,7 +46,7 @@ def assert_rescalable(
 
     In each leg ``steps`` global batches and one more micro batch are taken on every rank. Each sample must be the next one of
     its logical shard, as the pipeline of that shard yields it when nothing interrupts it. Where these samples are rows of the
-    sources, or lists of rows, three epochs must have each row once, but for those counted as filtered or skipped.
+    sources, or lists of rows, three epochs must have each row once, but for those counted as filtered, skipped or blocked.
 
     Args:
         make_loader: ``(dp_rank, dp_world_size, micro_batch_size, num_workers) -> DataLoader``, all of one run.

@@ -1,0 +1,248 @@
+"""Ranks as threads of one process that run one at a time, so that a history of a run costs no processes.
+
+A collective waits for the others by letting them run. Where none of them can go on, that is a hang, and said at once. Worker
+processes are objects that are given the commands in the order in which torch's DataLoader gives them.
+"""
+
+import contextlib
+import pickle
+import queue
+import threading
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import rescale_data.engine.rescale as rescale_module
+import rescale_data.engine.setup as setup_module
+import rescale_data.engine.workers as workers_module
+import rescale_data.loader as loader_module
+from rescale_data.engine.ranks import Call, Ranks
+from rescale_data.engine.stream import Stream
+
+
+class Hang(BaseException):
+    """Others wait in a collective for a rank that does not come."""
+
+
+_BATON = threading.Lock()
+_here = threading.local()
+
+
+class Round:
+    """One call on some threads, of which each runs, waits or has returned."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.left, self.changed, self.hang = num_threads, threading.Condition(), ""
+
+    def step_aside(self, num: int = 1) -> None:
+        self.left -= num
+        if not self.left:
+            self.hang = "no rank can go on"
+            self.changed.notify_all()
+
+
+class Hub:
+    """What the ranks of a circle have said, by collective."""
+
+    def __init__(self, w: int) -> None:
+        self.w, self.said, self.waiting = w, defaultdict[Any, dict[int, Any]](dict), Counter[Any]()
+
+    def put(self, key: Any, me: int, value: Any) -> None:
+        with _here.round.changed:
+            self.said[key][me] = value
+            if len(self.said[key]) == self.w:
+                _here.round.left += self.waiting.pop(key, 0)
+                _here.round.changed.notify_all()
+
+    def wait(self, key: Any) -> list[Any]:
+        now: Round = _here.round
+        with now.changed:
+            if len(self.said[key]) < self.w:
+                self.waiting[key] += 1
+                now.left -= 1
+                if not now.left:
+                    now.hang = f"{key}: only {sorted(self.said[key])} of {self.w} came"
+                    now.changed.notify_all()
+                else:
+                    _BATON.release()
+                    now.changed.wait_for(lambda: now.hang or len(self.said[key]) == self.w)
+                    now.changed.release()
+                    _BATON.acquire()
+                    now.changed.acquire()
+            if len(self.said[key]) < self.w:
+                raise Hang(now.hang)
+            return [self.said[key][i] for i in range(self.w)]
+
+
+class InThread:
+    """What `Ranks` asks of a circle."""
+
+    def __init__(self, hub: Hub, me: int) -> None:
+        self.hub, self.me, self.turns, self.num_loaders, self.roll_call = hub, me, Counter[str](), 0, self
+
+    def reading(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def _put(self, call: Call, value: Any) -> Any:
+        self.turns[call.name] += 1
+        key = call.name, self.turns[call.name]
+        self.hub.put(key, self.me, value)
+        return key
+
+    def agree(self, call: Call, values: Any, decide: Callable[[Any], Any]) -> Callable[[], Any]:
+        assert all(type(value) is int for value in values), values
+        key = self._put(call, list(values))
+        return lambda: decide(np.array(self.hub.wait(key), dtype=np.int64))
+
+    def gather(self, call: Call, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.hub.wait(self._put(call, tensor.clone())))
+
+
+class Block(torch.Tensor):
+    """In place of a `DTensor`: one rank's rows."""
+
+
+@dataclass(frozen=True)
+class ThreadRanks(Ranks):
+    def shard(self, tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
+        assert len(tensor) * self.world_size == num_rows
+        return tensor.clone().as_subclass(Block)
+
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, Block):
+            return tensor
+        return self._gather(tensor.as_subclass(torch.Tensor)).flatten(0, 1)
+
+
+class InOneProcess:
+    """Torch's `DataLoader` over worker processes, as far as `Pool` uses it."""
+
+    def __init__(self, worker: Any, *, sampler: Any, num_workers: int, prefetch_factor: int, **_: Any) -> None:
+        given = pickle.dumps(worker)
+        self.workers = [pickle.loads(given) for _ in range(num_workers)]
+        self.sampler, self.ahead = sampler, num_workers * prefetch_factor
+
+    def __iter__(self) -> Iterator[Any]:
+        answers: deque[Any] = deque()
+        for i, command in enumerate(self.sampler):
+            answers.append(self._answer(i, command))
+            if len(answers) == self.ahead:
+                yield self._received(answers.popleft())
+        while answers:
+            yield self._received(answers.popleft())
+
+    def _answer(self, i: int, command: Any) -> Any:
+        try:
+            return self.workers[i % len(self.workers)][command]
+        except Exception as error:
+            return error
+
+    def _received(self, answer: Any) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class Process:
+    """A thread that is a rank of one run after another."""
+
+    def __init__(self) -> None:
+        self.todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.circle: InThread | None = None
+        self.leaves, self.new_w = False, 1
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            now, fn, done = self.todo.get()
+            _here.round, _here.process = now, self
+            with _BATON:
+                try:
+                    result = True, fn()
+                except BaseException as error:
+                    result = False, error
+            with now.changed:
+                now.step_aside()
+            done.put((self, result))
+            del fn, result
+
+
+_idle: list[Process] = []
+
+
+def run(calls: list[tuple[Process, Callable[[], Any]]]) -> list[Any]:
+    """Each function in its process; the first error of any, with a note where others waited for that rank."""
+    now, done = Round(len(calls)), queue.SimpleQueue[Any]()
+    for process, fn in calls:
+        process.todo.put((now, fn, done))
+    found = dict(done.get() for _ in calls)
+    errors = [found[process][1] for process, _ in calls if not found[process][0]]
+    real = [error for error in errors if not isinstance(error, Hang)] or errors
+    if real:
+        if len(real) < len(calls) or isinstance(real[0], Hang):
+            real[0].add_note(f"ALONE: on {len(real)} of {len(calls)} ranks, {[repr(e) for e in errors]}")
+        raise real[0]
+    return [found[process][1] for process, _ in calls]
+
+
+class Crew:
+    """W ranks."""
+
+    def __init__(self, w: int, of: list[Process] | None = None) -> None:
+        self.w, self.processes = w, list(of or ())
+        while len(self.processes) < w:
+            self.processes.append(_idle.pop() if _idle else Process())
+        hub = Hub(w)
+        self.circles = [InThread(hub, i) if w > 1 else None for i in range(w)]
+
+    def enter(self) -> None:
+        for process, circle in zip(self.processes, self.circles, strict=True):
+            process.circle = circle
+
+    def all(self, fn: Callable[[int], Any]) -> list[Any]:
+        self.enter()
+        return run([(process, lambda i=i: fn(i)) for i, process in enumerate(self.processes)])
+
+    def close(self) -> None:
+        _idle.extend(self.processes)
+        self.processes = []
+
+
+def _find_ranks(mesh: Any, dp_rank: Any, dp_world_size: Any, group: Any, timeout: float, save: float) -> Ranks:
+    circle = _here.process.circle
+    if circle is None:
+        return Ranks()
+    circle.num_loaders += 1
+    mesh: Any = object()
+    w = circle.hub.w
+    return ThreadRanks(circle.me, w, circle, mesh, timeout, save, circle.num_loaders)  # type: ignore[arg-type]
+
+
+def _take(self: Stream) -> Any:
+    self.peek()
+    dealt = self.rows_are_dealt
+    micro_batch = _real_take(self)
+    if hasattr(self, "taken"):
+        self.taken.append((micro_batch, self.epoch, dealt))
+    return micro_batch
+
+
+_real_take = Stream.take
+
+
+@contextlib.contextmanager
+def in_threads() -> Iterator[None]:
+    """Loaders that are built within have the ranks of the thread's crew, and workers that are objects."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup_module, "find_ranks", _find_ranks)
+        patch.setattr(workers_module, "DataLoader", InOneProcess)
+        patch.setattr(workers_module, "require_pickle", lambda *_, **__: None)
+        patch.setattr(rescale_module, "_world_size", lambda _: _here.process.new_w)
+        patch.setattr(loader_module, "stays", lambda *_: not _here.process.leaves)
+        patch.setattr(Stream, "take", _take)
+        yield

@@ -1,0 +1,83 @@
+"""Whatever a trainer does, on whatever ranks: no sample is lost or repeated, no rank waits for ever. See `tests.histories`."""
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+import rescale_data as rd
+from tests.histories.__main__ import accepts
+from tests.histories.books import Books
+from tests.histories.crew import Hang, in_threads
+from tests.histories.history import History, fail_in, failing_reads
+from tests.histories.plans import Pipeline, as_samples
+from tests.histories.ranks import Seats, Top
+
+
+@pytest.fixture(autouse=True, scope="module")
+def threads() -> Iterator[None]:
+    with in_threads(), failing_reads():
+        yield
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_random_history(seed: int) -> None:
+    """``python -m tests.histories SEED --one`` says what was done in it, ``FIRST SECONDS`` plays others."""
+    history = History(random.Random(seed))
+    try:
+        history.play()
+    except (Exception, Hang) as error:
+        if not accepts(error):
+            raise
+
+
+def _make(pipeline: Pipeline, top: Top) -> rd.DataLoader:
+    return rd.DataLoader(
+        pipeline, global_batch_size=top.o, micro_batch_size=top.b, num_logical_shards=8, num_workers=top.k,
+        tail="pad", verify=True, collate_fn=as_samples,
+    )  # fmt: skip
+
+
+def _ids(books: Books) -> Counter[int]:
+    return Counter(sample["id"] for samples in books.delivered.values() for sample in samples)
+
+
+@pytest.mark.parametrize("top", [Top(2, 2, 8), Top(4, 1, 4), Top(2, 2, 4, 0, ahead=2), Top(2, 2, 8, 1)], ids=str)
+def test_a_read_that_fails_on_one_rank_keeps_no_other_waiting(top: Top) -> None:
+    """Wherever in an epoch: while batches are made ahead, while what is left is counted, in the proof."""
+    pipeline = Pipeline(("Filter", ("Files", False)), {"f1": 40, "f2": 31})
+    kept = Counter(document["id"] for document in pipeline.source.documents if document["id"] % 3 != 1)
+    for at in range(1, 110, 9):
+        seats, books = Seats(lambda top: _make(pipeline, top), top), Books()
+        fail_in(at)
+        while seats.next(books) is not None:
+            pass
+        fail_in(0)
+        seats.close()
+        assert _ids(books) == kept
+
+
+def test_a_blocklist_may_change_wherever_an_epoch_is() -> None:
+    """Also where what is left has been counted and dealt: some of that is blocked now."""
+    plan, files = ("Blocked", ("Files", 4)), {"f1": 40, "f2": 31}
+    rng = random.Random(0)
+    before, blocked = ({n for n in range(21_000, 23_000) if rng.random() < 0.5} for _ in range(2))
+    for saved_at in range(1, 14):
+        first, books = Seats(lambda top: _make(Pipeline(plan, files, before), top), Top(2, 2, 8)), Books()
+        while len(books.batches) * 2 + bool(books.open and books.open[0]) < saved_at and not first.lead.ended:
+            first.next(books)
+        then = Seats(lambda top: _make(Pipeline(plan, files, blocked), top), Top(2, 2, 8))
+        delivered, ended = _ids(books), first.lead.ended
+        then.load(first.state())
+        while then.next(books) is not None:
+            pass
+        first.close()
+        then.close()
+        later = _ids(books) - delivered
+        assert not any(number in blocked for number in later)
+        if not ended:
+            rows = {row["id"] for row in Pipeline(plan, files).source.documents}
+            assert not {*_ids(books)} - rows
+            assert {n for n in rows if n not in before | blocked} <= {*_ids(books)}
+            assert max(_ids(books).values()) == 1
