@@ -16,6 +16,7 @@ from rescale_data.engine.as_pipeline import refuse
 from rescale_data.engine.meeting import by_dp_rank, digest
 from rescale_data.engine.message import Bytes, to_bytes
 from rescale_data.engine.peers import BATCH, RESULT, Peers, picklable
+from rescale_data.engine.report import Report
 from rescale_data.errors import require_bool, require_callable
 from rescale_data.loader import DataLoader
 
@@ -139,6 +140,10 @@ class Broadcast:
     def progress(self) -> dict[str, float]:
         """As `DataLoader.progress` on the first of the peers; on the others ``global_step`` alone."""
         return {"global_step": float(self.step)} if self.loader is None else self.loader.progress()
+
+    def report(self) -> Report:
+        """As `DataLoader.report`, of the processes that read."""
+        return self._call("report", lambda: self._own.report())
 
     def start(self) -> None:
         """As `DataLoader.start`."""

@@ -17,6 +17,7 @@ from rescale_data.engine.collate import collate
 from rescale_data.engine.feed import InProcess, InThread
 from rescale_data.engine.reading import Batches, Reading
 from rescale_data.engine.recipe import Pipeline
+from rescale_data.engine.report import Report
 from rescale_data.engine.rescale import hand_over, new_layout, require_ranks, require_step_boundary, stays
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.setup import Setup, Tail, require_steps_per_epoch, set_up
@@ -64,6 +65,7 @@ class DataLoader:
             grad mode are its own there. 0: each batch is made when it is asked for.
         pin_memory: Whether batches arrive in page-locked memory, where there is an accelerator.
         multiprocessing_context: How workers start. The default is safe although this process has used threads.
+        slow_after: Seconds after which a wait for a batch is logged once, as a warning: what is read, called or waited for.
         timeout: Seconds to wait for a worker, or for another rank in a collective; not those in which that rank reads.
         save_timeout: Seconds to wait for other ranks in `state_dict`; default 60, or ``timeout`` if that is less.
         verify: Keep a digest of the rows that each logical shard has delivered, 8 bytes a shard and source in the state, and
@@ -116,6 +118,7 @@ class DataLoader:
         prefetch_batches: int = 0,
         pin_memory: bool = False,
         multiprocessing_context: str | BaseContext = "forkserver",
+        slow_after: float = 10.0,
         timeout: float = 300.0,
         save_timeout: float | None = None,
         verify: bool = False,
@@ -133,6 +136,8 @@ class DataLoader:
             )
         if on_source_change not in ("error", "next_epoch"):
             raise ValueError(f"on_source_change={on_source_change!r}: give 'error' or 'next_epoch'.")
+        if not isinstance(slow_after, int | float) or not slow_after > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"slow_after={slow_after!r}: give seconds, more than 0; math.inf for no warning.")
         if shuffle is False and num_logical_shards is None:
             num_logical_shards = global_batch_size * max(num_workers, 1)
         self._set_up = partial(
@@ -170,13 +175,16 @@ class DataLoader:
             pin_memory=pin_memory and torch.accelerator.is_available(),
             context=multiprocessing_context,
             timeout=timeout,
+            slow_after=slow_after,
             init_fn=worker_init_fn,
         )
         self._pool: Pool | None = None
         stream = self._stream_of(self.setup)
         stream.on_source_change = on_source_change
         pin = pin_memory and not num_workers
-        self._reading: Reading | None = Reading(self.setup, stream, pin_memory=pin, steps_per_epoch=steps)
+        self._reading: Reading | None = Reading(
+            self.setup, stream, pin_memory=pin, steps_per_epoch=steps, slow_after=slow_after
+        )
         self._close, self._has_left = self._reading.close, False
         if join:
             state, stream.meeting = hand_over(self.setup, None)
@@ -426,11 +434,19 @@ class DataLoader:
         return self.reading.last_batch_samples
 
     def progress(self) -> dict[str, float]:
-        """Counters for a logger: of the run, and of what this rank's shards have drawn.
+        """Counters for a logger: of the run, of what this rank's shards have drawn, and of what it has waited for and read.
 
         ``dropped_samples`` and ``padded_samples`` count from when this loader was made or reset.
         """
         return self.reading.progress()
+
+    def report(self) -> Report:
+        """Which rank waits, and for what: numbers of `progress` over all dp ranks (collective), for a log line every so often.
+
+        Returns:
+            By name ``(minimum, median, maximum, worst)``, the last a dp rank; ``str`` makes a line of it.
+        """
+        return self.reading.report()
 
     # State
 

@@ -170,8 +170,9 @@ class LookAhead:
         self._reading.start()
 
     def progress(self) -> dict[str, float]:
-        """As `DataLoader.progress`, of the batches that were taken, without ``wait_seconds``."""
-        return counters(self._at.moment)
+        """As `DataLoader.progress`, of the batches that were taken, without how long they were waited for."""
+        made = self.stream.made()
+        return {**made, "batches_ready": made["batches_ready"] + len(self._in_hand), **counters(self._at.moment)}
 
     def state_dict(self) -> dict[str, Any]:
         """As `DataLoader.state_dict`, of the batches that were taken."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torchdata.nodes import Loader, Mapper, Prefetcher, Unbatcher
 
@@ -302,6 +302,31 @@ class TestBetweenTheLastBatchAndTheEnd:
         assert next(iter(endless))["row"].tolist() == next(iter(loader))["row"].tolist()
 
 
+class Broken(list[int]):
+    """Of the rows one cannot be read."""
+
+    def __getitem__(self, row: Any) -> Any:
+        if row == 3:
+            raise OSError("row 3")
+        return super().__getitem__(row)
+
+
+def pipeline_over(kind: str, num_rows: int) -> Callable[[rd.Shard], rd.BaseNode[Any]]:
+    """Of two sources, or one."""
+    rows, few = rd.DatasetSource(range(num_rows), name="rows"), rd.DatasetSource(range(9), name="few")
+    broken = rd.DatasetSource(Broken(range(num_rows)), name="rows")
+
+    def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+        if kind == "broken":
+            return rd.Reader(broken, shard, on_error="skip")
+        if kind in ("never", "all"):
+            both = {"rows": rd.Reader(rows, shard), "few": rd.Map(rd.Reader(few, shard), int)}
+            return rd.WeightedSampler(both, {"rows": 2, "few": 1}, stop=kind)  # type: ignore[arg-type]
+        return rd.Shuffle(rd.Reader(rows, shard), 3) if kind == "shuffle" else rd.Reader(rows, shard)
+
+    return pipeline
+
+
 class TestSkipOfWholeEpochs:
     @pytest.mark.parametrize("verify", [False, True])
     def test_reads_nothing(self, verify: bool) -> None:
@@ -327,26 +352,29 @@ class TestSkipOfWholeEpochs:
         next(iter(taken))
         assert all(a.tolist() == b.tolist() for a, b in zip(skipped, taken, strict=True))
 
-    @settings(max_examples=40)
+    @settings(max_examples=40, deadline=None)
     @given(
-        num_rows=st.integers(4, 40),
+        kind=st.sampled_from(["rows", "all", "never", "shuffle", "broken"]),
+        num_rows=st.integers(5, 24),
         n=st.sampled_from([3, 4, 8]),
-        o=st.sampled_from([2, 3, 4]),
+        o=st.sampled_from([3, 4]),
         tail=st.sampled_from(["drop", "pad"]),
         first=st.integers(0, 20),
-        epochs=st.integers(3, 9),
+        epochs=st.integers(3, 6),
         more=st.integers(0, 3),
         repeat=st.booleans(),
     )
     def test_are_as_if_they_had_been_taken(
-        self, num_rows: int, n: int, o: int, tail: Any, first: int, epochs: int, more: int, repeat: bool
+        self, kind: str, num_rows: int, n: int, o: int, tail: Any, first: int, epochs: int, more: int, repeat: bool
     ) -> None:
-        steps = -(-num_rows // o) if tail == "pad" else num_rows // o
+        assume(kind != "broken" or num_rows >= 2 * n)  # a shard with nothing else is an error
+        size = num_rows + 9 * (kind == "all") - (kind == "broken")
+        steps = -(-size // o) if tail == "pad" else size // o
         num = epochs * steps - first % steps + more
+        pipeline, repeat = pipeline_over(kind, num_rows), repeat or kind == "never"
 
         def make() -> rd.DataLoader:
-            source = list(range(num_rows))
-            return rd.DataLoader(source, global_batch_size=o, num_logical_shards=n, tail=tail, repeat=repeat)
+            return rd.DataLoader(pipeline, global_batch_size=o, num_logical_shards=n, tail=tail, repeat=repeat)
 
         skipped, taken = make(), make()
         for loader in (skipped, taken):
@@ -363,6 +391,15 @@ class TestSkipOfWholeEpochs:
         monkeypatch.setattr(Schema, "epoch_end", lambda *given: plans.append(0) or plan(*given))
         loader_of().skip(48 * 10**6)
         assert len(plans) < 30
+
+    @pytest.mark.parametrize(("kind", "repeat"), [("all", False), ("all", True), ("never", True)])
+    def test_of_mixtures_costs_nothing(self, kind: str, repeat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        moves: list[int] = []
+        move = rd.Reader.skip
+        monkeypatch.setattr(rd.Reader, "skip", lambda *given: moves.append(0) or move(*given))
+        loader = rd.DataLoader(pipeline_over(kind, 40), global_batch_size=4, num_logical_shards=8, repeat=repeat)
+        loader.skip(4 * 10**7)
+        assert (loader.step, len(moves) < 100) == (10**7, True)
 
 
 class TestUnderTorchdata:

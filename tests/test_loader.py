@@ -291,7 +291,9 @@ class TestWhereTheRunStands:
             take(loader, 2)
         keys = {
             "global_samples", "global_step", "wait_seconds", "filtered_rows", "skipped_rows", "dropped_samples",
-            "padded_samples", "rows/Rows", "epoch_min/Rows", "epoch_max/Rows",
+            "padded_samples", "rows/Rows", "epoch_min/Rows", "epoch_max/Rows", "wait_p50_seconds", "wait_p99_seconds",
+            "batches_ready", "read_bytes", "read_seconds", "transform_seconds", "requests", "request_bytes", "retries",
+            "hedges",
         }  # fmt: skip
         found = [loader.progress() for loader in loaders]
         assert all(progress.keys() == keys for progress in found)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
 from collections.abc import Container
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,9 +15,11 @@ import numpy as np
 
 from rescale_data.engine.recipe import SAMPLES, Histories, History
 from rescale_data.engine.runner import Collate, Exhausted, Runner
+from rescale_data.engine.watch import describe, frames
 from rescale_data.layout.deal import Deal, DealTurns
 from rescale_data.layout.layout import Layout
 from rescale_data.layout.turns import AlignedTurns, BalancedTurns, Turns
+from rescale_data.sources.counts import MAKE_SECONDS, counts, told
 from rescale_data.state import Ints
 
 
@@ -91,6 +95,14 @@ class Feed(Protocol):
         """The next micro batch of the leg; `Exhausted` where a shard has no sample left for it. Not asked beyond `stop`."""
         ...
 
+    def progress(self) -> dict[str, float]:
+        """What was read and made so far, for a logger."""
+        ...
+
+    def doing(self) -> str:
+        """What is waited for, where other processes make the batches."""
+        ...
+
     def stop(self) -> None:
         """Make no more in this process, whose runner and sources are the caller's from here on; `start` goes on."""
         ...
@@ -114,7 +126,7 @@ class InProcess:
     def __init__(self, runner: Runner, collate: Collate | None) -> None:
         self._runner, self._collate = runner, collate
         self._turns: Turns | None = None
-        self._u = 0
+        self._u = self.thread = 0  # the thread that made the last
 
     def start(self, leg: Leg, table: Ints, first: int) -> None:
         self._runner.load(table, leg.histories, leg.layout.owned(leg.rank))
@@ -124,9 +136,17 @@ class InProcess:
         turns, self._turns = self._turns, None  # after an error the rows are past what was delivered
         if turns is None:
             raise Exhausted
+        started, self.thread = time.perf_counter(), threading.get_ident()
         micro_batch = make(self._runner, turns, self._collate, self._u)
         self._turns, self._u = turns, self._u + 1
+        counts().add(MAKE_SECONDS, time.perf_counter() - started)
         return micro_batch
+
+    def progress(self) -> dict[str, float]:
+        return {"batches_ready": 0.0, **told(counts().values)}
+
+    def doing(self) -> str:
+        return ""
 
     def stop(self) -> None: ...
 
@@ -162,6 +182,13 @@ class InThread:
         self._ask()
         return micro_batch
 
+    def progress(self) -> dict[str, float]:
+        ready = sum(made.done() for made in self._made)
+        return {**self._feed.progress(), "batches_ready": float(ready)}
+
+    def doing(self) -> str:
+        return f"waiting for the thread of prefetch_batches, {describe(frames().get(self._feed.thread))}"
+
     def stop(self) -> None:
         self._made.clear()
         thread, self._thread = self._thread, None
@@ -195,6 +222,12 @@ class Traced:
         lines, rows = self._runner.trace(turn, self.shards)
         self._u += 1
         return MicroBatch(lines, turn.index, rows, turn.shards, sum(turn.is_real))
+
+    def progress(self) -> dict[str, float]:
+        return {}
+
+    def doing(self) -> str:
+        return ""
 
     def stop(self) -> None: ...
 

@@ -187,6 +187,11 @@ def _whole(ranks: Ranks, shards: Any) -> dict[str, torch.Tensor]:
     """The table with all rows (collective where it is that of one rank)."""
     if isinstance(shards, RankRows):
         return shards.whole()
+    if not isinstance(shards, Mapping):
+        raise DataStateError(
+            f"'shards' of the state is a {type(shards).__name__}, not a dict of tensors. Give what loader.state_dict() "
+            f"returned."
+        )
     for value in shards.values():
         if not isinstance(value, torch.Tensor):
             raise DataStateError(f"A field of the state is a {type(value).__name__}, not a tensor.")

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -59,7 +60,7 @@ class Circle:
         """
         text = " ".join(map(str, values))
         with call.errors(self._names[self._me]):
-            coming = self.roll_call.come(call.name, text, lambda texts: _text(decide(_table(texts))))
+            coming = self.roll_call.come(call.name, text, lambda texts: _text(decide(_table(texts))), call.seconds)
 
         def result() -> Ints:
             with call.errors(self._names[self._me]):
@@ -70,7 +71,7 @@ class Circle:
     def gather(self, call: Call, tensor: torch.Tensor) -> torch.Tensor:
         """Tensors of one shape, stacked, one of each process."""
         with call.errors(self._names[self._me]):
-            coming = self.roll_call.come(call.name, "", self.roll_call.ticket)
+            coming = self.roll_call.come(call.name, "", self.roll_call.ticket, call.seconds)
             ticket = int(self.roll_call.wait(coming, call.seconds, call.is_reading))
             with self.roll_call.in_turn(ticket, call.seconds):
                 if self._broken is not None:
@@ -87,7 +88,8 @@ class Circle:
 
     def _find_lost(self, name: str) -> None:
         """`Missing` where some process does not say that it too saw an exchange fail."""
-        self.roll_call.wait(self.roll_call.come(f"{name}/lost", "", lambda _: ""), _SECONDS_AFTER_A_FAILURE)
+        seconds = _SECONDS_AFTER_A_FAILURE
+        self.roll_call.wait(self.roll_call.come(f"{name}/lost", "", lambda _: "", seconds), seconds)
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class Call:
 
     def _failure(self, rank: int, missing: list[int] | None, reason: str) -> RuntimeError:
         if missing is None:
-            who = "or the store gave no answer: the process that holds it (rank 0 of the job) cannot be reached either"
+            who = "and the process that holds the store (rank 0 of the job) cannot be reached either"
         elif missing:
             who = f"because the ranks {missing} did not come to it, or died in it"
         else:
@@ -226,6 +228,10 @@ class Ranks:
         """A few integers of every rank: ``int64[W, len(values)]`` (collective)."""
         return self._agree("each", values, np.ravel)().reshape(-1, len(values))
 
+    def numbers(self, values: Sequence[float]) -> npt.NDArray[np.float64]:
+        """Numbers of every rank: ``float64[W, len(values)]`` (collective)."""
+        return self._gather(torch.tensor(values, dtype=torch.float64), "numbers").numpy()
+
     def least(self, value: int) -> Callable[[], int]:
         """Say a value ahead of time; the result, called, waits for the smallest of all ranks' values (collective)."""
         finish = self._agree("sure", [value], lambda values: values.min(axis=0))
@@ -328,6 +334,11 @@ def find_ranks(
         )
     if len(members) == 1:
         return Ranks()
+    if group is not None and "cpu:" not in dist.get_backend_config(group):
+        raise ValueError(
+            f"group= has the backend {dist.get_backend_config(group)!r} and exchanges no CPU tensors, which the loader does. "
+            f"Give a group with one for them, 'cpu:gloo,cuda:nccl', or mesh= of the same ranks: the loader then makes its own."
+        )
     circle = _circle(members, group, timeout)
     circle.num_loaders += 1
     named = _mesh(members, mesh, group)

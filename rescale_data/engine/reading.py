@@ -6,21 +6,31 @@ A `DataLoader` does, until it gives it away to whoever reads ahead of training (
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
 from typing import Any, NoReturn
+
+import numpy as np
 
 from rescale_data.engine.collate import pin, with_valid
 from rescale_data.engine.feed import MicroBatch
 from rescale_data.engine.load import load_state_dict
 from rescale_data.engine.moment import Standing, counters
+from rescale_data.engine.report import NAMES, Report, report
 from rescale_data.engine.setup import Setup, with_global_batch_size
 from rescale_data.engine.statedict import Sharded, state_dict, whole_shards
 from rescale_data.engine.stream import Stream
+from rescale_data.engine.watch import Watch, describe, waits
 from rescale_data.errors import require_int
 
 _logger = logging.getLogger("rescale_data")
+_WAITS = 1000
+"""The last waits, of which the percentiles are told."""
 
 
 class Batches(Iterator[Any]):
@@ -46,15 +56,27 @@ class Reading:
     Args:
         pin_memory: Whether batches are brought to page-locked memory here.
         steps_per_epoch: An epoch is so many steps; `None`: it is that of the data.
+        slow_after: Seconds after which a wait for a batch is a warning.
     """
 
-    def __init__(self, setup: Setup, stream: Stream, *, pin_memory: bool, steps_per_epoch: int | None = None) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        stream: Stream,
+        *,
+        pin_memory: bool,
+        steps_per_epoch: int | None = None,
+        slow_after: float = math.inf,
+    ) -> None:
         self.setup, self.stream, self._pin, self._steps = setup, stream, pin_memory, steps_per_epoch
         self._resumed = False  # a state was loaded, and nothing has been read since: the end of an epoch may come first
         self._at_multiple = False  # of steps_per_epoch, with the last batch of an epoch, whose end has not been seen
         self._num_iterators = 0  # the newest is the valid one
         self._last_taken = (-1, 0)  # from which iterator, and in which thread
         self._wait_seconds = 0.0
+        self._waits: deque[float] = deque(maxlen=_WAITS)
+        say_slow = weakref.WeakMethod(self._say_slow)  # a loader that nobody holds goes at once, and so do its workers
+        self.watch = Watch(slow_after, lambda seconds, frame: (say := say_slow()) and say(seconds, frame))
         self.last_batch_samples = 0
 
     def __iter__(self) -> Batches:
@@ -170,6 +192,7 @@ class Reading:
         self.invalidate()
 
     def close(self) -> None:
+        self.watch.stop()
         self.stream.close()
 
     @property
@@ -186,7 +209,22 @@ class Reading:
         return self.stream.ended if self._steps is None else self._at_multiple
 
     def progress(self) -> dict[str, float]:
-        return {"wait_seconds": self._wait_seconds, **counters(self.stream)}
+        p50, p99 = np.quantile(self._waits or [0.0], [0.5, 0.99]).tolist()
+        waits = {"wait_seconds": self._wait_seconds, "wait_p50_seconds": p50, "wait_p99_seconds": p99}
+        return {**waits, **self.stream.made(), **counters(self.stream)}
+
+    def report(self) -> Report:
+        mine = self.progress()
+        return report(NAMES, self.stream.ranks.numbers([mine[name] for name in NAMES]))
+
+    def _say_slow(self, seconds: float, frame: FrameType | None) -> None:
+        what = self.stream.waiting_for() if waits(frame) else ""
+        _logger.warning(
+            "Rank %d has waited %.0f s for a batch (slow_after= says what is long): %s.",
+            self.stream.ranks.rank,
+            seconds,
+            what or describe(frame),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return state_dict(self._standing())
@@ -239,7 +277,20 @@ class Reading:
             )
         if self.epoch != batches.epoch:
             raise StopIteration
-        started, stream = time.perf_counter(), self.stream
+        thread, watch = threading.get_ident(), self.watch
+        if watch.thread != thread:
+            watch.start()
+        watch.began = started = time.perf_counter()
+        try:
+            return self._take(batches, thread)
+        finally:
+            watch.began = None
+            waited = time.perf_counter() - started
+            self._wait_seconds += waited
+            self._waits.append(waited)
+
+    def _take(self, batches: Batches, thread: int) -> Any:
+        stream = self.stream
         if not stream.is_calm or self._steps is not None or stream.schema.excluded_steps:
             if self.is_over():
                 self._move_on()
@@ -250,8 +301,7 @@ class Reading:
         micro_batch = stream.take()  # no sooner: a batch that cannot be handed over has not been delivered
         if self._steps is not None:
             self._at_multiple = self._is_multiple()
-        self._last_taken = (batches.number, threading.get_ident())
-        self._wait_seconds += time.perf_counter() - started
+        self._last_taken = (batches.number, thread)
         self.last_batch_samples = micro_batch.num_real
         return batch
 

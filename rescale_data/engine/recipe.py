@@ -151,10 +151,14 @@ class Schema:
 
     def epochs_are_alike(self, table: Ints) -> bool:
         """Whether each epoch moves each position by the same: a row is a sample, and no shard owns other rows than before."""
+        if self.epoch_end(table) is None:
+            return False
         nodes = [node for _, node in self.root.walk()]
-        return all(
-            node.source.num_rows >= len(table) if isinstance(node, Reader) else node.one_for_one for node in nodes
-        ) and all(len(history) <= 1 for history in self.histories.values())
+        return (
+            all(node.one_for_one or node.repeats_itself for node in nodes)
+            and all(node.source.num_rows >= len(table) for node in nodes if isinstance(node, Reader))
+            and all(len(history) <= 1 for history in self.histories.values())
+        )
 
     def sources(self) -> dict[str, Described]:
         """The sources of the pipeline by the path of the node that reads each."""

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
+import numpy as np
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -74,7 +75,7 @@ def set_up(
     if global_batch_size < 1:
         raise ValueError(f"global_batch_size={global_batch_size}: it is at least 1, the samples of one optimizer step.")
     for name, seconds in (("timeout", timeout), ("save_timeout", 1.0 if save_timeout is None else save_timeout)):
-        if not isinstance(seconds, int | float) or not seconds > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(seconds, int | float | np.number) or not seconds > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"{name}={seconds!r}: give the seconds to wait for a worker or another rank, more than 0.")
     save_timeout = min(timeout, 60.0) if save_timeout is None else save_timeout
     ranks = find_ranks(mesh, dp_rank, dp_world_size, group, timeout, save_timeout)

@@ -256,6 +256,15 @@ class Stream:
         """Whether the next micro batch belongs to the leg of the one before, and there is nothing to look after."""
         return self._u < self._calm_until
 
+    def made(self) -> dict[str, float]:
+        """What was read and made on this rank, for a logger."""
+        made = self._feed.progress()
+        return {**made, "batches_ready": made.get("batches_ready", 0.0) + len(self._ahead)}
+
+    def waiting_for(self) -> str:
+        """What is waited for, where other processes make the batches."""
+        return self._feed.doing()
+
     def close(self) -> None:
         self._feed.close()
         self.rewind()

@@ -29,13 +29,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
+from rescale_data.engine.board import Board
 from rescale_data.engine.feed import Collate, Leg, MicroBatch, make
 from rescale_data.engine.message import Inbox, Message, Part, Slabs
 from rescale_data.engine.recipe import Recipe, Schema
 from rescale_data.engine.runner import Exhausted, Runner
+from rescale_data.engine.watch import Watch, describe
 from rescale_data.layout.turns import Turns
+from rescale_data.sources.counts import MADE, MAKE_SECONDS, counts, told
 from rescale_data.state import Ints
 
 _MESSAGE_BYTES = 4 * 2**20  # enough to make what a message costs small, little enough to keep few in flight
@@ -100,8 +103,11 @@ class Made:
 class Worker(Dataset[Any]):
     """The loader's part in a worker process: a "dataset" whose items are the answers to commands."""
 
-    def __init__(self, recipe: Recipe, collate: Collate | None) -> None:
-        self._recipe, self._collate = recipe, collate
+    def __init__(self, recipe: Recipe, collate: Collate | None, slow_after: float) -> None:
+        self._recipe, self._collate, self._slow_after = recipe, collate, slow_after
+        self.board: Board | None = None
+        self._watch: Watch | None = None
+        self._say: Callable[[str], None] = _nothing
         self._runner: Runner | None = None
         self._turns: Turns | None = None
         self._told: Ints | None = (
@@ -113,10 +119,39 @@ class Worker(Dataset[Any]):
         if isinstance(command, Begin):
             return self._begin(command)
         started = time.perf_counter()
-        message = self._slabs.pack(command.slab, [self._make(u) for u in command.micro_batches])
-        return Made(message, time.perf_counter() - started)
+        message = self._slabs.pack(command.slab, [self._make_watched(u) for u in command.micro_batches])
+        seconds = time.perf_counter() - started
+        counts().add(MAKE_SECONDS, seconds)
+        return Made(message, seconds)
+
+    def _make_watched(self, u: int) -> MicroBatch | None:
+        watch = self._watch
+        if watch is None:
+            return self._make(u)
+        watch.began = time.perf_counter()
+        made = self._make(u)
+        watch.began = None
+        if watch.said:
+            watch.said = False
+            self._say("")
+        counts().add(MADE, 1)
+        return made
+
+    def _begin_watch(self) -> None:
+        """What this process counts, and what it is about where that takes long, are for the trainer's to see."""
+        board, info = self.board, get_worker_info()
+        if board is None or info is None:
+            return
+        if self._watch is None:
+            counts().keep_in(board.line(info.id))
+            self._say = say = partial(board.write, info.id)
+            self._watch = Watch(self._slow_after / 2, lambda _, frame: say(describe(frame)))
+            self._watch.start()
+        counts().values[MADE] = 0
+        self._say("")
 
     def _begin(self, command: Begin) -> None:
+        self._begin_watch()
         if self._runner is None:
             self._runner = Runner(self._recipe, Schema(self._recipe.build(0)))  # as in the trainer's process
         owned, table = command.leg.layout.owned(command.leg.rank), command.table
@@ -176,6 +211,7 @@ class Pool:
         pin_memory: Whether messages arrive in page-locked memory.
         context: How worker processes start: "forkserver", "spawn", or a multiprocessing context.
         timeout: Seconds that a message may take.
+        slow_after: Seconds after which it is said what a worker is about.
         init_fn: Called with the number of the worker in each, when it starts.
     """
 
@@ -191,14 +227,17 @@ class Pool:
         pin_memory: bool,
         context: str | BaseContext,
         timeout: float,
+        slow_after: float,
         init_fn: Callable[[int], object] | None = None,
     ) -> None:
         if prefetch_factor < 1:
             raise ValueError(
                 f"prefetch_factor={prefetch_factor}: give the messages that a worker may be ahead, at least 1."
             )
-        worker = Worker(recipe, collate)
+        worker = Worker(recipe, collate, slow_after)
         require_pickle(worker, pipeline=recipe.pipeline, collate_fn=collate, worker_init_fn=init_fn)
+        worker.board = self._board = Board(num_workers)
+        self._due = self._taken = 0  # the worker that is waited for, and batches of this leg
         self._k = self.num_workers = num_workers
         self._commands = Commands(num_workers, prefetch_factor)
         # Without a generator of its own torch seeds workers with a number that it draws from the trainer's.
@@ -224,7 +263,7 @@ class Pool:
         self._made: Iterator[MicroBatch | None] = iter(())
 
     def start(self, leg: Leg, table: Ints, first: int) -> None:
-        self._made = iter(())
+        self._made, self._due, self._taken = iter(()), 0, 0
         self._commands.begin, self._commands.first = Begin.of(leg, table), first
         if self._loader is None:
             self._loader = self._new_loader()
@@ -250,7 +289,19 @@ class Pool:
             ) from error
         if micro_batch is None:
             raise Exhausted
+        self._taken += 1
         return micro_batch
+
+    def progress(self) -> dict[str, float]:
+        ready = max(0, self._board.made - self._taken)
+        return {"batches_ready": float(ready), **told(self._board.counts.sum(dim=0).numpy() + counts().values)}
+
+    def doing(self) -> str:
+        what = (
+            self._board.read(self._due)
+            or "which does not say what it is about: it is starting, has ended, or is stopped"
+        )
+        return f"waiting for worker {self._due}, {what}"
 
     def stop(self) -> None: ...
 
@@ -264,6 +315,7 @@ class Pool:
             next(answers)
         for made in answers:
             yield from self._round(made, answers)
+            self._due = 0
 
     def _round(self, made: Made, answers: Iterator[Made]) -> Iterator[MicroBatch | None]:
         """The micro batches of one message of each worker, in the order of u; messages are awaited when they are due."""
@@ -271,6 +323,7 @@ class Pool:
         for i in range(len(received[0])):
             for worker in range(self._k):
                 if worker == len(received):
+                    self._due = worker
                     due = next(answers, None)
                     received.append([] if due is None else self._open(worker, due))
                 if i < len(received[worker]):
@@ -369,6 +422,10 @@ def _is_death(error: Exception) -> bool:
     return "exited unexpectedly" in str(error) or (
         isinstance(error, ConnectionError | EOFError | FileNotFoundError) and not raised_in_worker
     )
+
+
+def _nothing(text: str) -> None:
+    del text
 
 
 def _as_it_is(value: Any) -> Any:

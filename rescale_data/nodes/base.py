@@ -102,6 +102,9 @@ class Node(BaseNode[T]):
     one_for_one: bool = False
     """Whether this node yields one sample for each that its only child, ``source``, does."""
 
+    repeats_itself: bool = False
+    """Whether each epoch of this node, where it knows the end, moves it by as much if those of its readers do."""
+
     group: int = 1
     """As many neighbouring rows of a global batch come from one source of this node, a mixture."""
 

@@ -29,16 +29,16 @@ def pass_epochs(node: Node[Any], row: Ints, shard: int, most: int) -> int:
     Returns:
         The samples of those epochs; 0 where they are not known.
     """
-    end, readers = node.epoch_end(row[None], np.array([shard])), readers_of(node, 0)
-    if end is None:
+    end, readers, nodes = node.epoch_end(row[None], np.array([shard])), readers_of(node, 0), [n for _, n in node.walk()]
+    if end is None or not all(below.one_for_one or below.repeats_itself for below in nodes):
         return 0
     if not any(reader.rows.is_small or reader.rows.grows for reader, _ in readers):  # each epoch is like the next
         size = int(end[0][0])
         num = (most - 1) // size if size else 0
         row += num * (end[1][0] - row)
         return num * size
-    if len(readers) > 1 or any(below.CHILDREN_MAY_CHANGE for _, below in node.walk()):
-        return 0
     reader, slot = readers[0]
+    if not all(below is reader or below.one_for_one for below in nodes):  # a window lies over several epochs of a round
+        return 0
     row[slot], num = reader.rows.epoch_after(int(row[slot]), most, shard)
     return num

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any, TypeVar
 
+import numpy as np
+
 from rescale_data.nodes.base import (
     BaseNode,
     IterableWrapper,
@@ -208,7 +210,7 @@ def _ranks_of(part: Any) -> tuple[Any, Any]:
 
 def _parameters(node: BaseNode[Any]) -> dict[str, Any]:
     """What a node was built with and JSON can hold, and the same of the foreign nodes below it."""
-    public = {k: v for k, v in vars(node).items() if not k.startswith("_")}
+    public = {k: v.item() if isinstance(v, np.generic) else v for k, v in vars(node).items() if not k.startswith("_")}
     below = {
         name: {"node": type(child).__name__, **_parameters(child)}
         for name, child in _children(node)

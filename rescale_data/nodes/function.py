@@ -7,6 +7,8 @@ import hashlib
 import inspect
 from typing import Any
 
+import numpy as np
+
 CODE, VERSION = "fn.code", "version"
 """Parameters: the first is only warned about when a state is loaded, the second compared where both sides have it."""
 
@@ -14,9 +16,9 @@ CODE, VERSION = "fn.code", "version"
 def identity(fn: Any, version: str | int | None) -> dict[str, Any]:
     """Parameters of a node that calls ``fn``."""
     if version is not None:
-        if not isinstance(version, str | int):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(version, str | int | np.integer):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"version={version!r}: give a string or an integer, another one when the function changes.")
-        return {VERSION: version}
+        return {VERSION: version if isinstance(version, str) else int(version)}
     while isinstance(fn, functools.partial):
         fn = fn.func
     made_of: Any = fn if hasattr(fn, "__qualname__") else type(fn)

@@ -114,8 +114,11 @@ class TokenArcs:
         return len(points), -1
 
     def parts(self) -> list[float]:
-        """About what part of the circle each arc is."""
-        return [arc / self._total for arc in self._arcs]
+        """About what part of many draws falls to each source."""
+        counted = zip(self._shares, self.documents, self.tokens, strict=True)
+        rates = [share * (docs + _PRIOR) / max(1, tokens + _PRIOR * self._mean) for share, docs, tokens in counted]
+        total = sum(rates)
+        return [rate / total for rate in rates]
 
     def drew(self, source: int, length: int) -> None:
         """A document of so many tokens has been drawn from a source."""

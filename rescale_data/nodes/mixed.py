@@ -17,7 +17,7 @@ from rescale_data.order import Words
 from rescale_data.state import Ints
 
 _FIRST, _FASTER = 16, 4  # draws at once: of the first read, and as many times more of the next
-_EACH, _MOST = 512, 2**15  # on average of each source, and in all
+_EACH, _FEW, _MOST = 512, 2**13, 2**15  # on average of each source, but in all at least and at most
 _BYTES_OF_A_SPAN = 128
 SILENT_EPOCHS = 2
 """After so many whole epochs without anything a source has none."""
@@ -105,7 +105,7 @@ class MixedDocuments:
         self, mixture: Mixture, documents: Sequence[Documents], *, repeats: bool, by_tokens: bool, num_bytes: int
     ) -> None:
         self._mixture, self._documents, self._repeats, self._by_tokens = mixture, documents, repeats, by_tokens
-        self._num, self._most, self._bytes = _FIRST, min(_MOST, _EACH * len(documents)), num_bytes
+        self._num, self._most, self._bytes = _FIRST, min(_MOST, max(_FEW, _EACH * len(documents))), num_bytes
 
     def read(self, position: View, most: int, points: Words | None = None) -> Spans:
         """`Documents.read`; ``points`` are those of the next draws, where a mixture above says them."""
@@ -180,14 +180,14 @@ class MixedDocuments:
 
     def _choose(self, points: Words, arcs: TokenArcs) -> tuple[Ints, int]:
         """Sources of the next draws, by the lengths of what they yield."""
-        expected = [1 + int(1.2 * len(points) * part) for part in arcs.parts()]
+        parts = arcs.parts()
         chosen, numbers = np.empty(len(points), dtype=np.int64), arcs.numbers()
         _, documents, _, _, counts, most_documents, most_tokens = numbers
         for source, cap in self._caps.items():
             most = {"samples": most_documents, "tokens": most_tokens}.get(cap.unit)
             if most is not None and cap.drawn(self._start) < cap.limit:
                 most[source] = cap.limit
-        lengths: list[Ints | None] = [None] * len(expected)
+        lengths: list[Ints | None] = [None] * len(parts)
         num, missing = 0, -1
         turn_at = -1 if self._turn_at is None else self._turn_at
         while True:
@@ -195,7 +195,10 @@ class MixedDocuments:
             if missing < 0:
                 break
             count = int(counts[missing])
-            if not self._have(missing, count + 1, max(expected[missing], count + 1 + count // 4)):
+            more = (len(points) - num) * parts[missing]  # about as many, and some to spare
+            most = count + 1 + int(more + more**0.5)
+            self._have(missing, most, most)
+            if len(self._supplies[missing].lengths) == count:
                 break
             supply = self._supplies[missing]
             lengths[missing] = np.array(supply.lengths, dtype=np.int64)

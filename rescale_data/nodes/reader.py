@@ -70,6 +70,7 @@ class Reader(Node[Any]):
     FIELDS: ClassVar[tuple[Field, ...]] = (Field(("epoch",)), Field(("row",)), Field(("skipped",), counts=True))
     PROOF: ClassVar[Field] = Field(("digest",), counts=True)
     """What is kept in addition where `Shard.verify` asks for it."""
+    repeats_itself = True
 
     def __init__(
         self,

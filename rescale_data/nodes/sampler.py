@@ -77,6 +77,7 @@ class WeightedSampler(Node[Any]):
 
     MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"weights", "by", "temperature", "caps"})
     CHILDREN_MAY_CHANGE: ClassVar[bool] = True
+    repeats_itself = True
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class WeightedSampler(Node[Any]):
         self.unit, self.column, self.stop = unit, column, stop
         check_caps(caps or {}, self.names, unit)
         check_group(group, unit, stop, caps)
-        self.group = group
+        self.group = int(group)
         self._row = MixtureRow(self.names, unit)
         known = dict.fromkeys(self.names, 1.0) if isinstance(weights, str) else weights
         self._in_use = MixtureWeights(self._row, known)
@@ -110,7 +111,7 @@ class WeightedSampler(Node[Any]):
             sizes, self._by = Sizes(self.children, starts, weights, column, temperature), (weights, temperature)
             weights = sizes.weights(self.position)
         self.weights = weights if isinstance(weights, Schedule) else {name: float(weights[name]) for name in self.names}
-        self.caps = {name: dict(cap) for name, cap in sorted((caps or {}).items())}
+        self.caps = {name: {unit: int(n) for unit, n in cap.items()} for name, cap in sorted((caps or {}).items())}
         self._in_use = self._rule(self.weights, self.caps, sizes)
         self.position = self.initial()
         mixtures = [_mixture_of(node) for node in self._nodes]
@@ -121,8 +122,8 @@ class WeightedSampler(Node[Any]):
         for path, node in self.walk():
             if isinstance(node, WeightedSampler):
                 node._draws.circle = circle_of(*self._shard, ".".join(path))
-        if shard and not (shard.num_logical_shards % shard.global_batch_size or shard.global_batch_size % group):
-            self._draws.circle = grouped_circle_of(*self._shard, shard.global_batch_size, group)
+        if shard and not (shard.num_logical_shards % shard.global_batch_size or shard.global_batch_size % self.group):
+            self._draws.circle = grouped_circle_of(*self._shard, shard.global_batch_size, self.group)
             # else refused by who serves it
 
     def own_fields(self) -> tuple[Field, ...]:

@@ -63,6 +63,7 @@ class Shuffle(Node[Any]):
 
     FIELDS: ClassVar[tuple[Field, ...]] = (Field(("emitted",)),)
     READS_AHEAD: ClassVar[bool] = True
+    repeats_itself = True
 
     def __init__(self, source: BaseNode[Any], window: int, *, shard: Shard | None = None) -> None:
         require_int(window=window)

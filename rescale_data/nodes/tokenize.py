@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from rescale_data.nodes.base import BaseNode, Node, View, copy_of
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.counted import epoch_end_of_source
 from rescale_data.nodes.guard import Guard, OnError
+from rescale_data.nodes.reading.documents import Documents
+from rescale_data.nodes.tokenized import TokenizedDocuments
 from rescale_data.sources.decoded.cache import cache, owner_of
 from rescale_data.state import Field, Ints
 
@@ -86,6 +89,7 @@ class Tokenize(Node[dict[str, Any]]):
 
     FIELDS: ClassVar[tuple[Field, ...]] = (Field(("skipped",), counts=True),)
     READS_AHEAD: ClassVar[bool] = True
+    repeats_itself = True
 
     def __init__(
         self,
@@ -169,14 +173,33 @@ class Tokenize(Node[dict[str, Any]]):
         self._at += 1
         return batch.entries[self._at - 1]
 
-    def _load(self) -> Batch:
+    def documents(self, column: str) -> Documents | None:
+        nodes = [node for _, node in self.walk()]
+        if column != self.into or self._guard.skips or any(node.provenance or node.MAY_CHANGE for node in nodes):
+            return None
+        for node in nodes:
+            node.reread = True
+        return TokenizedDocuments(self)
+
+    def texts(self, most: int) -> list[tuple[Tokens, View]]:
+        """Tokens of the next texts, and the position behind each, to which this moves; none at the end of the epoch."""
+        found: list[tuple[Tokens, View]] = []
+        for sample, after in self._load(most).entries:
+            if found and isinstance(sample, _Mark):
+                break
+            self._bookmark[:] = after
+            if not isinstance(sample, _Mark):
+                found.append((sample[self.into], copy_of(self.position)))
+        return found
+
+    def _load(self, most: int = sys.maxsize) -> Batch:
         """What comes after the sample that was yielded last."""
         if self._source.position != self._bookmark:
             self._rewind(self._bookmark)
         before = copy_of(self._bookmark)
         samples: list[Any] = []
         after: list[View] = []
-        while len(after) < self._num_texts and len(samples) == len(after):
+        while len(after) < min(most, self._num_texts) and len(samples) == len(after):
             with suppress(StopIteration):
                 samples.append(next(self._source))
             after.append(copy_of(self._source.position))

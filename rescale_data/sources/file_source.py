@@ -6,7 +6,7 @@ import os
 import struct
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,6 +19,7 @@ import pyarrow as pa
 from rescale_data.errors import DataStateError
 from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.bad_row import BadRow
+from rescale_data.sources.counts import READ_BYTES, counts
 from rescale_data.sources.decoded.ahead import far_ahead
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES, Sized, cache, handles, owner_of
 from rescale_data.sources.decoded.pieces import Share
@@ -290,7 +291,13 @@ class FileSource(ABC):
 
     def _rows(self, fragment: int) -> Rows:
         key = self._key(fragment)
-        return cache().get(key) or self._awaited(key) or self._keep(key, self._load(fragment))
+        return cache().get(key) or self._read(key, fragment, self._load)
+
+    def _read(self, key: tuple[Any, ...], fragment: int, load: Callable[[int], V]) -> V:
+        """What the cache lacks: what another thread has brought, or is read now."""
+        with counts().reading(self._files.path(self._index.file_of(fragment))):
+            found: V | None = self._awaited(key)
+            return self._keep(key, load(fragment)) if found is None else found
 
     def _awaited(self, key: tuple[Any, ...]) -> Any:
         """What another thread has brought, or is about to."""
@@ -318,6 +325,8 @@ class FileSource(ABC):
     def _keep(self, key: tuple[Any, ...], decoded: V) -> V:
         cache().register(self)
         cache().put(key, decoded)
+        if not isinstance(decoded, Brought):
+            counts().add(READ_BYTES, decoded.nbytes)
         return decoded
 
     def _handle(self, file: int) -> Any:

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from pyarrow import dataset
 
 from rescale_data.sources.arrow_types import ArrowBuffer, ArrowFile, ArrowTable
+from rescale_data.sources.counts import counts
 from rescale_data.sources.decoded.ahead import ahead
 from rescale_data.sources.decoded.cache import cache, owner_of
 from rescale_data.sources.file_source import Brought
@@ -110,8 +111,9 @@ class ParquetSource(TableSource):
             return handle.file.read_row_group(number, columns=list(columns))
 
     def tokens(self, column: str, fragment: int) -> Tokens:
-        if not self.reads_ahead:
-            ahead().wait(self._key(fragment, column))
+        if not self.reads_ahead and cache().get(self._key(fragment, column)) is None:
+            with counts().reading(self._files.path(self._index.file_of(fragment))):
+                ahead().wait(self._key(fragment, column))
         return super().tokens(column, fragment)
 
     def decode_ahead(self, column: str, fragment: int) -> None:

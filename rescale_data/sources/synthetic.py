@@ -44,7 +44,7 @@ class SyntheticSource:
         seed: int = 0,
         cache_bytes: int = DEFAULT_BYTES,
     ) -> None:
-        least, most = (length, length) if isinstance(length, int) else length
+        least, most = (length, length) if isinstance(length, int | np.integer) else length
         if num_rows < 1 or vocab_size < 1 or not 0 <= least <= most:
             raise ValueError(
                 f"SyntheticSource({num_rows=}, {length=}, {vocab_size=}): give at least one row and one token of the "

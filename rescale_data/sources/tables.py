@@ -19,6 +19,7 @@ from rescale_data.errors import DataStateError
 from rescale_data.sources.arrow_types import ArrowBuffer, ArrowExpression, ArrowSchema, ArrowTable, ArrowType
 from rescale_data.sources.bad_row import BadRow, NullValueError
 from rescale_data.sources.condition import Condition, chosen
+from rescale_data.sources.counts import READ_BYTES, counts
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES, cache, handles, owner_of
 from rescale_data.sources.decoded.columns import Fragment, check_columns, chosen_columns, is_token_list, token_lists
 from rescale_data.sources.decoded.interest import needed_with
@@ -82,7 +83,7 @@ class TableSource(FileSource):
 
     def tokens(self, column: str, fragment: int) -> Tokens:
         key = self._key(fragment, column)
-        return cache().get(key) or self._awaited(key) or self._keep(key, self._load_tokens(column, fragment))
+        return cache().get(key) or self._read(key, fragment, partial(self._load_tokens, column))
 
     def _load_tokens(self, column: str, fragment: int) -> Tokens:
         table = self._decode(fragment, [column])
@@ -132,7 +133,10 @@ class TableSource(FileSource):
         """The rows of one shard in a fragment: from the cache, from disk, or cut anew together with those of the others."""
         key = self._key(fragment, column, share)
         found: Piece | None = cache().get(key)
-        return found or self._spilled(key, share, fragment) or self._cut(fragment, share, column)
+        if found is not None:
+            return found
+        with counts().reading(self._files.path(self._index.file_of(fragment))):
+            return self._spilled(key, share, fragment) or self._cut(fragment, share, column)
 
     def _cut(self, fragment: int, share: Share, column: str | None) -> Piece:
         cutting: threading.Lock = handles().make((owner_of(self), "cutting", fragment), threading.Lock)
@@ -143,6 +147,7 @@ class TableSource(FileSource):
 
     def _cut_all(self, fragment: int, share: Share, column: str | None) -> Piece:
         table = self._decode(fragment, self._schema.names if column is None else [column])
+        counts().add(READ_BYTES, table.nbytes)
         cache().register(self)
         mine: Piece | None = None
         where = self._key(fragment, column)

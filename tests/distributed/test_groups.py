@@ -37,6 +37,13 @@ def on_4_ranks() -> dict[str, Any]:
     dist.barrier()
     found["together"] = loader.full_state_dict()["shards"]["samples"].tolist()  # being left alone has broken nothing
 
+    circle, sent = loader.setup.ranks.circle, []
+    gather = circle.gather  # type: ignore[union-attr]
+    circle.gather = lambda call, tensor: (sent.append(len(tensor)), gather(call, tensor))[1]  # type: ignore[union-attr, method-assign]
+    loader.full_state_dict()
+    del circle.gather  # type: ignore[union-attr]
+    found["rows sent"] = sent
+
     by_dp_rank = UNEVEN.loader(12, dp_rank=me // 2, dp_world_size=2)  # two TP peers each
     take(by_dp_rank, 3)
     found["peers"] = by_dp_rank.full_state_dict()["shards"]["samples"].tolist()
@@ -48,6 +55,8 @@ def on_4_ranks() -> dict[str, Any]:
     take(given, 2)
     found["of the trainer"] = given.full_state_dict()["shards"]["samples"].tolist()
     found["wrong size"] = _error(ValueError, lambda: UNEVEN.loader(12, dp_rank=0, dp_world_size=2, group=world))
+    no_cpu = dist.new_group(backend="cuda:gloo")
+    found["no CPU"] = _error(ValueError, lambda: UNEVEN.loader(12, 1, group=no_cpu))
     if pair is not None:
         found["pair"] = UNEVEN.loader(12, group=pair).setup.ranks.world_size
     dist.barrier()
@@ -96,6 +105,10 @@ def test_a_rank_that_saves_alone_is_told_so_and_may_save_with_the_others_afterwa
     assert all(sum(rank["together"]) == 8 and rank["together"] == found[0]["together"] for rank in found)
 
 
+def test_a_state_takes_the_rows_of_each_rank_once(found: list[dict[str, Any]]) -> None:
+    assert all(rank["rows sent"] == [2] for rank in found)  # of 7 logical shards on 4 ranks
+
+
 def test_no_group_spans_the_peers_that_share_a_dp_rank(found: list[dict[str, Any]]) -> None:
     assert [rank["members"] for rank in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert all(sum(rank["peers"]) == 36 and rank["peers"] == found[0]["peers"] for rank in found)
@@ -106,6 +119,7 @@ def test_the_trainers_own_group_serves_if_it_holds_the_dp_ranks(found: list[dict
     assert all(rank["of the trainer"] == found[0]["of the trainer"] for rank in found)
     assert [rank.get("pair") for rank in found] == [2, 2, None, None]
     assert all("the group holds exactly the dp ranks, in their order" in rank["wrong size"] for rank in found)
+    assert all("'cuda:gloo' and exchanges no CPU tensors" in rank["no CPU"] for rank in found)
 
 
 def test_threads_may_come_to_several_exchanges_in_any_order(found: list[dict[str, Any]]) -> None:

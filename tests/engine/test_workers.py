@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -66,7 +67,7 @@ class TestSameAsWithout:
 
             with loader_of(repeat=True) as loader:
                 leg = Leg(loader.stream.layout, 0, None)
-            worker = Worker(Recipe(pipeline, 24, 0, True), as_samples)
+            worker = Worker(Recipe(pipeline, 24, 0, True), as_samples, 10.0)
             table = Schema(pipeline(rd.Shard(0, 24))).fresh_table(24)
             worker[Begin.of(leg, table)]
             made = worker[Make(range(9), 0)]
@@ -79,6 +80,13 @@ class TestSameAsWithout:
             return size
 
         assert slots(3) == slots(60) == 2 * 9 * 4 * 4  # of each sample: samples, draws, drawn, row
+
+    def test_a_worker_is_told_the_rows_of_its_rank_alone(self) -> None:
+        layout = loader_of(repeat=True, dp_rank=1, dp_world_size=3).stream.layout
+        table = np.arange(48).reshape(24, 2)
+        begin = Begin.of(Leg(layout, 1, None), table)
+        assert begin.rows.tolist() == table[8:16].tolist()
+        assert begin.table[8:16].tolist() == table[8:16].tolist()
 
     def test_a_resume_wherever_it_is(self) -> None:
         """Live workers are given other positions, again and again."""

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torchdata.nodes import Batcher
 
 import rescale_data as rd
 from rescale_data.errors import require_int
 from rescale_data.nodes.foreign import as_node
-from tests.nodes.zoo import mixture, weighted
+from tests.nodes.zoo import FEW, mixture, weighted
 
 
 def never(_: Any) -> bool:
@@ -105,6 +106,38 @@ def test_a_numpy_integer_is_an_int() -> None:
     for _ in range(3):
         assert next(iter(one)).tolist() == next(iter(other)).tolist()
     make(int).load_state_dict(other.state_dict())
+
+
+ROWS = rd.DatasetSource([{"id": i} for i in range(96)], name="rows")
+IN_A_NODE: dict[str, Callable[[Any, rd.Shard], Any]] = {
+    "caps": lambda kind, shard: rd.WeightedSampler(
+        {"a": rd.Reader(ROWS, shard), "b": rd.Reader(FEW, shard)},
+        {"a": kind(1), "b": 2},
+        caps={"a": {"samples": kind(50)}},
+    ),
+    "group": lambda kind, shard: rd.WeightedSampler(
+        {"a": rd.Reader(ROWS, shard), "b": rd.Reader(FEW, shard)}, {"a": kind(1), "b": 2}, group=kind(2)
+    ),
+    "version": lambda kind, shard: rd.Map(rd.Reader(ROWS, shard), dict, version=kind(2)),
+    "torchdata": lambda kind, shard: Batcher(rd.Reader(ROWS, shard), kind(3)),
+    "synthetic": lambda kind, shard: rd.Reader(rd.SyntheticSource(kind(96), length=kind(4)), shard),
+}
+
+
+@pytest.mark.parametrize("name", IN_A_NODE)
+def test_a_numpy_integer_in_a_node_is_an_int(name: str) -> None:
+    """The same batches, and states that load into each other."""
+
+    def make(kind: Any) -> rd.DataLoader:
+        pipeline = functools.partial(IN_A_NODE[name], kind)
+        given: Any = {"timeout": kind(30), "save_timeout": kind(30), "prefetch_factor": kind(2)}
+        return rd.DataLoader(pipeline, global_batch_size=4, num_logical_shards=8, repeat=True, collate_fn=str, **given)
+
+    one, other = make(int), make(np.int64)
+    for _ in range(3):
+        assert next(iter(one)) == next(iter(other))
+    one.load_state_dict(other.state_dict())
+    other.load_state_dict(one.state_dict())
 
 
 def test_a_dataset_with_a_state_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -108,6 +108,25 @@ def test_a_shard_reads_each_row_once_in_a_round(num_rows: int, tmp_path: Path) -
                 assert sorted(read) == list(range(num_rows))
 
 
+def test_an_endless_shard_knows_how_much_is_left_of_its_round() -> None:
+    for index in range(N):
+        drawing, skipping = (rd.Reader(Numbers(5), rd.Shard(index, N, repeat=True)) for _ in range(2))
+        for _ in range(3):  # rounds
+            rows = [drawing.position.tolist()]
+            rows += [drawing.position.tolist() for _ in drawing]
+            end = drawing.position.tolist()
+            for drawn, row in enumerate(rows):
+                known = drawing.epoch_end(np.array([row]), np.array([index]))
+                assert known is not None
+                assert (known[0].tolist(), known[1].tolist()) == ([len(rows) - 1 - drawn], [end])
+                skipping.bind(np.array(row).data)
+                skipping.skip(len(rows) - 1 - drawn)
+                assert skipping.position.tolist() == rows[-1]
+                assert next(skipping, None) is None
+                assert skipping.position.tolist() == end
+            drawing.bind(drawing.position)
+
+
 def packed(shard: rd.Shard, source: Any, node: Any = rd.TokenPacker, **kwargs: Any) -> rd.BaseNode[Any]:
     return node(rd.Reader(source, shard, **kwargs), column="tokens", seq_len=8, eos_id=7)
 

@@ -10,6 +10,7 @@ import rescale_data as rd
 from rescale_data.sources.decoded.cache import cache
 from tests.nodes.resume import endless
 from tests.nodes.zoo import by_letters
+from tests.pipelines import plain as as_values
 
 TEXTS = [{"id": i, "text": f"{i:02d}" * (1 + i % 5)} for i in range(30)]
 
@@ -54,6 +55,31 @@ def test_texts_go_in_batches_which_are_small_after_a_start_and_a_resume() -> Non
     node.reset(state)
     list(node)
     assert resumed.sizes == [4, 8, 8, 8, 1]
+
+
+@pytest.mark.parametrize("repeat", [False, True])
+@pytest.mark.parametrize("kind", ["packed", "whole", "mixed", "cleaned"])
+def test_documents_are_those_of_the_samples(kind: str, repeat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same positions behind each sample, over the ends of epochs."""
+
+    def made() -> rd.BaseNode[Any]:
+        shard = rd.Shard(1, 2, repeat=repeat)
+        node: rd.BaseNode[Any] = tokenize(by_letters, shard=shard, batch_size=8)
+        if kind == "mixed":
+            node = rd.WeightedSampler({"a": node, "b": tokenize(by_letters, shard=shard)}, {"a": 2.0, "b": 1.0})
+        if kind == "cleaned":
+            node = rd.CleanDocuments(node, column="tokens", max_length=5)
+        if kind == "whole":
+            return rd.WholeDocumentPacker(node, column="tokens", seq_len=14, eos_id=1, window=8)
+        return rd.TokenPacker(node, column="tokens", seq_len=7, eos_id=1)
+
+    documents, plain = made(), None
+    monkeypatch.setattr(rd.Tokenize, "documents", lambda self, column: None)
+    plain = made()
+    states: list[list[Any]] = []
+    for node in (documents, plain):
+        states.append([(as_values(sample), node.get_state()) for sample in itertools.islice(endless(node), 60)])
+    assert states[0] == states[1]
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 64])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import rescale_data as rd
+from rescale_data.sources.counts import HEDGES, REQUESTS, RETRIES, counts
 from rescale_data.sources.files import remote
 from rescale_data.sources.files.disk_cache import DiskCache
 from rescale_data.sources.files.gate import Gate, recovered
@@ -32,17 +33,22 @@ class Stalls:
         return 7
 
 
-def test_one_that_stalls_is_made_again_and_few_others() -> None:
-    hedge, request = Hedge(), Stalls(500)
+def test_one_that_stalls_is_made_again_and_few_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, request, before = Gate(4, "", str(tmp_path)), Stalls(1000), counts().values.copy()
+    monkeypatch.setattr(remote, "_gate", lambda limit, asked: gate)
+    monkeypatch.setattr(remote, "_hedge", Hedge())
     took = []
     for _ in range(2000):
         started = time.monotonic()
-        assert hedge.call(request, 0.2, 60.0) == 7
+        assert attempt(rd.Remote(), "s3://bucket/x", request, 0.2) == 7
         took.append(time.monotonic() - started)
     request.go_on.set()
     assert max(took) < 30  # the stall would be 60
     assert request.made <= 2000 * 1.02 + 1
-    assert hedge.hedges >= 4
+    told = counts().values - before
+    assert told[REQUESTS] == request.made
+    assert told[HEDGES] == request.made - 2000 >= 2
+    assert told[RETRIES] == 0
 
 
 def test_it_is_late_when_nearly_all_others_were_faster() -> None:

@@ -388,7 +388,7 @@ def _join_threads() -> None:
 
 
 def _without_time(progress: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in progress.items() if name != "wait_seconds"}
+    return {name: value for name, value in progress.items() if not name.endswith(("_seconds", "_ready"))}
 
 
 def _assert_same_state(got: dict[str, Any], expected: dict[str, Any]) -> None:

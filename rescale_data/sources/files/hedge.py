@@ -12,6 +12,8 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from rescale_data.sources.counts import HEDGES, REQUESTS, counts
+
 T = TypeVar("T")
 
 _KNOWN_AFTER = 100
@@ -83,6 +85,7 @@ class Hedge:
         with self._lock:
             allowed = self.hedges < 1 + self.requests // _OF_REQUESTS
             self.hedges += allowed
+        counts().add(HEDGES, allowed)
         return allowed
 
     def _begin(self, work: Callable[[], T], answers: SimpleQueue[_Answer[T]]) -> None:
@@ -93,6 +96,7 @@ class Hedge:
             except Exception as error:
                 answers.put(_Answer(None, error, time.monotonic() - started))
 
+        counts().add(REQUESTS, 1)
         with self._lock:
             self.requests += 1
         threading.Thread(target=run, daemon=True, name="rescale_data-request").start()

@@ -17,6 +17,7 @@ import pyarrow as pa
 from pyarrow.fs import FileSystem
 
 from rescale_data.sources.arrow_types import ArrowBuffer
+from rescale_data.sources.counts import REQUEST_BYTES, RETRIES, counts
 from rescale_data.sources.decoded.ahead import leaving
 from rescale_data.sources.decoded.cache import handles, owner_of
 from rescale_data.sources.files.as_file import AsFile
@@ -169,6 +170,7 @@ class RemoteFile:
             data = ask(offset, length)
             if len(data) != length:
                 raise OSError(f"{len(data)} bytes arrived of {length} at {offset}")
+            counts().add(REQUEST_BYTES, length)
             return data
 
         def fetch() -> bytes:
@@ -242,6 +244,7 @@ def attempt(remote: Remote, url: str, work: Callable[[], T], hedge_after: float 
             seconds = time.monotonic() - started
             if number == remote.retries or leaving.is_set() or seconds + pause >= remote.deadline_seconds:
                 raise _spent(remote, url, error, number + 1, seconds) from error
+        counts().add(RETRIES, 1)
         leaving.wait(pause)
     raise AssertionError
 

@@ -1,0 +1,59 @@
+"""`Report`: how ranks differ in what they wait for and read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+READY = "batches_ready"
+NAMES = (
+    "wait_seconds",
+    "wait_p50_seconds",
+    "wait_p99_seconds",
+    READY,
+    "read_seconds",
+    "transform_seconds",
+    "read_bytes",
+    "requests",
+    "request_bytes",
+    "retries",
+    "hedges",
+)
+
+
+class Spread(NamedTuple):
+    """One number over all dp ranks.
+
+    Args:
+        worst: The dp rank that has most of it; of batches that are ready, least.
+    """
+
+    minimum: float
+    median: float
+    maximum: float
+    worst: int
+
+
+class Report(dict[str, Spread]):
+    """Numbers of `DataLoader.progress` over all dp ranks, by name; as a string a line for a log."""
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{name} {s.minimum:.4g} / {s.median:.4g} / {s.maximum:.4g} (rank {s.worst})" for name, s in self.items()
+        )
+
+
+def report(names: Sequence[str], values: npt.NDArray[np.float64]) -> Report:
+    """Of what each rank has.
+
+    Args:
+        values: ``float64[W, len(names)]``.
+    """
+    found = Report()
+    for name, column in zip(names, values.T, strict=True):
+        worst = column.argmin() if name == READY else column.argmax()
+        found[name] = Spread(float(column.min()), float(np.median(column)), float(column.max()), int(worst))
+    return found
