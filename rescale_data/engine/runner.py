@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
@@ -9,12 +10,13 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from rescale_data.engine.collate import collate as stack
-from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES, Histories, Recipe, Schema, adopt
+from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES, Histories, Recipe, Schema, adopt, path_name
 from rescale_data.errors import DataStateError
 from rescale_data.layout.turns import Turn
 from rescale_data.nodes.base import Node
 from rescale_data.nodes.counted import pass_epochs
 from rescale_data.nodes.provenance import PROVENANCE
+from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.tray import Columns, Tray
 from rescale_data.sources.decoded.interest import serve
 from rescale_data.state import Ints
@@ -139,6 +141,13 @@ class Runner:
             except Exhausted:
                 return count, self._slots(shard).copy()
         return num_samples, None
+
+    def farthest(self, shard: int) -> dict[str, int]:
+        """Of each source the last epoch that a shard's open window has read. Who serves after that loads the table anew."""
+        with contextlib.suppress(Exhausted):
+            self._draw(shard)
+        node = self._live[shard] or self._wake(shard)
+        return {path_name(path): below.rows.farthest for path, below in node.walk() if isinstance(below, Reader)}
 
     def prove(self, shard: int, num_left: int) -> None:
         """``DataStateError`` where a shard did not deliver each row of its epoch once but for those of its last samples.

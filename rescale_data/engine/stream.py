@@ -21,7 +21,7 @@ import numpy as np
 
 from rescale_data.engine.agreement import Agreement, failure_elsewhere
 from rescale_data.engine.feed import Feed, Leg, MicroBatch
-from rescale_data.engine.recipe import DEALT, ENDED, FIRST_SLOT, SAMPLES, UNDEALT
+from rescale_data.engine.recipe import DEALT, ENDED, FIRST_SLOT, SAMPLES, UNDEALT, Histories
 from rescale_data.engine.rest import Rest
 from rescale_data.engine.runner import Exhausted, Runner
 from rescale_data.engine.setup import Setup
@@ -487,6 +487,16 @@ class Stream:
             f"a step begins that it has not completed, or completed last. Give the number of steps that the model has done, or "
             f"load a checkpoint."
         )
+
+    def reached(self, table: Ints, histories: Histories, path: str) -> int:
+        """The last epoch of a source that the windows which are open have read; -1: none is (collective where some is)."""
+        open_at = self.schema.open_windows(table)
+        if not open_at.any():
+            return -1
+        self._runner.load(table, histories)
+        mine = range(len(table)) if self.ranks.simulated else self.layout.owned(self.ranks.rank)
+        found = [self._runner.farthest(shard)[path] for shard in mine if open_at[shard]]
+        return self.ranks.extremes(max(found, default=-1))[1]
 
     def make_again(self, shards: Ints) -> None:
         """Bring rows of other ranks up to date by reading, from the sample that they are of."""

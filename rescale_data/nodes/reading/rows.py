@@ -86,7 +86,8 @@ class ShardRows:
     """
 
     __slots__ = (
-        "_orders", "_plan_key", "_shard", "_since", "_sized", "_source", "_source_key", "_views", "is_full", "steps", "window",
+        "_orders", "_plan_key", "_shard", "_since", "_sized", "_source", "_source_key", "_views", "farthest", "is_full",
+        "steps", "window",
     )  # fmt: skip
 
     def __init__(self, source: Source, shard: Shard, shuffle: bool | int, by_global_batch: bool = False) -> None:
@@ -104,6 +105,7 @@ class ShardRows:
         self._since = _SINCE_EVER if len(views) == 1 else [view.since for view in views]
         self._orders: dict[tuple[int, int], ShardOrder] = {}
         self._sized = -1, 0  # the epoch whose size was asked for last, and that
+        self.farthest = 0  # the last epoch that was read
         cache().forget(self._plan_key)
 
     @property
@@ -177,6 +179,7 @@ class ShardRows:
         """Rows of the shard in an epoch."""
         if epoch != self._sized[0]:
             self._sized = epoch, self.order(epoch).size
+            self.farthest = max(self.farthest, epoch)
         return self._sized[1]
 
     def num_rows(self, first: int, stop: int, shard: int) -> int:
