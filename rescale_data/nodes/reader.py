@@ -101,6 +101,7 @@ class Reader(Node[Any]):
         check_order(shard, shuffle, by_global_batch)
         self._by_global_batch = by_global_batch
         self._rows: ShardRows | None = None
+        self._farthest = 0
         self._packed: str | None = None  # the only column that counts, however the rows are read
         self._column: str | None = None  # the one that is read without its rows
         self._over = self._cuts = False
@@ -125,7 +126,13 @@ class Reader(Node[Any]):
             self._rows = found
         return found
 
+    @property
+    def farthest(self) -> int:
+        """The last epoch that was read."""
+        return self._farthest if self._rows is None else max(self._farthest, self._rows.farthest)
+
     def leave_order(self) -> None:
+        self._farthest = self.farthest
         self._rows = self._share = None
 
     def own_fields(self) -> tuple[Field, ...]:
@@ -216,6 +223,7 @@ class Reader(Node[Any]):
         if views is not self._views:
             self._views = views
             self.leave_order()
+            self._farthest = 0
 
     def documents(self, column: str) -> Documents | None:
         if not follows(self.source, TokenSource):

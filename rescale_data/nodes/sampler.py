@@ -141,8 +141,11 @@ class WeightedSampler(Node[Any]):
         return {name: (node, self._slots(name)) for name, node in self.children.items()}
 
     def bind_children(self) -> None:
-        for node in self._nodes:
-            node.unbind()  # until it is drawn from: there may be hundreds
+        for name, node in self.children.items():
+            if node.children:
+                node.bind(self.bookmark(name))
+            else:
+                node.unbind()  # until it is drawn from: there may be hundreds
 
     def seek(self) -> None:
         self._draws.seek(self.position)

@@ -13,6 +13,7 @@ from weakref import ref
 
 import numpy as np
 
+from rescale_data.nodes.reading.gather import rows_around
 from rescale_data.nodes.reading.proof import running_sums
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.order import (
@@ -101,8 +102,8 @@ class ShardRows:
     """
 
     __slots__ = (
-        "_epoch", "_plan_key", "_reader", "_shard", "_since", "_size", "_source", "_source_key", "_views", "is_full", "steps",
-        "window",
+        "_epoch", "_plan_key", "_reader", "_shard", "_since", "_size", "_source", "_source_key", "_views", "farthest", "is_full",
+        "steps", "window",
     )  # fmt: skip
 
     def __init__(
@@ -123,6 +124,7 @@ class ShardRows:
         self._views = views = views or _whole(source.num_rows)
         self._since = _SINCE_EVER if len(views) == 1 else [view.since for view in views]
         self._epoch, self._size = -1, 0  # whose size was asked for last, and that
+        self.farthest = 0  # the last epoch that was read
         self._reader = None if reader is None else ref(reader)
 
     @property
@@ -183,6 +185,7 @@ class ShardRows:
         """Rows of the shard in an epoch."""
         if epoch != self._epoch:
             self._epoch, self._size = epoch, self.order(epoch).size
+            self.farthest = max(self.farthest, epoch)
         return self._size
 
     def num_rows(self, first: int, stop: int, shard: int) -> int:
@@ -270,7 +273,7 @@ class ShardRows:
         order, num_rows = self.order(epoch, shard), self.view(epoch).num_rows
         if self.is_full and num_rows < self._shard.num_logical_shards:
             return self._few(num_rows, self._shuffle(epoch))[order.virtual(*order.span(row))]
-        return order.rows(self._shuffle(epoch), row, self.fragments(epoch))
+        return rows_around(order, self._shuffle(epoch), row, self.fragments(epoch))
 
     def _few(self, num_rows: int, number: int) -> Ints:
         """All rows as a round permutes them, of which a shard reads one in this epoch and one in that."""
