@@ -102,8 +102,8 @@ class ShardRows:
     """
 
     __slots__ = (
-        "_epoch", "_plan_key", "_reader", "_shard", "_since", "_size", "_source", "_source_key", "_views", "farthest", "is_full",
-        "steps", "window",
+        "_epoch", "_plan_key", "_reader", "_shard", "_since", "_size", "_source", "_source_key", "_views", "farthest",
+        "is_full", "steps", "window",
     )  # fmt: skip
 
     def __init__(
