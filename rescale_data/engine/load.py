@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -206,7 +207,7 @@ def _clock(state: Mapping[str, Any]) -> Clock:
 
 
 def _join(stream: Stream, growth: Growth, table: Ints) -> dict[str, History]:
-    histories = joined(growth, stream.schema, table)
+    histories = joined(growth, stream.schema, table, partial(stream.reached, table))
     for path, added in growth.grown.items():
         since = histories[path][-1][0]
         stream.ranks.log(
