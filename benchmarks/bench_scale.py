@@ -121,7 +121,7 @@ def exchange(ranks: int, absent: int) -> tuple[int, float]:
     def come(me: int) -> None:
         roll_call = RollCall(store, me, range(ranks))
         with contextlib.suppress(Missing):
-            roll_call.wait(roll_call.come("each", "1", ",".join), AWAY)
+            roll_call.wait(roll_call.come("each", "1", ",".join, AWAY), AWAY)
 
     threads = [threading.Thread(target=come, args=(me,)) for me in range(ranks - absent)]
     began = time.perf_counter()

@@ -512,6 +512,13 @@ class TestStates:
         with pytest.raises(rd.DataStateError, match=r"The table of the state lacks the fields \['row'\]"):
             loader_of().load_state_dict({**state, "shards": {k: v for k, v in state["shards"].items() if k != "row"}})
 
+    @pytest.mark.parametrize("shards", [None, [1, 2], "rows"])
+    def test_without_a_table(self, shards: Any) -> None:
+        with pytest.raises(
+            rd.DataStateError, match=r"'shards' of the state is a .*, not a dict of tensors\. Give what"
+        ):
+            loader_of().load_state_dict({**self.saved(), "shards": shards})
+
     def test_with_rows_that_nobody_saved(self) -> None:
         """What DCP leaves in the placeholders of a rank that was lost: its old rows, with another stamp."""
         loader = loader_of()

@@ -8,7 +8,7 @@ import pytest
 
 import rescale_data as rd
 from tests.histories.__main__ import accepts
-from tests.histories.books import Books
+from tests.histories.books import Books, Reference
 from tests.histories.crew import Hang, in_threads
 from tests.histories.history import History, fail_in, failing_reads
 from tests.histories.plans import Pipeline, as_samples
@@ -81,3 +81,23 @@ def test_a_blocklist_may_change_wherever_an_epoch_is() -> None:
             assert not {*_ids(books)} - rows
             assert {n for n in rows if n not in before | blocked} <= {*_ids(books)}
             assert max(_ids(books).values()) == 1
+
+
+def test_files_that_are_added_leave_open_windows_as_they_are() -> None:
+    """A window of an endless stream spans several epochs where a shard has few rows, and some of it has been delivered."""
+    plan = ("Shuffle", ("Pack", (("seq_len", 3), ("eos_id", None)), ("Files", 4)), 5)
+    few, more = {"f1": 24, "f4": 14}, {"f1": 24, "f2": 19, "f4": 14}
+    for saved_at in range(1, 40, 3):
+        first = Seats(lambda _: _endless(Pipeline(plan, few)), Top(1, 8, 8))
+        then, books = Seats(lambda _: _endless(Pipeline(plan, more)), Top(1, 8, 8)), Books()
+        first.take(saved_at, books)
+        then.load(first.state())
+        then.take(12, books)
+        lead = then.lead
+        Reference(lead.loader.setup.recipe, dict(lead.stream.schema.histories)).check(books, repeat=True)
+        first.close()
+        then.close()
+
+
+def _endless(pipeline: Pipeline) -> rd.DataLoader:
+    return rd.DataLoader(pipeline, global_batch_size=8, num_logical_shards=16, repeat=True, collate_fn=as_samples)

@@ -1,7 +1,8 @@
 """How ranks find, ahead of time, the step at which the first shard of any of them ends.
 
 Each rank makes micro batches ahead and says how many it is sure of; the smallest of these counts is safe for all. The
-next exchange begins one step before that is used up, in the background, so that no step waits for it.
+next exchange begins one step before that is used up, so that no step waits for the other ranks, only for three requests to
+the store.
 
 A rank that fails ahead, in reading or in the proof of an epoch, says so in place of a count: all ranks raise, before the same
 micro batch. Where it is an error that passes, all of them may ask again.

@@ -12,8 +12,11 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-SECONDS = 20.0
-"""For one request, whatever else is asked of the store at the time."""
+_SECONDS = 300.0
+
+
+class NoAnswer(RuntimeError):
+    """The store has not answered in time."""
 
 
 class _Request(NamedTuple):
@@ -25,8 +28,11 @@ class Answering:
     """For one thread at a time: a request that waits keeps the others waiting.
 
     Args:
-        store: One of torch's. What is called on this is called on it; ``RuntimeError`` where no answer comes.
+        store: One of torch's. What is called on this is called on it; `NoAnswer` where that takes longer than ``seconds``.
     """
+
+    seconds: float = _SECONDS
+    """For one request from now on."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -39,9 +45,9 @@ class Answering:
             request = _Request(lambda: getattr(self._store, name)(*args), SimpleQueue())
             self._requests.put(request)
             try:
-                value, error = request.answer.get(timeout=SECONDS)
+                value, error = request.answer.get(timeout=self.seconds)
             except Empty:
-                raise RuntimeError(f"the store has not answered for {SECONDS:g} s") from None
+                raise NoAnswer(f"the store has not answered for {self.seconds:g} s") from None
             if error is not None:
                 raise error
             return value

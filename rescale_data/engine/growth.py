@@ -7,7 +7,7 @@ the manifest itself while there is one, else ``{"by_epoch": [[epoch, manifest], 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -23,6 +23,7 @@ from rescale_data.state import Ints, offsets
 
 Manifest: TypeAlias = Mapping[str, Any]
 
+_NEVER = 1 << 40
 _EPOCH = "epoch"  # it may differ although nothing of an epoch has been drawn
 
 
@@ -81,14 +82,23 @@ def refuse_changes(growth: Growth) -> None:
         raise DataStateError(_message(growth.changed, _LEAVE_OUT))
 
 
-def joined(growth: Growth, schema: Schema, table: Ints) -> dict[str, History]:
-    """The histories from now on: what was added joins at the next epoch that no logical shard has begun."""
-    return {
-        path: _grow(history, next_epoch(schema, table, path), schema.manifests[path])
-        if path in growth.grown
-        else history
-        for path, history in growth.histories.items()
-    }
+def joined(
+    growth: Growth, schema: Schema, table: Ints, reached: Callable[[dict[str, History], str], int]
+) -> dict[str, History]:
+    """The histories from now on: what was added joins at the next epoch that no logical shard has begun.
+
+    Args:
+        reached: By such histories and of a source, the last epoch that an open window has read: some of it was delivered.
+    """
+
+    def since(epoch_of: Callable[[str], int]) -> dict[str, History]:
+        return {
+            path: _grow(history, epoch_of(path), schema.manifests[path]) if path in growth.grown else history
+            for path, history in growth.histories.items()
+        }
+
+    before = since(lambda _: _NEVER)
+    return since(lambda path: max(next_epoch(schema, table, path), reached(before, path) + 1))
 
 
 def begin_next_epoch(growth: Growth, schema: Schema, table: Ints) -> tuple[dict[str, History], int]:

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -186,6 +187,11 @@ def _whole(ranks: Ranks, shards: Any) -> dict[str, torch.Tensor]:
     """The table with all rows (collective where it is that of one rank)."""
     if isinstance(shards, RankRows):
         return shards.whole()
+    if not isinstance(shards, Mapping):
+        raise DataStateError(
+            f"'shards' of the state is a {type(shards).__name__}, not a dict of tensors. Give what loader.state_dict() "
+            f"returned."
+        )
     for value in shards.values():
         if not isinstance(value, torch.Tensor):
             raise DataStateError(f"A field of the state is a {type(value).__name__}, not a tensor.")
@@ -201,7 +207,7 @@ def _clock(state: Mapping[str, Any]) -> Clock:
 
 
 def _join(stream: Stream, growth: Growth, table: Ints) -> dict[str, History]:
-    histories = joined(growth, stream.schema, table)
+    histories = joined(growth, stream.schema, table, partial(stream.reached, table))
     for path, added in growth.grown.items():
         since = histories[path][-1][0]
         stream.ranks.log(

@@ -67,7 +67,7 @@ def meet(store: Store, me: int, members: Sequence[int], timeout: float, value: s
     """What all members say, joined by commas; ``RuntimeError`` where some member does not come to where a group is made."""
     roll_call = RollCall(part("meet", store), me, members)
     try:
-        return roll_call.wait(roll_call.come("make", value, ",".join), timeout)
+        return roll_call.wait(roll_call.come("make", value, ",".join, timeout), timeout)
     except Missing as missing:
         raise RuntimeError(
             f"The ranks {missing.ranks} did not build the data loader that rank {members[me]} builds, within "

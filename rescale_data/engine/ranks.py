@@ -60,7 +60,7 @@ class Circle:
         """
         text = " ".join(map(str, values))
         with call.errors(self._names[self._me]):
-            coming = self.roll_call.come(call.name, text, lambda texts: _text(decide(_table(texts))))
+            coming = self.roll_call.come(call.name, text, lambda texts: _text(decide(_table(texts))), call.seconds)
 
         def result() -> Ints:
             with call.errors(self._names[self._me]):
@@ -71,7 +71,7 @@ class Circle:
     def gather(self, call: Call, tensor: torch.Tensor) -> torch.Tensor:
         """Tensors of one shape, stacked, one of each process."""
         with call.errors(self._names[self._me]):
-            coming = self.roll_call.come(call.name, "", self.roll_call.ticket)
+            coming = self.roll_call.come(call.name, "", self.roll_call.ticket, call.seconds)
             ticket = int(self.roll_call.wait(coming, call.seconds, call.is_reading))
             with self.roll_call.in_turn(ticket, call.seconds):
                 if self._broken is not None:
@@ -88,7 +88,8 @@ class Circle:
 
     def _find_lost(self, name: str) -> None:
         """`Missing` where some process does not say that it too saw an exchange fail."""
-        self.roll_call.wait(self.roll_call.come(f"{name}/lost", "", lambda _: ""), _SECONDS_AFTER_A_FAILURE)
+        seconds = _SECONDS_AFTER_A_FAILURE
+        self.roll_call.wait(self.roll_call.come(f"{name}/lost", "", lambda _: "", seconds), seconds)
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Call:
 
     def _failure(self, rank: int, missing: list[int] | None, reason: str) -> RuntimeError:
         if missing is None:
-            who = "or the store gave no answer: the process that holds it (rank 0 of the job) cannot be reached either"
+            who = "and the process that holds the store (rank 0 of the job) cannot be reached either"
         elif missing:
             who = f"because the ranks {missing} did not come to it, or died in it"
         else:

@@ -34,6 +34,7 @@ UNDEALT, ENDED = (
     -2,
 )  # in DEALT: nothing is dealt; the last batch of the epoch was taken, and the rows begin the next
 EPOCH = "epoch"  # how a field that counts epochs is called
+_IN_WINDOW = "emitted"  # that counts the samples of an open window
 EXCLUDED_STEPS = "excluded_steps"
 """Beside the parameters of the root: steps that are left out, ``[[first, stop], ...]``."""
 IN_STEP = "in_step"
@@ -204,6 +205,14 @@ class Schema:
     def slots_at(self, table: Ints, path: tuple[str, ...]) -> Ints | None:
         """The slots of the node at ``path``, a view; `None` where it lives inside a foreign node."""
         return _slots_at(self.root, table[:, FIRST_SLOT:], path)
+
+    def open_windows(self, table: Ints) -> Ints:
+        """``int64[N]``, not 0 in logical shards of which some of a window's samples were delivered, and others not."""
+        found = np.zeros(len(table), dtype=np.int64)
+        for field, start in zip(self.root.fields, offsets(self.root.fields), strict=False):
+            if field.path[-1] == _IN_WINDOW:
+                found |= table[:, FIRST_SLOT + start]
+        return found
 
     def prepare(self, table: Ints, shards: Ints) -> None:
         """The given shards are about to be served: begin to bring what they need first."""

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from rescale_data.engine.answering import Answering
+from rescale_data.engine.answering import Answering, NoAnswer
 
 _LOOK = 2.0
 """Seconds between looks for the verdict, or for who is missing."""
@@ -79,7 +79,7 @@ class RollCall:
     """
 
     def __init__(self, store: Store, me: int, names: Sequence[int]) -> None:
-        self._home: Any = Answering(store)
+        self._home = Answering(store)
         self._me, self._names = me, list(names)
         self._thread, self._own = threading.get_ident(), threading.local()
         self._turns: dict[str, int] = {}
@@ -88,16 +88,18 @@ class RollCall:
         self._readers: set[int] = set()  # threads
         self._signs: threading.Thread | None = None
 
-    def come(self, name: str, value: str, decide: Callable[[list[str]], str]) -> Coming:
+    def come(self, name: str, value: str, decide: Callable[[list[str]], str], seconds: float) -> Coming:
         """Say that this rank has come to the next call of this name.
 
         Args:
             value: What this rank has to say, one line.
             decide: What follows from the values of all ranks, by index; run on the last rank that comes.
+            seconds: In which the store answers.
 
         Raises:
             Missing: The store cannot be asked.
         """
+        self._store.seconds = seconds
         try:
             return self._come(name, value, decide)
         except (RuntimeError, dist.DistError):
@@ -121,6 +123,7 @@ class RollCall:
         Args:
             pauses_for_reading: Whether time stands still while some rank says that it reads.
         """
+        self._store.seconds = seconds
         try:
             verdict = self._verdict(coming, seconds, pauses_for_reading)
         except (RuntimeError, dist.DistError):
@@ -166,13 +169,12 @@ class RollCall:
                 self._store.add("reading", 1)
 
     @property
-    def _store(self) -> Store:
+    def _store(self) -> Answering:
         """A connection for each thread: one that waits keeps its own busy."""
         if threading.get_ident() == self._thread:
             return self._home
         if not hasattr(self._own, "store"):
-            cloned: Any = Answering(self._home.clone())
-            self._own.store = cloned
+            self._own.store = Answering(self._home.clone())
         return self._own.store
 
     def _verdict(self, coming: Coming, seconds: float, pauses_for_reading: bool) -> str:
@@ -205,6 +207,8 @@ class RollCall:
     def _appears(self, key: str, seconds: float) -> bool:
         try:
             self._store.wait([key], datetime.timedelta(seconds=seconds))
+        except NoAnswer:
+            raise
         except (RuntimeError, dist.DistError):
             return self._store.check([key])  # which fails too where the store is gone
         return True

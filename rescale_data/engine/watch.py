@@ -20,9 +20,19 @@ from rescale_data.nodes.shard_of import find_shard
 from rescale_data.sources.counts import counts
 
 _logger = logging.getLogger("rescale_data")
-_OURS = "rescale_data."
-_USERS = ("rescale_data.sources.dataset", "rescale_data.sources.iterable")
-_RANKS = ("rescale_data.engine.rollcall", "rescale_data.engine.ranks", "rescale_data.engine.agreement")
+_OURS, _USERS = "rescale_data.", "in a function of the user's"
+_KINDS = (
+    ("rescale_data.sources.", "reading"),
+    ("rescale_data.engine.rollcall", "waiting for other ranks"),
+    ("rescale_data.engine.ranks", "waiting for other ranks"),
+    ("rescale_data.engine.agreement", "waiting for other ranks"),
+    *(
+        (f"rescale_data.nodes.{name}", _USERS)
+        for name in ("map", "filter", "random_map", "tokenize", "clean", "foreign")
+    ),
+    *((f"rescale_data.engine.{name}", _USERS) for name in ("runner", "recipe", "feed")),
+)
+"""What a thread is about in a module, the first that fits: the last ones call functions of the user's."""
 _FEEDS = ("rescale_data.engine.workers", "rescale_data.engine.feed")
 """What waits for batches that others make."""
 
@@ -51,19 +61,23 @@ class Watch:
         self._seconds, self._say, self._clock = seconds, say, clock
         self.thread, self.said, self._told = 0, False, -1.0
         self._stopped = threading.Event()
+        self._looks: threading.Thread | None = None
 
     def start(self) -> None:
         """Look at this thread from now on, every so often, in the background."""
         if not self.thread:
             self._stopped = threading.Event()
             given = weakref.ref(self), min(1.0, self._seconds / 4), self._stopped
-            threading.Thread(target=_look, args=given, daemon=True, name="rescale_data-watch").start()
+            self._looks = threading.Thread(target=_look, args=given, daemon=True, name="rescale_data-watch")
+            self._looks.start()
         self.thread = threading.get_ident()
 
     def stop(self) -> None:
         """Look no more, until the next start."""
         self.thread = 0
         self._stopped.set()
+        if self._looks is not None:
+            self._looks.join(1.0)  # it may just be telling something
 
     def look(self) -> None:
         """Say it, if the work takes long and it has not been said."""
@@ -110,12 +124,10 @@ def _work(module: str, called: FrameType | None) -> str:
     """
     if counts().file:
         return f"reading {counts().file}"
-    if module in _RANKS:
-        return "waiting for other ranks"
-    if called is not None and (module in _USERS or not module.startswith("rescale_data.sources.")):
-        where = f"{called.f_code.co_qualname} ({called.f_code.co_filename}, line {called.f_lineno})"
-        return f"reading, in {where}" if module in _USERS else f"in a function of the pipeline, {where}"
-    return "reading" if module.startswith("rescale_data.sources.") else f"in {module}"
+    kind = next((kind for begin, kind in _KINDS if module.startswith(begin)), f"in {module}")
+    if called is None:
+        return kind
+    return f"{kind}, {called.f_code.co_qualname} ({called.f_code.co_filename}, line {called.f_lineno})"
 
 
 def _for_whom(ours: FrameType) -> str:

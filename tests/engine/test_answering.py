@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from rescale_data.engine import answering
 from rescale_data.engine.answering import Answering
 from rescale_data.engine.rollcall import Missing, RollCall
 
@@ -25,8 +24,7 @@ class Vanishing:
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(answering, "SECONDS", 0.3)
+def store() -> Any:
     store = Vanishing()
     yield store
     store.end.set()
@@ -34,13 +32,13 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_store_that_is_gone_before_a_call_or_during_one_is_said_to_be(store: Vanishing) -> None:
     roll_call = RollCall(store, 0, [0, 1])  # type: ignore[arg-type]
-    coming = roll_call.come("call", "x", ",".join)
+    coming = roll_call.come("call", "x", ",".join, 0.5)
     threading.Timer(0.1, lambda: setattr(store, "gone", True)).start()
     with pytest.raises(Missing) as missing:
-        roll_call.wait(coming, 30.0)
+        roll_call.wait(coming, 0.5)
     assert missing.value.ranks is None
     with pytest.raises(Missing) as missing:
-        roll_call.come("call", "x", ",".join)
+        roll_call.come("call", "x", ",".join, 0.3)
     assert missing.value.ranks is None
 
 

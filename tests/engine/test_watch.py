@@ -85,7 +85,7 @@ def test_a_function_of_the_users_is_named_once_with_shard_and_row(tmp_path: Path
     loader = rd.DataLoader(pipeline, global_batch_size=4, num_logical_shards=4, dp_rank=1, dp_world_size=2)
     (said,) = said_of(loader, blocks, caplog)
     assert "Rank 1 has waited 10 s for a batch" in said  # at 11.0, since 0.5
-    assert "in a function of the pipeline, Blocks.__call__ (" in said
+    assert "in a function of the user's, Blocks.__call__ (" in said
     assert "test_watch.py, line" in said
     assert "logical shard 2" in said
     assert f"{tmp_path}/rows.parquet, row 32" in said
@@ -103,7 +103,7 @@ def test_reading_is_named_with_its_file(tmp_path: Path, caplog: Any, monkeypatch
 def test_a_dataset_of_the_users_is_named(caplog: Any) -> None:
     blocks = Blocks()
     (said,) = said_of(rd.DataLoader(Dataset(blocks), global_batch_size=4), blocks, caplog)
-    assert "reading, in Dataset.__getitem__ (" in said
+    assert "reading, Dataset.__getitem__ (" in said
 
 
 def until_exists(file: str, sample: Any) -> Any:
@@ -142,7 +142,7 @@ def test_a_worker_is_named_and_what_it_is_about(tmp_path: Path, caplog: Any) -> 
         logger.removeHandler(hears)
         go_on.touch()
     assert len(lines) == 1
-    assert "waiting for worker 0, in a function of the pipeline, until_exists (" in lines[0]
+    assert "waiting for worker 0, in a function of the user's, until_exists (" in lines[0]
     assert "logical shard 0, last row drawn" in lines[0]
     list(loader)
     assert loader._pool._board.read(0) == ""  # type: ignore[union-attr]
@@ -218,4 +218,4 @@ def test_nothing_is_said_of_what_is_not_long() -> None:
 def test_the_thread_of_prefetch_batches_is_looked_at(caplog: Any) -> None:
     blocks = Blocks()
     (said,) = said_of(rd.DataLoader(Dataset(blocks), global_batch_size=4, prefetch_batches=2), blocks, caplog)
-    assert "waiting for the thread of prefetch_batches, reading, in Dataset.__getitem__ (" in said
+    assert "waiting for the thread of prefetch_batches, reading, Dataset.__getitem__ (" in said

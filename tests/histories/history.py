@@ -89,6 +89,7 @@ class History:
         self.number, self.lists = 0, [self._blocklist()]
         self.changes: list[str] = []  # what differs from when the state was saved
         self.no_ahead = False
+        self.histories: dict[str, Any] = {}
 
     @property
     def packs_blocked(self) -> bool:
@@ -218,13 +219,20 @@ class History:
         if self.blocks:
             bare = Pipeline(self.plan, self.files)
             recipe = type(recipe)(bare, recipe.num_logical_shards, recipe.seed, recipe.repeat, recipe.verify)
-        self.reference = Reference(recipe, copy.deepcopy(dict(schema.histories)))
+        for path, manifest in schema.manifests.items():
+            now = schema.histories.get(path) or [(0, manifest)]  # a state keeps what it needs, the oracle all
+            self.histories[path] = [each for each in self.histories.get(path, []) if each[0] < now[0][0]] + list(now)
+        self.reference = Reference(recipe, copy.deepcopy(self.histories))
 
     def check_load(self, saved: dict[str, Any]) -> None:
         top, loaded = self.now, self.seats.state()
         was, now = tuple(saved[key] for key in TOPOLOGY), (top.o, top.w, top.b)
         at_step = (saved["samples"] - saved["origin"]) % was[0] == 0 and top.o == was[0]
-        besides = (*TOPOLOGY, *(("pipeline", "sources") if self.changes or self.excluded else ()))
+        besides = (
+            *TOPOLOGY,
+            "sources",
+            *(("pipeline",) if self.changes or self.excluded else ()),
+        )  # folded where it can be
         anew = "blocklist" in self.changes and (saved["shards"]["dealt"] >= 0).any()  # what was dealt may be blocked
         if not anew and (at_step or now == was or saved["samples"] == saved["origin"]):
             difference = same_state(saved, loaded, besides)

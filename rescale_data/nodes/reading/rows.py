@@ -12,6 +12,7 @@ from typing import SupportsIndex
 
 import numpy as np
 
+from rescale_data.nodes.reading.gather import rows_around
 from rescale_data.nodes.reading.proof import running_sums
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.order import (
@@ -85,7 +86,8 @@ class ShardRows:
     """
 
     __slots__ = (
-        "_orders", "_plan_key", "_shard", "_since", "_sized", "_source", "_source_key", "_views", "is_full", "steps", "window",
+        "_orders", "_plan_key", "_shard", "_since", "_sized", "_source", "_source_key", "_views", "farthest", "is_full",
+        "steps", "window",
     )  # fmt: skip
 
     def __init__(self, source: Source, shard: Shard, shuffle: bool | int, by_global_batch: bool = False) -> None:
@@ -103,6 +105,7 @@ class ShardRows:
         self._since = _SINCE_EVER if len(views) == 1 else [view.since for view in views]
         self._orders: dict[tuple[int, int], ShardOrder] = {}
         self._sized = -1, 0  # the epoch whose size was asked for last, and that
+        self.farthest = 0  # the last epoch that was read
         cache().forget(self._plan_key)
 
     @property
@@ -176,6 +179,7 @@ class ShardRows:
         """Rows of the shard in an epoch."""
         if epoch != self._sized[0]:
             self._sized = epoch, self.order(epoch).size
+            self.farthest = max(self.farthest, epoch)
         return self._sized[1]
 
     def num_rows(self, first: int, stop: int, shard: int) -> int:
@@ -258,7 +262,7 @@ class ShardRows:
         order, num_rows = self.order(epoch, shard), self.view(epoch).num_rows
         if self.is_full and num_rows < self._shard.num_logical_shards:
             return self._few(num_rows, self._shuffle(epoch))[order.virtual(*order.span(row))]
-        return order.rows(self._shuffle(epoch), row, self.fragments(epoch))
+        return rows_around(order, self._shuffle(epoch), row, self.fragments(epoch))
 
     def _few(self, num_rows: int, number: int) -> Ints:
         """All rows as a round permutes them, of which a shard reads one in this epoch and one in that."""
