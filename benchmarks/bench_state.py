@@ -178,8 +178,15 @@ def bare(source: rd.ArrowSource) -> Iterator[Any]:
 class ForgetfulRunner(Runner):
     """Draws, and keeps no count of it in the table."""
 
+    def load(self, *args: Any) -> None:
+        super().load(*args)
+        self._nodes: dict[int, list[Any]] = {}
+
     def take(self, turn: Turn, collate: Collate | None) -> tuple[Any, Any]:
-        return self._write(turn.shards, self._columns), None
+        nodes = self._nodes.get(turn.shards[0])
+        if nodes is None:
+            nodes = self._nodes[turn.shards[0]] = [self._live[shard] or self._wake(shard) for shard in turn.shards]
+        return self._write(nodes, turn.shards, self._columns), None
 
 
 class ForgetfulStream(Stream):

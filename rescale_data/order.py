@@ -44,8 +44,12 @@ def generator(label: str, *numbers: int) -> np.random.Generator:
 
 
 def _philox(label: str, numbers: Sequence[int]) -> np.random.Philox:
+    return np.random.Philox(_Key(_digest(label, numbers)))  # pyright: ignore[reportArgumentType]  # NumPy's stubs know SeedSequence alone
+
+
+def _digest(label: str, numbers: Sequence[int]) -> bytes:
     text = "/".join((label, *(str(int(number)) for number in numbers)))
-    return np.random.Philox(_Key(hashlib.blake2b(text.encode(), digest_size=16).digest()))  # pyright: ignore[reportArgumentType]  # NumPy's stubs know SeedSequence alone
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 class _Key(ISeedSequence):
@@ -347,4 +351,11 @@ class ShardOrder:
         rows = virtual if fragments is None else fragments.rows(virtual)
         if not self.window:
             return rows
-        return rows[permutation(stop - first, "window", self.seed, epoch, self.shard, first // self.window)]
+        return rows[permutation(stop - first, "window", *self._window_of(epoch, first))]
+
+    def key(self, epoch: int, row: int) -> bytes:
+        """Of the random words by which the window that begins at ``row`` is permuted, 16 bytes."""
+        return _digest("window", self._window_of(epoch, row))
+
+    def _window_of(self, epoch: int, first: int) -> tuple[int, ...]:
+        return self.seed, epoch, self.shard, first // self.window

@@ -297,8 +297,10 @@ class Reading:
                 raise StopIteration
             if self.epoch != batches.epoch:  # it ended within steps that are left out
                 raise StopIteration
-        batch = self._finish(stream.peek())
+        batch = self._finish(stream.peek()) if self._must_finish else None
         micro_batch = stream.take()  # no sooner: a batch that cannot be handed over has not been delivered
+        if batch is None:
+            batch = micro_batch.batch
         if self._steps is not None:
             self._at_multiple = self._is_multiple()
         self._last_taken = (batches.number, thread)
@@ -323,6 +325,10 @@ class Reading:
         if self._steps is None:
             return False
         return not self._begun and self.step % self._steps == 0
+
+    @property
+    def _must_finish(self) -> bool:
+        return self._pin or self.setup.tail == "pad"
 
     def _finish(self, micro_batch: MicroBatch) -> Any:
         batch = micro_batch.batch

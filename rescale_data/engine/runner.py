@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -41,7 +42,7 @@ class Runner:
         self._live: list[Node[Any] | None] = [None] * recipe.num_logical_shards
         self._columns, self._write_ready = schema.root.writes, schema.root.write_ready
         self._samples = self.table[:, SAMPLES]  # a view
-        self._views: dict[tuple[int, int], tuple[Ints, Ints]] = {}
+        self._visits: dict[int, _Visit] = {}  # of turns that come again
 
     def load(self, table: Ints, histories: Histories, owned: range | None = None) -> None:
         """Go on from a table.
@@ -58,7 +59,7 @@ class Runner:
             serve(self.schema.sources().values(), owned)
             self.schema.prepare(table, np.array(owned, dtype=np.int64))
         self.table[:] = table
-        self._live, self._views = [None] * len(table), {}
+        self._live, self._visits = [None] * len(table), {}
 
     def take(self, turn: Turn, collate: Collate | None) -> tuple[Any, Ints]:
         """One micro batch and the rows of the shards that it visited, ``int64[M, columns]``, a copy.
@@ -66,17 +67,26 @@ class Runner:
         Args:
             collate: `None` stacks; where the pipelines can write, they then do so in place.
         """
-        if turn.numbers is not None:
+        visit = self._visits.get(id(turn))
+        if visit is not None and collate is None:
+            batch = self._write(visit.nodes, turn.shards, self._columns)
+            visit.samples += turn.counts
+            return batch, visit.rows.copy()
+        if turn.numbers is not None:  # each is counted when it is fetched
             batch = _collated(
                 [self._fetch(*p) for p in zip(turn.shards, turn.numbers, turn.is_real, strict=True)], collate
             )
-        elif collate is None and self._columns:
-            batch = self._write(turn.shards, self._columns)
+            return batch, self.table[turn.index].copy()
+        if collate is None and self._columns:
+            nodes = [self._live[shard] or self._wake(shard) for shard in turn.shards]
+            batch = self._write(nodes, turn.shards, self._columns)
+            if isinstance(turn.index, slice):
+                rows = self.table[turn.index]
+                self._visits[id(turn)] = _Visit(turn, nodes, rows, rows[:, SAMPLES])
         else:
             batch = _collated([self._draw(shard) for shard in turn.shards], collate)
-        if turn.numbers is not None:  # each was counted when it was fetched
-            return batch, self.table[turn.index].copy()
-        return batch, self._count(turn)
+        self._samples[turn.index] += turn.counts
+        return batch, self.table[turn.index].copy()
 
     def trace(self, turn: Turn, shards: Container[int]) -> tuple[list[list[str]], Ints]:
         """One micro batch as `take`, but of each sample only where it comes from, a line a document.
@@ -116,7 +126,7 @@ class Runner:
             num_samples -= step
             if num_samples:
                 self._slots(shard)[:] = end[1][0]
-                self._live[shard] = None
+                self._live[shard], self._visits = None, {}
                 num_samples -= pass_epochs(node, self._slots(shard), shard, num_samples)
 
     def look_ahead(self, shard: int, num_samples: int) -> tuple[int, Ints | None]:
@@ -163,25 +173,11 @@ class Runner:
         for _, below in node.walk():
             below.verify()
 
-    def _count(self, turn: Turn) -> Ints:
-        """The rows of a turn, a copy, with its samples counted; where they are a slice, by views that are made once."""
-        index = turn.index
-        if not isinstance(index, slice):
-            self._samples[index] += turn.counts
-            return self.table[index]
-        views = self._views.get((index.start, index.stop))
-        if views is None:
-            views = self._views[index.start, index.stop] = self.table[index], self._samples[index]
-        rows, samples = views
-        samples += turn.counts
-        return rows.copy()
-
     def _slots(self, shard: int) -> Ints:
         return self.table[shard, FIRST_SLOT:]
 
-    def _write(self, shards: list[int], columns: Columns) -> Any:
+    def _write(self, nodes: list[Node[Any]], shards: list[int], columns: Columns) -> Any:
         tray = Tray(columns, len(shards))
-        nodes = [self._live[shard] or self._wake(shard) for shard in shards]
         place = 0
         while (place := self._write_ready(nodes, tray, place)) < len(shards):
             self._draw(shards[place], tray, place)
@@ -262,6 +258,16 @@ class Runner:
         node.bind(self._slots(shard).data)
         self._live[shard] = node
         return node
+
+
+@dataclass(slots=True)
+class _Visit:
+    """A turn that comes again: the nodes of its samples; of the rows of the table that it visits and of their counts, views."""
+
+    turn: Turn
+    nodes: list[Node[Any]]
+    rows: Ints
+    samples: Ints
 
 
 def _lines(sample: Any, node: Node[Any] | None) -> list[str]:

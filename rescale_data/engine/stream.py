@@ -70,8 +70,8 @@ class Stream:
 
     def follow(self, other: Stream) -> None:
         """Count on from where another stream had counted to at this moment."""
-        begun = other._begun
-        other = begun[0] if begun is not None and begun[0].clock.samples == self.clock.samples else other
+        begun = None if other._begun is None else other._begun.stream
+        other = begun if begun is not None and begun.clock.samples == self.clock.samples else other
         self.dropped_samples, self.padded_samples = other.dropped_samples, other.padded_samples
         self._took, self._was_empty = other._took, other._was_empty
 
@@ -89,9 +89,7 @@ class Stream:
         self._took, self._was_empty = False, False  # in this epoch, from here on; the epoch before
         self._size: int | None = None
         self._unproven = ""  # what the proof of this epoch found
-        self._begun: tuple[Stream, slice, Ints] | None = (
-            None  # as it stood when its last step began, and its own rows then
-        )
+        self._begun: _Begun | None = None  # as it stood when its last step began
         self.rewind()
 
     def regroup(self, layout: Layout) -> None:
@@ -116,19 +114,17 @@ class Stream:
 
     @clock.setter
     def clock(self, clock: Clock) -> None:
-        self._clock = clock
+        self._clock, self.epoch, self._in_step = clock, clock.epoch, self.layout.gradient_accumulation_steps
         self._u = self._clock_u = clock.micro_batch(self.layout)  # the next micro batch, counted from `origin`
-
-    @property
-    def epoch(self) -> int:
-        return self._clock.epoch
 
     # Taking
 
     def take(self) -> MicroBatch:
         """The next micro batch; from here on the state says that it was delivered."""
-        if not self._ahead or not self.is_calm:
+        if not self._ahead or self._u >= self._calm_until:
             self.peek()
+        if self._u + 1 < self._calm_until:
+            return self._take_one()
         leg = self._leg
         ends = leg is not None and leg.deal is not None and leg.stop == self._u + 1
         if not (ends or self._verify):
@@ -140,16 +136,22 @@ class Stream:
             vars(self).update({**before, "_unproven": self._unproven, "_rest": self._rest})
             raise
 
-    def _take(self) -> MicroBatch:
-        self._remember()
+    def _take_one(self) -> MicroBatch:
+        """The next micro batch where a step of the main phase goes on or begins."""
+        if not self._u % self._in_step:
+            self._remember()
         micro_batch = self._ahead.popleft()
+        if self._begun is not None:
+            self._begun.keep(self.table, micro_batch.visited)
         micro_batch.commit(self.table)
-        leg = self._leg
+        self._u, self._took = self._u + 1, True
+        return micro_batch
+
+    def _take(self) -> MicroBatch:
+        leg, u = self._leg, self._u
+        micro_batch = self._take_one()
         if leg is not None and leg.deal is not None:
-            self.owners = leg.deal.owners(self.owners, self._u)
-        self._advance(1)
-        if self._u < self._calm_until:
-            return micro_batch
+            self.owners = leg.deal.owners(self.owners, u)
         try:
             self._settle()
         except Exception as error:
@@ -229,6 +231,7 @@ class Stream:
         return np.concatenate([self.table.flatten(), np.array(counts, dtype=np.int64)])
 
     def _stand(self, numbers: Ints) -> None:
+        self.table = self.table.copy()
         self.table[:] = numbers[:-6].reshape(self.table.shape)
         samples, origin, step, epoch, self.dropped_samples, self.padded_samples = numbers[-6:].tolist()
         self.clock = Clock(samples=samples, origin=origin, step=step, epoch=epoch)
@@ -361,8 +364,8 @@ class Stream:
     def _deal(self) -> None:
         """Serve what the shards still have to the same ranks: all of it, or, where only reading tells, the next round."""
         if self._left is None:
-            self.table, left = self._the_rest().look(self.table, self.owners, self.schema.histories)
-            samples = self.table[:, SAMPLES].copy()
+            table, left = self._the_rest().look(self.table, self.owners, self.schema.histories)
+            self.table, samples = table.copy(), table[:, SAMPLES].copy()
         else:
             self.table = self.table.copy()
             delivered = self._main_phase(self._u - self._first)
@@ -400,6 +403,7 @@ class Stream:
         )  # before all else: reading may have to go on again
         if self._verify:
             self._prove(deal)
+        self.table = self.table.copy()
         self.table[:, FIRST_SLOT:] = begins
         self.table[:, SAMPLES] = deal.samples + delivered
         self.table[:, DEALT] = ENDED
@@ -476,11 +480,8 @@ class Stream:
         o, taken = self.layout.global_batch_size, self._u % self.layout.gradient_accumulation_steps
         if step == self.clock.global_step(o) and not taken:
             return self
-        if self._begun is not None and step == self._begun[0].clock.global_step(o):
-            stream, own, rows = self._begun
-            stream.table = stream.table.copy()
-            stream.table[own] = rows
-            return stream
+        if self._begun is not None and step == self._begun.stream.clock.global_step(o):
+            return self._begun.again()
         raise ValueError(
             f"step={step}: this rank has taken {taken} micro batches of step {self.clock.global_step(o)}, and can go on where "
             f"a step begins that it has not completed, or completed last. Give the number of steps that the model has done, or "
@@ -514,18 +515,25 @@ class Stream:
         self._runner.load(self.table, self.schema.histories)
         for shard in shards.tolist():
             self._runner.skip(shard, int(reached[shard] - self.table[shard, SAMPLES]))
+        if self._begun is not None:
+            self._begun.keep(self.table, shards)
         self.table[shards] = self._runner.table[shards]
 
     def _remember(self) -> None:
-        """Where a step begins: in the main phase a rank changes its own rows alone, so these are enough."""
-        if self._u % self.layout.gradient_accumulation_steps:
-            return
-        block = self.layout.owned(self.ranks.rank)
-        own = slice(block.start, block.stop) if not self.rows_are_dealt else slice(None)
-        self._begun = None
-        begun = object.__new__(Stream)
-        vars(begun).update(vars(self))
-        self._begun = begun, own, self.table[own].copy()
+        """Where a step begins: in one leg that is the same but for how far it is."""
+        begun = self._begun
+        if (
+            begun is None
+            or begun.stream.table is not self.table
+            or begun.stream._leg is not self._leg
+            or not self.is_calm
+        ):
+            self._begun = None
+            stream = object.__new__(Stream)
+            vars(stream).update(vars(self))
+            begun = self._begun = _Begun(stream)
+        begun.stream._u, begun.stream._took = self._u, self._took
+        begun.changed = []
 
     def _main_phase(self, num_micro_batches: int) -> Ints:
         """Samples that each of the N shards delivers in micro batches of the main phase, from the beginning of the leg."""
@@ -539,8 +547,11 @@ class Stream:
             self.start()
         while not self._exhausted and self._u + len(self._ahead) < u:
             try:
-                with self.ranks.reading():
+                if self.ranks.circle is None:
                     self._ahead.append(self._feed.take())
+                else:
+                    with self.ranks.reading():
+                        self._ahead.append(self._feed.take())
             except Exhausted:
                 self._exhausted = True
             except BaseException:
@@ -564,3 +575,26 @@ class Stream:
             reached = self.table[:, SAMPLES] + self.layout.delivered(self.table[:, SAMPLES], self._u, stop)
         self._move(np.array(self.layout.owned(self.ranks.rank), dtype=np.int64), reached)
         self.owners = self.layout.owners
+
+
+class _Begun:
+    """A stream as it stood when a step began.
+
+    Args:
+        stream: It, but for its table, whose rows change in place.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.changed: list[tuple[slice | Ints, Ints]] = []
+        """Rows that were changed since, each time as they were before."""
+
+    def keep(self, table: Ints, rows: slice | Ints) -> None:
+        self.changed.append((rows, table[rows].copy()))
+
+    def again(self) -> Stream:
+        """The stream with the table of then."""
+        self.stream.table = self.stream.table.copy()
+        for rows, before in reversed(self.changed):
+            self.stream.table[rows] = before
+        return self.stream

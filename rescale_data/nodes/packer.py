@@ -144,7 +144,11 @@ class TokenPacker(Node[dict[str, Tensor]]):
         if nodes[0].stream.one_by_one:
             return first
         columns, stretches = tray.arrays, [node.stream.found for node in nodes]
-        return fill(stretches, first, columns["tokens"], columns.get("labels"), columns.get("doc_ids"))
+        first = fill(stretches, first, columns["tokens"], columns.get("labels"), columns.get("doc_ids"))
+        if first < len(nodes):
+            for node in nodes:
+                node.stream.read_ahead()
+        return first
 
     def skip(self, num_samples: int) -> None:
         tray = Tray(self.writes, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from weakref import ref
 
 from rescale_data.errors import DataStateError
@@ -15,6 +16,7 @@ from rescale_data.nodes.reading.spans import MANY, Spans
 from rescale_data.sources.decoded.cache import cache, owner_of
 
 _SILENT_EPOCHS = 2
+_FEW = 4  # a quarter of what there was when documents were read last
 
 
 class TokenStream:
@@ -60,6 +62,7 @@ class TokenStream:
         self._documents, self._around, self._repeat = documents, around, repeat
         self._num_tokens, self._width = num_tokens, num_tokens + num_ahead
         self._key = (owner_of(self), "stretch")
+        self._much = 0  # tokens, when documents were read last
         self.found: Stretch | None = None
         """What has been read, as long as the cache keeps it; for who draws from many streams at once."""
         self.where: list[str] = []
@@ -109,16 +112,28 @@ class TokenStream:
         self._position[0] = 0
         cache().forget(self._key)
 
+    def read_ahead(self) -> None:
+        """Read on where little is left: streams that are read one after the other cost less than each in its time."""
+        found = self.found
+        if found is None or self._settles or found.left > self._much // _FEW or self._much < _FEW * self._width:
+            return
+        with suppress(Exception):  # which is raised when those documents are needed
+            self._grow(found, found.left + 1)
+
     def _stretch(self) -> Stretch:
         """One with a whole sample, unless the epoch ends."""
         if self.found is None or self.found.left < self._width:
             found = self.found or self._begin()
-            self._extend(found)
-            cache().forget(self._key)
-            self.found = found
-            cache().put(self._key, found)
+            self._grow(found, self._width)
             return found
         return self.found
+
+    def _grow(self, found: Stretch, num_tokens: int) -> None:
+        self._extend(found, num_tokens)
+        self._much = found.left
+        cache().forget(self._key)
+        self.found = found
+        cache().put(self._key, found)
 
     def _begin(self) -> Stretch:
         if self._position[0] and self._is_blocked(self._position[1:]):
@@ -132,11 +147,11 @@ class TokenStream:
             found.append(Spans.mark(before, found.reach))
         return found
 
-    def _extend(self, found: Stretch) -> None:
-        """Append documents behind what is left of a stretch."""
+    def _extend(self, found: Stretch, num_tokens: int) -> None:
+        """Append documents behind what is left of a stretch, until it has so many tokens or the epoch ends."""
         position = found.reach
         found.nbytes = num_turns = misses = 0
-        while found.left < self._width:
+        while found.left < num_tokens:
             waits = found.left < 0  # within a document, which goes on as it began
             if self._settles and not waits:
                 waits = self._settle(found)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from rescale_data.nodes.reading import gather
 from rescale_data.nodes.reading.spans import EMPTY, Moves, Spans
+from rescale_data.order import ShardOrder, fragment_order
 
 KINDS = ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8"]
 ROOT = Path(__file__).parents[2]
@@ -210,3 +212,34 @@ def test_numpy_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
     with caplog.at_level(logging.INFO, "rescale_data"):
         gather.say_without_kernel(), gather.say_without_kernel()
     assert [record.levelname for record in caplog.records] == ["INFO"]
+
+
+def test_an_extension_of_another_version_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert [gather.fitting(found) for found in (SimpleNamespace(fill=None), SimpleNamespace(VERSION=1))] == [None] * 2
+    assert KERNEL is None or gather.fitting(KERNEL) is KERNEL
+    monkeypatch.setattr(gather, "kernel", None)
+    monkeypatch.setattr(gather, "_is_old", True)
+    gather._say.cache_clear()
+    gather.say_without_kernel()
+    assert [(record.levelname, "Rebuild" in record.message) for record in caplog.records] == [("WARNING", True)]
+    gather._say.cache_clear()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=9).filter(any), st.integers(1, 90), st.data())
+def test_a_window_is_permuted_alike(lengths: list[int], window: int, data: st.DataObject) -> None:
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    num_shards = data.draw(st.integers(1, int(starts[-1])))
+    seed, epoch, shard = data.draw(
+        st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 9), st.integers(0, num_shards - 1))
+    )
+    order = ShardOrder(num_rows=int(starts[-1]), shard=shard, num_logical_shards=num_shards, seed=seed, window=window)
+    row = data.draw(st.integers(0, order.size - 1))
+    for fragments in (None, fragment_order(starts, seed, epoch)):
+        for way in WAYS:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(gather, "kernel", way)
+                found = gather.rows_around(order, epoch, row, fragments)
+            assert found.tolist() == order.rows(epoch, row, fragments).tolist()

@@ -20,13 +20,26 @@ import numpy.typing as npt
 
 from rescale_data.errors import require_int
 from rescale_data.nodes.reading.spans import EMPTY, NOTHING, Spans, TokenArray
+from rescale_data.order import FragmentOrder, ShardOrder
 from rescale_data.sources.decoded.cache import Held
 from rescale_data.state import Ints
+
+VERSION = 2
+"""Of what `kernel.c` has: one that was built from another is not used."""
 
 try:
     from rescale_data.nodes.reading import kernel
 except ImportError:  # built without a compiler
     kernel = None
+
+
+def fitting(found: Any) -> Any:
+    """A built extension, or `None` where it is that of another version."""
+    return found if getattr(found, "VERSION", 0) == VERSION else None
+
+
+_is_old = kernel is not None and fitting(kernel) is None
+kernel = fitting(kernel)
 
 Rows: TypeAlias = npt.NDArray[np.integer[Any]]
 """Of a batch: ``[b, seq_len]``, int64 or int32."""
@@ -129,6 +142,19 @@ def fill(stretches: list[Any], first: int, tokens: Rows, labels: Rows | None, do
         raise
 
 
+def rows_around(order: ShardOrder, epoch: int, row: int, fragments: FragmentOrder | None) -> Ints:
+    """What ``order.rows`` says."""
+    if kernel is None or order.full or not order.window:
+        return order.rows(epoch, row, fragments)
+    first, stop = order.span(row)
+    rows = np.empty(stop - first, dtype=np.int64)
+    virtual, first_rows = None, None
+    if fragments is not None:
+        virtual, first_rows = np.ascontiguousarray(fragments.virtual), np.ascontiguousarray(fragments.first)
+    kernel.permute(order.key(epoch, first), order.start + first, virtual, first_rows, rows)
+    return rows
+
+
 def copied(array: TokenArray, start: Ints, length: Ints) -> TokenArray:
     """Documents of one array end to end, in an array of their own."""
     if kernel is None:
@@ -196,10 +222,16 @@ def say_without_kernel() -> None:
 
 @once
 def _say() -> None:
-    _log.info(
-        "rescale_data was installed without a C compiler: packing goes through NumPy, with the same samples, at about half the "
-        "speed. Install it again where there is a compiler."
-    )
+    why, cure = "was installed without a C compiler", "Install it again where there is a compiler."
+    if _is_old:
+        why, cure = (
+            "has a C extension of another version",
+            "Rebuild it: python setup.py build_ext --inplace, or install again.",
+        )
+    _log.log(
+        logging.WARNING if _is_old else logging.INFO,
+        "rescale_data %s: packing goes through NumPy, with the same samples, at about half the speed. %s", why, cure,
+    )  # fmt: skip
 
 
 @once

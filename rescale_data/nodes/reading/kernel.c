@@ -12,6 +12,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#define VERSION 2 /* another one for each change of what Python calls: see gather.py */
+
 #if defined(__GNUC__) || defined(__clang__)
 #define PREFETCH(address) __builtin_prefetch((const void*)(address))
 #else
@@ -589,8 +591,98 @@ done:
   return result;
 }
 
+/* The random words of order.py: Philox 4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). */
+
+static uint64_t multiply(uint64_t a, uint64_t b, uint64_t* high) {
+#if defined(__SIZEOF_INT128__)
+  unsigned __int128 product = (unsigned __int128)a * b;
+  *high = (uint64_t)(product >> 64);
+  return (uint64_t)product;
+#else
+  const uint64_t mask = 0xFFFFFFFF, a0 = a & mask, a1 = a >> 32, b0 = b & mask, b1 = b >> 32;
+  const uint64_t low = a0 * b0, middle = a1 * b0 + (low >> 32), other = a0 * b1 + (middle & mask);
+  *high = a1 * b1 + (middle >> 32) + (other >> 32);
+  return other << 32 | (low & mask);
+#endif
+}
+
+static void random_words(const uint64_t* key, uint64_t* words, int64_t num) {
+  for (int64_t block = 0; 4 * block < num; block++) {
+    uint64_t c[4] = {(uint64_t)block + 1, 0, 0, 0}, k[2] = {key[0], key[1]};
+    for (int round = 0; round < 10; round++, k[0] += 0x9E3779B97F4A7C15, k[1] += 0xBB67AE8584CAA73B) {
+      uint64_t high0, high1, low0 = multiply(0xD2E7470EE14C6C93, c[0], &high0), low1 = multiply(0xCA5A826395121157, c[2], &high1);
+      c[0] = high1 ^ c[1] ^ k[0], c[1] = low1, c[2] = high0 ^ c[3] ^ k[1], c[3] = low0;
+    }
+    memcpy(words + 4 * block, c, sizeof(c[0]) * (num - 4 * block < 4 ? num - 4 * block : 4));
+  }
+}
+
+/* Stable, of words that are uniform: a place by the first bits is nearly that by all. */
+static void argsort(const uint64_t* words, int64_t* order, int64_t* begins, int64_t num, int bits) {
+  memset(begins, 0, (((size_t)1 << bits) + 1) * sizeof(*begins));
+  for (int64_t i = 0; i < num; i++) begins[(words[i] >> (64 - bits)) + 1]++;
+  for (int64_t i = 0; i < (int64_t)1 << bits; i++) begins[i + 1] += begins[i];
+  for (int64_t i = 0; i < num; i++) order[begins[words[i] >> (64 - bits)]++] = i;
+  for (int64_t i = 1; i < num; i++) {
+    int64_t one = order[i], at = i;
+    for (; at > 0 && words[order[at - 1]] > words[one]; at--) order[at] = order[at - 1];
+    order[at] = one;
+  }
+}
+
+/* permute(key, first, virtual, first_rows, rows): ShardOrder.rows of a window whose first virtual row is `first` */
+static PyObject* permute(PyObject* module, PyObject* args) {
+  enum { VIRTUAL, FIRST_ROWS, ROWS, NUM, MOST_BITS = 20 };
+  PyObject *objects[NUM], *result = NULL;
+  Py_buffer views[NUM] = {{0}, {0}, {0}};
+  const char* key;
+  Py_ssize_t key_size;
+  long long first;
+  int bits = 1;
+  if (!PyArg_ParseTuple(args, "y#LOOO", &key, &key_size, &first, &objects[VIRTUAL], &objects[FIRST_ROWS], &objects[ROWS])) return NULL;
+  for (int i = 0; i < NUM; i++)
+    if (objects[i] != Py_None && PyObject_GetBuffer(objects[i], &views[i], i == ROWS ? PyBUF_WRITABLE : PyBUF_SIMPLE)) goto done;
+  const int64_t num = views[ROWS].len / 8, fragments = views[FIRST_ROWS].len / 8;
+  const int64_t *virtual = views[VIRTUAL].buf, *first_rows = views[FIRST_ROWS].buf;
+  int64_t* rows = views[ROWS].buf;
+  if (key_size != 16 || first < 0 || views[VIRTUAL].len != (virtual ? views[FIRST_ROWS].len + 8 : 0) ||
+      (num && virtual && (!fragments || first < virtual[0] || first + num > virtual[fragments]))) {
+    error("a window lies within the rows of its source, and its key has 16 bytes");
+    goto done;
+  }
+  while (bits < MOST_BITS && (int64_t)1 << bits < num) bits++;
+  uint64_t* words = PyMem_Malloc((num + 1 + ((int64_t)1 << bits) + 1) * sizeof(*words));
+  if (!words) {
+    PyErr_NoMemory();
+    goto done;
+  }
+  uint64_t halves[2] = {0, 0};
+  for (int i = 0; i < 16; i++) halves[i / 8] |= (uint64_t)(unsigned char)key[i] << 8 * (i % 8);
+  Py_BEGIN_ALLOW_THREADS
+  random_words(halves, words, num);
+  argsort(words, rows, (int64_t*)words + num + 1, num, bits);
+  const int64_t low = virtual && num ? last_at_most(virtual, fragments, first) : 0;
+  const int64_t high = virtual && num ? last_at_most(virtual, fragments, first + num - 1) : 0;
+  for (int64_t i = 0; i < num; i++) {
+    rows[i] += first;
+    if (virtual) {
+      int64_t at = low + last_at_most(virtual + low, high - low + 1, rows[i]);
+      rows[i] += first_rows[at] - virtual[at];
+    }
+  }
+  Py_END_ALLOW_THREADS
+  PyMem_Free(words);
+  result = Py_None;
+  Py_INCREF(result);
+done:
+  for (int i = 0; i < NUM; i++)
+    if (views[i].obj) PyBuffer_Release(&views[i]);
+  return result;
+}
+
 static int start(PyObject* module) {
   State* state = PyModule_GetState(module);
+  if (PyModule_AddIntConstant(module, "VERSION", VERSION)) return -1;
   state->stretch_type = PyType_FromModuleAndSpec(module, &stretch_spec, NULL);
   return state->stretch_type ? PyModule_AddObjectRef(module, "Stretch", state->stretch_type) : -1;
 }
@@ -607,7 +699,8 @@ static int clear(PyObject* module) {
 
 static PyMethodDef methods[] = {
     {"fill", fill, METH_VARARGS, NULL}, {"join", join, METH_VARARGS, NULL},
-    {"find", find, METH_VARARGS, NULL}, {"cut", cut, METH_VARARGS, NULL},   {NULL, NULL, 0, NULL}};
+    {"find", find, METH_VARARGS, NULL}, {"cut", cut, METH_VARARGS, NULL},   {"permute", permute, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL}};
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, start}, {0, NULL}};
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "kernel", NULL, sizeof(State), methods, slots, traverse, clear, NULL};
 

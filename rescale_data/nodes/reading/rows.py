@@ -12,6 +12,7 @@ from typing import SupportsIndex
 
 import numpy as np
 
+from rescale_data.nodes.reading.gather import rows_around
 from rescale_data.nodes.reading.proof import running_sums
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.order import (
@@ -261,7 +262,7 @@ class ShardRows:
         order, num_rows = self.order(epoch, shard), self.view(epoch).num_rows
         if self.is_full and num_rows < self._shard.num_logical_shards:
             return self._few(num_rows, self._shuffle(epoch))[order.virtual(*order.span(row))]
-        return order.rows(self._shuffle(epoch), row, self.fragments(epoch))
+        return rows_around(order, self._shuffle(epoch), row, self.fragments(epoch))
 
     def _few(self, num_rows: int, number: int) -> Ints:
         """All rows as a round permutes them, of which a shard reads one in this epoch and one in that."""
