@@ -522,3 +522,19 @@ class TestStepsPerEpoch:
     def test_where_the_data_knows_its_epoch(self) -> None:
         with pytest.raises(ValueError, match="steps_per_epoch=5, but the pipeline knows how many samples an epoch has"):
             loader_of(steps_per_epoch=5)
+
+
+def test_a_state_says_again_that_it_was_saved_within_a_step() -> None:
+    """Loaded on others and saved again before a batch, it is still no end of an epoch of steps."""
+
+    def loader(global_batch_size: int) -> rd.DataLoader:
+        sizes = {"global_batch_size": global_batch_size, "micro_batch_size": 2, "num_logical_shards": 4}
+        return rd.DataLoader(range(64), repeat=True, steps_per_epoch=1, **sizes)
+
+    first, second, third = loader(4), loader(2), loader(2)
+    next(iter(first))
+    second.load_state_dict(first.state_dict())
+    again = second.state_dict()
+    assert "in_step" in again["pipeline"]
+    third.load_state_dict(again)
+    assert third.state_dict()["pipeline"] == again["pipeline"]

@@ -17,7 +17,7 @@ from rescale_data.order import Words
 from rescale_data.state import Ints
 
 _FIRST, _FASTER = 16, 4  # draws at once: of the first read, and as many times more of the next
-_EACH, _FEW, _MOST = 512, 2**13, 2**15  # on average of each source, but in all at least and at most
+_MOST = 2**15
 _BYTES_OF_A_SPAN = 128
 SILENT_EPOCHS = 2
 """After so many whole epochs without anything a source has none."""
@@ -106,7 +106,7 @@ class MixedDocuments:
     ) -> None:
         self._mixture, self._documents, self._repeats, self._by_tokens = mixture, documents, repeats, by_tokens
         self._supplies: dict[int, Supply] = {}
-        self._num, self._most, self._bytes = _FIRST, min(_MOST, max(_FEW, _EACH * len(documents))), num_bytes
+        self._num, self._most, self._bytes = _FIRST, _MOST, num_bytes
 
     def read(self, position: View, most: int, points: Words | None = None) -> Spans:
         """`Documents.read`; ``points`` are those of the next draws, where a mixture above says them."""

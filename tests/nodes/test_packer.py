@@ -11,13 +11,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torchdata.nodes import Mapper
 
+import rescale_data as rd
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.packer import TokenPacker
 from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.reading import fragment_documents
+from rescale_data.nodes.token_stream import TokenStream
+from rescale_data.order import fragment_order
 from rescale_data.shard import Shard
 from rescale_data.sources.decoded.cache import cache
 from tests.corpus import LAYOUTS, documents, write
+from tests.formats import write_megatron
 
 EOS, BOS, ONE = 2, 1, Shard()
 
@@ -320,3 +324,43 @@ def test_what_all_shards_put_in_order_fits_the_cache() -> None:
     assert fragment_documents.block_bytes(2**30, 1) == 2**20
     assert fragment_documents.block_bytes(2**30, 1024) * 1024 == 2**28
     assert fragment_documents.block_bytes(1, 1024) == 2**16
+
+
+def test_reading_ahead_changes_neither_a_batch_nor_when_an_error_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fragment that cannot be read stops the batch that needs it, and no sooner; then the run goes on."""
+    write_megatron(tmp_path / "d", [[i % 251] * (1 + i * 7 % 5) for i in range(9000)])
+    rows = rd.MegatronSource(tmp_path).fragments
+    gone = int(
+        np.searchsorted(rows, fragment_order(rows, 0, 0).first[1])
+    )  # the first shard alone comes to it, and later
+    reads, fails = rd.MegatronSource.tokens, [True]
+
+    def tokens(self: Any, column: str, fragment: int) -> Any:
+        if fails[0] and fragment == gone:
+            raise OSError("gone")
+        return reads(self, column, fragment)
+
+    monkeypatch.setattr(rd.MegatronSource, "tokens", tokens)
+
+    def run() -> tuple[list[list[int]], list[int]]:
+        source = rd.MegatronSource(tmp_path)
+
+        def pipeline(shard: Shard) -> Any:
+            return TokenPacker(Reader(source, shard, shuffle=64), column="tokens", seq_len=32, eos_id=0)
+
+        fails[0], batches, failed = True, [], []
+        loader = rd.DataLoader(pipeline, global_batch_size=4, num_logical_shards=4, repeat=True, num_workers=0)
+        while len(batches) < 200:
+            try:
+                batches.append(next(iter(loader))["tokens"].flatten().tolist())
+            except OSError:
+                failed, fails[0] = [*failed, len(batches)], False
+        return batches, failed
+
+    ahead = run()
+    monkeypatch.setattr(TokenStream, "read_ahead", lambda self: None)
+    assert ahead == run()
+    assert len(ahead[1]) == 1
+    assert ahead[1][0] > 50
