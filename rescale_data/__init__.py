@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from rescale_data.nodes.exclude import Exclude
     from rescale_data.nodes.filter import Filter
     from rescale_data.nodes.map import Map
-    from rescale_data.nodes.packer import TokenPacker
+    from rescale_data.nodes.mixture.sampler import WeightedSampler
+    from rescale_data.nodes.mixture.schedule import Schedule
+    from rescale_data.nodes.packing.packer import TokenPacker
+    from rescale_data.nodes.packing.varlen import flat_cu_seqlens
+    from rescale_data.nodes.packing.whole import WholeDocumentPacker
     from rescale_data.nodes.random_map import RandomMap
     from rescale_data.nodes.reader import Reader
-    from rescale_data.nodes.sampler import WeightedSampler
     from rescale_data.nodes.shuffle import Shuffle
     from rescale_data.nodes.stream_reader import StreamReader
     from rescale_data.nodes.tokenize import Tokenize
-    from rescale_data.nodes.varlen import flat_cu_seqlens
-    from rescale_data.nodes.weights import Schedule
-    from rescale_data.nodes.whole import WholeDocumentPacker
     from rescale_data.shard import Shard
     from rescale_data.sources.arrow import ArrowSource
     from rescale_data.sources.dataset import DatasetSource
@@ -104,16 +104,16 @@ _HOMES = {
     "nodes.exclude": ("Exclude",),
     "nodes.filter": ("Filter",),
     "nodes.map": ("Map",),
-    "nodes.packer": ("TokenPacker",),
+    "nodes.packing.packer": ("TokenPacker",),
     "nodes.random_map": ("RandomMap",),
     "nodes.reader": ("Reader",),
-    "nodes.sampler": ("WeightedSampler",),
+    "nodes.mixture.sampler": ("WeightedSampler",),
     "nodes.shuffle": ("Shuffle",),
     "nodes.stream_reader": ("StreamReader",),
     "nodes.tokenize": ("Tokenize",),
-    "nodes.varlen": ("flat_cu_seqlens",),
-    "nodes.weights": ("Schedule",),
-    "nodes.whole": ("WholeDocumentPacker",),
+    "nodes.packing.varlen": ("flat_cu_seqlens",),
+    "nodes.mixture.schedule": ("Schedule",),
+    "nodes.packing.whole": ("WholeDocumentPacker",),
     "shard": ("Shard",),
     "sources.arrow": ("ArrowSource",),
     "sources.dataset": ("DatasetSource",),

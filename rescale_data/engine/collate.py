@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
-from rescale_data.nodes.payload import PerDocument
+from rescale_data.nodes.packing.payload import PerDocument
 
 Samples = Sequence[Any]
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rescale_data.nodes.base import Node
-from rescale_data.nodes.readers_of import readers_of
+from rescale_data.nodes.mixture.readers import readers_of
 from rescale_data.state import Ints
 
 

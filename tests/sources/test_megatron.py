@@ -6,7 +6,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from rescale_data.nodes.packer import TokenPacker
+from rescale_data.nodes.packing.packer import TokenPacker
 from rescale_data.nodes.reader import Reader
 from rescale_data.shard import Shard
 from rescale_data.sources import megatron

@@ -1,4 +1,4 @@
-/* The draws of a mixture by tokens: what `rescale_data.nodes.lengths.TokenArcs` does, whose numbers these are, in wider integers.
+/* The draws of a mixture by tokens: what `rescale_data.nodes.mixture.lengths.TokenArcs` does, whose numbers these are, in wider integers.
  * A test compares the two. */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000

@@ -1,4 +1,4 @@
-"""What `draws.c` has; `rescale_data.nodes.lengths` says what it means."""
+"""What `draws.c` has; `rescale_data.nodes.mixture.lengths` says what it means."""
 
 from typing import Any
 

@@ -13,10 +13,10 @@ from torchdata.nodes import Mapper
 
 import rescale_data as rd
 from rescale_data.errors import DataStateError
-from rescale_data.nodes.packer import TokenPacker
+from rescale_data.nodes.packing.packer import TokenPacker
+from rescale_data.nodes.packing.token_stream import TokenStream
 from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.reading import fragment_documents
-from rescale_data.nodes.token_stream import TokenStream
 from rescale_data.order import fragment_order
 from rescale_data.shard import Shard
 from rescale_data.sources.decoded.cache import cache

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rescale_data.nodes.bins import best_fit
-from rescale_data.nodes.varlen import flat_cu_seqlens
+from rescale_data.nodes.packing.bins import best_fit
+from rescale_data.nodes.packing.varlen import flat_cu_seqlens
 
 
 @given(st.lists(st.integers(1, 20), max_size=60), st.integers(20, 40), st.integers(1, 6))

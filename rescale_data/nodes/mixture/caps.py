@@ -10,8 +10,8 @@ import numpy as np
 
 from rescale_data.errors import require_int
 from rescale_data.nodes.base import Node, View
-from rescale_data.nodes.mixture_row import MixtureRow
-from rescale_data.nodes.readers_of import readers_of
+from rescale_data.nodes.mixture.readers import readers_of
+from rescale_data.nodes.mixture.row import MixtureRow
 from rescale_data.state import Ints
 
 UNITS = ("epochs", "samples", "tokens")

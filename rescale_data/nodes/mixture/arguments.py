@@ -7,8 +7,8 @@ from typing import Any
 
 from rescale_data.errors import require_int
 from rescale_data.nodes.base import BaseNode
-from rescale_data.nodes.mixture_row import KINDS
-from rescale_data.nodes.weights import Schedule, require_weights
+from rescale_data.nodes.mixture.row import KINDS
+from rescale_data.nodes.mixture.schedule import Schedule, require_weights
 
 
 def check_mixture(

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rescale_data.nodes.circle import TURN, shares
+from rescale_data.nodes.mixture.circle import TURN, shares
 from rescale_data.order import Words
 from rescale_data.state import Ints
 

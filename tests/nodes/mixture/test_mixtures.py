@@ -16,8 +16,8 @@ from rescale_data.engine.recipe import FIRST_SLOT, Recipe, Schema
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.table import by_field
 from rescale_data.nodes.base import Node
-from rescale_data.nodes.circle import TURN, arcs, circle_of
-from rescale_data.nodes.lengths import TokenArcs
+from rescale_data.nodes.mixture.circle import TURN, arcs, circle_of
+from rescale_data.nodes.mixture.lengths import TokenArcs
 from tests.nodes.resume import assert_resumes, endless
 
 

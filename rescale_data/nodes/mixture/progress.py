@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from rescale_data.nodes.base import Node
-from rescale_data.nodes.caps import Cap, parts_of
-from rescale_data.nodes.mixture_row import MixtureRow
-from rescale_data.nodes.readers_of import readers_of
+from rescale_data.nodes.mixture.caps import Cap, parts_of
+from rescale_data.nodes.mixture.readers import readers_of
+from rescale_data.nodes.mixture.row import MixtureRow
 from rescale_data.state import Ints
 
 

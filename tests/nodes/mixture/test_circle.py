@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rescale_data.layout.layout import Layout
 from rescale_data.layout.turns import AlignedTurns, BalancedTurns
-from rescale_data.nodes.circle import TURN, Arc, arcs, circle_of, floor_sum, shares, stretched, within
+from rescale_data.nodes.mixture.circle import TURN, Arc, arcs, circle_of, floor_sum, shares, stretched, within
 from rescale_data.state import Ints
 
 WEIGHTS = {

@@ -11,12 +11,12 @@ import numpy as np
 
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import View
-from rescale_data.nodes.caps import Cap, parts_of
-from rescale_data.nodes.circle import Arc, Circle
-from rescale_data.nodes.mixture_row import NOW, NUM, MixtureRow
+from rescale_data.nodes.mixture.caps import Cap, parts_of
+from rescale_data.nodes.mixture.circle import Arc, Circle
+from rescale_data.nodes.mixture.row import NOW, NUM, MixtureRow
+from rescale_data.nodes.mixture.schedule import Schedule, from_json, mix_of, pieces_of, shares_until
+from rescale_data.nodes.mixture.sizes import Sizes
 from rescale_data.nodes.reading.spans import MANY
-from rescale_data.nodes.sizes import Sizes
-from rescale_data.nodes.weights import Schedule, from_json, mix_of, pieces_of, shares_until
 from rescale_data.state import Ints
 
 _log = logging.getLogger("rescale_data")

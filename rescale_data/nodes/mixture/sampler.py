@@ -6,21 +6,21 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any, ClassVar
 
 from rescale_data.nodes.base import BaseNode, Node, View, copy_of
-from rescale_data.nodes.caps import cap_of, check_caps
-from rescale_data.nodes.circle import circle_of, grouped_circle_of
 from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.form import BEFORE, History
-from rescale_data.nodes.mixed import MixedDocuments
-from rescale_data.nodes.mixture_arguments import check_group, check_mixture
-from rescale_data.nodes.mixture_draws import MixtureDraws, Stop
-from rescale_data.nodes.mixture_ends import end_of_all
-from rescale_data.nodes.mixture_progress import mixture_progress
-from rescale_data.nodes.mixture_row import MixtureRow, Unit, check_saved
-from rescale_data.nodes.mixture_weights import MixtureWeights, number_of
+from rescale_data.nodes.mixture.arguments import check_group, check_mixture
+from rescale_data.nodes.mixture.caps import cap_of, check_caps
+from rescale_data.nodes.mixture.circle import circle_of, grouped_circle_of
+from rescale_data.nodes.mixture.draws import MixtureDraws, Stop
+from rescale_data.nodes.mixture.ends import end_of_all
+from rescale_data.nodes.mixture.mixed import MixedDocuments
+from rescale_data.nodes.mixture.progress import mixture_progress
+from rescale_data.nodes.mixture.row import MixtureRow, Unit, check_saved
+from rescale_data.nodes.mixture.schedule import Schedule, as_json, from_json
+from rescale_data.nodes.mixture.sizes import Size, Sizes
+from rescale_data.nodes.mixture.weights import MixtureWeights, number_of
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.shard_of import find_shard
-from rescale_data.nodes.sizes import Size, Sizes
-from rescale_data.nodes.weights import Schedule, as_json, from_json
 from rescale_data.sources.decoded.cache import follows
 from rescale_data.sources.source import TokenSource
 from rescale_data.state import Field, Ints
@@ -30,10 +30,11 @@ class WeightedSampler(Node[Any]):
     """The samples of several sources in the proportion of their weights.
 
     Draw n of logical shard i takes the source in whose arc a point of a circle falls, which is a function of i and n alone
-    (`rescale_data.nodes.circle`). So *every global batch* is a mixture: by samples each source is within one sample of its
-    share where N is a multiple of O and the case is aligned, within a few elsewhere; a shard's own stream is within 8. That
-    holds where each sample of the loader is one of this mixture; below filters and packers the sources are spread as by
-    independent draws, or better. By tokens an arc follows the mean length of a source's documents, and what it is behind.
+    (`rescale_data.nodes.mixture.circle`). So *every global batch* is a mixture: by samples each source is within one sample
+    of its share where N is a multiple of O and the case is aligned, within a few elsewhere; a shard's own stream is within
+    8. That holds where each sample of the loader is one of this mixture; below filters and packers the sources are spread
+    as by independent draws, or better. By tokens an arc follows the mean length of a source's documents, and what it is
+    behind.
 
     n goes on for ever. A source that is added, removed, that ends or has another weight moves arcs, not points. A mixture in a
     mixture, with nothing but `Map` and the like between them, is the flat mixture of the products.

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
 from rescale_data.nodes.base import Node, View
+from rescale_data.nodes.mixture.schedule import Pieces, pieces_of
 from rescale_data.nodes.reader import Reader
-from rescale_data.nodes.weights import Pieces, pieces_of
 
 Size: TypeAlias = Literal["rows", "tokens"]
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from rescale_data.errors import require_int
-from rescale_data.nodes.aligned import MASK, Aligned
 from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.form import History, num_tokens
+from rescale_data.nodes.packing.aligned import MASK, Aligned
+from rescale_data.nodes.packing.token_stream import TokenStream
 from rescale_data.nodes.provenance import PROVENANCE, joined
 from rescale_data.nodes.reading.gather import Around, Rows, fill, say_without_kernel
-from rescale_data.nodes.token_stream import TokenStream
 from rescale_data.nodes.tray import Tray
 from rescale_data.state import Field, Ints
 

@@ -9,8 +9,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from rescale_data.nodes.bins import best_fit
 from rescale_data.nodes.form import MOST, Stage
+from rescale_data.nodes.packing.bins import best_fit
 
 Long: TypeAlias = Literal["split", "truncate", "drop"]
 Piece: TypeAlias = tuple[int, int, int]

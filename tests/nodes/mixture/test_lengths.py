@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rescale_data.nodes import lengths as lengths_module
-from rescale_data.nodes.circle import TURN, circle_of
-from rescale_data.nodes.lengths import TokenArcs
+from rescale_data.nodes.mixture import lengths as lengths_module
+from rescale_data.nodes.mixture.circle import TURN, circle_of
+from rescale_data.nodes.mixture.lengths import TokenArcs
 
 weights = st.lists(st.sampled_from([0, 0.05, 0.3, 1]) | st.floats(0.01, 10), min_size=1, max_size=9).filter(any)
 

@@ -8,14 +8,14 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from rescale_data.nodes.base import Node, View
-from rescale_data.nodes.circle import WHOLE, Arc, Arcs, Circle, arcs, circle_of, stretched, within
 from rescale_data.nodes.column import length_of
 from rescale_data.nodes.counted import pass_epochs
-from rescale_data.nodes.lengths import TokenArcs
-from rescale_data.nodes.mixed import SILENT_EPOCHS
-from rescale_data.nodes.mixture_ends import first_end, leave_out_of_epoch, refuse_capped, refuse_silent, samples_left
-from rescale_data.nodes.mixture_row import NUM, MixtureRow
-from rescale_data.nodes.mixture_weights import MixtureWeights
+from rescale_data.nodes.mixture.circle import WHOLE, Arc, Arcs, Circle, arcs, circle_of, stretched, within
+from rescale_data.nodes.mixture.ends import first_end, leave_out_of_epoch, refuse_capped, refuse_silent, samples_left
+from rescale_data.nodes.mixture.lengths import TokenArcs
+from rescale_data.nodes.mixture.mixed import SILENT_EPOCHS
+from rescale_data.nodes.mixture.row import NUM, MixtureRow
+from rescale_data.nodes.mixture.weights import MixtureWeights
 
 Stop: TypeAlias = Literal["never", "first", "all"]
 
@@ -280,7 +280,7 @@ class MixtureDraws:
             caps = {self._row.names[source]: cap.given for source, cap in self._in_use.caps_now.items()}
             refuse_capped(caps, self._shard)
 
-    # At any position: `rescale_data.nodes.mixed.Mixture`
+    # At any position: `rescale_data.nodes.mixture.mixed.Mixture`
 
     def drawn_at(self, position: View) -> list[tuple[int, list[int]]]:
         return self._row.counted_at(position)

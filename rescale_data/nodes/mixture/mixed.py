@@ -9,8 +9,8 @@ from typing import Protocol
 import numpy as np
 
 from rescale_data.nodes.base import View, copy_of
-from rescale_data.nodes.circle import Arcs, Circle
-from rescale_data.nodes.lengths import TokenArcs
+from rescale_data.nodes.mixture.circle import Arcs, Circle
+from rescale_data.nodes.mixture.lengths import TokenArcs
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.reading.spans import EMPTY, MANY, NOTHING, Moves, Spans
 from rescale_data.order import Words

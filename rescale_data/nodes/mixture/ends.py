@@ -10,10 +10,10 @@ import numpy as np
 
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import Node, View
-from rescale_data.nodes.circle import Arc, Circle
-from rescale_data.nodes.mixed import SILENT_EPOCHS
-from rescale_data.nodes.mixture_row import NUM, MixtureRow
-from rescale_data.nodes.readers_of import readers_of
+from rescale_data.nodes.mixture.circle import Arc, Circle
+from rescale_data.nodes.mixture.mixed import SILENT_EPOCHS
+from rescale_data.nodes.mixture.readers import readers_of
+from rescale_data.nodes.mixture.row import NUM, MixtureRow
 from rescale_data.state import Ints
 
 ENDLESS = 1 << 62

@@ -8,7 +8,7 @@ import pytest
 
 import rescale_data as rd
 from rescale_data.testing import full_state_dict
-from tests.nodes.test_mixtures import rows, without_tokens
+from tests.nodes.mixture.test_mixtures import rows, without_tokens
 
 WEIGHTS = {"a": 0.5, "b": 0.3, "c": 0.2}
 

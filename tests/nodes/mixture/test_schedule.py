@@ -13,10 +13,10 @@ import pytest
 
 import rescale_data as rd
 from rescale_data.engine.table import by_field
-from rescale_data.nodes.weights import pieces_of
+from rescale_data.nodes.mixture.schedule import pieces_of
 from rescale_data.sources.source import CountedSource
+from tests.nodes.mixture.test_mixtures import counted, rows, without_tokens
 from tests.nodes.resume import endless
-from tests.nodes.test_mixtures import counted, rows, without_tokens
 from tests.nodes.zoo import BOOKS, CODE, WEB, read
 
 NAMES = ("web", "code", "books")

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rescale_data.nodes.aligned import MASK, Aligned, Values
 from rescale_data.nodes.base import View
-from rescale_data.nodes.fit import Fit, Long, Piece, fit, num_untrained, room
 from rescale_data.nodes.form import Stage
-from rescale_data.nodes.packer import IGNORED
-from rescale_data.nodes.payload import Payload, PerDocument, size
+from rescale_data.nodes.packing.aligned import MASK, Aligned, Values
+from rescale_data.nodes.packing.fit import Fit, Long, Piece, fit, num_untrained, room
+from rescale_data.nodes.packing.packer import IGNORED
+from rescale_data.nodes.packing.payload import Payload, PerDocument, size
 from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.nodes.provenance import joined as joined_places
 from rescale_data.nodes.reading.gather import Around, joined

@@ -10,19 +10,19 @@ import numpy as np
 import torch
 
 from rescale_data.errors import DataStateError, require_int
-from rescale_data.nodes.aligned import MASK, Aligned
 from rescale_data.nodes.base import Node, View, copy_of
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.column import ColumnDocuments
-from rescale_data.nodes.fit import COUNTED, Long
 from rescale_data.nodes.form import MOST, History, Stage, begin_form, num_tokens, stages
-from rescale_data.nodes.packer import DTYPES, require_pad
-from rescale_data.nodes.payload import Payload
+from rescale_data.nodes.packing.aligned import MASK, Aligned
+from rescale_data.nodes.packing.fit import COUNTED, Long
+from rescale_data.nodes.packing.packer import DTYPES, require_pad
+from rescale_data.nodes.packing.payload import Payload
+from rescale_data.nodes.packing.window import Packing, Window, write
 from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.nodes.reading.gather import Around
 from rescale_data.nodes.reading.spans import Spans
 from rescale_data.nodes.tray import Tray
-from rescale_data.nodes.window import Packing, Window, write
 from rescale_data.sources.decoded.cache import cache, owner_of
 from rescale_data.state import Field, Ints
 

@@ -7,9 +7,9 @@ from contextlib import suppress
 from weakref import ref
 
 from rescale_data.errors import DataStateError
-from rescale_data.nodes.aligned import Aligned, Values
 from rescale_data.nodes.base import View, copy_of
 from rescale_data.nodes.bound import Bound
+from rescale_data.nodes.packing.aligned import Aligned, Values
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.reading.gather import BEHIND, Around, Rows, Stretch, fill, stretch
 from rescale_data.nodes.reading.spans import MANY, Spans

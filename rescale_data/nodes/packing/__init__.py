@@ -1,0 +1,1 @@
+"""Documents to samples of one length: packed streams, whole documents, and the columns beside the tokens."""
