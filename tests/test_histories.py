@@ -8,10 +8,10 @@ import pytest
 
 import rescale_data as rd
 from tests.histories.__main__ import accepts
-from tests.histories.books import Books, Reference
+from tests.histories.books import Books, Reference, same_state
 from tests.histories.crew import Hang, in_threads
 from tests.histories.history import History, fail_in, failing_reads
-from tests.histories.plans import Pipeline, as_samples
+from tests.histories.plans import Pipeline, Plan, as_samples
 from tests.histories.ranks import Seats, Top
 
 
@@ -83,20 +83,55 @@ def test_a_blocklist_may_change_wherever_an_epoch_is() -> None:
             assert max(_ids(books).values()) == 1
 
 
-def test_files_that_are_added_leave_open_windows_as_they_are() -> None:
-    """A window of an endless stream spans several epochs where a shard has few rows, and some of it has been delivered."""
-    plan = ("Shuffle", ("Pack", (("seq_len", 3), ("eos_id", None)), ("Files", 4)), 5)
+_PACK = (("seq_len", 3), ("eos_id", None))
+_MIXTURE = ("Mix", "samples", "never", (1, 1), None, None, [("Files", 4), ("Reader", 1, 4)])
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ("Shuffle", ("Pack", _PACK, ("Files", 4)), 5),
+        ("Pack", _PACK, _MIXTURE),
+        ("CleanDocuments", _MIXTURE),
+        ("Pack", _PACK, ("Shuffle", _MIXTURE, 5)),
+    ],
+    ids=["window", "document", "piece", "document of a window"],
+)
+def test_files_that_are_added_leave_what_has_begun_as_it_is(plan: Plan) -> None:
+    """It may be of an epoch behind the one at which whoever goes on within it begins to read."""
     few, more = {"f1": 24, "f4": 14}, {"f1": 24, "f2": 19, "f4": 14}
-    for saved_at in range(1, 40, 3):
-        first = Seats(lambda _: _endless(Pipeline(plan, few)), Top(1, 8, 8))
-        then, books = Seats(lambda _: _endless(Pipeline(plan, more)), Top(1, 8, 8)), Books()
-        first.take(saved_at, books)
+    first = Seats(lambda _: _endless(Pipeline(plan, few)), Top(1, 8, 8))
+    then, books = Seats(lambda _: _endless(Pipeline(plan, more)), Top(1, 8, 8)), Books()
+    for _ in range(7):
+        first.take(3, books)
         then.load(first.state())
-        then.take(12, books)
+        later = books.copy()
+        then.take(8, later)
         lead = then.lead
-        Reference(lead.loader.setup.recipe, dict(lead.stream.schema.histories)).check(books, repeat=True)
-        first.close()
-        then.close()
+        Reference(lead.loader.setup.recipe, dict(lead.stream.schema.histories)).check(later, repeat=True)
+    first.close()
+    then.close()
+
+
+def test_a_read_that_fails_while_files_join_keeps_no_other_waiting() -> None:
+    """What has begun is read to know where they join: on one of two ranks it fails, and nothing has changed on either."""
+    plan, few, more = ("CleanDocuments", _MIXTURE), {"f1": 24, "f4": 14}, {"f1": 24, "f2": 19, "f4": 14}
+    first, books = Seats(lambda _: _endless(Pipeline(plan, few)), Top(2, 4, 8)), Books()
+    first.take(8, books)
+    then = Seats(lambda _: _endless(Pipeline(plan, more)), Top(2, 4, 8))
+    before = then.state()
+    fail_in(1)
+    with pytest.raises(OSError, match="this passes") as raised:
+        then.load(first.state())
+    fail_in(0)
+    assert "ALONE" not in str(raised.value.__notes__)
+    assert not same_state(before, then.state())
+    then.load(first.state())
+    then.take(8, books)
+    lead = then.lead
+    Reference(lead.loader.setup.recipe, dict(lead.stream.schema.histories)).check(books, repeat=True)
+    first.close()
+    then.close()
 
 
 def _endless(pipeline: Pipeline) -> rd.DataLoader:

@@ -83,22 +83,26 @@ def refuse_changes(growth: Growth) -> None:
 
 
 def joined(
-    growth: Growth, schema: Schema, table: Ints, reached: Callable[[dict[str, History], str], int]
+    growth: Growth, schema: Schema, table: Ints, reached: Callable[[dict[str, History], Sequence[str]], list[int]]
 ) -> dict[str, History]:
     """The histories from now on: what was added joins at the next epoch that no logical shard has begun.
 
     Args:
-        reached: By such histories and of a source, the last epoch that an open window has read: some of it was delivered.
+        reached: By such histories and of some sources, the last epoch of each of which a window or document has read that is
+            within something delivered: that is read again, and has to be what it was.
     """
 
-    def since(epoch_of: Callable[[str], int]) -> dict[str, History]:
+    def since(epochs: Mapping[str, int]) -> dict[str, History]:
         return {
-            path: _grow(history, epoch_of(path), schema.manifests[path]) if path in growth.grown else history
+            path: _grow(history, epochs[path], schema.manifests[path]) if path in epochs else history
             for path, history in growth.histories.items()
         }
 
-    before = since(lambda _: _NEVER)
-    return since(lambda path: max(next_epoch(schema, table, path), reached(before, path) + 1))
+    paths = list(growth.grown)
+    last = reached(since(dict.fromkeys(paths, _NEVER)), paths)
+    return since(
+        {path: max(next_epoch(schema, table, path), epoch + 1) for path, epoch in zip(paths, last, strict=True)}
+    )
 
 
 def begin_next_epoch(growth: Growth, schema: Schema, table: Ints) -> tuple[dict[str, History], int]:

@@ -34,7 +34,6 @@ UNDEALT, ENDED = (
     -2,
 )  # in DEALT: nothing is dealt; the last batch of the epoch was taken, and the rows begin the next
 EPOCH = "epoch"  # how a field that counts epochs is called
-_IN_WINDOW = "emitted"  # that counts the samples of an open window
 EXCLUDED_STEPS = "excluded_steps"
 """Beside the parameters of the root: steps that are left out, ``[[first, stop], ...]``."""
 IN_STEP = "in_step"
@@ -206,12 +205,15 @@ class Schema:
         """The slots of the node at ``path``, a view; `None` where it lives inside a foreign node."""
         return _slots_at(self.root, table[:, FIRST_SLOT:], path)
 
-    def open_windows(self, table: Ints) -> Ints:
-        """``int64[N]``, not 0 in logical shards of which some of a window's samples were delivered, and others not."""
-        found = np.zeros(len(table), dtype=np.int64)
-        for field, start in zip(self.root.fields, offsets(self.root.fields), strict=False):
-            if field.path[-1] == _IN_WINDOW:
-                found |= table[:, FIRST_SLOT + start]
+    def begun(self, table: Ints) -> dict[tuple[str, ...], Ints]:
+        """``bool[N]``, by the path of a node that `READS_AHEAD`: whether it is within something that was delivered in part."""
+        found: dict[tuple[str, ...], Ints] = {}
+        for path, node in self.root.walk():
+            rows = self.slots_at(table, path)
+            if node.READS_AHEAD and rows is not None:
+                fields = node.own_fields()
+                slots = [slot for field, slot in zip(fields, offsets(fields), strict=False) if not field.counts]
+                found[path] = (rows[:, slots] != 0).any(axis=1)
         return found
 
     def prepare(self, table: Ints, shards: Ints) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -142,12 +142,23 @@ class Runner:
                 return count, self._slots(shard).copy()
         return num_samples, None
 
-    def farthest(self, shard: int) -> dict[str, int]:
-        """Of each source the last epoch that a shard's open window has read. Who serves after that loads the table anew."""
-        with contextlib.suppress(Exhausted):
-            self._draw(shard)
-        node = self._live[shard] or self._wake(shard)
-        return {path_name(path): below.farthest for path, below in node.walk() if isinstance(below, Reader)}
+    def farthest(
+        self, shard: int, rows: Ints, histories: Histories, paths: Iterable[tuple[str, ...]]
+    ) -> dict[str, int]:
+        """Of each source the last epoch that is read again, to go on within what these nodes of a shard have begun.
+
+        Args:
+            rows: ``int64[1, slots]``, where the shard stands in another table than this one's.
+            histories: Of what the sources consist there.
+        """
+        root = self._recipe.build(shard)
+        adopt(root, histories)
+        nodes = dict(root.walk())
+        for path in paths:
+            nodes[path].bind(root.columns(rows, path)[0].copy().data)
+            with contextlib.suppress(StopIteration):
+                nodes[path].read_begun()
+        return {path_name(path): below.farthest for path, below in nodes.items() if isinstance(below, Reader)}
 
     def prove(self, shard: int, num_left: int) -> None:
         """``DataStateError`` where a shard did not deliver each row of its epoch once but for those of its last samples.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, Protocol, TypeAlias
 
@@ -33,6 +34,8 @@ from rescale_data.state import Ints
 
 OnSourceChange: TypeAlias = Literal["error", "next_epoch"]
 """What to do with a state whose files were removed or changed."""
+
+_UNREAD = -2
 
 
 class HasStream(Protocol):
@@ -488,15 +491,26 @@ class Stream:
             f"load a checkpoint."
         )
 
-    def reached(self, table: Ints, histories: Histories, path: str) -> int:
-        """The last epoch of a source that the windows which are open have read; -1: none is (collective where some is)."""
-        open_at = self.schema.open_windows(table)
-        if not open_at.any():
-            return -1
-        self._runner.load(table, histories)
+    def reached(self, table: Ints, histories: Histories, paths: Sequence[str]) -> list[int]:
+        """Of each of these sources the last epoch that is read again to go on within windows and documents that have begun; -1:
+        none is (collective where something has begun)."""
+        begun, none = self.schema.begun(table), [-1] * len(paths)
+        if not any(rows.any() for rows in begun.values()):
+            return none
         mine = range(len(table)) if self.ranks.simulated else self.layout.owned(self.ranks.rank)
-        found = [self._runner.farthest(shard)[path] for shard in mine if open_at[shard]]
-        return self.ranks.extremes(max(found, default=-1))[1]
+        found, failure = [none], None
+        try:
+            for shard in mine:
+                if nodes := [node for node, rows in begun.items() if rows[shard]]:
+                    row = table[shard : shard + 1, FIRST_SLOT:]
+                    of_shard = self._runner.farthest(shard, row, histories, nodes)
+                    found.append([of_shard.get(path, -1) for path in paths])
+        except Exception as error:
+            failure = error
+        each = self.ranks.each(np.max(found, axis=0).tolist() if failure is None else [_UNREAD] * len(paths))
+        if each.min() == _UNREAD:
+            raise failure or failure_elsewhere(wrong_rows=False)
+        return each.max(axis=0).tolist()
 
     def make_again(self, shards: Ints) -> None:
         """Bring rows of other ranks up to date by reading, from the sample that they are of."""

@@ -256,6 +256,10 @@ class Node(BaseNode[T]):
         for _ in range(num_samples):
             next(self)
 
+    def read_begun(self) -> None:
+        """Read again what samples have been drawn from in part, as whoever goes on within it does (`READS_AHEAD`)."""
+        next(self)
+
     def skip_ahead(self, num_samples: int) -> int:
         """Leave out up to so many samples where `epoch_end` is not known, and yet they need not be drawn.
 

@@ -111,6 +111,9 @@ class CleanDocuments(Node[dict[str, Any]]):
             misses = self._bound.missed(misses)
         raise StopIteration
 
+    def read_begun(self) -> None:
+        self._open()
+
     def settle(self, position: View) -> bool:
         return self.settle_within(position, _PIECE)
 

@@ -36,6 +36,7 @@ class Books:
         self.segments: list[Any] = []  # stretches without a change: batches before it, state, pipeline
         self.ended = 0  # epochs
         self.counts = True  # whether it is known of which epoch what was dropped is
+        self.sources: dict[str, list[Any]] = {}  # of what each consisted in the whole run, by the epoch since which
 
     def copy(self) -> "Books":
         return copy.deepcopy(self)

@@ -89,7 +89,6 @@ class History:
         self.number, self.lists = 0, [self._blocklist()]
         self.changes: list[str] = []  # what differs from when the state was saved
         self.no_ahead = False
-        self.histories: dict[str, Any] = {}
 
     @property
     def packs_blocked(self) -> bool:
@@ -214,15 +213,17 @@ class History:
             self.ask()
 
     def _refer(self) -> None:
-        """What shards yield, by the data of now and since when it is so."""
+        """What shards yield, by the data of now and since when it is so: a state keeps what it needs of that, the books all."""
         schema, recipe = self.seats.lead.stream.schema, self.seats.lead.loader.setup.recipe
         if self.blocks:
             bare = Pipeline(self.plan, self.files)
             recipe = type(recipe)(bare, recipe.num_logical_shards, recipe.seed, recipe.repeat, recipe.verify)
         for path, manifest in schema.manifests.items():
-            now = schema.histories.get(path) or [(0, manifest)]  # a state keeps what it needs, the oracle all
-            self.histories[path] = [each for each in self.histories.get(path, []) if each[0] < now[0][0]] + list(now)
-        self.reference = Reference(recipe, copy.deepcopy(self.histories))
+            known = self.books.sources.setdefault(path, [(0, dict(manifest))])
+            since, last = (schema.histories.get(path) or known)[-1]
+            if last != known[-1][1]:
+                known[:] = [*(entry for entry in known if entry[0] < since), (since, last)]
+        self.reference = Reference(recipe, copy.deepcopy(self.books.sources))
 
     def check_load(self, saved: dict[str, Any]) -> None:
         top, loaded = self.now, self.seats.state()
@@ -347,9 +348,9 @@ class History:
         state, _, books, _, _ = self.r.choice(same)
         self.say("load live", state["samples"], [state[key] for key in TOPOLOGY])
         self.books.go_back_to(books)
-        self.reference.forget()
         self.seats.load(state)
         self.check_load(state)
+        self._refer()
 
     @property
     def micro(self) -> int:
@@ -393,7 +394,8 @@ class History:
         return shadow
 
     def _compare(self, shadow: Seats, what: str) -> None:
-        difference = same_state(shadow.state(), self.seats.state(), ("pipeline",) if self.excluded else ())
+        besides = ("sources", *(("pipeline",) if self.excluded else ()))  # what is over is folded by a load
+        difference = same_state(shadow.state(), self.seats.state(), besides)
         require(not difference, f"{what} is not as taking: {difference}")
         counts = [
             (each.at.dropped_samples, each.at.padded_samples, each.reader.epoch)
@@ -465,7 +467,7 @@ class History:
         require(
             (epoch, step) == (self.seats.lead.reader.epoch, self.seats.lead.reader.step), "epoch or step by rescale"
         )
-        difference = same_state(before, self.seats.state(), TOPOLOGY)
+        difference = same_state(before, self.seats.state(), (*TOPOLOGY, "sources"))
         require(not difference, f"a rescale changed {difference}")
 
     def _go_on(self, top: Top, order: list[int], step: int | None, dropped: int) -> None:

@@ -155,6 +155,9 @@ class TokenPacker(Node[dict[str, Tensor]]):
         for _ in range(num_samples):
             self._draw(tray, 0)
 
+    def read_begun(self) -> None:
+        next(self.children["source"])  # the document: what follows it in a sample has not begun
+
     def settle(self, position: View) -> bool:
         return self.settle_within(position, self._offset, is_document=True)
 
