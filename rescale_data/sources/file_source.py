@@ -109,6 +109,8 @@ class FileSource(ABC):
                 f"The index of {self._files.root} cannot be written: {error}. Give index_dir=, a folder that all ranks share "
                 f"and may write to."
             ) from error
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ValueError(f"index_dir={self._index_dir!r} cannot be a folder: {error}. Give a folder.") from error
         bundle = folder.load(self._mapped)
         if self._index_dir is not None:
             self._indices = replace(folder, given=())
