@@ -217,6 +217,8 @@ class TestBadIndices:
     def test_no_folder(self, made: Path, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"^index_dir='.*rdindex' cannot be a folder: .* Give a folder"):
             rd.ParquetSource(tmp_path / "data", index_dir=made)
+        with pytest.raises(ValueError, match=r"^index_dir='': give a folder"):
+            rd.ParquetSource(tmp_path / "data", index_dir="")
 
     def test_no_index(self, made: Path, tmp_path: Path) -> None:
         made.write_bytes(b"something else")
