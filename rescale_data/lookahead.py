@@ -43,6 +43,11 @@ class LookAhead:
     """
 
     def __init__(self, loader: DataLoader, num_batches: int) -> None:
+        if not isinstance(loader, DataLoader):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f"{type(loader).__name__} is not read ahead of training, only rd.DataLoader is. Where peers share one that reads "
+                f"(rd.Broadcast), give it num_workers= or prefetch_batches=: these go ahead, and the state stays right."
+            )
         if num_batches < 1:
             raise ValueError(f"num_batches={num_batches}: one batch at least must be in hand.")
         self._reading, self._loader, self._num_batches = loader.give_away(), loader, num_batches

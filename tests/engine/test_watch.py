@@ -201,6 +201,11 @@ def test_the_worst_rank_is_named() -> None:
     assert "wait_p99_seconds 2 / 2 / 7.5 (rank 1), batches_ready 1 / 3 / 3 (rank 2)" in str(found)
 
 
+def test_a_rank_whose_others_are_simulated_reports_itself() -> None:
+    loader = rd.DataLoader(range(8), global_batch_size=4, dp_rank=1, dp_world_size=2)
+    assert {spread.worst for spread in loader.report().values()} == {1}
+
+
 def test_a_loader_that_nobody_holds_is_gone_at_once() -> None:
     loader = rd.DataLoader(range(8), global_batch_size=4)
     next(iter(loader))
