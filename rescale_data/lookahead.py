@@ -45,7 +45,7 @@ class LookAhead:
     def __init__(self, loader: DataLoader, num_batches: int) -> None:
         if not isinstance(loader, DataLoader):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
-                f"{type(loader).__name__} is not read ahead of training, only rd.DataLoader is. Where peers share one that reads "
+                f"{type(loader).__name__} is not read ahead of training, only rd.DataLoader is. Where one reads for its peers "
                 f"(rd.Broadcast), give it num_workers= or prefetch_batches=: these go ahead, and the state stays right."
             )
         if num_batches < 1:
