@@ -167,6 +167,13 @@ def test_what_workers_have_read_is_counted_and_what_they_have_ready(tmp_path: Pa
     assert 64 * 8 <= told["read_bytes"] - before[0] < 2 * 64 * 8
     assert told["read_seconds"] > 0
     assert told["batches_ready"] == 0
+    next(iter(loader))  # by other workers
+    after = loader.progress()
+    loader.close()
+    assert after["read_bytes"] - before[0] > 64 * 8
+    assert after["transform_seconds"] + after["read_seconds"] > told["transform_seconds"] + told["read_seconds"]
+    assert loader.progress()["read_bytes"] >= after["read_bytes"]
+    assert loader.progress()["batches_ready"] == 0
 
 
 def test_requests_and_what_they_brought_are_counted(tmp_path: Path) -> None:
