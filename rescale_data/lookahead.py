@@ -96,7 +96,8 @@ class LookAhead:
     def read(self) -> list[Any]:
         """Fill the hand, and return what is new in it; with nothing in it the trainer has seen the end of its epoch.
 
-        An error of the loader is raised when the trainer comes to it.
+        An error of the loader is raised when the trainer comes to it; over several ranks at once, as the others may read on to
+        where they wait for this one. Asked again it reads on, and nothing in hand is lost.
         """
         new: list[Any] = []
         while self._failure is None and len(self._in_hand) < self._num_batches:
@@ -107,6 +108,8 @@ class LookAhead:
                     self._at = self._read()
                 break
             except Exception as error:
+                if self.stream.ranks.circle is not None:
+                    raise
                 self._failure = error
                 break
             new.append(batch)
