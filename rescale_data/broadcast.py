@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -76,11 +77,11 @@ class Broadcast:
                 "dp_world_size= (0 and 1 where all processes are peers)."
             )
         timeout = float(arguments.get("timeout", 300.0))
-        self._pin = bool(arguments.get("pin_memory", False))
+        self._pin = bool(arguments.get("pin_memory", False)) and torch.accelerator.is_available()
         told = {"open_data": _told(open_data)}
         told |= {name: _told(value) for name, value in bound.arguments.items() if name not in ("self", "pipeline")}
         self._peers, self.loader = Peers(_members(peers), receives, told, timeout), None
-        if not self._reads and arguments.get("dp_rank") is not None and arguments.get("group") is None:
+        if arguments.get("dp_rank") is not None and arguments.get("group") is None:
             _come_to_the_meeting(arguments["dp_rank"], arguments.get("dp_world_size"), timeout)
         self._at = [0] * 3
         self._numbers = _Numbers(0, 0, 0)
@@ -228,14 +229,14 @@ class Broadcast:
     def _say(self, name: str, kind: int, said: Bytes) -> None:
         if self.loader is not None:
             self._at = [self.loader.step, self.loader.epoch, self.loader.last_batch_samples]
-        self._peers.say(kind, [digest(name), *self._at], said)
+        self._peers.say(kind, [self._peers.digest_of(name), *self._at], said)
 
     def _hear(self, name: str) -> Any:
         kind, (called, *at), value = self._peers.hear(self._pin)
-        if called != digest(name):
+        if called != self._peers.digest_of(name):
             raise RuntimeError(
-                f"This rank calls {name} of rd.Broadcast, the one that reads for it another method, or with other arguments. "
-                f"All peers of a dp rank make the same calls in the same order."
+                f"This rank calls {name} of rd.Broadcast, the one that reads for it another method, with other arguments, or "
+                f"that of another rd.Broadcast. All peers of a dp rank make the same calls in the same order."
             )
         self._at = at
         if kind == BATCH:
@@ -298,8 +299,10 @@ def _members(peers: object) -> list[int]:
 
 
 def _come_to_the_meeting(dp_rank: Any, dp_world_size: Any, timeout: float) -> None:
-    """Where all of the job say of which dp rank they are, those too that read nothing."""
-    if isinstance(dp_rank, int) and isinstance(dp_world_size, int) and dp_world_size > 1:
+    """Where all of the job say of which dp rank they are, those too that read nothing; before any reads, which may fail."""
+    if not isinstance(dp_rank, int) or not isinstance(dp_world_size, int) or dist.get_world_size() == 1:
+        return
+    if dp_world_size > 1 and 0 <= dp_rank < dp_world_size:  # else the loader says what is wrong
         by_dp_rank(dp_rank, dp_world_size, timeout)
 
 

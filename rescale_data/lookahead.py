@@ -43,6 +43,11 @@ class LookAhead:
     """
 
     def __init__(self, loader: DataLoader, num_batches: int) -> None:
+        if not isinstance(loader, DataLoader):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f"{type(loader).__name__} is not read ahead of training, only rd.DataLoader is. Where one reads for its peers "
+                f"(rd.Broadcast), give it num_workers= or prefetch_batches=: these go ahead, and the state stays right."
+            )
         if num_batches < 1:
             raise ValueError(f"num_batches={num_batches}: one batch at least must be in hand.")
         self._reading, self._loader, self._num_batches = loader.give_away(), loader, num_batches
@@ -91,7 +96,8 @@ class LookAhead:
     def read(self) -> list[Any]:
         """Fill the hand, and return what is new in it; with nothing in it the trainer has seen the end of its epoch.
 
-        An error of the loader is raised when the trainer comes to it.
+        An error of the loader is raised when the trainer comes to it; over several ranks at once, as the others may read on to
+        where they wait for this one. Asked again it reads on, and nothing in hand is lost.
         """
         new: list[Any] = []
         while self._failure is None and len(self._in_hand) < self._num_batches:
@@ -102,6 +108,8 @@ class LookAhead:
                     self._at = self._read()
                 break
             except Exception as error:
+                if self.stream.ranks.circle is not None:
+                    raise
                 self._failure = error
                 break
             new.append(batch)

@@ -143,6 +143,12 @@ def test_a_hand_holds_one_batch_at_least() -> None:
         LookAhead(make(), 0)
 
 
+def test_only_a_loader_is_read_ahead() -> None:
+    given: Any = [1]
+    with pytest.raises(TypeError, match=r"list is not read ahead of training.*rd\.Broadcast.*prefetch_batches="):
+        LookAhead(given, 1)
+
+
 def test_a_loader_that_is_read_ahead_refuses_what_would_be_ahead_of_training() -> None:
     loader = make()
     batches = iter(loader)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import pickle
 import threading
 import time
@@ -33,6 +34,7 @@ class Broadcasts(Protocol):
     def size(self) -> int: ...
 
 
+_numbers = itertools.count()
 READS, BATCH, RESULT = range(3)
 NUM_COUNTS = 4
 """That a header holds beside the kind and the size of what follows."""
@@ -63,17 +65,23 @@ class Peers:
         self.rank, self._members, self._timeout = dist.get_rank(), list(members), timeout
         self.me = self._members.index(self.rank)
         store = part_of_store(f"peers/{digest(self._members)}", len(members), None)
-        said = meet(store, self.me, members, timeout, " ".join([str(int(receives)), *map(_text, settings.values())]))
-        words = [text.split() for text in said.split(",")]
-        _require_same(settings, [mine[1:] for mine in words], members)
+        mine = [str(int(receives)), str(next(_numbers)), *map(_text, settings.values())]
+        words = [text.split() for text in meet(store, self.me, members, timeout, " ".join(mine)).split(",")]
+        _require_same(settings, [given[2:] for given in words], members)
+        self._number = words[0][1]  # as the first one counts: tells apart what it reads for training and for validation
         receivers = [rank for rank, mine in zip(members, words, strict=True) if mine[0] == "1" or rank == members[0]]
         self.receives = self.rank in receivers
         self._all = _group(self._members, store, timeout)
         self._receivers = _group(receivers, store, timeout) if self.receives else None
         self._began: float | None = None  # since when the first one reads
         self._lock = threading.Lock()
+        self._broken: str | None = None
         if self.me == 0 and len(members) > 1:
             threading.Thread(target=_say_that_it_reads, args=(weakref.ref(self), timeout / 8), daemon=True).start()
+
+    def digest_of(self, call: str) -> int:
+        """The same on all of them, and of no other `Peers`."""
+        return digest((self._number, call))
 
     @contextlib.contextmanager
     def reading(self) -> Generator[None]:
@@ -113,6 +121,8 @@ class Peers:
     def _exchange(self, group: Broadcasts | None, tensor: torch.Tensor) -> None:
         if group is None or group.size() == 1:
             return
+        if self._broken is not None:  # others may wait for the rest of a message: nothing else is to come in its place
+            raise RuntimeError(self._broken)
         options = BroadcastOptions()
         options.timeout = datetime.timedelta(seconds=self._timeout)
         try:
@@ -121,10 +131,11 @@ class Peers:
             others = (
                 f"one of the ranks {self._members[1:]}" if self.me == 0 else f"rank {self._members[0]}, which reads"
             )
-            raise RuntimeError(
+            self._broken = (
                 f"Rank {self.rank} waited at most {self._timeout:g} s for {others}: it makes no call, or has died. All peers "
                 f"of a dp rank make the same calls of rd.Broadcast, in the same order. ({error})"
-            ) from error
+            )
+            raise RuntimeError(self._broken) from error
 
 
 def _say_that_it_reads(of: weakref.ref[Peers], pause: float) -> None:

@@ -214,8 +214,8 @@ class Reading:
         return {**waits, **self.stream.made(), **counters(self.stream)}
 
     def report(self) -> Report:
-        mine = self.progress()
-        return report(NAMES, self.stream.ranks.numbers([mine[name] for name in NAMES]))
+        mine, ranks = self.progress(), self.stream.ranks
+        return report(NAMES, ranks.numbers([mine[name] for name in NAMES]), ranks.rank if ranks.simulated else 0)
 
     def _say_slow(self, seconds: float, frame: FrameType | None) -> None:
         what = self.stream.waiting_for() if waits(frame) else ""

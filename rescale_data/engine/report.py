@@ -46,14 +46,17 @@ class Report(dict[str, Spread]):
         )
 
 
-def report(names: Sequence[str], values: npt.NDArray[np.float64]) -> Report:
+def report(names: Sequence[str], values: npt.NDArray[np.float64], first_rank: int = 0) -> Report:
     """Of what each rank has.
 
     Args:
         values: ``float64[W, len(names)]``.
+        first_rank: Whose the first row is: another than 0 where a rank is alone.
     """
     found = Report()
     for name, column in zip(names, values.T, strict=True):
         worst = column.argmin() if name == READY else column.argmax()
-        found[name] = Spread(float(column.min()), float(np.median(column)), float(column.max()), int(worst))
+        found[name] = Spread(
+            float(column.min()), float(np.median(column)), float(column.max()), first_rank + int(worst)
+        )
     return found

@@ -67,7 +67,7 @@ class Watch:
         """Look at this thread from now on, every so often, in the background."""
         if not self.thread:
             self._stopped = threading.Event()
-            given = weakref.ref(self), min(1.0, self._seconds / 4), self._stopped
+            given = weakref.ref(self), min(1.0, max(0.01, self._seconds / 4)), self._stopped
             self._looks = threading.Thread(target=_look, args=given, daemon=True, name="rescale_data-watch")
             self._looks.start()
         self.thread = threading.get_ident()

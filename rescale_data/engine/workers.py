@@ -236,7 +236,7 @@ class Pool:
             )
         worker = Worker(recipe, collate, slow_after)
         require_pickle(worker, pipeline=recipe.pipeline, collate_fn=collate, worker_init_fn=init_fn)
-        worker.board = self._board = Board(num_workers)
+        self._worker, self._board = worker, Board(num_workers)
         self._due = self._taken = 0  # the worker that is waited for, and batches of this leg
         self._k = self.num_workers = num_workers
         self._commands = Commands(num_workers, prefetch_factor)
@@ -266,6 +266,7 @@ class Pool:
         self._made, self._due, self._taken = iter(()), 0, 0
         self._commands.begin, self._commands.first = Begin.of(leg, table), first
         if self._loader is None:
+            self._worker.board = self._board
             self._loader = self._new_loader()
         self._inboxes = [Inbox(self._pin) for _ in range(self._k)]
         self._made = self._receive(_patiently(iter(self._loader), self._num_looks))
@@ -306,9 +307,14 @@ class Pool:
     def stop(self) -> None: ...
 
     def close(self) -> None:
-        """Stop the worker processes."""
+        """Stop the worker processes; what they have counted is this process's from here on."""
         self._made = iter(())
+        if self._loader is None:
+            return
         self._loader = None
+        for field, value in enumerate(self._board.counts.sum(dim=0).tolist()):
+            counts().add(field, 0 if field == MADE else value)
+        self._board, self._taken = Board(self._k), 0
 
     def _receive(self, answers: Iterator[Any]) -> Iterator[MicroBatch | None]:
         for _ in range(self._k):

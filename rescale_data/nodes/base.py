@@ -27,6 +27,7 @@ from torchdata.nodes import (
     Prefetcher,
     SamplerWrapper,
     Stateful,
+    Unbatcher,
 )
 
 from rescale_data.nodes.reading.documents import Documents
@@ -45,6 +46,7 @@ __all__ = [
     "Prefetcher",
     "SamplerWrapper",
     "Stateful",
+    "Unbatcher",
     "View",
     "as_node",
     "copy_of",

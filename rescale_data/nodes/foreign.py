@@ -19,6 +19,7 @@ from rescale_data.nodes.base import (
     Prefetcher,
     SamplerWrapper,
     Stateful,
+    Unbatcher,
     View,
     as_node,
 )
@@ -29,7 +30,9 @@ from rescale_data.state import Field, Ints, field_of, flatten
 T = TypeVar("T")
 
 _NUM_COMPARED = 8
+_NOT_AGAIN = "StatefulDistributedSampler"  # by its name: to import it is to import torchdata's loader
 _BEGUN = Field(("begun",))
+_UNBATCHER_KEYS = {Unbatcher.SOURCE_KEY, Unbatcher.BATCH_IDX_KEY}
 _AS_BUILT, _AT_BEGINNING, _WITHIN = range(3)
 
 
@@ -75,17 +78,21 @@ class Foreign(Node[T]):
 
     def _begin(self) -> None:
         """Begin the next epoch."""
+        epochs = [(sampler, sampler.epoch) for sampler in self._samplers if isinstance(sampler.sampler, Stateful)]
         for sampler in self._samplers:  # those that nobody has asked since a resume would stay in their epoch
             if not isinstance(sampler.sampler, Stateful):
                 next(sampler, None)
         self.node.reset(None)
+        for sampler, epoch in epochs:
+            if sampler.epoch == epoch:  # so would these, and to ask them would move their place
+                sampler.epoch = sampler.epoch_updater(epoch)
+                sampler.reset(None)
 
     def _reset(self, position: View) -> None:
         kept = self.decode(position)
         as_built = kept.pop(_BEGUN.key) == _AS_BUILT
-        self.node.reset(
-            copy.deepcopy(self._first) if as_built else kept
-        )  # a node may go on writing in what it is given
+        # a node may go on writing in what it is given
+        self.node.reset(_apart(copy.deepcopy(self._first) if as_built else kept))
 
     def _keep(self, position: View, begun: int) -> None:
         position[:] = self.encode({_BEGUN.key: begun, **self.node.state_dict()})
@@ -97,6 +104,22 @@ class Foreign(Node[T]):
         yield path, self
         for found, node in _own_below(self.node, path):
             yield from node.walk(found)
+
+
+class _OfUnbatcher(dict[str, Any]):
+    """The state of an `Unbatcher`, which keeps the very dict that it resets its source to, and saves it later.
+
+    A `MultiNodeWeightedSampler` goes on writing there which of its sources are exhausted. So each that is taken is a copy.
+    """
+
+    def __getitem__(self, key: str) -> Any:
+        return copy.deepcopy(super().__getitem__(key))
+
+
+def _apart(state: dict[str, Any]) -> dict[str, Any]:
+    """The same state, to reset a node to: nobody writes in what an `Unbatcher` keeps of it."""
+    inside = {key: _apart(value) if type(value) is dict else value for key, value in state.items()}
+    return _OfUnbatcher(inside) if inside.keys() == _UNBATCHER_KEYS else inside
 
 
 class Mapped(Node[Any]):
@@ -162,6 +185,12 @@ def _refuse_threads(node: BaseNode[Any]) -> None:
 def _refuse_once(node: BaseNode[Any]) -> None:
     """``TypeError`` where what a node wraps can be read once only, or is another order each time."""
     wrapped = _wrapped_by(node)
+    if any(kind.__name__ == _NOT_AGAIN for kind in type(wrapped).__mro__):
+        raise TypeError(
+            f"The {type(wrapped).__name__} of {type(node).__name__} yields nothing in its second epoch, and forgets its place "
+            f"when it is saved before the first row that follows a resume. Use torch.utils.data.DistributedSampler(dataset, "
+            f"num_replicas=shard.num_logical_shards, rank=shard.index), or rd.Reader(dataset, shard)."
+        )
     if wrapped is None or isinstance(wrapped, Stateful):
         return
     if isinstance(wrapped, Iterator):

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
-from rescale_data.nodes.base import View, copy_of
+from rescale_data.nodes.base import copy_of
 from rescale_data.nodes.reading.spans import EMPTY, Moves, Spans, plain
 
-
-class Texts(Protocol):
-    """A `Tokenize`, which whoever reads it moves."""
-
-    position: View
-
-    def bind(self, position: View) -> None: ...
-
-    def texts(self, most: int) -> list[tuple[npt.NDArray[np.integer[Any]], View]]: ...
+if TYPE_CHECKING:
+    from rescale_data.nodes.tokenize import Tokenize
 
 
 class TokenizedDocuments:
     """`Documents`, of which none is seen as a sample."""
 
-    def __init__(self, node: Texts) -> None:
+    def __init__(self, node: Tokenize) -> None:
         self._node, self._ended = node, False
 
     def read(self, position: memoryview, most: int) -> Spans:

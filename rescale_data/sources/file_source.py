@@ -85,6 +85,8 @@ class FileSource(ABC):
         if cache_bytes < 1:
             raise ValueError(f"cache_bytes={cache_bytes}: give a number of bytes, at least 1.")
         self.cache_bytes, self.spill_bytes = cache_bytes, 0
+        if index_dir is not None and not os.fspath(index_dir):
+            raise ValueError("index_dir='': give a folder that all ranks share, or None for no index.")
         self._index_dir = None if index_dir is None else os.path.abspath(os.fspath(index_dir))
         self._files = self._find(paths, storage_options, remote)
         self._mapped: str | None = None
@@ -109,6 +111,8 @@ class FileSource(ABC):
                 f"The index of {self._files.root} cannot be written: {error}. Give index_dir=, a folder that all ranks share "
                 f"and may write to."
             ) from error
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ValueError(f"index_dir={self._index_dir!r} cannot be a folder: {error}. Give a folder.") from error
         bundle = folder.load(self._mapped)
         if self._index_dir is not None:
             self._indices = replace(folder, given=())

@@ -35,6 +35,8 @@ class DeviceLoader:
 
     A state of it is that of the `DataLoader`: either loads what the other has saved. It can be asked what the loader could be.
 
+    An error of reading comes when training comes to its batch, over several dp ranks at once. Asked again, it goes on.
+
     Args:
         loader: From now on read by this object alone: asked for batches, its position or a state, it raises `RuntimeError`.
         device: Default: ``torch_xla.device()``.

@@ -1,6 +1,8 @@
 """`rd.Broadcast`: of the peers of a dp rank one reads, and all have its batches, its state and its errors."""
 
 import functools
+import gc
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsspec.implementations.local import LocalFileSystem
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import rescale_data as rd
+from rescale_data.engine import peers as groups
 from rescale_data.engine.message import to_bytes
 from rescale_data.engine.peers import RESULT
 from tests.distributed.ranks import run_ranks
@@ -130,13 +133,14 @@ def on_4_ranks(folder: Path) -> dict[str, Any]:
         found["second epoch"] = [loader.epoch, loader.step, plain(next(iter(loader)))]
         loader.reset()
         found["again"] = plain(next(iter(loader)))
+        found["report"] = loader.report()
     found["requests"] = Counted.requests
 
     wider = make(data, 1)  # from 2 dp ranks of 2 TP peers each to one of 4
     dcp.load({"loader": wider}, checkpoint_id=folder / "saved")
     found["rescaled"] = [plain(batch) for batch in wider]
     found["requests of 4"] = Counted.requests
-    stage = make(data, 1, receives=me in (0, 3))  # a pipeline of 4 stages
+    stage = make(data, 1, receives=me in (0, 3), pin_memory=True)  # a pipeline of 4 stages
     found["stages"] = [plain(batch) for batch in stage]
 
     found["different"] = said(ValueError, lambda: make(data, 1, seed=me // 3))
@@ -157,10 +161,54 @@ def on_4_ranks(folder: Path) -> dict[str, Any]:
     )  # fmt: skip
     found["by number"] = [plain(batch) for batch in by_number][:5]
     found["after a long read"] = long_read(by_number)
+    began = time.monotonic()
+    found["no data"] = said(FileNotFoundError, lambda: by_number_of(data / "nothing", 1 - me // 2))
+    found["seconds until it was said"] = time.monotonic() - began
+    training, validation = make(data, 1), make(data, 1)
+    found["of another"] = next(iter(training)) and said_or(RuntimeError, (validation if me == 3 else training).peek)
     if me in (2, 3):
         loader = make_pair()
         found["apart"] = said(RuntimeError, loader.peek if me == 3 else loader.reset) if me == 3 else loader.reset()
+    if me != 2:
+        found["after a death"] = after_a_death(3)
     return found
+
+
+def by_number_of(data: Path, dp_rank: int) -> rd.Broadcast:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    source = functools.partial(open_data, str(data))
+    return rd.Broadcast(source, mesh["tp"], dp_rank=dp_rank, dp_world_size=2, global_batch_size=O)
+
+
+def said_or(kind: type[Exception], call: Any) -> str:
+    """What an error says; nothing where there is none."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return ""
+
+
+def after_a_death(dead: int) -> list[str]:
+    """Of three peers one is gone, as its sockets tell; what the others hear, who try again and again."""
+    peers = DeviceMesh("cpu", [0, 1, dead], _init_backend=False)
+    loader = rd.Broadcast(
+        lambda: range(1000), peers, dp_rank=0, dp_world_size=1, global_batch_size=4, timeout=3.0, shuffle=False
+    )
+    batches = iter(loader)
+    next(batches)
+    if dist.get_rank() == dead:
+        del batches, loader
+        groups._groups[dist.group.WORLD].pop((0, 1, dead))
+        gc.collect()
+        return []
+    heard: list[str] = []
+    for _ in range(4):
+        try:
+            heard.append(str(next(batches).tolist()))
+        except RuntimeError as error:
+            heard.append(str(error))
+    return heard
 
 
 def long_read(loader: rd.Broadcast) -> Any:
@@ -178,8 +226,6 @@ def long_read(loader: rd.Broadcast) -> Any:
 
 
 def make_pair() -> rd.Broadcast:
-    from torch.distributed.device_mesh import DeviceMesh
-
     return rd.Broadcast(
         lambda: range(100),
         DeviceMesh("cpu", [2, 3], _init_backend=False),
@@ -263,3 +309,32 @@ def test_errors_of_the_one_that_reads_are_raised_on_all(ranks: list[dict[str, An
     assert all("nothing" in found["no files"] for found in ranks)
     assert [found["before the error"] for found in ranks] == [2] * 4
     assert all("is bad" in found["error"] for found in ranks[:2])
+
+
+def test_data_that_cannot_be_opened_is_told_at_once_where_dp_ranks_are_given_by_number(
+    ranks: list[dict[str, Any]],
+) -> None:
+    assert all("nothing" in found["no data"] for found in ranks)
+    assert max(found["seconds until it was said"] for found in ranks) < 60  # timeout is 300
+
+
+def test_a_call_of_another_broadcast_among_the_same_peers_is_an_error(ranks: list[dict[str, Any]]) -> None:
+    assert [bool(found["of another"]) for found in ranks] == [False, False, False, True]
+    assert "that of another rd.Broadcast" in ranks[3]["of another"]
+
+
+def test_when_a_peer_is_gone_the_others_are_told_so_and_given_nothing_else(ranks: list[dict[str, Any]]) -> None:
+    for rank in range(2):
+        heard = ranks[rank]["after a death"]
+        batches = [text for text in heard if text.startswith("[")]
+        assert batches == [str(list(range(4 * i, 4 * i + 4))) for i in range(1, len(batches) + 1)]
+        first, *more = heard[len(batches) :]
+        others = "one of the ranks [1, 3]" if rank == 0 else "rank 0, which reads"
+        assert f"Rank {rank} waited at most 3 s for {others}: it makes no call, or has died" in first
+        assert more
+        assert set(more) == {first}
+
+
+def test_a_report_is_that_of_the_dp_ranks_on_all_peers(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["report"]["read_bytes"].minimum > 0
+    assert all(found["report"] == ranks[0]["report"] for found in ranks)

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from rescale_data.engine.ranks import find_ranks
+from rescale_data.engine.report import NAMES
 from tests.distributed.legs import Data, take
 from tests.distributed.ranks import run_ranks
 
@@ -43,6 +44,9 @@ def on_4_ranks() -> dict[str, Any]:
     loader.full_state_dict()
     del circle.gather  # type: ignore[union-attr]
     found["rows sent"] = sent
+
+    loader.reading._wait_seconds = [1.0, 8.0, 2.0, 3.0][me]
+    found["report"] = loader.report()
 
     by_dp_rank = UNEVEN.loader(12, dp_rank=me // 2, dp_world_size=2)  # two TP peers each
     take(by_dp_rank, 3)
@@ -107,6 +111,12 @@ def test_a_rank_that_saves_alone_is_told_so_and_may_save_with_the_others_afterwa
 
 def test_a_state_takes_the_rows_of_each_rank_once(found: list[dict[str, Any]]) -> None:
     assert all(rank["rows sent"] == [2] for rank in found)  # of 7 logical shards on 4 ranks
+
+
+def test_a_report_compares_the_ranks_and_is_the_same_on_all(found: list[dict[str, Any]]) -> None:
+    assert found[0]["report"]["wait_seconds"] == (1.0, 2.5, 8.0, 1)
+    assert list(found[0]["report"]) == list(NAMES)
+    assert all(rank["report"] == found[0]["report"] for rank in found)
 
 
 def test_no_group_spans_the_peers_that_share_a_dp_rank(found: list[dict[str, Any]]) -> None:

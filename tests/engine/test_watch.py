@@ -167,6 +167,13 @@ def test_what_workers_have_read_is_counted_and_what_they_have_ready(tmp_path: Pa
     assert 64 * 8 <= told["read_bytes"] - before[0] < 2 * 64 * 8
     assert told["read_seconds"] > 0
     assert told["batches_ready"] == 0
+    next(iter(loader))  # by other workers
+    after = loader.progress()
+    loader.close()
+    assert after["read_bytes"] - before[0] > 64 * 8
+    assert after["transform_seconds"] + after["read_seconds"] > told["transform_seconds"] + told["read_seconds"]
+    assert loader.progress()["read_bytes"] >= after["read_bytes"]
+    assert loader.progress()["batches_ready"] == 0
 
 
 def test_requests_and_what_they_brought_are_counted(tmp_path: Path) -> None:
@@ -192,6 +199,11 @@ def test_the_worst_rank_is_named() -> None:
     assert found["wait_p99_seconds"] == (2.0, 2.0, 7.5, 1)
     assert found["batches_ready"] == (1.0, 3.0, 3.0, 2)
     assert "wait_p99_seconds 2 / 2 / 7.5 (rank 1), batches_ready 1 / 3 / 3 (rank 2)" in str(found)
+
+
+def test_a_rank_whose_others_are_simulated_reports_itself() -> None:
+    loader = rd.DataLoader(range(8), global_batch_size=4, dp_rank=1, dp_world_size=2)
+    assert {spread.worst for spread in loader.report().values()} == {1}
 
 
 def test_a_loader_that_nobody_holds_is_gone_at_once() -> None:

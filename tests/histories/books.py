@@ -34,9 +34,9 @@ class Books:
         self.batches: list[Any] = []  # global: rows in rank order, and whether they were dealt
         self.open: list[list[Any]] = []  # of each rank, of the global batch that has begun
         self.segments: list[Any] = []  # stretches without a change: batches before it, state, pipeline
+        self.histories: dict[str, Any] = {}  # of the sources: their files, by the epoch from which there were these
         self.ended = 0  # epochs
         self.counts = True  # whether it is known of which epoch what was dropped is
-        self.sources: dict[str, list[Any]] = {}  # of what each consisted in the whole run, by the epoch since which
 
     def copy(self) -> "Books":
         return copy.deepcopy(self)
@@ -138,9 +138,10 @@ def same_state(one: Mapping[str, Any], other: Mapping[str, Any], besides: tuple[
     return "; ".join(f"{key}: {one[key]} {other[key]}" for key in found)
 
 
-def comparable(batch: Any) -> Any:
-    """A global batch; in a deal, several samples of one shard may change places with each other."""
+def comparable(batch: Any, *, filled: bool = True) -> Any:
+    """A global batch; in a deal, several samples of one shard may change places with each other. ``filled``: with padding."""
     rows, dealt = batch
+    rows = [row if row[2] or filled else (row[0], None, False) for row in rows]
     shards = [shard for shard, _, _ in rows]
     if dealt and len(set(shards)) < len(shards):
         return shards, sorted(map(repr, rows))

@@ -218,12 +218,16 @@ class History:
         if self.blocks:
             bare = Pipeline(self.plan, self.files)
             recipe = type(recipe)(bare, recipe.num_logical_shards, recipe.seed, recipe.repeat, recipe.verify)
+        histories = self.books.histories
         for path, manifest in schema.manifests.items():
-            known = self.books.sources.setdefault(path, [(0, dict(manifest))])
-            since, last = (schema.histories.get(path) or known)[-1]
-            if last != known[-1][1]:
-                known[:] = [*(entry for entry in known if entry[0] < since), (since, last)]
-        self.reference = Reference(recipe, copy.deepcopy(self.books.sources))
+            now = schema.histories.get(path) or [(0, manifest)]  # a state keeps what it needs, the oracle all
+            known = histories.get(path, [])
+            same = [i for i, (_, files) in enumerate(known, 1) if files == now[0][1]]
+            if same:  # a state that needs one entry alone says not since when it holds
+                histories[path] = [*known[: same[-1]], *now[1:]]
+            else:
+                histories[path] = [*(each for each in known if each[0] < now[0][0]), *now]
+        self.reference = Reference(recipe, copy.deepcopy(histories))
 
     def check_load(self, saved: dict[str, Any]) -> None:
         top, loaded = self.now, self.seats.state()
@@ -551,6 +555,8 @@ class History:
         books = self.books
         if not self.aligned or self.blocks:
             return
+        # what fills a last batch are first samples of a run: by the files of then, while a state lists them, else of later
+        filled = all(len(history) == 1 for history in books.histories.values())
         ends = [*(begin for begin, *_ in books.segments[1:]), len(books.batches)]
         for (begin, state, pipeline), end in zip(books.segments, ends, strict=True):
             if end <= begin or pipeline is None:  # one rank cannot begin within a step
@@ -565,7 +571,7 @@ class History:
             alone.take(end - begin, mine)
             alone.close()
             for i, (x, y) in enumerate(zip(books.batches[begin:end], mine.batches, strict=True)):
-                if comparable(x) != comparable(y):
+                if comparable(x, filled=filled) != comparable(y, filled=filled):
                     raise Failure(
                         f"R2: global batch {begin + i} of {begin}..{end} is not that of one rank (dealt {x[1]}, {y[1]})"
                     )

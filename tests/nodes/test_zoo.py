@@ -2,20 +2,22 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torchdata import nodes
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import rescale_data as rd
 from rescale_data.nodes.base import as_node
 from rescale_data.testing import assert_rescalable
 from tests.nodes.resume import assert_ends, assert_resumes, plain, take
-from tests.nodes.zoo import ENDLESS, FEW, FILTERED, LOSSY, PIPELINES, STOCK, TIMES, WEB, ids_of, is_kept
+from tests.nodes.zoo import ENDLESS, FEW, FILTERED, LOSSY, PIPELINES, STOCK, TIMES, WEB, Counting, Ids, ids_of, is_kept
 
 TOPOLOGIES = [(1, 12, 0), (1, 4, 0), (2, 6, 0), (2, 2, 0), (3, 4, 0), (4, 3, 0), (6, 1, 0)]
 
@@ -160,6 +162,85 @@ def test_stock_nodes_stream_without_end(name: str) -> None:
     assert rows == {i: 3 * n for i, n in Counter(itertools.chain(*first)).items()}
 
 
+class Turning(Ids):
+    """A sampler with epochs that keeps its own place."""
+
+    def __init__(self, shard: rd.Shard) -> None:
+        super().__init__(shard)
+        self.at, self.is_loaded = 0, False
+
+    def __iter__(self) -> Iterator[int]:
+        self.at, self.is_loaded = self.at if self.is_loaded else 0, False
+        return self._rest(list(super().__iter__()))
+
+    def _rest(self, ids: list[int]) -> Iterator[int]:
+        while self.at < len(ids):
+            self.at += 1
+            yield ids[self.at - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at, self.epoch, self.is_loaded = state["at"], state["epoch"], True
+
+
+def _turning(shard: rd.Shard) -> nodes.BaseNode[Any]:
+    sources = {"a": nodes.SamplerWrapper(Turning(shard)), "b": nodes.SamplerWrapper(Ids(shard))}
+    where = {"rank": shard.index, "world_size": shard.num_logical_shards}
+    return nodes.MultiNodeWeightedSampler(sources, {"a": 2.0, "b": 1.0}, "ALL_DATASETS_EXHAUSTED", **where)
+
+
+class Writing(Counting):
+    """An iterable that goes on writing in the state that it was given."""
+
+    def __init__(self, shard: rd.Shard) -> None:
+        super().__init__(shard)
+        self.state = {"at": 0}
+
+    def __iter__(self) -> Iterator[int]:
+        while self.state["at"] < len(self.ids):
+            self.state["at"] += 1
+            yield self.ids[self.state["at"] - 1]
+        self.state["at"] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+CHAINED: dict[str, Callable[[rd.Shard], nodes.BaseNode[Any]]] = {
+    "Unbatcher-Weighted": lambda shard: nodes.Unbatcher(
+        nodes.Batcher(STOCK["Weighted-cycle"](shard), 3, drop_last=False)
+    ),
+    "Unbatcher-Unbatcher": lambda shard: nodes.Unbatcher(
+        nodes.Unbatcher(nodes.Batcher(nodes.Batcher(STOCK["Weighted-all"](shard), 2), 2))
+    ),
+    "Unbatcher-IterableWrapper": lambda shard: nodes.Unbatcher(nodes.Batcher(nodes.IterableWrapper(Writing(shard)), 3)),
+    "Weighted-SamplerWrapper": _turning,
+}
+
+
+@pytest.mark.parametrize("name", CHAINED)
+def test_a_chain_of_resumes_writes_the_positions_of_an_uninterrupted_stream(name: str) -> None:
+    """Where a torchdata node goes on writing in the state it was given, or begins an epoch that nobody has asked it for."""
+    for index in range(4):
+        shard = rd.Shard(index, 11, seed=2)
+        live, again = as_node(CHAINED[name](shard)), as_node(CHAINED[name](shard))
+        for _ in range(3):
+            sample: Any = True
+            while sample is not None:
+                position = np.array(again.position)
+                again = as_node(CHAINED[name](shard))
+                again.bind(position.data)
+                sample = plain(next(live, None))
+                assert plain(next(again, None)) == sample
+                assert again.position.tolist() == live.position.tolist()
+            live.bind(live.position)
+
+
 class Twice(nodes.BaseNode[Any]):
     def __init__(self, shard: rd.Shard, rank: int, world_size: int) -> None:
         super().__init__()
@@ -192,6 +273,10 @@ REFUSED: dict[str, tuple[Callable[[rd.Shard], Any], str]] = {
     "distributed": (
         lambda shard: nodes.SamplerWrapper(torch.utils.data.DistributedSampler(range(99), 2, 1)),
         "DistributedSampler reads as rank 1 of 2",
+    ),
+    "stateful distributed": (
+        lambda shard: nodes.MapStyleWrapper(FEW.dataset, StatefulDistributedSampler(range(9), 3, shard.index)),
+        "^The StatefulDistributedSampler of SamplerWrapper yields nothing in its second .* torch.utils.data.DistributedSampler",
     ),
     "nested": (
         lambda shard: nodes.MultiNodeWeightedSampler(

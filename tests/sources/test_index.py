@@ -206,6 +206,20 @@ class TestBadIndices:
         with pytest.raises(ValueError, match="is not whole: it was cut short"):
             rd.ParquetSource(tmp_path / "data", index_dir=tmp_path / "index")
 
+    @pytest.mark.parametrize("left", [0, 7, 12, 40, 200])
+    def test_cut_short_anywhere(self, left: int, made: Path, tmp_path: Path) -> None:
+        made.write_bytes(made.read_bytes()[:left])
+        with pytest.raises(
+            ValueError, match=rf"^{made} is (no index|not whole): it was cut short, or is none\. Delete it"
+        ):
+            rd.ParquetSource(tmp_path / "data", index_dir=tmp_path / "index")
+
+    def test_no_folder(self, made: Path, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"^index_dir='.*rdindex' cannot be a folder: .* Give a folder"):
+            rd.ParquetSource(tmp_path / "data", index_dir=made)
+        with pytest.raises(ValueError, match=r"^index_dir='': give a folder"):
+            rd.ParquetSource(tmp_path / "data", index_dir="")
+
     def test_no_index(self, made: Path, tmp_path: Path) -> None:
         made.write_bytes(b"something else")
         with pytest.raises(ValueError, match="is no index: it was cut short, or is none"):

@@ -3,11 +3,16 @@
 import multiprocessing
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 import rescale_data as rd
 from rescale_data.sources.counts import HEDGES, REQUESTS, RETRIES, counts
@@ -48,6 +53,44 @@ def test_one_that_stalls_is_made_again_and_few_others(tmp_path: Path, monkeypatc
     told = counts().values - before
     assert told[REQUESTS] == request.made
     assert told[HEDGES] == request.made - 2000 >= 2
+    assert told[RETRIES] == 0
+
+
+class Far(LocalFileSystem):
+    """Local files, whose requests for ranges go through a proxy that stalls."""
+
+    protocol = "stalling"
+    cachable = False
+    proxy: ClassVar[Callable[[], int]] = int
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+        type(self).proxy()
+        return super().cat_file(path, start, end, **kwargs)
+
+
+def test_no_batch_of_a_source_waits_for_a_request_that_stalls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    proxy, before = Stalls(150), counts().values.copy()
+    monkeypatch.setattr(Far, "proxy", proxy)
+    monkeypatch.setattr(remote, "_gate", partial(Gate, folder=str(tmp_path / "gate")))
+    monkeypatch.setattr(remote, "_hedge", Hedge())
+    monkeypatch.setattr(remote, "_SMALL", 1)  # else neighbouring row groups are one request
+    fsspec.register_implementation("stalling", Far, clobber=True)
+    pq.write_table(pa.table({"x": list(range(800))}), tmp_path / "x.parquet", row_group_size=2)
+    options = rd.Remote(hedge_after=0.2, read_ahead=False, max_requests=8)
+    source = rd.ParquetSource(f"stalling://{tmp_path}/x.parquet", remote=options)
+    loader = rd.DataLoader(source, shuffle=False, global_batch_size=8, collate_fn=list)
+    rows, waits = [], []
+    batches = iter(loader)
+    for _ in range(100):
+        started = time.monotonic()
+        rows += [int(sample["x"]) for sample in next(batches)]
+        waits.append(time.monotonic() - started)
+    proxy.go_on.set()
+    told = counts().values - before
+    assert rows == list(range(800))
+    assert max(waits) < 30  # the stall would be 60
+    assert proxy.made // 150 >= 2
+    assert proxy.made // 150 <= told[HEDGES] <= 1 + proxy.made * 0.02
     assert told[RETRIES] == 0
 
 

@@ -172,12 +172,14 @@ class MixedDocuments:
     def _draw(self, position: View, arcs: Arcs | TokenArcs, points: Words) -> tuple[Spans, int]:
         """The documents from a position on up to where a source ends; where it is the first one, none, and which source."""
         self._start = position
-        if isinstance(arcs, TokenArcs):
-            chosen, ended = self._choose(points, arcs)
-        else:
-            chosen, ended = self._supplied(arcs.words.searchsorted(points, side="right"), points, arcs)
-        spans = self._join(position[0], chosen) if len(chosen) else EMPTY
-        self._supplies.clear()  # of hundreds of sources, in each logical shard
+        try:
+            if isinstance(arcs, TokenArcs):
+                chosen, ended = self._choose(points, arcs)
+            else:
+                chosen, ended = self._supplied(arcs.words.searchsorted(points, side="right"), points, arcs)
+            spans = self._join(position[0], chosen) if len(chosen) else EMPTY
+        finally:  # also after a read that fails: the next one may be from elsewhere
+            self._supplies.clear()  # of hundreds of sources, in each logical shard
         return spans, ended
 
     def _choose(self, points: Words, arcs: TokenArcs) -> tuple[Ints, int]:

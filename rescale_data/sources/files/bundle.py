@@ -20,11 +20,17 @@ class Bundle:
     """An open one; ``ValueError`` where the file is not whole."""
 
     def __init__(self, path: str) -> None:
-        self._data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+        try:
+            self._data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+        except ValueError:  # it is empty
+            raise ValueError(f"{path} is no index") from None
         if len(self._data) < 16 or self._data[:8].tobytes() != _MAGIC:
             raise ValueError(f"{path} is no index")
         length = int(self._data[8:16].view(np.int64)[0])
-        self._header: dict[str, Any] = json.loads(self._data[16 : 16 + length].tobytes())
+        try:
+            self._header: dict[str, Any] = json.loads(self._data[16 : 16 + length].tobytes())
+        except ValueError:
+            raise ValueError(f"{path} is not whole") from None
         self._begin = _aligned(16 + length)
         if self._begin + self._header["bytes"] != len(self._data):
             raise ValueError(f"{path} is not whole")

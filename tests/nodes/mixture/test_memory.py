@@ -2,7 +2,9 @@
 
 import gc
 import itertools
+import logging
 import tracemalloc
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +28,34 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return sorted(folder.iterdir())
 
 
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
+    counts: Counter[tuple[str, int]] = Counter()
+    decode = ParquetSource._decode
+
+    def count(self: Any, fragment: int, columns: Any) -> Any:
+        counts[self._files.path(0), fragment] += 1
+        return decode(self, fragment, columns)
+
+    monkeypatch.setattr(ParquetSource, "_decode", count)
+    return counts
+
+
 def sources_of(paths: list[Path], **given: Any) -> dict[str, ParquetSource]:
     gc.collect()
     cache().clear()
     return {path.stem: ParquetSource(path, **given) for path in paths}
 
 
-def loader(sources: dict[str, ParquetSource], packed: bool) -> rd.DataLoader:
+def loader(sources: dict[str, ParquetSource], packed: bool, stop: Any = "never") -> rd.DataLoader:
     def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
         readers = {name: rd.Reader(source, shard) for name, source in sources.items()}
-        mixture = rd.WeightedSampler(readers, dict.fromkeys(sources, 1.0))
+        mixture = rd.WeightedSampler(readers, dict.fromkeys(sources, 1.0), stop=stop)
         return rd.TokenPacker(mixture, column="tokens", seq_len=300, eos_id=0) if packed else mixture
 
-    return rd.DataLoader(pipeline, global_batch_size=SHARDS, num_logical_shards=SHARDS, repeat=True)
+    return rd.DataLoader(
+        pipeline, global_batch_size=SHARDS, num_logical_shards=SHARDS, repeat=stop == "never", verify=stop == "all"
+    )
 
 
 @pytest.mark.parametrize(("packed", "most"), [(False, 1000), (True, 1300)])
@@ -56,3 +73,26 @@ def test_what_a_shard_and_source_takes_beside_the_cache(corpora: list[Path], pac
     finally:
         tracemalloc.stop()
     assert kept < most
+
+
+def test_spilling_decodes_each_fragment_once_for_all_shards_of_all_sources(
+    corpora: list[Path], decoded: Counter[tuple[str, int]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rows(**given: Any) -> list[list[int]]:
+        decoded.clear()
+        return [batch["tokens"][:, 0].tolist() for batch in loader(sources_of(corpora, **given), False, "all")]
+
+    with caplog.at_level(logging.WARNING, "rescale_data"):
+        whole = rows()
+    assert Counter(itertools.chain(*whole)) == Counter(range(SOURCES * ROWS))
+    assert set(decoded.values()) == {1}
+    with caplog.at_level(logging.WARNING, "rescale_data"):
+        assert rows(cache_bytes=2**15) == whole
+    assert min(decoded.values()) > 1
+    (warned,) = [message for message in caplog.messages if "decoded again" in message]
+    assert f"{SOURCES} sources" in warned
+    assert rows(cache_bytes=2**15, spill_dir=tmp_path / "spill") == whole
+    assert set(decoded.values()) == {1}
+    enough = int(warned.split("Give cache_bytes=")[1].split(",")[0])
+    assert rows(cache_bytes=enough) == whole
+    assert set(decoded.values()) == {1}
