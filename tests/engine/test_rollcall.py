@@ -39,7 +39,7 @@ def test_one_rank_looks_who_is_missing_and_all_are_told(num_ranks: int, monkeypa
     def come(me: int) -> None:
         roll_call = RollCall(CountedStore(store, asked[me]), me, range(num_ranks))
         try:
-            roll_call.wait(roll_call.come("save", "", ",".join), 0.5)
+            roll_call.wait(roll_call.come("save", "", ",".join, 5.0), 0.5)
         except Missing as missing:
             told[me] = missing.ranks
 

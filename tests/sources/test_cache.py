@@ -191,3 +191,19 @@ def test_sources_share_the_cache_of_which_is_warned(caplog: pytest.LogCaptureFix
     (message,) = caplog.messages
     for part in ("20 sources, web among them", "take 1000 bytes", "are 999", "cache_bytes=1000"):
         assert part in message
+
+
+def test_a_source_that_goes_waits_for_no_file_that_is_being_opened() -> None:
+    """Its finalizer may run in the thread that makes the request for that file."""
+    files = Handles()
+    files.make((1, "a"), object)
+
+    def opener() -> object:
+        thread = threading.Thread(target=files.drop, args=(1,), daemon=True)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive()
+        return object()
+
+    files.make((2, "b"), opener)
+    assert len(files) == 1

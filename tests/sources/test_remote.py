@@ -282,7 +282,7 @@ class TestAhead:
     @pytest.mark.parametrize("pack", [False, True])
     def test_many_requests_are_under_way(self, pack: bool, tmp_path: Path) -> None:
         self.write(tmp_path / "data")
-        source = rd.ParquetSource(f"flaky://{tmp_path}/data")
+        source = rd.ParquetSource(f"flaky://{tmp_path}/data", remote=rd.Remote(hedge_after=None))
         assert Flaky.requests == 4
         Flaky.together, Flaky.most_at_once = 6, 0
         pipeline = partial(_packed if pack else _rows, source=source)

@@ -6,7 +6,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol, TypeGuard, TypeVar
 
@@ -172,6 +172,7 @@ class Handles:
     def __init__(self, limit: int = 64) -> None:
         self._limit = limit
         self._open: OrderedDict[Hashable, Any] = OrderedDict()
+        self._gone: deque[int] = deque()  # owners whose files are still to be closed
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
@@ -184,13 +185,30 @@ class Handles:
             self._open[key] = handle = opener() if handle is None else handle
             while len(self._open) > self._limit:
                 self._open.popitem(last=False)
+            self._close()
             return handle
 
     def drop(self, owner: int) -> None:
-        """Close what belongs to an owner."""
-        with self._lock:
-            for key in [key for key in self._open if isinstance(key, tuple) and key[0] == owner]:
-                del self._open[key]
+        """Close what belongs to an owner, now or with the next file that is opened.
+
+        A finalizer calls this, in any thread: perhaps in one that makes a request for whoever is opening a file and waits.
+        """
+        self._gone.append(owner)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._close()
+            finally:
+                self._lock.release()
+
+    def _close(self) -> None:
+        while True:
+            try:
+                owner = self._gone.popleft()
+            except IndexError:  # all is closed, perhaps by a finalizer that has just run in between
+                return
+            for key in list(self._open):
+                if isinstance(key, tuple) and key[0] == owner:
+                    self._open.pop(key, None)
 
 
 _cache = Cache()
