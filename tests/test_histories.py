@@ -86,6 +86,7 @@ def test_a_blocklist_may_change_wherever_an_epoch_is() -> None:
 
 
 _PACK = (("seq_len", 3), ("eos_id", None))
+_LABELS = (("seq_len", 6), ("eos_id", 1), ("labels", True))
 _MIXTURE = ("Mix", "samples", "never", (1, 1), None, None, [("Files", 4), ("Reader", 1, 4)])
 
 
@@ -96,8 +97,9 @@ _MIXTURE = ("Mix", "samples", "never", (1, 1), None, None, [("Files", 4), ("Read
         ("Pack", _PACK, _MIXTURE),
         ("CleanDocuments", _MIXTURE),
         ("Pack", _PACK, ("Shuffle", _MIXTURE, 5)),
+        ("Pack", _LABELS, ("Files", 4)),
     ],
-    ids=["window", "document", "piece", "document of a window"],
+    ids=["window", "document", "piece", "document of a window", "label of the next document"],
 )
 def test_files_that_are_added_leave_what_has_begun_as_it_is(plan: Plan) -> None:
     """It may be of an epoch behind the one at which whoever goes on within it begins to read."""
@@ -123,10 +125,11 @@ def test_a_read_that_fails_while_files_join_keeps_no_other_waiting() -> None:
     then = Seats(lambda _: _endless(Pipeline(plan, more)), Top(2, 4, 8))
     before = then.state()
     fail_in(1)
-    with pytest.raises(OSError, match="this passes") as raised:
+    either = r"this passes|Another dp rank could not"  # whichever reads first
+    with pytest.raises((OSError, RuntimeError), match=either) as raised:
         then.load(first.state())
     fail_in(0)
-    assert "ALONE" not in str(raised.value.__notes__)
+    assert "ALONE" not in str(getattr(raised.value, "__notes__", ""))
     assert not same_state(before, then.state())
     then.load(first.state())
     then.take(8, books)

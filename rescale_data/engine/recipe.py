@@ -206,14 +206,18 @@ class Schema:
         return _slots_at(self.root, table[:, FIRST_SLOT:], path)
 
     def begun(self, table: Ints) -> dict[tuple[str, ...], Ints]:
-        """``bool[N]``, by the path of a node that `READS_AHEAD`: whether it is within something that was delivered in part."""
+        """``bool[N]``, by the path of a node that `READS_AHEAD`: whether it is within something that was delivered in part,
+        or has told of what follows."""
         found: dict[tuple[str, ...], Ints] = {}
+        fresh = self.fresh_table(len(table))
         for path, node in self.root.walk():
             rows = self.slots_at(table, path)
             if node.READS_AHEAD and rows is not None:
                 fields = node.own_fields()
                 slots = [slot for field, slot in zip(fields, offsets(fields), strict=False) if not field.counts]
                 found[path] = (rows[:, slots] != 0).any(axis=1)
+                if node.tells_next:
+                    found[path] |= (rows != self.slots_at(fresh, path)).any(axis=1)
         return found
 
     def prepare(self, table: Ints, shards: Ints) -> None:

@@ -93,6 +93,9 @@ class Node(BaseNode[T]):
     """True where a node reads its children further than the samples it has yielded. Their live positions are then
     private, and this node writes into its own row (`bookmark`) where each child has to go on."""
 
+    tells_next: bool = False
+    """Whether a sample of such a node says something of what the next one begins with: the label of its last token."""
+
     MAY_CHANGE: ClassVar[frozenset[str]] = frozenset()
     """The `parameters` that may differ when a state is loaded. Those in use are then part of the position; see `settle`."""
     FORM: ClassVar[frozenset[str]] = frozenset()

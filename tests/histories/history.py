@@ -445,7 +445,7 @@ class History:
             _fails_in[0] = 0
             self.say("leaves out the steps", step, "to", max(here))
             shadow = self.shadow(seats.state(), (max(here) - step) * self.now.o // self.micro)
-            seats.all(lambda seat: seat.reader.reading.is_over())
+            seats.all(lambda seat: again(seat.reader.reading.is_over))
             self._compare(shadow, "leaving out steps")
             seats.begun = False
 
@@ -512,6 +512,10 @@ class History:
         self.reference.forget()
         self._go_on(top, order, step, tally[1])
         self.seats.begun = self.seats.begun and epoch == self.seats.lead.reader.epoch
+        if self.steps and w > len(lives) and self.seats.lead.ended:
+            # that the last epoch is over is not shared: who joins begins with the next one
+            self.seats.all(lambda seat: seat.ended and seat.reader.set_epoch(seat.reader.epoch + 1))
+            self.seats.begun = False
         require(step == self.seats.lead.reader.step, "step after a death")
 
     # What has to hold

@@ -13,10 +13,10 @@ from torch import Tensor
 from rescale_data.errors import require_int
 from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.bound import Bound
-from rescale_data.nodes.column import ColumnDocuments
+from rescale_data.nodes.column import ColumnDocuments, length_of
 from rescale_data.nodes.form import History, num_tokens
 from rescale_data.nodes.packing.aligned import MASK, Aligned
-from rescale_data.nodes.packing.token_stream import TokenStream
+from rescale_data.nodes.packing.token_stream import SILENT_EPOCHS, TokenStream
 from rescale_data.nodes.provenance import PROVENANCE, joined
 from rescale_data.nodes.reading.gather import Around, Rows, fill, say_without_kernel
 from rescale_data.nodes.tray import Tray
@@ -109,6 +109,8 @@ class TokenPacker(Node[dict[str, Tensor]]):
             **dict.fromkeys(names, (seq_len, DTYPES[dtype])),
             **{name: (seq_len, kind) for name, kind in self._aligned.dtypes.items()},
         }
+        self.tells_next = labels or self._aligned.has_mask
+        self._repeat = any(node.repeat for _, node in child.walk())
         self._before: History = ()
         self._changes = any(node.MAY_CHANGE for _, node in child.walk())
         self.stream = TokenStream(
@@ -116,8 +118,8 @@ class TokenPacker(Node[dict[str, Tensor]]):
             or ColumnDocuments(child, column, type(self).__name__, *[self._aligned.of] * bool(self._aligned)),
             Around(eos_id, bos_id, DTYPES[dtype]),
             num_tokens=seq_len,
-            num_ahead=int(labels or self._aligned.has_mask),
-            repeat=any(node.repeat for _, node in child.walk()),
+            num_ahead=int(self.tells_next),
+            repeat=self._repeat,
             bound=Bound(child, type(self).__name__),
             is_blocked=child.is_blocked,
             pass_blocked=child.pass_blocked,
@@ -156,7 +158,19 @@ class TokenPacker(Node[dict[str, Tensor]]):
             self._draw(tray, 0)
 
     def read_begun(self) -> None:
-        next(self.children["source"])  # the document: what follows it in a sample has not begun
+        source, num_turns = self.children["source"], 0
+        while num_turns <= SILENT_EPOCHS:
+            try:
+                document = next(source)  # what follows it in a sample has not begun
+            except StopIteration:
+                if not self._repeat:
+                    return
+                source.bind(source.position)
+                num_turns += 1
+                continue
+            around = self.eos_id is not None or self.bos_id is not None
+            if self.position[self._offset] or around or length_of(document, self.column, source):
+                return
 
     def settle(self, position: View) -> bool:
         return self.settle_within(position, self._offset, is_document=True)

@@ -15,7 +15,7 @@ from rescale_data.nodes.reading.gather import BEHIND, Around, Rows, Stretch, fil
 from rescale_data.nodes.reading.spans import MANY, Spans
 from rescale_data.sources.decoded.cache import cache, owner_of
 
-_SILENT_EPOCHS = 2
+SILENT_EPOCHS = 2
 _FEW = 4  # a quarter of what there was when documents were read last
 
 
@@ -179,9 +179,9 @@ class TokenStream:
 
     def _turned(self, position: View, num_turns: int) -> Spans:
         """The mark between two epochs."""
-        if num_turns > _SILENT_EPOCHS:
+        if num_turns > SILENT_EPOCHS:
             raise DataStateError(
-                f"A logical shard had no token in {_SILENT_EPOCHS} whole epochs: its documents are empty or filtered out. "
+                f"A logical shard had no token in {SILENT_EPOCHS} whole epochs: its documents are empty or filtered out. "
                 f"Check the column and the filters, or give fewer logical shards."
             )
         after = copy_of(position)
