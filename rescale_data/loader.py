@@ -329,7 +329,8 @@ class DataLoader:
     def skip(self, num_samples: int) -> None:
         """Leave out samples, as if they had been delivered, also over the ends of epochs.
 
-        At a constant cost where the pipeline allows it; whole epochs cost nothing where it knows its number of samples.
+        At a constant cost where the pipeline allows it; whole epochs cost nothing where it knows its number of samples. Where
+        rows must be read for it and that fails, what was skipped until then stays so: load a state before you ask again.
 
         Args:
             num_samples: Over all ranks, a multiple of ``W * b``.

@@ -89,6 +89,7 @@ class History:
         self.number, self.lists = 0, [self._blocklist()]
         self.changes: list[str] = []  # what differs from when the state was saved
         self.no_ahead = False
+        self.failed: Seats | None = None  # whose read has failed
 
     @property
     def packs_blocked(self) -> bool:
@@ -268,6 +269,8 @@ class History:
         _fails_in[0] = r.choice([1, 3, 10, 40]) if may_fail else 0
         self.ops[action.__name__] += 1
         action()
+        if may_fail and not _fails_in[0]:
+            self.failed = self.seats
 
     def next(self) -> Any:
         self.leave_out()
@@ -412,6 +415,8 @@ class History:
         r = self.r
         num = r.choice([1, 2, 5, r.randint(1, 30)] + ([20] if self.repeat else []))
         if self.excluded or (self.now.ahead and self.seats.lead.reader.in_hand):
+            return
+        if self.failed is self.seats:  # an error that is still to come would end a skip half way
             return
         self.say("skip", num)
         shadow = self.shadow(self.seats.state(), num)
