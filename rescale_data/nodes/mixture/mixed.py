@@ -18,6 +18,7 @@ from rescale_data.state import Ints
 
 _FIRST, _FASTER = 16, 4  # draws at once: of the first read, and as many times more of the next
 _MOST = 2**15
+_READS = 256  # of sources, or four of each: about so many at once, whose epochs may hold a row or two in this shard
 _BYTES_OF_A_SPAN = 128
 SILENT_EPOCHS = 2
 """After so many whole epochs without anything a source has none."""
@@ -106,7 +107,7 @@ class MixedDocuments:
     ) -> None:
         self._mixture, self._documents, self._repeats, self._by_tokens = mixture, documents, repeats, by_tokens
         self._supplies: dict[int, Supply] = {}
-        self._num, self._most, self._bytes = _FIRST, _MOST, num_bytes
+        self._num, self._reads, self._bytes = _FIRST, 0, num_bytes
 
     def read(self, position: View, most: int, points: Words | None = None) -> Spans:
         """`Documents.read`; ``points`` are those of the next draws, where a mixture above says them."""
@@ -167,11 +168,12 @@ class MixedDocuments:
     def _grow(self, spans: Spans) -> None:
         copied = sum([array.nbytes for array, kept in zip(spans.arrays, spans.keeps, strict=True) if kept is None])
         mean = _BYTES_OF_A_SPAN + copied // len(spans)
-        self._num = max(_FIRST, min(_FASTER * self._num, self._most, self._bytes // mean))
+        reads = self._num * max(_READS, 4 * len(self._documents)) // max(1, self._reads)
+        self._num = max(_FIRST, min(_FASTER * self._num, _MOST, self._bytes // mean, reads))
 
     def _draw(self, position: View, arcs: Arcs | TokenArcs, points: Words) -> tuple[Spans, int]:
         """The documents from a position on up to where a source ends; where it is the first one, none, and which source."""
-        self._start = position
+        self._start, self._reads = position, 0
         try:
             if isinstance(arcs, TokenArcs):
                 chosen, ended = self._choose(points, arcs)
@@ -239,6 +241,7 @@ class MixedDocuments:
         while len(supply.lengths) < num:
             if supply.full_at < MANY:
                 return False
+            self._reads += 1
             if supply.fill(most, points):
                 continue
             if not self._repeats or source in self._seen_ends:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import rescale_data as rd
 from rescale_data.nodes.base import Node
+from rescale_data.nodes.mixture import mixed
 from tests.nodes.resume import plain
 
 SHARD = {"index": 1, "num_logical_shards": 3}
@@ -247,3 +248,29 @@ def test_after_a_read_that_fails_documents_come_from_where_they_are_asked_for(un
     assert len(expected) > 20
     for fails_in in range(1, 40, 5):
         assert read(fails_in) == expected
+
+
+def test_one_read_of_sources_of_few_rows_asks_them_a_bounded_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a batch waits for thousands of epochs of a row or two."""
+    asked = [0]
+    fill, draw = mixed.Supply.fill, mixed.MixedDocuments._draw
+
+    def count(self: Any, *args: Any) -> Any:
+        asked[-1] += 1
+        return fill(self, *args)
+
+    def begin(self: Any, *args: Any) -> Any:
+        asked.append(0)
+        return draw(self, *args)
+
+    monkeypatch.setattr(mixed.Supply, "fill", count)
+    monkeypatch.setattr(mixed.MixedDocuments, "_draw", begin)
+
+    def pipeline(shard: rd.Shard) -> Any:
+        readers = {name: rd.Reader([{"tokens": [i] * 3} for i in range(4)], shard) for name in "ab"}
+        return rd.TokenPacker(rd.WeightedSampler(readers, {"a": 1, "b": 1}), column="tokens", seq_len=64, eos_id=9)
+
+    batches = iter(rd.DataLoader(pipeline, global_batch_size=2, num_logical_shards=2, repeat=True))
+    for _ in range(200):
+        next(batches)
+    assert 256 < max(asked) <= 5 * 256
