@@ -132,7 +132,7 @@ def test_a_worker_is_named_and_what_it_is_about(tmp_path: Path, caplog: Any) -> 
     try:
         loader.start()
         deadline = time.monotonic() + 60
-        while not loader._pool._board.read(0):  # type: ignore[union-attr]
+        while "until_exists" not in loader._pool._board.read(0):  # type: ignore[union-attr]
             assert time.monotonic() < deadline
         release = threading.Thread(target=lambda: heard.wait(60) and go_on.touch())
         release.start()
