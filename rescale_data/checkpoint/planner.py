@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import math
 from dataclasses import dataclass, field
-from io import BytesIO
 from typing import Any, cast
 
 import torch
@@ -15,45 +13,15 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_local_load_plan,
 )
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.storage import StorageReader
 
-from rescale_data.checkpoint.devices import Adapter, adapter_of, divided
+from rescale_data.checkpoint.devices import Pieces, on_host, to_load, to_save
 from rescale_data.checkpoint.ranks import Ranks, clear_error, quiet
 from rescale_data.checkpoint.state import Entry
 from rescale_data.checkpoint.storage.progress import Progress
-
-
-class HostCopy(torch.Tensor):
-    """The pieces that this process has of a sharded tensor, copied to the host: what an async save writes later.
-
-    A tensor, without elements, since DCP looks into a list for tensors alone.
-
-    Attributes:
-        items: One of each piece; their name is that of no value yet.
-        pieces: CPU tensors without padding.
-    """
-
-    items: list[WriteItem]
-    pieces: list[torch.Tensor]
-
-    @classmethod
-    def of(cls, items: list[WriteItem], pieces: list[torch.Tensor]) -> HostCopy:
-        copy = torch.empty(0).as_subclass(cls)
-        copy.items, copy.pieces = items, pieces
-        return copy
-
-
-def host_copy(tensor: torch.Tensor, adapter: Adapter) -> HostCopy | torch.Tensor:
-    """A copy on the host that nothing changes any more, of what this process has of the tensor."""
-    if not adapter.is_sharded(tensor):
-        return adapter.unwrap(tensor).detach().cpu()
-    planner = adapter.save_planner()
-    planner.set_up_planner({"": tensor}, is_coordinator=False)
-    items = _distinct(planner.create_local_plan().items)
-    return HostCopy.of(items, [cast(torch.Tensor, planner.resolve_data(item)) for item in items])
 
 
 class CheckpointSavePlanner(DefaultSavePlanner):
@@ -63,49 +31,7 @@ class CheckpointSavePlanner(DefaultSavePlanner):
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        self.items: dict[MetadataIndex, WriteItem] = {}
-        self.copies: dict[MetadataIndex, torch.Tensor] = {}
-        copies = {name: value for name, value in self.state_dict.items() if isinstance(value, HostCopy)}
-        for name, copy in copies.items():
-            self._add_copy(name, copy)
-            del self.state_dict[name]
-        adapter = adapter_of(self.state_dict.values())
-        if adapter is not None:
-            self._add_sharded(adapter)
-
-    def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
-        return dataclasses.replace(plan, items=[*plan.items, *self.items.values()])
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | BytesIO:
-        if write_item.index in self.copies:
-            return self.copies[write_item.index]
-        # The planner of the device knows its pieces by the number that it gave them, and DCP numbers them anew.
-        item = self.items.get(write_item.index)
-        return super().resolve_data(write_item) if item is None else self.sharded.resolve_data(item)
-
-    def _add_copy(self, name: str, copy: HostCopy) -> None:
-        for item, data in zip(copy.items, copy.pieces, strict=True):
-            index = dataclasses.replace(item.index, fqn=name)
-            self.items[index] = dataclasses.replace(item, index=index)
-            self.copies[index] = data
-
-    def _add_sharded(self, adapter: Adapter) -> None:
-        adapter.settle()
-        sharded, whole = divided(self.state_dict, adapter)
-        self.state_dict = {name: value for name, value in self.state_dict.items() if name not in sharded} | whole
-        self.sharded = adapter.save_planner()
-        self.sharded.set_up_planner(cast(Any, sharded), is_coordinator=False)
-        self.items.update({item.index: item for item in _distinct(self.sharded.create_local_plan().items)})
-
-
-def _distinct(items: list[WriteItem]) -> list[WriteItem]:
-    """Each piece that holds something once, however many devices of this host have it.
-
-    A planner's own removal of duplicates would drop a piece altogether that occurs twice in one plan.
-    """
-    found = {item.index: item for item in items if item.tensor_data is None or item.tensor_data.chunk.sizes.numel()}
-    return list(found.values())
+        self.state_dict = on_host(self.state_dict, to_save)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,8 +77,12 @@ class CheckingLoadPlanner(DefaultLoadPlanner):
         self.trusted = trusted
         self.misfits = Misfits()
         self.progress = Progress("Loading")
-        self.sharded: LoadPlanner | None = None  # of the device that has cut some of the tensors
-        self.sharded_names: set[str] = set()
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        self.state_dict = on_host(self.state_dict, to_load)
 
     def check(self, plain: dict[str, Any], metadata: Metadata) -> Misfits:
         self.set_up_planner(plain, metadata, is_coordinator=False)
@@ -189,44 +119,17 @@ class CheckingLoadPlanner(DefaultLoadPlanner):
             if not (key in self.misfits.missing or key in self.misfits.mismatched)
             and not any(_is_under(key, name) for name in skipped)
         }
-        items = self._plan_sharded(fitting)
         # Not super(): it looks for the names of torch 2.3 where some are missing, and so finds again what was left out here.
-        plan = create_default_local_load_plan(fitting, cast(Metadata, self.metadata), strict=False)
-        return LoadPlan([*plan.items, *items])
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        sharded = self._sharded_planner(read_item)
-        return super().resolve_tensor(read_item) if sharded is None else sharded.resolve_tensor(read_item)
+        return create_default_local_load_plan(fitting, cast(Metadata, self.metadata), strict=False)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         self.progress.add(math.prod(read_item.lengths) * tensor.element_size())
-        sharded = self._sharded_planner(read_item)
-        if sharded is None:
-            super().commit_tensor(read_item, tensor)
-        else:
-            sharded.commit_tensor(read_item, tensor)
+        target = self.state_dict[read_item.dest_index.fqn]
+        if isinstance(target, Pieces):
+            target.commit(read_item, tensor)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         super().load_bytes(read_item, value if self.trusted else _harmless(read_item.dest_index.fqn, value))
-
-    def _plan_sharded(self, fitting: dict[str, Any]) -> list[ReadItem]:
-        """What the planner of the device reads, taken out of ``fitting``."""
-        adapter = adapter_of(fitting.values())
-        if adapter is None:
-            return []
-        adapter.settle()
-        sharded, whole = divided(fitting, adapter)
-        fitting.update(whole)
-        self.state_dict.update(whole)
-        self.sharded_names = set(sharded)
-        self.sharded = adapter.load_planner()
-        self.sharded.set_up_planner(sharded, cast(Metadata, self.metadata), is_coordinator=False)
-        for key in sharded:
-            del fitting[key]
-        return self.sharded.create_local_plan().items
-
-    def _sharded_planner(self, read_item: ReadItem) -> LoadPlanner | None:
-        return self.sharded if read_item.dest_index.fqn in self.sharded_names else None
 
 
 def _on_any(per_rank: list[dict[str, str]]) -> dict[str, str]:

@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from rescale_data.checkpoint.devices import adapter_of, settle
-from rescale_data.checkpoint.planner import host_copy
+from rescale_data.checkpoint.devices import adapter_of, host_copy, settle
 from rescale_data.checkpoint.state import Entry, ModuleEntry, OptimizerEntry, live_values, nested
 
 Staged = dict[str, Any]
