@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias, cast
 
 Lost: TypeAlias = Sequence[tuple[Sequence[str | int], Any]]
@@ -37,6 +37,15 @@ def lost_in_names(tree: Any, path: tuple[str | int, ...] = ()) -> list[tuple[lis
         return found
     items = cast("list[Any]", tree) if isinstance(tree, list) else []
     return [lost for place, inner in enumerate(items) for lost in lost_in_names(inner, (*path, place))]
+
+
+def mapped(value: Any, work: Callable[[tuple[Any, ...], Any], Any], path: tuple[Any, ...] = ()) -> Any:
+    """A nested value with ``work(path, leaf)`` in place of each leaf in its dicts, lists and tuples, in their order."""
+    if isinstance(value, Mapping):
+        return {key: mapped(inner, work, (*path, key)) for key, inner in cast(Mapping[Any, Any], value).items()}
+    if type(value) in (list, tuple):
+        return type(value)(mapped(inner, work, (*path, place)) for place, inner in enumerate(value))
+    return work(path, value)
 
 
 def string_keys(value: Any) -> Any:

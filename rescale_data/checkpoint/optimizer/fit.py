@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch import optim
 from torch.distributed.tensor import DTensor
-
-Names = Sequence[str]
 
 _LIKE_PARAMETERS = (
     optim.ASGD,
@@ -34,15 +31,15 @@ def is_like_parameters(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) in _LIKE_PARAMETERS
 
 
-def misfit(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, live: Any, shape: torch.Size) -> str | None:
-    """Why a saved tensor of this shape is not the parameter's.
+def misfit(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, live: Any, shape: torch.Size) -> str:
+    """Why a saved tensor of this shape is not the parameter's; else nothing.
 
     Args:
         live: The same entry of the optimizer as it is, or None.
     """
     known = live.shape if isinstance(live, torch.Tensor) else None
     if len(shape) == 0 or shape in (parameter.shape, known):
-        return None
+        return ""
     text = f"has the shape {list(shape)} and its parameter {list(parameter.shape)}"
     if is_like_parameters(optimizer) or known == parameter.shape:
         return f"{text}; they are to be the same"
@@ -51,16 +48,16 @@ def misfit(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, live: Any,
             f"{text}: how to shard it cannot be known. Run one optimizer step before the load, so that the state exists in "
             f"its sharding, or load without a mesh"
         )
-    return None
+    return ""
 
 
-def empty_like_saved(parameter: torch.Tensor, live: Any, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+def empty_like_saved(parameter: torch.Tensor, live: Any, saved: torch.Tensor) -> torch.Tensor:
     """A tensor of the saved shape and dtype, sharded like its parameter; the live one where it is of the same."""
-    if isinstance(live, torch.Tensor) and live.shape == shape and live.dtype == dtype:
+    if isinstance(live, torch.Tensor) and live.shape == saved.shape and live.dtype == saved.dtype:
         return live
-    if parameter.shape == shape:
-        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    return torch.zeros(shape, dtype=dtype, device=parameter.device if len(shape) else None)
+    if parameter.shape == saved.shape:
+        return torch.zeros_like(parameter, dtype=saved.dtype, requires_grad=False)
+    return torch.zeros(saved.shape, dtype=saved.dtype, device=parameter.device if saved.dim() else None)
 
 
 def as_saved(current: Any, saved: Any) -> Any:
@@ -75,39 +72,6 @@ def as_saved(current: Any, saved: Any) -> Any:
     return current
 
 
-def matched(current: Sequence[Names], saved: Sequence[Names]) -> list[int | None]:
-    """For each group of the optimizer the number of the checkpoint's; groups with equal parameters (none) go in order."""
-    places: defaultdict[frozenset[str], deque[int]] = defaultdict(deque)
-    for number, names in enumerate(saved):
-        places[frozenset(names)].append(number)
-    found = [places[frozenset(names)] for names in current]
-    return [numbers.popleft() if numbers else None for numbers in found]
-
-
-def complaint(current: Sequence[Names], saved: Sequence[Names], numbers: Sequence[int | None]) -> str | None:
-    """What is different where not each group has its match."""
-    if len(current) == len(saved) and None not in numbers:
-        return None
-    alone = [
-        f"group {place} of the state, {_some(current[place])}" for place, number in enumerate(numbers) if number is None
-    ]
-    alone += [
-        f"group {place} of the checkpoint, {_some(saved[place])}" for place in set(range(len(saved))) - {*numbers}
-    ]
-    return (
-        f"{len(current)} parameter groups in the state and {len(saved)} in the checkpoint. Without a match: "
-        f"{'; '.join(alone[:4])}. Group the parameters as in the run that saved"
-    )
-
-
-def merged(
-    current: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]], numbers: Sequence[int | None]
-) -> list[dict[str, Any]]:
-    """The optimizer's groups with the values of those that match them."""
-    found = [{} if number is None else saved[number] for number in numbers]
-    return [{**group, **values, "params": group["params"]} for group, values in zip(current, found, strict=True)]
-
-
 def lacking(optimizer: torch.optim.Optimizer, keys: set[str]) -> list[str]:
     """The numbers that the optimizer is built with and a group with these keys does not have: it is another optimizer's.
 
@@ -118,7 +82,3 @@ def lacking(optimizer: torch.optim.Optimizer, keys: set[str]) -> list[str]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | tuple | torch.Tensor) and not isinstance(value, bool)
-
-
-def _some(names: Names) -> str:
-    return f"{list(names[:3])}{' ...' if len(names) > 3 else ''}"
