@@ -11,19 +11,25 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.checkpoint.storage import StorageReader
 
 from rescale_data.checkpoint.devices import settle
-from rescale_data.checkpoint.planner import CheckingLoadPlanner, CheckpointSavePlanner, Misfits, is_asked, read_values
+from rescale_data.checkpoint.planner import (
+    CheckingLoadPlanner,
+    CheckpointSavePlanner,
+    Misfits,
+    is_asked,
+    load_with,
+    read_values,
+)
 from rescale_data.checkpoint.rank_values import refuse_disagreement
 from rescale_data.checkpoint.ranks import Ranks, clear_error, quiet
 from rescale_data.checkpoint.state import Entry, State, entries_of, live_values, nested, refuse_unfit, value_at
 from rescale_data.checkpoint.storage.commit import Workspace, abandon, prepare
-from rescale_data.checkpoint.storage.dcp import CheckpointReader, CheckpointWriter, Saved, SaveInfo
-from rescale_data.checkpoint.storage.manifest import checked_metrics
-from rescale_data.checkpoint.storage.open import ReplacedError, again, mapped_path, open_store, opened
+from rescale_data.checkpoint.storage.dcp import CheckpointReader, CheckpointWriter, Saved
+from rescale_data.checkpoint.storage.manifest import Manifest, checked_metrics
+from rescale_data.checkpoint.storage.open import ReplacedError, mapped_path, open_store, read_checkpoint
 from rescale_data.checkpoint.storage.store import Store, StrPath
 from rescale_data.checkpoint.tree import lost_in_names
 from rescale_data.engine.state_paths import ROWS
@@ -77,9 +83,7 @@ def save(
     store, final = open_store(path, storage_options, to_write=True)
     checked = ranks.together(lambda: checked_metrics(metrics))
     plain, loose = plain_state(state, ranks)
-    info = SaveInfo(world_size=ranks.size, step=step, metrics=checked)
-    workspace = begin(store, final, ranks, overwrite=overwrite, step=step)
-    write(plain, CheckpointWriter(store, workspace, info), ranks, loose)
+    write(store, final, plain, ranks, loose, overwrite=overwrite, step=step, metrics=checked)
 
 
 def plain_state(state: State, ranks: Ranks) -> tuple[dict[str, Any], set[str]]:
@@ -96,7 +100,39 @@ def loose_names(entries: list[Entry]) -> set[str]:
     return {name for entry in entries for name in entry.loose}
 
 
-def begin(store: Store, final: str, ranks: Ranks, *, overwrite: bool, step: int | None = None) -> Workspace:
+def write(
+    store: Store,
+    final: str,
+    plain: dict[str, Any],
+    ranks: Ranks,
+    loose: Set[str] = frozenset(),
+    *,
+    overwrite: bool = False,
+    step: int | None = None,
+    metrics: Mapping[str, float] | None = None,
+) -> None:
+    """Write and commit, or remove what was written and raise why."""
+    workspace = _begin(store, final, ranks, overwrite, step)
+    save_id, lost = workspace.save_id, lost_in_names(plain)
+    manifest = Manifest(save_id=save_id, world_size=ranks.size, step=step, metrics=metrics or {}, lost=lost)
+    try:
+        refuse_disagreement(plain, loose, ranks)
+        with quiet(ranks):
+            save_state(
+                plain,
+                storage_writer=CheckpointWriter(store, workspace, manifest),
+                planner=CheckpointSavePlanner(),
+                process_group=ranks.group,
+                no_dist=not ranks.distributed,
+            )
+    except BaseException as error:
+        if ranks.is_first:
+            with contextlib.suppress(Exception):
+                abandon(store, workspace)
+        raise clear_error(error, f"Saving {final}") from error
+
+
+def _begin(store: Store, final: str, ranks: Ranks, overwrite: bool, step: int | None) -> Workspace:
     """The workspace of one save, the same on all ranks."""
     own = f"{final}{' (overwrite)' * overwrite}{'' if step is None else f' of step {step}'}"
     others = ranks.on_each(lambda: own)
@@ -109,32 +145,9 @@ def begin(store: Store, final: str, ranks: Ranks, *, overwrite: bool, step: int 
         raise clear_error(error, f"Saving {final}") from error
 
 
-def write(plain: dict[str, Any], writer: CheckpointWriter, ranks: Ranks, loose: Set[str] = frozenset()) -> None:
-    """Write and commit, or remove what was written and raise why."""
-    doing = f"Saving {writer.workspace.final}"
-    writer.lost = lost_in_names(plain)
-    try:
-        refuse_disagreement(plain, loose, ranks)
-        with quiet(ranks):
-            save_state(
-                plain,
-                storage_writer=writer,
-                planner=CheckpointSavePlanner(),
-                process_group=ranks.group,
-                no_dist=not ranks.distributed,
-            )
-    except BaseException as error:
-        if ranks.is_first:
-            with contextlib.suppress(Exception):
-                abandon(writer.fs, writer.workspace)
-        raise clear_error(error, doing) from error
-
-
 def save_alone(path: StrPath, plain: dict[str, Any], storage_options: Mapping[str, Any] | None) -> None:
     """Save plain values and tensors from this process, whatever process groups there are."""
-    store, final = open_store(path, storage_options, to_write=True)
-    workspace = begin(store, final, Ranks.alone(), overwrite=False)
-    write(plain, CheckpointWriter(store, workspace, SaveInfo()), Ranks.alone())
+    write(*open_store(path, storage_options, to_write=True), plain, Ranks.alone())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,12 +235,13 @@ def load(
 
 def load_checked(path: StrPath, state: State, ranks: Ranks, *, strict: bool, trusted: bool, **how: Any) -> LoadReport:
     """Load from a folder, as ``storage.open.opened`` opens it."""
-
-    def load_once() -> LoadReport:
-        with opened(path, ranks, trusted=trusted, **how) as reader:
-            return read(reader, reader.path, state, ranks, strict=strict, trusted=trusted)
-
-    return again(load_once)
+    return read_checkpoint(
+        path,
+        lambda reader: read(reader, reader.path, state, ranks, strict=strict, trusted=trusted),
+        ranks,
+        trusted=trusted,
+        **how,
+    )
 
 
 def read(reader: StorageReader, path: str, state: State, ranks: Ranks, *, strict: bool, trusted: bool) -> LoadReport:
@@ -251,13 +265,7 @@ def read(reader: StorageReader, path: str, state: State, ranks: Ranks, *, strict
         raise ValueError(_complaint(path, misfits, metadata))
     if not_asked:
         logger.info("%s also holds %s, which the state does not ask for.", path, ", ".join(not_asked))
-    try:
-        with quiet(ranks):
-            load_state(
-                plain, storage_reader=reader, planner=planner, process_group=ranks.group, no_dist=not ranks.distributed
-            )
-    except BaseException as error:
-        raise clear_error(error, f"Loading {path}") from error
+    load_with(planner, plain, reader, ranks, f"Loading {path}")
     if ranks.on_first(lambda: isinstance(reader, CheckpointReader) and reader.is_replaced()):
         raise ReplacedError(f"{path} was replaced or deleted while it was read.")
     skipped = planner.skipped()

@@ -14,13 +14,12 @@ from typing import Any, Literal, Self, TypeAlias, cast, get_args
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import new_group
 
-from rescale_data.checkpoint.api import LoadReport, begin, load_checked, loose_names, plain_state, write
+from rescale_data.checkpoint.api import LoadReport, load_checked, loose_names, plain_state, write
 from rescale_data.checkpoint.background import Background
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.retention import Deletions, Retention, ranked
 from rescale_data.checkpoint.staging import Staged, Stager
 from rescale_data.checkpoint.state import State, entries_of
-from rescale_data.checkpoint.storage.dcp import CheckpointWriter, SaveInfo
 from rescale_data.checkpoint.storage.manifest import checked_metrics
 from rescale_data.checkpoint.storage.open import open_store
 from rescale_data.checkpoint.storage.run_folder import RunFolder
@@ -243,11 +242,11 @@ class CheckpointManager(RunReader):
         """
         self._settle()
         if self._stager is None:
-            info = self._ranks.together(lambda: self._info(step, metrics))
-            self._write(*plain_state(state, self._ranks), info)
+            checked = self._ranks.together(lambda: _checked(step, metrics))
+            self._write(*plain_state(state, self._ranks), step, checked)
             return Saving(_done(), _done())
         try:
-            info = self._info(step, metrics)
+            checked = _checked(step, metrics)
             entries = entries_of(state, self._ranks.rank)
             staged = self._stager.stage(entries)
             loose = loose_names(entries)
@@ -255,10 +254,10 @@ class CheckpointManager(RunReader):
             # The other ranks have begun: this one takes part, so that they fail now and not at a timeout.
             staged = Future[Staged]()
             staged.set_exception(error)
-            self._uploads.submit(lambda: self._upload(staged, set(), SaveInfo()))
+            self._uploads.submit(lambda: self._upload(staged, set(), step, {}))
             self._uploads.forget()
             raise
-        committed = self._uploads.submit(lambda: self._upload(staged, loose, info))
+        committed = self._uploads.submit(lambda: self._upload(staged, loose, step, checked))
         return Saving(_without_value(staged), committed)
 
     def warm_up(self, state: State) -> None:
@@ -321,11 +320,6 @@ class CheckpointManager(RunReader):
     ) -> None:
         self.close()
 
-    def _info(self, step: int, metrics: Mapping[str, float] | None) -> SaveInfo:
-        if type(step) is not int or step < 0:
-            raise ValueError(f"step={step!r}: give an integer of at least 0.")
-        return SaveInfo(world_size=self._ranks.size, step=step, metrics=checked_metrics(metrics))
-
     def _settle(self) -> None:
         if self._closed:
             raise ValueError("This CheckpointManager is closed; make another.")
@@ -335,17 +329,22 @@ class CheckpointManager(RunReader):
             error.add_note("This save failed in the background. The checkpoints before it are untouched.")
             raise
 
-    def _upload(self, staged: Future[Staged], loose: set[str], info: SaveInfo) -> None:
+    def _upload(self, staged: Future[Staged], loose: set[str], step: int, metrics: dict[str, float]) -> None:
         self._ranks.on_each(lambda: staged.result() and None)
-        self._write(staged.result(), loose, info)
+        self._write(staged.result(), loose, step, metrics)
 
-    def _write(self, plain: Staged, loose: set[str], info: SaveInfo) -> None:
-        step = info.step or 0
+    def _write(self, plain: Staged, loose: set[str], step: int, metrics: dict[str, float]) -> None:
         self._deletions.spare(step)
-        workspace = begin(self._store, self._folder.checkpoint(step), self._ranks, overwrite=True)
-        write(plain, CheckpointWriter(self._store, workspace, info), self._ranks, loose)
+        path = self._folder.checkpoint(step)
+        write(self._store, path, plain, self._ranks, loose, overwrite=True, step=step, metrics=metrics)
         if self._ranks.is_first:
             self._deletions.start()
+
+
+def _checked(step: int, metrics: Mapping[str, float] | None) -> dict[str, float]:
+    if type(step) is not int or step < 0:
+        raise ValueError(f"step={step!r}: give an integer of at least 0.")
+    return checked_metrics(metrics)
 
 
 def _done() -> Future[None]:

@@ -197,6 +197,19 @@ def _harmless(name: str, value: io.BytesIO) -> io.BytesIO:
     return clean
 
 
+def load_with(
+    planner: CheckingLoadPlanner, plain: dict[str, Any], reader: StorageReader, ranks: Ranks, doing: str
+) -> None:
+    """DCP's load, whose errors say what was being done."""
+    try:
+        with quiet(ranks):
+            load_state(
+                plain, storage_reader=reader, planner=planner, process_group=ranks.group, no_dist=not ranks.distributed
+            )
+    except BaseException as error:
+        raise clear_error(error, doing) from error
+
+
 def load_plain(plain: dict[str, Any], reader: StorageReader, *, flat: bool = False, trusted: bool = False) -> None:
     """Read what ``plain`` has placeholders for.
 
@@ -209,11 +222,7 @@ def load_plain(plain: dict[str, Any], reader: StorageReader, *, flat: bool = Fal
         OSError: files that cannot be read.
     """
     planner = CheckingLoadPlanner([], trusted=trusted, flat=flat)
-    try:
-        with quiet(Ranks.alone()):
-            load_state(plain, storage_reader=reader, planner=planner, no_dist=True)
-    except BaseException as error:
-        raise clear_error(error, "Reading the checkpoint") from error
+    load_with(planner, plain, reader, Ranks.alone(), "Reading the checkpoint")
 
 
 def read_values(names: list[str], reader: StorageReader, *, trusted: bool) -> dict[str, Any]:

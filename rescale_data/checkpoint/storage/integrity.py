@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.storage.commit import SAVE_ID_PREFIX
 from rescale_data.checkpoint.storage.manifest import MANIFEST, METADATA, Manifest, NewerError, read_manifest
-from rescale_data.checkpoint.storage.metadata import UnknownClassError, read_metadata
+from rescale_data.checkpoint.storage.metadata import UnknownClassError
 from rescale_data.checkpoint.storage.progress import Progress
 from rescale_data.checkpoint.storage.store import FileRecord, Store, join, split
 
@@ -20,39 +20,37 @@ _BLOCK = 4 << 20
 
 
 def problems(
-    store: Store, path: str, ranks: Ranks, *, checksums: bool, trusted: bool = False
+    store: Store, path: str, ranks: Ranks, read_metadata: Callable[[], Metadata], *, checksums: bool
 ) -> tuple[list[str], Manifest | None]:
     """What is wrong, one sentence a file, and the manifest: on every rank, with the files dealt over all of them."""
-    manifest, complaint = ranks.on_first(lambda: _manifest_or_complaint(store, path, trusted))
-    if complaint:
-        return [complaint], None
+    manifest, complaints = ranks.on_first(lambda: _manifest_or_complaints(store, path, read_metadata))
     if manifest is None:
-        return ranks.on_first(lambda: _problems_without_manifest(store, path, trusted)), None
+        return complaints, None
     mine = sorted(manifest.files)[ranks.rank :: ranks.size]
     files = {name: manifest.files[name] for name in mine}
     found = ranks.on_each(lambda: problems_of(store, path, files, checksums=checksums))
     return [problem for per_rank in found for problem in per_rank], manifest
 
 
-def _manifest_or_complaint(store: Store, path: str, trusted: bool) -> tuple[Manifest | None, str]:
-    try:
-        return require_committed(store, path, trusted), ""
-    except (FileNotFoundError, NewerError, UnknownClassError):
-        raise
-    except ValueError as error:
-        return None, str(error)
-
-
-def require_committed(store: Store, path: str, trusted: bool = False) -> Manifest | None:
-    """The manifest; None for a checkpoint that another tool wrote, whose files cannot be checked.
+def _manifest_or_complaints(
+    store: Store, path: str, read_metadata: Callable[[], Metadata]
+) -> tuple[Manifest | None, list[str]]:
+    """The manifest, or what is wrong; neither for a checkpoint of another tool, as far as its metadata tells.
 
     Raises:
         FileNotFoundError: no checkpoint at ``path``.
-        ValueError: a save to ``path`` was never finished, or the manifest is damaged or was removed.
     """
-    manifest = read_manifest(store, path)
-    if manifest is not None:
-        return manifest
+    try:
+        manifest = read_manifest(store, path)
+        return (manifest, []) if manifest is not None else (None, _without_manifest(store, path, read_metadata))
+    except (NewerError, UnknownClassError):
+        raise
+    except ValueError as error:
+        return None, [str(error)]
+
+
+def _without_manifest(store: Store, path: str, read_metadata: Callable[[], Metadata]) -> list[str]:
+    """A save that was never finished, or files of another tool that are shorter than its metadata says."""
     if store.is_file(path):
         raise FileNotFoundError(
             f"No checkpoint at {path}: it is a file, and a checkpoint is a folder. Make one of a file of torch.save or of "
@@ -61,10 +59,13 @@ def require_committed(store: Store, path: str, trusted: bool = False) -> Manifes
     if not store.is_file(join(path, METADATA)):
         here = f"it holds {store.names(path)[:5]}" if store.exists(path) else "there is nothing at this path"
         raise FileNotFoundError(f"No checkpoint at {path}: {here}.")
-    meta = _read_metadata(store, path, trusted).storage_meta
-    if meta is not None and (meta.save_id or "").startswith(SAVE_ID_PREFIX):
-        raise ValueError(f"{path} has no {MANIFEST}: its save or its deletion was never finished. It is not loaded.")
-    return None
+    metadata = read_metadata()
+    if metadata.storage_meta is not None and (metadata.storage_meta.save_id or "").startswith(SAVE_ID_PREFIX):
+        return [f"{path} has no {MANIFEST}: its save or its deletion was never finished. It is not loaded."]
+    ends: dict[str, int] = {}
+    for place in cast(dict[Any, Any], metadata.storage_data or {}).values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    return [problem for name, end in sorted(ends.items()) if (problem := _too_short(store, join(path, name), end))]
 
 
 def problems_of(store: Store, path: str, files: Mapping[str, FileRecord], *, checksums: bool) -> list[str]:
@@ -111,23 +112,6 @@ def _crc32(store: Store, name: str, size: int, progress: Progress) -> int:
             crc32, size = zlib.crc32(block, crc32), size - len(block)
             progress.add(len(block))
     return crc32
-
-
-def _problems_without_manifest(store: Store, path: str, trusted: bool) -> list[str]:
-    """Of a checkpoint of another tool: files that are shorter than its metadata says."""
-    ends: dict[str, int] = {}
-    for place in cast(dict[Any, Any], _read_metadata(store, path, trusted).storage_data or {}).values():
-        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-    return [problem for name, end in sorted(ends.items()) if (problem := _too_short(store, join(path, name), end))]
-
-
-def _read_metadata(store: Store, path: str, trusted: bool) -> Metadata:
-    try:
-        return read_metadata(store.read(join(path, METADATA)), trusted=trusted)
-    except UnknownClassError as error:
-        raise UnknownClassError(f"{path} cannot be read: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def _too_short(store: Store, name: str, end: int) -> str | None:

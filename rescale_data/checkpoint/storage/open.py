@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, cast
 
 from rescale_data.checkpoint.ranks import Ranks
@@ -79,7 +79,7 @@ def opened(
     Raises:
         FileNotFoundError: no checkpoint at ``path``.
         DamagedCheckpointError: a ``ValueError`` that names every file that is not what was saved.
-        ReplacedError: another checkpoint took its place: ``again`` reads that one.
+        ReplacedError: another checkpoint took its place: ``read_checkpoint`` reads that one.
     """
     ranks = ranks or Ranks.alone()
     store, asked = open_store(path, storage_options)
@@ -87,7 +87,7 @@ def opened(
     with reading(store, folder, wanted=ranks.is_first):
         reader = CheckpointReader(store, folder, trusted=trusted)
         try:
-            found, reader.manifest = problems(store, folder, ranks, checksums=checksums, trusted=trusted)
+            found, reader.manifest = problems(store, folder, ranks, reader.read_metadata, checksums=checksums)
             if found:
                 listed = "\n  ".join(found)
                 raise DamagedCheckpointError(
@@ -103,14 +103,13 @@ def opened(
             raise
 
 
-def again(work: Callable[[], T]) -> T:
-    """What ``work`` returns, done anew where the checkpoint that it reads is replaced in the meantime."""
+def read_checkpoint(path: StrPath, work: Callable[[CheckpointReader], T], ranks: Ranks | None = None, **how: Any) -> T:
+    """What ``work`` makes of the checkpoint that is ``opened``, done anew where another takes its place in the meantime."""
     for _ in range(4):
-        try:
-            return work()
-        except ReplacedError:
-            continue
-    return work()
+        with suppress(ReplacedError), opened(path, ranks, **how) as reader:
+            return work(reader)
+    with opened(path, ranks, **how) as reader:
+        return work(reader)
 
 
 def verify(path: StrPath, *, checksums: bool = True, storage_options: Mapping[str, Any] | None = None) -> list[str]:
@@ -132,11 +131,7 @@ def verify(path: StrPath, *, checksums: bool = True, storage_options: Mapping[st
         []
     """
 
-    def look() -> list[str]:
-        try:
-            with opened(path, checksums=checksums, storage_options=storage_options):
-                return []
-        except DamagedCheckpointError as error:
-            return error.problems
-
-    return again(look)
+    try:
+        return read_checkpoint(path, lambda _: list[str](), checksums=checksums, storage_options=storage_options)
+    except DamagedCheckpointError as error:
+        return error.problems
