@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.checkpoint.storage import StorageReader
 
 from rescale_data.checkpoint.devices import settle
+from rescale_data.checkpoint.entry import Entry
 from rescale_data.checkpoint.planner import (
     CheckingLoadPlanner,
     CheckpointSavePlanner,
@@ -25,7 +26,7 @@ from rescale_data.checkpoint.planner import (
 )
 from rescale_data.checkpoint.rank_values import refuse_disagreement
 from rescale_data.checkpoint.ranks import Ranks, clear_error, quiet
-from rescale_data.checkpoint.state import Entry, State, entries_of, live_values, nested, refuse_unfit, value_at
+from rescale_data.checkpoint.state import State, entries_of, loose_names, nested, plain_of, refuse_unfit, value_at
 from rescale_data.checkpoint.storage.commit import Workspace, abandon, prepare
 from rescale_data.checkpoint.storage.dcp import CheckpointReader, CheckpointWriter, Saved
 from rescale_data.checkpoint.storage.manifest import Manifest, checked_metrics
@@ -93,11 +94,7 @@ def plain_state(state: State, ranks: Ranks) -> tuple[dict[str, Any], set[str]]:
     """
     # Twice: sharded modules have collectives in their plain(), which all ranks must reach or none.
     entries = ranks.together(lambda: entries_of(state, ranks.rank))
-    return ranks.together(lambda: nested(live_values(entries))), loose_names(entries)
-
-
-def loose_names(entries: list[Entry]) -> set[str]:
-    return {name for entry in entries for name in entry.loose}
+    return ranks.together(lambda: plain_of(entries)), loose_names(entries)
 
 
 def write(

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 
 from rescale_data.checkpoint.planner import load_plain
+from rescale_data.checkpoint.storage.metadata import paths_of
 from rescale_data.checkpoint.storage.open import read_checkpoint
 from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.tree import tree_of
@@ -145,7 +146,7 @@ class _DataState:
         self._reader = reader
         read = reader.read_metadata()
         self.metadata = read.state_dict_metadata
-        paths = {name: (read.planner_data or {}).get(name, (name,)) for name in self.metadata}
+        paths = paths_of(read)
         self.names = names_under(paths, find(paths.values(), key, where))
 
     def read(self, *parts: str) -> dict[str, Any]:

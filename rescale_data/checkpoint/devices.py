@@ -17,6 +17,8 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem, SavePlanner, TensorWriteData, WriteItem
 
+from rescale_data.checkpoint.tree import leaves
+
 _ADAPTERS = {"xla": "rescale_data.xla.adapter"}
 
 
@@ -146,19 +148,18 @@ def _named(index: MetadataIndex, name: str) -> MetadataIndex:
 
 def settle(state: Any) -> None:
     """Return when the tensors of a nested state hold the values that the program has given them so far."""
-    adapter = adapter_of(_leaves(state))
+    adapter = adapter_of(leaf for _, leaf in leaves(state))
     if adapter is not None:
         adapter.settle()
 
 
-def refuse_pickled(values: list[tuple[tuple[str, ...], Any]]) -> None:
+def refuse_pickled(state: Any) -> None:
     """``TypeError`` where a tensor that has an adapter is in what DCP pickles: on another device nobody could read it."""
-    for path, value in values:
-        if isinstance(value, Mapping):
-            refuse_pickled([((*path, str(key)), inner) for key, inner in cast(Mapping[Any, Any], value).items()])
-        elif isinstance(value, list):
-            refuse_pickled([((*path, str(number)), inner) for number, inner in enumerate(cast("list[Any]", value))])
-        elif not isinstance(value, torch.Tensor) and (tensor := _on_device(value)) is not None:
+    for path, value in leaves(state):
+        if (
+            not isinstance(value, torch.Tensor)
+            and (tensor := next(filter(_has_adapter, _inside(value)), None)) is not None
+        ):
             raise TypeError(
                 f"{'.'.join(path)} is a {type(value).__name__} with a tensor on {tensor.device}: DCP would pickle it whole, "
                 f"and only the same device could load it. Put the tensors into a list or a dict."
@@ -177,17 +178,14 @@ def _has_adapter(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type in _ADAPTERS
 
 
-def _on_device(value: Any) -> torch.Tensor | None:
-    return next(filter(_has_adapter, _leaves(value)), None)
-
-
-def _leaves(value: Any) -> Iterator[Any]:
+def _inside(value: Any) -> Iterator[Any]:
+    """What is in a pickled value, as far as it can be seen."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = vars(value)
     if isinstance(value, Mapping):
         value = list(cast(Mapping[Any, Any], value).values())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
     if isinstance(value, list | tuple | set | frozenset):
         for inner in cast("list[Any]", value):
-            yield from _leaves(inner)
+            yield from _inside(inner)
     else:
         yield value

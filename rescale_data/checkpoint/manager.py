@@ -14,12 +14,12 @@ from typing import Any, Literal, Self, TypeAlias, cast, get_args
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import new_group
 
-from rescale_data.checkpoint.api import LoadReport, load_checked, loose_names, plain_state, write
+from rescale_data.checkpoint.api import LoadReport, load_checked, plain_state, write
 from rescale_data.checkpoint.background import Background
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.retention import Deletions, Retention, ranked
 from rescale_data.checkpoint.staging import Staged, Stager
-from rescale_data.checkpoint.state import State, entries_of
+from rescale_data.checkpoint.state import State, entries_of, loose_names
 from rescale_data.checkpoint.storage.manifest import checked_metrics
 from rescale_data.checkpoint.storage.open import open_store
 from rescale_data.checkpoint.storage.run_folder import RunFolder

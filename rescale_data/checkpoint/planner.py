@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.storage import StorageReader
 
 from rescale_data.checkpoint.devices import Pieces, on_host, to_load, to_save
+from rescale_data.checkpoint.entry import Entry
 from rescale_data.checkpoint.ranks import Ranks, clear_error, quiet
-from rescale_data.checkpoint.state import Entry
 from rescale_data.checkpoint.storage.progress import Progress
 
 

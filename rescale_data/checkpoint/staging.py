@@ -20,7 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rescale_data.checkpoint.devices import adapter_of, host_copy, settle
-from rescale_data.checkpoint.state import Entry, ModuleEntry, OptimizerEntry, live_values, nested
+from rescale_data.checkpoint.entry import Entry
+from rescale_data.checkpoint.optimizer.entry import OptimizerEntry
+from rescale_data.checkpoint.state import ModuleEntry, plain_of
 from rescale_data.checkpoint.tree import mapped
 
 Staged = dict[str, Any]
@@ -47,9 +49,9 @@ class Stager:
         """The state of ``entries`` as it is now, once the copy is done. One at a time: the memory is used again."""
         steady = _changed_by_steps_alone(entries)
         late: dict[str, torch.Tensor] = {}
-        live = live_values(entries)
+        live = plain_of(entries)
         settle(live)
-        plain = mapped(nested(live), lambda _, leaf: _copy(leaf, steady, late))
+        plain = mapped(live, lambda _, leaf: _copy(leaf, steady, late))
         self._pending = cast("Future[Any]", self._stager.stage(cast(Any, late)))
         staged: Future[Staged] = Future()
         self._pending.add_done_callback(lambda copied: _hand_over(copied, plain, staged))

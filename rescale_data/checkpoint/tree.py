@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias, cast
 
 Lost: TypeAlias = Sequence[tuple[Sequence[str | int], Any]]
@@ -46,6 +46,25 @@ def mapped(value: Any, work: Callable[[tuple[Any, ...], Any], Any], path: tuple[
     if type(value) in (list, tuple):
         return type(value)(mapped(inner, work, (*path, place)) for place, inner in enumerate(value))
     return work(path, value)
+
+
+def leaves(
+    value: Any, whole: Callable[[list[Any]], bool] = lambda _: False, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Values by path in the containers that DCP looks into: mappings and lists.
+
+    Args:
+        whole: Which lists are taken for values.
+    """
+    if isinstance(value, Mapping):
+        items = cast(Mapping[Any, Any], value).items()
+    elif isinstance(value, list) and not whole(cast("list[Any]", value)):
+        items = enumerate(cast("list[Any]", value))
+    else:
+        yield path, value
+        return
+    for key, inner in items:
+        yield from leaves(inner, whole, (*path, str(key)))
 
 
 def string_keys(value: Any) -> Any:

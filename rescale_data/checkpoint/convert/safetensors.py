@@ -208,16 +208,9 @@ def _refuse_used(store: Store, folder: str) -> None:
 
 def _files(stored: StoredCheckpoint, limit: int) -> dict[str, list[str]]:
     """The tensors' names by file."""
-    shards: list[list[str]] = [[]]
-    size = 0
-    for key in stored.tensors:
-        if shards[-1] and size + stored.num_bytes(key) > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(key)
-        size += stored.num_bytes(key)
-    if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
+    shards = list(stored.batches(stored.tensors, limit))
+    if len(shards) < 2:
+        return {"model.safetensors": [*stored.tensors]}
     return {f"model-{n:05}-of-{len(shards):05}.safetensors": names for n, names in enumerate(shards, 1)}
 
 

@@ -87,6 +87,12 @@ def read_metadata(content: bytes, *, trusted: bool = False) -> Metadata:
         raise ValueError(f"its DCP metadata is damaged: {type(error).__name__}: {error}") from error
 
 
+def paths_of(metadata: Metadata) -> dict[str, tuple[Any, ...]]:
+    """The path in the nested state of each flattened name."""
+    known = metadata.planner_data or {}
+    return {name: tuple(known.get(name, (name,))) for name in metadata.state_dict_metadata}
+
+
 class _OutsideError(Exception):
     pass
 

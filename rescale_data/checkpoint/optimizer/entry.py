@@ -1,4 +1,4 @@
-"""One load of an optimizer's state from a checkpoint: what of it is taken, and what is refused."""
+"""An optimizer in a state: what of a checkpoint's is taken, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,64 +8,63 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from rescale_data.checkpoint.entry import Entry, Path
 from rescale_data.checkpoint.optimizer.fit import lacking
-from rescale_data.checkpoint.optimizer.named import GROUPS
+from rescale_data.checkpoint.optimizer.named import GROUPS, named_state
 from rescale_data.checkpoint.optimizer.target import Target
 from rescale_data.checkpoint.storage.dcp import Saved
+from rescale_data.checkpoint.storage.metadata import paths_of
 from rescale_data.checkpoint.tree import mapped, tree_of
 
 
-class OptimizerLoad:
-    """What of a checkpoint goes into an optimizer. What fits is loaded into the live tensors, the rest is left as it is.
+class OptimizerEntry(Entry):
+    """An optimizer in a state, by parameter name. What of a checkpoint fits goes into the live tensors, the rest stays.
 
-        another optimizer's state, or one by number   ──► nothing is taken
-        a group with other parameters                 ──► it keeps its values, and its parameters their state
-        an entry that is not shaped as it must be     ──► the parameter keeps its state
+    another optimizer's state, or one by number   ──► nothing is taken
+    a group with other parameters                 ──► it keeps its values, and its parameters their state
+    an entry that is not shaped as it must be     ──► the parameter keeps its state
 
     Args:
-        path: Of the optimizer in the state.
-
-    Attributes:
-        refused: What does not fit and why, by name: an entry, ``param_groups``, or the optimizer as a whole.
-        left_out: Names of what is not taken for that.
+        model: That has its parameters.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, saved: Saved, path: tuple[str, ...]) -> None:
-        self.name = ".".join(path)
-        self.states, self.groups = _layout(saved.metadata, path)
-        self.target = Target(model, optimizer)
-        self.refused: dict[str, str] = {}
-        self._kept: set[str] = set()
+    def __init__(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(path)
+        self.model, self.optimizer = model, optimizer
+        self._kept: set[str] = set()  # parameters whose state is not taken
+
+    def plain(self) -> dict[str, Any]:
+        return named_state(self.model, self.optimizer)
+
+    def placeholder(self, saved: Saved) -> dict[str, Any]:
+        """State for exactly the parameters that have some in the checkpoint."""
+        self.states, self.groups = _layout(saved.metadata, self.path)
+        self.target = Target(self.model, self.optimizer)
         self._match(saved)
-
-    @property
-    def left_out(self) -> set[str]:
-        return {*self.refused, *(f"{self.name}.state.{name}" for name in self._kept)}
-
-    def placeholder(self) -> dict[str, Any]:
-        """What DCP loads into: state for exactly the parameters that have some in the checkpoint."""
-        if self.name in self.refused:
-            return {}
-        if not self.groups:
-            return {"state": {}, GROUPS: [{"params": names} for names in self.target.groups]}
-        states: dict[str, Any] = {}
-        for name, saved in self.states.items():
-            if name in self._kept or not self.target.has(name):
-                continue
-            states[name], misfits = self.target.room(name, saved)
-            if misfits and not self.target.flat:  # what is flat belongs together, and DCP's planner tells of it
-                del states[name]
-                self._kept.add(name)
-                self.refused |= {f"{self.name}.state.{name}.{entry}": text for entry, text in misfits.items()}
-        return {"state": states, GROUPS: [self._group(*numbered) for numbered in enumerate(self.groups)]}
+        content = {} if self.name in self.refused else self._content()
+        self.left_out = {*self.refused, *(f"{self.name}.state.{name}" for name in self._kept)}
+        return content
 
     def apply(self, loaded: dict[str, Any]) -> None:
-        """Take what was loaded. Parameters that the checkpoint does not know keep their state, too."""
+        """Parameters that the checkpoint does not know keep their state, too."""
         if self.name in self.refused or not self.groups:
             return
         live = self.target.current["state"]
         kept = {name: entries for name, entries in live.items() if name in self._kept or name not in self._known}
         self.target.apply({**loaded["state"], **kept}, loaded[GROUPS])
+
+    def _content(self) -> dict[str, Any]:
+        if not self.groups:
+            return {"state": {}, GROUPS: [{"params": names} for names in self.target.groups]}
+        states: dict[str, Any] = {}
+        for name in (name for name in self.states if name not in self._kept and self.target.has(name)):
+            room, misfits = self.target.room(name, self.states[name])
+            if misfits and not self.target.flat:  # what is flat belongs together, and DCP's planner tells of it
+                self._kept.add(name)
+                self.refused |= {f"{self.name}.state.{name}.{entry}": text for entry, text in misfits.items()}
+            else:
+                states[name] = room
+        return {"state": states, GROUPS: [self._group(*numbered) for numbered in enumerate(self.groups)]}
 
     def _match(self, saved: Saved) -> None:
         """Match the groups by their parameters' names, which have to be read: they are plain values."""
@@ -84,12 +83,11 @@ class OptimizerLoad:
             self._kept = self.target.unmatched()
 
     def _of_another_optimizer(self) -> str:
-        optimizer = self.target.optimizer
-        lacks = sorted({key for group in self.groups for key in lacking(optimizer, set(group))})
+        lacks = sorted({key for group in self.groups for key in lacking(self.optimizer, set(group))})
         if not lacks:
             return ""
         kind, has = (
-            type(optimizer).__name__,
+            type(self.optimizer).__name__,
             ", ".join(sorted({key for group in self.groups for key in group} - {"params"})),
         )
         return f"of another optimizer in the checkpoint: its groups lack {', '.join(lacks)} of {kind}; they have {has}"
@@ -111,8 +109,8 @@ def _layout(metadata: Metadata, path: tuple[str, ...]) -> tuple[dict[str, Any], 
 
     A tensor on the meta device stands for each tensor, and None for each plain value.
     """
-    paths = {key: tuple((metadata.planner_data or {}).get(key, ())) for key in metadata.state_dict_metadata}
-    inner = {key: of[len(path) :] for key, of in paths.items() if of[: len(path)] == path and len(of) >= len(path) + 3}
+    start = len(path)
+    inner = {key: of[start:] for key, of in paths_of(metadata).items() if of[:start] == path and len(of) >= start + 3}
     layout = tree_of(inner, {key: _stand_in(metadata.state_dict_metadata[key]) for key in inner})
     groups = layout.get(GROUPS)
     return layout.get("state", {}), groups if isinstance(groups, list) else []
