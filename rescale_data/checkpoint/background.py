@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -31,6 +32,16 @@ class Background:
         """Start ``work``. ``settle`` comes first."""
         self._running = self._pool.submit(_logged, work)
         return self._running
+
+    def follow_up(self, work: Callable[[], None]) -> None:
+        """Do ``work``, which does not raise, when the job that runs is done and before the next one."""
+        with contextlib.suppress(RuntimeError):  # the interpreter exits: the next run does it
+            self._pool.submit(work)
+
+    def idle(self) -> None:
+        """Return when nothing is being done."""
+        with contextlib.suppress(RuntimeError):
+            self._pool.submit(int).result()
 
     def settle(self) -> None:
         """Wait for the job that runs; raise what it raised."""

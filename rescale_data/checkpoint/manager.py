@@ -220,7 +220,7 @@ class CheckpointManager(RunReader):
         self._closed = True
         self._ranks.on_first(self._folder.open_for_writing)
         self._stager = Stager() if async_mode != "disabled" else None
-        self._uploads = Background("checkpoint-upload")
+        self._uploads = Background("checkpoints")
         self._deletions = Deletions(self._folder, retention)
         self._closed = False
 
@@ -243,6 +243,7 @@ class CheckpointManager(RunReader):
         self._settle()
         if self._stager is None:
             checked = self._ranks.together(lambda: _checked(step, metrics))
+            self._uploads.idle()  # of deletions
             self._write(*plain_state(state, self._ranks), step, checked)
             return Saving(_done(), _done())
         try:
@@ -298,7 +299,7 @@ class CheckpointManager(RunReader):
 
     def _prepare_load(self) -> None:
         self._settle()
-        self._deletions.wait()
+        self._uploads.idle()
 
     def close(self) -> None:
         """Wait for what runs in the background; raise what it failed with. May be called again."""
@@ -307,7 +308,6 @@ class CheckpointManager(RunReader):
         self._closed = True
         with contextlib.ExitStack() as stack:
             stack.callback(self._folder.close)
-            stack.callback(self._deletions.close)
             if self._stager is not None:
                 stack.callback(self._stager.close)
             self._uploads.close()
@@ -338,7 +338,7 @@ class CheckpointManager(RunReader):
         path = self._folder.checkpoint(step)
         write(self._store, path, plain, self._ranks, loose, overwrite=True, step=step, metrics=metrics)
         if self._ranks.is_first:
-            self._deletions.start()
+            self._uploads.follow_up(self._deletions.run)
 
 
 def _checked(step: int, metrics: Mapping[str, float] | None) -> dict[str, float]:

@@ -27,12 +27,6 @@ from rescale_data.checkpoint.storage.open import mapped_path, open_store
 from rescale_data.checkpoint.storage.store import Store, StrPath, join
 from rescale_data.checkpoint.tree import tree_of
 
-try:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file, save
-except ImportError as error:
-    raise ImportError("This conversion needs the extra: pip install 'rescale_data[convert]'") from error
-
 NON_TENSORS = "non_tensors.pt"
 INDEX = "model.safetensors.index.json"
 _RESERVED = "__metadata__"  # of a file's header: what is said of the file as a whole
@@ -77,7 +71,7 @@ def to_safetensors(
         ...     checkpoint.to_safetensors(f"{folder}/step-1", f"{folder}/model", name="model")
         ['model.safetensors']
     """
-    limit = parse_size(max_shard_size)
+    limit, _ = parse_size(max_shard_size), _library()
     store, final = open_store(folder, storage_options, to_write=True)
     _refuse_used(store, final)
     with (
@@ -125,6 +119,14 @@ def from_safetensors(
     leaves |= extra["values"]
     content = tree_of({key: tuple(extra["paths"].get(key, (key,))) for key in leaves}, leaves, extra.get("lost", ()))
     save_alone(path, content if name is None else {name: content}, storage_options)
+
+
+def _library() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError("This conversion needs the extra: pip install 'rescale_data[convert]'") from error
+    return safetensors
 
 
 def parse_size(size: int | str) -> int:
@@ -181,8 +183,8 @@ def _mapped(files: list[Path]) -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     for file in files:
         try:
-            mapped = load_file(file)
-        except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            mapped = _library().torch.load_file(file)
+        except (_library().SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise ValueError(f"{file} is no safetensors file, or is damaged: {error}") from error
         if twice := leaves.keys() & mapped.keys():
             raise ValueError(f"{file}: {sorted(twice)[:3]} are in another file of {file.parent}, too.")
@@ -255,8 +257,8 @@ def _header(stored: StoredCheckpoint, names: list[str]) -> bytes:
 def _name_of(key: str, dtype: torch.dtype) -> str:
     """The package's own name of a dtype."""
     try:
-        return json.loads(save({"x": torch.empty(0, dtype=dtype)})[8:])["x"]["dtype"]
-    except (SafetensorError, KeyError) as error:
+        return json.loads(_library().torch.save({"x": torch.empty(0, dtype=dtype)})[8:])["x"]["dtype"]
+    except (_library().SafetensorError, KeyError) as error:
         raise ValueError(f"{key} is {dtype}, which safetensors does not know. Use to_torch_save.") from error
 
 
