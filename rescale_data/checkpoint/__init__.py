@@ -1,10 +1,10 @@
 """One checkpoint, kept safe: saving, loading and keeping the one DCP checkpoint of model, optimizer and data order."""
 
-from rescale_data.checkpoint.api import LoadReport, load, save
 from rescale_data.checkpoint.convert.safetensors import from_safetensors, to_safetensors
 from rescale_data.checkpoint.convert.torch_save import from_torch_save, to_torch_save
 from rescale_data.checkpoint.data_state import check_checkpoint, load_changed, read_data_state
-from rescale_data.checkpoint.manager import CheckpointManager, RunReader, Saving
+from rescale_data.checkpoint.loading import LoadReport, load
+from rescale_data.checkpoint.manager import CheckpointManager, Saving
 from rescale_data.checkpoint.optimizer.full import (
     full_optimizer_state,
     load_full_optimizer_state,
@@ -12,6 +12,8 @@ from rescale_data.checkpoint.optimizer.full import (
     stream_optimizer_state,
 )
 from rescale_data.checkpoint.rank_values import PerRank
+from rescale_data.checkpoint.run_reader import RunReader
+from rescale_data.checkpoint.saving import save
 from rescale_data.checkpoint.storage.open import verify
 
 __all__ = [

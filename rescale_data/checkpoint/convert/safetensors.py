@@ -8,6 +8,7 @@ would want a file's tensors at once.
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import re
@@ -17,10 +18,10 @@ from typing import Any, BinaryIO
 
 import torch
 
-from rescale_data.checkpoint.api import save_alone
 from rescale_data.checkpoint.convert.stored import BUDGET, StoredCheckpoint
 from rescale_data.checkpoint.convert.torch_save import map_file
 from rescale_data.checkpoint.convert.torch_zip import as_buffer
+from rescale_data.checkpoint.saving import save_alone
 from rescale_data.checkpoint.storage.commit import aside
 from rescale_data.checkpoint.storage.manifest import METADATA
 from rescale_data.checkpoint.storage.open import mapped_path, open_store
@@ -123,10 +124,10 @@ def from_safetensors(
 
 def _library() -> Any:
     try:
-        import safetensors.torch
+        importlib.import_module("safetensors.torch")
+        return importlib.import_module("safetensors")
     except ImportError as error:
         raise ImportError("This conversion needs the extra: pip install 'rescale_data[convert]'") from error
-    return safetensors
 
 
 def parse_size(size: int | str) -> int:

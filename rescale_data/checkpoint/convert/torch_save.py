@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import torch
 
-from rescale_data.checkpoint.api import save_alone
 from rescale_data.checkpoint.convert.stored import BUDGET, StoredCheckpoint
 from rescale_data.checkpoint.convert.torch_zip import TorchFile
+from rescale_data.checkpoint.saving import save_alone
 from rescale_data.checkpoint.storage.commit import aside
 from rescale_data.checkpoint.storage.open import mapped_path, open_store
 from rescale_data.checkpoint.storage.store import StrPath
