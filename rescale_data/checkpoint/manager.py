@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from concurrent.futures import Future
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, cast, get_args
@@ -12,7 +14,6 @@ from typing import Any, Literal, Self, TypeAlias, cast, get_args
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import new_group
 
-from rescale_data.checkpoint.background import Background
 from rescale_data.checkpoint.retention import Deletions, Retention
 from rescale_data.checkpoint.run_reader import RunReader
 from rescale_data.checkpoint.saving import plain_state, write
@@ -20,6 +21,8 @@ from rescale_data.checkpoint.staging import Staged, Stager
 from rescale_data.checkpoint.state import State, entries_of, loose_names
 from rescale_data.checkpoint.storage.manifest import checked_metrics
 from rescale_data.checkpoint.storage.store import StrPath
+
+logger = logging.getLogger(__name__)
 
 AsyncMode: TypeAlias = Literal["thread", "disabled"]
 
@@ -45,6 +48,72 @@ class Saving:
 
     staged: Future[None]
     committed: Future[None]
+
+
+class Background:
+    """A thread for one job after the other.
+
+    The interpreter waits for the job that runs before it exits. A failure is logged when it happens, and raised by the next
+    ``settle``.
+
+    Attributes:
+        num_waits: How often ``settle`` had to wait, or has to now.
+        wait_seconds: How long in all.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._running: Future[None] | None = None
+        self.num_waits = 0
+        self.wait_seconds = 0.0
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        """Start ``work``. ``settle`` comes first."""
+        self._running = self._pool.submit(_logged, work)
+        return self._running
+
+    def follow_up(self, work: Callable[[], None]) -> None:
+        """Do ``work``, which does not raise, when the job that runs is done and before the next one."""
+        with contextlib.suppress(RuntimeError):  # the interpreter exits: the next run does it
+            self._pool.submit(work)
+
+    def idle(self) -> None:
+        """Return when nothing is being done."""
+        with contextlib.suppress(RuntimeError):
+            self._pool.submit(int).result()
+
+    def settle(self) -> None:
+        """Wait for the job that runs; raise what it raised."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        if not running.done():
+            start = time.perf_counter()
+            self.num_waits += 1
+            running.exception()
+            self.wait_seconds += time.perf_counter() - start
+        running.result()
+
+    def forget(self) -> None:
+        """Wait for the job that runs, whose failure was raised already."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.exception()
+
+    def close(self) -> None:
+        """Wait for the job that runs; raise what it raised. No more jobs."""
+        try:
+            self.settle()
+        finally:
+            self._pool.shutdown(wait=True)
+
+
+def _logged(work: Callable[[], None]) -> None:
+    try:
+        work()
+    except BaseException as error:
+        logger.error("In the background: %s: %s", type(error).__name__, error)
+        raise
 
 
 class CheckpointManager(RunReader):

@@ -19,8 +19,7 @@ from typing import Any, BinaryIO
 import torch
 
 from rescale_data.checkpoint.convert.stored import BUDGET, StoredCheckpoint
-from rescale_data.checkpoint.convert.torch_save import map_file
-from rescale_data.checkpoint.convert.torch_zip import as_buffer
+from rescale_data.checkpoint.convert.torch_save import as_buffer, map_file
 from rescale_data.checkpoint.saving import save_alone
 from rescale_data.checkpoint.storage.commit import aside
 from rescale_data.checkpoint.storage.manifest import METADATA

@@ -9,9 +9,8 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from rescale_data.checkpoint.entry import Entry, Path
-from rescale_data.checkpoint.optimizer.fit import lacking
 from rescale_data.checkpoint.optimizer.named import GROUPS, named_state
-from rescale_data.checkpoint.optimizer.target import Target
+from rescale_data.checkpoint.optimizer.target import Target, lacking
 from rescale_data.checkpoint.storage.dcp import Saved
 from rescale_data.checkpoint.storage.metadata import paths_of
 from rescale_data.checkpoint.tree import mapped, tree_of

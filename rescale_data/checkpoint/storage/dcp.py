@@ -9,7 +9,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from rescale_data.checkpoint.storage.commit import SAVE_ID_PREFIX, Workspace, commit
-from rescale_data.checkpoint.storage.integrity import changed_sizes
 from rescale_data.checkpoint.storage.manifest import METADATA, Manifest, read_manifest
 from rescale_data.checkpoint.storage.metadata import read_metadata
 from rescale_data.checkpoint.storage.progress import Progress
@@ -136,6 +135,18 @@ class CheckpointWriter(FileSystemWriter):
                 f"{self.workspace.final} was committed, and something else has changed its files:\n  {listed}\n"
                 f"Does another job write to the same folder?"
             )
+
+
+def changed_sizes(store: Store, path: str, files: Mapping[str, FileRecord]) -> list[str]:
+    """What is wrong by size alone, and from listings: few requests, whatever the number of files."""
+    folders = {split(join(path, name))[0] for name in files}
+    found = {join(folder, name): size for folder in folders for name, size in store.sizes(folder).items()}
+    sizes = {name: (found.get(join(path, name)), record.size) for name, record in files.items()}
+    return [
+        f"{join(path, name)} is missing" if size is None else f"{join(path, name)} has {size} bytes; {saved} were saved"
+        for name, (size, saved) in sizes.items()
+        if size != saved
+    ]
 
 
 class _FileIndex(MetadataIndex):
