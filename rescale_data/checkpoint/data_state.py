@@ -153,7 +153,7 @@ class _DataState:
         """What is under these names, default all, as whole tensors on the CPU."""
         names = {name: path for name, path in self.names.items() if not parts or path[0] in parts}
         plain = {name: _empty(self.metadata[name]) for name in names}
-        load_plain(plain, self._reader, flat=True)
+        load_plain(plain, self._reader)
         return tree_of(names, plain)
 
 

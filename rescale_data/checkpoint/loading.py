@@ -13,7 +13,15 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from rescale_data.checkpoint.devices import settle
 from rescale_data.checkpoint.entry import Entry
-from rescale_data.checkpoint.planner import CheckingLoadPlanner, Misfits, is_asked, load_with, read_values
+from rescale_data.checkpoint.planner import (
+    KINDS,
+    CheckingLoadPlanner,
+    Misfits,
+    is_asked,
+    load_with,
+    of_all_ranks,
+    read_values,
+)
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.state import State, entries_of, nested, refuse_unfit, value_at
 from rescale_data.checkpoint.storage.dcp import CheckpointReader, Saved
@@ -121,8 +129,7 @@ def load_checked(path: StrPath, state: State, ranks: Ranks, *, strict: bool, tru
 def read(reader: StorageReader, path: str, state: State, ranks: Ranks, *, strict: bool, trusted: bool) -> LoadReport:
     """Load from a reader whose files are in order."""
     entries = ranks.together(lambda: entries_of(state, ranks.rank))
-    planner = CheckingLoadPlanner(entries, trusted=trusted)
-    planner.progress.doing = f"Loading {path}"
+    planner = CheckingLoadPlanner(entries, trusted=trusted, doing=f"Loading {path}")
     plain: dict[str, Any] = {}
 
     def check() -> tuple[Misfits, set[str]]:
@@ -133,24 +140,19 @@ def read(reader: StorageReader, path: str, state: State, ranks: Ranks, *, strict
         return planner.check(plain, metadata), _not_asked(metadata, entries)
 
     found = ranks.on_each(check)
-    metadata, misfits = reader.read_metadata(), Misfits.of_ranks([of_rank for of_rank, _ in found])
+    metadata, misfits = reader.read_metadata(), of_all_ranks([of_rank for of_rank, _ in found])
     not_asked = tuple(sorted(set.intersection(*(names for _, names in found))))
-    if misfits and strict:
+    if strict and any(misfits.values()):
         raise ValueError(_complaint(path, misfits, metadata))
     if not_asked:
         logger.info("%s also holds %s, which the state does not ask for.", path, ", ".join(not_asked))
-    load_with(planner, plain, reader, ranks, f"Loading {path}")
+    load_with(planner, plain, reader, ranks)
     if ranks.on_first(lambda: isinstance(reader, CheckpointReader) and reader.is_replaced()):
         raise ReplacedError(f"{path} was replaced or deleted while it was read.")
     skipped = planner.skipped()
     ranks.on_each(lambda: [entry.apply(value_at(plain, entry.path)) for entry in entries if entry not in skipped])
     settle(plain)
-    return LoadReport(
-        missing=tuple(sorted(misfits.missing)),
-        unexpected=tuple(sorted(misfits.unexpected)),
-        mismatched=tuple(sorted(misfits.mismatched)),
-        not_asked=not_asked,
-    )
+    return LoadReport(**{kind: tuple(sorted(names)) for kind, names in misfits.items()}, not_asked=not_asked)
 
 
 def _not_asked(metadata: Metadata, entries: list[Entry]) -> set[str]:
@@ -164,11 +166,7 @@ def top_level(metadata: Metadata, key: str) -> str:
 
 
 def _complaint(path: str, misfits: Misfits, metadata: Metadata) -> str:
-    lines = [
-        *(f"missing in the checkpoint: {name}, {what}" for name, what in sorted(misfits.missing.items())),
-        *(f"not asked for: {name}, {what}" for name, what in sorted(misfits.unexpected.items())),
-        *(f"different: {name}, {what}" for name, what in sorted(misfits.mismatched.items())),
-    ]
+    lines = [f"{KINDS[kind]}: {n}, {what}" for kind, names in misfits.items() for n, what in sorted(names.items())]
     listed = "\n  ".join(lines)
     return (
         f"The checkpoint {path} does not fit the state; nothing was loaded:\n  {listed}\n"
@@ -179,13 +177,13 @@ def _complaint(path: str, misfits: Misfits, metadata: Metadata) -> str:
 
 def _hint(misfits: Misfits) -> str:
     """Where the sources of a mixture have changed, or a wrapper of a module has put a part into the names on one side."""
-    tables = [name for name in {**misfits.missing, **misfits.mismatched} if name.endswith(f".shards.{ROWS}")]
+    tables = [name for name in {**misfits["missing"], **misfits["mismatched"]} if name.endswith(f".shards.{ROWS}")]
     if tables:
         return (
             f" {tables[0]} is a mixture of other sources, or saved by an older release: load without that loader, and give it "
             f"to rescale_data.load_changed(path, loader)."
         )
-    asked, saved = misfits.missing.keys(), misfits.unexpected.keys()
+    asked, saved = misfits["missing"].keys(), misfits["unexpected"].keys()
     parts = {part for name in {*asked, *saved} for part in name.split(".") if part.startswith("_")}
     odd = sorted(part for part in parts if {_without(part, n) for n in asked} & {_without(part, n) for n in saved})
     return f" A wrapper has put {odd[0]} into names: put the module that it wraps into the state." if odd else ""

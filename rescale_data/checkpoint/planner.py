@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import (
@@ -34,49 +33,38 @@ class CheckpointSavePlanner(DefaultSavePlanner):
         self.state_dict = on_host(self.state_dict, to_save)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Misfits:
-    """What of a state and a checkpoint does not fit, by flattened name.
+Misfits: TypeAlias = dict[str, dict[str, str]]
+"""What of a state and a checkpoint does not fit: by kind, and then by flattened name what it is."""
+KINDS = {
+    "missing": "missing in the checkpoint",
+    "unexpected": "not asked for",  # under a name that is loaded
+    "mismatched": "different",  # in shape, dtype or kind
+}
 
-    Args:
-        missing: Asked for, and not in the checkpoint.
-        unexpected: In the checkpoint under a name that is loaded, and not asked for.
-        mismatched: In both, with another shape, dtype or kind; the text says which.
-    """
 
-    missing: dict[str, str] = field(default_factory=dict[str, str])
-    unexpected: dict[str, str] = field(default_factory=dict[str, str])
-    mismatched: dict[str, str] = field(default_factory=dict[str, str])
-
-    def __bool__(self) -> bool:
-        return bool(self.missing or self.unexpected or self.mismatched)
-
-    @classmethod
-    def of_ranks(cls, per_rank: list[Misfits]) -> Misfits:
-        """Of all ranks together: missing or different on any of them, not asked for by any of them."""
-        return cls(
-            missing=_on_any([rank.missing for rank in per_rank]),
-            unexpected={
-                key: text for key, text in per_rank[0].unexpected.items() if all(key in r.unexpected for r in per_rank)
-            },
-            mismatched=_on_any([rank.mismatched for rank in per_rank]),
-        )
+def of_all_ranks(per_rank: list[Misfits]) -> Misfits:
+    """Missing or different on any rank, not asked for by any of them."""
+    merged = {kind: _on_any([found[kind] for found in per_rank]) for kind in KINDS}
+    common = set.intersection(*(set(found["unexpected"]) for found in per_rank))
+    return merged | {"unexpected": {name: text for name, text in merged["unexpected"].items() if name in common}}
 
 
 class CheckingLoadPlanner(DefaultLoadPlanner):
     """Reads what fits. ``check`` tells the rest, from the metadata alone.
 
     Args:
-        flat: The state is flat already. DCP's own way to flatten one keeps its tensors alive until a garbage collection (torch
-            2.9), which a stream of them cannot afford.
+        entries: Of the state. Without any it is flat already: DCP's own way to flatten one keeps its tensors alive until a
+            garbage collection (torch 2.9), which a stream of them cannot afford.
+        doing: "Loading /runs/step-100".
     """
 
-    def __init__(self, entries: list[Entry], *, trusted: bool, flat: bool = False) -> None:
-        super().__init__(flatten_state_dict=not flat, flatten_sharded_tensors=not flat, allow_partial_load=True)
+    def __init__(self, entries: list[Entry], *, trusted: bool, doing: str = "Reading the checkpoint") -> None:
+        nested = bool(entries)
+        super().__init__(flatten_state_dict=nested, flatten_sharded_tensors=nested, allow_partial_load=True)
         self.entries = entries
         self.trusted = trusted
-        self.misfits = Misfits()
-        self.progress = Progress("Loading")
+        self.misfits: Misfits = {kind: {} for kind in KINDS}
+        self.progress = Progress(doing)
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -90,25 +78,23 @@ class CheckingLoadPlanner(DefaultLoadPlanner):
         asked = {entry.path[0] for entry in self.entries}
         refused = {name: text for entry in self.entries for name, text in entry.refused.items()}
         left_out = {name for entry in self.entries for name in entry.left_out}
-        self.misfits = Misfits(
-            missing={
+        self.misfits = {
+            "missing": {
                 key: f"{_describe_wanted(value)} in the state" for key, value in wanted.items() if key not in saved
             },
-            unexpected={
+            "unexpected": {
                 key: describe(meta)
                 for key, meta in saved.items()
                 if key not in wanted and is_asked(metadata, key, asked) and not left_out & _and_above(key)
             },
-            mismatched={
-                key: text for key, value in wanted.items() if key in saved and (text := _differs(value, saved[key]))
-            }
-            | refused,
-        )
+            "mismatched": refused
+            | {key: text for key, value in wanted.items() if key in saved and (text := _differs(value, saved[key]))},
+        }
         return self.misfits
 
     def skipped(self) -> list[Entry]:
         """Entries that may not be loaded in part and do not fit."""
-        odd = [*self.misfits.missing, *self.misfits.mismatched, *self.misfits.unexpected]
+        odd = [key for names in self.misfits.values() for key in names]
         return [entry for entry in self.entries if entry.whole and any(_is_under(key, entry.name) for key in odd)]
 
     def create_local_plan(self) -> LoadPlan:
@@ -116,7 +102,7 @@ class CheckingLoadPlanner(DefaultLoadPlanner):
         fitting = {
             key: value
             for key, value in self.state_dict.items()
-            if not (key in self.misfits.missing or key in self.misfits.mismatched)
+            if not (key in self.misfits["missing"] or key in self.misfits["mismatched"])
             and not any(_is_under(key, name) for name in skipped)
         }
         # Not super(): it looks for the names of torch 2.3 where some are missing, and so finds again what was left out here.
@@ -197,9 +183,7 @@ def _harmless(name: str, value: io.BytesIO) -> io.BytesIO:
     return clean
 
 
-def load_with(
-    planner: CheckingLoadPlanner, plain: dict[str, Any], reader: StorageReader, ranks: Ranks, doing: str
-) -> None:
+def load_with(planner: CheckingLoadPlanner, plain: dict[str, Any], reader: StorageReader, ranks: Ranks) -> None:
     """DCP's load, whose errors say what was being done."""
     try:
         with quiet(ranks):
@@ -207,27 +191,25 @@ def load_with(
                 plain, storage_reader=reader, planner=planner, process_group=ranks.group, no_dist=not ranks.distributed
             )
     except BaseException as error:
-        raise clear_error(error, doing) from error
+        raise clear_error(error, planner.progress.doing) from error
 
 
-def load_plain(plain: dict[str, Any], reader: StorageReader, *, flat: bool = False, trusted: bool = False) -> None:
-    """Read what ``plain`` has placeholders for.
+def load_plain(plain: dict[str, Any], reader: StorageReader, *, trusted: bool = False) -> None:
+    """Read what ``plain`` has placeholders for, by flattened name.
 
     Args:
-        flat: The keys are flattened names, and the values no mappings.
         trusted: Unpickle values that could run code.
 
     Raises:
         ValueError: a value that is refused with ``trusted=False``.
         OSError: files that cannot be read.
     """
-    planner = CheckingLoadPlanner([], trusted=trusted, flat=flat)
-    load_with(planner, plain, reader, Ranks.alone(), "Reading the checkpoint")
+    load_with(CheckingLoadPlanner([], trusted=trusted), plain, reader, Ranks.alone())
 
 
 def read_values(names: list[str], reader: StorageReader, *, trusted: bool) -> dict[str, Any]:
     """Plain values by flattened name."""
     values: dict[str, Any] = dict.fromkeys(names)
     if values:
-        load_plain(values, reader, flat=True, trusted=trusted)
+        load_plain(values, reader, trusted=trusted)
     return values

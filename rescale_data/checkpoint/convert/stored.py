@@ -108,7 +108,7 @@ class StoredCheckpoint:
     def _read(self, plain: dict[str, Any]) -> None:
         failure: Exception | None = None
         try:
-            load_plain(plain, self._reader, flat=True)
+            load_plain(plain, self._reader)
         except Exception as error:
             failure = error
         if self._reader.is_replaced():  # what was read may be of the other one

@@ -98,7 +98,7 @@ def as_bytes(value: Any) -> io.BytesIO:
 def fill(target: torch.Tensor, whole: torch.Tensor) -> None:
     """Copy into this rank's part of ``target``, however it is sharded, from the whole tensor; no communication."""
     # Flat as it is: DCP's way to flatten a state keeps its tensors alive until a garbage collection (torch 2.9).
-    load_plain({"value": target}, ValuesReader(lambda: {"value": whole}, flat=True), flat=True, trusted=True)
+    load_plain({"value": target}, ValuesReader(lambda: {"value": whole}, flat=True), trusted=True)
 
 
 def _metadata_of(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:

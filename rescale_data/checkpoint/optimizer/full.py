@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rescale_data.checkpoint.convert.values import fill
-from rescale_data.checkpoint.optimizer.named import GROUPS, is_flat, named_state, names_of, numbered, parameters_of
+from rescale_data.checkpoint.optimizer.named import GROUPS, names_of, numbered
 from rescale_data.checkpoint.optimizer.target import Target
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.tree import mapped
@@ -56,7 +56,7 @@ def full_optimizer_state(
     if keyed_by not in ("name", "index"):
         raise ValueError(f'keyed_by={keyed_by!r}: choose "name" or "index".')
     items = dict(stream_optimizer_state(model, optimizer, process_group=process_group))
-    names = numbered(model, optimizer, named_state(model, optimizer)) if keyed_by == "index" else []
+    names = numbered(model, optimizer) if keyed_by == "index" else []
     if not Ranks(process_group).is_first:
         return {}
     groups = items.pop(GROUPS)
@@ -90,7 +90,7 @@ def load_full_optimizer_state(
         0.5
     """
     ranks = Ranks(process_group)
-    names = numbered(model, optimizer, named_state(model, optimizer))
+    names = numbered(model, optimizer)
     items = ranks.together(lambda: _items(state, names) if ranks.is_first else None)
     load_optimizer_stream(model, optimizer, items, process_group=process_group)
 
@@ -117,12 +117,11 @@ def stream_optimizer_state(
         ['param_groups', 'weight', 'bias']
     """
     ranks = Ranks(process_group)
-    sharded = named_state(model, optimizer)
-    parameters = {} if is_flat(model) else dict(zip(names_of(sharded), parameters_of(optimizer), strict=True))
-    yield GROUPS, sharded[GROUPS] if ranks.is_first else []
-    for name in _common_order(sharded["state"], ranks):
-        entries = sharded["state"].get(name, {})
-        _refuse_unmappable(name, parameters.get(name), entries)
+    live = Target(model, optimizer)
+    yield GROUPS, live.current[GROUPS] if ranks.is_first else []
+    for name in _common_order(live.current["state"], ranks):
+        entries = live.current["state"].get(name, {})
+        _refuse_unmappable(name, live.parameters.get(name), entries)
         whole = _each_tensor(entries, functools.partial(_whole, ranks=ranks))
         yield name, whole if ranks.is_first else {}
 

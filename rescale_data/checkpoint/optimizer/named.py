@@ -114,14 +114,14 @@ def _without_gradients(optimizer: torch.optim.Optimizer) -> Generator[None]:
             parameter.grad = gradient
 
 
-def numbered(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> list[str]:
+def numbered(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """Parameters in the order in which the optimizer of the same model without wrapping numbers them.
 
     A group has them in that order, but for FSDP1's flat parameters, each of which is several: those of a group go by the
     order of the modules that own them, as ``model.parameters()`` does.
     """
-    names = names_of(state)
-    place = _module_places(model, names)
+    state = named_state(model, optimizer)
+    place = _module_places(model, names_of(state))
     return [
         name
         for live, named in zip(optimizer.param_groups, state[GROUPS], strict=True)
