@@ -528,8 +528,10 @@ class History:
         a, step, tally = self.now.o // self.micro, self.seats.lead.reader.step, self.seats.mark()
         begun, taken, epoch = self.books.copy(), self.r.randint(0, a), self.seats.lead.reader.epoch
         self.take(taken)
+        dropped = self.seats.mark()[1] - tally[1]
         if taken == a and self.r.random() < 0.5:
             step, begun, tally, epoch = step + 1, self.books.copy(), self.seats.mark(), self.seats.lead.reader.epoch
+            dropped = 0
         lives = self.r.sample(range(self.now.w), self.r.randint(1, self.now.w))
         widths = [w for w in range(len(lives), 5) if self.now.o % w == 0 and w <= self.n]
         if not widths:
@@ -546,6 +548,9 @@ class History:
         self.books.go_back_to(begun)
         self.reference.forget()
         self._go_on(top, order, step, tally[1])
+        if self.seats.lead.data_epoch > tally[0]:  # this step is the first of an epoch: the end of the one before stays
+            self.books.dropped[tally[0]] += dropped
+            self.books.counts = self.books.counts and not (dropped and self.steps)
         self.seats.begun = self.seats.begun and epoch == self.seats.lead.reader.epoch
         if self.steps and w > len(lives) and self.seats.lead.ended:
             # that the last epoch is over is not shared: who joins begins with the next one
