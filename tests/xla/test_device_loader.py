@@ -340,7 +340,8 @@ def test_what_a_training_loop_asks_of_a_loader_is_answered_for_training(tmp_path
 def test_an_error_of_a_transfer_is_raised_by_next_alone_and_the_thread_ends(tmp_path: Path) -> None:
     from rescale_data.xla import DeviceLoader
 
-    third = ids(make())[2]
+    with make() as plain:
+        third = ids(plain)[2]
 
     def broken(rows: list[Any]) -> Any:
         numbers = [row["id"] for row in rows]
