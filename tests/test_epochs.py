@@ -227,6 +227,8 @@ class TestBetweenTheLastBatchAndTheEnd:
     def test_what_is_asked(self, by: str, ahead: bool, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.INFO)
         loader: Any = LookAhead(loader_of(verify=True), 3) if ahead else loader_of(verify=True)
+        with pytest.raises(ValueError, match=r"set_epoch\(1\): the loader is in epoch 0"):
+            loader.set_epoch(1)
         if by == "skipping":
             loader.skip(48)
         for _ in range(24 if by == "taking" else 0):
