@@ -20,9 +20,10 @@ import numpy as np
 from rescale_data.engine.collate import pin, with_valid
 from rescale_data.engine.feed import MicroBatch
 from rescale_data.engine.load import load_state_dict
-from rescale_data.engine.moment import Standing, counters
+from rescale_data.engine.position import Position
 from rescale_data.engine.report import NAMES, Report, report
 from rescale_data.engine.setup import Setup, with_global_batch_size
+from rescale_data.engine.skip import skip
 from rescale_data.engine.statedict import Sharded, state_dict, whole_shards
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.watch import Watch, describe, waits
@@ -140,7 +141,7 @@ class Reading:
                 f"all ranks."
             )
         if num_samples:
-            self.stream.skip(num_samples // whole)
+            skip(self.stream, num_samples // whole)
             self._resumed, self._at_multiple = False, self._is_multiple()
 
     def set_epoch(self, epoch: int) -> None:
@@ -183,7 +184,7 @@ class Reading:
         """Go behind the steps that are left out, as if they had been delivered."""
         for first, stop in self.stream.schema.excluded_steps:
             if first <= self.step < stop and not self._begun and not self.ended:
-                self.stream.skip((stop - self.step) * self.setup.layout.gradient_accumulation_steps)
+                skip(self.stream, (stop - self.step) * self.setup.layout.gradient_accumulation_steps)
                 self._resumed, self._at_multiple = False, self._is_multiple()
 
     def reset(self) -> None:
@@ -197,7 +198,7 @@ class Reading:
 
     @property
     def step(self) -> int:
-        return self.stream.clock.global_step(self.setup.layout.global_batch_size)
+        return self.stream.step
 
     @property
     def epoch(self) -> int:
@@ -211,7 +212,7 @@ class Reading:
     def progress(self) -> dict[str, float]:
         p50, p99 = np.quantile(self._waits or [0.0], [0.5, 0.99]).tolist()
         waits = {"wait_seconds": self._wait_seconds, "wait_p50_seconds": p50, "wait_p99_seconds": p99}
-        return {**waits, **self.stream.made(), **counters(self.stream)}
+        return {**waits, **self.stream.made(), **self.stream.counters()}
 
     def report(self) -> Report:
         mine, ranks = self.progress(), self.stream.ranks
@@ -256,7 +257,7 @@ class Reading:
         """The iterators that there are give no more batches: who reads has changed, or from where."""
         self._num_iterators += 1
 
-    def _standing(self) -> Standing:
+    def _standing(self) -> Position:
         """What a state is made of. Who takes batches in another thread than training's is perhaps a queue, whose batches a
         checkpoint would lose."""
         iterator, thread = self._last_taken

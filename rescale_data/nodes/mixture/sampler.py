@@ -213,6 +213,9 @@ class WeightedSampler(Node[Any]):
     def check_saved(self, keys: Set[str]) -> None:
         check_saved(keys)
 
+    def stand_for(self, shard: int) -> None:
+        self._in_use.stand_for(shard)
+
     def settle(self, position: View) -> bool:
         """Other weights count from here on. A source that has ended in this epoch stays so."""
         return self._draws.settle(position)
