@@ -2,7 +2,6 @@
 
 import faulthandler
 import logging
-import random
 import sys
 import threading
 import time
@@ -12,7 +11,8 @@ from collections import Counter
 from rescale_data.sources.decoded.cache import cache
 from tests.histories.books import Silent
 from tests.histories.crew import Hang, in_threads
-from tests.histories.history import History, failing_reads
+from tests.histories.history import failing_reads
+from tests.histories.shards import history_of
 
 EMPTY = ("no sample in two whole epochs", "no token in 2 whole", "no sample in 2 whole", "and kept none", "no row of")
 ACCEPTED = (
@@ -50,7 +50,7 @@ def main(first: int, seconds: float, one: bool) -> None:
     with in_threads(), failing_reads():
         while time.time() - begun < seconds:
             now[:] = [time.time(), float(seed)]
-            history = History(random.Random(seed))
+            history = history_of(seed)
             try:
                 history.play()
                 key = "passed"
