@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from multiprocessing.context import BaseContext
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rescale_data.engine.as_pipeline import as_pipeline, refuse
 from rescale_data.engine.collate import collate
 from rescale_data.engine.feed import InProcess, InThread
+from rescale_data.engine.meeting import is_in_a_file
 from rescale_data.engine.reading import Batches, Reading
 from rescale_data.engine.recipe import Pipeline
 from rescale_data.engine.report import Report
@@ -29,6 +31,12 @@ from rescale_data.layout.layout import Layout
 from rescale_data.sources.dataset import MapStyle
 from rescale_data.sources.iterable import IterableSource
 from rescale_data.sources.source import Source
+
+_FORKS = (
+    "Workers are forked, and the ranks meet in a file (init_method='file://...', or a FileStore), which torch removes when the "
+    "first worker ends: after that no collective of the loader comes about. Leave multiprocessing_context='forkserver', or "
+    "give init_process_group another store (env://, tcp://)."
+)
 
 
 class DataLoader:
@@ -195,6 +203,8 @@ class DataLoader:
             self._pool = None
         if k and self._pool is None:
             self._pool = self._pool_of(setup.recipe, num_workers=k)
+            if self._pool.forks and setup.ranks.circle is not None and is_in_a_file():
+                setup.ranks.log(logging.WARNING, _FORKS)
         feed = InProcess(runner, self._in_process, pin_memory=self._pin)
         ahead = InThread(feed, self._prefetch_batches) if self._prefetch_batches else feed
         return Stream(setup, runner, self._pool or ahead)

@@ -244,6 +244,7 @@ class Pool:
         # Without a generator of its own torch seeds workers with a number that it draws from the trainer's.
         generator = torch.Generator().manual_seed(torch.initial_seed())
         start_method = _context(context)
+        self.forks = start_method.get_start_method() == "fork"
         self._timeout, self._num_looks = timeout, math.ceil(timeout / _LOOK_SECONDS)
         self._new_loader: Callable[[], DataLoader[Any]] = lambda: DataLoader(
             worker,

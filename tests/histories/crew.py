@@ -205,9 +205,9 @@ class Crew:
         for process, circle in zip(self.processes, self.circles, strict=True):
             process.circle = circle
 
-    def all(self, fn: Callable[[int], Any]) -> list[Any]:
+    def all(self, fn: Callable[..., Any], *given: Any) -> list[Any]:
         self.enter()
-        return run([(process, lambda i=i: fn(i)) for i, process in enumerate(self.processes)])
+        return run([(process, lambda i=i: fn(i, *given)) for i, process in enumerate(self.processes)])
 
     def close(self) -> None:
         _idle.extend(self.processes)

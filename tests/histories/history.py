@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
 import rescale_data as rd
 from rescale_data.engine.recipe import DEALT, ENDED, UNDEALT
 from rescale_data.sources.dataset import DatasetSource
@@ -126,8 +124,6 @@ class History:
         r = self.r
         ahead = r.choice([1, 2, 4]) if r.random() < 0.15 and not self.no_ahead else 0
         if self.aligned:
-            if r.random() < 0.1 and self.group == 1:
-                self.o = r.choice([o for o in (2, 4, 6, 8, 12, 16, 24) if self.aligned_tops(o)])
             chosen = r.choice(self.aligned_tops(self.o))
             return Top(chosen.dp_world_size, chosen.micro_batch_size, self.o, chosen.num_workers, ahead)
         for _ in range(9):
@@ -167,6 +163,8 @@ class History:
         for leg in range(num_legs):
             self.pipeline = Pipeline(self.plan, self.files, self.lists[-1])
             self.prefetch = 0 if self.faults else r.choice([0, 0, 0, 1, 3])
+            if self.aligned and leg and r.random() < 0.2 and self.group == 1:
+                self.o = r.choice([o for o in (2, 4, 6, 8, 12, 16, 24) if self.aligned_tops(o)])
             self.now = self.top()
             self.say(
                 "leg",
@@ -309,6 +307,10 @@ class History:
                 require(empty < 3, "three empty iterators")
 
     def iterate(self) -> None:
+        if (
+            self.seats.lead.ended and self.excluded
+        ):  # what is left out first in the next epoch would be so within `iter`
+            return
         self.say("iter")
         self.leave_out()
         self.seats.left = None
@@ -387,23 +389,18 @@ class History:
         return self.now.w * self.now.b
 
     @property
-    def may_count_anew(self) -> bool:
-        """Groups only where all shards have delivered as many samples, and nobody goes back to before."""
-        return self.group == 1 or not (self.saves or np.ptp(self.seats.state()["shards"]["samples"].numpy()))
-
-    @property
     def in_step(self) -> bool:
         clock = self.seats.lead.at.clock
         return (clock.samples - clock.origin) % self.now.o != 0
 
     def ramp(self) -> None:
-        if self.in_step:
+        if self.in_step or self.group > 1:
             return
         o = self.micro * self.r.randint(1, 4)
         if self.aligned:
             here = self.now.w, self.now.b, self.now.k
             fits = {(p.dp_world_size, p.micro_batch_size, p.num_workers) for p in self.aligned_tops(o)}
-            if here not in fits or not self.may_count_anew:
+            if here not in fits:
                 return
             self.o = o
         self.say("ramp to", o)
@@ -448,7 +445,7 @@ class History:
     def skip(self) -> None:
         r = self.r
         num = r.choice([1, 2, 5, r.randint(1, 30)] + ([20] if self.repeat else []))
-        if self.excluded or (self.now.ahead and self.seats.lead.reader.in_hand):
+        if self.excluded or (self.seats.lead.ahead and self.seats.lead.reader.in_hand):
             return
         if self.failed is self.seats:  # an error that is still to come would end a skip half way
             return
@@ -463,7 +460,7 @@ class History:
         return self.seats.lead.stream.schema.excluded_steps
 
     def exclude(self) -> None:
-        if self.now.ahead:
+        if self.now.ahead or (self.seats.lead.ended and not self.seats.begun):
             return
         seats, self.no_ahead = self.seats, True
         after = max((stop + 1 for _, stop in self.excluded), default=0)
@@ -484,7 +481,8 @@ class History:
             _fails_in[0] = 0
             self.say("leaves out the steps", step, "to", max(here))
             shadow = self.shadow(seats.state(), (max(here) - step) * self.now.o // self.micro)
-            seats.all(lambda seat: again(seat.reader.reading.is_over))
+            for those in (seats, shadow):  # asked whether the data's own epoch is over, too
+                those.all(lambda seat: again(seat.reader.reading.is_over))
             self._compare(shadow, "leaving out steps")
             seats.begun = False
 
@@ -552,8 +550,8 @@ class History:
             self.books.dropped[tally[0]] += dropped
             self.books.counts = self.books.counts and not (dropped and self.steps)
         self.seats.begun = self.seats.begun and epoch == self.seats.lead.reader.epoch
-        if self.steps and w > len(lives) and self.seats.lead.ended:
-            # that the last epoch is over is not shared: who joins begins with the next one
+        if w > len(lives) and self.seats.lead.ended and (self.steps or not self.seats.begun):
+            # a trainer that begins an iterator here has its own counter: for who joins the first would be empty
             self.seats.all(lambda seat: seat.ended and seat.reader.set_epoch(seat.reader.epoch + 1))
             self.seats.begun = False
         require(step == self.seats.lead.reader.step, "step after a death")
