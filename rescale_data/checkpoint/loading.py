@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from rescale_data.checkpoint.planner import (
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.state import State, entries_of, nested, refuse_unfit, value_at
 from rescale_data.checkpoint.storage.dcp import CheckpointReader, Saved
+from rescale_data.checkpoint.storage.metadata import paths_of
 from rescale_data.checkpoint.storage.open import ReplacedError, mapped_path, open_store, read_checkpoint
 from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.engine.state_paths import ROWS
@@ -157,12 +159,7 @@ def read(reader: StorageReader, path: str, state: State, ranks: Ranks, *, strict
 
 def _not_asked(metadata: Metadata, entries: list[Entry]) -> set[str]:
     asked = {entry.path[0] for entry in entries}
-    return {top_level(metadata, key) for key in metadata.state_dict_metadata if not is_asked(metadata, key, asked)}
-
-
-def top_level(metadata: Metadata, key: str) -> str:
-    """The name in the saved state that a flattened name is under."""
-    return str((metadata.planner_data or {}).get(key, (key,))[0])
+    return {str(path[0]) for key, path in paths_of(metadata).items() if not is_asked(metadata, key, asked)}
 
 
 def _complaint(path: str, misfits: Misfits, metadata: Metadata) -> str:
@@ -194,8 +191,5 @@ def _without(part: str, name: str) -> str:
 
 
 def _summary(metadata: Metadata) -> str:
-    counts: dict[str, int] = {}
-    for key in metadata.state_dict_metadata:
-        name = top_level(metadata, key)
-        counts[name] = counts.get(name, 0) + 1
+    counts = Counter(str(path[0]) for path in paths_of(metadata).values())
     return ", ".join(f"{name!r} ({count} values)" for name, count in sorted(counts.items())) or "nothing"

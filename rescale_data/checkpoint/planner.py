@@ -79,9 +79,7 @@ class CheckingLoadPlanner(DefaultLoadPlanner):
         refused = {name: text for entry in self.entries for name, text in entry.refused.items()}
         left_out = {name for entry in self.entries for name in entry.left_out}
         self.misfits = {
-            "missing": {
-                key: f"{_describe_wanted(value)} in the state" for key, value in wanted.items() if key not in saved
-            },
+            "missing": {key: f"{describe(value)} in the state" for key, value in wanted.items() if key not in saved},
             "unexpected": {
                 key: describe(meta)
                 for key, meta in saved.items()
@@ -134,28 +132,21 @@ def is_asked(metadata: Metadata, key: str, asked: set[str]) -> bool:
     return str(path[0]) in asked if path else bool(asked & _and_above(key))
 
 
-def describe(meta: Any) -> str:
-    if isinstance(meta, TensorStorageMetadata):
-        return f"a {_dtype(meta.properties.dtype)} tensor of shape {list(meta.size)}"
-    return "a plain value"
+def describe(value: Any) -> str:
+    """A value of a state, or what a checkpoint's metadata says of one."""
+    if isinstance(value, TensorStorageMetadata):
+        dtype, size = value.properties.dtype, value.size
+    elif isinstance(value, torch.Tensor):
+        dtype, size = value.dtype, value.shape
+    else:
+        return "a plain value"
+    return f"a {str(dtype).removeprefix('torch.')} tensor of shape {list(size)}"
 
 
-def _describe_wanted(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a {_dtype(value.dtype)} tensor of shape {list(value.shape)}"
-    return "a plain value"
-
-
-def _differs(value: Any, meta: Any) -> str | None:
+def _differs(value: Any, meta: Any) -> str:
     """What the checkpoint holds and what is asked for, where the two differ."""
-    if not isinstance(value, torch.Tensor) and not isinstance(meta, TensorStorageMetadata):
-        return None
-    given, wanted = describe(meta), _describe_wanted(value)
-    return None if given == wanted else f"{given} in the checkpoint, {wanted} in the state"
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    given, wanted = describe(meta), describe(value)
+    return "" if given == wanted else f"{given} in the checkpoint, {wanted} in the state"
 
 
 def _is_under(key: str, name: str) -> bool:
@@ -186,10 +177,10 @@ def _harmless(name: str, value: io.BytesIO) -> io.BytesIO:
 def load_with(planner: CheckingLoadPlanner, plain: dict[str, Any], reader: StorageReader, ranks: Ranks) -> None:
     """DCP's load, whose errors say what was being done."""
     try:
-        with quiet(ranks):
-            load_state(
-                plain, storage_reader=reader, planner=planner, process_group=ranks.group, no_dist=not ranks.distributed
-            )
+        quiet(ranks)
+        load_state(
+            plain, storage_reader=reader, planner=planner, process_group=ranks.group, no_dist=not ranks.distributed
+        )
     except BaseException as error:
         raise clear_error(error, planner.progress.doing) from error
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import pickle
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -101,12 +100,10 @@ def _unwrap(outcomes: list[Any]) -> list[Any]:
     return outcomes
 
 
-@contextlib.contextmanager
-def quiet(ranks: Ranks) -> Generator[None]:
+def quiet(ranks: Ranks) -> None:
     """Without DCP's warning that there is no process group, which is no news to who started one process."""
     if not ranks.distributed:
         warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)", category=UserWarning)
-    yield
 
 
 _CURES = {

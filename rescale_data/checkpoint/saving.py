@@ -98,14 +98,14 @@ def write(
     manifest = Manifest(save_id=save_id, world_size=ranks.size, step=step, metrics=metrics or {}, lost=lost)
     try:
         refuse_disagreement(plain, loose, ranks)
-        with quiet(ranks):
-            save_state(
-                plain,
-                storage_writer=CheckpointWriter(store, workspace, manifest),
-                planner=CheckpointSavePlanner(),
-                process_group=ranks.group,
-                no_dist=not ranks.distributed,
-            )
+        quiet(ranks)
+        save_state(
+            plain,
+            storage_writer=CheckpointWriter(store, workspace, manifest),
+            planner=CheckpointSavePlanner(),
+            process_group=ranks.group,
+            no_dist=not ranks.distributed,
+        )
     except BaseException as error:
         if ranks.is_first:
             with contextlib.suppress(Exception):

@@ -21,7 +21,7 @@ from rescale_data.engine.state_paths import data_states
 BUDGET = 256 << 20
 
 
-class StoredCheckpoint:
+class StoredCheckpoint(contextlib.ExitStack):
     """A DCP folder that is read on this process alone, without running code from it; retention spares it until ``close``.
 
     Args:
@@ -43,13 +43,16 @@ class StoredCheckpoint:
     def __init__(
         self, path: StrPath, *, name: str | None, checksums: bool, storage_options: Mapping[str, Any] | None
     ) -> None:
-        with contextlib.ExitStack() as stack:
-            self._reader = stack.enter_context(opened(path, checksums=checksums, storage_options=storage_options))
-            self.folder = self._reader.path
-            self._open(self.folder, name)
-            self._lease = stack.pop_all()
+        super().__init__()
+        self._reader = self.enter_context(opened(path, checksums=checksums, storage_options=storage_options))
+        self.folder = self._reader.path
+        try:
+            self._look(name)
+        except BaseException:
+            self.close()
+            raise
 
-    def _open(self, folder: str, name: str | None) -> None:
+    def _look(self, name: str | None) -> None:
         metadata = self._reader.read_metadata()
         paths = paths_of(metadata)
         self._keys = {
@@ -60,23 +63,14 @@ class StoredCheckpoint:
         self._paths = list(paths.values())
         if not self._keys:
             tops = sorted({str(path[0]) for path in paths.values()})
-            raise ValueError(f"The checkpoint {folder} holds nothing named {name!r}. It holds {tops}.")
+            raise ValueError(f"The checkpoint {self.folder} holds nothing named {name!r}. It holds {tops}.")
         saved = {short: metadata.state_dict_metadata[key] for short, key in self._keys.items()}
         self.paths = {short: paths[key][0 if name is None else 1 :] for short, key in self._keys.items()}
         self.tensors = {short: meta for short, meta in saved.items() if isinstance(meta, TensorStorageMetadata)}
         lost = self._reader.manifest.lost if self._reader.manifest else ()
         self.lost: Lost = [(path[skip:], key) for path, key in lost if (skip := _skip(tuple(path), name)) is not None]
         self._plain = [short for short in saved if short not in self.tensors]
-        self._progress = Progress(f"Reading {folder}", sum(map(self.num_bytes, self.tensors)))
-
-    def close(self) -> None:
-        self._lease.close()
-
-    def __enter__(self) -> StoredCheckpoint:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self._progress = Progress(f"Reading {self.folder}", sum(map(self.num_bytes, self.tensors)))
 
     def values(self) -> dict[str, Any]:
         """What is no tensor, by flattened name."""

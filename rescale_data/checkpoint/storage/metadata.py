@@ -140,11 +140,10 @@ def _safe_globals() -> set[str]:
 
 
 def _metadata(read: Any) -> Metadata:
-    storage = read.storage_data
     metadata = Metadata(
         {_text(name): _saved(value) for name, value in read.state_dict_metadata.items()},
         planner_data=_paths(read.planner_data),
-        storage_data=None if storage is None else {_index(key): _place(place) for key, place in storage.items()},
+        storage_data={_index(key): _place(place) for key, place in (read.storage_data or {}).items()},
     )
     meta = getattr(read, "storage_meta", None)
     metadata.storage_meta = StorageMeta(save_id=getattr(meta, "save_id", None))
@@ -181,12 +180,10 @@ def _place(place: Any) -> Place:
     return Place(name, int(place.offset), int(place.length), None if transforms is None else tuple(transforms))
 
 
-def _paths(planner_data: Any) -> dict[str, tuple[str | int, ...]] | None:
-    if planner_data is None:
-        return None
+def _paths(planner_data: Any) -> dict[str, tuple[str | int, ...]]:
     return {
         _text(name): tuple(key if type(key) is int else _text(key) for key in path)
-        for name, path in planner_data.items()
+        for name, path in (planner_data or {}).items()
     }
 
 
