@@ -73,7 +73,7 @@ class RunReader:
     ) -> LoadReport:
         """Load the checkpoint of ``step`` into ``state``: ``rescale_data.checkpoint.load``."""
         self._prepare_load()
-        return self._load(step, state, strict, checksums, trusted)
+        return self._load(step, state, strict=strict, checksums=checksums, trusted=trusted)
 
     def load_latest(
         self, state: State, *, strict: bool = True, checksums: bool = True, trusted: bool = False
@@ -90,7 +90,7 @@ class RunReader:
         steps = self._ranks.on_first(self._folder.steps)
         for step in reversed(steps):
             try:
-                report = self._load(step, state, strict, checksums, trusted)
+                report = self._load(step, state, strict=strict, checksums=checksums, trusted=trusted)
             except DamagedCheckpointError as error:
                 self._warn_of_damage(step, error.problems)
             except FileNotFoundError as error:  # deleted since
@@ -104,11 +104,8 @@ class RunReader:
             )
         return None
 
-    def _load(self, step: int, state: State, strict: bool, checksums: bool, trusted: bool) -> LoadReport:
-        path = self._folder.checkpoint(step)
-        return load_checked(
-            path, state, self._ranks, strict=strict, checksums=checksums, trusted=trusted, storage_options=self._options
-        )
+    def _load(self, step: int, state: State, **how: bool) -> LoadReport:
+        return load_checked(self._folder.checkpoint(step), state, self._ranks, storage_options=self._options, **how)
 
     def _prepare_load(self) -> None:
         """Before a load."""

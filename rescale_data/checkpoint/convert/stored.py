@@ -72,6 +72,9 @@ class StoredCheckpoint(contextlib.ExitStack):
         self._plain = [short for short in saved if short not in self.tensors]
         self._progress = Progress(f"Reading {self.folder}", sum(map(self.num_bytes, self.tensors)))
 
+    def __exit__(self, *_: object) -> None:
+        self.close()  # an error in here is no error of the reader
+
     def values(self) -> dict[str, Any]:
         """What is no tensor, by flattened name."""
         plain: dict[str, Any] = {self._keys[short]: None for short in self._plain}
