@@ -73,7 +73,7 @@ class StoredCheckpoint(contextlib.ExitStack):
         self._progress = Progress(f"Reading {self.folder}", sum(map(self.num_bytes, self.tensors)))
 
     def __exit__(self, *_: object) -> None:
-        self.close()  # an error in here is no error of the reader
+        super().__exit__(None, None, None)  # an error in here is no error of the reader
 
     def values(self) -> dict[str, Any]:
         """What is no tensor, by flattened name."""
