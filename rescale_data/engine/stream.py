@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, Protocol, TypeAlias
 
@@ -166,6 +167,11 @@ class Stream(Position):
         if self.leg is not None:
             self._ahead.start(self.leg, self.table, self.u)
 
+    def through(self, feed_of: Callable[[Feed], Feed]) -> None:
+        """Let another feed bring what this one's makes."""
+        self.rewind()
+        self._ahead = Ahead(feed_of(self._ahead.feed))
+
     @property
     def is_ahead(self) -> bool:
         """Whether micro batches are made in the background."""
@@ -244,7 +250,7 @@ class Stream(Position):
         self._agreement, self._calm_until = None, 0
         self.owners = self.layout.owners
         stop = None if stop is None else max(stop, self.u)
-        self.leg = Leg(self.layout, self.ranks.rank, stop, deal, self.schema.histories)
+        self.leg = Leg(self.layout, self.ranks.rank, stop, deal, self.schema.histories, self.tail == "pad")
 
     def pass_by(self, num_micro_batches: int, *, reads: bool) -> None:
         """Leave out micro batches of this leg, as if they had been taken.
