@@ -194,7 +194,7 @@ class ForgetfulStream(Stream):
 
     def take(self) -> MicroBatch:
         self.peek()
-        return self._ahead.popleft()
+        return self._ahead.made.popleft()
 
 
 def forgetful(source: rd.ArrowSource) -> Iterator[Any]:

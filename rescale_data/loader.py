@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from multiprocessing.context import BaseContext
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rescale_data.engine.as_pipeline import as_pipeline, refuse
 from rescale_data.engine.collate import collate
 from rescale_data.engine.feed import InProcess, InThread
+from rescale_data.engine.meeting import is_in_a_file
 from rescale_data.engine.reading import Batches, Reading
 from rescale_data.engine.recipe import Pipeline
 from rescale_data.engine.report import Report
@@ -29,6 +31,12 @@ from rescale_data.layout.layout import Layout
 from rescale_data.sources.dataset import MapStyle
 from rescale_data.sources.iterable import IterableSource
 from rescale_data.sources.source import Source
+
+_FORKS = (
+    "Workers are forked, and the ranks meet in a file (init_method='file://...', or a FileStore), which torch removes when the "
+    "first worker ends: after that no collective of the loader comes about. Leave multiprocessing_context='forkserver', or "
+    "give init_process_group another store (env://, tcp://)."
+)
 
 
 class DataLoader:
@@ -179,18 +187,15 @@ class DataLoader:
             init_fn=worker_init_fn,
         )
         self._pool: Pool | None = None
-        stream = self._stream_of(self.setup)
+        stream = self.stream_of(self.setup)
         stream.on_source_change = on_source_change
-        pin = pin_memory and not num_workers
-        self._reading: Reading | None = Reading(
-            self.setup, stream, pin_memory=pin, steps_per_epoch=steps, slow_after=slow_after
-        )
+        self._reading: Reading | None = Reading(self.setup, stream, steps_per_epoch=steps, slow_after=slow_after)
         self._close, self._has_left = self._reading.close, False
         if join:
             state, stream.meeting = hand_over(self.setup, None)
             self._reading.load_state_dict(state)
 
-    def _stream_of(self, setup: Setup) -> Stream:
+    def stream_of(self, setup: Setup) -> Stream:
         """What reads in a topology; the workers that there are, as long as their number stays."""
         runner, k = Runner(setup.recipe, setup.schema), setup.layout.num_workers
         if self._pool is not None and self._pool.num_workers != k:
@@ -198,7 +203,9 @@ class DataLoader:
             self._pool = None
         if k and self._pool is None:
             self._pool = self._pool_of(setup.recipe, num_workers=k)
-        feed = InProcess(runner, self._in_process)
+            if self._pool.forks and setup.ranks.circle is not None and is_in_a_file():
+                setup.ranks.log(logging.WARNING, _FORKS)
+        feed = InProcess(runner, self._in_process, pin_memory=self._pin)
         ahead = InThread(feed, self._prefetch_batches) if self._prefetch_batches else feed
         return Stream(setup, runner, self._pool or ahead)
 
@@ -267,9 +274,9 @@ class DataLoader:
         )
         state, meeting = hand_over(setup, reading.stream, step)
         self.setup, self._where = setup, where
-        stream = self._stream_of(setup)
+        stream = self.stream_of(setup)
         stream.meeting = meeting
-        reading.move_to(setup, stream, state, pin_memory=self._pin and not layout.num_workers)
+        reading.move_to(setup, stream, state)
         return True
 
     def _leave(self, reading: Reading) -> None:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from rescale_data.engine.moment import Moment, counters
+from rescale_data.engine.position import Position
 from rescale_data.engine.reading import refuse_epoch
 from rescale_data.engine.statedict import Sharded, state_dict
 from rescale_data.engine.stream import Stream
@@ -28,7 +28,7 @@ class _Read(NamedTuple):
     num_real: int
     epoch: int
     ended: bool
-    moment: Moment
+    position: Position
 
 
 class LookAhead:
@@ -67,7 +67,7 @@ class LookAhead:
     @property
     def step(self) -> int:
         """Global batches that the trainer has received."""
-        return self._at.moment.clock.global_step(self._at.moment.layout.global_batch_size)
+        return self._at.position.step
 
     @property
     def epoch(self) -> int:
@@ -83,9 +83,9 @@ class LookAhead:
         """Whether no batch is left in the trainer's epoch."""
         return not self._in_hand and (self.ended or self._reading.is_over())
 
-    def standing(self) -> Moment:
+    def standing(self) -> Position:
         """Where the trainer is."""
-        return self._at.moment
+        return self._at.position
 
     def begin(self) -> None:
         """Go on in the trainer's epoch, or with the next where that has ended."""
@@ -102,6 +102,8 @@ class LookAhead:
         new: list[Any] = []
         while self._failure is None and len(self._in_hand) < self._num_batches:
             try:
+                if self._batches is None:
+                    self._batches = iter(self._reading)
                 batch = next(self._batches)
             except StopIteration:
                 if not self._in_hand:
@@ -171,7 +173,7 @@ class LookAhead:
         """Have the loader stand where the trainer does, and go on from there."""
         if self._in_hand or self.epoch != self._reading.epoch:
             self.load_state_dict(self.state_dict())
-            self._batches = iter(self._reading)
+            self._batches = None  # `iter` would leave out steps by the old global batch
 
     def start(self) -> None:
         """As `DataLoader.start`."""
@@ -180,11 +182,11 @@ class LookAhead:
     def progress(self) -> dict[str, float]:
         """As `DataLoader.progress`, of the batches that were taken, without how long they were waited for."""
         made = self.stream.made()
-        return {**made, "batches_ready": made["batches_ready"] + len(self._in_hand), **counters(self._at.moment)}
+        return {**made, "batches_ready": made["batches_ready"] + len(self._in_hand), **self._at.position.counters()}
 
     def state_dict(self) -> dict[str, Any]:
         """As `DataLoader.state_dict`, of the batches that were taken."""
-        return state_dict(self._at.moment)
+        return state_dict(self._at.position)
 
     @property
     def sharded(self) -> Sharded:
@@ -193,7 +195,9 @@ class LookAhead:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As `DataLoader.load_state_dict`; what is in hand is forgotten."""
+        at, stream = self._at.position, self.stream
         self._reading.load_state_dict(state)
+        stream.dropped_samples, stream.padded_samples = at.dropped_samples, at.padded_samples  # not those read ahead
         self._forget()
 
     def reset(self) -> None:
@@ -203,10 +207,10 @@ class LookAhead:
 
     def _forget(self) -> None:
         self._in_hand: deque[_Read] = deque()
-        self._batches: Iterator[Any] = iter(())
+        self._batches: Iterator[Any] | None = iter(())  # `None`: goes on in this epoch
         self._failure: Exception | None = None
         self._at = self._read()
 
     def _read(self, batch: Any = None) -> _Read:
         reading = self._reading
-        return _Read(batch, reading.last_batch_samples, reading.epoch, reading.ended, Moment.of(reading.stream))
+        return _Read(batch, reading.last_batch_samples, reading.epoch, reading.ended, reading.stream.copy())

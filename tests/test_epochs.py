@@ -227,6 +227,8 @@ class TestBetweenTheLastBatchAndTheEnd:
     def test_what_is_asked(self, by: str, ahead: bool, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.INFO)
         loader: Any = LookAhead(loader_of(verify=True), 3) if ahead else loader_of(verify=True)
+        with pytest.raises(ValueError, match=r"set_epoch\(1\): the loader is in epoch 0"):
+            loader.set_epoch(1)
         if by == "skipping":
             loader.skip(48)
         for _ in range(24 if by == "taking" else 0):
@@ -437,6 +439,29 @@ class TestUnderTorchdata:
             for expected in following:
                 assert rest == expected, (above, epoch, count)
                 rest = [str(item) for item in again]
+
+    @pytest.mark.parametrize("restart", [True, False])
+    def test_a_loader_that_returns_old_states_is_warned_about(
+        self, restart: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """After a load of a state of an epoch's end: torchdata 0.11 keeps that state where it begins the next epoch itself."""
+
+        def make() -> Loader[Any]:
+            shards = rd.LogicalShards(rows_of, num_logical_shards=N, global_batch_size=10, repeat=False)
+            return Loader(shards, restart_on_stop_iteration=restart)
+
+        loader, again = make(), make()
+        list(loader)
+        again.load_state_dict(loader.state_dict())
+        whole = list(again)
+        if not restart:
+            assert not whole
+            batches = iter(again)
+            next(batches)
+            third = make()
+            third.load_state_dict(again.state_dict())
+            assert str(list(batches)) == str(list(third))
+        assert ("restart_on_stop_iteration=False" in caplog.text) == restart
 
 
 class TestStepsPerEpoch:

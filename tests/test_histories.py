@@ -10,9 +10,10 @@ import rescale_data as rd
 from tests.histories.__main__ import accepts
 from tests.histories.books import Books, Reference, same_state
 from tests.histories.crew import Hang, in_threads
-from tests.histories.history import History, fail_in, failing_reads
+from tests.histories.history import fail_in, failing_reads
 from tests.histories.plans import Pipeline, Plan, as_samples
 from tests.histories.ranks import Seats, Top
+from tests.histories.shards import history_of
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -24,7 +25,7 @@ def threads() -> Iterator[None]:
 @pytest.mark.parametrize("seed", range(24))
 def test_a_random_history(seed: int) -> None:
     """``python -m tests.histories SEED --one`` says what was done in it, ``FIRST SECONDS`` plays others."""
-    history = History(random.Random(seed))
+    history = history_of(seed)
     try:
         history.play()
     except (Exception, Hang) as error:

@@ -11,10 +11,12 @@ micro batch. Where it is an error that passes, all of them may ask again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from rescale_data.engine.ranks import Ranks
 from rescale_data.errors import DataStateError
 
+T = TypeVar("T")
 _UNREAD, _FAILED = -1, -2
 
 
@@ -26,6 +28,21 @@ def failure_elsewhere(*, wrong_rows: bool) -> Exception:
         "Another dp rank could not make its samples; its error says why. If that passes: asked again, all ranks go on where "
         "they are."
     )
+
+
+def together(ranks: Ranks, work: Callable[[], T]) -> T:
+    """What a piece of work returns; where it fails on some rank it fails on all (collective)."""
+    values: list[T] = []
+    failure = None
+    try:
+        values.append(work())
+    except Exception as error:
+        failure = error
+    wrong = isinstance(failure, DataStateError)
+    worst = ranks.extremes(wrong + (failure is not None))[1]
+    if worst:
+        raise failure if failure is not None and (wrong or worst < 2) else failure_elsewhere(wrong_rows=worst == 2)
+    return values[0]
 
 
 class Agreement:
@@ -40,6 +57,7 @@ class Agreement:
         self._ranks, self._a = ranks, micro_batches_per_step
         self._pending: Callable[[], int] | None = None
         self._sure = first
+        self._asked, self._is_over = -1, False  # before which micro batch it was asked last, and what it said
         self._failure: Exception | None = None
 
     def end(self, u: int, make_until: Callable[[int], int]) -> bool:
@@ -49,6 +67,11 @@ class Agreement:
             u: The next micro batch.
             make_until: Makes micro batches ahead up to a given one, if it can, and returns the first that is not made.
         """
+        if u > self._asked:
+            self._is_over, self._asked = self._end(u, make_until), u
+        return self._is_over and u == self._asked
+
+    def _end(self, u: int, make_until: Callable[[int], int]) -> bool:
         if u == self._sure:
             self._exchange(u, make_until)
             sure = self._wait()

@@ -9,8 +9,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
+from rescale_data.engine.agreement import together
 from rescale_data.engine.change import (
     Fitted,
     check_changes,
@@ -30,9 +32,11 @@ from rescale_data.engine.recipe import (
     DEALT,
     ENDED,
     EXCLUDED_STEPS,
+    FIRST_SLOT,
     IN_STEP,
     STRINGS,
     UNDEALT,
+    Histories,
     History,
     Schema,
     path_name,
@@ -207,7 +211,7 @@ def _clock(state: Mapping[str, Any]) -> Clock:
 
 
 def _join(stream: Stream, growth: Growth, table: Ints) -> dict[str, History]:
-    histories = joined(growth, stream.schema, table, partial(stream.reached, table))
+    histories = joined(growth, stream.schema, table, partial(_reached, stream, table))
     for path, added in growth.grown.items():
         since = histories[path][-1][0]
         stream.ranks.log(
@@ -216,6 +220,25 @@ def _join(stream: Stream, growth: Growth, table: Ints) -> dict[str, History]:
             "logical shard has begun.", len(added), path, ", ".join(added[:3]) + ("" if len(added) <= 3 else ", ..."), since,
         )  # fmt: skip
     return histories
+
+
+def _reached(stream: Stream, table: Ints, histories: Histories, paths: Sequence[str]) -> list[int]:
+    """Of each of these sources the last epoch that is read again to go on within windows and documents that have begun; -1:
+    none is (collective where something has begun)."""
+    begun, ranks = stream.schema.begun(table), stream.ranks
+
+    def farthest() -> list[int]:
+        found = [[-1] * len(paths)]
+        for shard in range(len(table)) if ranks.simulated else stream.layout.owned(ranks.rank):
+            if nodes := [node for node, rows in begun.items() if rows[shard]]:
+                row = table[shard : shard + 1, FIRST_SLOT:]
+                of_shard = stream.runner.farthest(shard, row, histories, nodes)
+                found.append([of_shard.get(path, -1) for path in paths])
+        return np.max(found, axis=0).tolist()
+
+    if not any(rows.any() for rows in begun.values()):
+        return farthest()
+    return ranks.each(together(ranks, farthest)).max(axis=0).tolist()
 
 
 def _begin_next_epoch(stream: Stream, growth: Growth, table: Ints, clock: Clock) -> tuple[Clock, dict[str, History]]:

@@ -59,6 +59,15 @@ def part_of_store(name: str, num_members: int, group: dist.ProcessGroup | None) 
     return part(str((joined - 1) // num_members), store)
 
 
+def is_in_a_file() -> bool:
+    """Whether the job's store is a file, which torch removes when a forked child of a rank ends."""
+    group: Any = dist.group.WORLD
+    store = group.get_group_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, dist.FileStore)  # pyright: ignore[reportPrivateImportUsage]
+
+
 def part(name: str, store: Any) -> Any:
     return PrefixStore(name, store)
 

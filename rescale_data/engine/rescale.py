@@ -84,23 +84,23 @@ def hand_over(setup: Setup, stream: Stream | None, step: int | None = None) -> t
         stream: `None` on a rank that is new.
         step: Where the run goes on; `None`: where it stands, and then all rows of ``stream`` are right.
     """
-    ranks, schema, meeting, rank, why = setup.ranks, setup.schema, -1, -1, ""
+    ranks, schema, meeting, rank, why, at = setup.ranks, setup.schema, -1, -1, "", None
     if stream is not None:
         meeting, rank = stream.meeting, stream.ranks.rank
         try:
-            stream = stream if step is None else stream.at_step(step)
+            at = stream if step is None else stream.at_step(step)
         except ValueError as error:
-            stream, why = None, str(error)
-    came = ranks.each([meeting, rank, -1 if stream is None else stream.clock.samples])
+            why = str(error)
+    came = ranks.each([meeting, rank, -1 if at is None else at.clock.samples])
     newest = int(came[:, 0].max())
     came[came[:, 0] < newest, 1] = -1
     _require_one_place(came[came[:, 1] >= 0, 2], why)
     table, said = schema.fresh_table(setup.layout.num_logical_shards), ""
-    if stream is not None and meeting == newest:
-        givers = _givers(stream.owners, came[:, 1])
+    if at is not None and meeting == newest:
+        givers = _givers(at.owners, came[:, 1])
         with ranks.reading():
-            stream.make_again(np.flatnonzero((givers == ranks.rank) & (stream.owners != rank)))
-        table, said = stream.table, json.dumps([header(stream), givers.tolist()])
+            at.make_again(np.flatnonzero((givers == ranks.rank) & (at.owners != rank)))
+        table, said = at.table, json.dumps([header(at), givers.tolist()])
     numbers, givers = json.loads(ranks.share(said.encode()))
     return state_of(schema, ranks.merge(table, np.array(givers)), numbers), newest + 1
 

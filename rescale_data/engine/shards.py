@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,12 @@ from rescale_data.engine.statedict import local_state_dict
 from rescale_data.engine.stream import Stream
 from rescale_data.nodes.base import BaseNode
 
+_STALE = (
+    "The state was of the end of an epoch, and the next one begins. If torchdata.nodes.Loader did that (torchdata 0.11), its "
+    "state_dict() returns the state of that end from now on, whatever is read: who goes on from it reads all again. Give it "
+    "restart_on_stop_iteration=False: then the first loop after such a load is empty, as with rd.DataLoader."
+)
+
 
 class LogicalShards(BaseNode[list[Any]]):
     """Runs the logical shards that this rank owns and yields lists of b samples.
@@ -23,7 +30,8 @@ class LogicalShards(BaseNode[list[Any]]):
     Nodes above it that go on from a state they took earlier and then draw as many batches again (``snapshot_frequency`` of
     `Prefetcher` and `ParallelMapper`) count in batches of before: leave it at 1, the default, or go on with the same W and b.
     With several ranks its state holds the rows of its own rank alone: `rd.whole_state` makes the state of whatever is above it
-    whole, to be kept.
+    whole, to be kept. Give ``torchdata.nodes.Loader`` above it ``restart_on_stop_iteration=False``: by default it returns,
+    after a load of a state of an epoch's end, that state for ever (torchdata 0.11), which is warned about.
 
     Args:
         pipeline: ``Shard -> node``, the node graph of one logical shard.
@@ -75,16 +83,21 @@ class LogicalShards(BaseNode[list[Any]]):
         )
         runner = Runner(self.setup.recipe, self.setup.schema)
         self.stream = Stream(self.setup, runner, InProcess(runner, list))
+        self._asked: bool | None = None  # for a state, since it was reset to one at an epoch's end
         self._begun = 0  # samples at the beginning that it was reset to; from then on another reset changes nothing
 
     def reset(self, initial_state: Mapping[str, Any] | None = None) -> None:
         """Go on from a state; without one begin again, or, at the end of an epoch, go on with the next."""
         super().reset(None)
         begun, self._begun = self._begun, -1
+        asked, self._asked = self._asked, None
         if initial_state is not None:
             load_state_dict(self.stream, initial_state)
+            self._asked = False if self.stream.ended else None
             return
         if self.stream.ended:
+            if asked:
+                self.setup.ranks.log(logging.WARNING, _STALE)
             self.stream.move_on()
         elif self.stream.clock.samples != begun:
             self.stream.reset()
@@ -94,4 +107,5 @@ class LogicalShards(BaseNode[list[Any]]):
         return self.stream.take().batch
 
     def get_state(self) -> dict[str, Any]:
+        self._asked = None if self._asked is None else True
         return local_state_dict(self.stream)

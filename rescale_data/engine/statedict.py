@@ -19,7 +19,7 @@ from typing import Any, NoReturn, cast
 import numpy as np
 import torch
 
-from rescale_data.engine.moment import Moment, Standing
+from rescale_data.engine.position import Position
 from rescale_data.engine.recipe import SAMPLES, STAMP, Schema
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.table import is_dealt, stamps_of, tensors_of, version_of
@@ -41,7 +41,7 @@ INTS = (
 )
 
 
-def state_dict(stream: Standing) -> dict[str, Any]:
+def state_dict(stream: Position) -> dict[str, Any]:
     """The state with plain tensors of all N rows (collective over the dp ranks).
 
     Where the ranks stand at different batches it is one to load into, as `dcp.load` does, and cannot be kept (`Apart`).
@@ -60,21 +60,21 @@ def state_of(schema: Schema, table: Ints, numbers: Mapping[str, Any]) -> dict[st
     return {"shards": tensors_of(schema, table, stamps), **numbers}
 
 
-def sharded_state_dict(stream: Standing) -> dict[str, Any]:
+def sharded_state_dict(stream: Position) -> dict[str, Any]:
     """The state, each rank with the rows that it owns where W divides N and none is dealt; else as `state_dict`."""
     return _in_blocks(stream) if _has_blocks(stream) else state_dict(stream)
 
 
-def local_state_dict(stream: Standing) -> dict[str, Any]:
+def local_state_dict(stream: Position) -> dict[str, Any]:
     """The state as this rank knows it, without communication: `whole_state` makes it whole."""
     if stream.ranks.world_size == 1:
         return state_dict(stream)
     _refuse_simulated(stream)
     _require_saveable(stream)
-    return {"shards": RankRows(Moment.of(stream)), **header(stream)}
+    return {"shards": RankRows(stream.copy()), **header(stream)}
 
 
-def whole_shards(stream: Standing) -> dict[str, torch.Tensor]:
+def whole_shards(stream: Position) -> dict[str, torch.Tensor]:
     """The table with all rows right (collective); ``DataStateError`` where the ranks stand at different batches."""
     state = state_dict(stream)
     if isinstance(state["samples"], Apart):
@@ -85,7 +85,7 @@ def whole_shards(stream: Standing) -> dict[str, torch.Tensor]:
 class RankRows:
     """The table as one rank knows it."""
 
-    def __init__(self, at: Moment) -> None:
+    def __init__(self, at: Position) -> None:
         self._at = at
 
     def whole(self) -> dict[str, torch.Tensor]:
@@ -99,7 +99,7 @@ class RankRows:
 class Sharded:
     """A loader as something to save, whose state keeps each rank's rows with that rank (``loader.sharded``)."""
 
-    def __init__(self, save: Callable[[], Standing], load: Callable[[Mapping[str, Any]], None]) -> None:
+    def __init__(self, save: Callable[[], Position], load: Callable[[Mapping[str, Any]], None]) -> None:
         self._save, self._load = save, load
 
     def state_dict(self) -> dict[str, Any]:
@@ -161,13 +161,13 @@ def merged_state_dict(streams: Sequence[Stream]) -> dict[str, Any]:
     return state_of(first.schema, whole, header(first))
 
 
-def header(stream: Standing) -> dict[str, Any]:
+def header(stream: Position) -> dict[str, Any]:
     """All of the state but the table: the same on every rank."""
     layout, clock, schema = stream.layout, stream.clock, stream.schema
     return {
         "samples": clock.samples,
         "origin": clock.origin,
-        "step": clock.global_step(layout.global_batch_size),
+        "step": stream.step,
         "epoch": clock.epoch,
         "global_batch_size": layout.global_batch_size,
         "micro_batch_size": layout.micro_batch_size,
@@ -198,7 +198,7 @@ class Apart(int):
         self.refuse()
 
 
-def _find_apart(stream: Standing) -> str:
+def _find_apart(stream: Position) -> str:
     """Why there is no state of this moment; empty where there is one (collective).
 
     Gathered rows all bear one stamp: so that ranks stand at the same batch has to be seen now.
@@ -214,13 +214,13 @@ def _find_apart(stream: Standing) -> str:
     )
 
 
-def _require_saveable(stream: Standing) -> None:
+def _require_saveable(stream: Position) -> None:
     """``DataStateError`` where a source could not be resumed: said now, and not when the run is lost."""
     for source in stream.schema.saveable:
         source.require_saveable()
 
 
-def _refuse_simulated(stream: Standing) -> None:
+def _refuse_simulated(stream: Position) -> None:
     if stream.ranks.simulated:
         raise ValueError(
             f"state_dict() needs the rows of all {stream.ranks.world_size} dp ranks, but there is no process group (dp_rank= "
@@ -228,12 +228,12 @@ def _refuse_simulated(stream: Standing) -> None:
         )
 
 
-def _has_blocks(stream: Standing) -> bool:
+def _has_blocks(stream: Position) -> bool:
     divides = stream.layout.num_logical_shards % stream.ranks.world_size == 0
     return stream.ranks.mesh is not None and divides and not is_dealt(stream.table)
 
 
-def _in_blocks(stream: Standing) -> dict[str, Any]:
+def _in_blocks(stream: Position) -> dict[str, Any]:
     _require_saveable(stream)
     block, n = stream.layout.owned(stream.ranks.rank), stream.layout.num_logical_shards
     stamps = stamps_of(block, stream.clock.samples, n)

@@ -23,9 +23,10 @@ _logger = logging.getLogger("rescale_data")
 _OURS, _USERS = "rescale_data.", "in a function of the user's"
 _KINDS = (
     ("rescale_data.sources.", "reading"),
-    ("rescale_data.engine.rollcall", "waiting for other ranks"),
-    ("rescale_data.engine.ranks", "waiting for other ranks"),
-    ("rescale_data.engine.agreement", "waiting for other ranks"),
+    *(
+        (f"rescale_data.engine.{name}", "waiting for other ranks")
+        for name in ("rollcall", "circle", "ranks", "agreement")
+    ),
     *(
         (f"rescale_data.nodes.{name}", _USERS)
         for name in ("map", "filter", "random_map", "tokenize", "clean", "foreign")

@@ -110,6 +110,7 @@ class Worker(Dataset[Any]):
         self._say: Callable[[str], None] = _nothing
         self._runner: Runner | None = None
         self._turns: Turns | None = None
+        self._pads = False
         self._told: Ints | None = (
             None  # of a mixture, whose rows are long: the table as the trainer's process will have it
         )
@@ -156,7 +157,7 @@ class Worker(Dataset[Any]):
             self._runner = Runner(self._recipe, Schema(self._recipe.build(0)))  # as in the trainer's process
         owned, table = command.leg.layout.owned(command.leg.rank), command.table
         self._runner.load(table, command.leg.histories, owned)
-        self._turns = command.leg.turns(table)
+        self._turns, self._pads = command.leg.turns(table), command.leg.pads
         one_worker_each = (
             command.leg.deal is None
         )  # else another one may have changed a slot that this one changes back
@@ -167,7 +168,7 @@ class Worker(Dataset[Any]):
         if self._runner is None or self._turns is None:
             return None
         try:
-            made = make(self._runner, self._turns, self._collate, u)
+            made = make(self._runner, self._turns, self._collate, u, pads=self._pads)
             return made if self._told is None else made.since(self._told)
         except Exhausted:
             self._turns = None  # the rows are past what was delivered: nothing more until the next leg
@@ -243,6 +244,7 @@ class Pool:
         # Without a generator of its own torch seeds workers with a number that it draws from the trainer's.
         generator = torch.Generator().manual_seed(torch.initial_seed())
         start_method = _context(context)
+        self.forks = start_method.get_start_method() == "fork"
         self._timeout, self._num_looks = timeout, math.ceil(timeout / _LOOK_SECONDS)
         self._new_loader: Callable[[], DataLoader[Any]] = lambda: DataLoader(
             worker,

@@ -350,6 +350,9 @@ class Node(BaseNode[T]):
     def check_saved(self, keys: Set[str]) -> None:
         """``DataStateError`` where a state has these fields for this node, which are of an order that there is no more."""
 
+    def stand_for(self, shard: int) -> None:
+        """`settle` is asked for positions of another logical shard than that of this node."""
+
     def settle(self, position: View) -> bool:
         """Let what has changed between legs (`MAY_CHANGE`) take effect in a row of this node, behind which nobody goes back.
 

@@ -54,17 +54,14 @@ class Foreign(Node[T]):
         return (_BEGUN, *(field_of(path, value) for path, value in flatten(self._first)))
 
     def seek(self) -> None:
-        self._over = False
         self._reset(self.position)
 
     def next(self) -> T:
-        if self._over:
-            raise StopIteration
         begun = _WITHIN
         try:
             return next(self.node)
         except StopIteration:
-            self._over, begun = True, _AT_BEGINNING
+            begun = _AT_BEGINNING
             self._begin()
             raise
         finally:

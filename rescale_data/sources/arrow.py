@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,12 +13,14 @@ import pyarrow as pa
 from rescale_data.sources import ipc
 from rescale_data.sources.arrow_types import ArrowBuffer, ArrowExpression, ArrowSchema, ArrowTable
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES, handles, owner_of
+from rescale_data.sources.decoded.place import Place
 from rescale_data.sources.documents import document_table, one_row_each
 from rescale_data.sources.files.paths import Files, Paths
 from rescale_data.sources.files.ranges import Ranges, open_ranges
 from rescale_data.sources.files.remote import Remote
 from rescale_data.sources.fragments import Footer
 from rescale_data.sources.saved_dataset import data_files
+from rescale_data.sources.source import Tokens
 from rescale_data.sources.tables import SPILL_BYTES, TableSource, has_dictionary, schema_kind
 from rescale_data.state import Ints
 
@@ -135,6 +137,22 @@ class ArrowSource(TableSource):
             return None
         return self._span(fragment)
 
+    def _load_tokens(self, column: str, fragment: int) -> Tokens:
+        file = self._index.file_of(fragment)
+        if self._files.filesystem is not None or self._index.kind(file)["is_compressed"]:
+            return super()._load_tokens(column, fragment)
+        with self._blaming(file):
+            opened: _Opened = self._handle(file)
+            data = opened.ranges.read(*self._span(fragment))
+            if (column, fragment) not in opened.places:
+                opened.places[column, fragment] = Place.of(self._decode(fragment, [column]).column(column), data)
+        place = opened.places[column, fragment]
+        if place is None:
+            return super()._load_tokens(column, fragment)
+        found = place.tokens(data)
+        opened.ranges.release_with(found, data)
+        return found
+
     def _table(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
         file = self._index.file_of(fragment)
         if self._needs_reader(file, columns):
@@ -175,10 +193,11 @@ class ArrowSource(TableSource):
 
 @dataclass(frozen=True)
 class _Opened:
-    """A file, and the table of its record batches where that costs nothing."""
+    """A file, the table of its record batches where that costs nothing, and what was found out about columns of fragments."""
 
     ranges: Ranges
     table: ipc.FooterTable | None
+    places: dict[tuple[str, int], Place | None] = field(default_factory=dict[tuple[str, int], Place | None])
 
 
 def _read_messages(data: ArrowBuffer, schema: ArrowSchema, blocks: ipc.Blocks) -> ArrowTable:

@@ -1,5 +1,6 @@
 """The processes that a loader's collectives are made among: nobody else's group disturbs them, nobody else is in them."""
 
+import logging
 import threading
 import time
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from rescale_data.engine.ranks import find_ranks
+from rescale_data.engine.find_ranks import find_ranks
 from rescale_data.engine.report import NAMES
 from tests.distributed.legs import Data, take
 from tests.distributed.ranks import run_ranks
@@ -47,6 +48,14 @@ def on_4_ranks() -> dict[str, Any]:
 
     loader.reading._wait_seconds = [1.0, 8.0, 2.0, 3.0][me]
     found["report"] = loader.report()
+
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("rescale_data").addHandler(handler)
+    for context in ("forkserver", "fork"):
+        UNEVEN.loader(12, 1, num_workers=1, multiprocessing_context=context)
+        found[context] = sum("which torch removes" in line for line in records)
 
     by_dp_rank = UNEVEN.loader(12, dp_rank=me // 2, dp_world_size=2)  # two TP peers each
     take(by_dp_rank, 3)
@@ -111,6 +120,10 @@ def test_a_rank_that_saves_alone_is_told_so_and_may_save_with_the_others_afterwa
 
 def test_a_state_takes_the_rows_of_each_rank_once(found: list[dict[str, Any]]) -> None:
     assert all(rank["rows sent"] == [2] for rank in found)  # of 7 logical shards on 4 ranks
+
+
+def test_forked_workers_that_take_the_store_with_them_are_warned_about(found: list[dict[str, Any]]) -> None:
+    assert [(rank["forkserver"], rank["fork"]) for rank in found] == [(0, 1), (0, 0), (0, 0), (0, 0)]
 
 
 def test_a_report_compares_the_ranks_and_is_the_same_on_all(found: list[dict[str, Any]]) -> None:

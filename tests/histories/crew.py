@@ -21,7 +21,8 @@ import rescale_data.engine.rescale as rescale_module
 import rescale_data.engine.setup as setup_module
 import rescale_data.engine.workers as workers_module
 import rescale_data.loader as loader_module
-from rescale_data.engine.ranks import Call, Ranks
+from rescale_data.engine.circle import Call
+from rescale_data.engine.ranks import Ranks
 from rescale_data.engine.stream import Stream
 
 
@@ -204,9 +205,9 @@ class Crew:
         for process, circle in zip(self.processes, self.circles, strict=True):
             process.circle = circle
 
-    def all(self, fn: Callable[[int], Any]) -> list[Any]:
+    def all(self, fn: Callable[..., Any], *given: Any) -> list[Any]:
         self.enter()
-        return run([(process, lambda i=i: fn(i)) for i, process in enumerate(self.processes)])
+        return run([(process, lambda i=i: fn(i, *given)) for i, process in enumerate(self.processes)])
 
     def close(self) -> None:
         _idle.extend(self.processes)

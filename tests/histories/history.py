@@ -16,7 +16,7 @@ from rescale_data.engine.recipe import DEALT, ENDED, UNDEALT
 from rescale_data.sources.dataset import DatasetSource
 from rescale_data.testing.epochs import check_epochs
 from tests.histories.books import Books, Failure, Reference, check_blocked, comparable, require, same_state
-from tests.histories.plans import Files, Pipeline, as_samples, numbers_in, plan_of
+from tests.histories.plans import Files, Pipeline, as_samples, group_of, numbers_in, plan_of
 from tests.histories.ranks import Seats, Top, again
 
 TOPOLOGY = ("global_batch_size", "dp_world_size", "micro_batch_size")
@@ -66,18 +66,19 @@ class History:
     def __init__(self, r: random.Random) -> None:
         self.r, self.log, self.ops = r, list[str](), Counter[str]()
         self.plan, self.collates = plan_of(r)
-        self.blocks = r.random() < 0.1
+        self.group = group_of(self.plan)
+        self.blocks = r.random() < 0.1 and self.group == 1
         if self.blocks:
             self._with_a_blocklist()
         self.files = {f"f{i}": r.randint(1, 40) for i in r.sample(range(9), r.randint(1, 3))}
-        self.aligned, self.repeat = r.random() < 0.5, r.random() < 0.4 and not self.packs_blocked
+        self.aligned, self.repeat = r.random() < 0.5 or self.group > 1, r.random() < 0.4 and not self.packs_blocked
         self.tail = "pad" if self.packs_blocked else r.choice(["drop", "pad"])
         self.verify = r.random() < 0.3 and "Stock" not in repr(self.plan)
         self.seed, self.steps = r.randrange(3), r.randint(1, 9) if r.random() < 0.15 else None
         self.faults = r.random() < 0.3 and "skip" not in repr(self.plan)
-        self.o = r.choice([2, 4, 6, 8, 12, 16])
+        self.o = r.choice([4, 8, 12, 16] if self.group > 1 else [2, 4, 6, 8, 12, 16])
         self.n = self.o * r.choice([1, 1, 2]) if self.aligned or r.random() < 0.5 else r.choice([1, 2, 3, 5, 7, 10, 12])
-        if self.aligned and r.random() < 0.2 and self.o >= 8:
+        if self.aligned and r.random() < 0.2 and self.o >= 8 and self.group == 1:
             self.n = self.o // 2
         if "StreamReader" in repr(self.plan):
             self.n, self.repeat = min(self.n, 4), self.repeat and self.n <= 4
@@ -88,7 +89,7 @@ class History:
             self.steps = self.steps if self.repeat else None
         self.number, self.lists = 0, [self._blocklist()]
         self.changes: list[str] = []  # what differs from when the state was saved
-        self.no_ahead = False
+        self.no_ahead, self.prefetch = False, 0
         self.failed: Seats | None = None  # whose read has failed
 
     @property
@@ -112,14 +113,18 @@ class History:
     def say(self, *what: Any) -> None:
         self.log.append(" ".join(map(str, what)))
 
+    def aligned_tops(self, o: int) -> list[Any]:
+        """That keep the order, and groups in one piece."""
+        if self.n % o and o % self.n:
+            return []
+        found = rd.plan(o, num_logical_shards=self.n, num_workers=[0, 1, 2])
+        return [p for p in found if p.dp_world_size <= 4 and p.micro_batch_size % self.group == 0]
+
     def top(self) -> Top:
         r = self.r
         ahead = r.choice([1, 2, 4]) if r.random() < 0.15 and not self.no_ahead else 0
         if self.aligned:
-            choices = [
-                p for p in rd.plan(self.o, num_logical_shards=self.n, num_workers=[0, 0, 1, 2]) if p.dp_world_size <= 4
-            ]
-            chosen = r.choice(choices)
+            chosen = r.choice(self.aligned_tops(self.o))
             return Top(chosen.dp_world_size, chosen.micro_batch_size, self.o, chosen.num_workers, ahead)
         for _ in range(9):
             w, b, k = r.choice([1, 1, 2, 3, 4]), r.randint(1, 4), r.choice([0, 0, 0, 1, 2])
@@ -134,6 +139,7 @@ class History:
             micro_batch_size=top.b,
             num_logical_shards=self.n,
             num_workers=top.k,
+            prefetch_batches=0 if top.k else self.prefetch,
             seed=self.seed,
             repeat=self.repeat,
             tail=self.tail,  # type: ignore[arg-type]
@@ -156,10 +162,14 @@ class History:
         num_legs = r.randint(1, 5)
         for leg in range(num_legs):
             self.pipeline = Pipeline(self.plan, self.files, self.lists[-1])
+            self.prefetch = 0 if self.faults else r.choice([0, 0, 0, 1, 3])
+            if self.aligned and leg and r.random() < 0.2 and self.group == 1:
+                self.o = r.choice([o for o in (2, 4, 6, 8, 12, 16, 24) if self.aligned_tops(o)])
             self.now = self.top()
             self.say(
                 "leg",
                 self.now,
+                self.prefetch,
                 "" if state is None else {k: state[k] for k in ("samples", "origin", "step", "epoch")},
                 form,
             )
@@ -174,6 +184,7 @@ class History:
             if leg == num_legs - 1 and not self.repeat and not self.steps and r.random() < 0.7:
                 self.to_the_end()
             _fails_in[0] = 0
+            self.complete()
             form = r.choice(["plain", "pickle", "torch", "sharded"])
             state = self.seats.state(form)
             difference = same_state(state, self.seats.state())
@@ -189,9 +200,18 @@ class History:
             self.changes = ["files"] * (files != self.files) + ["blocklist"] * (number != self.number)
         self.check_batches()
 
+    def complete(self) -> None:
+        """Another topology within a step would tear groups apart, and is refused."""
+        while self.group > 1 and self.in_step:
+            self.take(1)
+
     def change(self) -> None:
         """Between legs: files are added, the blocklist is another."""
-        if "Files" in repr(self.plan) and "Stock" not in repr(self.plan) and self.r.random() < 0.4:
+        if (
+            any(kind in repr(self.plan) for kind in ("Files", "Parquet"))
+            and "Stock" not in repr(self.plan)
+            and self.r.random() < 0.4
+        ):
             new = [f"f{i}" for i in range(9) if f"f{i}" not in self.files]
             self.files = {**self.files, **{name: self.r.randint(1, 30) for name in new[: self.r.randint(0, 2)]}}
         if self.blocks and self.r.random() < 0.7:
@@ -202,7 +222,7 @@ class History:
         r = self.r
         if state is None:
             self._refer()
-            self.books.segments.append((0, None, self.pipeline))
+            self.books.segments.append((0, None, self.pipeline, self.now.o))
         else:
             if r.random() < 0.1:
                 self.seats.take(r.randint(1, 3), Books())
@@ -253,7 +273,7 @@ class History:
         if loaded["origin"] != saved["origin"] or self.changes or was[0] != top.o:
             begun = (loaded["samples"] - loaded["origin"]) % top.o
             self.books.segments.append(
-                (len(self.books.batches), copy.deepcopy(loaded), None if begun else self.pipeline)
+                (len(self.books.batches), copy.deepcopy(loaded), None if begun else self.pipeline, top.o)
             )
 
     # What a trainer does
@@ -287,6 +307,10 @@ class History:
                 require(empty < 3, "three empty iterators")
 
     def iterate(self) -> None:
+        if (
+            self.seats.lead.ended and self.excluded
+        ):  # what is left out first in the next epoch would be so within `iter`
+            return
         self.say("iter")
         self.leave_out()
         self.seats.left = None
@@ -344,6 +368,7 @@ class History:
 
     def save(self) -> None:
         form = self.r.choice(["plain", "pickle", "sharded"])
+        self.complete()
         self.say("save", form)
         self.check()
         self.saves.append((self.seats.state(form), form, self.books.copy(), dict(self.files), self.number))
@@ -369,9 +394,15 @@ class History:
         return (clock.samples - clock.origin) % self.now.o != 0
 
     def ramp(self) -> None:
-        if self.aligned or self.in_step:
+        if self.in_step or self.group > 1:
             return
         o = self.micro * self.r.randint(1, 4)
+        if self.aligned:
+            here = self.now.w, self.now.b, self.now.k
+            fits = {(p.dp_world_size, p.micro_batch_size, p.num_workers) for p in self.aligned_tops(o)}
+            if here not in fits:
+                return
+            self.o = o
         self.say("ramp to", o)
         before, state = self.seats.mark(), self.seats.state()
         self.seats.all(lambda seat: seat.reader.set_global_batch_size(o))
@@ -380,7 +411,7 @@ class History:
         if o != self.now.o:
             self.now = self.seats.top = self.now._replace(o=o)
             self.books.open = []
-            self.books.segments.append((len(self.books.batches), state, self.pipeline))
+            self.books.segments.append((len(self.books.batches), state, self.pipeline, o))
 
     # As if it had been taken: the same is taken by others
 
@@ -414,7 +445,7 @@ class History:
     def skip(self) -> None:
         r = self.r
         num = r.choice([1, 2, 5, r.randint(1, 30)] + ([20] if self.repeat else []))
-        if self.excluded or (self.now.ahead and self.seats.lead.reader.in_hand):
+        if self.excluded or (self.seats.lead.ahead and self.seats.lead.reader.in_hand):
             return
         if self.failed is self.seats:  # an error that is still to come would end a skip half way
             return
@@ -429,7 +460,7 @@ class History:
         return self.seats.lead.stream.schema.excluded_steps
 
     def exclude(self) -> None:
-        if self.now.ahead:
+        if self.now.ahead or (self.seats.lead.ended and not self.seats.begun):
             return
         seats, self.no_ahead = self.seats, True
         after = max((stop + 1 for _, stop in self.excluded), default=0)
@@ -450,7 +481,8 @@ class History:
             _fails_in[0] = 0
             self.say("leaves out the steps", step, "to", max(here))
             shadow = self.shadow(seats.state(), (max(here) - step) * self.now.o // self.micro)
-            seats.all(lambda seat: again(seat.reader.reading.is_over))
+            for those in (seats, shadow):  # asked whether the data's own epoch is over, too
+                those.all(lambda seat: again(seat.reader.reading.is_over))
             self._compare(shadow, "leaving out steps")
             seats.begun = False
 
@@ -494,8 +526,10 @@ class History:
         a, step, tally = self.now.o // self.micro, self.seats.lead.reader.step, self.seats.mark()
         begun, taken, epoch = self.books.copy(), self.r.randint(0, a), self.seats.lead.reader.epoch
         self.take(taken)
+        dropped = self.seats.mark()[1] - tally[1]
         if taken == a and self.r.random() < 0.5:
             step, begun, tally, epoch = step + 1, self.books.copy(), self.seats.mark(), self.seats.lead.reader.epoch
+            dropped = 0
         lives = self.r.sample(range(self.now.w), self.r.randint(1, self.now.w))
         widths = [w for w in range(len(lives), 5) if self.now.o % w == 0 and w <= self.n]
         if not widths:
@@ -504,11 +538,7 @@ class History:
         order = lives + [-1] * (w - len(lives))
         fits = [b for b in range(1, self.now.o + 1) if self.now.o % (w * b) == 0]
         if self.aligned:
-            fits = [
-                p.micro_batch_size
-                for p in rd.plan(self.o, num_logical_shards=self.n, num_workers=0)
-                if p.dp_world_size == w
-            ]
+            fits = [p.micro_batch_size for p in self.aligned_tops(self.o) if (p.dp_world_size, p.num_workers) == (w, 0)]
         if not fits:
             return
         top = Top(w, self.r.choice(fits), self.now.o)
@@ -516,9 +546,12 @@ class History:
         self.books.go_back_to(begun)
         self.reference.forget()
         self._go_on(top, order, step, tally[1])
+        if self.seats.lead.data_epoch > tally[0]:  # this step is the first of an epoch: the end of the one before stays
+            self.books.dropped[tally[0]] += dropped
+            self.books.counts = self.books.counts and not (dropped and self.steps)
         self.seats.begun = self.seats.begun and epoch == self.seats.lead.reader.epoch
-        if self.steps and w > len(lives) and self.seats.lead.ended:
-            # that the last epoch is over is not shared: who joins begins with the next one
+        if w > len(lives) and self.seats.lead.ended and (self.steps or not self.seats.begun):
+            # a trainer that begins an iterator here has its own counter: for who joins the first would be empty
             self.seats.all(lambda seat: seat.ended and seat.reader.set_epoch(seat.reader.epoch + 1))
             self.seats.begun = False
         require(step == self.seats.lead.reader.step, "step after a death")
@@ -567,11 +600,11 @@ class History:
         # what fills a last batch are first samples of a run: by the files of then, while a state lists them, else of later
         filled = all(len(history) == 1 for history in books.histories.values())
         ends = [*(begin for begin, *_ in books.segments[1:]), len(books.batches)]
-        for (begin, state, pipeline), end in zip(books.segments, ends, strict=True):
+        for (begin, state, pipeline, o), end in zip(books.segments, ends, strict=True):
             if end <= begin or pipeline is None:  # one rank cannot begin within a step
                 continue
             self.pipeline = pipeline
-            alone, mine = Seats(self.make, Top(1, self.o, self.o)), Books()
+            alone, mine = Seats(self.make, Top(1, o, o)), Books()
             if state is not None:
                 state = copy.deepcopy(state)
                 nodes = json.loads(state["pipeline"])

@@ -2,11 +2,15 @@
 
 import functools
 import random
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
+from pyarrow import compute
+from pyarrow import parquet as pq
 from torchdata import nodes
 
 import rescale_data as rd
@@ -72,6 +76,26 @@ def _documents(name: str, size: int) -> list[dict[str, Any]]:
     ]
 
 
+_FOLDER = tempfile.TemporaryDirectory()
+
+
+@functools.cache
+def _parquet_file(name: str, size: int) -> str:
+    rows, path = _documents(name, size), f"{_FOLDER.name}/{name} of {size}.parquet"
+    table = pa.table({key: [row[key] for row in rows] for key in rows[0]})
+    table = table.append_column("kind", pa.array([row["id"] // 5 % 3 for row in rows]))
+    pq.write_table(table, path, row_group_size=FRAGMENT_ROWS)
+    return path
+
+
+@functools.cache
+def _parquet(files: tuple[tuple[str, int], ...], kept: int | None) -> rd.ParquetSource:
+    """The same documents as of `Files`, at rest; ``kept``: rows of this kind or above it alone."""
+    paths = [_parquet_file(name, size) for name, size in files]
+    where = None if kept is None else compute.field("kind") >= kept
+    return rd.ParquetSource(paths, columns=["id", "text", "tokens"], filter=where)
+
+
 class Pipeline:
     """What a plan stands for, with the files that there are and the rows that are left out."""
 
@@ -86,6 +110,8 @@ class Pipeline:
         kind = plan[0]
         if kind == "Files":
             return rd.Reader(self.source, shard, shuffle=plan[1])
+        if kind == "Parquet":
+            return rd.Reader(_parquet(tuple(self.source.files.items()), plan[2]), shard, shuffle=plan[1])
         if kind == "Exclude":
             reader = self.build(plan[1], shard)
             if plan[1][0] == "Files":  # whose rows have other numbers when files are added
@@ -111,7 +137,7 @@ class Pipeline:
         return (nested.UNARY | nested.LAST)[kind](self.build(plan[1], shard), shard)
 
     def _mixture(self, plan: Plan, shard: rd.Shard) -> rd.BaseNode[Any]:
-        _, unit, stop, weights, caps, schedule, below = plan
+        _, unit, stop, weights, caps, schedule, below, *group = plan
         children = {f"s{i}": self.build(child, shard) for i, child in enumerate(below)}
         given: Any = dict(zip(children, weights, strict=False))
         if schedule:
@@ -119,7 +145,13 @@ class Pipeline:
             given = rd.Schedule([(0, given), (schedule[0], other)], schedule[1])
         column = "tokens" if unit == "tokens" else None
         more: Any = {"caps": {"s0": {caps[0]: caps[1]}}} if caps else {}
-        return rd.WeightedSampler(children, given, unit=unit, column=column, stop=stop, **more)
+        return rd.WeightedSampler(children, given, unit=unit, column=column, stop=stop, group=(*group, 1)[0], **more)
+
+
+def group_of(plan: Plan) -> int:
+    """As many neighbouring rows of a global batch are of one source."""
+    plan = plan[1] if plan[0] == "Map" else plan
+    return plan[7] if plan[0] == "Mix" and len(plan) > 7 else 1
 
 
 _PACKED = ("seq_len", "eos_id", "bos_id", "labels", "doc_ids", "last")
@@ -129,8 +161,10 @@ def _leaf(r: random.Random) -> Plan:
     x = r.random()
     if x < 0.55:
         return ("Reader", r.randrange(4), r.choice([False, True, 4]))
-    if x < 0.85:
+    if x < 0.77:
         return ("Files", r.choice([False, True, 4, 12]))
+    if x < 0.85:
+        return ("Parquet", r.choice([False, True, 4]), r.choice([None, None, 1]))
     return ("StreamReader", r.randrange(4)) if x < 0.93 else ("MapStyleWrapper", r.randrange(4))
 
 
@@ -159,7 +193,14 @@ def _documents_of(r: random.Random, depth: int, tokens_only: bool) -> Plan:
 
 def plan_of(r: random.Random) -> tuple[Plan, bool]:
     """A plan, and whether its samples collate."""
+    plan: Plan
     x = r.random()
+    if x < 0.03:
+        weights, schedule = r.choice([(1, 1, 1), (3, 1, 2)]), r.choice([None, (r.choice([40, 200]), "step")])
+        kinds = r.sample(["Map", "Filter", "RandomMap", "Mapper"], r.randint(2, 3))
+        below = [(kind, ("Reader", i, 4)) if i else ("Files", r.choice([False, 4])) for i, kind in enumerate(kinds)]
+        plan = ("Mix", "samples", "never", weights, None, schedule, below, r.choice([2, 2, 4]))
+        return (("Map", plan) if r.random() < 0.3 else plan), False
     if x < 0.15:
         return r.choice(
             [("Reader", r.randrange(4), r.choice([False, True, 4])), ("Files", r.choice([False, 4, 12]))]
@@ -171,7 +212,7 @@ def plan_of(r: random.Random) -> tuple[Plan, bool]:
     if x < 0.8:
         labels, ids, last = r.random() < 0.5, r.random() < 0.3, r.choice(["drop", "pad"])
         values = (r.choice([3, 6, 11, 40]), r.choice([None, 1]), r.choice([None, None, 2]), labels, ids, last)
-        plan: Plan = ("Pack", tuple(zip(_PACKED, values, strict=True)), below)
+        plan = ("Pack", tuple(zip(_PACKED, values, strict=True)), below)
     else:
         sizes = {"seq_len": r.choice([8, 12, 30]), "eos_id": r.choice([None, 1]), "window": r.choice([1, 5, 9])}
         kinds = {"long": r.choice(["split", "truncate", "drop"]), "labels": r.random() < 0.3}

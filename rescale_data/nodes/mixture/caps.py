@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,10 @@ class Cap:
     def given(self) -> dict[str, int]:
         """As the user gave it."""
         return {self.unit: self.total}
+
+    def of(self, shard: int, num_logical_shards: int) -> Cap:
+        """The same in another logical shard."""
+        return replace(self, limit=part_of(self.unit, self.total, shard, num_logical_shards))
 
     def drawn(self, position: View) -> int:
         count: int = position[self.slot]

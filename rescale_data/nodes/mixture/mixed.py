@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -16,8 +17,8 @@ from rescale_data.nodes.reading.spans import EMPTY, MANY, NOTHING, Moves, Spans
 from rescale_data.order import Words
 from rescale_data.state import Ints
 
-_FIRST, _FASTER = 16, 4  # draws at once: of the first read, and as many times more of the next
-_MOST = 2**15
+_FIRST, _FASTER = 16, 16  # draws at once: of the first read, and as many times more of the next
+_MOST, _OF_EACH = 2**15, 1024  # draws at once, and of each source
 _READS = 256  # of sources, or four of each: about so many at once, whose epochs may hold a row or two in this shard
 _BYTES_OF_A_SPAN = 128
 SILENT_EPOCHS = 2
@@ -99,15 +100,21 @@ class MixedDocuments:
         documents: Of its sources.
         repeats: Whether a source begins again where it ends.
         by_tokens: Whether a source without tokens counts as one that yields nothing.
-        num_bytes: About as much is read at once.
+        room: About how many bytes are read at once.
     """
 
     def __init__(
-        self, mixture: Mixture, documents: Sequence[Documents], *, repeats: bool, by_tokens: bool, num_bytes: int
+        self,
+        mixture: Mixture,
+        documents: Sequence[Documents],
+        *,
+        repeats: bool,
+        by_tokens: bool,
+        room: Callable[[], int],
     ) -> None:
         self._mixture, self._documents, self._repeats, self._by_tokens = mixture, documents, repeats, by_tokens
         self._supplies: dict[int, Supply] = {}
-        self._num, self._reads, self._bytes = _FIRST, 0, num_bytes
+        self._num, self._reads, self._room = _FIRST, 0, room
 
     def read(self, position: View, most: int, points: Words | None = None) -> Spans:
         """`Documents.read`; ``points`` are those of the next draws, where a mixture above says them."""
@@ -169,7 +176,8 @@ class MixedDocuments:
         copied = sum([array.nbytes for array, kept in zip(spans.arrays, spans.keeps, strict=True) if kept is None])
         mean = _BYTES_OF_A_SPAN + copied // len(spans)
         reads = self._num * max(_READS, 4 * len(self._documents)) // max(1, self._reads)
-        self._num = max(_FIRST, min(_FASTER * self._num, _MOST, self._bytes // mean, reads))
+        most = min(_MOST, _OF_EACH * len(self._documents), self._room() // mean)
+        self._num = max(_FIRST, min(_FASTER * self._num, most, reads))
 
     def _draw(self, position: View, arcs: Arcs | TokenArcs, points: Words) -> tuple[Spans, int]:
         """The documents from a position on up to where a source ends; where it is the first one, none, and which source."""
@@ -215,7 +223,7 @@ class MixedDocuments:
     def _supplied(self, chosen: Ints, points: Words, arcs: Arcs) -> tuple[Ints, int]:
         """As many of the draws as there are documents for, and the source that has ended there."""
         limit, ended = len(chosen), -1
-        for source, places in _by_source(chosen):
+        for source, places in Drawn.of(chosen).each():
             inner = isinstance(self._documents[source], MixedDocuments)
             below = arcs.stretch_all(points[places], source) if inner else None
             if not self._have(source, len(places), len(places), below):
@@ -256,27 +264,43 @@ class MixedDocuments:
     def _join(self, first: int, chosen: Ints) -> Spans:
         """The documents of draws in their order, with what the mixture itself counts."""
         counted = self._mixture.drawn_at(self._start)
+        drawn = Drawn.of(chosen)
+        counts = np.diff(drawn.ends)
+        parts = [self._supplies[s].spans(n) for s, n in zip(drawn.sources.tolist(), counts.tolist(), strict=True)]
+        spans = Spans.join(parts, [self._mixture.slots_of(source).start for source in drawn.sources.tolist()])
+        starts, number = drawn.ends[:-1], np.arange(len(chosen))
+        tokens = np.concatenate([[0], np.cumsum(spans.length)])
+        after = (number - np.repeat(starts, counts) + 1, tokens[1:] - np.repeat(tokens[starts], counts))
         slots, values = np.zeros((2, len(chosen), 1 + len(counted)), dtype=np.int64)
-        values[:, 0] = first + 1 + np.arange(len(chosen))
-        parts: list[Spans] = []
-        order = np.empty(len(chosen), dtype=np.int64)
-        num = 0
-        for source, places in _by_source(chosen):
-            spans = self._supplies[source].spans(len(places))
-            order[places] = np.arange(num, num := num + len(places))
-            parts.append(spans.with_moves(spans.moves.under(self._mixture.slots_of(source).start)))
-            counts = (np.arange(1, len(places) + 1), np.cumsum(spans.length))
-            for kind, ((slot, before), count) in enumerate(zip(counted, counts, strict=False), 1):
-                slots[places, kind], values[places, kind] = slot + source, before[source] + count
-        spans = Spans.join(parts).take(order)
+        values[:, 0] = first + 1 + number
+        for kind, ((slot, before), count) in enumerate(zip(counted, after, strict=False), 1):
+            slots[:, kind] = slot + chosen
+            values[drawn.order, kind] = count + np.repeat(np.array(before)[drawn.sources], counts)
+        back = np.empty_like(drawn.order)
+        back[drawn.order] = number
+        spans = spans.take(back)
         return spans.with_moves(spans.moves.then(Moves.of(slots, values)))
 
 
-def _by_source(chosen: Ints) -> list[tuple[int, Ints]]:
-    """Each source that is drawn from, and its draws."""
-    order = np.argsort(chosen, kind="stable")
-    sources, starts = np.unique(chosen[order], return_index=True)
-    return list(zip(sources.tolist(), np.split(order, starts[1:]), strict=True)) if len(chosen) else []
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Draws by source: of ``sources[i]`` those with the numbers ``order[ends[i] : ends[i + 1]]``."""
+
+    sources: Ints
+    order: Ints
+    ends: Ints
+
+    @staticmethod
+    def of(chosen: Ints) -> Drawn:
+        counts = np.bincount(chosen)
+        sources = np.flatnonzero(counts)
+        order = np.argsort(chosen, kind="stable")
+        return Drawn(sources, order, np.concatenate([[0], np.cumsum(counts[sources])]))
+
+    def each(self) -> Iterator[tuple[int, Ints]]:
+        ends = self.ends.tolist()
+        for source, start, stop in zip(self.sources.tolist(), ends, ends[1:], strict=False):
+            yield source, self.order[start:stop]
 
 
 class Supply:
@@ -323,4 +347,5 @@ class Supply:
         self._turned = Moves.join([self._turned, Moves.between(before, self._position)])
 
     def spans(self, num: int) -> Spans:
-        return Spans.join(self._parts)[:num]
+        spans = Spans.join(self._parts)
+        return spans if num == len(spans) else spans[:num]

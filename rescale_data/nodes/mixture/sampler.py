@@ -21,7 +21,8 @@ from rescale_data.nodes.mixture.sizes import Size, Sizes
 from rescale_data.nodes.mixture.weights import MixtureWeights, number_of
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.shard_of import find_shard
-from rescale_data.sources.decoded.cache import follows
+from rescale_data.sources.decoded.cache import DEFAULT_BYTES, follows, owner_of
+from rescale_data.sources.decoded.interest import shards_of
 from rescale_data.sources.source import TokenSource
 from rescale_data.state import Field, Ints
 
@@ -212,6 +213,9 @@ class WeightedSampler(Node[Any]):
     def check_saved(self, keys: Set[str]) -> None:
         check_saved(keys)
 
+    def stand_for(self, shard: int) -> None:
+        self._in_use.stand_for(shard)
+
     def settle(self, position: View) -> bool:
         """Other weights count from here on. A source that has ended in this epoch stays so."""
         return self._draws.settle(position)
@@ -261,14 +265,15 @@ class WeightedSampler(Node[Any]):
         in_blocks = [isinstance(documents, MixedDocuments) for documents in below]
         if any(inner) and (self.unit == "tokens" or inner != in_blocks):  # each draw of those has a point of its own
             return None
-        readers = [n.reads for _, n in self.walk() if n.reads is not None]
-        room = min([source.cache_bytes for source in readers if follows(source, TokenSource)], default=2**30)
+        read = [n.reads for _, n in self.walk() if n.reads is not None]
+        sources = {owner_of(source): source.cache_bytes for source in read if follows(source, TokenSource)}
+        owner, room = min(sources.items(), key=lambda item: item[1], default=(-1, DEFAULT_BYTES))
         return MixedDocuments(
             self._draws,
             below,
             repeats=self.stop == "never",
             by_tokens=self.unit == "tokens",
-            num_bytes=room // 8 // self._shard[1],
+            room=lambda: room // 8 // max(1, len(shards_of(owner, self._shard[1]))),
         )
 
     def yields_only(self, column: str) -> bool:

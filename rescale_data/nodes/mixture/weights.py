@@ -91,6 +91,11 @@ class MixtureWeights:
         mix, weights = pieces.slots[0]
         position[NOW], position[self._row.weights] = mix ^ self._number, weights
 
+    def stand_for(self, shard: int) -> None:
+        """Settle positions of this logical shard: it has a part of its own of each cap."""
+        for rule in (self, *self.before):
+            rule.caps = {source: cap.of(shard, self._shard[1]) for source, cap in rule.caps.items()}
+
     def settle(self, position: View) -> None:
         """Let those of now count."""
         self._put(position, *self._target(position))

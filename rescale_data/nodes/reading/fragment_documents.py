@@ -13,7 +13,7 @@ from rescale_data.nodes.reading.gather import copied, fragments_of, places_of
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.nodes.reading.spans import EMPTY, NOTHING, Moves, Spans, plain
 from rescale_data.sources.decoded.cache import follows, owner_of
-from rescale_data.sources.decoded.interest import num_readers
+from rescale_data.sources.decoded.interest import beside
 from rescale_data.sources.decoded.pieces import PieceSource
 from rescale_data.sources.source import DecodingSource, Tokens, TokenSource
 from rescale_data.state import Ints
@@ -62,16 +62,17 @@ class FragmentDocuments:
     """
 
     __slots__ = (
-        "_bytes", "_column", "_decoding", "_fragments", "_rows", "_share", "_source",
+        "_bytes", "_column", "_decoding", "_fragments", "_owner", "_pieces", "_rows", "_share", "_source",
     )  # fmt: skip
 
     def __init__(self, source: TokenSource, column: str, rows: Rows, num_bytes: int) -> None:
         source.check_tokens(column)
         if source.fragments is None:
             raise TypeError(f"{source.name} can be read a fragment at a time, but says that it has no fragments.")
-        self._source, self._column, self._rows = source, column, rows
-        self._decoding = source if follows(source, DecodingSource) else None
+        self._source, self._owner, self._column, self._rows = source, owner_of(source), column, rows
         self._fragments = np.ascontiguousarray(source.fragments, dtype=np.int64)
+        self._decoding = source if follows(source, DecodingSource) else None
+        self._pieces = source if follows(source, PieceSource) else None
         self._bytes = num_bytes
         self._share: ShardShare | None = None
 
@@ -81,13 +82,13 @@ class FragmentDocuments:
             return EMPTY
         self._share = self._rows.share(epoch)
         rows = self._rows.rows_from(epoch, row)[:most]
-        first = self._tokens(self._fragment_at(int(rows[0])))
-        if self._decoding is not None and self._share is None and self._have_room(2 * first.nbytes):
+        first = self._lend(self._fragment_at(int(rows[0])))
+        if self._decoding is not None and self._share is None and self._have_room(2, first):
             for soon in self._rows.rows_soon(epoch, row):
                 self._decoding.decode_ahead(self._column, self._fragment_at(soon))
         used, which = fragments_of(rows, self._fragments)
-        room = first.nbytes * (len(used) + (_DECODED_AHEAD if self._decoding is not None else 0))
-        if self._share is None and self._have_room(room):
+        ahead = 0 if self._decoding is None else _DECODED_AHEAD
+        if self._share is None and self._have_room(len(used) + ahead, first):
             spans = self._spans(rows, which, used)
         else:
             num_rows = self._num_rows(first)
@@ -103,12 +104,9 @@ class FragmentDocuments:
 
     def _spans(self, rows: Ints, which: Ints, used: list[int]) -> Spans:
         """Where the rows lie in the fragments, without their moves."""
-        tokens = [self._tokens(fragment) for fragment in used]
-        first = [int(self._fragments[fragment]) + found.first for fragment, found in zip(used, tokens, strict=True)]
-        start, length = places_of(
-            rows, which, first, [np.ascontiguousarray(found.offsets, dtype=np.int64) for found in tokens]
-        )
-        return Spans(tuple(plain(found.values) for found in tokens), which, start, length, NOTHING, tuple(tokens))
+        found = [self._lend(fragment) for fragment in used]
+        start, length = places_of(rows, which, [each.first for each in found], [each.offsets for each in found])
+        return Spans(tuple([each.values for each in found]), which, start, length, NOTHING, tuple(found))
 
     def _copied(self, rows: Ints, which: Ints, used: list[int]) -> Spans:
         """The same as copies, a fragment at a time, so that not many are held at once."""
@@ -126,23 +124,28 @@ class FragmentDocuments:
             order.append(places)
         return _up_to(self._bytes * _LARGER, Spans.join(parts).take(np.argsort(np.concatenate(order))))
 
-    def _num_rows(self, tokens: Tokens) -> int:
+    def _num_rows(self, found: Lent) -> int:
         """As many as fill a block, were all rows like those of a fragment."""
-        mean = tokens.values.nbytes / (len(tokens.offsets) - 1)
+        mean = found.values.nbytes / (len(found.offsets) - 1)
         return max(1, int(self._bytes / max(1.0, mean)))
 
-    def _have_room(self, num_bytes: int) -> bool:
-        """Whether the cache has room for so much of each shard."""
-        return num_readers(owner_of(self._source)) * num_bytes <= self._source.cache_bytes
+    def _have_room(self, num_fragments: int, found: Lent) -> bool:
+        """Whether the cache has room for so many fragments like that one of each shard, and for as much of each source."""
+        sources, shards = beside(self._owner)
+        return sources * shards * num_fragments * found.nbytes <= self._source.cache_bytes
 
-    def _tokens(self, fragment: int) -> Tokens:
-        if self._share is not None and follows(self._source, PieceSource):
-            return self._source.tokens_of(self._column, fragment, self._share)
-        key = owner_of(self._source), self._column, fragment
-        tokens = _lent.get(key)
-        if tokens is None:
-            tokens = _lent[key] = self._source.tokens(self._column, fragment)
-        return tokens
+    def _lend(self, fragment: int) -> Lent:
+        tokens, sharing = None, 1
+        if self._share is not None and self._pieces is not None:
+            tokens = self._pieces.tokens_of(self._column, fragment, self._share)
+        key = self._owner, self._column, fragment, 0 if tokens is None else id(tokens)
+        found = _lent.get(key)
+        if found is None:
+            if tokens is None:
+                tokens = self._source.tokens(self._column, fragment)
+                sharing = max(1, beside(self._owner)[1] // (len(self._fragments) - 1))
+            found = _lent[key] = Lent(tokens, int(self._fragments[fragment]), sharing)
+        return found
 
     def _fragment_at(self, row: int) -> int:
         return bisect_right(self._fragments.data, row) - 1
@@ -168,5 +171,22 @@ def block_bytes(cache_bytes: int, num_logical_shards: int) -> int:
     return max(2**16, min(2**20, cache_bytes // 4 // num_logical_shards))
 
 
-_lent: WeakValueDictionary[tuple[int, str, int], Tokens] = WeakValueDictionary()
-"""Fragments that a packer of any shard still holds, by source, column and number."""
+class Lent:
+    """A fragment that the spans of one shard or more keep alive.
+
+    Args:
+        tokens: What was decoded.
+        first: The row of the source at which the fragment begins.
+        sharing: About so many shards keep it at once, each of which counts its part.
+    """
+
+    __slots__ = ("__weakref__", "_tokens", "first", "nbytes", "offsets", "values")
+
+    def __init__(self, tokens: Tokens, first: int, sharing: int = 1) -> None:
+        self._tokens = tokens  # which may let go of pages when it goes
+        self.values, self.offsets = plain(tokens.values), np.ascontiguousarray(tokens.offsets, dtype=np.int64)
+        self.first, self.nbytes = first + tokens.first, tokens.nbytes // sharing
+
+
+_lent: WeakValueDictionary[tuple[int, str, int, int], Lent] = WeakValueDictionary()
+"""Fragments that a packer of any shard still holds, by source, column and number, and which piece of it."""

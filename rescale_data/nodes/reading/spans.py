@@ -70,8 +70,18 @@ class Moves:
         inside = slice(int(ends[0]), int(ends[-1]))
         return Moves(ends - ends[0], self.slot[inside], self.value[inside])
 
+    @property
+    def width(self) -> int:
+        """How many each document makes; -1 where not all make as many."""
+        width = len(self.slot) // max(1, len(self))
+        return width if (np.diff(self.ends) == width).all() else -1
+
     def take(self, index: Ints) -> Moves:
         """Those of some documents, in a new order."""
+        width = self.width
+        if width >= 0:
+            rows = (each.reshape(len(self), width)[index].reshape(-1) for each in (self.slot, self.value))
+            return Moves(np.arange(len(index) + 1) * width, *rows)
         counts = np.diff(self.ends)[index]
         ends = np.concatenate([[0], np.cumsum(counts)])
         at = np.arange(ends[-1]) + np.repeat(self.ends[index] - ends[:-1], counts)
@@ -84,7 +94,11 @@ class Moves:
 
     def then(self, other: Moves) -> Moves:
         """Those of two nodes for the same documents, both in the same row: of each document these first."""
-        ends = self.ends + other.ends
+        ends, mine, theirs = self.ends + other.ends, self.width, other.width
+        if mine >= 0 <= theirs:
+            pairs = ((self.slot, other.slot), (self.value, other.value))
+            rows = (np.hstack([a.reshape(len(self), mine), b.reshape(len(self), theirs)]) for a, b in pairs)
+            return Moves(ends, *(each.reshape(-1) for each in rows))
         mine = np.arange(len(self.slot)) + np.repeat(other.ends[:-1], np.diff(self.ends))
         theirs = np.arange(len(other.slot)) + np.repeat(self.ends[1:], np.diff(other.ends))
         slot, value = np.empty((2, ends[-1]), dtype=np.int64)
@@ -97,11 +111,14 @@ class Moves:
         return Moves(self.ends, self.slot + first_slot, self.value)
 
     @staticmethod
-    def join(parts: Sequence[Moves]) -> Moves:
-        """Those of some documents, then those of others."""
-        counts = np.concatenate([np.diff(part.ends) for part in parts])
-        slot, value = (np.concatenate([getattr(part, name) for part in parts]) for name in ("slot", "value"))
-        return Moves(np.concatenate([[0], np.cumsum(counts)]), slot, value)
+    def join(parts: Sequence[Moves], first_slots: Sequence[int] = ()) -> Moves:
+        """Those of some documents, then those of others; each `under` a slot of its own, where these are given."""
+        sizes = [len(part.slot) for part in parts]
+        slot = np.concatenate([part.slot for part in parts])
+        value = np.concatenate([part.value for part in parts])
+        ends = np.concatenate([[0], *[part.ends[1:] for part in parts]])
+        ends[1:] += np.repeat(np.cumsum([0, *sizes[:-1]]), [len(part) for part in parts])
+        return Moves(ends, slot + np.repeat(first_slots, sizes) if len(first_slots) else slot, value)
 
     def apply(self, position: memoryview, num_documents: int) -> None:
         """Move a position behind the first of the documents."""
@@ -148,22 +165,20 @@ class Spans:
         return Spans((), zero - 1, zero, zero, Moves.between(before, after), ())
 
     @staticmethod
-    def join(parts: Sequence[Spans]) -> Spans:
-        """The documents of all parts, one part after the other, whose moves are of one row."""
-        if len(parts) <= 1:
+    def join(parts: Sequence[Spans], first_slots: Sequence[int] = ()) -> Spans:
+        """The documents of all parts, one part after the other, whose moves are of one row, or `Moves.under` these slots."""
+        if len(parts) <= 1 and not len(first_slots):
             return parts[0] if parts else EMPTY
-        first = np.cumsum([0, *(len(part.arrays) for part in parts)])
-        places = [
-            np.where(part.array < 0, -1, part.array + at) for part, at in zip(parts, first.tolist(), strict=False)
-        ]
-        start, length = (np.concatenate([getattr(part, name) for part in parts]) for name in ("start", "length"))
+        sizes = [len(part.length) for part in parts]
+        array = np.concatenate([part.array for part in parts])
+        first = np.repeat(np.cumsum([0, *[len(part.arrays) for part in parts[:-1]]]), sizes)
         return Spans(
-            tuple(array for part in parts for array in part.arrays),
-            np.concatenate(places),
-            start,
-            length,
-            Moves.join([part.moves for part in parts]),
-            tuple(kept for part in parts for kept in part.keeps),
+            tuple([array for part in parts for array in part.arrays]),
+            np.where(array < 0, -1, array + first),
+            np.concatenate([part.start for part in parts]),
+            np.concatenate([part.length for part in parts]),
+            Moves.join([part.moves for part in parts], first_slots),
+            tuple([kept for part in parts for kept in part.keeps]),
             tuple(name for part in parts for name in part.where or ("",) * len(part))
             if any(p.where for p in parts)
             else None,

@@ -12,7 +12,7 @@ from rescale_data.state import Ints
 
 _shards: dict[int, range] = {}
 _needed: dict[int, int] = {}
-_readers: dict[int, int] = {}
+_beside: dict[int, tuple[int, int]] = {}
 _warned: set[int] = set()
 _log = logging.getLogger("rescale_data")
 
@@ -50,7 +50,7 @@ def serve(sources: Iterable[Described], shards: range) -> None:
     needed = sum(_needed_by(source, len(shards)) for source in served if follows(source, Decoded))
     for source in served:
         owner = owner_of(source)
-        _shards[owner], _needed[owner], _readers[owner] = shards, needed, len(served) * len(shards)
+        _shards[owner], _needed[owner], _beside[owner] = shards, needed, (len(served), len(shards))
 
 
 def shards_of(source: int, num_logical_shards: int) -> range:
@@ -58,9 +58,9 @@ def shards_of(source: int, num_logical_shards: int) -> range:
     return _shards.get(source, range(num_logical_shards))
 
 
-def num_readers(source: int) -> int:
-    """As many shards of sources are read in turn with this one, given by its key: it alone where nobody has said."""
-    return _readers.get(source, 1)
+def beside(source: int) -> tuple[int, int]:
+    """How many sources are read in turn with this one, given by its key, and how many shards: one where nobody has said."""
+    return _beside.get(source, (1, 1))
 
 
 def needed_with(source: Decoded, num_shards: int) -> int:

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import rescale_data as rd
+from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
 from rescale_data.sources.decoded.cache import cache
 from rescale_data.sources.parquet import ParquetSource
 
@@ -73,6 +74,18 @@ def test_what_a_shard_and_source_takes_beside_the_cache(corpora: list[Path], pac
     finally:
         tracemalloc.stop()
     assert kept < most
+
+
+def test_fragments_that_shards_share_count_once(
+    corpora: list[Path], decoded: Counter[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[Any] = []
+    monkeypatch.setattr(FragmentDocuments, "_copied", lambda self, *given: copies.append(given))  # pyright: ignore
+    bytes_of_all = SOURCES * ROWS * 61 * 8  # a quarter of what they are were each shard's its own
+    for _ in itertools.islice(loader(sources_of(corpora, cache_bytes=6 * bytes_of_all), packed=True), 60):
+        pass
+    assert not copies
+    assert set(decoded.values()) == {1}
 
 
 def test_spilling_decodes_each_fragment_once_for_all_shards_of_all_sources(

@@ -175,6 +175,17 @@ def test_a_raised_cap_opens_the_source_again() -> None:
     assert found[0] == 16
 
 
+@pytest.mark.parametrize("taken", [12, 14, 15, 16, 20])
+def test_each_shard_keeps_its_part_of_a_cap_when_weights_change(taken: int) -> None:
+    """Of 60 samples half of the shards have 8, the others 7."""
+    caps = {"web": {"samples": 60}}
+    first, then = loader_of(A, caps=caps), loader_of(B, caps=caps)
+    found = [batch["source"] for batch in itertools.islice(first, taken)]
+    then.load_state_dict(first.state_dict())
+    found += [batch["source"] for batch in itertools.islice(then, 80)]
+    assert sum(int((sources == 0).sum()) for sources in found) == 60
+
+
 def write(folder: Path, name: str, size: int) -> None:
     pq.write_table(pa.table({"id": np.arange(size)}), folder / f"{name}.parquet")
 

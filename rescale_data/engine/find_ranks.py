@@ -1,0 +1,149 @@
+"""From the arguments of a loader, a mesh, a group or numbers, to the ranks that they name."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+from rescale_data.engine.circle import Circle
+from rescale_data.engine.meeting import by_dp_rank, digest, meet, part, part_of_store
+from rescale_data.engine.ranks import Ranks
+
+_logger = logging.getLogger("rescale_data")
+_MODEL_DIMS = {"tp", "tensor", "tensor_parallel", "pp", "pipeline", "cp", "context", "sp", "ep", "expert"}
+
+
+def find_ranks(
+    mesh: DeviceMesh | None,
+    dp_rank: int | None,
+    dp_world_size: int | None,
+    group: dist.ProcessGroup | None,
+    timeout: float,
+    save_timeout: float,
+) -> Ranks:
+    """The ranks that the arguments of a loader name (collective where there is a process group).
+
+    Args:
+        mesh: Mesh of the data-parallel ranks; several dims count row-major as one.
+        dp_rank: In place of a mesh, together with ``dp_world_size``.
+        group: Of exactly these ranks in their order, and able to exchange CPU tensors; without, one is made.
+    """
+    if (dp_rank is None) != (dp_world_size is None):
+        raise ValueError(f"dp_rank={dp_rank} and dp_world_size={dp_world_size}: give both, or neither.")
+    if mesh is not None and dp_rank is not None:
+        raise ValueError("Give mesh= or dp_rank= and dp_world_size=, not both.")
+    if mesh is not None and not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"mesh={mesh!r} is a {type(mesh).__name__}: give a DeviceMesh of the dp ranks, world_mesh['dp']."
+        )
+    if group is not None and not isinstance(group, dist.ProcessGroup):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"group={group!r} is a {type(group).__name__}: give a process group of the dp ranks.")
+    if dp_rank is not None and dp_world_size is not None and not 0 <= dp_rank < dp_world_size:
+        raise ValueError(
+            f"dp_rank={dp_rank}, dp_world_size={dp_world_size}: a rank is at least 0 and less than the size."
+        )
+    distributed = dist.is_available() and dist.is_initialized()
+    if (
+        not distributed
+        or (dp_world_size == 1 and group is None)
+        or (dp_rank is not None and dist.get_world_size() == 1)
+    ):
+        return Ranks(dp_rank or 0, dp_world_size or 1)
+    if dp_rank is not None and dp_world_size is not None and group is None:
+        members = by_dp_rank(dp_rank, dp_world_size, timeout)
+    else:
+        members = _named(mesh, group)
+    me = members.index(dist.get_rank())
+    if dp_rank is not None and (me, len(members)) != (dp_rank, dp_world_size):
+        raise ValueError(
+            f"This process is rank {me} of {len(members)} in group=, but dp_rank={dp_rank} and dp_world_size={dp_world_size} "
+            f"were given: the group holds exactly the dp ranks, in their order."
+        )
+    if len(members) == 1:
+        return Ranks()
+    if group is not None and "cpu:" not in dist.get_backend_config(group):
+        raise ValueError(
+            f"group= has the backend {dist.get_backend_config(group)!r} and exchanges no CPU tensors, which the loader does. "
+            f"Give a group with one for them, 'cpu:gloo,cuda:nccl', or mesh= of the same ranks: the loader then makes its own."
+        )
+    circle = _circle(members, group, timeout)
+    circle.num_loaders += 1
+    named = _mesh(members, mesh, group)
+    return Ranks(me, len(members), circle, named, timeout, save_timeout, circle.num_loaders)
+
+
+def _named(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> list[int]:
+    """The ranks of a mesh, of a group, or of the whole job."""
+    me = dist.get_rank()
+    of_group = None if group is None else dist.get_process_group_ranks(group)
+    if mesh is not None:
+        members = _of_mesh(mesh)
+        if of_group not in (None, members):
+            raise ValueError(
+                f"mesh holds the ranks {members}, group the ranks {of_group}: give the same, in one order."
+            )
+    elif of_group is not None:
+        members = of_group
+    else:
+        members = list(range(dist.get_world_size()))
+        _logger.info(
+            "No mesh given: all %d ranks of the process group read different samples. With TP, PP or CP pass mesh= (the data-"
+            "parallel dims alone), or peers that should read the same samples will not.",
+            len(members),
+        )
+    if me not in members:
+        raise ValueError(
+            f"This process has rank {me}, but {'group' if mesh is None else 'mesh'} holds the ranks {members}: pass the one "
+            f"that it is part of."
+        )
+    return members
+
+
+def _of_mesh(mesh: DeviceMesh) -> list[int]:
+    model_dims = [name for name in mesh.mesh_dim_names or () if name.lower() in _MODEL_DIMS]
+    if model_dims:
+        raise ValueError(
+            f"mesh has the dims {mesh.mesh_dim_names}; the ranks along {model_dims} share their samples. Pass the data-"
+            f"parallel dims alone, for example mesh=world_mesh['dp']."
+        )
+    return mesh.mesh.flatten().tolist()
+
+
+def _mesh(members: list[int], mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> DeviceMesh | None:
+    """The members as a CPU mesh over a group that torch knows."""
+    if group is None and members == list(range(dist.get_world_size())):
+        group = dist.group.WORLD
+    if group is None and mesh is not None and mesh.ndim == 1:
+        group = mesh.get_group()
+    if group is None or dist.get_process_group_ranks(group) != members:
+        return None
+    return DeviceMesh.from_group(group, "cpu", mesh=members, mesh_dim_names=("dp",))
+
+
+_circles: WeakKeyDictionary[Any, dict[Any, Circle]] = WeakKeyDictionary()
+"""Of each process group: those that were made beside it, by their members; of a job's: all that have no group of torch's."""
+
+
+def _circle(members: list[int], group: dist.ProcessGroup | None, timeout: float) -> Circle:
+    """One circle for all loaders over the same ranks, as long as the job's process group, or the given one, exists."""
+    beside = dist.group.WORLD if group is None else group
+    known = _circles.setdefault(beside, {})
+    if tuple(members) not in known:
+        known[tuple(members)] = _new_circle(members, group, timeout)
+    return known[tuple(members)]
+
+
+def _new_circle(members: list[int], group: dist.ProcessGroup | None, timeout: float) -> Circle:
+    me, store = members.index(dist.get_rank()), part_of_store(f"circle/{digest(members)}", len(members), group)
+    exchanges: Any = group
+    if exchanges is None:
+        meet(store, me, members, timeout)
+        wait = datetime.timedelta(seconds=timeout)
+        exchanges = ProcessGroupGloo(part("gloo", store), me, len(members), wait)
+    return Circle(exchanges, store, me, members)

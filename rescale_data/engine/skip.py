@@ -1,0 +1,59 @@
+"""Leaving out micro batches, over the ends of epochs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rescale_data.engine.stream import Stream
+from rescale_data.layout.clock import Clock
+from rescale_data.state import Ints
+
+
+def skip(stream: Stream, num_micro_batches: int) -> None:
+    """Leave them out as if they had been taken."""
+    begins: list[tuple[int, Ints]] = []  # of epochs: micro batches left to skip, and where the run stands
+    while num_micro_batches:
+        whole_epochs = stream.ended and not stream.verify
+        stream.move_on()
+        if whole_epochs:
+            begins = [*begins[-2:], (num_micro_batches, _numbers(stream))]
+            num_micro_batches = _skip_epochs(stream, begins)
+        leg = stream.begin()
+        if leg is None:
+            continue
+        here = num_micro_batches if leg.stop is None else min(num_micro_batches, leg.stop - stream.u)
+        if stream.ends_by_reading:
+            here = 1
+            stream.take()
+        else:
+            left = stream.left_of(leg)
+            stream.pass_by(here, reads=left is None or num_micro_batches < left or stream.verify)
+        num_micro_batches -= here
+
+
+def _skip_epochs(stream: Stream, begins: list[tuple[int, Ints]]) -> int:
+    """Leave out whole epochs after two that moved the run by the same; the micro batches that are then left to skip, not 0."""
+    num_micro_batches, now = begins[-1]
+    whole_steps = stream.layout.aligned or stream.tail == "pad"  # else what is dropped depends on the epochs before
+    if len(begins) < 3 or not whole_steps or not stream.schema.epochs_are_alike(stream.table):
+        return num_micro_batches
+    (_, first), (before, second), _ = begins
+    if (now - second != second - first).any():
+        return num_micro_batches
+    size = before - num_micro_batches
+    epochs = (num_micro_batches - 1) // size  # the last of them ends where its last batch does
+    _set(stream, now + epochs * (now - second))
+    return num_micro_batches - epochs * size
+
+
+def _numbers(stream: Stream) -> Ints:
+    """All numbers of a run that is at the beginning of an epoch."""
+    clock = stream.clock
+    counts = [clock.samples, clock.origin, clock.step, clock.epoch, stream.dropped_samples, stream.padded_samples]
+    return np.concatenate([stream.table.flatten(), np.array(counts, dtype=np.int64)])
+
+
+def _set(stream: Stream, numbers: Ints) -> None:
+    stream.table = numbers[:-6].reshape(stream.table.shape)
+    samples, origin, step, epoch, stream.dropped_samples, stream.padded_samples = numbers[-6:].tolist()
+    stream.clock = Clock(samples=samples, origin=origin, step=step, epoch=epoch)
