@@ -409,7 +409,8 @@ class Stream(Position):
 
     def _make_until(self, u: int) -> int:
         """Make micro batches up to u, if no shard ends before; the first that is not made."""
-        self.start()
+        if not self._ahead.is_started:
+            self.start()
         return self.u + self._ahead.make(u - self.u, self.ranks)
 
     def rewind(self) -> None:
