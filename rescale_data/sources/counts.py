@@ -25,19 +25,18 @@ class Counts:
 
     def __init__(self) -> None:
         self.values: npt.NDArray[np.float64] = np.zeros(len(FIELDS))
-        self._view = self.values.data  # of which one number is changed sooner
         self.file = ""
         self._lock = threading.Lock()
 
     def add(self, field: int, value: float) -> None:
         with self._lock:
-            self._view[field] += value
+            self.values[field] += value
 
     def keep_in(self, values: npt.NDArray[np.float64]) -> None:
         """Go on counting in other memory."""
         with self._lock:
             values[:] = self.values
-            self.values, self._view = values, values.data
+            self.values = values
 
     @contextmanager
     def reading(self, file: str) -> Generator[None]:
