@@ -259,7 +259,8 @@ class History:
             "sources",
             *(("pipeline",) if self.changes or self.excluded else ()),
         )  # folded where it can be
-        anew = blocked_then and "blocklist" in self.changes and (saved["shards"]["dealt"] >= 0).any()  # what was dealt may be blocked
+        # what was dealt may be blocked
+        anew = blocked_then and "blocklist" in self.changes and (saved["shards"]["dealt"] >= 0).any()
         if not anew and (at_step or now == was or saved["samples"] == saved["origin"]):
             difference = same_state(saved, loaded, besides)
         else:
