@@ -65,7 +65,7 @@ def is_in_a_file() -> bool:
     store = group.get_group_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return isinstance(store, dist.FileStore)
+    return isinstance(store, dist.FileStore)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def part(name: str, store: Any) -> Any:

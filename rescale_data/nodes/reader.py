@@ -21,12 +21,21 @@ from rescale_data.nodes.reading.rows import DEFAULT_WINDOW, Plan, ShardRows, che
 from rescale_data.nodes.reading.rows import View as SourceView
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.nodes.reading.spans import Moves
+from rescale_data.nodes.reading.texts import RowTexts, Texts
 from rescale_data.shard import Shard
 from rescale_data.sources.dataset import MapStyle, as_source
 from rescale_data.sources.decoded.cache import follows, owner_of
 from rescale_data.sources.decoded.interest import shards_of
 from rescale_data.sources.decoded.pieces import AheadSource, PieceSource
-from rescale_data.sources.source import BatchSource, ColumnSource, CountedSource, GrowingSource, Source, TokenSource
+from rescale_data.sources.source import (
+    BatchSource,
+    ColumnSource,
+    CountedSource,
+    GrowingSource,
+    Source,
+    TextSource,
+    TokenSource,
+)
 from rescale_data.state import Field, Ints
 
 __all__ = ["DEFAULT_WINDOW", "Reader"]
@@ -234,6 +243,11 @@ class Reader(Node[Any]):
         self._column = column
         num_bytes = block_bytes(self.source.cache_bytes, self.shard.num_logical_shards)
         return FragmentDocuments(self.source, column, self, num_bytes)
+
+    def texts(self, column: str) -> Texts | None:
+        if self._guard.skips or self.provenance or not follows(self.source, TextSource):
+            return None
+        return RowTexts(self.source, column, self)
 
     def yields_only(self, column: str) -> bool:
         return follows(self.source, ColumnSource) and self.source.columns == [column] and not self.provenance

@@ -445,7 +445,7 @@ class History:
     def skip(self) -> None:
         r = self.r
         num = r.choice([1, 2, 5, r.randint(1, 30)] + ([20] if self.repeat else []))
-        if self.excluded or (self.now.ahead and self.seats.lead.reader.in_hand):
+        if self.excluded or (self.seats.lead.ahead and self.seats.lead.reader.in_hand):
             return
         if self.failed is self.seats:  # an error that is still to come would end a skip half way
             return

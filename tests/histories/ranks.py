@@ -12,7 +12,7 @@ import rescale_data as rd
 from rescale_data.lookahead import LookAhead
 from tests.histories.books import Books, Failure, require, same_state
 from tests.histories.crew import Block, Crew, run
-from tests.histories.plans import split
+from tests.histories.plans import as_samples, split
 
 RETRIES = 6
 
@@ -43,9 +43,15 @@ def again(fn: Any) -> Any:
 
 
 class Seat:
-    """One rank's trainer, with a loader or a `LookAhead` over it."""
+    """One rank's trainer, with a loader, a `DeviceLoader` made of it, or a `LookAhead` over it."""
+
+    on_devices = False
 
     def __init__(self, loader: rd.DataLoader, ahead: int) -> None:
+        if self.on_devices and ahead and loader.setup.ranks.world_size == 1 and loader.collate_fn is not as_samples:
+            from rescale_data.xla import DeviceLoader
+
+            loader, ahead = DeviceLoader(loader, read_ahead=ahead), 0
         self.loader = loader
         self.reader: Any = LookAhead(loader, ahead) if ahead else loader
         self.ahead, self._taken = bool(ahead), deque[Any]()
