@@ -527,7 +527,7 @@ class History:
         a, step, tally = self.now.o // self.micro, self.seats.lead.reader.step, self.seats.mark()
         begun, taken, epoch = self.books.copy(), self.r.randint(0, a), self.seats.lead.reader.epoch
         self.take(taken)
-        dropped = self.seats.mark()[1] - tally[1]
+        dropped = self.books.dropped[tally[0]] - begun.dropped[tally[0]]
         if taken == a and self.r.random() < 0.5:
             step, begun, tally, epoch = step + 1, self.books.copy(), self.seats.mark(), self.seats.lead.reader.epoch
             dropped = 0
