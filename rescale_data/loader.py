@@ -187,18 +187,15 @@ class DataLoader:
             init_fn=worker_init_fn,
         )
         self._pool: Pool | None = None
-        stream = self._stream_of(self.setup)
+        stream = self.stream_of(self.setup)
         stream.on_source_change = on_source_change
-        pin = pin_memory and not num_workers
-        self._reading: Reading | None = Reading(
-            self.setup, stream, pin_memory=pin, steps_per_epoch=steps, slow_after=slow_after
-        )
+        self._reading: Reading | None = Reading(self.setup, stream, steps_per_epoch=steps, slow_after=slow_after)
         self._close, self._has_left = self._reading.close, False
         if join:
             state, stream.meeting = hand_over(self.setup, None)
             self._reading.load_state_dict(state)
 
-    def _stream_of(self, setup: Setup) -> Stream:
+    def stream_of(self, setup: Setup) -> Stream:
         """What reads in a topology; the workers that there are, as long as their number stays."""
         runner, k = Runner(setup.recipe, setup.schema), setup.layout.num_workers
         if self._pool is not None and self._pool.num_workers != k:
@@ -208,7 +205,7 @@ class DataLoader:
             self._pool = self._pool_of(setup.recipe, num_workers=k)
             if self._pool.forks and setup.ranks.circle is not None and is_in_a_file():
                 setup.ranks.log(logging.WARNING, _FORKS)
-        feed = InProcess(runner, self._in_process)
+        feed = InProcess(runner, self._in_process, pin_memory=self._pin)
         ahead = InThread(feed, self._prefetch_batches) if self._prefetch_batches else feed
         return Stream(setup, runner, self._pool or ahead)
 
@@ -277,9 +274,9 @@ class DataLoader:
         )
         state, meeting = hand_over(setup, reading.stream, step)
         self.setup, self._where = setup, where
-        stream = self._stream_of(setup)
+        stream = self.stream_of(setup)
         stream.meeting = meeting
-        reading.move_to(setup, stream, state, pin_memory=self._pin and not layout.num_workers)
+        reading.move_to(setup, stream, state)
         return True
 
     def _leave(self, reading: Reading) -> None:

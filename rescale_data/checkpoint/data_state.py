@@ -12,7 +12,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 
 from rescale_data.checkpoint.planner import load_plain
-from rescale_data.checkpoint.storage.open import again, opened
+from rescale_data.checkpoint.storage.metadata import paths_of
+from rescale_data.checkpoint.storage.open import read_checkpoint
 from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.tree import tree_of
 from rescale_data.engine.check import check
@@ -55,11 +56,12 @@ def read_data_state(
         4
     """
 
-    def read() -> dict[str, Any]:
-        with opened(path, checksums=checksums, storage_options=storage_options) as reader:
-            return by_field(_DataState(reader, path, name).read())
-
-    return again(read)
+    return read_checkpoint(
+        path,
+        lambda reader: by_field(_DataState(reader, path, name).read()),
+        checksums=checksums,
+        storage_options=storage_options,
+    )
 
 
 def check_checkpoint(path: Source, loader: HasStream, key: str | None = None) -> None:
@@ -129,12 +131,7 @@ def _with_state(path: Source, key: str | None, work: Callable[[_DataState], T]) 
     """What ``work`` makes of the data state in a checkpoint, whose files have their sizes, or behind a reader."""
     if isinstance(path, StorageReader):
         return work(_DataState(path, path, key))
-
-    def read() -> T:
-        with opened(path, checksums=False) as reader:
-            return work(_DataState(reader, path, key))
-
-    return again(read)
+    return read_checkpoint(path, lambda reader: work(_DataState(reader, path, key)), checksums=False)
 
 
 class _DataState:
@@ -149,14 +146,14 @@ class _DataState:
         self._reader = reader
         read = reader.read_metadata()
         self.metadata = read.state_dict_metadata
-        paths = {name: (read.planner_data or {}).get(name, (name,)) for name in self.metadata}
+        paths = paths_of(read)
         self.names = names_under(paths, find(paths.values(), key, where))
 
     def read(self, *parts: str) -> dict[str, Any]:
         """What is under these names, default all, as whole tensors on the CPU."""
         names = {name: path for name, path in self.names.items() if not parts or path[0] in parts}
         plain = {name: _empty(self.metadata[name]) for name in names}
-        load_plain(plain, self._reader, flat=True)
+        load_plain(plain, self._reader)
         return tree_of(names, plain)
 
 

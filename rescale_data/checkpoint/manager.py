@@ -1,12 +1,12 @@
-"""A run's checkpoints: saved beside training, kept by rule, and the newest whole one found again."""
+"""A run's checkpoints: saved beside training, and kept by rule."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import warnings
-from collections.abc import Mapping
-from concurrent.futures import Future
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, cast, get_args
@@ -14,131 +14,17 @@ from typing import Any, Literal, Self, TypeAlias, cast, get_args
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import new_group
 
-from rescale_data.checkpoint.api import LoadReport, begin, load_checked, loose_names, plain_state, write
-from rescale_data.checkpoint.background import Background
-from rescale_data.checkpoint.ranks import Ranks
-from rescale_data.checkpoint.retention import Deletions, Retention, ranked
+from rescale_data.checkpoint.retention import Deletions, Retention
+from rescale_data.checkpoint.run_reader import RunReader
+from rescale_data.checkpoint.saving import plain_state, write
 from rescale_data.checkpoint.staging import Staged, Stager
-from rescale_data.checkpoint.state import State, entries_of
-from rescale_data.checkpoint.storage.dcp import CheckpointWriter, SaveInfo
+from rescale_data.checkpoint.state import State, entries_of, loose_names
 from rescale_data.checkpoint.storage.manifest import checked_metrics
-from rescale_data.checkpoint.storage.open import open_store
-from rescale_data.checkpoint.storage.run_folder import RunFolder
 from rescale_data.checkpoint.storage.store import StrPath
-from rescale_data.errors import DamagedCheckpointError
 
 logger = logging.getLogger(__name__)
 
 AsyncMode: TypeAlias = Literal["thread", "disabled"]
-
-
-class RunReader:
-    """A run's checkpoints, ``<folder>/step-<step>``, for who only reads them: takes no lock, and needs no permission to write.
-
-    All ranks make the reader, and all call ``load`` and ``load_latest``. Where it may write, it has a lease while it loads,
-    so that the run leaves the checkpoint alone.
-
-    Args:
-        folder: Of the run; a local path or a URL that fsspec knows.
-        process_group: The ranks that load; default all.
-        storage_options: Passed on to fsspec.
-
-    Example:
-        >>> import tempfile
-        >>> import torch
-        >>> from rescale_data import checkpoint
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     checkpoint.save(f"{folder}/step-100", {"weight": torch.ones(2)})
-        ...     checkpoint.RunReader(folder).latest_step()
-        100
-    """
-
-    def __init__(
-        self,
-        folder: StrPath,
-        *,
-        process_group: dist.ProcessGroup | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._store, path = open_store(folder, storage_options)
-        self._folder = RunFolder(self._store, path)
-        self._options = storage_options
-        self._ranks = Ranks(process_group)
-
-    def steps(self) -> list[int]:
-        """Steps with a committed checkpoint, in order. Any rank may ask."""
-        return self._folder.steps()
-
-    def latest_step(self) -> int | None:
-        """The highest step with a committed checkpoint; None where there is none. Any rank may ask."""
-        return max(self.steps(), default=None)
-
-    def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
-        """The step that is best by a metric that was given to ``save``; None where none has it. Any rank may ask."""
-        if mode not in ("min", "max"):
-            raise ValueError(f'mode={mode!r}: give "min" or "max".')
-        return next(iter(ranked(self._folder.metrics(), metric, mode)), None)
-
-    def load(
-        self, step: int, state: State, *, strict: bool = True, checksums: bool = True, trusted: bool = False
-    ) -> LoadReport:
-        """Load the checkpoint of ``step`` into ``state``: ``rescale_data.checkpoint.load``."""
-        self._prepare_load()
-        return self._load(step, state, strict, checksums, trusted)
-
-    def load_latest(
-        self, state: State, *, strict: bool = True, checksums: bool = True, trusted: bool = False
-    ) -> int | None:
-        """Load the newest checkpoint whose files are in order, and return its step; None where there is no checkpoint.
-
-        A damaged checkpoint is passed over with a warning and an error in the log. One that is whole and does not
-        fit ``state`` is an error, or with ``strict=False`` a warning in the log that names what was not loaded.
-
-        Raises:
-            ValueError: there are checkpoints, and all are damaged; or the newest whole one does not fit.
-        """
-        self._prepare_load()
-        steps = self._ranks.on_first(self._folder.steps)
-        for step in reversed(steps):
-            try:
-                report = self._load(step, state, strict, checksums, trusted)
-            except DamagedCheckpointError as error:
-                self._warn_of_damage(step, error.problems)
-            except FileNotFoundError as error:  # deleted since
-                self._warn_of_damage(step, [str(error)])
-            else:
-                self._warn_of_misfits(step, report)
-                return step
-        if steps:
-            raise DamagedCheckpointError(
-                f"All checkpoints in {self._folder.path} are damaged: steps {steps}. Nothing was loaded."
-            )
-        return None
-
-    def _load(self, step: int, state: State, strict: bool, checksums: bool, trusted: bool) -> LoadReport:
-        path = self._folder.checkpoint(step)
-        return load_checked(
-            path, state, self._ranks, strict=strict, checksums=checksums, trusted=trusted, storage_options=self._options
-        )
-
-    def _prepare_load(self) -> None:
-        """Before a load."""
-
-    def _warn_of_damage(self, step: int, found: list[str]) -> None:
-        listed, path = "\n  ".join(found), self._folder.checkpoint(step)
-        text = f"The checkpoint {path} is damaged and is passed over:\n  {listed}\nFalling back to the checkpoint before it."
-        if self._ranks.is_first:
-            logger.error(text)
-            warnings.warn(text, RuntimeWarning, stacklevel=3)
-
-    def _warn_of_misfits(self, step: int, report: LoadReport) -> None:
-        if self._ranks.is_first and (report.missing or report.unexpected or report.mismatched):
-            logger.warning(
-                "%s does not fit the state, and was loaded in part. "
-                "Missing in the checkpoint: %s. Not asked for: %s. Different: %s.",
-                self._folder.checkpoint(step),
-                *(list(names) or "none" for names in (report.missing, report.unexpected, report.mismatched)),
-            )
 
 
 @dataclass(frozen=True)
@@ -162,6 +48,72 @@ class Saving:
 
     staged: Future[None]
     committed: Future[None]
+
+
+class Background:
+    """A thread for one job after the other.
+
+    The interpreter waits for the job that runs before it exits. A failure is logged when it happens, and raised by the next
+    ``settle``.
+
+    Attributes:
+        num_waits: How often ``settle`` had to wait, or has to now.
+        wait_seconds: How long in all.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._running: Future[None] | None = None
+        self.num_waits = 0
+        self.wait_seconds = 0.0
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        """Start ``work``. ``settle`` comes first."""
+        self._running = self._pool.submit(_logged, work)
+        return self._running
+
+    def follow_up(self, work: Callable[[], None]) -> None:
+        """Do ``work``, which does not raise, when the job that runs is done and before the next one."""
+        with contextlib.suppress(RuntimeError):  # the interpreter exits: the next run does it
+            self._pool.submit(work)
+
+    def idle(self) -> None:
+        """Return when nothing is being done."""
+        with contextlib.suppress(RuntimeError):
+            self._pool.submit(int).result()
+
+    def settle(self) -> None:
+        """Wait for the job that runs; raise what it raised."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        if not running.done():
+            start = time.perf_counter()
+            self.num_waits += 1
+            running.exception()
+            self.wait_seconds += time.perf_counter() - start
+        running.result()
+
+    def forget(self) -> None:
+        """Wait for the job that runs, whose failure was raised already."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.exception()
+
+    def close(self) -> None:
+        """Wait for the job that runs; raise what it raised. No more jobs."""
+        try:
+            self.settle()
+        finally:
+            self._pool.shutdown(wait=True)
+
+
+def _logged(work: Callable[[], None]) -> None:
+    try:
+        work()
+    except BaseException as error:
+        logger.error("In the background: %s: %s", type(error).__name__, error)
+        raise
 
 
 class CheckpointManager(RunReader):
@@ -221,7 +173,7 @@ class CheckpointManager(RunReader):
         self._closed = True
         self._ranks.on_first(self._folder.open_for_writing)
         self._stager = Stager() if async_mode != "disabled" else None
-        self._uploads = Background("checkpoint-upload")
+        self._uploads = Background("checkpoints")
         self._deletions = Deletions(self._folder, retention)
         self._closed = False
 
@@ -243,11 +195,12 @@ class CheckpointManager(RunReader):
         """
         self._settle()
         if self._stager is None:
-            info = self._ranks.together(lambda: self._info(step, metrics))
-            self._write(*plain_state(state, self._ranks), info)
+            checked = self._ranks.together(lambda: _checked(step, metrics))
+            self._uploads.idle()  # of deletions
+            self._write(*plain_state(state, self._ranks), step, checked)
             return Saving(_done(), _done())
         try:
-            info = self._info(step, metrics)
+            checked = _checked(step, metrics)
             entries = entries_of(state, self._ranks.rank)
             staged = self._stager.stage(entries)
             loose = loose_names(entries)
@@ -255,10 +208,10 @@ class CheckpointManager(RunReader):
             # The other ranks have begun: this one takes part, so that they fail now and not at a timeout.
             staged = Future[Staged]()
             staged.set_exception(error)
-            self._uploads.submit(lambda: self._upload(staged, set(), SaveInfo()))
+            self._uploads.submit(lambda: self._upload(staged, set(), step, {}))
             self._uploads.forget()
             raise
-        committed = self._uploads.submit(lambda: self._upload(staged, loose, info))
+        committed = self._uploads.submit(lambda: self._upload(staged, loose, step, checked))
         return Saving(_without_value(staged), committed)
 
     def warm_up(self, state: State) -> None:
@@ -299,7 +252,7 @@ class CheckpointManager(RunReader):
 
     def _prepare_load(self) -> None:
         self._settle()
-        self._deletions.wait()
+        self._uploads.idle()
 
     def close(self) -> None:
         """Wait for what runs in the background; raise what it failed with. May be called again."""
@@ -308,7 +261,6 @@ class CheckpointManager(RunReader):
         self._closed = True
         with contextlib.ExitStack() as stack:
             stack.callback(self._folder.close)
-            stack.callback(self._deletions.close)
             if self._stager is not None:
                 stack.callback(self._stager.close)
             self._uploads.close()
@@ -321,11 +273,6 @@ class CheckpointManager(RunReader):
     ) -> None:
         self.close()
 
-    def _info(self, step: int, metrics: Mapping[str, float] | None) -> SaveInfo:
-        if type(step) is not int or step < 0:
-            raise ValueError(f"step={step!r}: give an integer of at least 0.")
-        return SaveInfo(world_size=self._ranks.size, step=step, metrics=checked_metrics(metrics))
-
     def _settle(self) -> None:
         if self._closed:
             raise ValueError("This CheckpointManager is closed; make another.")
@@ -335,17 +282,22 @@ class CheckpointManager(RunReader):
             error.add_note("This save failed in the background. The checkpoints before it are untouched.")
             raise
 
-    def _upload(self, staged: Future[Staged], loose: set[str], info: SaveInfo) -> None:
+    def _upload(self, staged: Future[Staged], loose: set[str], step: int, metrics: dict[str, float]) -> None:
         self._ranks.on_each(lambda: staged.result() and None)
-        self._write(staged.result(), loose, info)
+        self._write(staged.result(), loose, step, metrics)
 
-    def _write(self, plain: Staged, loose: set[str], info: SaveInfo) -> None:
-        step = info.step or 0
+    def _write(self, plain: Staged, loose: set[str], step: int, metrics: dict[str, float]) -> None:
         self._deletions.spare(step)
-        workspace = begin(self._store, self._folder.checkpoint(step), self._ranks, overwrite=True)
-        write(plain, CheckpointWriter(self._store, workspace, info), self._ranks, loose)
+        path = self._folder.checkpoint(step)
+        write(self._store, path, plain, self._ranks, loose, overwrite=True, step=step, metrics=metrics)
         if self._ranks.is_first:
-            self._deletions.start()
+            self._uploads.follow_up(self._deletions.run)
+
+
+def _checked(step: int, metrics: Mapping[str, float] | None) -> dict[str, float]:
+    if type(step) is not int or step < 0:
+        raise ValueError(f"step={step!r}: give an integer of at least 0.")
+    return checked_metrics(metrics)
 
 
 def _done() -> Future[None]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import math
-from dataclasses import dataclass, field
-from io import BytesIO
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import (
@@ -15,45 +12,15 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_local_load_plan,
 )
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.storage import StorageReader
 
-from rescale_data.checkpoint.devices import Adapter, adapter_of, divided
+from rescale_data.checkpoint.devices import Pieces, on_host, to_load, to_save
+from rescale_data.checkpoint.entry import Entry
 from rescale_data.checkpoint.ranks import Ranks, clear_error, quiet
-from rescale_data.checkpoint.state import Entry
 from rescale_data.checkpoint.storage.progress import Progress
-
-
-class HostCopy(torch.Tensor):
-    """The pieces that this process has of a sharded tensor, copied to the host: what an async save writes later.
-
-    A tensor, without elements, since DCP looks into a list for tensors alone.
-
-    Attributes:
-        items: One of each piece; their name is that of no value yet.
-        pieces: CPU tensors without padding.
-    """
-
-    items: list[WriteItem]
-    pieces: list[torch.Tensor]
-
-    @classmethod
-    def of(cls, items: list[WriteItem], pieces: list[torch.Tensor]) -> HostCopy:
-        copy = torch.empty(0).as_subclass(cls)
-        copy.items, copy.pieces = items, pieces
-        return copy
-
-
-def host_copy(tensor: torch.Tensor, adapter: Adapter) -> HostCopy | torch.Tensor:
-    """A copy on the host that nothing changes any more, of what this process has of the tensor."""
-    if not adapter.is_sharded(tensor):
-        return adapter.unwrap(tensor).detach().cpu()
-    planner = adapter.save_planner()
-    planner.set_up_planner({"": tensor}, is_coordinator=False)
-    items = _distinct(planner.create_local_plan().items)
-    return HostCopy.of(items, [cast(torch.Tensor, planner.resolve_data(item)) for item in items])
 
 
 class CheckpointSavePlanner(DefaultSavePlanner):
@@ -63,96 +30,47 @@ class CheckpointSavePlanner(DefaultSavePlanner):
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        self.items: dict[MetadataIndex, WriteItem] = {}
-        self.copies: dict[MetadataIndex, torch.Tensor] = {}
-        copies = {name: value for name, value in self.state_dict.items() if isinstance(value, HostCopy)}
-        for name, copy in copies.items():
-            self._add_copy(name, copy)
-            del self.state_dict[name]
-        adapter = adapter_of(self.state_dict.values())
-        if adapter is not None:
-            self._add_sharded(adapter)
-
-    def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
-        return dataclasses.replace(plan, items=[*plan.items, *self.items.values()])
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | BytesIO:
-        if write_item.index in self.copies:
-            return self.copies[write_item.index]
-        # The planner of the device knows its pieces by the number that it gave them, and DCP numbers them anew.
-        item = self.items.get(write_item.index)
-        return super().resolve_data(write_item) if item is None else self.sharded.resolve_data(item)
-
-    def _add_copy(self, name: str, copy: HostCopy) -> None:
-        for item, data in zip(copy.items, copy.pieces, strict=True):
-            index = dataclasses.replace(item.index, fqn=name)
-            self.items[index] = dataclasses.replace(item, index=index)
-            self.copies[index] = data
-
-    def _add_sharded(self, adapter: Adapter) -> None:
-        adapter.settle()
-        sharded, whole = divided(self.state_dict, adapter)
-        self.state_dict = {name: value for name, value in self.state_dict.items() if name not in sharded} | whole
-        self.sharded = adapter.save_planner()
-        self.sharded.set_up_planner(cast(Any, sharded), is_coordinator=False)
-        self.items.update({item.index: item for item in _distinct(self.sharded.create_local_plan().items)})
+        self.state_dict = on_host(self.state_dict, to_save)
 
 
-def _distinct(items: list[WriteItem]) -> list[WriteItem]:
-    """Each piece that holds something once, however many devices of this host have it.
+Misfits: TypeAlias = dict[str, dict[str, str]]
+"""What of a state and a checkpoint does not fit: by kind, and then by flattened name what it is."""
+KINDS = {
+    "missing": "missing in the checkpoint",
+    "unexpected": "not asked for",  # under a name that is loaded
+    "mismatched": "different",  # in shape, dtype or kind
+}
 
-    A planner's own removal of duplicates would drop a piece altogether that occurs twice in one plan.
-    """
-    found = {item.index: item for item in items if item.tensor_data is None or item.tensor_data.chunk.sizes.numel()}
-    return list(found.values())
 
-
-@dataclass(frozen=True, kw_only=True)
-class Misfits:
-    """What of a state and a checkpoint does not fit, by flattened name.
-
-    Args:
-        missing: Asked for, and not in the checkpoint.
-        unexpected: In the checkpoint under a name that is loaded, and not asked for.
-        mismatched: In both, with another shape, dtype or kind; the text says which.
-    """
-
-    missing: dict[str, str] = field(default_factory=dict[str, str])
-    unexpected: dict[str, str] = field(default_factory=dict[str, str])
-    mismatched: dict[str, str] = field(default_factory=dict[str, str])
-
-    def __bool__(self) -> bool:
-        return bool(self.missing or self.unexpected or self.mismatched)
-
-    @classmethod
-    def of_ranks(cls, per_rank: list[Misfits]) -> Misfits:
-        """Of all ranks together: missing or different on any of them, not asked for by any of them."""
-        return cls(
-            missing=_on_any([rank.missing for rank in per_rank]),
-            unexpected={
-                key: text for key, text in per_rank[0].unexpected.items() if all(key in r.unexpected for r in per_rank)
-            },
-            mismatched=_on_any([rank.mismatched for rank in per_rank]),
-        )
+def of_all_ranks(per_rank: list[Misfits]) -> Misfits:
+    """Missing or different on any rank, not asked for by any of them."""
+    merged = {kind: _on_any([found[kind] for found in per_rank]) for kind in KINDS}
+    common = set.intersection(*(set(found["unexpected"]) for found in per_rank))
+    return merged | {"unexpected": {name: text for name, text in merged["unexpected"].items() if name in common}}
 
 
 class CheckingLoadPlanner(DefaultLoadPlanner):
     """Reads what fits. ``check`` tells the rest, from the metadata alone.
 
     Args:
-        flat: The state is flat already. DCP's own way to flatten one keeps its tensors alive until a garbage collection (torch
-            2.9), which a stream of them cannot afford.
+        entries: Of the state. Without any it is flat already: DCP's own way to flatten one keeps its tensors alive until a
+            garbage collection (torch 2.9), which a stream of them cannot afford.
+        doing: "Loading /runs/step-100".
     """
 
-    def __init__(self, entries: list[Entry], *, trusted: bool, flat: bool = False) -> None:
-        super().__init__(flatten_state_dict=not flat, flatten_sharded_tensors=not flat, allow_partial_load=True)
+    def __init__(self, entries: list[Entry], *, trusted: bool, doing: str = "Reading the checkpoint") -> None:
+        nested = bool(entries)
+        super().__init__(flatten_state_dict=nested, flatten_sharded_tensors=nested, allow_partial_load=True)
         self.entries = entries
         self.trusted = trusted
-        self.misfits = Misfits()
-        self.progress = Progress("Loading")
-        self.sharded: LoadPlanner | None = None  # of the device that has cut some of the tensors
-        self.sharded_names: set[str] = set()
+        self.misfits: Misfits = {kind: {} for kind in KINDS}
+        self.progress = Progress(doing)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        self.state_dict = on_host(self.state_dict, to_load)
 
     def check(self, plain: dict[str, Any], metadata: Metadata) -> Misfits:
         self.set_up_planner(plain, metadata, is_coordinator=False)
@@ -160,25 +78,23 @@ class CheckingLoadPlanner(DefaultLoadPlanner):
         asked = {entry.path[0] for entry in self.entries}
         refused = {name: text for entry in self.entries for name, text in entry.refused.items()}
         left_out = {name for entry in self.entries for name in entry.left_out}
-        self.misfits = Misfits(
-            missing={
+        self.misfits = {
+            "missing": {
                 key: f"{_describe_wanted(value)} in the state" for key, value in wanted.items() if key not in saved
             },
-            unexpected={
+            "unexpected": {
                 key: describe(meta)
                 for key, meta in saved.items()
                 if key not in wanted and is_asked(metadata, key, asked) and not left_out & _and_above(key)
             },
-            mismatched={
-                key: text for key, value in wanted.items() if key in saved and (text := _differs(value, saved[key]))
-            }
-            | refused,
-        )
+            "mismatched": refused
+            | {key: text for key, value in wanted.items() if key in saved and (text := _differs(value, saved[key]))},
+        }
         return self.misfits
 
     def skipped(self) -> list[Entry]:
         """Entries that may not be loaded in part and do not fit."""
-        odd = [*self.misfits.missing, *self.misfits.mismatched, *self.misfits.unexpected]
+        odd = [key for names in self.misfits.values() for key in names]
         return [entry for entry in self.entries if entry.whole and any(_is_under(key, entry.name) for key in odd)]
 
     def create_local_plan(self) -> LoadPlan:
@@ -186,47 +102,20 @@ class CheckingLoadPlanner(DefaultLoadPlanner):
         fitting = {
             key: value
             for key, value in self.state_dict.items()
-            if not (key in self.misfits.missing or key in self.misfits.mismatched)
+            if not (key in self.misfits["missing"] or key in self.misfits["mismatched"])
             and not any(_is_under(key, name) for name in skipped)
         }
-        items = self._plan_sharded(fitting)
         # Not super(): it looks for the names of torch 2.3 where some are missing, and so finds again what was left out here.
-        plan = create_default_local_load_plan(fitting, cast(Metadata, self.metadata), strict=False)
-        return LoadPlan([*plan.items, *items])
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        sharded = self._sharded_planner(read_item)
-        return super().resolve_tensor(read_item) if sharded is None else sharded.resolve_tensor(read_item)
+        return create_default_local_load_plan(fitting, cast(Metadata, self.metadata), strict=False)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         self.progress.add(math.prod(read_item.lengths) * tensor.element_size())
-        sharded = self._sharded_planner(read_item)
-        if sharded is None:
-            super().commit_tensor(read_item, tensor)
-        else:
-            sharded.commit_tensor(read_item, tensor)
+        target = self.state_dict[read_item.dest_index.fqn]
+        if isinstance(target, Pieces):
+            target.commit(read_item, tensor)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         super().load_bytes(read_item, value if self.trusted else _harmless(read_item.dest_index.fqn, value))
-
-    def _plan_sharded(self, fitting: dict[str, Any]) -> list[ReadItem]:
-        """What the planner of the device reads, taken out of ``fitting``."""
-        adapter = adapter_of(fitting.values())
-        if adapter is None:
-            return []
-        adapter.settle()
-        sharded, whole = divided(fitting, adapter)
-        fitting.update(whole)
-        self.state_dict.update(whole)
-        self.sharded_names = set(sharded)
-        self.sharded = adapter.load_planner()
-        self.sharded.set_up_planner(sharded, cast(Metadata, self.metadata), is_coordinator=False)
-        for key in sharded:
-            del fitting[key]
-        return self.sharded.create_local_plan().items
-
-    def _sharded_planner(self, read_item: ReadItem) -> LoadPlanner | None:
-        return self.sharded if read_item.dest_index.fqn in self.sharded_names else None
 
 
 def _on_any(per_rank: list[dict[str, str]]) -> dict[str, str]:
@@ -294,28 +183,33 @@ def _harmless(name: str, value: io.BytesIO) -> io.BytesIO:
     return clean
 
 
-def load_plain(plain: dict[str, Any], reader: StorageReader, *, flat: bool = False, trusted: bool = False) -> None:
-    """Read what ``plain`` has placeholders for.
+def load_with(planner: CheckingLoadPlanner, plain: dict[str, Any], reader: StorageReader, ranks: Ranks) -> None:
+    """DCP's load, whose errors say what was being done."""
+    try:
+        with quiet(ranks):
+            load_state(
+                plain, storage_reader=reader, planner=planner, process_group=ranks.group, no_dist=not ranks.distributed
+            )
+    except BaseException as error:
+        raise clear_error(error, planner.progress.doing) from error
+
+
+def load_plain(plain: dict[str, Any], reader: StorageReader, *, trusted: bool = False) -> None:
+    """Read what ``plain`` has placeholders for, by flattened name.
 
     Args:
-        flat: The keys are flattened names, and the values no mappings.
         trusted: Unpickle values that could run code.
 
     Raises:
         ValueError: a value that is refused with ``trusted=False``.
         OSError: files that cannot be read.
     """
-    planner = CheckingLoadPlanner([], trusted=trusted, flat=flat)
-    try:
-        with quiet(Ranks.alone()):
-            load_state(plain, storage_reader=reader, planner=planner, no_dist=True)
-    except BaseException as error:
-        raise clear_error(error, "Reading the checkpoint") from error
+    load_with(CheckingLoadPlanner([], trusted=trusted), plain, reader, Ranks.alone())
 
 
 def read_values(names: list[str], reader: StorageReader, *, trusted: bool) -> dict[str, Any]:
     """Plain values by flattened name."""
     values: dict[str, Any] = dict.fromkeys(names)
     if values:
-        load_plain(values, reader, flat=True, trusted=trusted)
+        load_plain(values, reader, trusted=trusted)
     return values

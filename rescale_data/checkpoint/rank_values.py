@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from typing import Any, cast
 
 import numpy as np
 import torch
 
 from rescale_data.checkpoint.ranks import Ranks
+from rescale_data.checkpoint.tree import leaves
 
 _OWN = re.compile(r"rank-(\d+)")
 _COLUMNS = 1021
@@ -62,8 +63,8 @@ def refuse_disagreement(plain: Mapping[str, Any], loose: Set[str], ranks: Ranks)
     """
     if ranks.size == 1:
         return
-    digests = {name: _digest(value) for name, value in _leaves(plain, ()) if name not in loose}
-    digests = {name: digest for name, digest in digests.items() if digest}
+    held = {".".join(path): leaf for path, leaf in leaves(plain, _has_text) if not any(map(_OWN.fullmatch, path))}
+    digests = {name: digest for name, leaf in held.items() if name not in loose and (digest := _digest(leaf))}
     total = hashlib.blake2b(repr(sorted(digests.items())).encode(), digest_size=16).digest()
     totals = ranks.on_each(lambda: total)
     if len(set(totals)) == 1:
@@ -81,18 +82,6 @@ def refuse_disagreement(plain: Mapping[str, Any], loose: Set[str], ranks: Ranks)
             f"{len(odd)} values are not the same on all ranks, and a checkpoint holds one of each:\n  {listed}\n"
             f"Wrap what is each rank's own into checkpoint.PerRank(value), or give it a name of its own on each rank."
         )
-
-
-def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, inner in cast(Mapping[Any, Any], value).items():
-            if not _OWN.fullmatch(str(key)):
-                yield from _leaves(inner, (*path, str(key)))
-    elif type(value) is list and any(isinstance(item, torch.Tensor | Mapping) for item in cast("list[Any]", value)):
-        for number, inner in enumerate(cast("list[Any]", value)):
-            yield from _leaves(inner, (*path, str(number)))
-    else:
-        yield ".".join(path), value
 
 
 def _digest(value: Any) -> bytes:

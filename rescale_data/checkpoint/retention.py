@@ -1,12 +1,10 @@
-"""Which checkpoints to keep, a pure function of steps and their metrics, and the thread that deletes the others."""
+"""Which checkpoints to keep, a pure function of steps and their metrics, and the deletion of the others."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import cast
 
@@ -76,33 +74,20 @@ def ranked(metrics: Mapping[int, Mapping[str, float]], name: str, mode: str) -> 
 
 
 class Deletions:
-    """Deletes the checkpoints of a run's folder by rule, in a thread, on the rank that commits."""
+    """Deletes the checkpoints of a run's folder by rule, on the rank that commits."""
 
     def __init__(self, folder: RunFolder, retention: Retention) -> None:
         self._folder, self._retention = folder, retention
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-deletion")
         self._saved: int | None = None
         self._warned = False
         self._warned_of_metric = False
 
     def spare(self, step: int) -> None:
-        """Leave alone what is about to be saved as ``step``; returns when nothing is being deleted."""
+        """Leave alone what is saved as ``step``."""
         self._saved = step
-        self.wait()
 
-    def start(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the interpreter exits: the next run deletes
-            self._pool.submit(self._delete)
-
-    def wait(self) -> None:
-        """Return when nothing is being deleted."""
-        with contextlib.suppress(RuntimeError):
-            self._pool.submit(int).result()
-
-    def close(self) -> None:
-        self._pool.shutdown()
-
-    def _delete(self) -> None:
+    def run(self) -> None:
+        """Delete what no rule keeps; never raises."""
         try:
             metrics = self._folder.metrics()
             self._warn_of_later(metrics)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, cast
 
@@ -19,9 +19,11 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from rescale_data.checkpoint.devices import adapter_of, settle
-from rescale_data.checkpoint.planner import host_copy
-from rescale_data.checkpoint.state import Entry, ModuleEntry, OptimizerEntry, live_values, nested
+from rescale_data.checkpoint.devices import adapter_of, host_copy, settle
+from rescale_data.checkpoint.entry import Entry
+from rescale_data.checkpoint.optimizer.entry import OptimizerEntry
+from rescale_data.checkpoint.state import ModuleEntry, plain_of
+from rescale_data.checkpoint.tree import mapped
 
 Staged = dict[str, Any]
 
@@ -47,9 +49,9 @@ class Stager:
         """The state of ``entries`` as it is now, once the copy is done. One at a time: the memory is used again."""
         steady = _changed_by_steps_alone(entries)
         late: dict[str, torch.Tensor] = {}
-        live = live_values(entries)
+        live = plain_of(entries)
         settle(live)
-        plain = nested([(path, _copy(value, steady, late)) for path, value in live])
+        plain = mapped(live, lambda _, leaf: _copy(leaf, steady, late))
         self._pending = cast("Future[Any]", self._stager.stage(cast(Any, late)))
         staged: Future[Staged] = Future()
         self._pending.add_done_callback(lambda copied: _hand_over(copied, plain, staged))
@@ -107,19 +109,15 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _copy(value: Any, steady: set[int], late: dict[str, torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        adapter = adapter_of([value])
-        if adapter is not None:
-            return host_copy(value, adapter)
-        if _address(value) in steady:
-            late[key := str(len(late))] = value.detach()
-            return _Late(key)
-        return value.detach().clone()
-    if isinstance(value, Mapping):
-        return {key: _copy(inner, steady, late) for key, inner in cast(Mapping[Any, Any], value).items()}
-    if type(value) in (list, tuple):
-        return type(value)(_copy(inner, steady, late) for inner in value)
-    return copy.deepcopy(value)
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    adapter = adapter_of([value])
+    if adapter is not None:
+        return host_copy(value, adapter)
+    if _address(value) in steady:
+        late[key := str(len(late))] = value.detach()
+        return _Late(key)
+    return value.detach().clone()
 
 
 def _hand_over(copied: Future[Any], plain: Staged, staged: Future[Staged]) -> None:
@@ -127,14 +125,5 @@ def _hand_over(copied: Future[Any], plain: Staged, staged: Future[Staged]) -> No
     if error is not None:
         staged.set_exception(error)
     else:
-        staged.set_result(_filled(plain, copied.result()))
-
-
-def _filled(value: Any, copies: Mapping[str, torch.Tensor]) -> Any:
-    if isinstance(value, _Late):
-        return copies[value.key]
-    if isinstance(value, dict):
-        return {key: _filled(inner, copies) for key, inner in cast(dict[Any, Any], value).items()}
-    if type(value) in (list, tuple):
-        return type(value)(_filled(inner, copies) for inner in cast(Iterator[Any], value))
-    return value
+        copies = copied.result()
+        staged.set_result(mapped(plain, lambda _, leaf: copies[leaf.key] if isinstance(leaf, _Late) else leaf))

@@ -6,8 +6,7 @@ user's state into what DCP knows, at any depth, and takes back what DCP has load
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -16,52 +15,15 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.checkpoint.stateful import Stateful
 
 from rescale_data.checkpoint.devices import refuse_pickled
-from rescale_data.checkpoint.optimizer.load import OptimizerLoad
-from rescale_data.checkpoint.optimizer.named import named_state, owner
+from rescale_data.checkpoint.entry import Entry, Path
+from rescale_data.checkpoint.optimizer.entry import OptimizerEntry
+from rescale_data.checkpoint.optimizer.named import owner
 from rescale_data.checkpoint.rank_values import PerRank, own_name, source_rank
 from rescale_data.checkpoint.storage.dcp import Saved
-from rescale_data.checkpoint.tree import keys_of, string_keys
+from rescale_data.checkpoint.storage.metadata import paths_of
+from rescale_data.checkpoint.tree import keys_of, leaves, string_keys
 
 State: TypeAlias = Mapping[str, Any]
-Path: TypeAlias = tuple[str, ...]
-
-
-class Entry(ABC):
-    """One value of a state.
-
-    Args:
-        path: Keys from the root of the state down to the value.
-
-    Attributes:
-        whole: Whether a part of it may not be loaded without the rest.
-        refused: What of the checkpoint does not fit although the names do, and why, by name; known with the placeholder.
-        left_out: Names of the checkpoint that are not loaded for that, with all that is under them.
-        loose: Names of values that may differ between ranks; known with ``plain``.
-    """
-
-    whole = False
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.refused: dict[str, str] = {}
-        self.left_out: set[str] = set()
-        self.loose: set[str] = set()
-
-    @property
-    def name(self) -> str:
-        return ".".join(self.path)
-
-    @abstractmethod
-    def plain(self) -> Any:
-        """What DCP saves. Its tensors may be the live ones."""
-
-    def placeholder(self, saved: Saved) -> Any:
-        """What DCP loads into."""
-        return self.plain()
-
-    @abstractmethod
-    def apply(self, loaded: Any) -> None:
-        """Take what DCP has loaded into the placeholder."""
 
 
 class ModuleEntry(Entry):
@@ -83,25 +45,6 @@ def _address(value: Any) -> int:
     """Of the memory of a whole tensor in this process; 0 for any other."""
     plain = type(value) in (torch.Tensor, nn.Parameter) and value.device.type in ("cpu", "cuda")
     return value.data_ptr() if plain else 0
-
-
-class OptimizerEntry(Entry):
-    def __init__(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(path)
-        self.model = model
-        self.optimizer = optimizer
-
-    def plain(self) -> Any:
-        return named_state(self.model, self.optimizer)
-
-    def placeholder(self, saved: Saved) -> Any:
-        self.load = OptimizerLoad(self.model, self.optimizer, saved, self.path)
-        placeholder = self.load.placeholder()
-        self.refused, self.left_out = self.load.refused, self.load.left_out
-        return placeholder
-
-    def apply(self, loaded: Any) -> None:
-        self.load.apply(loaded)
 
 
 class StatefulEntry(Entry):
@@ -160,8 +103,7 @@ class PerRankEntry(Entry):
         return {self.key: self.entry.plain()}
 
     def placeholder(self, saved: Saved) -> Any:
-        paths = (saved.metadata.planner_data or {}).values()
-        size = len(self.path)
+        paths, size = paths_of(saved.metadata).values(), len(self.path)
         names = {str(path[size]) for path in paths if len(path) > size and tuple(map(str, path[:size])) == self.path}
         self.key = own_name(source_rank(names, self.rank))
         self.left_out = {f"{self.name}.{name}" for name in names if name != self.key}
@@ -193,16 +135,21 @@ def entries_of(state: State, rank: int = 0) -> list[Entry]:
     ]
 
 
-def live_values(entries: list[Entry]) -> list[tuple[Path, Any]]:
-    """What DCP saves of each entry, by path; its tensors may be the live ones.
+def plain_of(entries: list[Entry]) -> dict[str, Any]:
+    """What DCP saves of the entries; its tensors may be the live ones.
 
     Raises:
         TypeError, ValueError: values that have no place in a checkpoint.
     """
-    values = [(entry.path, entry.plain()) for entry in entries]
-    refuse_pickled(values)
-    refuse_unfit(nested(values))
-    return values
+    plain = nested([(entry.path, entry.plain()) for entry in entries])
+    refuse_pickled(plain)
+    refuse_unfit(plain)
+    return plain
+
+
+def loose_names(entries: list[Entry]) -> set[str]:
+    """Names of values that may differ between ranks; known when they are plain."""
+    return {name for entry in entries for name in entry.loose}
 
 
 def nested(values: list[tuple[Path, Any]]) -> dict[str, Any]:
@@ -278,7 +225,8 @@ def _refuse_inside(path: Path, value: Any) -> None:
 
 def refuse_unfit(plain: Mapping[str, Any]) -> None:
     """``ValueError`` naming every tensor of a nested state that has no place in a checkpoint, and the cure."""
-    found = [f"{name} {why}" for name, tensor in _tensors(plain, "") if (why := _why(tensor))]
+    tensors = {".".join(path): leaf for path, leaf in leaves(plain) if isinstance(leaf, torch.Tensor)}
+    found = [f"{name} {why}" for name, tensor in tensors.items() if (why := _why(tensor))]
     if found:
         listed = "\n  ".join(found)
         raise ValueError(f"These tensors can be neither saved nor loaded; nothing was done:\n  {listed}")
@@ -294,13 +242,3 @@ def _why(tensor: torch.Tensor) -> str:
         layout = str(tensor.layout).removeprefix("torch.")
         return f"is {layout}: put the dense tensors that it is made of into the state instead."
     return ""
-
-
-def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors by flattened name, in the containers that DCP looks into; it pickles whatever else there is."""
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    elif isinstance(value, Mapping | list):
-        items = cast("Mapping[Any, Any]", value).items() if isinstance(value, Mapping) else enumerate(value)
-        for key, inner in items:
-            yield from _tensors(inner, f"{name}.{key}" if name else str(key))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias, cast
 
 Lost: TypeAlias = Sequence[tuple[Sequence[str | int], Any]]
@@ -37,6 +37,34 @@ def lost_in_names(tree: Any, path: tuple[str | int, ...] = ()) -> list[tuple[lis
         return found
     items = cast("list[Any]", tree) if isinstance(tree, list) else []
     return [lost for place, inner in enumerate(items) for lost in lost_in_names(inner, (*path, place))]
+
+
+def mapped(value: Any, work: Callable[[tuple[Any, ...], Any], Any], path: tuple[Any, ...] = ()) -> Any:
+    """A nested value with ``work(path, leaf)`` in place of each leaf in its dicts, lists and tuples, in their order."""
+    if isinstance(value, Mapping):
+        return {key: mapped(inner, work, (*path, key)) for key, inner in cast(Mapping[Any, Any], value).items()}
+    if type(value) in (list, tuple):
+        return type(value)(mapped(inner, work, (*path, place)) for place, inner in enumerate(value))
+    return work(path, value)
+
+
+def leaves(
+    value: Any, whole: Callable[[list[Any]], bool] = lambda _: False, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Values by path in the containers that DCP looks into: mappings and lists.
+
+    Args:
+        whole: Which lists are taken for values.
+    """
+    if isinstance(value, Mapping):
+        items = cast(Mapping[Any, Any], value).items()
+    elif isinstance(value, list) and not whole(cast("list[Any]", value)):
+        items = enumerate(cast("list[Any]", value))
+    else:
+        yield path, value
+        return
+    for key, inner in items:
+        yield from leaves(inner, whole, (*path, str(key)))
 
 
 def string_keys(value: Any) -> Any:

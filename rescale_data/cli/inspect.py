@@ -15,8 +15,7 @@ from rescale_data.checkpoint.convert.stored import StoredCheckpoint
 from rescale_data.checkpoint.data_state import read_data_state
 from rescale_data.checkpoint.storage.manifest import METADATA, read_manifest
 from rescale_data.checkpoint.storage.open import open_store, verify
-from rescale_data.checkpoint.storage.pruned import pruned
-from rescale_data.checkpoint.storage.run_folder import RunFolder
+from rescale_data.checkpoint.storage.run_folder import RunFolder, pruned
 from rescale_data.checkpoint.storage.store import Store, StrPath, join
 from rescale_data.errors import DamagedCheckpointError
 from rescale_data.sources.folders import listed_in, num_rows

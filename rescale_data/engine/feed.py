@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Container
+from collections.abc import Callable, Container
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from rescale_data.engine.collate import pin, with_valid
 from rescale_data.engine.recipe import SAMPLES, Histories, History
 from rescale_data.engine.runner import Collate, Exhausted, Runner
 from rescale_data.engine.watch import describe, frames
@@ -63,6 +65,7 @@ class Leg:
         stop: The micro batch after the last, counted from `origin`; `None` where there is none or only reading tells.
         deal: At the end of an epoch, what serves the shards; else the layout does.
         histories: Of what the sources consist.
+        pads: Whether batches say which of their samples are real.
     """
 
     layout: Layout
@@ -70,6 +73,7 @@ class Leg:
     stop: int | None
     deal: Deal | None = None
     histories: Histories = field(default_factory=dict[str, History])
+    pads: bool = False
 
     def turns(self, table: Ints) -> Turns:
         if self.deal is not None:
@@ -79,65 +83,64 @@ class Leg:
         return BalancedTurns(self.layout, self.rank, table[:, SAMPLES])
 
 
-class Feed(Protocol):
+class Feed(ABC):
     """Makes the micro batches of a leg in order."""
 
-    @property
-    def is_ahead(self) -> bool:
-        """Whether it makes them in the background, from `start` on."""
-        ...
+    is_ahead = False
+    """Whether it makes them in the background, from `start` on."""
 
+    @abstractmethod
     def start(self, leg: Leg, table: Ints, first: int) -> None:
         """Go on in a leg with micro batch ``first`` at the positions of ``table``; forget what was made before."""
-        ...
 
+    @abstractmethod
     def take(self) -> MicroBatch:
         """The next micro batch of the leg; `Exhausted` where a shard has no sample left for it. Not asked beyond `stop`."""
-        ...
 
     def progress(self) -> dict[str, float]:
         """What was read and made so far, for a logger."""
-        ...
+        return {}
 
     def doing(self) -> str:
         """What is waited for, where other processes make the batches."""
-        ...
+        return ""
 
-    def stop(self) -> None:
+    def stop(self) -> None:  # noqa: B027 - where nothing is made ahead there is nothing to stop
         """Make no more in this process, whose runner and sources are the caller's from here on; `start` goes on."""
-        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027
+        """Stop the processes or the thread; `start` goes on."""
 
 
-def make(runner: Runner, turns: Turns, collate: Collate | None, u: int) -> MicroBatch:
+def make(runner: Runner, turns: Turns, collate: Collate | None, u: int, *, pads: bool = False) -> MicroBatch:
     """Micro batch u of one rank."""
     turn = turns.turn(u)
     batch, rows = runner.take(turn, collate)
     num_real = len(turn.shards) if turn.num_real < 0 else turn.num_real
+    batch = with_valid(batch, num_real, len(turn.shards)) if pads else batch
     return MicroBatch(batch, turn.index, rows, turn.shards, num_real)
 
 
-class InProcess:
+class InProcess(Feed):
     """Makes each micro batch when it is asked for, in the trainer's process."""
 
-    is_ahead = False
-
-    def __init__(self, runner: Runner, collate: Collate | None) -> None:
-        self._runner, self._collate = runner, collate
+    def __init__(self, runner: Runner, collate: Collate | None, *, pin_memory: bool = False) -> None:
+        self._runner, self._collate, self._pin = runner, collate, pin_memory
         self._turns: Turns | None = None
-        self._u = self.thread = 0  # the thread that made the last
+        self._u, self._pads = 0, False
 
     def start(self, leg: Leg, table: Ints, first: int) -> None:
         self._runner.load(table, leg.histories, leg.layout.owned(leg.rank))
-        self._turns, self._u = leg.turns(table), first
+        self._turns, self._u, self._pads = leg.turns(table), first, leg.pads
 
     def take(self) -> MicroBatch:
         turns, self._turns = self._turns, None  # after an error the rows are past what was delivered
         if turns is None:
             raise Exhausted
-        started, self.thread = time.perf_counter(), threading.get_ident()
-        micro_batch = make(self._runner, turns, self._collate, self._u)
+        started = time.perf_counter()
+        micro_batch = make(self._runner, turns, self._collate, self._u, pads=self._pads)
+        if self._pin:
+            micro_batch = micro_batch._replace(batch=pin(micro_batch.batch))
         self._turns, self._u = turns, self._u + 1
         counts().add(MAKE_SECONDS, time.perf_counter() - started)
         return micro_batch
@@ -145,25 +148,25 @@ class InProcess:
     def progress(self) -> dict[str, float]:
         return {"batches_ready": 0.0, **told(counts().values)}
 
-    def doing(self) -> str:
-        return ""
-
-    def stop(self) -> None: ...
-
     def close(self) -> None:
         self._turns = None
 
 
-class InThread:
-    """The same in a thread, some micro batches ahead of who takes them; an error is raised where its micro batch is due.
+class InThread(Feed):
+    """What a feed makes, in a thread and ahead of who takes it; an error is raised where its micro batch is due.
 
-    Between `start` and `stop` the runner is the thread's. What ranks do together stays with who takes.
+    Between `start` and `stop` the feed is the thread's. What ranks do together stays with who takes.
+
+    Args:
+        num_batches: How far ahead.
+        then: What becomes of each batch, in the thread.
     """
 
     is_ahead = True
 
-    def __init__(self, feed: InProcess, num_batches: int) -> None:
-        self._feed, self._num_batches = feed, num_batches
+    def __init__(self, feed: Feed, num_batches: int, then: Callable[[Any], Any] | None = None) -> None:
+        self._feed, self._num_batches, self._then = feed, num_batches, then
+        self._thread_id = 0
         self._thread: ThreadPoolExecutor | None = None  # ends with `stop`, or with this object
         self._made: deque[Future[MicroBatch]] = deque()
         self._left = 0.0
@@ -187,7 +190,7 @@ class InThread:
         return {**self._feed.progress(), "batches_ready": float(ready)}
 
     def doing(self) -> str:
-        return f"waiting for the thread of prefetch_batches, {describe(frames().get(self._feed.thread))}"
+        return self._feed.doing() or f"waiting for the thread ahead, {describe(frames().get(self._thread_id))}"
 
     def stop(self) -> None:
         self._made.clear()
@@ -201,14 +204,17 @@ class InThread:
 
     def _ask(self) -> None:
         while self._thread is not None and self._left > 0 and len(self._made) < self._num_batches:
-            self._made.append(self._thread.submit(self._feed.take))
+            self._made.append(self._thread.submit(self._make))
             self._left -= 1
 
+    def _make(self) -> MicroBatch:
+        self._thread_id = threading.get_ident()
+        made = self._feed.take()
+        return made if self._then is None else made._replace(batch=self._then(made.batch))
 
-class Traced:
+
+class Traced(Feed):
     """In place of samples, where they come from: of those of some shards (`Runner.trace`)."""
-
-    is_ahead = False
 
     def __init__(self, runner: Runner, shards: Container[int]) -> None:
         self._runner, self.shards = runner, shards
@@ -222,13 +228,3 @@ class Traced:
         lines, rows = self._runner.trace(turn, self.shards)
         self._u += 1
         return MicroBatch(lines, turn.index, rows, turn.shards, sum(turn.is_real))
-
-    def progress(self) -> dict[str, float]:
-        return {}
-
-    def doing(self) -> str:
-        return ""
-
-    def stop(self) -> None: ...
-
-    def close(self) -> None: ...

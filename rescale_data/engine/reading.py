@@ -17,8 +17,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from rescale_data.engine.collate import pin, with_valid
-from rescale_data.engine.feed import MicroBatch
 from rescale_data.engine.load import load_state_dict
 from rescale_data.engine.position import Position
 from rescale_data.engine.report import NAMES, Report, report
@@ -55,7 +53,6 @@ class Reading:
     """What `DataLoader` documents, method by method.
 
     Args:
-        pin_memory: Whether batches are brought to page-locked memory here.
         steps_per_epoch: An epoch is so many steps; `None`: it is that of the data.
         slow_after: Seconds after which a wait for a batch is a warning.
     """
@@ -65,11 +62,10 @@ class Reading:
         setup: Setup,
         stream: Stream,
         *,
-        pin_memory: bool,
         steps_per_epoch: int | None = None,
         slow_after: float = math.inf,
     ) -> None:
-        self.setup, self.stream, self._pin, self._steps = setup, stream, pin_memory, steps_per_epoch
+        self.setup, self.stream, self._steps = setup, stream, steps_per_epoch
         self._resumed = False  # a state was loaded, and nothing has been read since: the end of an epoch may come first
         self._at_multiple = False  # of steps_per_epoch, with the last batch of an epoch, whose end has not been seen
         self._num_iterators = 0  # the newest is the valid one
@@ -111,8 +107,7 @@ class Reading:
     @property
     def _begun(self) -> int:
         """Micro batches that have been taken of a step that is not complete."""
-        clock, layout = self.stream.clock, self.setup.layout
-        return (clock.samples - clock.origin) % layout.global_batch_size // layout.micro_step_samples
+        return self.stream.u % self.setup.layout.gradient_accumulation_steps
 
     def _known(self, num_batches: int | None) -> int:
         if num_batches is None:
@@ -130,7 +125,7 @@ class Reading:
     def peek(self) -> Any:
         if self.is_over():
             raise StopIteration
-        return self._finish(self.stream.peek())
+        return self.stream.peek().batch
 
     def skip(self, num_samples: int) -> None:
         whole = self.setup.layout.micro_step_samples
@@ -244,14 +239,14 @@ class Reading:
         """Have all rows right on this rank (collective over the dp ranks)."""
         whole_shards(self.stream)
 
-    def move_to(self, setup: Setup, stream: Stream, state: Mapping[str, Any], *, pin_memory: bool) -> None:
+    def move_to(self, setup: Setup, stream: Stream, state: Mapping[str, Any]) -> None:
         """Go on with a stream of other ranks; iterators stay valid in the same epoch."""
         self.stream.rewind()
         stream.on_source_change = self.stream.on_source_change
         load_state_dict(stream, state)
         stream.follow(self.stream)
         self._at_multiple = self._at_multiple and stream.clock.samples == self.stream.clock.samples
-        self.setup, self.stream, self._pin = setup, stream, pin_memory
+        self.setup, self.stream = setup, stream
 
     def invalidate(self) -> None:
         """The iterators that there are give no more batches: who reads has changed, or from where."""
@@ -298,15 +293,12 @@ class Reading:
                 raise StopIteration
             if self.epoch != batches.epoch:  # it ended within steps that are left out
                 raise StopIteration
-        batch = self._finish(stream.peek()) if self._must_finish else None
-        micro_batch = stream.take()  # no sooner: a batch that cannot be handed over has not been delivered
-        if batch is None:
-            batch = micro_batch.batch
+        micro_batch = stream.take()
         if self._steps is not None:
             self._at_multiple = self._is_multiple()
         self._last_taken = (batches.number, thread)
         self.last_batch_samples = micro_batch.num_real
-        return batch
+        return micro_batch.batch
 
     def is_over(self) -> bool:
         """Whether no batch is left in the epoch, which is planned where it has not begun."""
@@ -326,16 +318,6 @@ class Reading:
         if self._steps is None:
             return False
         return not self._begun and self.step % self._steps == 0
-
-    @property
-    def _must_finish(self) -> bool:
-        return self._pin or self.setup.tail == "pad"
-
-    def _finish(self, micro_batch: MicroBatch) -> Any:
-        batch = micro_batch.batch
-        if self.setup.tail == "pad":
-            batch = with_valid(batch, micro_batch.num_real, self.setup.layout.micro_batch_size)
-        return pin(batch) if self._pin else batch
 
 
 def _steps(given: object) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from rescale_data.engine.collate import with_valid
 from rescale_data.engine.recipe import Recipe
 from rescale_data.engine.shards import LogicalShards
 from rescale_data.engine.statedict import merged_state_dict
@@ -102,7 +103,10 @@ class _Reference:
             micro_batch = loader.stream.take()
             samples = [self._next(shard) for shard in micro_batch.shards[: micro_batch.num_real]]
             if len(samples) == len(micro_batch.shards):
-                _compare(micro_batch.batch, loader.collate_fn(samples), f"{where}, rank {rank}")
+                expected = loader.collate_fn(samples)
+                if loader.setup.tail == "pad":
+                    expected = with_valid(expected, len(samples), len(samples))
+                _compare(micro_batch.batch, expected, f"{where}, rank {rank}")
 
     def _begin_epoch(self, loaders: Sequence[DataLoader]) -> None:
         for loader in loaders:

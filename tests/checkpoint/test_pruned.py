@@ -10,7 +10,7 @@ import torch
 
 from rescale_data.checkpoint import CheckpointManager
 from rescale_data.checkpoint.storage.open import open_store
-from rescale_data.checkpoint.storage.pruned import FOLDER, pruned
+from rescale_data.checkpoint.storage.run_folder import PRUNED, pruned
 
 STATE = {"weight": torch.ones(3)}
 
@@ -55,7 +55,7 @@ def test_a_step_that_is_saved_and_deleted_again_has_one_note(tmp_path: Path) -> 
 
 def test_a_note_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / FOLDER).write_text("a file where the folder would be")
+    (tmp_path / "run" / PRUNED).write_text("a file where the folder would be")
     assert save(str(tmp_path / "run"), [1, 2]) == [2]
     assert "without a note" in caplog.text
     assert pruned(*open_store(tmp_path / "run")) == []
@@ -63,7 +63,7 @@ def test_a_note_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pyt
 
 def test_a_note_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
     save(str(tmp_path / "run"), [1, 2, 3])
-    (tmp_path / "run" / FOLDER / "step-1.json").write_bytes(b"{")
-    (tmp_path / "run" / FOLDER / "step-7.json").mkdir()
-    (tmp_path / "run" / FOLDER / "step-8.json").write_text("[1]")
+    (tmp_path / "run" / PRUNED / "step-1.json").write_bytes(b"{")
+    (tmp_path / "run" / PRUNED / "step-7.json").mkdir()
+    (tmp_path / "run" / PRUNED / "step-8.json").write_text("[1]")
     assert [note["step"] for note in pruned(*open_store(tmp_path / "run"))] == [2]

@@ -43,20 +43,17 @@ def again(fn: Any) -> Any:
 
 
 class Seat:
-    """One rank's trainer, with a loader, or a `LookAhead` or `DeviceLoader` over it."""
+    """One rank's trainer, with a loader, a `DeviceLoader` made of it, or a `LookAhead` over it."""
 
     on_devices = False
 
     def __init__(self, loader: rd.DataLoader, ahead: int) -> None:
-        self.loader = loader
-        devices_take = loader.setup.ranks.world_size == 1 and loader.collate_fn is not as_samples
-        if ahead and self.on_devices and devices_take:
+        if self.on_devices and ahead and loader.setup.ranks.world_size == 1 and loader.collate_fn is not as_samples:
             from rescale_data.xla import DeviceLoader
 
-            self.reader: Any = DeviceLoader(loader, read_ahead=ahead)
-            self.inner = self.reader._ahead
-        else:
-            self.reader = self.inner = LookAhead(loader, ahead) if ahead else loader
+            loader, ahead = DeviceLoader(loader, read_ahead=ahead), 0
+        self.loader = loader
+        self.reader: Any = LookAhead(loader, ahead) if ahead else loader
         self.ahead, self._taken = bool(ahead), deque[Any]()
         self._batches: Any = None
 
@@ -67,21 +64,21 @@ class Seat:
     @property
     def at(self) -> Any:
         """What a state of now is made of."""
-        return self.inner.standing() if self.ahead else self.loader.stream
+        return self.reader.standing() if self.ahead else self.loader.stream
 
     @property
     def ended(self) -> bool:
-        return self.inner.ended if self.ahead else self.loader.reading.ended
+        return self.reader.ended if self.ahead else self.loader.reading.ended
 
     @property
     def data_epoch(self) -> int:
         return self.at.clock.epoch
 
     def iterate(self) -> None:
-        again(self.reader.begin if self.reader is self.inner and self.ahead else self._iter)
+        again(self.reader.begin if self.ahead else self._iter)
 
     def _iter(self) -> None:
-        self._batches = iter(self.reader)
+        self._batches = iter(self.loader)
 
     def next(self) -> Any:
         """``(batch, micro batch, epoch, is_dealt)``, or `None`."""
@@ -91,16 +88,14 @@ class Seat:
             self.stream.taken = []
             batch = again(lambda: next(self._batches, None))
             return None if batch is None else (batch, *self.stream.taken[0])
-        if not self.inner.in_hand:
+        if not self.reader.in_hand:
             self._taken.clear()
         self.stream.taken = []
-        if self.reader is self.inner:
-            again(self.inner.read)
-            batch = self.inner.take() if self.inner.in_hand else None
-        else:
-            batch = again(lambda: next(self._batches, None))
+        again(self.reader.read)
         self._taken.extend(self.stream.taken)
-        return None if batch is None else (batch, *self._taken.popleft())
+        if not self.reader.in_hand:
+            return None
+        return self.reader.take(), *self._taken.popleft()
 
 
 class Seats:

@@ -8,6 +8,7 @@ would want a file's tensors at once.
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import re
@@ -17,21 +18,14 @@ from typing import Any, BinaryIO
 
 import torch
 
-from rescale_data.checkpoint.api import save_alone
 from rescale_data.checkpoint.convert.stored import BUDGET, StoredCheckpoint
-from rescale_data.checkpoint.convert.torch_save import map_file
-from rescale_data.checkpoint.convert.torch_zip import as_buffer
+from rescale_data.checkpoint.convert.torch_save import as_buffer, map_file
+from rescale_data.checkpoint.saving import save_alone
 from rescale_data.checkpoint.storage.commit import aside
 from rescale_data.checkpoint.storage.manifest import METADATA
 from rescale_data.checkpoint.storage.open import mapped_path, open_store
 from rescale_data.checkpoint.storage.store import Store, StrPath, join
 from rescale_data.checkpoint.tree import tree_of
-
-try:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file, save
-except ImportError as error:
-    raise ImportError("This conversion needs the extra: pip install 'rescale_data[convert]'") from error
 
 NON_TENSORS = "non_tensors.pt"
 INDEX = "model.safetensors.index.json"
@@ -77,7 +71,7 @@ def to_safetensors(
         ...     checkpoint.to_safetensors(f"{folder}/step-1", f"{folder}/model", name="model")
         ['model.safetensors']
     """
-    limit = parse_size(max_shard_size)
+    limit, _ = parse_size(max_shard_size), _library()
     store, final = open_store(folder, storage_options, to_write=True)
     _refuse_used(store, final)
     with (
@@ -125,6 +119,14 @@ def from_safetensors(
     leaves |= extra["values"]
     content = tree_of({key: tuple(extra["paths"].get(key, (key,))) for key in leaves}, leaves, extra.get("lost", ()))
     save_alone(path, content if name is None else {name: content}, storage_options)
+
+
+def _library() -> Any:
+    try:
+        importlib.import_module("safetensors.torch")
+        return importlib.import_module("safetensors")
+    except ImportError as error:
+        raise ImportError("This conversion needs the extra: pip install 'rescale_data[convert]'") from error
 
 
 def parse_size(size: int | str) -> int:
@@ -181,8 +183,8 @@ def _mapped(files: list[Path]) -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     for file in files:
         try:
-            mapped = load_file(file)
-        except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            mapped = _library().torch.load_file(file)
+        except (_library().SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise ValueError(f"{file} is no safetensors file, or is damaged: {error}") from error
         if twice := leaves.keys() & mapped.keys():
             raise ValueError(f"{file}: {sorted(twice)[:3]} are in another file of {file.parent}, too.")
@@ -208,16 +210,9 @@ def _refuse_used(store: Store, folder: str) -> None:
 
 def _files(stored: StoredCheckpoint, limit: int) -> dict[str, list[str]]:
     """The tensors' names by file."""
-    shards: list[list[str]] = [[]]
-    size = 0
-    for key in stored.tensors:
-        if shards[-1] and size + stored.num_bytes(key) > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(key)
-        size += stored.num_bytes(key)
-    if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
+    shards = list(stored.batches(stored.tensors, limit))
+    if len(shards) < 2:
+        return {"model.safetensors": [*stored.tensors]}
     return {f"model-{n:05}-of-{len(shards):05}.safetensors": names for n, names in enumerate(shards, 1)}
 
 
@@ -262,8 +257,8 @@ def _header(stored: StoredCheckpoint, names: list[str]) -> bytes:
 def _name_of(key: str, dtype: torch.dtype) -> str:
     """The package's own name of a dtype."""
     try:
-        return json.loads(save({"x": torch.empty(0, dtype=dtype)})[8:])["x"]["dtype"]
-    except (SafetensorError, KeyError) as error:
+        return json.loads(_library().torch.save({"x": torch.empty(0, dtype=dtype)})[8:])["x"]["dtype"]
+    except (_library().SafetensorError, KeyError) as error:
         raise ValueError(f"{key} is {dtype}, which safetensors does not know. Use to_torch_save.") from error
 
 

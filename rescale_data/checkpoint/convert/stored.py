@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from rescale_data.checkpoint.planner import describe, load_plain
+from rescale_data.checkpoint.storage.metadata import paths_of
 from rescale_data.checkpoint.storage.open import ReplacedError, opened
 from rescale_data.checkpoint.storage.progress import Progress
 from rescale_data.checkpoint.storage.store import StrPath
@@ -50,7 +51,7 @@ class StoredCheckpoint:
 
     def _open(self, folder: str, name: str | None) -> None:
         metadata = self._reader.read_metadata()
-        paths = {key: tuple((metadata.planner_data or {}).get(key, (key,))) for key in metadata.state_dict_metadata}
+        paths = paths_of(metadata)
         self._keys = {
             ".".join(map(str, path[skip:])): key
             for key, path in paths.items()
@@ -85,7 +86,7 @@ class StoredCheckpoint:
 
     def stream(self, names: list[str], budget: int = BUDGET) -> Iterator[torch.Tensor]:
         """The tensors of ``names`` in order, read in batches of at most ``budget`` bytes, or of one tensor."""
-        for batch in self._batches(names, budget):
+        for batch in self.batches(names, budget):
             read = {self._keys[name]: self._empty(name) for name in batch}
             self._read(read)
             self._progress.add(sum(map(self.num_bytes, batch)))
@@ -107,7 +108,7 @@ class StoredCheckpoint:
     def _read(self, plain: dict[str, Any]) -> None:
         failure: Exception | None = None
         try:
-            load_plain(plain, self._reader, flat=True)
+            load_plain(plain, self._reader)
         except Exception as error:
             failure = error
         if self._reader.is_replaced():  # what was read may be of the other one
@@ -118,7 +119,8 @@ class StoredCheckpoint:
     def _empty(self, name: str) -> torch.Tensor:
         return torch.empty(self.tensors[name].size, dtype=self.tensors[name].properties.dtype)
 
-    def _batches(self, names: list[str], budget: int) -> Iterator[list[str]]:
+    def batches(self, names: Iterable[str], budget: int) -> Iterator[list[str]]:
+        """``names`` in their order, each batch of at most ``budget`` bytes, or of one tensor."""
         batch: list[str] = []
         size = 0
         for name in names:

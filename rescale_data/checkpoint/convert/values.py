@@ -18,12 +18,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from rescale_data.checkpoint.planner import CheckingLoadPlanner
-from rescale_data.checkpoint.ranks import Ranks, quiet
+from rescale_data.checkpoint.planner import load_plain
 
 
 class ValuesReader(StorageReader):
@@ -100,10 +98,7 @@ def as_bytes(value: Any) -> io.BytesIO:
 def fill(target: torch.Tensor, whole: torch.Tensor) -> None:
     """Copy into this rank's part of ``target``, however it is sharded, from the whole tensor; no communication."""
     # Flat as it is: DCP's way to flatten a state keeps its tensors alive until a garbage collection (torch 2.9).
-    reader = ValuesReader(lambda: {"value": whole}, flat=True)
-    planner = CheckingLoadPlanner([], trusted=True, flat=True)
-    with quiet(Ranks.alone()):
-        load_state({"value": target}, storage_reader=reader, planner=planner, no_dist=True)
+    load_plain({"value": target}, ValuesReader(lambda: {"value": whole}, flat=True), trusted=True)
 
 
 def _metadata_of(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:

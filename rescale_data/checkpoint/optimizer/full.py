@@ -17,21 +17,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rescale_data.checkpoint.convert.values import fill
-from rescale_data.checkpoint.devices import first_state
-from rescale_data.checkpoint.optimizer.fit import complaint, empty_like_saved, matched, merged, misfit
-from rescale_data.checkpoint.optimizer.load import apply
-from rescale_data.checkpoint.optimizer.named import (
-    flat_state,
-    is_flat,
-    named_state,
-    names_of,
-    numbered,
-    parameters_of,
-)
+from rescale_data.checkpoint.optimizer.named import GROUPS, names_of, numbered
+from rescale_data.checkpoint.optimizer.target import Target
 from rescale_data.checkpoint.ranks import Ranks
+from rescale_data.checkpoint.tree import mapped
 
 Item: TypeAlias = tuple[str, Any]
-GROUPS = "param_groups"
 
 
 def full_optimizer_state(
@@ -65,7 +56,7 @@ def full_optimizer_state(
     if keyed_by not in ("name", "index"):
         raise ValueError(f'keyed_by={keyed_by!r}: choose "name" or "index".')
     items = dict(stream_optimizer_state(model, optimizer, process_group=process_group))
-    names = numbered(model, optimizer, named_state(model, optimizer)) if keyed_by == "index" else []
+    names = numbered(model, optimizer) if keyed_by == "index" else []
     if not Ranks(process_group).is_first:
         return {}
     groups = items.pop(GROUPS)
@@ -99,7 +90,7 @@ def load_full_optimizer_state(
         0.5
     """
     ranks = Ranks(process_group)
-    names = numbered(model, optimizer, named_state(model, optimizer))
+    names = numbered(model, optimizer)
     items = ranks.together(lambda: _items(state, names) if ranks.is_first else None)
     load_optimizer_stream(model, optimizer, items, process_group=process_group)
 
@@ -126,13 +117,12 @@ def stream_optimizer_state(
         ['param_groups', 'weight', 'bias']
     """
     ranks = Ranks(process_group)
-    sharded = named_state(model, optimizer)
-    parameters = {} if is_flat(model) else dict(zip(names_of(sharded), parameters_of(optimizer), strict=True))
-    yield GROUPS, sharded[GROUPS] if ranks.is_first else []
-    for name in _common_order(sharded["state"], ranks):
-        entries = sharded["state"].get(name, {})
-        _refuse_unmappable(name, parameters.get(name), entries)
-        whole = each_tensor(entries, functools.partial(_whole, ranks=ranks))
+    live = Target(model, optimizer)
+    yield GROUPS, live.current[GROUPS] if ranks.is_first else []
+    for name in _common_order(live.current["state"], ranks):
+        entries = live.current["state"].get(name, {})
+        _refuse_unmappable(name, live.parameters.get(name), entries)
+        whole = _each_tensor(entries, functools.partial(_whole, ranks=ranks))
         yield name, whole if ranks.is_first else {}
 
 
@@ -162,92 +152,54 @@ def load_optimizer_stream(
     """
     ranks = Ranks(process_group)
     source = iter(items or ())
-    target = _Target(model, optimizer)
+    target = Target(model, optimizer)
     held: list[torch.Tensor] = []
+    states: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
 
     def announce() -> Item | None:
         held.clear()
         item = next(source, None)
         if item is None or item[0] == GROUPS:
             return item
-        return item[0], each_tensor(item[1], lambda tensor: held.append(tensor) or tensor.detach().to("meta"))
+        return item[0], _each_tensor(item[1], lambda tensor: held.append(tensor) or tensor.detach().to("meta"))
 
     while (item := ranks.on_first(announce)) is not None:
-        ranks.on_each(functools.partial(target.take, *item))
-        following = iter(held)
-        for place, shape in target.places:
-            fill(place, _broadcast(next(following, None), shape, ranks))
-    apply(model, optimizer, {"state": target.state, GROUPS: target.groups})
-
-
-class _Target:
-    """An optimizer's state as it is built up, sharded like the parameters.
-
-    Attributes:
-        places: Tensors of what was taken last, to be filled, with a tensor of the whole shape on the meta device.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.state: dict[str, dict[str, Any]] = {}
-        self.places: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.optimizer = optimizer
-        self.flat = is_flat(model)
-        current = flat_state(model, optimizer) if self.flat else named_state(model, optimizer)
-        self.live: dict[str, Any] = current["state"]
-        self.groups: list[dict[str, Any]] = current[GROUPS]
-        self.parameters = {} if self.flat else dict(zip(names_of(current), parameters_of(optimizer), strict=True))
-
-    @functools.cached_property
-    def first(self) -> Mapping[torch.Tensor, dict[str, Any]]:
-        """Where a device's library has sharded the parameters: the state after a first step."""
-        return first_state(self.optimizer, parameters_of(self.optimizer))
-
-    def take(self, name: str, values: Any) -> None:
-        """Make room for an item; ``ValueError`` where it does not fit."""
-        self.places = []
+        name, saved = item
         if name == GROUPS:
-            self.groups = self._groups(values)
-            return
-        if not self.flat and name not in self.parameters:
-            raise ValueError(f"The optimizer has no parameter {name!r}. It has {list(self.parameters)[:5]} ...")
-        live = self.live.get(name) or ({} if self.flat else self.first.get(self.parameters[name], {}))
-        self.state[name] = {
-            key: each_tensor(value, functools.partial(self._place, name, key, live.get(key)))
-            for key, value in values.items()
-        }
-
-    def _groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The optimizer's groups with the values of ``groups``."""
-        current, given = [group["params"] for group in self.groups], [group["params"] for group in groups]
-        numbers = matched(current, given)
-        if groups and (text := complaint(current, given, numbers)):
-            raise ValueError(f"The state does not fit the optimizer: {text}.")
-        return merged(self.groups, groups, numbers)
-
-    def _place(self, name: str, key: str, live: Any, shape: torch.Tensor) -> torch.Tensor:
-        place = live
-        if not self.flat:
-            parameter = self.parameters[name]
-            if text := misfit(self.optimizer, parameter, live, shape.size()):
-                raise ValueError(f"{name}.{key} {text}.")
-            place = empty_like_saved(parameter, live, shape.size(), shape.dtype)
-        elif not hasattr(live, "size") or live.size() != shape.size():
-            raise ValueError(
-                f"{name}.{key} has the shape {list(shape.shape)}, which FSDP1 cannot map on its parameter."
-            )
-        self.places.append((place, shape))
-        return place
+            groups = saved
+            ranks.on_each(lambda saved=saved: _match(target, saved))
+            continue
+        states[name] = ranks.together(lambda name=name, saved=saved: _room(target, name, saved))
+        following = iter(held)
+        for place, shape in zip(_tensors(states[name]), _tensors(saved), strict=True):
+            fill(place, _broadcast(next(following, None), shape, ranks))
+    target.apply(states, groups)
 
 
-def each_tensor(value: Any, work: Callable[[torch.Tensor], Any]) -> Any:
-    """``value`` with ``work`` done to the tensors in its dicts, lists and tuples, in their order."""
-    if isinstance(value, torch.Tensor):
-        return work(value)
-    if isinstance(value, Mapping):
-        return {key: each_tensor(inner, work) for key, inner in cast(Mapping[Any, Any], value).items()}
-    if type(value) in (list, tuple):
-        return type(value)(each_tensor(inner, work) for inner in value)
-    return value
+def _match(target: Target, groups: list[dict[str, Any]]) -> None:
+    text = target.match([group["params"] for group in groups])
+    if groups and text:
+        raise ValueError(f"The state does not fit the optimizer: {text}.")
+
+
+def _room(target: Target, name: str, saved: Mapping[str, Any]) -> dict[str, Any]:
+    if not target.has(name):
+        raise ValueError(f"The optimizer has no parameter {name!r}. It has {names_of(target.current)[:5]} ...")
+    room, misfits = target.room(name, saved)
+    for entry, text in misfits.items():
+        raise ValueError(f"{name}.{entry} {text}.")
+    return room
+
+
+def _each_tensor(value: Any, work: Callable[[torch.Tensor], Any]) -> Any:
+    return mapped(value, lambda _, leaf: work(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    _each_tensor(value, found.append)
+    return found
 
 
 def _items(state: Any, names: list[str]) -> list[Item]:

@@ -15,6 +15,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 
+GROUPS = "param_groups"
+
 
 def owner(name: str, optimizer: torch.optim.Optimizer, modules: list[tuple[tuple[str, ...], nn.Module]]) -> nn.Module:
     """The module of the state that has all of the optimizer's parameters, or those that have them together."""
@@ -71,7 +73,7 @@ def _no_first_step(optimizer: torch.optim.Optimizer) -> Generator[None]:
 
 def names_of(state: Mapping[str, Any]) -> list[str]:
     """Parameters in the order of the optimizer's groups."""
-    return [name for group in state["param_groups"] for name in group["params"]]
+    return [name for group in state[GROUPS] for name in group["params"]]
 
 
 def is_flat(model: nn.Module) -> bool:
@@ -95,7 +97,7 @@ def set_flat_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: di
             set_optimizer_state_dict(model, optimizer, cast(Any, state), options=StateDictOptions(strict=False))
         return
     optimizer.state.clear()
-    for group, values in zip(optimizer.param_groups, state["param_groups"], strict=True):
+    for group, values in zip(optimizer.param_groups, state[GROUPS], strict=True):
         group.update({key: value for key, value in values.items() if key != "params"})
 
 
@@ -112,17 +114,17 @@ def _without_gradients(optimizer: torch.optim.Optimizer) -> Generator[None]:
             parameter.grad = gradient
 
 
-def numbered(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> list[str]:
+def numbered(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """Parameters in the order in which the optimizer of the same model without wrapping numbers them.
 
     A group has them in that order, but for FSDP1's flat parameters, each of which is several: those of a group go by the
     order of the modules that own them, as ``model.parameters()`` does.
     """
-    names = names_of(state)
-    place = _module_places(model, names)
+    state = named_state(model, optimizer)
+    place = _module_places(model, names_of(state))
     return [
         name
-        for live, named in zip(optimizer.param_groups, state["param_groups"], strict=True)
+        for live, named in zip(optimizer.param_groups, state[GROUPS], strict=True)
         for name in (
             sorted(named["params"], key=lambda name: place[name.rpartition(".")[0]])
             if any(isinstance(parameter, FlatParameter) for parameter in live["params"])

@@ -121,19 +121,19 @@ def _make_locked(store: Store, final: str, save_id: str) -> Workspace:
             if not store.is_file(lock):
                 locks.release(lock)
     try:
-        _refuse_other_writers(store, workspace.final, workspace.working)
+        _refuse_other_writers(store, workspace)
     except ValueError:
         abandon(store, workspace)
         raise
     return workspace
 
 
-def _refuse_other_writers(store: Store, final: str, own: str = "") -> None:
-    folder, name = split(final)
+def _refuse_other_writers(store: Store, own: Workspace) -> None:
+    folder, name = split(own.final)
     for entry in store.names(folder):
         who = locks.holder(join(folder, entry, MANIFEST)) if hidden_of(entry) == (name, SAVING) else ""
-        if who and join(folder, entry) != own:
-            raise ValueError(f"{final} is being saved by {who}. Wait until that has ended, or give another path.")
+        if who and join(folder, entry) != own.working:
+            raise ValueError(f"{own.final} is being saved by {who}. Wait until that has ended, or give another path.")
 
 
 def commit(store: Store, workspace: Workspace, manifest: Manifest) -> None:

@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -21,12 +21,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from rescale_data.checkpoint.storage.commit import SAVE_ID_PREFIX, Workspace, commit
-from rescale_data.checkpoint.storage.integrity import changed_sizes
 from rescale_data.checkpoint.storage.manifest import METADATA, Manifest, read_manifest
 from rescale_data.checkpoint.storage.metadata import read_metadata
 from rescale_data.checkpoint.storage.progress import Progress
 from rescale_data.checkpoint.storage.store import FileRecord, Store, join, split
-from rescale_data.checkpoint.tree import Lost
 from rescale_data.errors import DamagedCheckpointError
 
 
@@ -68,7 +66,7 @@ class CheckpointReader(FileSystemReader):
             try:
                 self._metadata = read_metadata(self.fs.read(join(self.path, name)), trusted=self.trusted)
             except ValueError as error:
-                raise ValueError(f"{self.path} cannot be read: {error}") from error
+                raise type(error)(f"{self.path} cannot be read: {error}") from error
         self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
         self._metadata.storage_meta.load_id = self.load_id
         return self._metadata
@@ -82,29 +80,22 @@ class CheckpointReader(FileSystemReader):
         return self.manifest is not None and (manifest is None or manifest.save_id != self.manifest.save_id)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SaveInfo:
-    """What the manifest says beside the files."""
-
-    world_size: int = 1
-    step: int | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-
-
 class CheckpointWriter(FileSystemWriter):
     """Writes DCP's own format. ``finish``, on rank 0 after all ranks have written, commits.
 
     The records of a rank's files travel to rank 0 as further ``WriteResult`` s of DCP's own gather.
+
+    Args:
+        manifest: What it says beside the files.
     """
 
-    def __init__(self, store: Store, workspace: Workspace, info: SaveInfo) -> None:
+    def __init__(self, store: Store, workspace: Workspace, manifest: Manifest) -> None:
         super().__init__(workspace.working, sync_files=store.renames, overwrite=True)
         self.progress = Progress(f"Saving {workspace.final}")
         self.fs: Store = store.recording(self.progress)
         self.path: str = workspace.working
         self.workspace = workspace
-        self.info = info
-        self.lost: Lost = ()  # of the state's form, once it is known
+        self.manifest = manifest
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing: a writer is for one save, whose path was settled with all ranks."""
@@ -135,16 +126,7 @@ class CheckpointWriter(FileSystemWriter):
         super().finish(metadata, [[_under(prefix, r) for r in rank if not _is_file(r)] for rank in results])
         # DCP writes the metadata under another name, and renames it.
         files[prefix + METADATA] = next(iter(self.fs.written.values()))
-        manifest = Manifest(
-            save_id=self.workspace.save_id,
-            files=files,
-            world_size=self.info.world_size,
-            step=self.info.step,
-            metrics=self.info.metrics,
-            created=time.time(),
-            torch=str(torch.__version__),
-            lost=self.lost,
-        )
+        manifest = dataclasses.replace(self.manifest, files=files, created=time.time(), torch=str(torch.__version__))
         commit(self.fs, self.workspace, manifest)
         missing = changed_sizes(self.fs, self.workspace.final, files)
         if missing:
@@ -153,6 +135,18 @@ class CheckpointWriter(FileSystemWriter):
                 f"{self.workspace.final} was committed, and something else has changed its files:\n  {listed}\n"
                 f"Does another job write to the same folder?"
             )
+
+
+def changed_sizes(store: Store, path: str, files: Mapping[str, FileRecord]) -> list[str]:
+    """What is wrong by size alone, and from listings: few requests, whatever the number of files."""
+    folders = {split(join(path, name))[0] for name in files}
+    found = {join(folder, name): size for folder in folders for name, size in store.sizes(folder).items()}
+    sizes = {name: (found.get(join(path, name)), record.size) for name, record in files.items()}
+    return [
+        f"{join(path, name)} is missing" if size is None else f"{join(path, name)} has {size} bytes; {saved} were saved"
+        for name, (size, saved) in sizes.items()
+        if size != saved
+    ]
 
 
 class _FileIndex(MetadataIndex):

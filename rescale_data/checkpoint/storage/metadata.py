@@ -81,14 +81,14 @@ def read_metadata(content: bytes, *, trusted: bool = False) -> Metadata:
         return _metadata(read)
     except UnknownClassError:
         raise
-    except _OutsideError as error:
-        raise ValueError(f"of its DCP metadata, {error}") from error
     except Exception as error:  # what a changed byte makes of a pickle is not to be foreseen
         raise ValueError(f"its DCP metadata is damaged: {type(error).__name__}: {error}") from error
 
 
-class _OutsideError(Exception):
-    pass
+def paths_of(metadata: Metadata) -> dict[str, tuple[Any, ...]]:
+    """The path in the nested state of each flattened name."""
+    known = metadata.planner_data or {}
+    return {name: tuple(known.get(name, (name,))) for name in metadata.state_dict_metadata}
 
 
 class _Record:
@@ -176,10 +176,7 @@ def _index(key: Any) -> MetadataIndex:
 
 def _place(place: Any) -> Place:
     name = _text(place.relative_path)
-    try:
-        refuse_to_leave(name)
-    except ValueError as error:
-        raise _OutsideError(str(error)) from error
+    refuse_to_leave(name)
     transforms = getattr(place, "transform_descriptors", None)
     return Place(name, int(place.offset), int(place.length), None if transforms is None else tuple(transforms))
 

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import os
 import re
+import zlib
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, cast
 
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.storage import local
-from rescale_data.checkpoint.storage.commit import replaced_by_a_killed_save
+from rescale_data.checkpoint.storage.commit import SAVE_ID_PREFIX, replaced_by_a_killed_save
 from rescale_data.checkpoint.storage.dcp import CheckpointReader
-from rescale_data.checkpoint.storage.integrity import problems
 from rescale_data.checkpoint.storage.lease import reading
-from rescale_data.checkpoint.storage.manifest import MANIFEST
-from rescale_data.checkpoint.storage.store import Store, StrPath, join, split
+from rescale_data.checkpoint.storage.manifest import MANIFEST, METADATA, Manifest, NewerError, read_manifest
+from rescale_data.checkpoint.storage.metadata import UnknownClassError
+from rescale_data.checkpoint.storage.progress import Progress
+from rescale_data.checkpoint.storage.store import FileRecord, Store, StrPath, join, split
 from rescale_data.errors import DamagedCheckpointError
 
 T = TypeVar("T")
+_BLOCK = 4 << 20
 
 
 class ReplacedError(ValueError):
@@ -79,7 +83,7 @@ def opened(
     Raises:
         FileNotFoundError: no checkpoint at ``path``.
         DamagedCheckpointError: a ``ValueError`` that names every file that is not what was saved.
-        ReplacedError: another checkpoint took its place: ``again`` reads that one.
+        ReplacedError: another checkpoint took its place: ``read_checkpoint`` reads that one.
     """
     ranks = ranks or Ranks.alone()
     store, asked = open_store(path, storage_options)
@@ -87,8 +91,7 @@ def opened(
     with reading(store, folder, wanted=ranks.is_first):
         reader = CheckpointReader(store, folder, trusted=trusted)
         try:
-            found, reader.manifest = problems(store, folder, ranks, checksums=checksums, trusted=trusted)
-            if found:
+            if found := problems(reader, ranks, checksums=checksums):
                 listed = "\n  ".join(found)
                 raise DamagedCheckpointError(
                     f"The checkpoint {folder} is damaged:\n  {listed}\nNothing was loaded. Load an earlier checkpoint.",
@@ -103,14 +106,13 @@ def opened(
             raise
 
 
-def again(work: Callable[[], T]) -> T:
-    """What ``work`` returns, done anew where the checkpoint that it reads is replaced in the meantime."""
+def read_checkpoint(path: StrPath, work: Callable[[CheckpointReader], T], ranks: Ranks | None = None, **how: Any) -> T:
+    """What ``work`` makes of the checkpoint that is ``opened``, done anew where another takes its place in the meantime."""
     for _ in range(4):
-        try:
-            return work()
-        except ReplacedError:
-            continue
-    return work()
+        with suppress(ReplacedError), opened(path, ranks, **how) as reader:
+            return work(reader)
+    with opened(path, ranks, **how) as reader:
+        return work(reader)
 
 
 def verify(path: StrPath, *, checksums: bool = True, storage_options: Mapping[str, Any] | None = None) -> list[str]:
@@ -132,11 +134,95 @@ def verify(path: StrPath, *, checksums: bool = True, storage_options: Mapping[st
         []
     """
 
-    def look() -> list[str]:
-        try:
-            with opened(path, checksums=checksums, storage_options=storage_options):
-                return []
-        except DamagedCheckpointError as error:
-            return error.problems
+    try:
+        return read_checkpoint(path, lambda _: list[str](), checksums=checksums, storage_options=storage_options)
+    except DamagedCheckpointError as error:
+        return error.problems
 
-    return again(look)
+
+def problems(reader: CheckpointReader, ranks: Ranks, *, checksums: bool) -> list[str]:
+    """What is wrong, one sentence a file, on every rank, with the files dealt over all of them; and the reader's manifest."""
+    reader.manifest, complaints = ranks.on_first(lambda: _manifest_or_complaints(reader))
+    if reader.manifest is None:
+        return complaints
+    files = reader.manifest.files
+    mine = {name: files[name] for name in sorted(files)[ranks.rank :: ranks.size]}
+    found = ranks.on_each(lambda: _problems_of(reader.fs, reader.path, mine, checksums))
+    return [problem for per_rank in found for problem in per_rank]
+
+
+def _manifest_or_complaints(reader: CheckpointReader) -> tuple[Manifest | None, list[str]]:
+    """The manifest, or what is wrong; neither for a checkpoint of another tool, as far as its metadata tells.
+
+    Raises:
+        FileNotFoundError: no checkpoint there.
+    """
+    try:
+        manifest = read_manifest(reader.fs, reader.path)
+        return (manifest, []) if manifest is not None else (None, _without_manifest(reader))
+    except (NewerError, UnknownClassError):
+        raise
+    except ValueError as error:
+        return None, [str(error)]
+
+
+def _without_manifest(reader: CheckpointReader) -> list[str]:
+    """A save that was never finished, or files of another tool that are shorter than its metadata says."""
+    store, path = reader.fs, reader.path
+    if store.is_file(path):
+        raise FileNotFoundError(
+            f"No checkpoint at {path}: it is a file, and a checkpoint is a folder. Make one of a file of torch.save or of "
+            f"safetensors by rescale-data convert {path} FOLDER."
+        )
+    if not store.is_file(join(path, METADATA)):
+        here = f"it holds {store.names(path)[:5]}" if store.exists(path) else "there is nothing at this path"
+        raise FileNotFoundError(f"No checkpoint at {path}: {here}.")
+    metadata = reader.read_metadata()
+    if metadata.storage_meta is not None and (metadata.storage_meta.save_id or "").startswith(SAVE_ID_PREFIX):
+        return [f"{path} has no {MANIFEST}: its save or its deletion was never finished. It is not loaded."]
+    ends: dict[str, int] = {}
+    for place in cast(dict[Any, Any], metadata.storage_data or {}).values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    return [problem for name, end in sorted(ends.items()) if (problem := _too_short(store, join(path, name), end))]
+
+
+def _problems_of(store: Store, path: str, files: Mapping[str, FileRecord], checksums: bool) -> list[str]:
+    """Of these files alone, on this process alone."""
+    if not files:
+        return []
+    progress = Progress(f"Checking {path}", sum(record.size for record in files.values())) if checksums else None
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        found = [pool.submit(_problem, store, join(path, name), record, progress) for name, record in files.items()]
+        return [problem for future in found if (problem := future.result())]
+
+
+def _problem(store: Store, name: str, record: FileRecord, progress: Progress | None) -> str | None:
+    try:
+        size = store.size(name)
+        if size != record.size:
+            return f"{name} has {size} bytes; {record.size} were saved"
+        if progress is not None and _crc32(store, name, size, progress) != record.crc32:
+            return f"{name} is not what was saved: its {size} bytes have another checksum"
+    except FileNotFoundError:
+        return f"{name} is missing; {record.size} bytes were saved"
+    except OSError as error:
+        return f"{name} cannot be read: {error}"
+    return None
+
+
+def _crc32(store: Store, name: str, size: int, progress: Progress) -> int:
+    crc32 = 0
+    with store.open_read(name) as stream:
+        # No further than the size says: a device has none, and no end.
+        while block := stream.read(min(_BLOCK, size)):
+            crc32, size = zlib.crc32(block, crc32), size - len(block)
+            progress.add(len(block))
+    return crc32
+
+
+def _too_short(store: Store, name: str, end: int) -> str | None:
+    try:
+        size = store.size(name)
+    except FileNotFoundError:
+        return f"{name} is missing; at least {end} bytes were saved"
+    return f"{name} has {size} bytes; at least {end} were saved" if size < end else None

@@ -1,11 +1,15 @@
-"""The folder of a run: its checkpoints by step, what killed saves left in it, and how one is deleted."""
+"""The folder of a run: its checkpoints by step, what killed saves left in it, how one is deleted, and what is noted of it."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from rescale_data.checkpoint.storage import locks
 from rescale_data.checkpoint.storage.commit import (
@@ -18,13 +22,14 @@ from rescale_data.checkpoint.storage.commit import (
     remove_leftovers,
 )
 from rescale_data.checkpoint.storage.lease import STEP, is_read
-from rescale_data.checkpoint.storage.manifest import MANIFEST, METADATA, read_manifest
-from rescale_data.checkpoint.storage.pruned import remember
+from rescale_data.checkpoint.storage.manifest import MANIFEST, METADATA, Manifest, read_manifest
 from rescale_data.checkpoint.storage.store import Store, join, split
 
 logger = logging.getLogger(__name__)
 
 LOCK = ".writer.lock"
+PRUNED = ".pruned"
+"""Of notes of checkpoints that were deleted, for people: a small file each, so that two who delete at once lose none."""
 
 
 class RunFolder:
@@ -149,3 +154,43 @@ class RunFolder:
         # Let go by close, or with a manager that is dropped without.
         self._lock = weakref.finalize(self, locks.release, lock)
         return new
+
+
+def remember(store: Store, run: str, step: int, manifest: bytes) -> None:
+    """Note the checkpoint of ``step``, which is about to be deleted; never raises."""
+    try:
+        store.make_folder(join(run, PRUNED))
+        store.write(
+            join(run, PRUNED, f"step-{step}.json"), json.dumps(_note(step, Manifest.from_json(manifest))).encode()
+        )
+    except Exception as error:
+        logger.warning("step-%s of %s is deleted without a note of it: %s", step, run, error)
+
+
+def pruned(store: Store, run: str) -> list[dict[str, Any]]:
+    """What is known of deleted checkpoints, by step; the keys are those of `_note`.
+
+    Of one that is about to be deleted, or was saved again, there is a note beside it: whoever shows both leaves the note out.
+    """
+    known = _note(0, Manifest(save_id=""))
+
+    def read(name: str) -> dict[str, Any]:
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            note = json.loads(store.read(join(run, PRUNED, name)))
+            return {key: note[key] for key in known}
+        return {}
+
+    names = [name for name in store.names(join(run, PRUNED)) if name.endswith(".json")]
+    with ThreadPoolExecutor(16) as pool:
+        return sorted(filter(None, pool.map(read, names)), key=lambda note: note["step"])
+
+
+def _note(step: int, manifest: Manifest) -> dict[str, Any]:
+    return {
+        "step": step,
+        "bytes": manifest.num_bytes,
+        "created": manifest.created,
+        "pruned": time.time(),
+        "world_size": manifest.world_size,
+        "metrics": dict(manifest.metrics),
+    }

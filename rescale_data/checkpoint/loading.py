@@ -1,0 +1,201 @@
+"""Load a checkpoint into a state: checked first, then read, then taken over."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import StorageReader
+
+from rescale_data.checkpoint.devices import settle
+from rescale_data.checkpoint.entry import Entry
+from rescale_data.checkpoint.planner import (
+    KINDS,
+    CheckingLoadPlanner,
+    Misfits,
+    is_asked,
+    load_with,
+    of_all_ranks,
+    read_values,
+)
+from rescale_data.checkpoint.ranks import Ranks
+from rescale_data.checkpoint.state import State, entries_of, nested, refuse_unfit, value_at
+from rescale_data.checkpoint.storage.dcp import CheckpointReader, Saved
+from rescale_data.checkpoint.storage.open import ReplacedError, mapped_path, open_store, read_checkpoint
+from rescale_data.checkpoint.storage.store import StrPath
+from rescale_data.engine.state_paths import ROWS
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What ``load`` did not load.
+
+    Args:
+        missing: Names that the state asks for and the checkpoint does not hold: they keep their values.
+        unexpected: Names that the checkpoint holds beside those asked for, in what was loaded.
+        mismatched: Names in both with another shape, dtype or kind, and what does not fit of an optimizer (its name, or that of
+            its groups or of an entry): they keep their values.
+        not_asked: Top-level names of the checkpoint that the state does not mention.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from rescale_data import checkpoint
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     checkpoint.save(f"{folder}/step-1", {"a": torch.ones(2)})
+        ...     checkpoint.load(f"{folder}/step-1", {"a": torch.ones(2), "b": torch.ones(2)}, strict=False).missing
+        ('b',)
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[str, ...] = ()
+    not_asked: tuple[str, ...] = ()
+
+
+def load(
+    path: StrPath,
+    state: State,
+    *,
+    strict: bool = True,
+    checksums: bool = True,
+    trusted: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> LoadReport:
+    """Load the checkpoint at ``path`` into ``state``, with all ranks.
+
+    Modules, optimizers and tensors are loaded in place, a ``Stateful`` by its ``load_state_dict``, plain values are replaced in
+    the dict that holds them. Files and names are checked before anything is loaded. The sharding is that of ``state``,
+    whatever it was in the run that saved.
+
+    Args:
+        path: A checkpoint of ``save``, any DCP folder, or a local file that ``torch.save`` wrote.
+        state: As for ``save``. Names of the checkpoint that it leaves out are not loaded, and logged.
+        strict: False loads what fits and reports the rest; a ``Stateful``, or an optimizer's state of one parameter, that does
+            not fit whole is left as it is.
+        checksums: False compares the sizes of the files alone.
+        trusted: True runs code from the checkpoint where a value needs it: see the README of this module.
+        process_group: The ranks that load; default all.
+        storage_options: Passed on to fsspec.
+
+    Raises:
+        FileNotFoundError: no checkpoint at ``path``.
+        ValueError: files are damaged, a value needs code and ``trusted`` is False, or names, shapes or dtypes do not fit, or a
+            tensor is on the meta device, quantized,
+            sparse or nested; the message lists them all.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from rescale_data import checkpoint
+        >>> state = {"weight": torch.zeros(2)}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     checkpoint.save(f"{folder}/step-1", {"weight": torch.ones(2)})
+        ...     report = checkpoint.load(f"{folder}/step-1", state)
+        >>> state["weight"]
+        tensor([1., 1.])
+    """
+    ranks = Ranks(process_group)
+    store, folder = open_store(path, storage_options)
+    if ranks.on_first(lambda: store.is_file(folder)):
+        from rescale_data.checkpoint.convert.torch_save import map_file
+        from rescale_data.checkpoint.convert.values import ValuesReader
+
+        file = mapped_path(path)
+        return read(ValuesReader(lambda: map_file(file)), file, state, ranks, strict=strict, trusted=trusted)
+    return load_checked(
+        path, state, ranks, strict=strict, checksums=checksums, trusted=trusted, storage_options=storage_options
+    )
+
+
+def load_checked(path: StrPath, state: State, ranks: Ranks, *, strict: bool, trusted: bool, **how: Any) -> LoadReport:
+    """Load from a folder, as ``storage.open.opened`` opens it."""
+    return read_checkpoint(
+        path,
+        lambda reader: read(reader, reader.path, state, ranks, strict=strict, trusted=trusted),
+        ranks,
+        trusted=trusted,
+        **how,
+    )
+
+
+def read(reader: StorageReader, path: str, state: State, ranks: Ranks, *, strict: bool, trusted: bool) -> LoadReport:
+    """Load from a reader whose files are in order."""
+    entries = ranks.together(lambda: entries_of(state, ranks.rank))
+    planner = CheckingLoadPlanner(entries, trusted=trusted, doing=f"Loading {path}")
+    plain: dict[str, Any] = {}
+
+    def check() -> tuple[Misfits, set[str]]:
+        metadata = reader.read_metadata()
+        saved = Saved(metadata, lambda names: read_values(names, reader, trusted=trusted))
+        plain.update(nested([(entry.path, entry.placeholder(saved)) for entry in entries]))
+        refuse_unfit(plain)
+        return planner.check(plain, metadata), _not_asked(metadata, entries)
+
+    found = ranks.on_each(check)
+    metadata, misfits = reader.read_metadata(), of_all_ranks([of_rank for of_rank, _ in found])
+    not_asked = tuple(sorted(set.intersection(*(names for _, names in found))))
+    if strict and any(misfits.values()):
+        raise ValueError(_complaint(path, misfits, metadata))
+    if not_asked:
+        logger.info("%s also holds %s, which the state does not ask for.", path, ", ".join(not_asked))
+    load_with(planner, plain, reader, ranks)
+    if ranks.on_first(lambda: isinstance(reader, CheckpointReader) and reader.is_replaced()):
+        raise ReplacedError(f"{path} was replaced or deleted while it was read.")
+    skipped = planner.skipped()
+    ranks.on_each(lambda: [entry.apply(value_at(plain, entry.path)) for entry in entries if entry not in skipped])
+    settle(plain)
+    return LoadReport(**{kind: tuple(sorted(names)) for kind, names in misfits.items()}, not_asked=not_asked)
+
+
+def _not_asked(metadata: Metadata, entries: list[Entry]) -> set[str]:
+    asked = {entry.path[0] for entry in entries}
+    return {top_level(metadata, key) for key in metadata.state_dict_metadata if not is_asked(metadata, key, asked)}
+
+
+def top_level(metadata: Metadata, key: str) -> str:
+    """The name in the saved state that a flattened name is under."""
+    return str((metadata.planner_data or {}).get(key, (key,))[0])
+
+
+def _complaint(path: str, misfits: Misfits, metadata: Metadata) -> str:
+    lines = [f"{KINDS[kind]}: {n}, {what}" for kind, names in misfits.items() for n, what in sorted(names.items())]
+    listed = "\n  ".join(lines)
+    return (
+        f"The checkpoint {path} does not fit the state; nothing was loaded:\n  {listed}\n"
+        f"The checkpoint holds {_summary(metadata)}.\n"
+        f"Build the state as in the run that saved, or pass strict=False to load what fits.{_hint(misfits)}"
+    )
+
+
+def _hint(misfits: Misfits) -> str:
+    """Where the sources of a mixture have changed, or a wrapper of a module has put a part into the names on one side."""
+    tables = [name for name in {**misfits["missing"], **misfits["mismatched"]} if name.endswith(f".shards.{ROWS}")]
+    if tables:
+        return (
+            f" {tables[0]} is a mixture of other sources, or saved by an older release: load without that loader, and give it "
+            f"to rescale_data.load_changed(path, loader)."
+        )
+    asked, saved = misfits["missing"].keys(), misfits["unexpected"].keys()
+    parts = {part for name in {*asked, *saved} for part in name.split(".") if part.startswith("_")}
+    odd = sorted(part for part in parts if {_without(part, n) for n in asked} & {_without(part, n) for n in saved})
+    return f" A wrapper has put {odd[0]} into names: put the module that it wraps into the state." if odd else ""
+
+
+def _without(part: str, name: str) -> str:
+    return ".".join(other for other in name.split(".") if other != part)
+
+
+def _summary(metadata: Metadata) -> str:
+    counts: dict[str, int] = {}
+    for key in metadata.state_dict_metadata:
+        name = top_level(metadata, key)
+        counts[name] = counts.get(name, 0) + 1
+    return ", ".join(f"{name!r} ({count} values)" for name, count in sorted(counts.items())) or "nothing"

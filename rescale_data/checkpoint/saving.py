@@ -1,0 +1,131 @@
+"""Save a state as one DCP checkpoint that exists wholly or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Mapping, Set
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
+
+from rescale_data.checkpoint.planner import CheckpointSavePlanner
+from rescale_data.checkpoint.rank_values import refuse_disagreement
+from rescale_data.checkpoint.ranks import Ranks, clear_error, quiet
+from rescale_data.checkpoint.state import State, entries_of, loose_names, plain_of
+from rescale_data.checkpoint.storage.commit import Workspace, abandon, prepare
+from rescale_data.checkpoint.storage.dcp import CheckpointWriter
+from rescale_data.checkpoint.storage.manifest import Manifest, checked_metrics
+from rescale_data.checkpoint.storage.open import open_store
+from rescale_data.checkpoint.storage.store import Store, StrPath
+from rescale_data.checkpoint.tree import lost_in_names
+
+
+def save(
+    path: StrPath,
+    state: State,
+    *,
+    overwrite: bool = False,
+    step: int | None = None,
+    metrics: Mapping[str, float] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> None:
+    """Save ``state`` at ``path``, with all ranks, and return when it is committed.
+
+    The folder is a plain DCP checkpoint that ``torch.distributed.checkpoint.load`` reads, and ``rescale_data.json``, which
+    lists every file with its size and checksum. Until the last step nothing is seen at ``path``: a save that fails or is
+    killed leaves what was there.
+
+    Args:
+        path: A local folder that does not exist yet, or a URL that fsspec knows (``s3://bucket/run/step-100``).
+        state: Names to modules, optimizers (with their model), anything ``Stateful``, tensors, plain values, and
+            dicts of these.
+        overwrite: Replace a checkpoint at ``path``.
+        step: Of the trainer, for the manifest.
+        metrics: Numbers for the manifest.
+        process_group: The ranks that save; default all.
+        storage_options: Passed on to fsspec.
+
+    Raises:
+        TypeError: ``state`` holds what has no place in a checkpoint.
+        ValueError: ``path`` is taken, ranks differ in it, in ``step`` or in a value that is not ``PerRank``, an optimizer's
+            parameters are in no module of ``state``, or a tensor is on the meta device, quantized, sparse or nested.
+        OSError: disk full, no permission; the message says what to do.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from rescale_data import checkpoint
+        >>> model = torch.nn.Linear(2, 1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     checkpoint.save(f"{folder}/step-1", {"model": model, "lr": 0.1}, step=1)
+        ...     checkpoint.verify(f"{folder}/step-1")
+        []
+    """
+    ranks = Ranks(process_group)
+    store, final = open_store(path, storage_options, to_write=True)
+    checked = ranks.together(lambda: checked_metrics(metrics))
+    plain, loose = plain_state(state, ranks)
+    write(store, final, plain, ranks, loose, overwrite=overwrite, step=step, metrics=checked)
+
+
+def plain_state(state: State, ranks: Ranks) -> tuple[dict[str, Any], set[str]]:
+    """What DCP saves of ``state``, and the names in it that may differ between ranks. Its tensors may be the live ones.
+
+    An error of one rank is raised on all.
+    """
+    # Twice: sharded modules have collectives in their plain(), which all ranks must reach or none.
+    entries = ranks.together(lambda: entries_of(state, ranks.rank))
+    return ranks.together(lambda: plain_of(entries)), loose_names(entries)
+
+
+def write(
+    store: Store,
+    final: str,
+    plain: dict[str, Any],
+    ranks: Ranks,
+    loose: Set[str] = frozenset(),
+    *,
+    overwrite: bool = False,
+    step: int | None = None,
+    metrics: Mapping[str, float] | None = None,
+) -> None:
+    """Write and commit, or remove what was written and raise why."""
+    workspace = _begin(store, final, ranks, overwrite, step)
+    save_id, lost = workspace.save_id, lost_in_names(plain)
+    manifest = Manifest(save_id=save_id, world_size=ranks.size, step=step, metrics=metrics or {}, lost=lost)
+    try:
+        refuse_disagreement(plain, loose, ranks)
+        with quiet(ranks):
+            save_state(
+                plain,
+                storage_writer=CheckpointWriter(store, workspace, manifest),
+                planner=CheckpointSavePlanner(),
+                process_group=ranks.group,
+                no_dist=not ranks.distributed,
+            )
+    except BaseException as error:
+        if ranks.is_first:
+            with contextlib.suppress(Exception):
+                abandon(store, workspace)
+        raise clear_error(error, f"Saving {final}") from error
+
+
+def _begin(store: Store, final: str, ranks: Ranks, overwrite: bool, step: int | None) -> Workspace:
+    """The workspace of one save, the same on all ranks."""
+    own = f"{final}{' (overwrite)' * overwrite}{'' if step is None else f' of step {step}'}"
+    others = ranks.on_each(lambda: own)
+    if len(set(others)) > 1:
+        said = ", ".join(sorted(set(others))[:4])
+        raise ValueError(f"All ranks save one checkpoint, and they name {len(set(others))}: {said}. Give all the same.")
+    try:
+        return ranks.on_first(lambda: prepare(store, final, uuid.uuid4().hex, overwrite=overwrite))
+    except OSError as error:
+        raise clear_error(error, f"Saving {final}") from error
+
+
+def save_alone(path: StrPath, plain: dict[str, Any], storage_options: Mapping[str, Any] | None) -> None:
+    """Save plain values and tensors from this process, whatever process groups there are."""
+    write(*open_store(path, storage_options, to_write=True), plain, Ranks.alone())
