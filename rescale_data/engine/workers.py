@@ -27,7 +27,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from rescale_data.engine.board import Board
-from rescale_data.engine.feed import Collate, Leg, MicroBatch, make
+from rescale_data.engine.feed import Collate, Feed, Leg, MicroBatch, make
 from rescale_data.engine.message import Inbox, Message, Part, Slabs
 from rescale_data.engine.processes import (
     LOOK_SECONDS,
@@ -199,7 +199,7 @@ class Commands(Sampler[Any]):
             slab = (slab + 1) % self._num_slabs
 
 
-class Pool:
+class Pool(Feed):
     """Makes micro batches in K worker processes.
 
     Args:
@@ -300,8 +300,6 @@ class Pool:
             or "which does not say what it is about: it is starting, has ended, or is stopped"
         )
         return f"waiting for worker {self._due}, {what}"
-
-    def stop(self) -> None: ...
 
     def close(self) -> None:
         """Stop the worker processes; what they have counted is this process's from here on."""
