@@ -79,10 +79,6 @@ class LookAhead:
         """Whether the trainer has the last batch of its epoch, and has not seen the end."""
         return self._at.ended
 
-    def is_over(self) -> bool:
-        """Whether no batch is left in the trainer's epoch."""
-        return not self._in_hand and (self.ended or self._reading.is_over())
-
     def standing(self) -> Position:
         """Where the trainer is."""
         return self._at.position
