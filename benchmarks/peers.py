@@ -6,6 +6,7 @@ others shuffle rows that were packed before.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -167,8 +168,7 @@ def _tokens_of(path: str) -> Iterator[torch.Tensor]:
 
 
 def mosaic_loader(corpus: Corpus, num_workers: int = 0) -> Any:
-    import streaming
-
+    streaming = _streaming()
     folder = corpus.folder / "mds"
     if not folder.exists():
         with streaming.MDSWriter(out=str(folder), columns={"tokens": f"ndarray:uint16:{SEQ_LEN}"}) as writer:
@@ -178,6 +178,22 @@ def mosaic_loader(corpus: Corpus, num_workers: int = 0) -> Any:
     return streaming.StreamingDataLoader(
         dataset, batch_size=MICRO_BATCH, num_workers=num_workers, drop_last=True, collate_fn=_stacked
     )
+
+
+def _streaming() -> Any:
+    """Mosaic Streaming imports torchvision, of which PyPI has only the build for CUDA: beside a torch for the CPU that finds
+    no operators of its own, and raises. Nothing here calls one, so that their names are enough."""
+    try:
+        return importlib.import_module("streaming")
+    except RuntimeError:
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor boxes, Tensor scores, float threshold) -> Tensor")
+        _declared.append(library)
+        return importlib.import_module("streaming")
+
+
+_declared: list[Any] = []  # a library takes its operators with it
 
 
 def _stacked(samples: list[Any]) -> torch.Tensor:

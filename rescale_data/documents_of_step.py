@@ -31,8 +31,8 @@ def step_documents(loader: DataLoader, step: int) -> list[list[str]]:
         >>> rd.step_documents(loader, 1)
         [['synthetic: synthetic row 12'], ['synthetic: synthetic row 47']]
     """
-    whole, clock = loader.setup.layout.global_batch_size, loader.stream.clock
-    begun = (clock.samples - clock.origin) % whole
+    whole = loader.setup.layout.global_batch_size
+    begun = loader.stream.clock.begun(whole)
     if step < loader.step + (begun > 0):
         raise ValueError(
             f"The loader is at step {loader.step}, past step {step}. Load an older checkpoint, or build a new loader to begin "

@@ -79,10 +79,6 @@ class LookAhead:
         """Whether the trainer has the last batch of its epoch, and has not seen the end."""
         return self._at.ended
 
-    def is_over(self) -> bool:
-        """Whether no batch is left in the trainer's epoch."""
-        return not self._in_hand and (self.ended or self._reading.is_over())
-
     def standing(self) -> Position:
         """Where the trainer is."""
         return self._at.position
@@ -102,6 +98,8 @@ class LookAhead:
         new: list[Any] = []
         while self._failure is None and len(self._in_hand) < self._num_batches:
             try:
+                if self._batches is None:
+                    self._batches = iter(self._reading)
                 batch = next(self._batches)
             except StopIteration:
                 if not self._in_hand:
@@ -171,7 +169,7 @@ class LookAhead:
         """Have the loader stand where the trainer does, and go on from there."""
         if self._in_hand or self.epoch != self._reading.epoch:
             self.load_state_dict(self.state_dict())
-            self._batches = iter(self._reading)
+            self._batches = None  # `iter` would leave out steps by the old global batch
 
     def start(self) -> None:
         """As `DataLoader.start`."""
@@ -193,7 +191,9 @@ class LookAhead:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As `DataLoader.load_state_dict`; what is in hand is forgotten."""
+        at, stream = self._at.position, self.stream
         self._reading.load_state_dict(state)
+        stream.dropped_samples, stream.padded_samples = at.dropped_samples, at.padded_samples  # not those read ahead
         self._forget()
 
     def reset(self) -> None:
@@ -203,7 +203,7 @@ class LookAhead:
 
     def _forget(self) -> None:
         self._in_hand: deque[_Read] = deque()
-        self._batches: Iterator[Any] = iter(())
+        self._batches: Iterator[Any] | None = iter(())  # `None`: goes on in this epoch
         self._failure: Exception | None = None
         self._at = self._read()
 

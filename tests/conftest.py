@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; child
 
 from hypothesis import settings
 
-from rescale_data.engine.workers import PRELOAD
+from rescale_data.engine.processes import PRELOAD
 
 settings.register_profile("reproducible", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=1000)  # pytest --hypothesis-profile=explore

@@ -95,6 +95,7 @@ def test_a_ramp_and_steps_left_out_hold_from_where_the_trainer_is(
             else:
                 loader.set_global_batch_size(size)
         assert ahead.step == plain.step
+        assert ahead.progress()["dropped_samples"] == plain.progress()["dropped_samples"]
         assert ahead.state_dict()["pipeline"] == plain.state_dict()["pipeline"]
         for field, table in plain.state_dict()["shards"].items():
             assert torch.equal(ahead.state_dict()["shards"][field], table), field

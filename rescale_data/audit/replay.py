@@ -171,8 +171,7 @@ def _without_history(pipeline: str) -> str:
 
 def _begun(reading: Reading) -> int:
     """Samples of all ranks in a step that is not complete."""
-    clock = reading.stream.clock
-    return (clock.samples - clock.origin) % reading.setup.layout.global_batch_size
+    return reading.stream.clock.begun(reading.setup.layout.global_batch_size)
 
 
 def _skip(reading: Reading, step: int, until: int) -> None:

@@ -15,12 +15,13 @@ class Ahead:
 
     Attributes:
         made: Oldest first; whoever takes one takes it from here.
+        is_started: Whether the feed has begun.
     """
 
     def __init__(self, feed: Feed) -> None:
         self.feed = feed
         self.made: deque[MicroBatch] = deque()
-        self._is_started = self._is_exhausted = False
+        self.is_started = self._is_exhausted = False
 
     def copy(self) -> Ahead:
         copied = object.__new__(Ahead)
@@ -29,9 +30,9 @@ class Ahead:
 
     def start(self, leg: Leg, table: Ints, u: int) -> None:
         """Let the feed begin with a micro batch, if it has not begun."""
-        if not self._is_started:
+        if not self.is_started:
             self.feed.start(leg, table, u)
-            self._is_started = True
+            self.is_started = True
 
     def make(self, count: int, ranks: Ranks) -> int:
         """Have so many in hand, if no shard ends before; how many there are."""
@@ -50,7 +51,7 @@ class Ahead:
         """No more is made until `start`."""
         self.feed.stop()
         self.made = deque()
-        self._is_started = self._is_exhausted = False
+        self.is_started = self._is_exhausted = False
 
     def progress(self) -> dict[str, float]:
         made = self.feed.progress()

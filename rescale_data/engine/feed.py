@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Container
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -82,35 +83,33 @@ class Leg:
         return BalancedTurns(self.layout, self.rank, table[:, SAMPLES])
 
 
-class Feed(Protocol):
+class Feed(ABC):
     """Makes the micro batches of a leg in order."""
 
-    @property
-    def is_ahead(self) -> bool:
-        """Whether it makes them in the background, from `start` on."""
-        ...
+    is_ahead = False
+    """Whether it makes them in the background, from `start` on."""
 
+    @abstractmethod
     def start(self, leg: Leg, table: Ints, first: int) -> None:
         """Go on in a leg with micro batch ``first`` at the positions of ``table``; forget what was made before."""
-        ...
 
+    @abstractmethod
     def take(self) -> MicroBatch:
         """The next micro batch of the leg; `Exhausted` where a shard has no sample left for it. Not asked beyond `stop`."""
-        ...
 
     def progress(self) -> dict[str, float]:
         """What was read and made so far, for a logger."""
-        ...
+        return {}
 
     def doing(self) -> str:
         """What is waited for, where other processes make the batches."""
-        ...
+        return ""
 
-    def stop(self) -> None:
+    def stop(self) -> None:  # noqa: B027 - where nothing is made ahead there is nothing to stop
         """Make no more in this process, whose runner and sources are the caller's from here on; `start` goes on."""
-        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027
+        """Stop the processes or the thread; `start` goes on."""
 
 
 def make(runner: Runner, turns: Turns, collate: Collate | None, u: int, *, pads: bool = False) -> MicroBatch:
@@ -122,10 +121,8 @@ def make(runner: Runner, turns: Turns, collate: Collate | None, u: int, *, pads:
     return MicroBatch(batch, turn.index, rows, turn.shards, num_real)
 
 
-class InProcess:
+class InProcess(Feed):
     """Makes each micro batch when it is asked for, in the trainer's process."""
-
-    is_ahead = False
 
     def __init__(self, runner: Runner, collate: Collate | None, *, pin_memory: bool = False) -> None:
         self._runner, self._collate, self._pin = runner, collate, pin_memory
@@ -151,16 +148,11 @@ class InProcess:
     def progress(self) -> dict[str, float]:
         return {"batches_ready": 0.0, **told(counts().values)}
 
-    def doing(self) -> str:
-        return ""
-
-    def stop(self) -> None: ...
-
     def close(self) -> None:
         self._turns = None
 
 
-class InThread:
+class InThread(Feed):
     """What a feed makes, in a thread and ahead of who takes it; an error is raised where its micro batch is due.
 
     Between `start` and `stop` the feed is the thread's. What ranks do together stays with who takes.
@@ -221,10 +213,8 @@ class InThread:
         return made if self._then is None else made._replace(batch=self._then(made.batch))
 
 
-class Traced:
+class Traced(Feed):
     """In place of samples, where they come from: of those of some shards (`Runner.trace`)."""
-
-    is_ahead = False
 
     def __init__(self, runner: Runner, shards: Container[int]) -> None:
         self._runner, self.shards = runner, shards
@@ -238,13 +228,3 @@ class Traced:
         lines, rows = self._runner.trace(turn, self.shards)
         self._u += 1
         return MicroBatch(lines, turn.index, rows, turn.shards, sum(turn.is_real))
-
-    def progress(self) -> dict[str, float]:
-        return {}
-
-    def doing(self) -> str:
-        return ""
-
-    def stop(self) -> None: ...
-
-    def close(self) -> None: ...

@@ -25,6 +25,8 @@ _logger = logging.getLogger("rescale_data")
 _RESTART = "State that was saved is whole; restart from it."
 _CALL_ON_ALL = "A state is made by all dp ranks together: call it on every rank, before `if rank == 0`."
 
+_FREE = contextlib.nullcontext()
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -73,7 +75,7 @@ class Ranks:
 
     def reading(self) -> contextlib.AbstractContextManager[None]:
         """While this rank reads, others may wait for it: that time does not count."""
-        return contextlib.nullcontext() if self.circle is None else self.circle.roll_call.reading()
+        return _FREE if self.circle is None else self.circle.roll_call.reading()
 
     def merge(self, table: Ints, owner: Ints) -> Ints:
         """The table with each row as the rank has it that owns it (collective); where there is but one rank, the table itself.

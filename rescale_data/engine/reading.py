@@ -107,8 +107,7 @@ class Reading:
     @property
     def _begun(self) -> int:
         """Micro batches that have been taken of a step that is not complete."""
-        clock, layout = self.stream.clock, self.setup.layout
-        return (clock.samples - clock.origin) % layout.global_batch_size // layout.micro_step_samples
+        return self.stream.u % self.setup.layout.gradient_accumulation_steps
 
     def _known(self, num_batches: int | None) -> int:
         if num_batches is None:

@@ -64,8 +64,8 @@ def _world_size(where: Mapping[str, Any]) -> int | None:
 
 def require_step_boundary(reading: Reading) -> None:
     """``ValueError`` within a global batch, which other ranks could not complete."""
-    clock, layout = reading.stream.clock, reading.setup.layout
-    begun = (clock.samples - clock.origin) % layout.global_batch_size
+    layout = reading.setup.layout
+    begun = reading.stream.clock.begun(layout.global_batch_size)
     if begun:
         raise ValueError(
             f"rescale() after {begun} of the {layout.global_batch_size} samples of a step: call it when all "

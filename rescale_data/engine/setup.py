@@ -16,7 +16,7 @@ from rescale_data.engine.ranks import Ranks
 from rescale_data.engine.recipe import Pipeline, Recipe, Schema
 from rescale_data.errors import int_or_none, require_bool, require_int
 from rescale_data.layout.layout import Layout, default_num_logical_shards
-from rescale_data.nodes.reader import Reader
+from rescale_data.nodes.reader import Reader, warn_if_small
 from rescale_data.nodes.shard_of import find_shard
 from rescale_data.sources.decoded.interest import warn_if_thrashing
 
@@ -201,6 +201,7 @@ def _check_shards(setup: Setup) -> None:
     """Refuse shards that begin in different states; warn of sources opened for each shard, or larger than the cache."""
     layout, sources = setup.layout, setup.schema.sources()
     readers = [node for _, node in setup.schema.root.walk() if isinstance(node, Reader)]
+    warn_if_small(readers)
     in_step = [reader.source for reader in readers if reader.rows.steps]
     # of those in step all shards read the same fragment at the same time
     apart = {id(source): source for source in sources.values() if source not in in_step}

@@ -14,17 +14,12 @@ state.
 from __future__ import annotations
 
 import math
-import multiprocessing
-import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -32,8 +27,17 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from rescale_data.engine.board import Board
-from rescale_data.engine.feed import Collate, Leg, MicroBatch, make
+from rescale_data.engine.feed import Collate, Feed, Leg, MicroBatch, make
 from rescale_data.engine.message import Inbox, Message, Part, Slabs
+from rescale_data.engine.processes import (
+    LOOK_SECONDS,
+    begin_worker,
+    context_of,
+    is_death,
+    is_timeout,
+    patiently,
+    require_pickle,
+)
 from rescale_data.engine.recipe import Recipe, Schema
 from rescale_data.engine.runner import Exhausted, Runner
 from rescale_data.engine.watch import Watch, describe
@@ -44,15 +48,6 @@ from rescale_data.state import Ints
 _MESSAGE_BYTES = 4 * 2**20  # enough to make what a message costs small, little enough to keep few in flight
 _MESSAGE_SECONDS = 0.05
 _MESSAGE_LIMIT = 64
-_LOOK_SECONDS = 1.0  # so often is looked whether workers live
-
-
-PRELOAD = ["rescale_data.engine.workers"]
-"""What the fork server imports, once, before it forks the first worker: whatever all workers need, and no data."""
-_OF_PIPELINES = (
-    "rescale_data.nodes.",
-    "rescale_data.sources.",
-)  # of these, what the trainer has: pyarrow is half a second
 
 
 @dataclass(frozen=True)
@@ -204,7 +199,7 @@ class Commands(Sampler[Any]):
             slab = (slab + 1) % self._num_slabs
 
 
-class Pool:
+class Pool(Feed):
     """Makes micro batches in K worker processes.
 
     Args:
@@ -243,9 +238,9 @@ class Pool:
         self._commands = Commands(num_workers, prefetch_factor)
         # Without a generator of its own torch seeds workers with a number that it draws from the trainer's.
         generator = torch.Generator().manual_seed(torch.initial_seed())
-        start_method = _context(context)
+        start_method = context_of(context)
         self.forks = start_method.get_start_method() == "fork"
-        self._timeout, self._num_looks = timeout, math.ceil(timeout / _LOOK_SECONDS)
+        self._timeout, self._num_looks = timeout, math.ceil(timeout / LOOK_SECONDS)
         self._new_loader: Callable[[], DataLoader[Any]] = lambda: DataLoader(
             worker,
             batch_size=None,
@@ -257,7 +252,7 @@ class Pool:
             multiprocessing_context=start_method,
             timeout=timeout / self._num_looks,
             generator=generator,
-            worker_init_fn=partial(_begin_worker, init_fn),
+            worker_init_fn=partial(begin_worker, init_fn),
         )
         self._loader: DataLoader[Any] | None = None
         self._pin = pin_memory
@@ -271,19 +266,19 @@ class Pool:
             self._worker.board = self._board
             self._loader = self._new_loader()
         self._inboxes = [Inbox(self._pin) for _ in range(self._k)]
-        self._made = self._receive(_patiently(iter(self._loader), self._num_looks))
+        self._made = self._receive(patiently(iter(self._loader), self._num_looks))
 
     def take(self) -> MicroBatch:
         try:
             micro_batch = next(self._made, None)
         except Exception as error:
             self.close()  # torch's workers do not go on after an error: the next leg starts new ones
-            if _is_timeout(error):
+            if is_timeout(error):
                 raise TimeoutError(
                     f"Worker processes made no batch within timeout={self._timeout:g} s. Give a longer one to DataLoader, or "
                     f"look for what the pipeline waits for."
                 ) from error
-            if not _is_death(error):
+            if not is_death(error):
                 raise
             raise RuntimeError(
                 f"A worker process exited unexpectedly ({error}). If none ever started, the script needs an `if __name__ == "
@@ -305,8 +300,6 @@ class Pool:
             or "which does not say what it is about: it is starting, has ended, or is stopped"
         )
         return f"waiting for worker {self._due}, {what}"
-
-    def stop(self) -> None: ...
 
     def close(self) -> None:
         """Stop the worker processes; what they have counted is this process's from here on."""
@@ -344,92 +337,6 @@ class Pool:
         by_time = int(_MESSAGE_SECONDS * len(parts) / max(made.seconds, 1e-6))
         self._commands.per_message = max(1, min(by_size, by_time, _MESSAGE_LIMIT))
         return self._inboxes[worker].open(made.message)
-
-
-def _context(given: str | BaseContext) -> BaseContext:
-    known = multiprocessing.get_all_start_methods()
-    if isinstance(given, str) and given not in known:
-        raise ValueError(f"multiprocessing_context={given!r}: give one of {known}, or a multiprocessing context.")
-    if given == "forkserver":
-        loaded = sorted(name for name in sys.modules if name.startswith(_OF_PIPELINES))
-        multiprocessing.set_forkserver_preload([*PRELOAD, *loaded, "__main__"])  # of no effect where the server runs
-    return multiprocessing.get_context(given) if isinstance(given, str) else given
-
-
-def _begin_worker(init_fn: Callable[[int], object] | None, number: int) -> None:
-    """In a worker, before all else: end when the trainer's process has ended, however it did; then what the user wants.
-
-    Torch's own look is for the process that forked the worker: the fork server, which for its part lives while workers do.
-    """
-    trainer = multiprocessing.parent_process()
-    if trainer is not None:
-        threading.Thread(target=_end_after, args=(trainer,), daemon=True).start()
-    if init_fn is not None:
-        init_fn(number)
-
-
-def _end_after(trainer: Any) -> None:
-    while not wait([trainer.sentinel], _LOOK_SECONDS) and _lives(trainer.pid):
-        pass
-    os._exit(1)
-
-
-def _lives(pid: int) -> bool:
-    """Processes that the trainer forked may hold its end of the sentinel open."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def require_pickle(worker: Worker, **given: object) -> None:
-    """``TypeError`` where workers could not be given the pipeline and the functions, naming the cures."""
-    cures = (
-        "Make the pipeline a module-level function, functools.partial(pipeline, source) of one, guard the script with "
-        "`if __name__ == '__main__':`, or use num_workers=0, which gives the same batches wherever the case is aligned."
-    )
-    try:
-        ForkingPickler.dumps((worker, given))
-    except Exception as error:
-        raise TypeError(
-            f"With num_workers > 0 the {', '.join(given)} must pickle, and do not: {error}. {cures}"
-        ) from error
-    for name, value in given.items():
-        if getattr(value, "__module__", None) == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
-            raise TypeError(f"Worker processes cannot import the {name} from an interactive session. {cures}")
-
-
-def _patiently(answers: Iterator[Any], num_looks: int) -> Iterator[Any]:
-    """Torch's answers, each asked for again when its timeout ends: only then torch looks whether the workers live.
-
-    It would hear of a child process that dies, but workers are children of a fork server.
-    """
-    looks = 0
-    while True:
-        try:
-            answer = next(answers)
-        except StopIteration:
-            return
-        except RuntimeError as error:
-            looks += 1
-            if looks == num_looks or not _is_timeout(error):
-                raise
-        else:
-            looks = 0
-            yield answer
-
-
-def _is_timeout(error: Exception) -> bool:
-    return "DataLoader timed out" in str(error)
-
-
-def _is_death(error: Exception) -> bool:
-    """Whether a worker is gone. Torch says so, unless it was about to fetch the memory of a message from that worker."""
-    raised_in_worker = "in DataLoader worker process" in str(error)
-    return "exited unexpectedly" in str(error) or (
-        isinstance(error, ConnectionError | EOFError | FileNotFoundError) and not raised_in_worker
-    )
 
 
 def _nothing(text: str) -> None:

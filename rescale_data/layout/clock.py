@@ -33,13 +33,17 @@ class Clock:
         """Whole global batches delivered."""
         return self.step + (self.samples - self.origin) // global_batch_size
 
+    def begun(self, global_batch_size: int) -> int:
+        """Samples of all ranks in a step that is not complete."""
+        return (self.samples - self.origin) % global_batch_size
+
     def later(self, num_micro_batches: int, layout: Layout) -> Clock:
         samples = self.samples + num_micro_batches * layout.micro_step_samples
         return replace(self, samples=samples, in_step=self.in_step and not num_micro_batches)
 
     def restarted(self, global_batch_size: int) -> Clock:
         """The same moment, from which steps are counted anew."""
-        in_step = self.in_step or (self.samples - self.origin) % global_batch_size > 0
+        in_step = self.in_step or self.begun(global_batch_size) > 0
         return replace(self, origin=self.samples, step=self.global_step(global_batch_size), in_step=in_step)
 
     def next_epoch(self, global_batch_size: int) -> Clock:
@@ -52,5 +56,5 @@ class Clock:
             saved: O, W and b of the save.
         """
         now = (layout.global_batch_size, layout.dp_world_size, layout.micro_batch_size)
-        at_step = (self.samples - self.origin) % saved[0] == 0 and saved[0] == now[0]
+        at_step = not self.begun(saved[0]) and saved[0] == now[0]
         return self if at_step or saved == now else self.restarted(saved[0])

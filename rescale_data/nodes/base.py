@@ -31,6 +31,7 @@ from torchdata.nodes import (
 )
 
 from rescale_data.nodes.reading.documents import Documents
+from rescale_data.nodes.reading.texts import Texts
 from rescale_data.nodes.tray import Columns, Tray
 from rescale_data.shard import Shard
 from rescale_data.sources.source import Described
@@ -311,6 +312,11 @@ class Node(BaseNode[T]):
         It moves this node neither now nor later: it reads from positions that its caller keeps. A node over others that hand
         over documents can do so as well: it picks and cuts the `Spans` of its children, which are arrays of numbers.
         """
+        del column
+        return None
+
+    def texts(self, column: str) -> Texts | None:
+        """A column of strings of this node's samples, to be read many at a time; `None` where that is not possible."""
         del column
         return None
 

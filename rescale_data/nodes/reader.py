@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,12 +21,21 @@ from rescale_data.nodes.reading.rows import DEFAULT_WINDOW, Plan, ShardRows, che
 from rescale_data.nodes.reading.rows import View as SourceView
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.nodes.reading.spans import Moves
+from rescale_data.nodes.reading.texts import RowTexts, Texts
 from rescale_data.shard import Shard
 from rescale_data.sources.dataset import MapStyle, as_source
 from rescale_data.sources.decoded.cache import follows, owner_of
 from rescale_data.sources.decoded.interest import shards_of
 from rescale_data.sources.decoded.pieces import AheadSource, PieceSource
-from rescale_data.sources.source import BatchSource, ColumnSource, CountedSource, GrowingSource, Source, TokenSource
+from rescale_data.sources.source import (
+    BatchSource,
+    ColumnSource,
+    CountedSource,
+    GrowingSource,
+    Source,
+    TextSource,
+    TokenSource,
+)
 from rescale_data.state import Field, Ints
 
 __all__ = ["DEFAULT_WINDOW", "Reader"]
@@ -113,7 +122,6 @@ class Reader(Node[Any]):
         if follows(source, AheadSource) and source.reads_ahead and self.source.fragments is not None:
             self._fetching = Fetching(source, self.source.fragments, owner_of(source), self.rows.width)
         self._pieces = _pieces(self.source)
-        _warn_if_small(self.source, shard)
         if shard.verify:
             self._proof = self._new_proof()
 
@@ -234,6 +242,11 @@ class Reader(Node[Any]):
         self._column = column
         num_bytes = block_bytes(self.source.cache_bytes, self.shard.num_logical_shards)
         return FragmentDocuments(self.source, column, self, num_bytes)
+
+    def texts(self, column: str) -> Texts | None:
+        if self._guard.skips or self.provenance or not follows(self.source, TextSource):
+            return None
+        return RowTexts(self.source, column, self)
 
     def yields_only(self, column: str) -> bool:
         return follows(self.source, ColumnSource) and self.source.columns == [column] and not self.provenance
@@ -360,17 +373,23 @@ def _pieces(source: Source) -> PieceSource | None:
     return source if follows(source, PieceSource) else None
 
 
-def _warn_if_small(source: Source, shard: Shard) -> None:
-    """Say once that what a logical shard reads together is little, or nothing in most epochs."""
-    rows, num_shards = source.num_rows, shard.num_logical_shards
-    enough = _EVEN_ROWS if rows % num_shards else _FEW_ROWS
-    if not shard.repeat or rows >= enough * num_shards or owner_of(source) in _warned:
+def warn_if_small(readers: Iterable[Reader]) -> None:
+    """Say once that what a logical shard reads together is little, or nothing in most epochs: of all such sources at once."""
+    small = [each for each in readers if each.repeat and _is_small(each) and owner_of(each.source) not in _warned]
+    if not small:
         return
-    _warned.add(owner_of(source))
+    _warned.update(owner_of(each.source) for each in small)
+    least = min(small, key=lambda each: each.source.num_rows)
+    name, rows, num_shards = least.source.name, least.source.num_rows, least.shard.num_logical_shards
     _log.warning(
         "%s has %d rows for %d logical shards, %.2f each: neighbours in a logical shard are few to shuffle, and where a shard "
         "has none in an epoch it goes on to the next. An endless stream (repeat=True) draws as much from a shard with %d rows "
         "as from one with %d. Give num_logical_shards=%d or less, more data, or repeat=False, where each epoch is whole.",
-        source.name, rows, num_shards, rows / num_shards, rows // num_shards, -(-rows // num_shards),
-        max(1, rows // _EVEN_ROWS),
+        name if len(small) == 1 else f"{name}, the smallest of {len(small)} small sources,", rows, num_shards,
+        rows / num_shards, rows // num_shards, -(-rows // num_shards), max(1, rows // _EVEN_ROWS),
     )  # fmt: skip
+
+
+def _is_small(reader: Reader) -> bool:
+    rows, num_shards = reader.source.num_rows, reader.shard.num_logical_shards
+    return rows < (_EVEN_ROWS if rows % num_shards else _FEW_ROWS) * num_shards

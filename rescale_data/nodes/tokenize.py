@@ -20,7 +20,7 @@ from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.counted import epoch_end_of_source
 from rescale_data.nodes.guard import OnError, guard_of
 from rescale_data.nodes.reading.documents import Documents
-from rescale_data.nodes.tokenized import TokenizedDocuments
+from rescale_data.nodes.tokenized import FIRST_TEXTS, TokenizedDocuments
 from rescale_data.sources.decoded.cache import cache, owner_of
 from rescale_data.state import Field, Ints
 
@@ -32,7 +32,6 @@ _BYTES_OF_A_SAMPLE = 512
 _log = logging.getLogger("rescale_data")
 
 _PROBE = ["Tokens of 2 texts, to know a tokenizer by: naïve façade, 東京, x = [1.5e-3];\n\t", " 'a' \"b\" <c/> #d"]
-_FIRST_TEXTS = 4
 
 
 class _Mark(Enum):
@@ -113,7 +112,7 @@ class Tokenize(Node[dict[str, Any]]):
     def seek(self) -> None:
         self._bookmark = self.bookmark("source")
         self._at = -1  # in the cached batch; -1 before there is one
-        self._num_texts = min(_FIRST_TEXTS, self.batch_size)  # of the next one
+        self._num_texts = FIRST_TEXTS  # of the next one
         self._over = False
 
     def next(self) -> dict[str, Any]:
@@ -179,9 +178,9 @@ class Tokenize(Node[dict[str, Any]]):
             return None
         for node in nodes:
             node.reread = True
-        return TokenizedDocuments(self)
+        return TokenizedDocuments(self, self._source.texts(self.column))
 
-    def texts(self, most: int) -> list[tuple[Tokens, View]]:
+    def next_texts(self, most: int) -> list[tuple[Tokens, View]]:
         """Tokens of the next texts, and the position behind each, to which this moves; none at the end of the epoch."""
         found: list[tuple[Tokens, View]] = []
         for sample, after in self._load(most).entries:

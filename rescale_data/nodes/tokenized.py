@@ -2,28 +2,77 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rescale_data.nodes.base import copy_of
-from rescale_data.nodes.reading.spans import EMPTY, Moves, Spans, plain
+from rescale_data.nodes.base import View, copy_of
+from rescale_data.nodes.reading.spans import EMPTY, Moves, Spans, TokenArray, plain
+from rescale_data.nodes.reading.texts import Texts
+from rescale_data.state import Ints
 
 if TYPE_CHECKING:
     from rescale_data.nodes.tokenize import Tokenize
 
+FIRST_TEXTS = 1
+"""At a time after a start or a resume: then twice as many each time, so that no more than twice what is needed is tokenized."""
+
 
 class TokenizedDocuments:
-    """`Documents`, of which none is seen as a sample."""
+    """`Documents`, of which none is seen as a sample.
 
-    def __init__(self, node: Tokenize) -> None:
-        self._node, self._ended = node, False
+    Args:
+        node: Whose samples they are.
+        texts: Those below it, where they can be read without their rows. What goes wrong with them is left to the samples.
+    """
+
+    def __init__(self, node: Tokenize, texts: Texts | None) -> None:
+        self._node, self._texts, self._ended = node, texts, False
+        self._num_texts = FIRST_TEXTS
+        self._behind: View | None = None  # what was read last, where texts are read
 
     def read(self, position: memoryview, most: int) -> Spans:
+        found = None
+        if self._texts is not None:
+            if self._behind != position:
+                self._num_texts = FIRST_TEXTS
+            try:
+                found = self._of_texts(self._texts, position, min(most, self._num_texts))
+            except Exception:
+                found = None  # the sample that raises it says which it is
+        return self._of_samples(position, most) if found is None else found
+
+    def settle(self, position: memoryview) -> bool:
+        del position  # nothing below may change
+        return False
+
+    def turn(self, position: memoryview) -> None:
+        if self._texts is not None:
+            self._texts.turn(position[1:])
+        else:
+            position[:] = copy_of(self._node.position)
+
+    def _of_texts(self, texts: Texts, position: memoryview, most: int) -> Spans | None:
+        found, moves = texts.read(position[1:], most)
+        if not found:
+            return EMPTY
+        tokens = end_to_end(self._node.tokenizer(found))
+        if tokens is None or len(tokens[1]) != len(found):
+            return None
+        values, length = tokens
+        spans = Spans((values,), np.zeros_like(length), np.cumsum(length) - length, length, moves.under(1), (None,))
+        self._behind = copy_of(position)
+        spans.move(self._behind, len(spans))
+        self._num_texts = min(2 * self._num_texts, self._node.batch_size)
+        return spans
+
+    def _of_samples(self, position: memoryview, most: int) -> Spans:
         if self._ended or self._node.position != position:
             self._node.position[:] = position
             self._node.bind(self._node.position)
-        found = self._node.texts(most)
+        found = self._node.next_texts(most)
         self._ended = not found
         if not found:
             return EMPTY
@@ -32,9 +81,15 @@ class TokenizedDocuments:
         moves = Moves.of(np.arange(len(position)), np.array([after for _, after in found], dtype=np.int64))
         return Spans(arrays, number, np.zeros_like(number), length, moves, (None,) * len(found))
 
-    def settle(self, position: memoryview) -> bool:
-        del position  # nothing below may change
-        return False
 
-    def turn(self, position: memoryview) -> None:
-        position[:] = copy_of(self._node.position)
+def end_to_end(found: Sequence[Any]) -> tuple[TokenArray, Ints] | None:
+    """The token ids of some texts, and how many each has; `None` where they are not all lists of ints or 1-D arrays."""
+    kinds = {type(ids) for ids in found}
+    if kinds == {list}:
+        parts = [array("q", ids) for ids in found]
+        values = np.frombuffer(b"".join(parts), dtype=np.int64)
+    elif kinds == {np.ndarray}:
+        values = np.concatenate(found)
+    else:
+        return None
+    return (plain(values), np.array([*map(len, found)])) if values.dtype.kind in "iu" and values.ndim == 1 else None

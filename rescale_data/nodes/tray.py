@@ -50,7 +50,10 @@ class Tray:
 
     def batch(self) -> dict[str, Any]:
         """``{column: Tensor[b, length]}``, which is the memory of the tray, and lists of what is no array."""
-        return {**{name: torch.from_numpy(array) for name, array in self.arrays.items()}, **self.lists}
+        batch: dict[str, Any] = {name: torch.from_numpy(array) for name, array in self.arrays.items()}
+        if self.lists:
+            batch.update(self.lists)
+        return batch
 
     def sample(self) -> dict[str, Any]:
         """``{column: Tensor[length]}``, the only sample of a tray of one."""

@@ -145,7 +145,9 @@ class ArrowSource(TableSource):
             opened: _Opened = self._handle(file)
             data = opened.ranges.read(*self._span(fragment))
             if (column, fragment) not in opened.places:
-                opened.places[column, fragment] = Place.of(self._decode(fragment, [column]).column(column), data)
+                # pyarrow copies some columns of a file, and not all of them
+                columns = [column] if self.document_per_batch else self._file_schema(file).schema.names
+                opened.places[column, fragment] = Place.of(self._decode(fragment, columns).column(column), data)
         place = opened.places[column, fragment]
         if place is None:
             return super()._load_tokens(column, fragment)

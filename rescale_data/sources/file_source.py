@@ -22,6 +22,7 @@ from rescale_data.sources.bad_row import BadRow
 from rescale_data.sources.counts import READ_BYTES, counts
 from rescale_data.sources.decoded.ahead import far_ahead
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES, Sized, cache, handles, owner_of
+from rescale_data.sources.decoded.interest import beside
 from rescale_data.sources.decoded.pieces import Share
 from rescale_data.sources.files.bundle import Bundle
 from rescale_data.sources.files.paths import Files, Paths, find
@@ -38,6 +39,7 @@ HIDDEN = ".rescale_data"
 """The folder, beside local files, for what is kept of them."""
 
 _OPENING_THREADS = 16
+_GOLDEN = 2654435769  # multiples of it, modulo 2**32, lie evenly (Knuth, "The Art of Computer Programming", 6.4)
 _DAMAGE = (OSError, ValueError, IndexError, struct.error, pa.ArrowException)
 
 
@@ -297,11 +299,24 @@ class FileSource(ABC):
         key = self._key(fragment)
         return cache().get(key) or self._read(key, fragment, self._load)
 
-    def _read(self, key: tuple[Any, ...], fragment: int, load: Callable[[int], V]) -> V:
+    def _read(self, key: tuple[Any, ...], fragment: int, load: Callable[[int], V], *, stays: bool = True) -> V:
         """What the cache lacks: what another thread has brought, or is read now."""
         with counts().reading(self._files.path(self._index.file_of(fragment))):
             found: V | None = self._awaited(key)
-            return self._keep(key, load(fragment)) if found is None else found
+            return self._keep(key, load(fragment), stays=stays) if found is None else found
+
+    def _stays(self, fragment: int) -> bool:
+        """Whether the cache keeps a mapped fragment when whoever packs its tokens has passed them.
+
+        Each is read once an epoch. Were all of a source kept that is larger than the cache, most would go before they are read
+        again; so some stay, always the same, as many as there is room for beside those that are being read.
+        """
+        sources, shards = beside(owner_of(self))
+        room = self.cache_bytes - 2 * sources * shards * self.fragment_bytes
+        total = sources * len(self._index) * self.fragment_bytes
+        if self._files.filesystem is not None or total <= self.cache_bytes or 2 * room < self.cache_bytes:
+            return True
+        return fragment * _GOLDEN % 2**32 * total < room * 2**32
 
     def _awaited(self, key: tuple[Any, ...]) -> Any:
         """What another thread has brought, or is about to."""
@@ -326,9 +341,10 @@ class FileSource(ABC):
             return file, index - self._index.first_row(file)
         return file, self._index.place("base", fragment) + int(chosen[index - self._fragments[fragment]])
 
-    def _keep(self, key: tuple[Any, ...], decoded: V) -> V:
+    def _keep(self, key: tuple[Any, ...], decoded: V, *, stays: bool = True) -> V:
         cache().register(self)
-        cache().put(key, decoded)
+        if stays:
+            cache().put(key, decoded)
         if not isinstance(decoded, Brought):
             counts().add(READ_BYTES, decoded.nbytes)
         return decoded

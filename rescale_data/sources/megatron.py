@@ -15,6 +15,7 @@ import numpy as np
 
 from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.cuts import cut_rows
+from rescale_data.sources.decoded.cache import cache
 from rescale_data.sources.decoded.pieces import Share
 from rescale_data.sources.file_source import FileSource
 from rescale_data.sources.files.paths import Files
@@ -83,8 +84,9 @@ class MegatronSource(FileSource):
 
     def tokens(self, column: str, fragment: int) -> Tokens:
         del column  # there is one
-        documents: Any = self._rows(fragment)
-        return documents.tokens
+        key = self._key(fragment)
+        found: _Documents = cache().get(key) or self._read(key, fragment, self._load, stays=self._stays(fragment))
+        return found.tokens
 
     def prepare(self, column: str | None, fragment: int, share: Share | None = None) -> None:
         super().prepare(None, fragment, share)

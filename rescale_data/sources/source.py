@@ -200,6 +200,15 @@ class TokenSource(Source, Protocol):
 
 
 @runtime_checkable
+class TextSource(Source, Protocol):
+    """A source of which strings can also be read many at a time, without the rest of their rows."""
+
+    def texts(self, column: str, rows: Ints) -> list[str]:
+        """A column of some rows; it raises where `row` does, or where there is no string."""
+        ...
+
+
+@runtime_checkable
 class DecodingSource(TokenSource, Protocol):
     """A source whose fragments take so long to decode that another thread should have begun."""
 

@@ -83,7 +83,8 @@ class TableSource(FileSource):
 
     def tokens(self, column: str, fragment: int) -> Tokens:
         key = self._key(fragment, column)
-        return cache().get(key) or self._read(key, fragment, partial(self._load_tokens, column))
+        stays = self.decoding_costs or self._stays(fragment)
+        return cache().get(key) or self._read(key, fragment, partial(self._load_tokens, column), stays=stays)
 
     def _load_tokens(self, column: str, fragment: int) -> Tokens:
         table = self._decode(fragment, [column])

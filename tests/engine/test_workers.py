@@ -302,7 +302,7 @@ class TestFailures:
             list(loader)
 
     def test_a_worker_that_takes_longer_than_a_look(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("rescale_data.engine.workers._LOOK_SECONDS", 0.01)
+        monkeypatch.setattr("rescale_data.engine.workers.LOOK_SECONDS", 0.01)
         with loader_of(k=2) as loader:
             assert plainly(loader) == plainly(loader_of())
 

@@ -250,7 +250,7 @@ class History:
                 histories[path] = [*(each for each in known if each[0] < now[0][0]), *now]
         self.reference = Reference(recipe, copy.deepcopy(histories))
 
-    def check_load(self, saved: dict[str, Any]) -> None:
+    def check_load(self, saved: dict[str, Any], *, blocked_then: bool = True) -> None:
         top, loaded = self.now, self.seats.state()
         was, now = tuple(saved[key] for key in TOPOLOGY), (top.o, top.w, top.b)
         at_step = (saved["samples"] - saved["origin"]) % was[0] == 0 and top.o == was[0]
@@ -259,7 +259,8 @@ class History:
             "sources",
             *(("pipeline",) if self.changes or self.excluded else ()),
         )  # folded where it can be
-        anew = "blocklist" in self.changes and (saved["shards"]["dealt"] >= 0).any()  # what was dealt may be blocked
+        # what was dealt may be blocked
+        anew = blocked_then and "blocklist" in self.changes and (saved["shards"]["dealt"] >= 0).any()
         if not anew and (at_step or now == was or saved["samples"] == saved["origin"]):
             difference = same_state(saved, loaded, besides)
         else:
@@ -381,7 +382,7 @@ class History:
         self.say("load live", state["samples"], [state[key] for key in TOPOLOGY])
         self.books.go_back_to(books)
         self.seats.load(state)
-        self.check_load(state)
+        self.check_load(state, blocked_then=False)
         self._refer()
 
     @property
@@ -526,7 +527,7 @@ class History:
         a, step, tally = self.now.o // self.micro, self.seats.lead.reader.step, self.seats.mark()
         begun, taken, epoch = self.books.copy(), self.r.randint(0, a), self.seats.lead.reader.epoch
         self.take(taken)
-        dropped = self.seats.mark()[1] - tally[1]
+        dropped = self.books.dropped[tally[0]] - begun.dropped[tally[0]]
         if taken == a and self.r.random() < 0.5:
             step, begun, tally, epoch = step + 1, self.books.copy(), self.seats.mark(), self.seats.lead.reader.epoch
             dropped = 0

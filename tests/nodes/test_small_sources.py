@@ -200,3 +200,15 @@ def test_few_rows_a_shard_are_said_once(caplog: pytest.LogCaptureFixture) -> Non
     said = [message for message in caplog.messages if "logical shards" in message and "each" in message]
     assert said
     assert all("191 rows for 24 logical shards, 7.96 each" in message for message in said)
+
+
+def test_small_sources_of_a_mixture_are_said_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    few = {f"s{i}": Numbers(5 + i) for i in range(7)}
+
+    def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+        return rd.WeightedSampler({name: rd.Reader(each, shard) for name, each in few.items()}, dict.fromkeys(few, 1))
+
+    with caplog.at_level(logging.WARNING, "rescale_data"):
+        rd.DataLoader(pipeline, global_batch_size=N, num_logical_shards=N, repeat=True)
+    (said,) = [message for message in caplog.messages if "few to shuffle" in message]
+    assert "the smallest of 7 small sources, has 5 rows for 24 logical shards" in said

@@ -1,12 +1,16 @@
 """`Tokenize`: batches that nobody sees, and no text tokenized again that has been used."""
 
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import rescale_data as rd
+from rescale_data.nodes.tokenize import _integers
+from rescale_data.nodes.tokenized import end_to_end
 from rescale_data.sources.decoded.cache import cache
 from tests.nodes.resume import endless
 from tests.nodes.zoo import by_letters
@@ -28,8 +32,21 @@ class Counting:
         return by_letters(texts)
 
 
-def tokenize(tokenizer: Any, shuffle: bool | int = 4, shard: rd.Shard | None = None, **kwargs: Any) -> rd.Tokenize:
-    return rd.Tokenize(rd.Reader(TEXTS, shard or rd.Shard(), shuffle=shuffle), tokenizer, "text", **kwargs)
+def tokenize(
+    tokenizer: Any, shuffle: bool | int = 4, shard: rd.Shard | None = None, source: Any = TEXTS, **kwargs: Any
+) -> rd.Tokenize:
+    return rd.Tokenize(rd.Reader(source, shard or rd.Shard(), shuffle=shuffle), tokenizer, "text", **kwargs)
+
+
+@pytest.fixture(params=["rows", "lines"])
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """The same texts as rows, and as lines of which many are read at a time."""
+    return TEXTS if request.param == "rows" else lines_of(TEXTS, tmp_path)
+
+
+def lines_of(rows: list[Any], folder: Path) -> rd.JsonlSource:
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return rd.JsonlSource(folder)
 
 
 def packed(tokenizer: Any, **kwargs: Any) -> rd.TokenPacker:
@@ -49,22 +66,48 @@ def test_texts_go_in_batches_which_are_small_after_a_start_and_a_resume() -> Non
     next(node)
     state = node.get_state()
     list(node)
-    assert tokenizer.sizes == [4, 8, 8, 8, 2]
+    assert tokenizer.sizes == [1, 2, 4, 8, 8, 7]
     resumed = Counting()
     node = tokenize(resumed, batch_size=8)
     node.reset(state)
     list(node)
-    assert resumed.sizes == [4, 8, 8, 8, 1]
+    assert resumed.sizes == [1, 2, 4, 8, 8, 6]
+
+
+def test_a_batch_tokenizes_what_its_shards_need_and_less_than_as_much_again(source: Any) -> None:
+    """The first one, and that after a resume: not `batch_size` texts for each of the shards."""
+    tokenizer = Counting()
+
+    def loader() -> rd.DataLoader:
+        return rd.DataLoader(
+            lambda shard: packed(tokenizer, shard=shard, source=source), global_batch_size=2, num_logical_shards=6,
+            repeat=True, dp_rank=0, dp_world_size=1,
+        )  # fmt: skip
+
+    def first(loader: rd.DataLoader) -> int:
+        tokenizer.texts.clear()
+        next(iter(loader))
+        return len(tokenizer.texts)
+
+    live = loader()
+    live.state_dict()  # asks the tokenizer what it is known by
+    needed = 2 * 2  # a text has 3 to 11 tokens, and a sample 7
+    assert 0 < first(live) <= 2 * needed - 2
+    again = loader()
+    again.load_state_dict(live.state_dict())
+    assert 0 < first(again) <= 2 * needed - 2
 
 
 @pytest.mark.parametrize("repeat", [False, True])
 @pytest.mark.parametrize("kind", ["packed", "whole", "mixed", "cleaned"])
-def test_documents_are_those_of_the_samples(kind: str, repeat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_are_those_of_the_samples(
+    kind: str, repeat: bool, source: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the same positions behind each sample, over the ends of epochs."""
 
     def made() -> rd.BaseNode[Any]:
         shard = rd.Shard(1, 2, repeat=repeat)
-        node: rd.BaseNode[Any] = tokenize(by_letters, shard=shard, batch_size=8)
+        node: rd.BaseNode[Any] = tokenize(by_letters, shard=shard, source=source, batch_size=8)
         if kind == "mixed":
             node = rd.WeightedSampler({"a": node, "b": tokenize(by_letters, shard=shard)}, {"a": 2.0, "b": 1.0})
         if kind == "cleaned":
@@ -83,15 +126,15 @@ def test_documents_are_those_of_the_samples(kind: str, repeat: bool, monkeypatch
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 64])
-def test_a_resumed_packer_tokenizes_one_used_document_again_at_most(batch_size: int) -> None:
+def test_a_resumed_packer_tokenizes_one_used_document_again_at_most(batch_size: int, source: Any) -> None:
     whole = Counting()
-    live = packed(whole, batch_size=batch_size)
-    order = [row["text"] for row in rd.Reader(TEXTS, rd.Shard(), shuffle=4)]
+    live = packed(whole, batch_size=batch_size, source=source)
+    order = [row["text"] for row in rd.Reader(source, rd.Shard(), shuffle=4)]
     for _ in itertools.islice(endless(live), 20):
         state = live.get_state()
         used = order[: state["source"]["source"]["row"]]
         tokenizer = Counting()
-        resumed = packed(tokenizer, batch_size=batch_size)
+        resumed = packed(tokenizer, batch_size=batch_size, source=source)
         resumed.reset(state)
         next(endless(resumed))
         assert tokenizer.texts[0] == order[len(used)]  # the one of the next token
@@ -160,8 +203,8 @@ def test_a_tokenizer_that_is_none(tokenizer: Any, message: str, caplog: pytest.L
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_a_tokenizer_that_returns_another_number(on_error: Any) -> None:
-    with pytest.raises(ValueError, match="returned 1 values for 4 texts"):
-        next(tokenize(lambda texts: [[1]], batch_size=8, on_error=on_error))
+    with pytest.raises(ValueError, match="returned 0 values for 1 texts"):
+        next(tokenize(lambda texts: [], batch_size=8, on_error=on_error))
 
 
 def wrong_for_some(texts: list[str]) -> list[Any]:
@@ -191,6 +234,26 @@ def test_errors_in_the_data_name_the_row_and_are_skipped(
     assert [sample["id"] for sample in skipping] == [i for i in range(30) if i != bad]
     assert skipping.get_state()["skipped"] == 1
     assert f"list[{bad}] (number 1" in caplog.text
+
+
+@pytest.mark.parametrize(("rows", "tokenizer", "bad", "message"), [*BAD_DATA, (TEXTS, fails, 13, "no such letter")])
+def test_an_error_below_a_packer_names_the_row(
+    rows: Any, tokenizer: Any, bad: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether texts are read or rows; and the samples before it are the same."""
+
+    def found() -> tuple[list[Any], BaseException]:
+        node, samples = packed(tokenizer, source=lines_of(rows, tmp_path), shuffle=False), []
+        with pytest.raises((ValueError, TypeError)) as caught:
+            samples.extend(as_values(sample) for sample in node)
+        return samples, caught.value
+
+    samples, error = found()
+    monkeypatch.setattr(rd.JsonlSource, "texts", None)
+    served = found()[0]
+    assert served == samples[: len(served)]
+    assert message in str(error) or "not an object" in str(error)
+    assert f"line {bad + 1}" in "".join([str(error), *getattr(error, "__notes__", [])])
 
 
 @pytest.mark.parametrize("batch_size", [1, 6, 64])
@@ -251,6 +314,29 @@ def test_empty_texts_and_narrow_ids() -> None:
     node = rd.Tokenize(rd.Reader([{"text": ""}, {"text": "ab"}], rd.Shard(), shuffle=False), _narrow, "text")
     found = [sample["tokens"] for sample in node]
     assert [ids.tolist() for ids in found] == [[], [97, 98]]
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        [[1, 2], [], [2**40]], [[], []], [[2**63], [1]], [[1.0]], [[1], (2,)], [[[1]]], [[1], None],
+        [np.array([1, 2], np.uint8), np.zeros(0, np.int32), np.array([2**40])], [np.zeros(0)], [np.array([1.5])],
+        [np.ones((2, 1), np.int64)], [np.array([2**63], np.uint64), np.array([-1])], [np.array([3], ">i4")],
+    ],
+)  # fmt: skip
+def test_tokens_end_to_end_are_those_of_each_text(found: list[Any]) -> None:
+    """Or not made: each text is then looked at by itself."""
+    try:
+        each = [_integers(ids).tolist() for ids in found]
+    except TypeError:
+        each = None
+    try:
+        values, length = end_to_end(found) or (None, None)
+    except (TypeError, OverflowError, ValueError):
+        values = length = None
+    if values is not None:
+        assert values.dtype.isnative
+        assert each == [part.tolist() for part in np.split(values, np.cumsum(length)[:-1])]
 
 
 def _narrow(texts: list[str]) -> list[Any]:

@@ -14,13 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rescale_data.sources import arrow, file_source, ipc, parquet
+from rescale_data.nodes.packing.packer import TokenPacker
+from rescale_data.nodes.reader import Reader
+from rescale_data.shard import Shard
+from rescale_data.sources import arrow, file_source, ipc, megatron, parquet
 from rescale_data.sources.arrow import ArrowSource
 from rescale_data.sources.decoded.cache import cache, handles
 from rescale_data.sources.files.ranges import Mapped
+from rescale_data.sources.megatron import MegatronSource
 from rescale_data.sources.parquet import ParquetSource
 from rescale_data.sources.source import TokenSource
 from tests.corpus import LAYOUTS, documents, write
+from tests.formats import write_megatron
 
 FILE_LAYOUTS = [layout for layout in LAYOUTS if layout != "dataset"]
 ROWS: list[dict[str, Any]] = [
@@ -95,6 +100,36 @@ class TestRows:
             assert len(tokens.offsets) - 1 == source.fragments[fragment + 1] - source.fragments[fragment]
             found += [tokens.values[a:b].tolist() for a, b in zip(tokens.offsets[:-1], tokens.offsets[1:], strict=True)]
         assert found == docs
+
+    @pytest.mark.parametrize("kind", [pa.list_(pa.uint16()), pa.large_list(pa.int64()), pa.list_(pa.int32(), 3)])
+    @pytest.mark.parametrize("others", [False, True])
+    def test_tokens_that_are_read_again_are_the_same(self, kind: Any, others: bool, tmp_path: Path) -> None:
+        docs = documents([3] * 20 if pa.types.is_fixed_size_list(kind) else [3, 0, 7, 1] * 5)
+        table = pa.table({**({"n": range(20)} if others else {}), "ids": pa.array(docs, kind)})
+        with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
+            writer.write_table(table.slice(0, 5).combine_chunks())  # fragments are cut at neither of these
+            writer.write_table(table.slice(5).combine_chunks())
+        source = ArrowSource(tmp_path)
+        for _ in range(3):
+            cache().clear()
+            tokens = source.tokens("ids", 0)
+            assert np.split(tokens.values, tokens.offsets[1:-1])[-1].tolist() == docs[-1]
+            assert [tokens.values[a:b].tolist() for a, b in itertools.pairwise(tokens.offsets)] == docs
+
+    def test_what_is_mapped_is_looked_into_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        save(tmp_path / "a.arrow", {"ids": [[1, 2], [], [3]], "n": [1, 2, 3]})
+        source = ArrowSource(tmp_path)
+        first = source.tokens("ids", 0)
+        cache().clear()
+        monkeypatch.setattr(ArrowSource, "_decode", None)
+        again = source.tokens("ids", 0)
+        assert again is not first
+        assert (again.values.tolist(), again.offsets.tolist()) == ([1, 2, 3], [0, 2, 2, 3])
+        assert (again.values.dtype, again.values.ctypes.data) == (first.values.dtype, first.values.ctypes.data)
+        os.truncate(tmp_path / "a.arrow", 100)
+        cache().clear()
+        with pytest.raises(ValueError, match=r"a\.arrow was cut off while it was read"):
+            source.tokens("ids", 0)
 
     def test_what_was_prepared_is_what_is_read(self, layout: str, tmp_path: Path) -> None:
         source = write(layout, tmp_path, documents([3, 0, 7, 1, 5, 9, 2, 2, 0, 4]))
@@ -283,6 +318,33 @@ class TestMemory:
         kwargs = {"document_per_batch": True} if layout == "document_per_batch" else {}
         source = (ParquetSource if layout == "parquet" else ArrowSource)(tmp_path, cache_bytes=10, **kwargs)
         assert [source.row(i)["tokens"].tolist() for i in range(7)] == docs
+
+    @pytest.mark.parametrize("kind", ["arrow", "megatron"])
+    def test_some_of_a_mapped_source_larger_than_the_budget_stays(
+        self, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(arrow, "FRAGMENT_ROWS", 64)
+        monkeypatch.setattr(megatron, "FRAGMENT_ROWS", 64)
+        docs = (np.arange(24 * 64 * 800) % 60_000).reshape(-1, 800).tolist()
+        if kind == "arrow":
+            save(tmp_path / "a.arrow", {"tokens": pa.array(docs, pa.list_(pa.uint16()))}, max_chunksize=64)
+        else:
+            write_megatron(tmp_path / "a", docs)
+        source_kind = ArrowSource if kind == "arrow" else MegatronSource
+        size = source_kind(tmp_path).fragment_bytes
+        source = source_kind(tmp_path, cache_bytes=14 * size)
+        read: list[int] = []
+        name = "_load_tokens" if kind == "arrow" else "_load"
+        load = getattr(source_kind, name)
+        monkeypatch.setattr(source_kind, name, lambda self, *args: (read.append(args[-1]), load(self, *args))[1])
+        packer = TokenPacker(Reader(source, Shard(repeat=True), shuffle=64), column="tokens", seq_len=5000, eos_id=None)
+        an_epoch = 24 * 64 * 800 // 5000
+        next(packer)
+        packer.skip(an_epoch)
+        of_epoch = [(read.clear(), packer.skip(an_epoch), len(set(read)))[-1] for _ in range(4)]
+        assert len(source.fragments) == 25
+        assert max(of_epoch) <= 15  # of 24: there is room for 12 beside those that are read; by age 20 and more
+        assert min(of_epoch) >= 9
 
     @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
     def test_resident_memory_is_bounded_by_the_budget(self, layout: str, tmp_path: Path) -> None:

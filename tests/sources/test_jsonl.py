@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rescale_data.sources import indexed, jsonl
-from rescale_data.sources.jsonl import JsonlSource, find_lines
+from rescale_data.sources.bad_row import BadRow
+from rescale_data.sources.jsonl import JsonlSource, find_lines, parse
 from rescale_data.testing import assert_source
 from tests.formats import lines, pack, write_jsonl
 
@@ -217,6 +218,41 @@ def _open_and_count(folder: Path, counter: Any) -> None:
 
     JsonlSource._scan = count  # type: ignore[method-assign]
     assert JsonlSource(folder).num_rows == 6000
+
+
+WHITE = st.text(" \t\r\n\x0b\x0c\u2028\ufeff\xa0", max_size=2)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+PARTS = WHITE | VALUES.map(json.dumps) | VALUES.map(lambda value: json.dumps(value, ensure_ascii=False))
+
+
+class TestParse:
+    @given(st.lists(PARTS, min_size=1, max_size=3).map("".join), st.sampled_from(["utf-8", "utf-16"]))
+    def test_a_line_is_what_json_makes_of_it(self, text: str, encoding: str) -> None:
+        line = text.encode(encoding, "surrogatepass")
+        try:
+            found = json.loads(line.strip())
+        except ValueError:
+            found = None
+        if isinstance(found, dict):
+            assert repr(parse(memoryview(line))) == repr(found)
+        else:
+            with pytest.raises(BadRow):
+                parse(memoryview(line))
+
+    def test_texts_are_those_of_the_rows(self, packed: str, tmp_path: Path) -> None:
+        write_jsonl(tmp_path / f"a.jsonl{packed}", [*ROWS, {"text": None}, {"other": "x"}])
+        source, chosen = JsonlSource(tmp_path), JsonlSource(tmp_path, columns=["text", "n"])
+        rows = np.random.default_rng(0).permutation(50)
+        assert source.texts("text", rows) == chosen.texts("text", rows) == [ROWS[i]["text"] for i in rows]
+        for bad in (50, 51):
+            with pytest.raises((BadRow, KeyError)):
+                source.texts("text", np.array([1, bad]))
+        with pytest.raises(BadRow):
+            chosen.texts("text", np.array([50]))
 
 
 class TestBadData:

@@ -141,8 +141,7 @@ class MixedDocuments:
                     spans = self._changed(spans, rule)
                 if self._after == position:
                     return spans
-                moves = Moves.join([Moves.between(position, self._after), spans.moves])
-                return spans.with_moves(moves.grouped(np.arange(2, 2 + len(spans))))
+                return spans.with_moves(spans.moves.led_by(Moves.between(position, self._after)))
             num_silent[ended] += 1
             if self._repeats and (ended not in self._seen_ends or num_silent[ended] > SILENT_EPOCHS):
                 self._mixture.refuse_silent(ended)
@@ -212,10 +211,10 @@ class MixedDocuments:
             more = (len(points) - num) * parts[missing]  # about as many, and some to spare
             most = count + 1 + int(more + more**0.5)
             self._have(missing, most, most)
-            if len(self._supplies[missing].lengths) == count:
+            if self._supplies[missing].num == count:
                 break
             supply = self._supplies[missing]
-            lengths[missing] = np.array(supply.lengths, dtype=np.int64)
+            lengths[missing] = supply.lengths
             if supply.full_at < MANY:
                 most_documents[missing] = documents[missing] - count + supply.full_at
         return chosen[:num], missing
@@ -227,7 +226,7 @@ class MixedDocuments:
             inner = isinstance(self._documents[source], MixedDocuments)
             below = arcs.stretch_all(points[places], source) if inner else None
             if not self._have(source, len(places), len(places), below):
-                missing = int(places[len(self._supplies[source].lengths)])
+                missing = int(places[self._supplies[source].num])
                 limit, ended = (missing, source) if missing < limit else (limit, ended)
             if source in self._caps and (last := self._last(source)) <= len(places):
                 limit = min(limit, int(places[last - 1]) + 1)
@@ -246,7 +245,7 @@ class MixedDocuments:
             stop = None if cap is None or cap.unit != "epochs" else (cap.slot - slots.start, cap.limit)
             supply = Supply(self._documents[source], self._start[slots], self._by_tokens, stop)
             self._supplies[source] = supply
-        while len(supply.lengths) < num:
+        while supply.num < num:
             if supply.full_at < MANY:
                 return False
             self._reads += 1
@@ -266,8 +265,11 @@ class MixedDocuments:
         counted = self._mixture.drawn_at(self._start)
         drawn = Drawn.of(chosen)
         counts = np.diff(drawn.ends)
-        parts = [self._supplies[s].spans(n) for s, n in zip(drawn.sources.tolist(), counts.tolist(), strict=True)]
-        spans = Spans.join(parts, [self._mixture.slots_of(source).start for source in drawn.sources.tolist()])
+        parts, first_slots = list[Spans](), list[int]()
+        for source, num in zip(drawn.sources.tolist(), counts.tolist(), strict=True):
+            parts += self._supplies[source].spans(num)
+            first_slots += [self._mixture.slots_of(source).start] * (len(parts) - len(first_slots))
+        spans = Spans.join(parts, first_slots)
         starts, number = drawn.ends[:-1], np.arange(len(chosen))
         tokens = np.concatenate([[0], np.cumsum(spans.length)])
         after = (number - np.repeat(starts, counts) + 1, tokens[1:] - np.repeat(tokens[starts], counts))
@@ -312,14 +314,14 @@ class Supply:
         self._documents, self._position = documents, copy_of(position)
         self._parts: list[Spans] = []
         self._turned, self._by_tokens, self._stop = NOTHING, by_tokens, stop
-        self.lengths: list[int] = []
+        self.num = 0
         self.silent_epochs = 0
         self.full_at = MANY
         """So many documents are enough: behind them a slot has come to ``stop``, within what is an epoch for who reads."""
 
     def fill(self, num: int, points: Words | None = None) -> bool:
         """Have up to so many documents, one more at least; false at the end of an epoch."""
-        have = len(self.lengths)
+        have = self.num
         if points is not None and isinstance(self._documents, MixedDocuments):
             spans = self._documents.read(self._position, num - have, points[have:])
         else:
@@ -327,16 +329,14 @@ class Supply:
         if not len(spans):
             return False
         spans.move(self._position, len(spans))
-        first = len(self._turned)
-        if first:
-            moves = Moves.join([self._turned, spans.moves]).grouped(np.arange(first + 1, first + 1 + len(spans)))
-            spans, self._turned = spans.with_moves(moves), NOTHING
+        if len(self._turned):
+            spans, self._turned = spans.with_moves(spans.moves.led_by(self._turned)), NOTHING
         self._parts.append(spans)
-        self.lengths += spans.length.tolist()
+        self.num += len(spans)
         if not self._by_tokens or spans.length.any():
             self.silent_epochs = 0
         if self._stop is not None and self._position[self._stop[0]] >= self._stop[1]:
-            self.full_at = len(self.lengths)
+            self.full_at = self.num
         return True
 
     def turn(self) -> None:
@@ -344,8 +344,17 @@ class Supply:
         self.silent_epochs += 1
         before = copy_of(self._position)
         self._documents.turn(self._position)
-        self._turned = Moves.join([self._turned, Moves.between(before, self._position)])
+        turned = Moves.between(before, self._position)
+        self._turned = Moves.join([self._turned, turned]) if len(self._turned) else turned
 
-    def spans(self, num: int) -> Spans:
-        spans = Spans.join(self._parts)
-        return spans if num == len(spans) else spans[:num]
+    @property
+    def lengths(self) -> Ints:
+        """Of its documents."""
+        return np.concatenate([part.length for part in self._parts])
+
+    def spans(self, num: int) -> list[Spans]:
+        """The first of them, in parts."""
+        parts, num = list(self._parts), self.num - num
+        while num and num >= len(parts[-1]):
+            num -= len(parts.pop())
+        return [*parts[:-1], parts[-1][:-num]] if num else parts

@@ -106,6 +106,12 @@ class Moves:
         value[mine], value[theirs] = self.value, other.value
         return Moves(ends, slot, value)
 
+    def led_by(self, before: Moves) -> Moves:
+        """The same, where the first document does before all else what those would."""
+        ends = self.ends + len(before.slot)
+        ends[0] = 0
+        return Moves(ends, np.concatenate([before.slot, self.slot]), np.concatenate([before.value, self.value]))
+
     def under(self, first_slot: int) -> Moves:
         """The same in a row of which that position is a part."""
         return Moves(self.ends, self.slot + first_slot, self.value)
