@@ -155,6 +155,6 @@ def test_few_rows_in_an_endless_stream_are_said_once(
     rows: int, is_said: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = rd.DatasetSource(range(rows), name="few")
-    for shard in range(3):
-        rd.Reader(source, rd.Shard(shard, 96 if rows != 800 else 100, repeat=True))
+    for _ in range(3):
+        rd.DataLoader(source, global_batch_size=4, num_logical_shards=96 if rows != 800 else 100, repeat=True)
     assert caplog.text.count("draws as much from a shard with") == is_said
