@@ -1,5 +1,6 @@
 """Streams that cannot be indexed: resumed by their own state or by counting, or refused when they are saved."""
 
+import gc
 import logging
 from collections import Counter
 from collections.abc import Iterator
@@ -163,14 +164,14 @@ class TestErrors:
 
 class TestHuggingFace:
     @pytest.fixture
-    def stream(self, tmp_path: Path) -> Any:
+    def stream(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         datasets = pytest.importorskip("datasets")
+        monkeypatch.setattr("datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)  # a second for each stream that ends
         for number in range(6):
             datasets.Dataset.from_list(list(numbers(number))).to_parquet(tmp_path / f"{number}.parquet")
         files = sorted(str(path) for path in tmp_path.glob("*.parquet"))
-        return datasets.load_dataset(
-            "parquet", data_files=files, split="train", streaming=True, cache_dir=str(tmp_path)
-        )
+        yield datasets.load_dataset("parquet", data_files=files, split="train", streaming=True, cache_dir=str(tmp_path))
+        gc.collect()  # streams that were left end here, and not in a later test, where each sleeps that second
 
     def test_is_resumed_by_its_own_state(self, stream: Any) -> None:
         source = rd.IterableSource(stream)
@@ -182,9 +183,8 @@ class TestHuggingFace:
         rows = Counter(row["x"] for i in range(3) for row in rd.StreamReader(source, rd.Shard(i, 3)))
         assert rows == Counter(row["x"] for i in range(6) for row in numbers(i))
 
-    def test_a_shuffle_buffer_is_not_in_its_state(self, stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_shuffle_buffer_is_not_in_its_state(self, stream: Any) -> None:
         """So it is read again: resumed by its state alone it would lose what was in the buffer."""
-        monkeypatch.setattr("datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)  # a second for each stream that ends
         shuffled = stream.shuffle(seed=1, buffer_size=3).map(lambda row: row)
         source = rd.IterableSource(shuffled)
         assert source.keeps == "count"
