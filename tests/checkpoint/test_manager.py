@@ -244,6 +244,7 @@ def test_a_manager_that_is_dropped_frees_its_copies(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path / "run")
     manager.save(1, training.state)
     manager.wait()
+    manager._uploads.idle()  # the thread that deletes old ones holds the manager until it has done so
     stager = weakref.ref(manager._stager)
     del manager
     gc.collect()
