@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -12,16 +14,19 @@ from rescale_data.sources.fragments import Footer
 from rescale_data.state import Ints
 
 _MATCH = "match"
+_QUOTED, _BY_NUMBER = re.compile(r'"[^"]*"'), re.compile(r"FieldPath\(\d")
 
 
 class Condition:
-    """An expression; ``TypeError`` where it is none."""
+    """An expression; ``TypeError`` where it is none, ``ValueError`` where it numbers columns, some of which are not read."""
 
     def __init__(self, expression: ArrowExpression) -> None:
         if not isinstance(expression, pc.Expression):
             raise TypeError(
                 f"filter={expression!r}: give an expression, such as pyarrow.compute.field('lang') == 'de'."
             )
+        if _BY_NUMBER.search(_QUOTED.sub("", str(expression))):
+            raise ValueError(f"filter={expression}: name the columns that it asks for, and do not number them.")
         self.expression = expression
 
     def __str__(self) -> str:
@@ -31,8 +36,13 @@ class Condition:
         """Those that it asks for; ``ValueError`` where they are not there, or cannot be asked that."""
         try:
             kind = self._evaluate(schema.empty_table()).type
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-            raise ValueError(f"filter={self} cannot be asked of the columns {schema.names}: {error}") from None
+        except pa.ArrowException as error:
+            why = str(error).partition("\n")[0]
+            why = why.rpartition(" in ")[0] if why.startswith("No match") else why  # a list of the columns follows
+            raise ValueError(
+                f"filter={self} cannot be asked of the columns {schema.names}: {why}. Ask for columns that are there, and "
+                f"compare each with values of its type."
+            ) from None
         if kind != pa.bool_():
             raise ValueError(f"filter={self} is of type {kind}, not true or false: compare it with something.")
         return [name for name in schema.names if self._asks_for(name, schema)]

@@ -198,8 +198,11 @@ class TableSource(FileSource):
 
     def _filtered(self, condition: Condition, file: int, footer: Footer) -> Footer:
         """What is left of a file: a source of it alone is read once, as far as the condition may match."""
-        with self._blaming(file):
+        try:
             used = condition.columns(self._shown(_schema_of(footer.kind)))
+        except ValueError as error:
+            raise ValueError(f"{self._files.path(file)}: {error}") from None
+        with self._blaming(file):
             alone = copy.copy(self)
             alone._condition, alone._files = None, self._files.only(file)
             alone._set(gather([footer]))

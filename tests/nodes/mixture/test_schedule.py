@@ -261,10 +261,13 @@ def test_bad_arguments(weights: Any, kwargs: Any, message: str) -> None:
         ([(0, A), (9, {"web": 1})], "step", r"at 9 has weights of \['web'\]"),
         ([(0, A), (9, dict.fromkeys(NAMES, 0))], "step", "in the key at 9: give finite"),
         ([(0, A)], "cubic", "'step' or 'linear'"),
+        ([(0, A), (9, None)], "step", r"give a list of \(progress, {name: weight}\)"),
+        ({0: A}, "step", r"give a list of \(progress, {name: weight}\)"),
+        ([(0, A), (9, {**A, "web": "1"})], "step", r"weights\['web'\]='1' in the key at 9 is a str"),
     ],
 )
 def test_bad_schedules(keys: Any, interpolate: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         rd.Schedule(keys, interpolate)
 
 
