@@ -388,6 +388,31 @@ class TestChanges:
         num_other(second, 20)
         assert second.progress()["drawn_samples/other"] == 48
 
+    def test_groups_of_a_mixture_stay_whole(self, kind: str, tmp_path: Path) -> None:
+        """Also where not all logical shards have delivered as many samples."""
+        for name, part in {"a": range(40), "b": range(40, 80)}.items():
+            write(tmp_path, kind, name, part)
+        other = rd.DatasetSource([{"x": 1000 + i} for i in range(600)], name="other")
+
+        def loader() -> rd.DataLoader:
+            source = source_of(tmp_path, kind)
+
+            def pipeline(shard: rd.Shard) -> Any:
+                nodes = {"files": rd.Reader(source, shard), "other": rd.Reader(other, shard)}
+                return rd.WeightedSampler(nodes, {"files": 1, "other": 1}, group=3)
+
+            return rd.DataLoader(
+                pipeline, global_batch_size=6, num_logical_shards=12, repeat=True, on_source_change="next_epoch"
+            )
+
+        first = loader()
+        next(iter(first))
+        (tmp_path / f"b.{kind}").unlink()
+        second = loader()
+        second.load_state_dict(first.state_dict())
+        for batch in itertools.islice(second, 12):
+            assert set((batch["x"].reshape(2, 3) >= 1000).sum(dim=1).tolist()) <= {0, 3}
+
     def make(self, change: str, kind: str, data: Path) -> None:
         file = data / f"d.{kind}"
         later = file.stat().st_mtime_ns + 10**9

@@ -23,16 +23,20 @@ def check_mixture(
     if isinstance(given, str) and given not in ("rows", "tokens"):
         raise ValueError(f"weights={given!r}: give numbers by name, a rd.Schedule, 'rows' or 'tokens'.")
     require_mappings(nodes=nodes)
-    bad = [name for name in nodes if not isinstance(name, str) or not name or "." in name or name in (*KINDS, "self")]
+    names: list[object] = list(nodes)
+    bad = [name for name in names if not isinstance(name, str) or not name or "." in name or name in (*KINDS, "self")]
     if bad:
-        raise ValueError(f"The names {bad} of sources cannot be part of a state's path: give strings without dots.")
+        raise ValueError(
+            f"The names {bad} of sources cannot be part of a state's path: give strings without dots, and none of "
+            f"{[*KINDS, 'self']}."
+        )
     weights = dict.fromkeys(nodes, 1.0) if isinstance(given, str) else given
     weights = weights.keys[0][1] if isinstance(weights, Schedule) else weights
     require_mappings(weights=weights)
     if not nodes or set(nodes) != set(weights):
         raise ValueError(
-            f"WeightedSampler was given the nodes {sorted(nodes)} and the weights {sorted(weights, key=str)}: give a weight for "
-            f"each."
+            f"WeightedSampler was given the nodes {sorted(nodes)} and the weights {sorted(weights, key=str)}: give a weight "
+            f"for each."
         )
     require_weights(weights)
     if unit not in ("samples", "tokens") or stop not in ("never", "first", "all"):

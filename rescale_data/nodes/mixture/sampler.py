@@ -17,7 +17,7 @@ from rescale_data.nodes.mixture.draws import MixtureDraws, Stop
 from rescale_data.nodes.mixture.ends import end_of_all
 from rescale_data.nodes.mixture.mixed import MixedDocuments
 from rescale_data.nodes.mixture.progress import mixture_progress
-from rescale_data.nodes.mixture.row import NUM, MixtureRow, Unit, check_saved
+from rescale_data.nodes.mixture.row import MixtureRow, Unit, check_saved
 from rescale_data.nodes.mixture.schedule import Schedule, as_json, from_json
 from rescale_data.nodes.mixture.sizes import Size, Sizes
 from rescale_data.nodes.mixture.weights import MixtureWeights, number_of
@@ -241,8 +241,6 @@ class WeightedSampler(Node[Any]):
         """
         drawn = rows[:, self._row.drawn]
         drawn[:] = np.maximum(drawn, ~drawn)
-        if self.group > 1:  # all logical shards that serve a group draw the same number
-            rows[:, NUM] = rows[:, NUM].max()
 
     def is_stuck(self, position: View) -> bool:
         """Some of the weight is that of a source that is gone."""
