@@ -116,7 +116,7 @@ def begin_next_epoch(growth: Growth, schema: Schema, table: Ints) -> tuple[dict[
     Returns:
         The histories from now on, and the rows that were left out.
     """
-    since = {path: next_epoch(schema, table, path) for path in growth.histories}
+    since = {path: _first_whole(schema, table, path) for path in growth.histories}
     left, fresh = 0, schema.fresh_table(len(table))
     seed = next(node.of_shard.seed for _, node in schema.root.walk() if node.of_shard is not None)
     _keep_counts(schema, table, fresh)
@@ -130,13 +130,32 @@ def begin_next_epoch(growth: Growth, schema: Schema, table: Ints) -> tuple[dict[
     return histories, left
 
 
+def _first_whole(schema: Schema, table: Ints, path: str) -> int:
+    """As `next_epoch`, but of this source alone: others of a mixture may have begun."""
+    rows, fresh = _reader_rows(schema, table, path), schema.fresh_table(len(table))
+    reader = next(found for found, _ in schema.root.walk() if path_name(found) == path)
+    begun = table[:, DEALT] >= 0
+    for above, node in schema.root.walk():
+        own, first = schema.slots_at(table, above), schema.slots_at(fresh, above)
+        if isinstance(node, WeightedSampler) or reader[: len(above)] != above:
+            continue  # where a mixture stands says nothing of one source
+        if own is not None and first is not None:
+            fields = node.own_fields()
+            slots = [
+                slot
+                for field, start in zip(fields, offsets(fields), strict=False)
+                for slot in range(start, start + field.num_slots)
+                if not field.counts and field.path[-1] != _EPOCH
+            ]
+            begun |= (own[:, slots] != first[:, slots]).any(axis=1)
+    return int((rows[:, 0] + begun).max())
+
+
 def _keep_counts(schema: Schema, table: Ints, fresh: Ints) -> None:
     """Write into fresh rows what mixtures have counted since the run began."""
     for path, node in schema.root.walk():
-        rows = schema.slots_at(table, path) if isinstance(node, WeightedSampler) else None
-        if isinstance(node, WeightedSampler) and rows is not None:
-            begun = schema.slots_at(fresh, path)
-            assert begun is not None
+        rows, begun = schema.slots_at(table, path), schema.slots_at(fresh, path)
+        if isinstance(node, WeightedSampler) and rows is not None and begun is not None:
             num = offsets(node.own_fields())[-1]
             begun[:, :num] = rows[:, :num]
             node.begin_epoch(begun)

@@ -388,6 +388,31 @@ class TestChanges:
         num_other(second, 20)
         assert second.progress()["drawn_samples/other"] == 48
 
+    def test_a_source_of_a_mixture_that_has_ended_is_not_left_out(self, kind: str, tmp_path: Path) -> None:
+        """Nor one that has not begun."""
+        for name, part in {"a": range(40), "b": range(40, 80)}.items():
+            write(tmp_path, kind, name, part)
+        others = [rd.DatasetSource([{"x": first + i} for i in range(12)], name=str(first)) for first in (1000, 2000)]
+
+        def loader() -> rd.DataLoader:
+            source = source_of(tmp_path, kind)
+
+            def pipeline(shard: rd.Shard) -> Any:
+                readers = [rd.Reader(each, shard) for each in (source, *others)]
+                schedule = rd.Schedule([(0, dict(zip("fgh", (2, 1, 0), strict=True))), (66, dict.fromkeys("fgh", 1))])
+                return rd.WeightedSampler(dict(zip("fgh", readers, strict=True)), schedule, stop="all")
+
+            return make_loader(source, 0, 1, 6, pipeline=pipeline, repeat=True, on_source_change="next_epoch")
+
+        first = loader()
+        seen = Counter(x for batch in itertools.islice(first, 11) for x in batch["x"].tolist())
+        assert sum(x >= 1000 for x in seen) == 12
+        (tmp_path / f"b.{kind}").unlink()
+        second = loader()
+        second.load_state_dict(first.state_dict())
+        now = by_field(second.state_dict())["shards"]
+        assert {name: {*now[f"{name}.epoch"].tolist()} for name in "fgh"} == {"f": {1}, "g": {1}, "h": {0}}
+
     def test_groups_of_a_mixture_stay_whole(self, kind: str, tmp_path: Path) -> None:
         """Also where not all logical shards have delivered as many samples."""
         for name, part in {"a": range(40), "b": range(40, 80)}.items():
