@@ -90,7 +90,7 @@ def hand_over(setup: Setup, stream: Stream | None, step: int | None = None) -> t
         try:
             at = stream if step is None else stream.at_step(step)
         except ValueError as error:
-            why = str(error)
+            stream, why = None, str(error)  # what is raised of it, and perhaps kept, must not hold the old group
     came = ranks.each([meeting, rank, -1 if at is None else at.clock.samples])
     newest = int(came[:, 0].max())
     came[came[:, 0] < newest, 1] = -1

@@ -83,9 +83,11 @@ class TokenizedDocuments:
 
 
 def end_to_end(found: Sequence[Any]) -> tuple[TokenArray, Ints] | None:
-    """The token ids of some texts, and how many each has; `None` where they are not all lists of ints or 1-D arrays."""
+    """The token ids of some texts, and how many each has; `None` where they are not all lists of ints or 1-D arrays of them."""
     kinds = {type(ids) for ids in found}
     if kinds == {list}:
+        if any(ids and ids[0].__class__ is bool for ids in found):  # a mask is no ids
+            return None
         parts = [array("q", ids) for ids in found]
         values = np.frombuffer(b"".join(parts), dtype=np.int64)
     elif kinds == {np.ndarray}:

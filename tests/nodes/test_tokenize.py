@@ -321,6 +321,7 @@ def test_empty_texts_and_narrow_ids() -> None:
     [
         [[1, 2], [], [2**40]], [[], []], [[2**63], [1]], [[1.0]], [[1], (2,)], [[[1]]], [[1], None],
         [np.array([1, 2], np.uint8), np.zeros(0, np.int32), np.array([2**40])], [np.zeros(0)], [np.array([1.5])],
+        [[True, False]], [[1, 2], [False]], [[True, 5]], [np.array([True])],
         [np.ones((2, 1), np.int64)], [np.array([2**63], np.uint64), np.array([-1])], [np.array([3], ">i4")],
     ],
 )  # fmt: skip

@@ -114,7 +114,7 @@ def write(tray: Tray, place: int, window: Window, number: int, *, pad_id: int, m
     lengths = np.array([room(piece, multiple) for piece in pieces])
     ends = np.cumsum(lengths)
     tokens = _laid(window.tokens, pieces, pad_id, multiple)
-    learned = window.values.get(MASK, np.ones(len(window.tokens), dtype=np.bool_))
+    learned = window.values.get(MASK, np.broadcast_to(np.True_, len(window.tokens)))
     follows = np.zeros(len(tokens), dtype=np.bool_)  # whether the next token is learned
     follows[:-1] = _laid(learned, pieces, 0, multiple)[1:]
     follows[ends - 1] = False
