@@ -207,7 +207,8 @@ class TableSource(FileSource):
             alone._condition, alone._files = None, self._files.only(file)
             alone._set(gather([footer]))
             alone._schemas = [FileSchema(_schema_of(footer.kind))]
-            found = alone._may_match(footer, condition.expression)
+            tell = condition.bounds_tell(self._shown(_schema_of(footer.kind)), used)
+            found = alone._may_match(footer, condition.expression) if tell else range(len(footer.rows))
             return chosen(footer, {i: condition.matches(alone._table(i, used)) for i in found})
 
     def _may_match(self, footer: Footer, condition: ArrowExpression) -> list[int]:

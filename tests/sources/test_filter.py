@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import rescale_data as rd
 from rescale_data.sources import arrow
+from rescale_data.sources.condition import Condition
 from rescale_data.testing import assert_rescalable, assert_source, full_state_dict
 
 KINDS = ["parquet", "arrow", "compressed", "stream", "documents"]
@@ -150,6 +151,24 @@ class Counting(LocalFileSystem):
         data = super().cat_file(path, start, end, **kwargs)
         Counting.nbytes += len(data)
         return data
+
+
+def test_rows_that_are_not_a_number(tmp_path: Path) -> None:
+    """Statistics of row groups leave them out."""
+    values = [float("nan") if i % 5 == 3 else float(i) for i in range(60)]
+    table = pa.table({"f": values, "n": range(60), "s": [{"f": f} for f in values]})
+    pq.write_table(table, tmp_path / "0.parquet", row_group_size=4)
+    f, n, nested = pc.field("f"), pc.field("n"), pc.field("s", "f")
+    whole = [
+        ~(f < 50), f != 2.0, f.is_nan(), ~((f >= 0) | (n == 3)), (n == 13) & ~(f < 5), n.is_valid() & ~(f < 50), ~(nested < 50),
+        (f > 50) | (n == 3), f.is_null(nan_is_null=True), ~(f.cast("float32") < 50),
+    ]  # fmt: skip
+    for number, condition in enumerate([*whole, f > 50, (f > 50) & (n < 58), ~(n < 50)]):
+        source = rd.ParquetSource(tmp_path, filter=condition)
+        found = [int(source.row(i)["n"]) for i in range(source.num_rows)]
+        assert found == table.filter(condition)["n"].to_pylist(), condition
+        used = Condition(condition).columns(table.schema)
+        assert Condition(condition).bounds_tell(table.schema, used) == (number >= len(whole))
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
