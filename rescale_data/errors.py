@@ -1,6 +1,7 @@
 """The exceptions of our own, and the check of arguments that are counts."""
 
 import operator
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -51,6 +52,13 @@ def require_bool(**values: object) -> None:
     for name, value in values.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give True or False.")
+
+
+def require_mappings(**given: object) -> None:
+    """``TypeError`` where an argument, by name, is not a dict or the like."""
+    for name, value in given.items():
+        if not isinstance(value, Mapping):
+            raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give a dict.")
 
 
 def require_callable(**given: object) -> None:

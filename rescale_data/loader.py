@@ -81,7 +81,8 @@ class DataLoader:
         steps_per_epoch: Where the data has no epoch, or only reading tells its end: an iterator ends whenever `step` is a
             multiple of this. With ``repeat=False`` the data's own end comes within, and ends none (`progress` has its epochs).
         on_source_change: Of a state whose files were removed or changed since: "error", or "next_epoch": leave out what was
-            left of the epoch, log how many rows that is, and begin the next one. Files that were only added join at the next
+            left of the epoch, log how many rows that is, and begin the next one; what an open window has read of that already
+            comes again. Files that were only added join at the next
             epoch that no logical shard has begun, in either case.
         join: This rank is new in a run whose other ranks call `rescale` meanwhile: go on where they are.
 

@@ -16,6 +16,7 @@ import numpy as np
 from rescale_data.engine.differences import differences
 from rescale_data.engine.recipe import DEALT, FIRST_SLOT, UNDEALT, History, Schema, path_name, to_json
 from rescale_data.errors import DataStateError
+from rescale_data.nodes.mixture.sampler import WeightedSampler
 from rescale_data.order import ranges_of, shard_sizes
 from rescale_data.sources.folders import FILES, FOLDERS, FoldingSource, fold, listed_in, num_rows
 from rescale_data.sources.source import GrowingSource
@@ -109,22 +110,55 @@ def begin_next_epoch(growth: Growth, schema: Schema, table: Ints) -> tuple[dict[
     """Leave out what is left of the epochs that have begun, as some of it is gone.
 
     Args:
-        table: Changed: each logical shard stands at the beginning of one and the same epoch.
+        table: Changed: each logical shard stands at the beginning of one and the same epoch of each source. What mixtures
+            have drawn in the run stays: their schedules and caps go by it.
 
     Returns:
         The histories from now on, and the rows that were left out.
     """
-    since = max(next_epoch(schema, table, path) for path in growth.histories)
+    since = {path: _first_whole(schema, table, path) for path in growth.histories}
     left, fresh = 0, schema.fresh_table(len(table))
     seed = next(node.of_shard.seed for _, node in schema.root.walk() if node.of_shard is not None)
+    _keep_counts(schema, table, fresh)
     for path, history in growth.histories.items():
         rows = _reader_rows(schema, table, path)
-        left += _rows_until(next_epoch(schema, table, path), history, rows, seed)
-        _reader_rows(schema, fresh, path)[:, 0] = since
+        left += _rows_until(since[path], history, rows, seed)
+        _reader_rows(schema, fresh, path)[:, 0] = since[path]
     table[:, FIRST_SLOT:] = fresh[:, FIRST_SLOT:]
     table[:, DEALT] = UNDEALT
-    histories = {p: _grow(history, since, schema.manifests[p]) for p, history in growth.histories.items()}
+    histories = {p: _grow(history, since[p], schema.manifests[p]) for p, history in growth.histories.items()}
     return histories, left
+
+
+def _first_whole(schema: Schema, table: Ints, path: str) -> int:
+    """As `next_epoch`, but of this source alone: others of a mixture may have begun."""
+    rows, fresh = _reader_rows(schema, table, path), schema.fresh_table(len(table))
+    reader = next(found for found, _ in schema.root.walk() if path_name(found) == path)
+    begun = table[:, DEALT] >= 0
+    for above, node in schema.root.walk():
+        own, first = schema.slots_at(table, above), schema.slots_at(fresh, above)
+        if isinstance(node, WeightedSampler) or reader[: len(above)] != above:
+            continue  # where a mixture stands says nothing of one source
+        if own is not None and first is not None:
+            fields = node.own_fields()
+            slots = [
+                slot
+                for field, start in zip(fields, offsets(fields), strict=False)
+                for slot in range(start, start + field.num_slots)
+                if not field.counts and field.path[-1] != _EPOCH
+            ]
+            begun |= (own[:, slots] != first[:, slots]).any(axis=1)
+    return int((rows[:, 0] + begun).max())
+
+
+def _keep_counts(schema: Schema, table: Ints, fresh: Ints) -> None:
+    """Write into fresh rows what mixtures have counted since the run began."""
+    for path, node in schema.root.walk():
+        rows, begun = schema.slots_at(table, path), schema.slots_at(fresh, path)
+        if isinstance(node, WeightedSampler) and rows is not None and begun is not None:
+            num = offsets(node.own_fields())[-1]
+            begun[:, :num] = rows[:, :num]
+            node.begin_epoch(begun)
 
 
 def _rows_until(until: int, history: History, rows: Ints, seed: int) -> int:

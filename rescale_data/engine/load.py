@@ -100,8 +100,9 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
         histories = _join(stream, fitted.growth, table)
     stream.schema.exclude_steps(excluded)
     stream.schema.adopt({**needed(histories, stream.schema, table), **forms})
+    begun_again = settle(stream.schema, table) if changed or fitted.growth.changed else 0
     if changed:
-        _report(stream, fitted, settle(stream.schema, table))
+        _report(stream, fitted, begun_again)
     stream.load(table, moved)
     if loaded.origin != clock.origin and not stream.is_short():  # that end has its own warning
         stream.ranks.log(

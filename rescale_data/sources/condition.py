@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -12,16 +15,19 @@ from rescale_data.sources.fragments import Footer
 from rescale_data.state import Ints
 
 _MATCH = "match"
+_QUOTED, _BY_NUMBER, _CALLED = re.compile(r'"[^"]*"'), re.compile(r"FieldPath\(\d"), re.compile(r"(\w+) ?\(")
 
 
 class Condition:
-    """An expression; ``TypeError`` where it is none."""
+    """An expression; ``TypeError`` where it is none, ``ValueError`` where it numbers columns, some of which are not read."""
 
     def __init__(self, expression: ArrowExpression) -> None:
         if not isinstance(expression, pc.Expression):
             raise TypeError(
                 f"filter={expression!r}: give an expression, such as pyarrow.compute.field('lang') == 'de'."
             )
+        if _BY_NUMBER.search(_QUOTED.sub("", str(expression))):
+            raise ValueError(f"filter={expression}: name the columns that it asks for, and do not number them.")
         self.expression = expression
 
     def __str__(self) -> str:
@@ -31,11 +37,36 @@ class Condition:
         """Those that it asks for; ``ValueError`` where they are not there, or cannot be asked that."""
         try:
             kind = self._evaluate(schema.empty_table()).type
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-            raise ValueError(f"filter={self} cannot be asked of the columns {schema.names}: {error}") from None
+        except pa.ArrowException as error:
+            why = str(error).partition("\n")[0]
+            why = why.rpartition(" in ")[0] if why.startswith("No match") else why  # a list of the columns follows
+            raise ValueError(
+                f"filter={self} cannot be asked of the columns {schema.names}: {why}. Ask for columns that are there, and "
+                f"compare each with values of its type."
+            ) from None
         if kind != pa.bool_():
             raise ValueError(f"filter={self} is of type {kind}, not true or false: compare it with something.")
         return [name for name in schema.names if self._asks_for(name, schema)]
+
+    def bounds_tell(self, schema: ArrowSchema, columns: list[str]) -> bool:
+        """Whether no row matches where the least and largest values of the columns say so: they leave NaN out.
+
+        They do where what asks for floats is false of NaN, whatever the other columns hold: null stands for that, which
+        comparisons hand on and functions need not.
+        """
+        kinds = {name: schema.field(name).type for name in columns}
+        floats = [name for name, kind in kinds.items() if _has_floats(kind)]
+        if not floats:
+            return True
+        if not all(pa.types.is_floating(kinds[name]) for name in floats) or self._calls():
+            return False
+        one = {name: pa.array([float("nan")], pa.float64()).cast(kinds[name]) for name in floats}
+        rows = [{n: one[n] if n == name else pa.nulls(1, kind) for n, kind in kinds.items()} for name in floats]
+        return all(self._evaluate(pa.table(row)).to_pylist() == [False] for row in rows)
+
+    def _calls(self) -> bool:
+        """Whether it consists of more than comparisons, and, or, not."""
+        return bool(set(_CALLED.findall(_QUOTED.sub("", str(self.expression)))) - {"invert", "and", "or"})
 
     def matches(self, table: ArrowTable) -> Ints:
         """``int64[M]``, the rows for which it is true."""
@@ -52,6 +83,12 @@ class Condition:
     def _evaluate(self, table: ArrowTable) -> ArrowTable:
         scanned = dataset.InMemoryDataset(table).scanner(columns={_MATCH: self.expression}, use_threads=False)
         return scanned.to_table().column(_MATCH)
+
+
+def _has_floats(kind: Any) -> bool:
+    if pa.types.is_dictionary(kind):
+        return _has_floats(kind.value_type)
+    return pa.types.is_floating(kind) or any(_has_floats(kind.field(i).type) for i in range(kind.num_fields))
 
 
 def chosen(footer: Footer, matches: dict[int, Ints]) -> Footer:

@@ -198,13 +198,17 @@ class TableSource(FileSource):
 
     def _filtered(self, condition: Condition, file: int, footer: Footer) -> Footer:
         """What is left of a file: a source of it alone is read once, as far as the condition may match."""
-        with self._blaming(file):
+        try:
             used = condition.columns(self._shown(_schema_of(footer.kind)))
+        except ValueError as error:
+            raise ValueError(f"{self._files.path(file)}: {error}") from None
+        with self._blaming(file):
             alone = copy.copy(self)
             alone._condition, alone._files = None, self._files.only(file)
             alone._set(gather([footer]))
             alone._schemas = [FileSchema(_schema_of(footer.kind))]
-            found = alone._may_match(footer, condition.expression)
+            tell = condition.bounds_tell(self._shown(_schema_of(footer.kind)), used)
+            found = alone._may_match(footer, condition.expression) if tell else range(len(footer.rows))
             return chosen(footer, {i: condition.matches(alone._table(i, used)) for i in found})
 
     def _may_match(self, footer: Footer, condition: ArrowExpression) -> list[int]:

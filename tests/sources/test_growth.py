@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import rescale_data as rd
+from rescale_data.engine.table import by_field
 from rescale_data.sources.folders import fold, num_rows
 from rescale_data.testing import assert_rescalable, full_state_dict
 from tests.formats import write_jsonl
@@ -355,6 +356,87 @@ class TestChanges:
             loader.load_state_dict(state)
             (since,) = set(loader.state_dict()["shards"]["epoch"].tolist())
             assert f"{since * num_rows - steps * BATCH} rows, is left out" in caplog.text
+
+    def test_schedules_and_caps_of_a_mixture_go_on(self, kind: str, tmp_path: Path) -> None:
+        """They count what was drawn in the run; each source begins its own next epoch, also the one whose files stayed."""
+        for name, part in {"a": range(20), "b": range(20, 40)}.items():
+            write(tmp_path, kind, name, part)
+        other = rd.DatasetSource([{"x": 1000 + i} for i in range(600)], name="other")
+        schedule = rd.Schedule([(0, {"files": 1, "other": 1}), (60, {"files": 3, "other": 1})])
+
+        def loader() -> rd.DataLoader:
+            source = source_of(tmp_path, kind)
+
+            def pipeline(shard: rd.Shard) -> Any:
+                nodes = {"files": rd.Reader(source, shard), "other": rd.Reader(other, shard)}
+                return rd.WeightedSampler(nodes, schedule, caps={"other": {"samples": 48}})
+
+            return make_loader(source, 0, 1, 6, pipeline=pipeline, repeat=True, on_source_change="next_epoch")
+
+        def num_other(loader: rd.DataLoader, steps: int) -> int:
+            return sum(int((batch["x"] >= 1000).sum()) for batch in itertools.islice(loader, steps))
+
+        first = loader()
+        assert 40 <= num_other(first, 20) <= 50
+        (tmp_path / f"b.{kind}").unlink()
+        second = loader()
+        before = first.progress()["drawn_samples/other"]
+        second.load_state_dict(first.state_dict())
+        assert {*by_field(second.state_dict())["shards"]["other.epoch"].tolist()} == {1}
+        assert second.progress()["drawn_samples/other"] == before
+        assert num_other(second, 1) <= 3
+        num_other(second, 20)
+        assert second.progress()["drawn_samples/other"] == 48
+
+    def test_a_source_of_a_mixture_that_has_ended_is_not_left_out(self, kind: str, tmp_path: Path) -> None:
+        """Nor one that has not begun."""
+        for name, part in {"a": range(40), "b": range(40, 80)}.items():
+            write(tmp_path, kind, name, part)
+        others = [rd.DatasetSource([{"x": first + i} for i in range(12)], name=str(first)) for first in (1000, 2000)]
+
+        def loader() -> rd.DataLoader:
+            source = source_of(tmp_path, kind)
+
+            def pipeline(shard: rd.Shard) -> Any:
+                readers = [rd.Reader(each, shard) for each in (source, *others)]
+                schedule = rd.Schedule([(0, dict(zip("fgh", (2, 1, 0), strict=True))), (66, dict.fromkeys("fgh", 1))])
+                return rd.WeightedSampler(dict(zip("fgh", readers, strict=True)), schedule, stop="all")
+
+            return make_loader(source, 0, 1, 6, pipeline=pipeline, repeat=True, on_source_change="next_epoch")
+
+        first = loader()
+        seen = Counter(x for batch in itertools.islice(first, 11) for x in batch["x"].tolist())
+        assert sum(x >= 1000 for x in seen) == 12
+        (tmp_path / f"b.{kind}").unlink()
+        second = loader()
+        second.load_state_dict(first.state_dict())
+        now = by_field(second.state_dict())["shards"]
+        assert {name: {*now[f"{name}.epoch"].tolist()} for name in "fgh"} == {"f": {1}, "g": {1}, "h": {0}}
+
+    def test_groups_of_a_mixture_stay_whole(self, kind: str, tmp_path: Path) -> None:
+        """Also where not all logical shards have delivered as many samples."""
+        for name, part in {"a": range(40), "b": range(40, 80)}.items():
+            write(tmp_path, kind, name, part)
+        other = rd.DatasetSource([{"x": 1000 + i} for i in range(600)], name="other")
+
+        def loader() -> rd.DataLoader:
+            source = source_of(tmp_path, kind)
+
+            def pipeline(shard: rd.Shard) -> Any:
+                nodes = {"files": rd.Reader(source, shard), "other": rd.Reader(other, shard)}
+                return rd.WeightedSampler(nodes, {"files": 1, "other": 1}, group=3)
+
+            return rd.DataLoader(
+                pipeline, global_batch_size=6, num_logical_shards=12, repeat=True, on_source_change="next_epoch"
+            )
+
+        first = loader()
+        next(iter(first))
+        (tmp_path / f"b.{kind}").unlink()
+        second = loader()
+        second.load_state_dict(first.state_dict())
+        for batch in itertools.islice(second, 12):
+            assert set((batch["x"].reshape(2, 3) >= 1000).sum(dim=1).tolist()) <= {0, 3}
 
     def make(self, change: str, kind: str, data: Path) -> None:
         file = data / f"d.{kind}"

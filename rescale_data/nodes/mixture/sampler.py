@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, ClassVar
 
+import numpy as np
+
 from rescale_data.nodes.base import BaseNode, Node, View, copy_of
 from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.form import BEFORE, History
-from rescale_data.nodes.mixture.arguments import check_group, check_mixture
+from rescale_data.nodes.mixture.arguments import check_group, check_mixture, check_temperature
 from rescale_data.nodes.mixture.caps import cap_of, check_caps
 from rescale_data.nodes.mixture.circle import circle_of, grouped_circle_of
 from rescale_data.nodes.mixture.draws import MixtureDraws, Stop
@@ -24,7 +26,7 @@ from rescale_data.nodes.shard_of import find_shard
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES, follows, owner_of
 from rescale_data.sources.decoded.interest import shards_of
 from rescale_data.sources.source import TokenSource
-from rescale_data.state import Field, Ints
+from rescale_data.state import Field, Ints, offsets
 
 
 class WeightedSampler(Node[Any]):
@@ -66,6 +68,7 @@ class WeightedSampler(Node[Any]):
 
     Raises:
         ValueError: Names, weights or caps that do not fit; tokens without a column; a source that does not know its size.
+        TypeError: Nodes, weights or caps that are not by name; a weight that is no number.
         DataStateError: A source yielded no sample, or by tokens no token, in two whole epochs (``stop="never"``). An endless
             stream (`Shard.repeat`) of which all sources have reached their caps.
 
@@ -94,6 +97,7 @@ class WeightedSampler(Node[Any]):
         group: int = 1,
     ) -> None:
         check_mixture(nodes, weights, unit, column, stop)
+        check_temperature(temperature, weights)
         self.names = sorted(nodes)
         self.unit, self.column, self.stop = unit, column, stop
         check_caps(caps or {}, self.names, unit)
@@ -219,6 +223,24 @@ class WeightedSampler(Node[Any]):
     def settle(self, position: View) -> bool:
         """Other weights count from here on. A source that has ended in this epoch stays so."""
         return self._draws.settle(position)
+
+    def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
+        """What was drawn since the run began is still counted: schedule and caps go on."""
+        own = slice(0, offsets(self.own_fields())[-1])
+        kept = copy_of(position[own])
+        super().next_epoch(position, is_drawn=is_drawn)
+        position[own] = kept
+        self.begin_epoch(np.asarray(position)[None])
+        self._in_use.settle(position)
+
+    def begin_epoch(self, rows: Ints) -> None:
+        """All sources are to begin an epoch, in all logical shards together: none has ended in it yet.
+
+        Args:
+            rows: ``int64[N, slots]``, changed.
+        """
+        drawn = rows[:, self._row.drawn]
+        drawn[:] = np.maximum(drawn, ~drawn)
 
     def is_stuck(self, position: View) -> bool:
         """Some of the weight is that of a source that is gone."""

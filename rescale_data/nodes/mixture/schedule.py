@@ -33,6 +33,7 @@ class Schedule:
 
     Raises:
         ValueError: Keys that do not begin at 0, or go back; other names than in the first; weights that are none.
+        TypeError: Keys that are no such pairs; a weight that is no number.
 
     Example:
         >>> import rescale_data as rd
@@ -47,6 +48,8 @@ class Schedule:
     interpolate: Literal["step", "linear"] = "step"
 
     def __post_init__(self) -> None:
+        if not _are_keys(self.keys):
+            raise TypeError(f"Schedule({self.keys!r}): give a list of (progress, {{name: weight}}).")
         if self.interpolate not in ("step", "linear"):
             raise ValueError(f"Schedule(interpolate={self.interpolate!r}): give 'step' or 'linear'.")
         begins = [begin for begin, _ in self.keys]
@@ -145,9 +148,21 @@ def mix_of(names: Iterable[str], weights: Iterable[float]) -> int:
 
 
 def require_weights(weights: Mapping[str, float], where: str = "") -> None:
-    """``ValueError`` where they are no weights."""
-    if not all(math.isfinite(weight) and weight >= 0 for weight in weights.values()) or not any(weights.values()):
-        raise ValueError(f"weights={dict(weights)}{where}: give finite numbers, none negative and not all 0.")
+    """``ValueError`` where they are no weights, ``TypeError`` where one is no number."""
+    for name, weight in weights.items():
+        if isinstance(weight, bool | np.bool_ | str) or not hasattr(weight, "__float__"):
+            raise TypeError(f"weights[{name!r}]={weight!r}{where} is a {type(weight).__name__}; give a number.")
+    numbers = [*map(float, weights.values())]
+    if not any(numbers) or not math.isfinite(sum(numbers)) or min(numbers) < 0:
+        raise ValueError(
+            f"weights={dict(weights)}{where}: give finite numbers, of a finite sum, none negative and not all 0."
+        )
+
+
+def _are_keys(keys: object) -> bool:
+    if not isinstance(keys, Sequence):
+        return False
+    return all(isinstance(key, Sequence) and len(key) == 2 and isinstance(key[1], Mapping) for key in keys)
 
 
 def _steps(begins: list[int], keys: list[tuple[float, ...]]) -> tuple[list[int], list[tuple[float, ...]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
@@ -31,10 +30,6 @@ class Sizes:
         column: str | None,
         temperature: float,
     ) -> None:
-        if not (math.isfinite(temperature) and temperature > 0):
-            raise ValueError(
-                f"temperature={temperature}: give a number above 0; 1 for weights as large as the sources."
-            )
         self._by, self._column, self._temperature = by, column, temperature
         self._readers = {name: _readers(name, node, starts[name], by) for name, node in sources.items()}
         self._found: dict[tuple[int, ...], Pieces] = {}

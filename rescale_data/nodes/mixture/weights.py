@@ -113,7 +113,7 @@ class MixtureWeights:
     def begin_capped(self, position: View) -> None:
         """At the beginning of a run: a cap may be of less than one in each logical shard."""
         if self.caps and not position[NUM]:
-            self.settle(position)
+            self.change(position, self.caps)
 
     def next_turn(self, position: View) -> int | None:
         """`turn_at` of this schedule."""

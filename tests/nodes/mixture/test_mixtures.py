@@ -103,7 +103,8 @@ def build(tree: Any, shard: rd.Shard, numbers: Any = None) -> Node[Any]:
         caps = {
             name: {unit_of_cap: 2 if feature == "epochs" else 31} for name in list(nodes)[1:] if reads_one(nodes[name])
         }
-    mixture = rd.WeightedSampler(nodes, given, stop=stop, unit=unit, column=column, caps=caps, temperature=2)
+    hot = 2 if given == "rows" else 1
+    mixture = rd.WeightedSampler(nodes, given, stop=stop, unit=unit, column=column, caps=caps, temperature=hot)
     return rd.Map(mixture, same) if mapped else mixture
 
 
@@ -367,7 +368,7 @@ def test_global_batches_by_tokens(
     weights: tuple[float, ...], mean: int, sigma: float, seeds: int, bound: float
 ) -> None:
     """How far a source's share of packed global batches is from its weight, against that of documents drawn independently."""
-    shape = {"shards": 64 if mean > 100 else 32, "tracks": 4, "steps": 400 if mean > 100 else 200, "size": 4096}
+    shape = {"shards": 64 if mean > 100 else 32, "tracks": 4, "steps": 400, "size": 4096}
     even, independent = np.zeros(len(weights)), np.zeros(len(weights))
 
     def off_weights(found: Any) -> Any:

@@ -91,6 +91,25 @@ def test_counts_of_an_epoch_are_known_where_sources_end() -> None:
         len(rd.DataLoader(mixture, global_batch_size=6, num_logical_shards=6, dp_rank=0, dp_world_size=1))
 
 
+def test_after_the_rest_of_an_epoch_was_left_out_schedules_and_caps_go_on() -> None:
+    def mixture(weights: Any = None, **kwargs: Any) -> Any:
+        nodes = {"a": rd.Reader(["a"] * 6, rd.Shard()), "b": rd.Reader(["b"] * 40, rd.Shard())}
+        return rd.WeightedSampler(nodes, weights or {"a": 1, "b": 1}, **kwargs)
+
+    def drawn(node: Any, *nums: int) -> list[str]:
+        found: list[str] = []
+        for num in nums:
+            node.reset(None)
+            found.append("".join(itertools.islice(node, num)))
+        return found
+
+    assert drawn(mixture(rd.Schedule([(0, {"a": 1, "b": 0}), (3, {"a": 0, "b": 1})])), 4, 4) == ["aaab", "bbbb"]
+    assert "".join(drawn(mixture(caps={"a": {"samples": 4}}), 15, 15)).count("a") == 4
+    ends = drawn(mixture(stop="all"), 25, 99)  # "a" has ended in the first
+    assert [Counter(each)["a"] for each in ends] == [6, 6]
+    assert len(ends[1]) == 46
+
+
 def test_skip_without_reading() -> None:
     read_rows: list[int] = []
 
@@ -132,10 +151,20 @@ def test_a_silent_source_is_an_error() -> None:
         (["a"], {"weights": {"a": 1}, "stop": "now"}, "'never', 'first' or 'all'"),
         (["a"], {"weights": {"a": 1}, "unit": "tokens"}, "column=None"),
         (["a"], {"weights": {"a": 1}, "column": "tokens"}, "column='tokens'"),
+        (["a", "b"], {"weights": {"a": 1e308, "b": 1e308}}, "of a finite sum"),
+        (["a"], {"weights": {"a": float("inf")}}, "finite"),
+        (["a"], {"weights": {"a": True}}, r"weights\['a'\]=True is a bool; give a number"),
+        (["a"], {"weights": {"a": "1"}}, r"weights\['a'\]='1' is a str; give a number"),
+        (["a"], {"weights": [1]}, r"weights=\[1\] is a list; give a dict"),
+        (["a"], {"weights": {1: 1, "a": 1}}, r"the weights \[1, 'a'\]"),
+        (["a"], {"weights": {"a": 1}, "temperature": 2}, "temperature=2 is for weights='rows'"),
+        (["a"], {"weights": "rows", "temperature": "2"}, "temperature='2' is a str; give a number"),
+        (["a"], {"weights": {"a": 1}, "caps": {"a": 3}}, r"caps\['a'\]=3 is a int; give a dict"),
+        (["a"], {"weights": {"a": 1}, "caps": ["a"]}, r"caps=\['a'\] is a list; give a dict"),
     ],
 )
 def test_bad_arguments(names: list[str], kwargs: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         rd.WeightedSampler({name: read(WEB, rd.Shard()) for name in names}, **kwargs)
 
 

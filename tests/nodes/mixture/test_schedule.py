@@ -134,6 +134,24 @@ def test_caps(unit: str, caplog: pytest.LogCaptureFixture) -> None:
         assert abs(others[3] - 0.75 * (150 * 7 - 100)) < 15
 
 
+@pytest.mark.parametrize("above", ["root", "packer", "shuffle"])
+def test_a_cap_of_less_than_one_in_each_logical_shard(above: str, caplog: pytest.LogCaptureFixture) -> None:
+    def pipeline(shard: rd.Shard) -> Any:
+        nodes = {"web": read(WEB, shard), "code": read(CODE, shard)}
+        mixed = rd.WeightedSampler(nodes, {"web": 1, "code": 1}, caps={"code": {"samples": 3}})
+        if above == "packer":
+            return rd.TokenPacker(mixed, column="tokens", seq_len=8, eos_id=None)
+        return rd.Shuffle(mixed, 4) if above == "shuffle" else mixed
+
+    with caplog.at_level(logging.WARNING, "rescale_data"):
+        loader = rd.DataLoader(pipeline, global_batch_size=8, num_logical_shards=8, repeat=True, collate_fn=list)
+        for _ in itertools.islice(loader, 20):
+            pass
+    progress = loader.progress()
+    assert (progress["drawn_samples/code"], progress["capped_shards/code"]) == (3, 8)
+    assert caplog.text.count("'code' of a mixture has reached its cap of {'samples': 3}") == 1
+
+
 def capped(shard: rd.Shard) -> rd.BaseNode[Any]:
     nodes = {"web": read(WEB, shard), "code": read(CODE, shard)}
     caps = {"web": {"samples": 40}, "code": {"epochs": 1}}
@@ -261,10 +279,13 @@ def test_bad_arguments(weights: Any, kwargs: Any, message: str) -> None:
         ([(0, A), (9, {"web": 1})], "step", r"at 9 has weights of \['web'\]"),
         ([(0, A), (9, dict.fromkeys(NAMES, 0))], "step", "in the key at 9: give finite"),
         ([(0, A)], "cubic", "'step' or 'linear'"),
+        ([(0, A), (9, None)], "step", r"give a list of \(progress, {name: weight}\)"),
+        ({0: A}, "step", r"give a list of \(progress, {name: weight}\)"),
+        ([(0, A), (9, {**A, "web": "1"})], "step", r"weights\['web'\]='1' in the key at 9 is a str"),
     ],
 )
 def test_bad_schedules(keys: Any, interpolate: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         rd.Schedule(keys, interpolate)
 
 
