@@ -96,11 +96,11 @@ def patiently(answers: Iterator[Any], num_looks: int) -> Iterator[Any]:
             yield answer
 
 
-def is_timeout(error: Exception) -> bool:
+def is_timeout(error: BaseException) -> bool:
     return "DataLoader timed out" in str(error)
 
 
-def is_death(error: Exception) -> bool:
+def is_death(error: BaseException) -> bool:
     """Whether a worker is gone. Torch says so, unless it was about to fetch the memory of a message from that worker."""
     raised_in_worker = "in DataLoader worker process" in str(error)
     return "exited unexpectedly" in str(error) or (
