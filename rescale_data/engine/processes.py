@@ -24,7 +24,7 @@ LOOK_SECONDS = 1.0
 
 def context_of(given: str | BaseContext) -> BaseContext:
     known = multiprocessing.get_all_start_methods()
-    if isinstance(given, str) and given not in known:
+    if given not in known and not isinstance(given, BaseContext):
         raise ValueError(f"multiprocessing_context={given!r}: give one of {known}, or a multiprocessing context.")
     if given == "forkserver":
         loaded = sorted(name for name in sys.modules if name.startswith(_OF_PIPELINES))

@@ -338,10 +338,13 @@ class TestFailures:
                 os.kill(os.getpid(), signal.SIGINT)
                 flag.unlink()
 
-            with pytest.raises(KeyboardInterrupt):
+            def go_on() -> None:
                 threading.Timer(0.5, interrupt).start()
                 while True:
                     found.append(next(batches)["row"].tolist())
+
+            with pytest.raises(KeyboardInterrupt):
+                go_on()
             found += [next(batches)["row"].tolist() for _ in range(90 - len(found))]
         assert found == whole
 
