@@ -141,8 +141,8 @@ class Reading:
             self._at_multiple = True  # a state there says not whether the end was seen
         elif epoch != at:
             raise ValueError(
-                f"set_epoch({epoch}): the loader is in epoch {at}, and moves on to {at + 1} when its last batch has been taken. "
-                f"Count the trainer's epochs from loader.epoch, or load the state that was saved with that count."
+                f"set_epoch({epoch}): the loader is in epoch {at}, and moves on to {at + 1} when its last batch has been "
+                f"taken. Count the trainer's epochs from loader.epoch, or load the state that was saved with that count."
             )
 
     def set_global_batch_size(self, global_batch_size: int) -> Setup:
@@ -256,8 +256,8 @@ class Reading:
             _logger.warning(
                 "Another thread takes the batches of this loader, perhaps ahead of training: its state describes what that "
                 "thread has taken, and a checkpoint leaves out for good what training has not received by then. Take the "
-                "state in that thread, or let the loader itself read ahead, whose state stays that of training: num_workers=, or "
-                "prefetch_batches= (XLA: rescale_data.xla.DeviceLoader)."
+                "state in that thread, or let the loader itself read ahead, whose state stays that of training: "
+                "num_workers= or prefetch_batches= (XLA: rescale_data.xla.DeviceLoader)."
             )
         return self.stream
 

@@ -18,7 +18,7 @@ from rescale_data.sources.documents import document_table, one_row_each
 from rescale_data.sources.files.paths import Files, Paths
 from rescale_data.sources.files.ranges import Ranges, open_ranges
 from rescale_data.sources.files.remote import Remote
-from rescale_data.sources.fragments import Footer
+from rescale_data.sources.fragments import Footer, cut, sums
 from rescale_data.sources.saved_dataset import data_files
 from rescale_data.sources.source import Tokens
 from rescale_data.sources.tables import SPILL_BYTES, TableSource, has_dictionary, schema_kind
@@ -111,7 +111,8 @@ class ArrowSource(TableSource):
         schema = ipc.read_schema(ranges, blocks)
         _refuse_dictionaries(schema, has_footer)
         rows = np.ones_like(blocks.body) if self.document_per_batch else ipc.read_rows(ranges, blocks)
-        cuts = _cuts(rows, blocks.body, _joints(blocks) if not has_dictionary(schema) else None)
+        ends = _joints(blocks) if not has_dictionary(schema) else None
+        cuts = cut(sums(rows), sums(blocks.body), FRAGMENT_ROWS, FRAGMENT_BYTES, ends)
         first, last = cuts[:-1], cuts[1:] - 1
         places = {"batch": first, "batches": np.diff(cuts), "offset": blocks.offset[first]}
         places["length"] = blocks.stop[last] - places["offset"]
@@ -209,25 +210,8 @@ def _read_messages(data: ArrowBuffer, schema: ArrowSchema, blocks: ipc.Blocks) -
     return pa.Table.from_batches([pa.ipc.read_record_batch(message, schema) for message in messages])
 
 
-def _cuts(rows: Ints, nbytes: Ints, joints: Ints | None = None) -> Ints:
-    """Where fragments begin: as many batches as fit in the rows and bytes of one, and at least one batch.
-
-    Args:
-        joints: The batches that do not begin where the one before ends, at which to cut; `None` where that is no matter.
-    """
-    total_rows, total_bytes = (np.concatenate([[0], np.cumsum(counts)]) for counts in (rows, nbytes))
-    ends = np.append([] if joints is None else joints, len(rows)).astype(np.int64)
-    cuts = [0]
-    while cuts[-1] < len(rows):
-        at = cuts[-1]
-        by_rows = np.searchsorted(total_rows, total_rows[at] + FRAGMENT_ROWS, side="right") - 1
-        by_bytes = np.searchsorted(total_bytes, total_bytes[at] + FRAGMENT_BYTES, side="right") - 1
-        by_joint = ends[np.searchsorted(ends, at, side="right")]
-        cuts.append(max(at + 1, int(min(by_rows, by_bytes, by_joint))))
-    return np.array(cuts, dtype=np.int64)
-
-
 def _joints(blocks: ipc.Blocks) -> Ints:
+    """The batches that do not begin where the one before ends."""
     return np.flatnonzero(blocks.offset[1:] != blocks.stop[:-1]) + 1
 
 

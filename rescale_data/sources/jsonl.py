@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from string import whitespace
 from typing import Any, ClassVar, cast
 
@@ -12,12 +11,8 @@ import numpy as np
 
 from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.bad_row import BadRow
-from rescale_data.sources.decoded.cache import DEFAULT_BYTES
-from rescale_data.sources.decoded.columns import chosen_columns
 from rescale_data.sources.file_source import Rows
-from rescale_data.sources.files.paths import Paths
 from rescale_data.sources.files.ranges import Ranges
-from rescale_data.sources.files.remote import Remote
 from rescale_data.sources.indexed import IndexedSource, Scan
 from rescale_data.state import Ints
 
@@ -63,27 +58,6 @@ class JsonlSource(IndexedSource):
     SUFFIXES: ClassVar[tuple[str, ...]] = tuple(
         f".{name}{packed}" for name in ("jsonl", "ndjson") for packed in ("", ".gz", ".zst")
     )
-
-    def __init__(
-        self,
-        paths: Paths,
-        *,
-        columns: Sequence[str] | None = None,
-        cache_bytes: int = DEFAULT_BYTES,
-        storage_options: Mapping[str, Any] | None = None,
-        remote: Remote | None = None,
-        index_dir: str | os.PathLike[str] | None = None,
-        transcode: bool = True,
-    ) -> None:
-        self._columns = chosen_columns(columns)
-        super().__init__(
-            paths,
-            cache_bytes=cache_bytes,
-            storage_options=storage_options,
-            remote=remote,
-            index_dir=index_dir,
-            transcode=transcode,
-        )
 
     @property
     def columns(self) -> list[str] | None:
