@@ -19,7 +19,7 @@ class OfEach(Node[Any]):
 
     FIELDS: ClassVar[tuple[Field, ...]] = (Field(("skipped",), counts=True),)
     _beside: Any = None
-    """A function, in a class: makes what ``fn`` is given beside the next sample, before that is drawn."""
+    """Of a class whose ``fn`` is given something beside the sample: makes it, before that is drawn."""
 
     def __init__(
         self, source: BaseNode[Any], fn: Callable[..., Any], on_error: OnError, version: str | int | None
