@@ -196,10 +196,10 @@ def read_together(asked: Sequence[tuple[FragmentDocuments, slice, int]], positio
     first_slots = [asked[number][1].start for number in order]
     if near:
         numbers, slots, rows, which = zip(*near, strict=True)
-        counts = [len(part) for part in rows]
-        order, sizes, first_slots = [*numbers, *order], [*counts, *sizes], [0, *first_slots]
+        counts = np.array([len(part) for part in rows], dtype=np.int64)
+        order, sizes, first_slots = [*numbers, *order], [*counts.tolist(), *sizes], [0, *first_slots]
         spans = _located(np.concatenate(rows), np.concatenate(which), lent)
-        behind = np.array([position[slot] + 1 for slot in slots], dtype=np.int64) - (np.cumsum(counts) - counts)
+        behind = np.asarray(position)[[*slots]] + 1 - (np.cumsum(counts) - counts)
         every = np.arange(len(spans) + 1)
         values = every[:-1] + np.repeat(behind, counts)
         parts.insert(0, spans.with_moves(Moves(every, np.repeat(slots, counts), values)))

@@ -135,7 +135,7 @@ def test_blocks_are_documents_one_by_one(
     sources: list[Any], what: Any, first: list[float], second: list[float], at: int, room: bool
 ) -> None:
     """Bit for bit, in every sample and position, also after weights have changed at any of them, and out of copies."""
-    has_room = mock.patch.object(FragmentDocuments, "_have_room", lambda *_: room)
+    has_room = mock.patch.object(FragmentDocuments, "_have_room", return_value=room)
     second = first if "schedule" in what else second  # what has been drawn of one cannot change
     blocks = build(what, sources, first)
     with one_by_one():
