@@ -225,11 +225,6 @@ class FragmentOrder:
         return self.first[start - 1 : last][has_rows]
 
 
-def fragment_order(fragments: Ints, seed: int, epoch: int) -> FragmentOrder:
-    """The fragments, given by their first rows and the number of rows, as the epoch permutes them."""
-    return some_fragments_order(fragments[:-1], np.diff(fragments), seed, epoch)
-
-
 def some_fragments_order(starts: Ints, lengths: Ints, seed: int, epoch: int) -> FragmentOrder:
     """Fragments, given by their first rows and their numbers of rows, as the epoch permutes them."""
     order = permutation(len(starts), "fragments", seed, epoch)
@@ -345,11 +340,8 @@ class ShardOrder:
     def rows(self, epoch: int, row: int, fragments: FragmentOrder | None) -> Ints:
         """Rows of the source in the order in which ``span(row)`` is read; ``fragments`` is `None` for their own order."""
         first, stop = self.span(row)
-        virtual = self.virtual(first, stop)
-        if self.full:
-            return encipher(virtual, self.num_rows, "full", self.seed, epoch)
-        rows = virtual if fragments is None else fragments.rows(virtual)
-        if not self.window:
+        rows = self.owned(epoch, first, stop, fragments)
+        if self.full or not self.window:
             return rows
         return rows[permutation(stop - first, "window", *self._window_of(epoch, first))]
 

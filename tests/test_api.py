@@ -47,7 +47,7 @@ FLOORS = [
     ["nodes"],
     ["engine"],
     ["loader"],
-    ["broadcast", "documents_of_step", "integrations"],
+    ["broadcast", "integrations"],
     ["checkpoint"],
     ["audit", "xla"],
     ["testing", "cli"],

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from rescale_data.order import (
     ShardOrder,
     encipher,
-    fragment_order,
     permutation,
     random_words,
     shard_sizes,
     shard_starts,
 )
+from tests.corpus import fragment_order
 
 
 def test_golden_permutation() -> None:

@@ -17,7 +17,7 @@ from rescale_data.nodes.form import BEFORE
 from rescale_data.nodes.reader import Reader
 from rescale_data.shard import Shard
 from rescale_data.sources.source import Described, Saveable
-from rescale_data.state import Field, Ints, encode, field_of, flatten, offsets
+from rescale_data.state import Field, Ints, encode, field_of, flatten, place_slots
 
 Pipeline: TypeAlias = Callable[[Shard], BaseNode[Any]]
 
@@ -33,7 +33,6 @@ UNDEALT, ENDED = (
     -1,
     -2,
 )  # in DEALT: nothing is dealt; the last batch of the epoch was taken, and the rows begin the next
-EPOCH = "epoch"  # how a field that counts epochs is called
 EXCLUDED_STEPS = "excluded_steps"
 """Beside the parameters of the root: steps that are left out, ``[[first, stop], ...]``."""
 IN_STEP = "in_step"
@@ -138,13 +137,15 @@ class Schema:
         """Samples left in the epoch and the slots at which the next begins, of all shards; `None` where it must be read."""
         return self.root.epoch_end(table[:, FIRST_SLOT:], np.arange(len(table), dtype=np.int64))
 
+    @property
+    def columns_within(self) -> list[int]:
+        """The columns of the table that say where within an epoch shards stand."""
+        return [FIRST_SLOT + slot for slot in place_slots(self.root.fields, epochs=False)]
+
     def epoch_size(self, table: Ints) -> int | None:
         """Samples of the epoch that the positions are in, delivered or not; `None` where it must be read."""
-        beginning = self.fresh_table(len(table))
-        for field, start in zip(self.root.fields, offsets(self.root.fields), strict=False):
-            if field.counts or field.path[-1] == EPOCH:
-                slots = slice(FIRST_SLOT + start, FIRST_SLOT + start + field.num_slots)
-                beginning[:, slots] = table[:, slots]
+        beginning, within = table.copy(), self.columns_within
+        beginning[:, within] = self.fresh_table(len(table))[:, within]
         end = self.epoch_end(beginning)
         return None if end is None else int(end[0].sum())
 
@@ -213,9 +214,7 @@ class Schema:
         for path, node in self.root.walk():
             rows = self.slots_at(table, path)
             if node.READS_AHEAD and rows is not None:
-                fields = node.own_fields()
-                slots = [slot for field, slot in zip(fields, offsets(fields), strict=False) if not field.counts]
-                found[path] = (rows[:, slots] != 0).any(axis=1)
+                found[path] = (rows[:, place_slots(node.own_fields())] != 0).any(axis=1)
                 if node.tells_next:
                     found[path] |= (rows != self.slots_at(fresh, path)).any(axis=1)
         return found

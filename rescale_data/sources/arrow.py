@@ -38,14 +38,7 @@ class ArrowSource(TableSource):
         paths: A glob, a folder (``*.arrow`` below it), a file, or a list of these; local or any fsspec URL. Files are
             ordered by path. A folder may be what ``save_to_disk`` of Hugging Face ``datasets`` wrote for one split.
         columns: Which to read; default all.
-        cache_bytes: What this process may keep decoded, over all sources.
-        storage_options: For fsspec.
-        remote: How to read files of URLs: retries, a local cache, reading ahead.
-        index_dir: Where an index of all files is kept, a folder that all ranks share; see `ParquetSource`.
-        filter: Which rows to read; see `ParquetSource`.
-        spill_dir: A local folder for what is decoded and does not fit ``cache_bytes``, where this process serves so many
-            logical shards that their fragments do not: each is then decoded once an epoch, and not again and again.
-        spill_bytes: What this process may write there.
+        cache_bytes, storage_options, remote, index_dir, filter, spill_dir, spill_bytes: As of `ParquetSource`.
         document_per_batch: Each record batch is one row, and what a column holds in it is the row's value, an array: the
             layout of existing pre-tokenized corpora.
 

@@ -33,9 +33,7 @@ class JsonlSource(IndexedSource):
     Args:
         paths: A glob, a folder (``*.jsonl``, ``*.jsonl.gz``, ``*.jsonl.zst`` below it), a file, or a list; local or any URL.
         columns: Which to keep; a row without one of them is an error. Default: whatever a line holds.
-        cache_bytes: What this process may keep of them, over all sources.
-        storage_options: For fsspec.
-        remote: How to read files of URLs: retries, a local cache, reading ahead.
+        cache_bytes, storage_options, remote: As of `ParquetSource`.
         index_dir: Where indices are kept, a folder that all ranks share; default beside each file. Needed for URLs.
         transcode: Whether files that are compressed as a whole may be copied once, beside the index, in a form that can
             be read at random. `False` refuses them.

@@ -38,10 +38,7 @@ class MegatronSource(FileSource):
 
     Args:
         paths: A glob of ``.bin`` files, a folder, a file, or a list; local or any fsspec URL. The ``.idx`` is beside each.
-        cache_bytes: What this process may keep of them, over all sources.
-        storage_options: For fsspec.
-        remote: How to read files of URLs: retries, a local cache, reading ahead.
-        index_dir: Where an index of all files is kept, a folder that all ranks share.
+        cache_bytes, storage_options, remote, index_dir: As of `ParquetSource`.
 
     Raises:
         FileNotFoundError: ``paths`` stand for no file, or an ``.idx`` is missing.

@@ -36,12 +36,8 @@ class WebDatasetSource(IndexedSource):
     Args:
         paths: A glob, a folder (``*.tar``, ``*.tar.gz``, ``*.tar.zst`` below it), a file, or a list; local or any URL.
         columns: Which to read; default: all that occur. A row without one of them is an error when it is read.
-        cache_bytes: What this process may keep of them, over all sources.
-        storage_options: For fsspec.
-        remote: How to read files of URLs: retries, a local cache, reading ahead.
-        index_dir: Where indices are kept, a folder that all ranks share; default beside each file. Needed for URLs.
-        transcode: Whether files that are compressed as a whole may be copied once, beside the index, in a form that can
-            be read at random. `False` refuses them.
+        cache_bytes, storage_options, remote: As of `ParquetSource`.
+        index_dir, transcode: As of `JsonlSource`.
 
     Raises:
         FileNotFoundError: ``paths`` stand for no file.
