@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -39,6 +40,10 @@ class Rows(Protocol):
 
     def rows_soon(self, epoch: int, row: int) -> list[int]:
         """Some rows of the source that are read soon after those."""
+        ...
+
+    def are_counted(self, epoch: int) -> bool:
+        """Whether each row does nothing to a position but to count up its second slot."""
         ...
 
     def moves(self, position: memoryview, num_rows: int) -> Moves:
@@ -82,18 +87,41 @@ class FragmentDocuments:
             return EMPTY
         self._share = self._rows.share(epoch)
         rows = self._rows.rows_from(epoch, row)[:most]
-        first = self._lend(self._fragment_at(int(rows[0])))
-        if self._decoding is not None and self._share is None and self._have_room(2, first):
-            for soon in self._rows.rows_soon(epoch, row):
-                self._decoding.decode_ahead(self._column, self._fragment_at(soon))
         used, which = fragments_of(rows, self._fragments)
-        ahead = 0 if self._decoding is None else _DECODED_AHEAD
-        if self._share is None and self._have_room(len(used) + ahead, first):
-            spans = self._spans(rows, which, used)
+        first = self._lend(self._fragment_at(int(rows[0])))
+        if self._stay(epoch, row, used, first):
+            spans = _located(rows, which, [self._lend(fragment) for fragment in used])
         else:
             num_rows = self._num_rows(first)
             spans = self._copied(rows[:num_rows], which[:num_rows], used)
         return spans.with_moves(self._rows.moves(position, len(spans)))
+
+    def at_hand(self, epoch: int, row: int, most: int) -> tuple[Ints, Ints, list[Lent]] | None:
+        """Rows from a row of the shard on, for each the number of its fragment, and these; `None` where `read` has more to do
+        than to find them."""
+        size = self._rows.size(epoch)
+        self._share = self._rows.share(epoch)
+        if row >= size or self._share is not None or not self._rows.are_counted(epoch):
+            return None
+        rows = self._rows.rows_from(epoch, row)[:most]
+        while len(rows) < most and row + len(rows) < size:
+            rows = np.concatenate([rows, self._rows.rows_from(epoch, row + len(rows))[: most - len(rows)]])
+        used, which = fragments_of(rows, self._fragments)
+        found = [self._lend(fragment) for fragment in used[:1]]
+        if not self._stay(epoch, row, used, found[0]):
+            return None
+        return rows, which, found + [self._lend(fragment) for fragment in used[1:]]
+
+    def _stay(self, epoch: int, row: int, used: list[int], first: Lent) -> bool:
+        """Whether documents stay where they were decoded. If there is room for more, that is begun for what is read soon."""
+        if self._share is not None:
+            return False
+        if self._decoding is None:
+            return self._have_room(len(used), first)
+        if self._have_room(2, first):
+            for soon in self._rows.rows_soon(epoch, row):
+                self._decoding.decode_ahead(self._column, self._fragment_at(soon))
+        return self._have_room(len(used) + _DECODED_AHEAD, first)
 
     def settle(self, position: memoryview) -> bool:
         del position
@@ -101,12 +129,6 @@ class FragmentDocuments:
 
     def turn(self, position: memoryview) -> None:
         self._rows.turn(position)
-
-    def _spans(self, rows: Ints, which: Ints, used: list[int]) -> Spans:
-        """Where the rows lie in the fragments, without their moves."""
-        found = [self._lend(fragment) for fragment in used]
-        start, length = places_of(rows, which, [each.first for each in found], [each.offsets for each in found])
-        return Spans(tuple([each.values for each in found]), which, start, length, NOTHING, tuple(found))
 
     def _copied(self, rows: Ints, which: Ints, used: list[int]) -> Spans:
         """The same as copies, a fragment at a time, so that not many are held at once."""
@@ -116,7 +138,7 @@ class FragmentDocuments:
             places = np.flatnonzero(which == number)
             if not len(places):
                 continue
-            there = self._spans(rows[places], np.zeros_like(places), [fragment])
+            there = _located(rows[places], np.zeros_like(places), [self._lend(fragment)])
             array, length = copied(there.arrays[0], there.start, there.length), there.length
             parts.append(
                 Spans((array,), there.array, np.cumsum(length) - length, length, _unmoved(len(places)), (None,))
@@ -149,6 +171,46 @@ class FragmentDocuments:
 
     def _fragment_at(self, row: int) -> int:
         return bisect_right(self._fragments.data, row) - 1
+
+
+def read_together(asked: Sequence[tuple[FragmentDocuments, slice, int]], position: memoryview) -> tuple[Spans, Ints]:
+    """`FragmentDocuments.read` of several at once, in any order: most add but a few numbers.
+
+    Args:
+        asked: Each with its part of ``position``, and how many documents at most.
+
+    Returns:
+        The documents, and ``int64[2, len(asked)]``: at which of them those of each begin, and how many they are.
+    """
+    lent, near, others = list[Lent](), list[tuple[int, int, Ints, Ints]](), list[tuple[int, Spans]]()
+    for number, (documents, part, most) in enumerate(asked):
+        found = documents.at_hand(position[part.start], position[part.start + 1], most)
+        if found is None:
+            others.append((number, documents.read(position[part], most)))
+        else:
+            near.append((number, part.start + 1, found[0], found[1] + len(lent)))
+            lent += found[2]
+    places = np.zeros((2, len(asked)), dtype=np.int64)
+    parts = [spans for _, spans in others]
+    order, sizes = [number for number, _ in others], [len(spans) for spans in parts]
+    first_slots = [asked[number][1].start for number in order]
+    if near:
+        numbers, slots, rows, which = zip(*near, strict=True)
+        counts = np.array([len(part) for part in rows], dtype=np.int64)
+        order, sizes, first_slots = [*numbers, *order], [*counts.tolist(), *sizes], [0, *first_slots]
+        spans = _located(np.concatenate(rows), np.concatenate(which), lent)
+        behind = np.asarray(position)[[*slots]] + 1 - (np.cumsum(counts) - counts)
+        every = np.arange(len(spans) + 1)
+        values = every[:-1] + np.repeat(behind, counts)
+        parts.insert(0, spans.with_moves(Moves(every, np.repeat(slots, counts), values)))
+    places[:, order] = np.cumsum(sizes) - sizes, sizes
+    return Spans.join(parts, first_slots), places
+
+
+def _located(rows: Ints, which: Ints, found: list[Lent]) -> Spans:
+    """Where rows lie in fragments, without their moves."""
+    start, length = places_of(rows, which, [each.first for each in found], [each.offsets for each in found])
+    return Spans(tuple([each.values for each in found]), which, start, length, NOTHING, tuple(found))
 
 
 def _up_to(num_bytes: int, spans: Spans) -> Spans:
