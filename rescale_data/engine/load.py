@@ -38,9 +38,9 @@ from rescale_data.engine.recipe import (
     UNDEALT,
     Histories,
     History,
-    Schema,
     path_name,
 )
+from rescale_data.engine.schema import Schema
 from rescale_data.engine.statedict import INTS, RankRows, header
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.table import BY_FIELD, IN_ONE, is_dealt, table_of
