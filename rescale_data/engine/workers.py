@@ -38,8 +38,9 @@ from rescale_data.engine.processes import (
     patiently,
     require_pickle,
 )
-from rescale_data.engine.recipe import Recipe, Schema
+from rescale_data.engine.recipe import Recipe
 from rescale_data.engine.runner import Exhausted, Runner
+from rescale_data.engine.schema import Schema
 from rescale_data.engine.watch import Watch, describe
 from rescale_data.layout.turns import Turns
 from rescale_data.sources.counts import MADE, MAKE_SECONDS, counts, told

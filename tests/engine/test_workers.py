@@ -23,7 +23,8 @@ from torchdata.nodes import Mapper
 import rescale_data as rd
 from rescale_data.engine.feed import Leg
 from rescale_data.engine.message import Inbox
-from rescale_data.engine.recipe import SAMPLES, Recipe, Schema
+from rescale_data.engine.recipe import SAMPLES, Recipe
+from rescale_data.engine.schema import Schema
 from rescale_data.engine.workers import Begin, Make, Worker
 from tests.pipelines import Rows, as_samples, data_for, pipeline_of, plain
 from tests.promises import Case, check_epochs, check_exactly_once, check_same_batches, run_of
