@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from rescale_data.errors import DataStateError
+from rescale_data.errors import DataStateError, require_int
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES
 from rescale_data.sources.files.bundle import Bundle
 from rescale_data.sources.files.paths import Files, Paths, find
@@ -51,6 +51,7 @@ class KnownFiles(ABC):
         remote: Remote | None = None,
         index_dir: str | os.PathLike[str] | None = None,
     ) -> None:
+        (cache_bytes,) = require_int(cache_bytes=cache_bytes)
         if cache_bytes < 1:
             raise ValueError(f"cache_bytes={cache_bytes}: give a number of bytes, at least 1.")
         self.cache_bytes, self.spill_bytes = cache_bytes, 0
