@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, TypeAlias
 
-from rescale_data.checkpoint.storage.dcp import Saved
+from torch.distributed.checkpoint.storage import StorageReader
 
 Path: TypeAlias = tuple[str, ...]
 
@@ -39,8 +39,8 @@ class Entry(ABC):
     def plain(self) -> Any:
         """What DCP saves. Its tensors may be the live ones."""
 
-    def placeholder(self, saved: Saved) -> Any:
-        """What DCP loads into."""
+    def placeholder(self, reader: StorageReader) -> Any:
+        """What DCP loads into, of the checkpoint that is read."""
         return self.plain()
 
     @abstractmethod

@@ -19,16 +19,16 @@ from rescale_data.checkpoint.planner import (
     CheckingLoadPlanner,
     Misfits,
     is_asked,
+    is_trusted,
     load_with,
     of_all_ranks,
-    read_values,
 )
 from rescale_data.checkpoint.ranks import Ranks
-from rescale_data.checkpoint.state import State, entries_of, nested, refuse_unfit, value_at
-from rescale_data.checkpoint.storage.dcp import CheckpointReader, Saved
+from rescale_data.checkpoint.state import State, entries_of, refuse_unfit
 from rescale_data.checkpoint.storage.metadata import paths_of
-from rescale_data.checkpoint.storage.open import ReplacedError, mapped_path, open_store, read_checkpoint
+from rescale_data.checkpoint.storage.open import mapped_path, open_store, read_checkpoint
 from rescale_data.checkpoint.storage.store import StrPath
+from rescale_data.checkpoint.tree import nested, value_at
 from rescale_data.engine.state_paths import ROWS
 
 logger = logging.getLogger(__name__)
@@ -111,33 +111,26 @@ def load(
         from rescale_data.checkpoint.convert.values import ValuesReader
 
         file = mapped_path(path)
-        return read(ValuesReader(lambda: map_file(file)), file, state, ranks, strict=strict, trusted=trusted)
-    return load_checked(
-        path, state, ranks, strict=strict, checksums=checksums, trusted=trusted, storage_options=storage_options
-    )
-
-
-def load_checked(path: StrPath, state: State, ranks: Ranks, *, strict: bool, trusted: bool, **how: Any) -> LoadReport:
-    """Load from a folder, as ``storage.open.opened`` opens it."""
+        return _read(ValuesReader(lambda: map_file(file)), file, state, ranks, strict)
     return read_checkpoint(
         path,
-        lambda reader: read(reader, reader.path, state, ranks, strict=strict, trusted=trusted),
+        lambda reader: _read(reader, reader.path, state, ranks, strict),
         ranks,
+        checksums=checksums,
         trusted=trusted,
-        **how,
+        storage_options=storage_options,
     )
 
 
-def read(reader: StorageReader, path: str, state: State, ranks: Ranks, *, strict: bool, trusted: bool) -> LoadReport:
+def _read(reader: StorageReader, path: str, state: State, ranks: Ranks, strict: bool) -> LoadReport:
     """Load from a reader whose files are in order."""
-    entries = ranks.together(lambda: entries_of(state, ranks.rank))
-    planner = CheckingLoadPlanner(entries, trusted=trusted, doing=f"Loading {path}")
+    entries = ranks.together(lambda: entries_of(state, ranks.rank, paths_of(reader.read_metadata()).values()))
+    planner = CheckingLoadPlanner(entries, trusted=is_trusted(reader), doing=f"Loading {path}")
     plain: dict[str, Any] = {}
 
     def check() -> tuple[Misfits, set[str]]:
         metadata = reader.read_metadata()
-        saved = Saved(metadata, lambda names: read_values(names, reader, trusted=trusted))
-        plain.update(nested([(entry.path, entry.placeholder(saved)) for entry in entries]))
+        plain.update(nested((entry.path, entry.placeholder(reader)) for entry in entries))
         refuse_unfit(plain)
         return planner.check(plain, metadata), _not_asked(metadata, entries)
 
@@ -149,8 +142,6 @@ def read(reader: StorageReader, path: str, state: State, ranks: Ranks, *, strict
     if not_asked:
         logger.info("%s also holds %s, which the state does not ask for.", path, ", ".join(not_asked))
     load_with(planner, plain, reader, ranks)
-    if ranks.on_first(lambda: isinstance(reader, CheckpointReader) and reader.is_replaced()):
-        raise ReplacedError(f"{path} was replaced or deleted while it was read.")
     skipped = planner.skipped()
     ranks.on_each(lambda: [entry.apply(value_at(plain, entry.path)) for entry in entries if entry not in skipped])
     settle(plain)

@@ -1,4 +1,4 @@
-"""DCP's planners: a save with the tensors that a device has sharded, a load with every misfit found before a byte is read."""
+"""DCP's planner of a load, which finds every misfit before a byte is read; and the load by it."""
 
 from __future__ import annotations
 
@@ -7,31 +7,18 @@ import math
 from typing import Any, TypeAlias, cast
 
 import torch
-from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    create_default_local_load_plan,
-)
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.storage import StorageReader
 
-from rescale_data.checkpoint.devices import Pieces, on_host, to_load, to_save
+from rescale_data.checkpoint.devices import Pieces, cut
 from rescale_data.checkpoint.entry import Entry
 from rescale_data.checkpoint.ranks import Ranks, clear_error, quiet
+from rescale_data.checkpoint.storage.dcp import CheckpointReader, ReplacedError
 from rescale_data.checkpoint.storage.progress import Progress
-
-
-class CheckpointSavePlanner(DefaultSavePlanner):
-    """Names, plain values and whole tensors as DCP has them, whatever the device: so any planner reads the checkpoint."""
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        self.state_dict = on_host(self.state_dict, to_save)
-
 
 Misfits: TypeAlias = dict[str, dict[str, str]]
 """What of a state and a checkpoint does not fit: by kind, and then by flattened name what it is."""
@@ -70,7 +57,7 @@ class CheckingLoadPlanner(DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        self.state_dict = on_host(self.state_dict, to_load)
+        self.state_dict = cut(self.state_dict, "to_load")
 
     def check(self, plain: dict[str, Any], metadata: Metadata) -> Misfits:
         self.set_up_planner(plain, metadata, is_coordinator=False)
@@ -175,32 +162,39 @@ def _harmless(name: str, value: io.BytesIO) -> io.BytesIO:
 
 
 def load_with(planner: CheckingLoadPlanner, plain: dict[str, Any], reader: StorageReader, ranks: Ranks) -> None:
-    """DCP's load, whose errors say what was being done."""
+    """DCP's load, whose errors say what was being done.
+
+    Raises:
+        ReplacedError: meanwhile another checkpoint took its place.
+    """
     try:
         quiet(ranks)
         load_state(
             plain, storage_reader=reader, planner=planner, process_group=ranks.group, no_dist=not ranks.distributed
         )
-    except BaseException as error:
+    except (Exception, CheckpointException) as error:
+        _refuse_replaced(reader, ranks)
         raise clear_error(error, planner.progress.doing) from error
+    _refuse_replaced(reader, ranks)
 
 
-def load_plain(plain: dict[str, Any], reader: StorageReader, *, trusted: bool = False) -> None:
-    """Read what ``plain`` has placeholders for, by flattened name.
+def _refuse_replaced(reader: StorageReader, ranks: Ranks) -> None:
+    if isinstance(reader, CheckpointReader) and ranks.on_first(reader.is_replaced):
+        raise ReplacedError(reader.path)
 
-    Args:
-        trusted: Unpickle values that could run code.
+
+def load_plain(plain: dict[str, Any], reader: StorageReader) -> dict[str, Any]:
+    """``plain`` with what it has placeholders for, by flattened name, read by this process alone.
 
     Raises:
-        ValueError: a value that is refused with ``trusted=False``.
+        ValueError: a value that is refused, since the reader is not trusted.
         OSError: files that cannot be read.
     """
-    load_with(CheckingLoadPlanner([], trusted=trusted), plain, reader, Ranks.alone())
+    if plain:
+        load_with(CheckingLoadPlanner([], trusted=is_trusted(reader)), plain, reader, Ranks.alone())
+    return plain
 
 
-def read_values(names: list[str], reader: StorageReader, *, trusted: bool) -> dict[str, Any]:
-    """Plain values by flattened name."""
-    values: dict[str, Any] = dict.fromkeys(names)
-    if values:
-        load_plain(values, reader, trusted=trusted)
-    return values
+def is_trusted(reader: StorageReader) -> bool:
+    """Whether what is read may be unpickled by code."""
+    return getattr(reader, "trusted", False)

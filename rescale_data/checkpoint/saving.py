@@ -10,7 +10,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-from rescale_data.checkpoint.planner import CheckpointSavePlanner
 from rescale_data.checkpoint.rank_values import refuse_disagreement
 from rescale_data.checkpoint.ranks import Ranks, clear_error, quiet
 from rescale_data.checkpoint.state import State, entries_of, loose_names, plain_of
@@ -102,7 +101,6 @@ def write(
         save_state(
             plain,
             storage_writer=CheckpointWriter(store, workspace, manifest),
-            planner=CheckpointSavePlanner(),
             process_group=ranks.group,
             no_dist=not ranks.distributed,
         )

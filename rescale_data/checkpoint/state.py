@@ -6,22 +6,21 @@ user's state into what DCP knows, at any depth, and takes back what DCP has load
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageReader
 
-from rescale_data.checkpoint.devices import refuse_pickled
+from rescale_data.checkpoint.devices import address, cut, refuse_pickled
 from rescale_data.checkpoint.entry import Entry, Path
 from rescale_data.checkpoint.optimizer.entry import OptimizerEntry
 from rescale_data.checkpoint.optimizer.named import owner
 from rescale_data.checkpoint.rank_values import PerRank, own_name, source_rank
-from rescale_data.checkpoint.storage.dcp import Saved
-from rescale_data.checkpoint.storage.metadata import paths_of
-from rescale_data.checkpoint.tree import keys_of, leaves, string_keys
+from rescale_data.checkpoint.tree import keys_of, leaves, nested, string_keys
 
 State: TypeAlias = Mapping[str, Any]
 
@@ -33,18 +32,12 @@ class ModuleEntry(Entry):
 
     def plain(self) -> Any:
         plain = get_model_state_dict(self.module)
-        buffers = {address for buffer in self.module.buffers() if (address := _address(buffer))}
-        self.loose = {f"{self.name}.{key}" for key, value in plain.items() if _address(value) in buffers}
+        buffers = {place for buffer in self.module.buffers() if (place := address(buffer))}
+        self.loose = {f"{self.name}.{key}" for key, value in plain.items() if address(value) in buffers}
         return plain
 
     def apply(self, loaded: Any) -> None:
         set_model_state_dict(self.module, loaded)
-
-
-def _address(value: Any) -> int:
-    """Of the memory of a whole tensor in this process; 0 for any other."""
-    plain = type(value) in (torch.Tensor, nn.Parameter) and value.device.type in ("cpu", "cuda")
-    return value.data_ptr() if plain else 0
 
 
 class StatefulEntry(Entry):
@@ -58,7 +51,7 @@ class StatefulEntry(Entry):
     def plain(self) -> Any:
         return self.value.state_dict()
 
-    def placeholder(self, saved: Saved) -> Any:
+    def placeholder(self, reader: StorageReader) -> Any:
         self.live = self.plain()
         return string_keys(self.live)
 
@@ -67,17 +60,16 @@ class StatefulEntry(Entry):
 
 
 class ValueEntry(Entry):
-    """A tensor, loaded in place, or a plain value, replaced in the mapping that holds it."""
+    """A tensor, loaded in place, or a plain value, replaced under ``key`` in the mapping that holds it."""
 
-    def __init__(self, path: Path, value: Any, holder: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, value: Any, holder: Mapping[str, Any], key: str) -> None:
         super().__init__(path)
-        self.value = value
-        self.holder = holder
+        self.value, self.holder, self.key = value, holder, key
 
     def plain(self) -> Any:
         return self.value
 
-    def placeholder(self, saved: Saved) -> Any:
+    def placeholder(self, reader: StorageReader) -> Any:
         return string_keys(self.value)
 
     def apply(self, loaded: Any) -> None:
@@ -85,41 +77,15 @@ class ValueEntry(Entry):
             return
         if not isinstance(self.holder, MutableMapping):
             raise TypeError(f"{self.name!r} is a plain value in a {type(self.holder).__name__}; load into a dict.")
-        self.holder[self.path[-1]] = keys_of(self.value, loaded)
+        self.holder[self.key] = keys_of(self.value, loaded)
 
 
-class PerRankEntry(Entry):
-    """A rank's own value, by the rule of its kind, under the rank's name."""
-
-    def __init__(self, path: Path, value: PerRank, rank: int) -> None:
-        super().__init__(path)
-        self.value, self.rank = value, rank
-        self.key = own_name(rank)
-        self.holder = {self.key: value.value}
-        self.entry = _entry((*path, self.key), value.value, self.holder, [])
-        self.whole = self.entry.whole
-
-    def plain(self) -> Any:
-        return {self.key: self.entry.plain()}
-
-    def placeholder(self, saved: Saved) -> Any:
-        paths, size = paths_of(saved.metadata).values(), len(self.path)
-        names = {str(path[size]) for path in paths if len(path) > size and tuple(map(str, path[:size])) == self.path}
-        self.key = own_name(source_rank(names, self.rank))
-        self.left_out = {f"{self.name}.{name}" for name in names if name != self.key}
-        return {self.key: self.entry.placeholder(saved)}
-
-    def apply(self, loaded: Any) -> None:
-        self.entry.apply(loaded[self.key])
-        if isinstance(self.entry, ValueEntry):
-            self.value.value = self.holder[own_name(self.rank)]
-
-
-def entries_of(state: State, rank: int = 0) -> list[Entry]:
+def entries_of(state: State, rank: int = 0, saved: Iterable[tuple[Any, ...]] = ()) -> list[Entry]:
     """The entries of a state, nested mappings included.
 
     Args:
         rank: Whose own values are meant by ``PerRank``.
+        saved: Paths in the checkpoint that is to be loaded.
 
     Raises:
         TypeError: ``state`` is no mapping, has keys that are not strings, or a module, an optimizer or a Stateful in a list.
@@ -130,7 +96,7 @@ def entries_of(state: State, rank: int = 0) -> list[Entry]:
     values = _walk(state, ())
     modules = [(path, value) for path, value, _ in values if isinstance(value, nn.Module)]
     return [
-        PerRankEntry(path, value, rank) if isinstance(value, PerRank) else _entry(path, value, holder, modules)
+        _own_entry(path, value, rank, saved) if isinstance(value, PerRank) else _entry(path, value, holder, modules)
         for path, value, holder in values
     ]
 
@@ -141,33 +107,15 @@ def plain_of(entries: list[Entry]) -> dict[str, Any]:
     Raises:
         TypeError, ValueError: values that have no place in a checkpoint.
     """
-    plain = nested([(entry.path, entry.plain()) for entry in entries])
+    plain = nested((entry.path, entry.plain()) for entry in entries)
     refuse_pickled(plain)
     refuse_unfit(plain)
-    return plain
+    return cut(plain, "to_save")
 
 
 def loose_names(entries: list[Entry]) -> set[str]:
     """Names of values that may differ between ranks; known when they are plain."""
     return {name for entry in entries for name in entry.loose}
-
-
-def nested(values: list[tuple[Path, Any]]) -> dict[str, Any]:
-    """Values by path as nested dicts."""
-    root: dict[str, Any] = {}
-    for path, value in values:
-        inner = root
-        for key in path[:-1]:
-            inner = inner.setdefault(key, {})
-        inner[path[-1]] = value
-    return root
-
-
-def value_at(root: Mapping[str, Any], path: Path) -> Any:
-    value: Any = root
-    for key in path:
-        value = value[key]
-    return value
 
 
 def _walk(state: Mapping[Any, Any], path: Path) -> list[tuple[Path, Any, Mapping[str, Any]]]:
@@ -189,7 +137,18 @@ def _has_names(value: Mapping[Any, Any]) -> bool:
     return all(isinstance(key, str) for key in value)
 
 
-def _entry(path: Path, value: Any, holder: Mapping[str, Any], modules: list[tuple[Path, nn.Module]]) -> Entry:
+def _own_entry(path: Path, own: PerRank, rank: int, saved: Iterable[tuple[Any, ...]]) -> Entry:
+    """A rank's own value, by the rule of its kind, under the rank's name; those of other ranks are not missed."""
+    names = {str(of[len(path)]) for of in saved if len(of) > len(path) and tuple(map(str, of[: len(path)])) == path}
+    key = own_name(source_rank(names, rank))
+    entry = _entry((*path, key), own.value, vars(own), [], key="value")
+    entry.left_out = {".".join((*path, name)) for name in names - {key}}
+    return entry
+
+
+def _entry(
+    path: Path, value: Any, holder: Mapping[str, Any], modules: list[tuple[Path, nn.Module]], key: str | None = None
+) -> Entry:
     if isinstance(value, nn.Module):
         return ModuleEntry(path, value)
     if isinstance(value, torch.optim.Optimizer):
@@ -197,7 +156,7 @@ def _entry(path: Path, value: Any, holder: Mapping[str, Any], modules: list[tupl
     if isinstance(value, Stateful):
         return StatefulEntry(path, value)
     _refuse_inside(path, value)
-    return ValueEntry(path, value, holder)
+    return ValueEntry(path, value, holder, key or path[-1])
 
 
 def _refuse_inside(path: Path, value: Any) -> None:

@@ -118,7 +118,7 @@ def test_a_deletion_takes_the_folder_away_before_its_files(tmp_path: Path, monke
     with CheckpointManager(tmp_path, keep_latest=1, async_mode="disabled") as manager:
         manager.save(1, STATE)
         manager.save(2, STATE)
-        manager._uploads.idle()
+        manager._idle()
         assert manager.steps() == [2]
     [left] = [name for name in removed if hidden_of(name) == ("step-1", "deleted")]
     (tmp_path / left / ".metadata").unlink()

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import StorageReader
 
 from rescale_data.checkpoint.entry import Entry, Path
 from rescale_data.checkpoint.optimizer.named import GROUPS, named_state
 from rescale_data.checkpoint.optimizer.target import Target, lacking
-from rescale_data.checkpoint.storage.dcp import Saved
+from rescale_data.checkpoint.planner import load_plain
 from rescale_data.checkpoint.storage.metadata import paths_of
 from rescale_data.checkpoint.tree import mapped, tree_of
 
@@ -35,11 +36,11 @@ class OptimizerEntry(Entry):
     def plain(self) -> dict[str, Any]:
         return named_state(self.model, self.optimizer)
 
-    def placeholder(self, saved: Saved) -> dict[str, Any]:
+    def placeholder(self, reader: StorageReader) -> dict[str, Any]:
         """State for exactly the parameters that have some in the checkpoint."""
-        self.states, self.groups = _layout(saved.metadata, self.path)
+        self.states, self.groups = _layout(reader.read_metadata(), self.path)
         self.target = Target(self.model, self.optimizer)
-        self._match(saved)
+        self._match(reader)
         content = {} if self.name in self.refused else self._content()
         self.left_out = {*self.refused, *(f"{self.name}.state.{name}" for name in self._kept)}
         return content
@@ -65,10 +66,11 @@ class OptimizerEntry(Entry):
                 states[name] = room
         return {"state": states, GROUPS: [self._group(*numbered) for numbered in enumerate(self.groups)]}
 
-    def _match(self, saved: Saved) -> None:
+    def _match(self, reader: StorageReader) -> None:
         """Match the groups by their parameters' names, which have to be read: they are plain values."""
         prefix = f"{self.name}.{GROUPS}"
-        values = saved.values([f"{prefix}.{n}.params" for n, group in enumerate(self.groups) if "params" in group])
+        asked = [f"{prefix}.{n}.params" for n, group in enumerate(self.groups) if "params" in group]
+        values = load_plain(dict.fromkeys(asked), reader)
         names = [values.get(f"{prefix}.{number}.params") or [] for number in range(len(self.groups))]
         all_names = [name for group in names for name in group]
         self._known = {*self.states, *all_names}

@@ -9,8 +9,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -28,17 +27,11 @@ from rescale_data.checkpoint.storage.store import FileRecord, Store, join, split
 from rescale_data.errors import DamagedCheckpointError
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint that is about to be loaded.
+class ReplacedError(ValueError):
+    """While it was read the checkpoint at a path was replaced or deleted."""
 
-    Args:
-        metadata: Names, shapes and dtypes.
-        values: Reads plain values by flattened name.
-    """
-
-    metadata: Metadata
-    values: Callable[[list[str]], dict[str, Any]]
+    def __str__(self) -> str:
+        return f"{super().__str__()} was replaced or deleted while it was read. Start again."
 
 
 class CheckpointReader(FileSystemReader):

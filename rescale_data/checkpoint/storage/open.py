@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.storage import local
 from rescale_data.checkpoint.storage.commit import SAVE_ID_PREFIX, replaced_by_a_killed_save
-from rescale_data.checkpoint.storage.dcp import CheckpointReader
+from rescale_data.checkpoint.storage.dcp import CheckpointReader, ReplacedError
 from rescale_data.checkpoint.storage.lease import reading
 from rescale_data.checkpoint.storage.manifest import MANIFEST, METADATA, Manifest, NewerError, read_manifest
 from rescale_data.checkpoint.storage.metadata import UnknownClassError
@@ -23,10 +23,6 @@ from rescale_data.errors import DamagedCheckpointError
 
 T = TypeVar("T")
 _BLOCK = 4 << 20
-
-
-class ReplacedError(ValueError):
-    """While it was read the checkpoint was replaced or deleted."""
 
 
 def open_store(
@@ -102,7 +98,7 @@ def opened(
             absent = isinstance(error, FileNotFoundError)
             if ranks.on_first(lambda: reader.is_replaced() or (absent and store.is_file(join(asked, MANIFEST)))):
                 # Or it was looked for between two renames, and is there now.
-                raise ReplacedError(f"{asked} was replaced or deleted while it was read.") from error
+                raise ReplacedError(asked) from error
             raise
 
 
