@@ -25,6 +25,8 @@ import uuid
 from collections.abc import Collection, Generator
 from dataclasses import dataclass
 
+from torch.distributed.checkpoint.metadata import Metadata
+
 from rescale_data.checkpoint.storage import locks
 from rescale_data.checkpoint.storage.manifest import MANIFEST, METADATA, Manifest, read_manifest
 from rescale_data.checkpoint.storage.metadata import read_metadata
@@ -238,10 +240,13 @@ def is_remainder(store: Store, path: str) -> bool:
 
 def _is_saved_by_us(store: Store, path: str) -> bool:
     try:
-        meta = read_metadata(store.read(join(path, METADATA))).storage_meta
+        return is_ours(read_metadata(store.read(join(path, METADATA))))
     except Exception:  # whatever it is that cannot be read, it is not provably ours
         return False
-    return meta is not None and (meta.save_id or "").startswith(SAVE_ID_PREFIX)
+
+
+def is_ours(metadata: Metadata) -> bool:
+    return metadata.storage_meta is not None and (metadata.storage_meta.save_id or "").startswith(SAVE_ID_PREFIX)
 
 
 def replaced_by_a_killed_save(store: Store, path: str) -> str | None:

@@ -9,13 +9,18 @@ import shutil
 import stat
 from typing import BinaryIO
 
-from rescale_data.checkpoint.storage.store import Store, StrPath
+from fsspec.implementations.local import LocalFileSystem
+
+from rescale_data.checkpoint.storage.store import Store
 
 
 class LocalStore(Store):
     """The file system of this machine. ``rename`` of a folder is atomic; files and names are synced."""
 
     renames = True
+
+    def __init__(self) -> None:
+        super().__init__(LocalFileSystem())
 
     def open_read(self, path: str) -> BinaryIO:
         mode = os.stat(path).st_mode
@@ -32,23 +37,14 @@ class LocalStore(Store):
         with contextlib.suppress(OSError):
             os.unlink(path)
 
-    def is_file(self, path: str) -> bool:
-        return os.path.isfile(path)
-
     def is_folder(self, path: str) -> bool:
         return os.path.isdir(path)
-
-    def size(self, path: str) -> int:
-        return os.stat(path).st_size
 
     def sizes(self, path: str) -> dict[str, int]:
         if not os.path.isdir(path):
             return {}
         with os.scandir(path) as entries:
             return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-
-    def modified(self, path: str) -> float:
-        return os.stat(path).st_mtime
 
     def names(self, path: str) -> list[str]:
         return sorted(os.listdir(path)) if os.path.isdir(path) else []
@@ -59,12 +55,8 @@ class LocalStore(Store):
     def is_link(self, path: str) -> bool:
         return os.path.islink(path)
 
-    def rename(self, path: StrPath, new_path: StrPath) -> None:
+    def rename(self, path: str, new_path: str) -> None:  # type: ignore[override]
         os.replace(path, new_path)
-
-    def remove(self, path: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
 
     def remove_folder(self, path: str) -> None:
         if self.is_link(path):

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.storage import local
-from rescale_data.checkpoint.storage.commit import SAVE_ID_PREFIX, replaced_by_a_killed_save
+from rescale_data.checkpoint.storage.commit import is_ours, replaced_by_a_killed_save
 from rescale_data.checkpoint.storage.dcp import CheckpointReader, ReplacedError
 from rescale_data.checkpoint.storage.lease import reading
 from rescale_data.checkpoint.storage.manifest import MANIFEST, METADATA, Manifest, NewerError, read_manifest
@@ -138,69 +138,64 @@ def verify(path: StrPath, *, checksums: bool = True, storage_options: Mapping[st
 
 def problems(reader: CheckpointReader, ranks: Ranks, *, checksums: bool) -> list[str]:
     """What is wrong, one sentence a file, on every rank, with the files dealt over all of them; and the reader's manifest."""
-    reader.manifest, complaints = ranks.on_first(lambda: _manifest_or_complaints(reader))
-    if reader.manifest is None:
-        return complaints
-    files = reader.manifest.files
+    reader.manifest, files, complaints = ranks.on_first(lambda: _expected(reader))
     mine = {name: files[name] for name in sorted(files)[ranks.rank :: ranks.size]}
-    found = ranks.on_each(lambda: _problems_of(reader.fs, reader.path, mine, checksums))
-    return [problem for per_rank in found for problem in per_rank]
+    found = ranks.on_each(lambda: _problems_of(reader, mine, checksums and reader.manifest is not None))
+    return [*complaints, *(problem for per_rank in found for problem in per_rank)]
 
 
-def _manifest_or_complaints(reader: CheckpointReader) -> tuple[Manifest | None, list[str]]:
-    """The manifest, or what is wrong; neither for a checkpoint of another tool, as far as its metadata tells.
+def _expected(reader: CheckpointReader) -> tuple[Manifest | None, Mapping[str, FileRecord], list[str]]:
+    """The manifest, the files as they must be, and what is wrong before these are looked at.
+
+    Of a checkpoint of another tool there is no manifest, and the files are at least as long as its metadata tells.
 
     Raises:
         FileNotFoundError: no checkpoint there.
     """
+    store, path = reader.fs, reader.path
     try:
-        manifest = read_manifest(reader.fs, reader.path)
-        return (manifest, []) if manifest is not None else (None, _without_manifest(reader))
+        manifest = read_manifest(store, path)
+        if manifest is not None:
+            return manifest, manifest.files, []
+        if store.is_file(path):
+            raise FileNotFoundError(
+                f"No checkpoint at {path}: it is a file, and a checkpoint is a folder. Make one of a file of torch.save or of "
+                f"safetensors by rescale-data convert {path} FOLDER."
+            )
+        if not store.is_file(join(path, METADATA)):
+            here = f"it holds {store.names(path)[:5]}" if store.exists(path) else "there is nothing at this path"
+            raise FileNotFoundError(f"No checkpoint at {path}: {here}.")
+        metadata = reader.read_metadata()
     except (NewerError, UnknownClassError):
         raise
     except ValueError as error:
-        return None, [str(error)]
-
-
-def _without_manifest(reader: CheckpointReader) -> list[str]:
-    """A save that was never finished, or files of another tool that are shorter than its metadata says."""
-    store, path = reader.fs, reader.path
-    if store.is_file(path):
-        raise FileNotFoundError(
-            f"No checkpoint at {path}: it is a file, and a checkpoint is a folder. Make one of a file of torch.save or of "
-            f"safetensors by rescale-data convert {path} FOLDER."
-        )
-    if not store.is_file(join(path, METADATA)):
-        here = f"it holds {store.names(path)[:5]}" if store.exists(path) else "there is nothing at this path"
-        raise FileNotFoundError(f"No checkpoint at {path}: {here}.")
-    metadata = reader.read_metadata()
-    if metadata.storage_meta is not None and (metadata.storage_meta.save_id or "").startswith(SAVE_ID_PREFIX):
-        return [f"{path} has no {MANIFEST}: its save or its deletion was never finished. It is not loaded."]
+        return None, {}, [str(error)]
+    if is_ours(metadata):
+        return None, {}, [f"{path} has no {MANIFEST}: its save or its deletion was never finished. It is not loaded."]
     ends: dict[str, int] = {}
     for place in cast(dict[Any, Any], metadata.storage_data or {}).values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-    return [problem for name, end in sorted(ends.items()) if (problem := _too_short(store, join(path, name), end))]
+    return None, {name: FileRecord(end, 0) for name, end in ends.items()}, []
 
 
-def _problems_of(store: Store, path: str, files: Mapping[str, FileRecord], checksums: bool) -> list[str]:
+def _problems_of(reader: CheckpointReader, files: Mapping[str, FileRecord], checksums: bool) -> list[str]:
     """Of these files alone, on this process alone."""
-    if not files:
-        return []
-    progress = Progress(f"Checking {path}", sum(record.size for record in files.values())) if checksums else None
+    progress = Progress(f"Checking {reader.path}", sum(record.size for record in files.values())) if checksums else None
     with ThreadPoolExecutor(max_workers=4) as pool:
-        found = [pool.submit(_problem, store, join(path, name), record, progress) for name, record in files.items()]
-        return [problem for future in found if (problem := future.result())]
+        found = pool.map(lambda file: _problem(reader, *file, progress), files.items())
+        return [problem for problem in found if problem]
 
 
-def _problem(store: Store, name: str, record: FileRecord, progress: Progress | None) -> str | None:
+def _problem(reader: CheckpointReader, file: str, record: FileRecord, progress: Progress | None) -> str | None:
+    store, name, least = reader.fs, join(reader.path, file), "" if reader.manifest else "at least "
     try:
         size = store.size(name)
-        if size != record.size:
-            return f"{name} has {size} bytes; {record.size} were saved"
+        if size < record.size or (size > record.size and not least):
+            return f"{name} has {size} bytes; {least}{record.size} were saved"
         if progress is not None and _crc32(store, name, size, progress) != record.crc32:
             return f"{name} is not what was saved: its {size} bytes have another checksum"
     except FileNotFoundError:
-        return f"{name} is missing; {record.size} bytes were saved"
+        return f"{name} is missing; {least}{record.size} bytes were saved"
     except OSError as error:
         return f"{name} cannot be read: {error}"
     return None
@@ -214,11 +209,3 @@ def _crc32(store: Store, name: str, size: int, progress: Progress) -> int:
             crc32, size = zlib.crc32(block, crc32), size - len(block)
             progress.add(len(block))
     return crc32
-
-
-def _too_short(store: Store, name: str, end: int) -> str | None:
-    try:
-        size = store.size(name)
-    except FileNotFoundError:
-        return f"{name} is missing; at least {end} bytes were saved"
-    return f"{name} has {size} bytes; at least {end} were saved" if size < end else None

@@ -5,6 +5,7 @@ A ``Store`` is the file system that DCP's reader and writer use, too. What they 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import os
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Self, TypeAlias, cast
 
+from fsspec.spec import AbstractFileSystem
 from torch.distributed.checkpoint.filesystem import FileSystemBase
 
 from rescale_data.checkpoint.storage.progress import Progress
@@ -83,7 +85,10 @@ class CheckedStream(io.RawIOBase):
 
 
 class Store(FileSystemBase):
-    """Files and folders by path. Paths are strings with ``/``; a folder need not exist before its files do.
+    """Files and folders by path, in what fsspec reaches. Paths are strings with ``/``.
+
+    Args:
+        files: The file system.
 
     Attributes:
         renames: Whether a whole folder gets its name in one atomic step. Where it does not (object stores) a checkpoint
@@ -94,7 +99,8 @@ class Store(FileSystemBase):
 
     renames: bool
 
-    def __init__(self) -> None:
+    def __init__(self, files: AbstractFileSystem) -> None:
+        self._files: Any = files
         self.written: dict[str, FileRecord] = {}
         self.progress: Progress | None = None
 
@@ -104,61 +110,73 @@ class Store(FileSystemBase):
         other.written, other.progress = {}, progress
         return other
 
-    @abstractmethod
-    def open_read(self, path: str) -> BinaryIO: ...
+    def open_read(self, path: str) -> BinaryIO:
+        return self._files.open(path, "rb")
 
-    @abstractmethod
     def open_write(self, path: str) -> BinaryIO:
         """A new file; it need not be visible before it is closed."""
+        return self._files.open(path, "wb")
 
     @abstractmethod
     def discard(self, stream: BinaryIO, path: str) -> None:
         """Give up a file that ``open_write`` began; errors on the way are swallowed, the first one counts."""
 
-    @abstractmethod
-    def is_file(self, path: str) -> bool: ...
+    def is_file(self, path: str) -> bool:
+        return bool(self._files.isfile(path))
 
-    @abstractmethod
-    def is_folder(self, path: str) -> bool: ...
+    def is_folder(self, path: str) -> bool:
+        return bool(self.names(path))
 
-    @abstractmethod
     def size(self, path: str) -> int:
         """Bytes of a file; ``FileNotFoundError`` where there is none."""
+        return int(self._files.size(path))
 
-    @abstractmethod
     def sizes(self, path: str) -> dict[str, int]:
         """Bytes of each file directly in a folder, by name; empty where there is no folder."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            listed = cast("list[dict[str, Any]]", self._files.ls(path, detail=True))
+            return {split(entry["name"])[1]: int(entry["size"]) for entry in listed if entry["type"] == "file"}
+        return {}
 
-    @abstractmethod
     def modified(self, path: str) -> float:
         """Seconds since the epoch of a file's last change."""
+        return float(self._files.modified(path).timestamp())
 
-    @abstractmethod
     def names(self, path: str) -> list[str]:
         """Names directly in a folder, sorted; empty where there is no folder."""
+        try:
+            listed = cast(list[str], self._files.ls(path, detail=False))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        own = split(path)[1]
+        return sorted({name for name in (split(entry)[1] for entry in listed) if name and name != own})
 
-    @abstractmethod
-    def make_folder(self, path: str) -> None: ...
+    def make_folder(self, path: str) -> None:
+        """Nothing in an object store: a folder begins with its first object."""
 
-    @abstractmethod
-    def rename(self, path: StrPath, new_path: StrPath) -> None:
+    def rename(self, path: str, new_path: str) -> None:  # type: ignore[override]
         """A file, or where ``renames`` a folder, under a new name."""
+        self._files.mv(path, new_path)
 
-    @abstractmethod
     def remove(self, path: str) -> None:
         """A file; it may be gone already."""
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm_file(path)
 
-    @abstractmethod
     def remove_folder(self, path: str) -> None:
         """A folder with all that is in it; it may be gone already. A link goes, and what it points to stays."""
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm(path, recursive=True)
 
     def is_link(self, path: str) -> bool:
         """Whether something else is found under this name than what lies there."""
         return False
 
-    @abstractmethod
+    def sync_file(self, stream: BinaryIO) -> None:
+        """Make what was written survive a power cut, where it does not anyhow."""
+
     def sync_folder(self, path: str) -> None:
-        """Make the names in a folder survive a power cut, where that is not so anyhow."""
+        """Make the names in a folder survive a power cut, where they do not anyhow."""
 
     def read(self, path: str) -> bytes:
         with self.open_read(path) as stream:
@@ -176,47 +194,44 @@ class Store(FileSystemBase):
             self.discard(stream, path)
             raise
 
-    def sync_file(self, stream: BinaryIO) -> None:
-        """Make what was written survive a power cut."""
-
-    # What DCP's reader and writer ask of a file system.
+    # What DCP's reader and writer ask of a file system; the paths are those of ``init_path``.
 
     @contextmanager
-    def create_stream(self, path: StrPath, mode: str) -> Generator[io.IOBase, None, None]:
+    def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
         if "w" not in mode:
-            with self.open_read(os.fspath(path)) as raw:
+            with self.open_read(path) as raw:
                 yield cast(io.IOBase, raw)
             return
-        raw = self.open_write(os.fspath(path))
-        stream = CheckedStream(raw, os.fspath(path), self.progress)
+        raw = self.open_write(path)
+        stream = CheckedStream(raw, path, self.progress)
         try:
             yield stream
             stream.close()
         except BaseException as error:
-            self.discard(raw, os.fspath(path))
+            self.discard(raw, path)
             if stream.error is None or stream.error is error:
                 raise
             raise stream.error from error
-        self.written[os.fspath(path)] = stream.record
+        self.written[path] = stream.record
 
-    def concat_path(self, path: StrPath, suffix: str) -> str:
-        return join(os.fspath(path), suffix)
+    def concat_path(self, path: Any, suffix: str) -> str:
+        return join(path, suffix)
 
     def init_path(self, path: StrPath) -> str:
         return os.fspath(path)
 
-    def mkdir(self, path: StrPath) -> None:
-        self.make_folder(os.fspath(path))
+    def mkdir(self, path: Any) -> None:
+        self.make_folder(path)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
         return True
 
-    def exists(self, path: StrPath) -> bool:
-        return self.is_file(os.fspath(path)) or self.is_folder(os.fspath(path))
+    def exists(self, path: Any) -> bool:
+        return self.is_file(path) or self.is_folder(path)
 
-    def rm_file(self, path: StrPath) -> None:
-        self.remove(os.fspath(path))
+    def rm_file(self, path: Any) -> None:
+        self.remove(path)
 
 
 def join(folder: str, *names: str) -> str:
