@@ -17,7 +17,7 @@ from rescale_data.checkpoint.retention import Deletions, Retention
 from rescale_data.checkpoint.run_reader import RunReader
 from rescale_data.checkpoint.saving import plain_state, write
 from rescale_data.checkpoint.staging import Staged, Stager
-from rescale_data.checkpoint.state import State, entries_of, loose_names
+from rescale_data.checkpoint.state import State, entries_of
 from rescale_data.checkpoint.storage.manifest import checked_metrics
 from rescale_data.checkpoint.storage.store import StrPath
 
@@ -140,9 +140,7 @@ class CheckpointManager(RunReader):
             return Saving(_done(), _done())
         try:
             checked = _checked(step, metrics)
-            entries = entries_of(state, self._ranks.rank)
-            staged, copies = self._stager.stage(entries)
-            loose = loose_names(entries)
+            staged, copies, loose = self._stager.stage(entries_of(state, self._ranks.rank))
         except Exception as error:
             # The other ranks have begun: this one takes part, so that they fail now and not at a timeout.
             failed = Future[Staged]()

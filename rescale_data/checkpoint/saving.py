@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from rescale_data.checkpoint.rank_values import refuse_disagreement
 from rescale_data.checkpoint.ranks import Ranks, clear_error, quiet
-from rescale_data.checkpoint.state import State, entries_of, loose_names, plain_of
+from rescale_data.checkpoint.state import State, entries_of, plain_of
 from rescale_data.checkpoint.storage.commit import Workspace, abandon, prepare
 from rescale_data.checkpoint.storage.dcp import CheckpointWriter
 from rescale_data.checkpoint.storage.manifest import Manifest, checked_metrics
@@ -77,7 +77,7 @@ def plain_state(state: State, ranks: Ranks) -> tuple[dict[str, Any], set[str]]:
     """
     # Twice: sharded modules have collectives in their plain(), which all ranks must reach or none.
     entries = ranks.together(lambda: entries_of(state, ranks.rank))
-    return ranks.together(lambda: plain_of(entries)), loose_names(entries)
+    return ranks.together(lambda: plain_of(entries))
 
 
 def write(

@@ -19,8 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rescale_data.checkpoint.devices import address, copied
 from rescale_data.checkpoint.entry import Entry
-from rescale_data.checkpoint.optimizer.entry import OptimizerEntry
-from rescale_data.checkpoint.state import ModuleEntry, plain_of
+from rescale_data.checkpoint.state import plain_of
 from rescale_data.checkpoint.tree import mapped
 
 Staged = dict[str, Any]
@@ -42,23 +41,26 @@ class Stager:
         # Any optimizer's, since any optimizer may own the parameters; the hook alone does not keep the copies alive.
         self._hook = register_optimizer_step_pre_hook(_waiter(weakref.ref(self)))
 
-    def stage(self, entries: list[Entry]) -> tuple[Future[None], Callable[[], Staged]]:
+    def stage(self, entries: list[Entry]) -> tuple[Future[None], Callable[[], Staged], set[str]]:
         """Copy the state of ``entries`` as it is now. One at a time: the memory is used again.
 
         Returns:
-            Done when it is copied, and what gives the copy.
+            Done when it is copied; what gives the copy; and the names in it that may differ between ranks.
         """
-        steady = _changed_by_steps_alone(entries)
+        steady = {place for entry in entries for tensor in entry.steady() if (place := address(tensor))}
         late: dict[str, torch.Tensor] = {}
-        plain = mapped(plain_of(entries), lambda _, leaf: _copy(leaf, steady, late))
+        live, loose = plain_of(entries)
+        plain = mapped(live, lambda _, leaf: _copy(leaf, steady, late))
         pending = self._pending = cast("Future[Any]", self._stager.stage(cast(Any, late)))
         done: Future[None] = Future()
         pending.add_done_callback(
             lambda copied: done.set_exception(error) if (error := copied.exception()) else done.set_result(None)
         )
-        return done, lambda: mapped(
-            plain, lambda _, leaf: pending.result()[leaf.key] if isinstance(leaf, _Late) else leaf
-        )
+
+        def copies() -> Staged:
+            return mapped(plain, lambda _, leaf: pending.result()[leaf.key] if isinstance(leaf, _Late) else leaf)
+
+        return done, copies, loose
 
     def wait(self) -> None:
         """Return when the state may change. An error of the copy belongs to the save and is raised there."""
@@ -85,20 +87,6 @@ class _Late:
 
     def __init__(self, key: str) -> None:
         self.key = key
-
-
-def _changed_by_steps_alone(entries: list[Entry]) -> set[int]:
-    """Addresses of parameters and of optimizer states."""
-    tensors: list[torch.Tensor] = []
-    for entry in entries:
-        if isinstance(entry, ModuleEntry):
-            tensors.extend(entry.module.parameters())
-        if isinstance(entry, OptimizerEntry):
-            values = [
-                value for state in entry.optimizer.state.values() for value in cast(dict[str, Any], state).values()
-            ]
-            tensors.extend(value for value in values if isinstance(value, torch.Tensor) and value.dim() > 0)
-    return {place for tensor in tensors if (place := address(tensor))}
 
 
 def _copy(value: Any, steady: set[int], late: dict[str, torch.Tensor]) -> Any:

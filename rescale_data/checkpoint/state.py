@@ -7,77 +7,22 @@ user's state into what DCP knows, at any depth, and takes back what DCP has load
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.checkpoint.storage import StorageReader
 
 from rescale_data.checkpoint.devices import address, cut, refuse_pickled
 from rescale_data.checkpoint.entry import Entry, Path
 from rescale_data.checkpoint.optimizer.entry import OptimizerEntry
 from rescale_data.checkpoint.optimizer.named import owner
 from rescale_data.checkpoint.rank_values import PerRank, own_name, source_rank
-from rescale_data.checkpoint.tree import keys_of, leaves, nested, string_keys
+from rescale_data.checkpoint.tree import leaves, nested
 
 State: TypeAlias = Mapping[str, Any]
-
-
-class ModuleEntry(Entry):
-    def __init__(self, path: Path, module: nn.Module) -> None:
-        super().__init__(path)
-        self.module = module
-
-    def plain(self) -> Any:
-        plain = get_model_state_dict(self.module)
-        buffers = {place for buffer in self.module.buffers() if (place := address(buffer))}
-        self.loose = {f"{self.name}.{key}" for key, value in plain.items() if address(value) in buffers}
-        return plain
-
-    def apply(self, loaded: Any) -> None:
-        set_model_state_dict(self.module, loaded)
-
-
-class StatefulEntry(Entry):
-    whole = True
-
-    def __init__(self, path: Path, value: Stateful) -> None:
-        super().__init__(path)
-        self.value = value
-        self.live: Any = None  # its state when the placeholder was made, whose keys may be no strings
-
-    def plain(self) -> Any:
-        return self.value.state_dict()
-
-    def placeholder(self, reader: StorageReader) -> Any:
-        self.live = self.plain()
-        return string_keys(self.live)
-
-    def apply(self, loaded: Any) -> None:
-        self.value.load_state_dict(keys_of(self.live, loaded))
-
-
-class ValueEntry(Entry):
-    """A tensor, loaded in place, or a plain value, replaced under ``key`` in the mapping that holds it."""
-
-    def __init__(self, path: Path, value: Any, holder: Mapping[str, Any], key: str) -> None:
-        super().__init__(path)
-        self.value, self.holder, self.key = value, holder, key
-
-    def plain(self) -> Any:
-        return self.value
-
-    def placeholder(self, reader: StorageReader) -> Any:
-        return string_keys(self.value)
-
-    def apply(self, loaded: Any) -> None:
-        if isinstance(self.value, torch.Tensor):
-            return
-        if not isinstance(self.holder, MutableMapping):
-            raise TypeError(f"{self.name!r} is a plain value in a {type(self.holder).__name__}; load into a dict.")
-        self.holder[self.key] = keys_of(self.value, loaded)
 
 
 def entries_of(state: State, rank: int = 0, saved: Iterable[tuple[Any, ...]] = ()) -> list[Entry]:
@@ -101,8 +46,8 @@ def entries_of(state: State, rank: int = 0, saved: Iterable[tuple[Any, ...]] = (
     ]
 
 
-def plain_of(entries: list[Entry]) -> dict[str, Any]:
-    """What DCP saves of the entries; its tensors may be the live ones.
+def plain_of(entries: list[Entry]) -> tuple[dict[str, Any], set[str]]:
+    """What DCP saves of the entries, whose tensors may be the live ones; and the names in it that may differ between ranks.
 
     Raises:
         TypeError, ValueError: values that have no place in a checkpoint.
@@ -110,12 +55,9 @@ def plain_of(entries: list[Entry]) -> dict[str, Any]:
     plain = nested((entry.path, entry.plain()) for entry in entries)
     refuse_pickled(plain)
     refuse_unfit(plain)
-    return cut(plain, "to_save")
-
-
-def loose_names(entries: list[Entry]) -> set[str]:
-    """Names of values that may differ between ranks; known when they are plain."""
-    return {name for entry in entries for name in entry.loose}
+    loose = {place for entry in entries for tensor in entry.loose() if (place := address(tensor))}
+    names = {".".join(path) for path, leaf in leaves(plain) if loose and address(leaf) in loose}
+    return cut(plain, "to_save"), names
 
 
 def _walk(state: Mapping[Any, Any], path: Path) -> list[tuple[Path, Any, Mapping[str, Any]]]:
@@ -150,13 +92,23 @@ def _entry(
     path: Path, value: Any, holder: Mapping[str, Any], modules: list[tuple[Path, nn.Module]], key: str | None = None
 ) -> Entry:
     if isinstance(value, nn.Module):
-        return ModuleEntry(path, value)
+        plain, take = partial(get_model_state_dict, value), partial(set_model_state_dict, value)
+        return Entry(path, plain, take, steady=value.parameters, loose=value.buffers)
     if isinstance(value, torch.optim.Optimizer):
         return OptimizerEntry(path, owner(".".join(path), value, modules), value)
     if isinstance(value, Stateful):
-        return StatefulEntry(path, value)
+        return Entry(path, value.state_dict, value.load_state_dict, whole=True)
     _refuse_inside(path, value)
-    return ValueEntry(path, value, holder, key or path[-1])
+    return Entry(path, lambda: value, lambda loaded: _replace(path, value, holder, key or path[-1], loaded))
+
+
+def _replace(path: Path, value: Any, holder: Mapping[str, Any], key: str, loaded: Any) -> None:
+    """A plain value, in the mapping that holds it; a tensor was loaded in place."""
+    if isinstance(value, torch.Tensor):
+        return
+    if not isinstance(holder, MutableMapping):
+        raise TypeError(f"{'.'.join(path)!r} is a plain value in a {type(holder).__name__}; load into a dict.")
+    holder[key] = loaded
 
 
 def _refuse_inside(path: Path, value: Any) -> None:

@@ -28,7 +28,7 @@ from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager
 from rescale_data.checkpoint.retention import Retention
 from rescale_data.checkpoint.storage.lease import reading
-from rescale_data.checkpoint.storage.local import LocalStore
+from rescale_data.checkpoint.storage.store import LocalStore
 from rescale_data.cli import inspect
 from tests.checkpoint.models import Plain, mesh, whole, wrap
 from tests.checkpoint.processes import run
@@ -155,7 +155,7 @@ class GatedStore(LocalStore):
 def gated(monkeypatch: pytest.MonkeyPatch) -> type[GatedStore]:
     GatedStore.gate.clear()
     GatedStore.waiting.clear()
-    monkeypatch.setattr("rescale_data.checkpoint.storage.local.LocalStore", GatedStore)
+    monkeypatch.setattr("rescale_data.checkpoint.storage.open.LocalStore", GatedStore)
     return GatedStore
 
 
@@ -274,7 +274,7 @@ class FailingStore(LocalStore):
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> type[FailingStore]:
-    monkeypatch.setattr("rescale_data.checkpoint.storage.local.LocalStore", FailingStore)
+    monkeypatch.setattr("rescale_data.checkpoint.storage.open.LocalStore", FailingStore)
     monkeypatch.setattr(FailingStore, "fail", False)
     return FailingStore
 

@@ -16,10 +16,8 @@ import torch.distributed.checkpoint as dcp
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager
 from rescale_data.checkpoint.storage.commit import hidden, hidden_of
-from rescale_data.checkpoint.storage.local import LocalStore
-from rescale_data.checkpoint.storage.objects import ObjectStore
 from rescale_data.checkpoint.storage.open import open_store
-from rescale_data.checkpoint.storage.store import Store
+from rescale_data.checkpoint.storage.store import LocalStore, ObjectStore, Store
 
 STATE = {"a": torch.ones(3), "b": 1}
 ID = "0123456789abcdef" * 2

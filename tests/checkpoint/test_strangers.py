@@ -25,9 +25,8 @@ from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager, RunReader
 from rescale_data.checkpoint.storage import lease, progress
 from rescale_data.checkpoint.storage.commit import hidden
-from rescale_data.checkpoint.storage.local import LocalStore
-from rescale_data.checkpoint.storage.objects import ObjectStore
 from rescale_data.checkpoint.storage.open import open_store
+from rescale_data.checkpoint.storage.store import LocalStore, ObjectStore
 from tests.checkpoint.processes import context
 
 STATE = {"w": torch.ones(3)}
@@ -36,7 +35,7 @@ OTHER = """
 import os, sys, torch
 from rescale_data import checkpoint
 from rescale_data.checkpoint.storage import commit
-from rescale_data.checkpoint.storage.local import LocalStore
+from rescale_data.checkpoint.storage.store import LocalStore
 folder, how = sys.argv[1:]
 if how == "manager":
     manager = checkpoint.CheckpointManager(folder)

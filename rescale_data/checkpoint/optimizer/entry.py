@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,12 +31,9 @@ class OptimizerEntry(Entry):
     """
 
     def __init__(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(path)
+        super().__init__(path, partial(named_state, model, optimizer), self._take, steady=partial(_shaped, optimizer))
         self.model, self.optimizer = model, optimizer
         self._kept: set[str] = set()  # parameters whose state is not taken
-
-    def plain(self) -> dict[str, Any]:
-        return named_state(self.model, self.optimizer)
 
     def placeholder(self, reader: StorageReader) -> dict[str, Any]:
         """State for exactly the parameters that have some in the checkpoint."""
@@ -45,7 +44,7 @@ class OptimizerEntry(Entry):
         self.left_out = {*self.refused, *(f"{self.name}.state.{name}" for name in self._kept)}
         return content
 
-    def apply(self, loaded: dict[str, Any]) -> None:
+    def _take(self, loaded: Any) -> None:
         """Parameters that the checkpoint does not know keep their state, too."""
         if self.name in self.refused or not self.groups:
             return
@@ -103,6 +102,12 @@ class OptimizerEntry(Entry):
             return None if leaf is None else torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
 
         return mapped(saved, empty)
+
+
+def _shaped(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+    """Tensors of its state, but those without a dimension."""
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return [value for value in values if isinstance(value, torch.Tensor) and value.dim() > 0]
 
 
 def _layout(metadata: Metadata, path: tuple[str, ...]) -> tuple[dict[str, Any], list[dict[str, Any]]]:

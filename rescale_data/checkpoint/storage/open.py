@@ -11,14 +11,13 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, cast
 
 from rescale_data.checkpoint.ranks import Ranks
-from rescale_data.checkpoint.storage import local
 from rescale_data.checkpoint.storage.commit import is_ours, replaced_by_a_killed_save
 from rescale_data.checkpoint.storage.dcp import CheckpointReader, ReplacedError
 from rescale_data.checkpoint.storage.lease import reading
 from rescale_data.checkpoint.storage.manifest import MANIFEST, METADATA, Manifest, NewerError, read_manifest
 from rescale_data.checkpoint.storage.metadata import UnknownClassError
 from rescale_data.checkpoint.storage.progress import Progress
-from rescale_data.checkpoint.storage.store import FileRecord, Store, StrPath, join, split
+from rescale_data.checkpoint.storage.store import FileRecord, LocalStore, ObjectStore, Store, StrPath, join, split
 from rescale_data.errors import DamagedCheckpointError
 
 T = TypeVar("T")
@@ -45,14 +44,12 @@ def open_store(
     if not isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):
         raise ValueError(f"{text!r} was a URL: pathlib has taken one of its slashes. Give a URL as a str.")
     if "://" in text and not text.startswith("file://"):
-        from rescale_data.checkpoint.storage.objects import ObjectStore
-
         return ObjectStore(text, storage_options), text.rstrip("/")
     found = os.path.abspath(text.removeprefix("file://"))
     if to_write:
         folder, name = split(found)
-        return local.LocalStore(), join(os.path.realpath(folder), name)
-    return local.LocalStore(), os.path.realpath(found)
+        return LocalStore(), join(os.path.realpath(folder), name)
+    return LocalStore(), os.path.realpath(found)
 
 
 def mapped_path(path: StrPath) -> str:
@@ -182,8 +179,8 @@ def _problems_of(reader: CheckpointReader, files: Mapping[str, FileRecord], chec
     """Of these files alone, on this process alone."""
     progress = Progress(f"Checking {reader.path}", sum(record.size for record in files.values())) if checksums else None
     with ThreadPoolExecutor(max_workers=4) as pool:
-        found = pool.map(lambda file: _problem(reader, *file, progress), files.items())
-        return [problem for problem in found if problem]
+        found = [pool.submit(_problem, reader, *file, progress) for file in files.items()]
+        return [problem for future in found if (problem := future.result())]
 
 
 def _problem(reader: CheckpointReader, file: str, record: FileRecord, progress: Progress | None) -> str | None:
