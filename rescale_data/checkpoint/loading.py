@@ -124,7 +124,7 @@ def load(
 
 def _read(reader: StorageReader, path: str, state: State, ranks: Ranks, strict: bool) -> LoadReport:
     """Load from a reader whose files are in order."""
-    entries = ranks.together(lambda: entries_of(state, ranks.rank, paths_of(reader.read_metadata()).values()))
+    entries = ranks.together(lambda: entries_of(state, ranks.rank, paths_of(reader.read_metadata())))
     planner = CheckingLoadPlanner(entries, trusted=is_trusted(reader), doing=f"Loading {path}")
     plain: dict[str, Any] = {}
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, TypeAlias, cast, get_args
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import new_group
 
-from rescale_data.checkpoint.retention import Deletions, Retention
+from rescale_data.checkpoint.retention import Retention, prune
 from rescale_data.checkpoint.run_reader import RunReader
 from rescale_data.checkpoint.saving import plain_state, write
 from rescale_data.checkpoint.staging import Staged, Stager
@@ -105,14 +105,14 @@ class CheckpointManager(RunReader):
     ) -> None:
         if async_mode not in get_args(AsyncMode):
             raise ValueError(f"async_mode={async_mode!r}: choose one of {', '.join(map(repr, get_args(AsyncMode)))}.")
-        retention = Retention(keep_latest=keep_latest, keep_every=keep_every, keep_best=keep_best)
+        self._rules = Retention(keep_latest=keep_latest, keep_every=keep_every, keep_best=keep_best)
         super().__init__(folder, process_group=_own_group(process_group), storage_options=storage_options)
         self._closed = True
         self._ranks.on_first(self._folder.open_for_writing)
         self._stager = Stager() if async_mode != "disabled" else None
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
         self._running: Future[None] | None = None
-        self._deletions = Deletions(self._folder, retention)
+        self._told: set[str] = set()
         self._closed = False
         self.num_waits, self.wait_seconds = 0, 0.0
 
@@ -227,12 +227,11 @@ class CheckpointManager(RunReader):
             raise
 
     def _write(self, plain: Staged, loose: set[str], step: int, metrics: dict[str, float]) -> None:
-        self._deletions.spare(step)
         path = self._folder.checkpoint(step)
         write(self._store, path, plain, self._ranks, loose, overwrite=True, step=step, metrics=metrics)
         if self._ranks.is_first:
             with contextlib.suppress(RuntimeError):  # the interpreter exits: the next run deletes them
-                self._pool.submit(self._deletions.run)
+                self._pool.submit(prune, self._folder, self._rules, step, self._told)
 
 
 def _checked(step: int, metrics: Mapping[str, float] | None) -> dict[str, float]:

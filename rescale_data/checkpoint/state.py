@@ -6,7 +6,7 @@ user's state into what DCP knows, at any depth, and takes back what DCP has load
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from functools import partial
 from typing import Any, TypeAlias, cast
 
@@ -21,16 +21,17 @@ from rescale_data.checkpoint.optimizer.entry import OptimizerEntry
 from rescale_data.checkpoint.optimizer.named import owner
 from rescale_data.checkpoint.rank_values import PerRank, own_name, source_rank
 from rescale_data.checkpoint.tree import leaves, nested
+from rescale_data.engine.state_paths import names_under
 
 State: TypeAlias = Mapping[str, Any]
 
 
-def entries_of(state: State, rank: int = 0, saved: Iterable[tuple[Any, ...]] = ()) -> list[Entry]:
+def entries_of(state: State, rank: int = 0, saved: Mapping[str, tuple[Any, ...]] | None = None) -> list[Entry]:
     """The entries of a state, nested mappings included.
 
     Args:
         rank: Whose own values are meant by ``PerRank``.
-        saved: Paths in the checkpoint that is to be loaded.
+        saved: Paths in the checkpoint that is to be loaded, by flattened name.
 
     Raises:
         TypeError: ``state`` is no mapping, has keys that are not strings, or a module, an optimizer or a Stateful in a list.
@@ -41,7 +42,9 @@ def entries_of(state: State, rank: int = 0, saved: Iterable[tuple[Any, ...]] = (
     values = _walk(state, ())
     modules = [(path, value) for path, value, _ in values if isinstance(value, nn.Module)]
     return [
-        _own_entry(path, value, rank, saved) if isinstance(value, PerRank) else _entry(path, value, holder, modules)
+        _own_entry(path, value, rank, saved or {})
+        if isinstance(value, PerRank)
+        else _entry(path, value, holder, modules)
         for path, value, holder in values
     ]
 
@@ -79,9 +82,9 @@ def _has_names(value: Mapping[Any, Any]) -> bool:
     return all(isinstance(key, str) for key in value)
 
 
-def _own_entry(path: Path, own: PerRank, rank: int, saved: Iterable[tuple[Any, ...]]) -> Entry:
+def _own_entry(path: Path, own: PerRank, rank: int, saved: Mapping[str, tuple[Any, ...]]) -> Entry:
     """A rank's own value, by the rule of its kind, under the rank's name; those of other ranks are not missed."""
-    names = {str(of[len(path)]) for of in saved if len(of) > len(path) and tuple(map(str, of[: len(path)])) == path}
+    names = {under[0] for under in names_under(saved, path).values() if under}
     key = own_name(source_rank(names, rank))
     entry = _entry((*path, key), own.value, vars(own), [], key="value")
     entry.left_out = {".".join((*path, name)) for name in names - {key}}

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from rescale_data.checkpoint.planner import describe, load_plain
-from rescale_data.checkpoint.storage.metadata import paths_of
+from rescale_data.checkpoint.storage.metadata import empty, paths_of
 from rescale_data.checkpoint.storage.open import opened
 from rescale_data.checkpoint.storage.progress import Progress
 from rescale_data.checkpoint.storage.store import StrPath
@@ -84,7 +84,7 @@ class StoredCheckpoint(contextlib.ExitStack):
     def stream(self, names: list[str], budget: int = BUDGET) -> Iterator[torch.Tensor]:
         """The tensors of ``names`` in order, read in batches of at most ``budget`` bytes, or of one tensor."""
         for batch in self.batches(names, budget):
-            read = {self._keys[name]: self._empty(name) for name in batch}
+            read: dict[str, Any] = {self._keys[name]: empty(self.tensors[name]) for name in batch}
             load_plain(read, self._reader)
             self._progress.add(sum(map(self.num_bytes, batch)))
             for name in batch:
@@ -101,9 +101,6 @@ class StoredCheckpoint(contextlib.ExitStack):
     def num_bytes(self, name: str) -> int:
         meta = self.tensors[name]
         return math.prod(meta.size) * meta.properties.dtype.itemsize
-
-    def _empty(self, name: str) -> torch.Tensor:
-        return torch.empty(self.tensors[name].size, dtype=self.tensors[name].properties.dtype)
 
     def batches(self, names: Iterable[str], budget: int) -> Iterator[list[str]]:
         """``names`` in their order, each batch of at most ``budget`` bytes, or of one tensor."""

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import StorageReader
 
 from rescale_data.checkpoint.entry import Entry, Path
 from rescale_data.checkpoint.optimizer.named import GROUPS, named_state
 from rescale_data.checkpoint.optimizer.target import Target, lacking
 from rescale_data.checkpoint.planner import load_plain
-from rescale_data.checkpoint.storage.metadata import paths_of
+from rescale_data.checkpoint.storage.metadata import empty, paths_of
 from rescale_data.checkpoint.tree import mapped, tree_of
 
 
@@ -97,11 +97,11 @@ class OptimizerEntry(Entry):
         numbers = self.target.numbers
         live = self.target.current[GROUPS][numbers.index(number)] if number in numbers else {}
 
-        def empty(path: tuple[Any, ...], leaf: torch.Tensor | None) -> torch.Tensor | None:
+        def room(path: tuple[Any, ...], leaf: torch.Tensor | None) -> torch.Tensor | None:
             device = getattr(live.get(path[0]), "device", None)
             return None if leaf is None else torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
 
-        return mapped(saved, empty)
+        return mapped(saved, room)
 
 
 def _shaped(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
@@ -117,15 +117,9 @@ def _layout(metadata: Metadata, path: tuple[str, ...]) -> tuple[dict[str, Any], 
     """
     start = len(path)
     inner = {key: of[start:] for key, of in paths_of(metadata).items() if of[:start] == path and len(of) >= start + 3}
-    layout = tree_of(inner, {key: _stand_in(metadata.state_dict_metadata[key]) for key in inner})
+    layout = tree_of(inner, {key: empty(metadata.state_dict_metadata[key], "meta") for key in inner})
     groups = layout.get(GROUPS)
     return layout.get("state", {}), groups if isinstance(groups, list) else []
-
-
-def _stand_in(meta: Any) -> torch.Tensor | None:
-    if not isinstance(meta, TensorStorageMetadata):
-        return None
-    return torch.empty(meta.size, dtype=meta.properties.dtype, device="meta")
 
 
 _BY_NUMBER = (

@@ -91,6 +91,12 @@ def paths_of(metadata: Metadata) -> dict[str, tuple[Any, ...]]:
     return {name: tuple(known.get(name, (name,))) for name in metadata.state_dict_metadata}
 
 
+def empty(meta: Any, device: str = "cpu") -> torch.Tensor | None:
+    """A tensor to load into; None for a plain value."""
+    tensor = isinstance(meta, TensorStorageMetadata)
+    return torch.empty(meta.size, dtype=meta.properties.dtype, device=device) if tensor else None
+
+
 class _Record:
     """An object of the pickle: what was given to its class, and its state. It does nothing."""
 
