@@ -52,18 +52,9 @@ class Saving:
 class CheckpointManager(RunReader):
     """Saves a run's checkpoints as ``<folder>/step-<step>``, deletes those that no rule keeps, and loads them.
 
-    All ranks make the manager, and all call ``save``, ``load``, ``load_latest`` and ``close``. With an async mode ``save``
-    returns when the state is safe: what only an optimizer's step changes is copied while the next forward and backward
-    run, and any ``optimizer.step()`` waits for the copy (or ``wait_for_staging``, for what changes parameters otherwise);
-    the rest is copied before it returns. Files are then written by a thread, with collectives on a gloo group of the manager's
-    own. One save runs at a time; the next one waits, and counts the wait.
-
-    A local folder has one manager: it holds the folder's lock until ``close``.
-
-    A failed save is raised by the next call, or by ``close``, and leaves the checkpoints before it. An interpreter that
-    exits without ``close`` waits for the save that runs; a killed one leaves nothing that could be taken for a checkpoint.
-    Where one rank dies, the save of the others fails, or in rare cases waits for the timeout of gloo, 30 minutes: start ranks
-    with what ends all of them when one dies, as torchrun does.
+    All ranks make the manager, and all call ``save``, ``load``, ``load_latest`` and ``close``. What is copied when, who
+    writes, and what a failure or a kill leaves: the README of this module. Where one rank dies, the save of the others fails,
+    or in rare cases waits for the timeout of gloo, 30 minutes: start ranks with what ends all of them, as torchrun does.
 
     Args:
         folder: Of the run; a local path or a URL that fsspec knows.
@@ -119,18 +110,11 @@ class CheckpointManager(RunReader):
     def save(self, step: int, state: State, *, metrics: Mapping[str, float] | None = None) -> Saving:
         """Save ``state`` as ``step``, and delete what no rule keeps.
 
-        Waits for the save before, if it runs still. A checkpoint of this step is replaced.
+        Waits for the save before, and raises what it failed with. A checkpoint of this step is replaced.
 
         Args:
-            state: As for ``rescale_data.checkpoint.save``.
+            state: As for ``rescale_data.checkpoint.save``, whose errors it has.
             metrics: Numbers for ``keep_best``.
-
-        Returns:
-            Two futures, to see how far it is.
-
-        Raises:
-            What the save before it failed with; then this one was not begun.
-            TypeError, ValueError: ``state`` cannot be saved.
         """
         self.wait()
         if self._stager is None:

@@ -18,6 +18,7 @@ from rescale_data.checkpoint.devices import Pieces, cut
 from rescale_data.checkpoint.entry import Entry
 from rescale_data.checkpoint.ranks import Ranks, clear_error, quiet
 from rescale_data.checkpoint.storage.dcp import CheckpointReader, ReplacedError
+from rescale_data.checkpoint.storage.metadata import paths_of
 from rescale_data.checkpoint.storage.progress import Progress
 
 Misfits: TypeAlias = dict[str, dict[str, str]]
@@ -29,11 +30,17 @@ KINDS = {
 }
 
 
+NOT_ASKED = "not_asked"
+"""A further kind, of top-level names; that is no misfit."""
+
+
 def of_all_ranks(per_rank: list[Misfits]) -> Misfits:
     """Missing or different on any rank, not asked for by any of them."""
-    merged = {kind: _on_any([found[kind] for found in per_rank]) for kind in KINDS}
-    common = set.intersection(*(set(found["unexpected"]) for found in per_rank))
-    return merged | {"unexpected": {name: text for name, text in merged["unexpected"].items() if name in common}}
+    merged = {kind: _on_any([found[kind] for found in per_rank]) for kind in per_rank[0]}
+    for kind in ("unexpected", NOT_ASKED):
+        common = set.intersection(*(set(found[kind]) for found in per_rank))
+        merged[kind] = {name: text for name, text in merged[kind].items() if name in common}
+    return merged
 
 
 class CheckingLoadPlanner(DefaultLoadPlanner):
@@ -65,15 +72,15 @@ class CheckingLoadPlanner(DefaultLoadPlanner):
         asked = {entry.path[0] for entry in self.entries}
         refused = {name: text for entry in self.entries for name, text in entry.refused.items()}
         left_out = {name for entry in self.entries for name in entry.left_out}
+        others = {key: meta for key, meta in saved.items() if key not in wanted}
+        beside = {key: meta for key, meta in others.items() if _is_asked(metadata, key, asked)}
+        paths = paths_of(metadata)
         self.misfits = {
             "missing": {key: f"{describe(value)} in the state" for key, value in wanted.items() if key not in saved},
-            "unexpected": {
-                key: describe(meta)
-                for key, meta in saved.items()
-                if key not in wanted and is_asked(metadata, key, asked) and not left_out & _and_above(key)
-            },
+            "unexpected": {key: describe(meta) for key, meta in beside.items() if not left_out & _and_above(key)},
             "mismatched": refused
             | {key: text for key, value in wanted.items() if key in saved and (text := _differs(value, saved[key]))},
+            NOT_ASKED: {str(paths[key][0]): "" for key in others if key not in beside},
         }
         return self.misfits
 
@@ -113,7 +120,7 @@ def _on_any(per_rank: list[dict[str, str]]) -> dict[str, str]:
     return merged
 
 
-def is_asked(metadata: Metadata, key: str, asked: set[str]) -> bool:
+def _is_asked(metadata: Metadata, key: str, asked: set[str]) -> bool:
     """Whether a flattened name of the checkpoint is under one of these top-level names."""
     path = (metadata.planner_data or {}).get(key)
     return str(path[0]) in asked if path else bool(asked & _and_above(key))

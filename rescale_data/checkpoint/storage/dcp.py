@@ -39,15 +39,17 @@ class CheckpointReader(FileSystemReader):
 
     Args:
         trusted: True runs what its metadata names, where that is not known.
+
+    Attributes:
         manifest: Of the checkpoint that is read, so that it is seen when another takes its place.
     """
 
-    def __init__(self, store: Store, path: str, *, trusted: bool = False, manifest: Manifest | None = None) -> None:
+    def __init__(self, store: Store, path: str, *, trusted: bool = False) -> None:
         super().__init__(path)
         self.fs: Store = store
         self.path: str = path
         self.trusted = trusted
-        self.manifest = manifest
+        self.manifest: Manifest | None = None
         self._metadata: Metadata | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -107,16 +109,16 @@ class CheckpointWriter(FileSystemWriter):
             )
             raise
         done: Future[list[WriteResult]] = Future()
-        done.set_result([*results, *(_as_result(path, record) for path, record in self.fs.written.items())])
+        written = self.fs.written.items()
+        files = [WriteResult(MetadataIndex(split(path)[1]), of.size, cast(Any, of)) for path, of in written]
+        done.set_result([*results, *files])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         prefix = self.workspace.prefix
-        files = {
-            prefix + cast(_FileIndex, r.index).fqn: r.storage_data for rank in results for r in rank if _is_file(r)
-        }
+        files = {prefix + r.index.fqn: r.storage_data for of in results for r in of if _is_file(r)}
         self.fs.written.clear()
-        super().finish(metadata, [[_under(prefix, r) for r in rank if not _is_file(r)] for rank in results])
+        super().finish(metadata, [[_under(prefix, r) for r in of if not _is_file(r)] for of in results])
         # DCP writes the metadata under another name, and renames it.
         files[prefix + METADATA] = next(iter(self.fs.written.values()))
         manifest = dataclasses.replace(self.manifest, files=files, created=time.time(), torch=str(torch.__version__))
@@ -142,12 +144,9 @@ def changed_sizes(store: Store, path: str, files: Mapping[str, FileRecord]) -> l
     ]
 
 
-class _FileIndex(MetadataIndex):
-    """Marks a ``WriteResult`` that is a file's record and not a value's place."""
-
-
-def _as_result(path: str, record: FileRecord) -> WriteResult:
-    return WriteResult(_FileIndex(split(path)[1]), record.size, cast(Any, record))
+def _is_file(result: WriteResult) -> bool:
+    """Whether it is a file's record, and not a value's place."""
+    return isinstance(cast(object, result.storage_data), FileRecord)
 
 
 def _under(prefix: str, result: WriteResult) -> WriteResult:
@@ -156,10 +155,6 @@ def _under(prefix: str, result: WriteResult) -> WriteResult:
     return dataclasses.replace(
         result, storage_data=dataclasses.replace(place, relative_path=prefix + place.relative_path)
     )
-
-
-def _is_file(result: WriteResult) -> bool:
-    return isinstance(result.index, _FileIndex)
 
 
 def _num_bytes(plan: SavePlan) -> int:
