@@ -53,13 +53,8 @@ def read_data_state(
         ...     checkpoint.read_data_state(f"{folder}/step-1")["samples"]
         4
     """
-
-    return read_checkpoint(
-        path,
-        lambda reader: by_field(_DataState(reader, path, name).read()),
-        checksums=checksums,
-        storage_options=storage_options,
-    )
+    how: dict[str, Any] = {"checksums": checksums, "storage_options": storage_options}
+    return read_checkpoint(path, lambda reader: by_field(_DataState(reader, path, name).read()), **how)
 
 
 def check_checkpoint(path: Source, loader: HasStream, key: str | None = None) -> None:

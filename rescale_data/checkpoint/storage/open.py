@@ -7,7 +7,7 @@ import re
 import zlib
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, TypeVar, cast
 
 from rescale_data.checkpoint.ranks import Ranks
@@ -81,7 +81,7 @@ def opened(
     ranks = ranks or Ranks.alone()
     store, asked = open_store(path, storage_options)
     folder = ranks.on_first(lambda: replaced_by_a_killed_save(store, asked) or asked)
-    with reading(store, folder, wanted=ranks.is_first):
+    with reading(store, folder) if ranks.is_first else nullcontext():
         reader = CheckpointReader(store, folder, trusted=trusted)
         try:
             if found := problems(reader, ranks, checksums=checksums):
@@ -91,6 +91,8 @@ def opened(
                     found,
                 )
             yield reader
+        except ReplacedError:
+            raise
         except Exception as error:
             absent = isinstance(error, FileNotFoundError)
             if ranks.on_first(lambda: reader.is_replaced() or (absent and store.is_file(join(asked, MANIFEST)))):
