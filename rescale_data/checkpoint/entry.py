@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -17,6 +18,7 @@ def _none() -> Iterable[torch.Tensor]:
     return ()
 
 
+@dataclass(eq=False)
 class Entry:
     """One value of a state.
 
@@ -27,26 +29,19 @@ class Entry:
         whole: Whether a part of it may not be loaded without the rest.
         steady: Gives tensors that only an optimizer's step changes.
         loose: Gives tensors that may differ between ranks.
-
-    Attributes:
         refused: What of the checkpoint does not fit although the names do, and why, by name; known with the placeholder.
         left_out: Names of the checkpoint that are not loaded for that, with all that is under them.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        plain: Callable[[], Any],
-        take: Callable[[Any], object],
-        *,
-        whole: bool = False,
-        steady: Callable[[], Iterable[torch.Tensor]] = _none,
-        loose: Callable[[], Iterable[torch.Tensor]] = _none,
-    ) -> None:
-        self.path, self.plain, self.take, self.whole, self.steady, self.loose = path, plain, take, whole, steady, loose
-        self._live: Any = None
-        self.refused: dict[str, str] = {}
-        self.left_out: set[str] = set()
+    path: Path
+    plain: Callable[[], Any]
+    take: Callable[[Any], object]
+    whole: bool = False
+    steady: Callable[[], Iterable[torch.Tensor]] = _none
+    loose: Callable[[], Iterable[torch.Tensor]] = _none
+    refused: dict[str, str] = field(default_factory=dict[str, str])
+    left_out: set[str] = field(default_factory=set[str])
+    _live: Any = None
 
     @property
     def name(self) -> str:

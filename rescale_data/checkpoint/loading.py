@@ -80,9 +80,8 @@ def load(
 
     Raises:
         FileNotFoundError: no checkpoint at ``path``.
-        ValueError: files are damaged, a value needs code and ``trusted`` is False, or names, shapes or dtypes do not fit, or a
-            tensor is on the meta device, quantized,
-            sparse or nested; the message lists them all.
+        ValueError: files are damaged, a value needs code and ``trusted`` is False, names, shapes or dtypes do not fit, or a
+            tensor is on the meta device, quantized, sparse or nested; the message lists them all.
 
     Example:
         >>> import tempfile

@@ -169,11 +169,7 @@ def _harmless(name: str, value: io.BytesIO) -> io.BytesIO:
 
 
 def load_with(planner: CheckingLoadPlanner, plain: dict[str, Any], reader: StorageReader, ranks: Ranks) -> None:
-    """DCP's load, whose errors say what was being done.
-
-    Raises:
-        ReplacedError: meanwhile another checkpoint took its place.
-    """
+    """DCP's load, whose errors say what was being done, or that another checkpoint took the place of this one."""
     try:
         quiet(ranks)
         load_state(
@@ -191,12 +187,7 @@ def _refuse_replaced(reader: StorageReader, ranks: Ranks) -> None:
 
 
 def load_plain(plain: dict[str, Any], reader: StorageReader) -> dict[str, Any]:
-    """``plain`` with what it has placeholders for, by flattened name, read by this process alone.
-
-    Raises:
-        ValueError: a value that is refused, since the reader is not trusted.
-        OSError: files that cannot be read.
-    """
+    """``plain`` with what it has placeholders for, by flattened name, read by this process alone."""
     if plain:
         load_with(CheckingLoadPlanner([], trusted=is_trusted(reader)), plain, reader, Ranks.alone())
     return plain

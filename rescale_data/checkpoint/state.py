@@ -32,10 +32,6 @@ def entries_of(state: State, rank: int = 0, saved: Mapping[str, tuple[Any, ...]]
     Args:
         rank: Whose own values are meant by ``PerRank``.
         saved: Paths in the checkpoint that is to be loaded, by flattened name.
-
-    Raises:
-        TypeError: ``state`` is no mapping, has keys that are not strings, or a module, an optimizer or a Stateful in a list.
-        ValueError: an optimizer's parameters belong to no module of ``state``.
     """
     if not isinstance(cast(object, state), Mapping):
         raise TypeError(f'state maps names to values, {{"model": model, ...}}; it is a {type(state).__name__}.')
@@ -50,11 +46,7 @@ def entries_of(state: State, rank: int = 0, saved: Mapping[str, tuple[Any, ...]]
 
 
 def plain_of(entries: list[Entry]) -> tuple[dict[str, Any], set[str]]:
-    """What DCP saves of the entries, whose tensors may be the live ones; and the names in it that may differ between ranks.
-
-    Raises:
-        TypeError, ValueError: values that have no place in a checkpoint.
-    """
+    """What DCP saves of the entries, whose tensors may be the live ones; and the names in it that may differ between ranks."""
     plain = nested((entry.path, entry.plain()) for entry in entries)
     refuse_pickled(plain)
     refuse_unfit(plain)

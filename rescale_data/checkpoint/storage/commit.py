@@ -76,11 +76,7 @@ class Workspace:
 
 
 def prepare(store: Store, final: str, save_id: str, *, overwrite: bool) -> Workspace:
-    """Check that ``final`` may be written, remove what earlier saves to it left over, and make the workspace.
-
-    Raises:
-        ValueError: ``final`` is a file, holds a checkpoint and ``overwrite`` is False, holds something else, or is being saved.
-    """
+    """Check that ``final`` may be written, remove what earlier saves to it left over, and make the workspace."""
     remove_leftovers(store, final)
     _refuse_unless_free(store, final, overwrite)
     if store.renames:
@@ -96,9 +92,6 @@ def aside(store: Store, final: str) -> Generator[str]:
     """The path to write to in place of ``final``, a file or a folder, and to rename; what is there in the end is removed.
 
     In an object store it is ``final``: an object appears when it is whole.
-
-    Raises:
-        ValueError: another process writes to ``final``.
     """
     if not store.renames:
         yield final

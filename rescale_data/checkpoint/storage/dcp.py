@@ -5,6 +5,7 @@ The reader reads metadata without trusting it. The writer records every file's s
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import os
@@ -87,7 +88,8 @@ class CheckpointWriter(FileSystemWriter):
     def __init__(self, store: Store, workspace: Workspace, manifest: Manifest) -> None:
         super().__init__(workspace.working, sync_files=store.renames, overwrite=True)
         self.progress = Progress(f"Saving {workspace.final}")
-        self.fs: Store = store.recording(self.progress)
+        self.fs: Store = copy.copy(store)
+        self.fs.written, self.fs.progress = {}, self.progress
         self.path: str = workspace.working
         self.workspace = workspace
         self.manifest = manifest

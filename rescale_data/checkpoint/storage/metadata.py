@@ -67,9 +67,6 @@ def read_metadata(content: bytes, *, trusted: bool = False) -> Metadata:
     Args:
         trusted: Where it names unknown classes, import and run them, as ``pickle`` does. Without that, classes that
             ``torch.serialization.add_safe_globals`` was given are read as records, too.
-
-    Raises:
-        ValueError: it is damaged, or names anything but the known classes.
     """
     try:
         try:

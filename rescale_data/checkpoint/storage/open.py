@@ -31,12 +31,7 @@ def open_store(
 
     Args:
         path: A local path, or a URL that fsspec knows (``s3://bucket/run``, ``gs://``, ``az://``, ``memory://``).
-        storage_options: Passed on to fsspec.
         to_write: A link is then what is written anew. Else a link to a checkpoint is the checkpoint.
-
-    Raises:
-        TypeError: ``path`` is neither a string nor path-like.
-        ValueError: the scheme is unknown, what it needs is not installed, or a URL came as a ``pathlib.Path``.
     """
     if not isinstance(cast(object, path), str | os.PathLike):
         raise TypeError(f"A checkpoint's path is a str or os.PathLike, not {type(path).__name__}.")
@@ -147,9 +142,6 @@ def _expected(reader: CheckpointReader) -> tuple[Manifest | None, Mapping[str, F
     """The manifest, the files as they must be, and what is wrong before these are looked at.
 
     Of a checkpoint of another tool there is no manifest, and the files are at least as long as its metadata tells.
-
-    Raises:
-        FileNotFoundError: no checkpoint there.
     """
     store, path = reader.fs, reader.path
     try:

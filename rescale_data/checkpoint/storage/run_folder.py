@@ -42,12 +42,7 @@ class RunFolder:
 
     @classmethod
     def existing(cls, store: Store, path: str) -> RunFolder:
-        """The folder of a run that is there.
-
-        Raises:
-            FileNotFoundError: no such folder.
-            ValueError: a checkpoint, and not a folder of checkpoints.
-        """
+        """The folder of a run that is there, and no checkpoint itself."""
         if not store.is_folder(path):
             raise FileNotFoundError(f"No folder at {path}.")
         if {MANIFEST, METADATA} & set(store.names(path)):
@@ -72,11 +67,7 @@ class RunFolder:
         return found
 
     def open_for_writing(self) -> None:
-        """Take the folder's lock, and remove what killed saves left over.
-
-        Raises:
-            ValueError: another process has the lock.
-        """
+        """Take the folder's lock, which no other process may have, and remove what killed saves left over."""
         self.store.make_folder(self.path)
         if not self._take_lock():
             return

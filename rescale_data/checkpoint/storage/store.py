@@ -6,7 +6,6 @@ A ``Store`` is the file system that DCP's reader and writer use, too. What they 
 from __future__ import annotations
 
 import contextlib
-import copy
 import errno
 import io
 import os
@@ -17,7 +16,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Self, TypeAlias, cast
+from typing import Any, BinaryIO, TypeAlias, cast
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -44,10 +43,8 @@ class CheckedStream(io.RawIOBase):
         error: What the system said when a write failed: torch's own writer of tensors makes another error of it.
     """
 
-    def __init__(self, raw: BinaryIO, path: str, progress: Progress | None = None) -> None:
-        self.raw = raw
-        self.path = path
-        self.progress = progress
+    def __init__(self, raw: BinaryIO, path: str, progress: Progress) -> None:
+        self.raw, self.path, self.progress = raw, path, progress
         self.record = FileRecord(0, 0)
         self.error: OSError | None = None
 
@@ -59,8 +56,7 @@ class CheckedStream(io.RawIOBase):
         with self._noted():
             self.raw.write(view)
         self.record = FileRecord(self.record.size + view.nbytes, zlib.crc32(view, self.record.crc32))
-        if self.progress is not None:
-            self.progress.add(view.nbytes)
+        self.progress.add(view.nbytes)
         return view.nbytes
 
     def tell(self) -> int:
@@ -107,13 +103,7 @@ class Store(FileSystemBase):
     def __init__(self, files: AbstractFileSystem) -> None:
         self._files: Any = files
         self.written: dict[str, FileRecord] = {}
-        self.progress: Progress | None = None
-
-    def recording(self, progress: Progress) -> Self:
-        """The same store for one save: nothing is written yet."""
-        other = copy.copy(self)
-        other.written, other.progress = {}, progress
-        return other
+        self.progress = Progress("Writing")
 
     def open_read(self, path: str) -> BinaryIO:
         return self._files.open(path, "rb")
