@@ -154,8 +154,11 @@ def _expected(reader: CheckpointReader) -> tuple[Manifest | None, Mapping[str, F
                 f"safetensors by rescale-data convert {path} FOLDER."
             )
         if not store.is_file(join(path, METADATA)):
-            here = f"it holds {store.names(path)[:5]}" if store.exists(path) else "there is nothing at this path"
-            raise FileNotFoundError(f"No checkpoint at {path}: {here}.")
+            names = [name for name in store.names(path) if name[0] != "."][:5]
+            here = f"it holds {names}" if store.exists(path) else "there is nothing at this path"
+            run = next((name for name in names if store.is_file(join(path, name, METADATA))), None)
+            cure = f" It is the folder of a run: give one of its checkpoints, {join(path, run)}." if run else ""
+            raise FileNotFoundError(f"No checkpoint at {path}: {here}.{cure}")
         metadata = reader.read_metadata()
     except (NewerError, UnknownClassError):
         raise
