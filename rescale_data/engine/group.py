@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from rescale_data.engine.recipe import SAMPLES, Schema, path_name
+from rescale_data.engine.recipe import SAMPLES, path_name
+from rescale_data.engine.schema import Schema
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
 from rescale_data.layout.layout import Layout

@@ -10,7 +10,8 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from rescale_data.engine.collate import collate as stack
-from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES, Histories, Recipe, Schema, adopt, path_name
+from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES, Histories, Recipe, path_name
+from rescale_data.engine.schema import Schema, adopt
 from rescale_data.errors import DataStateError
 from rescale_data.layout.turns import Turn
 from rescale_data.nodes.base import Node

@@ -193,6 +193,10 @@ class Reader(Node[Any]):
         if position[1] >= self.rows.size(position[0]) and self.rows.goes_on(position[0]):
             self.turn(position)
 
+    def are_counted(self, epoch: int) -> bool:
+        """Whether each row does nothing to a position but to count up its second slot."""
+        return self._proof is None and not self.rows.goes_on(epoch)
+
     def moves(self, position: View, num_rows: int) -> Moves:
         """What `advance` writes into a position after each of the next rows, all of one window."""
         if self.rows.goes_on(position[0]):  # the shard has no other row in this epoch

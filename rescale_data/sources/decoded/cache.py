@@ -51,13 +51,17 @@ class Budgeted(Protocol):
 class Cache:
     """Least recently used first out, until the rest fits the budget; safe under threads. More entries cost no more time.
 
+    What is `Held` stays before all else, up to half of the budget: fragments that pass through leave what was made of them.
     The budget is the largest `cache_bytes` of the sources that are alive. One entry that is larger still
     is kept while it is in use, with an eighth of its size for what is made from it: a fragment that exceeds the budget is
     decoded once and not once a window.
     """
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
+        self._entries: dict[Hashable, int] = {}  # sizes
+        self._held: OrderedDict[Hashable, Any] = OrderedDict()
+        self._others: OrderedDict[Hashable, Any] = OrderedDict()
+        self._held_bytes = 0
         self._of_owner: dict[Hashable, dict[Hashable, None]] = {}  # keys, by the owner that they begin with
         self._large: dict[Hashable, int] = {}  # sizes of the entries of more than half of the budget
         self._budgeted: weakref.WeakSet[Budgeted] = weakref.WeakSet()
@@ -72,7 +76,7 @@ class Cache:
                 budget = self._budget = max((source.cache_bytes for source in self._budgeted), default=DEFAULT_BYTES)
                 if budget != self._judged:
                     self._judged = budget
-                    self._large = {key: size for key, (_, size) in self._entries.items() if size > budget // 2}
+                    self._large = {key: size for key, size in self._entries.items() if size > budget // 2}
             return self._budget
 
     def register(self, source: Budgeted) -> None:
@@ -89,25 +93,30 @@ class Cache:
     def get(self, key: Hashable) -> Any:
         """The value at ``key``, or `None`."""
         with self._lock:
-            entry = self._entries.get(key)
-            if entry is None:
-                return None
-            self._entries.move_to_end(key)
-            return entry[0]
+            for kept in (self._others, self._held):
+                if key in kept:
+                    kept.move_to_end(key)
+                    return kept[key]
+            return None
 
     def put(self, key: Hashable, value: Sized) -> None:
         """Keep ``value`` in place of what was at ``key``."""
         size = value.nbytes
         with self._lock:
             self._pop(key)
-            self._entries[key] = value, size
+            self._entries[key] = size
+            if isinstance(value, Held):
+                self._held[key] = value
+                self._held_bytes += size
+            else:
+                self._others[key] = value
             self._of_owner.setdefault(_owner(key), {})[key] = None
             self.nbytes += size
             budget = self.budget
             if size > budget // 2:
                 self._large[key] = size
             if self.nbytes > budget:
-                self._shrink(budget)
+                self._shrink(budget, key)
 
     def make(self, key: Hashable, maker: Callable[[], V]) -> V:
         """The value at ``key``, made where there is none."""
@@ -135,7 +144,8 @@ class Cache:
                 self._pop(key)
 
     def _pop(self, key: Hashable) -> Any:
-        value, size = self._entries.pop(key, (None, -1))
+        size = self._entries.pop(key, -1)
+        value = self._others.pop(key, None)
         if size >= 0:
             self.nbytes -= size
             self._large.pop(key, None)
@@ -143,20 +153,32 @@ class Cache:
             self._of_owner[owner].pop(key)
             if not self._of_owner[owner]:
                 del self._of_owner[owner]
-            if isinstance(value, Held):
+            if value is None:
+                value = self._held.pop(key)
+                self._held_bytes -= size
                 value.dropped()
         return value
 
-    def _shrink(self, budget: int) -> None:
-        limit = max(budget, max(self._large.values(), default=0) * 9 // 8)
+    def _shrink(self, budget: int, new: Hashable) -> None:
+        largest = max(self._large.values(), default=0)
+        limit = max(budget, largest * 9 // 8)
+        for_held = min(limit // 2, limit - largest)
         while self.nbytes > limit and len(self._entries) > 1:
-            key, (value, _) = next(iter(self._entries.items()))
-            if isinstance(value, Held) and value.was_used():
-                self._entries.move_to_end(key)
-                continue
-            self._pop(key)
+            if self._others and (self._held_bytes <= for_held or (len(self._held) == 1 and new in self._held)):
+                key = next(iter(self._others))
+            else:
+                key = self._unused()
+            value = self._pop(key)
             if isinstance(value, Evicted):
                 value.evicted()
+
+    def _unused(self) -> Hashable:
+        """What was used least recently of all that is held."""
+        while True:
+            key, value = next(iter(self._held.items()))
+            if not value.was_used():
+                return key
+            self._held.move_to_end(key)
 
 
 def _owner(key: Hashable) -> Hashable:
