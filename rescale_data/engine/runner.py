@@ -274,8 +274,8 @@ class Runner:
 
 @dataclass(slots=True)
 class _Visit:
-    """A turn that comes again: the nodes of its samples; of the rows of the table that it visits and of their counts of samples,
-    views; its own counts."""
+    """A turn that comes again: the nodes of its samples; of the rows of the table that it visits and of their numbers of
+    samples, views; how many samples each gives."""
 
     turn: Turn
     nodes: list[Node[Any]]
