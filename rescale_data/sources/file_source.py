@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from rescale_data.errors import DataStateError
+from rescale_data.errors import DataStateError, require_int
 from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.bad_row import BadRow
 from rescale_data.sources.counts import READ_BYTES, counts
@@ -84,6 +84,7 @@ class FileSource(ABC):
         remote: Remote | None = None,
         index_dir: str | os.PathLike[str] | None = None,
     ) -> None:
+        (cache_bytes,) = require_int(cache_bytes=cache_bytes)
         if cache_bytes < 1:
             raise ValueError(f"cache_bytes={cache_bytes}: give a number of bytes, at least 1.")
         self.cache_bytes, self.spill_bytes = cache_bytes, 0

@@ -79,7 +79,12 @@ class IndexedSource(FileSource):
         """Where the index of a file and its copy are, now."""
         path = self._index_path(file)
         copy = self._copy_path(path, file)
-        facts = {"version": _VERSION, "size": int(self._files.sizes[file]), "stamp": self._files.stamps[file]}
+        facts = {
+            "version": _VERSION,
+            "format": self.FORMAT,
+            "size": int(self._files.sizes[file]),
+            "stamp": self._files.stamps[file],
+        }
         try:
             make_once(
                 path, lambda: _is_good(path, copy, facts), lambda aside: self._write_index(file, copy, aside, facts)
@@ -184,4 +189,5 @@ def _is_good(path: str, copy: str | None, facts: Mapping[str, Any]) -> bool:
         whole = copy is None or os.path.getsize(copy) == known["copy"]
     except (OSError, ValueError, KeyError):
         return False
+    known = {"format": facts["format"], **known}  # older ones do not say it
     return whole and all(known.get(name) == value for name, value in facts.items())

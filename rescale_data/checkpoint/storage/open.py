@@ -175,8 +175,11 @@ def _without_manifest(reader: CheckpointReader) -> list[str]:
             f"safetensors by rescale-data convert {path} FOLDER."
         )
     if not store.is_file(join(path, METADATA)):
-        here = f"it holds {store.names(path)[:5]}" if store.exists(path) else "there is nothing at this path"
-        raise FileNotFoundError(f"No checkpoint at {path}: {here}.")
+        names = [name for name in store.names(path) if name[0] != "."][:5]
+        here = f"it holds {names}" if store.exists(path) else "there is nothing at this path"
+        run = next((name for name in names if store.is_file(join(join(path, name), METADATA))), None)
+        cure = f" It is the folder of a run: give one of its checkpoints, {join(path, run)}." if run else ""
+        raise FileNotFoundError(f"No checkpoint at {path}: {here}.{cure}")
     metadata = reader.read_metadata()
     if metadata.storage_meta is not None and (metadata.storage_meta.save_id or "").startswith(SAVE_ID_PREFIX):
         return [f"{path} has no {MANIFEST}: its save or its deletion was never finished. It is not loaded."]
