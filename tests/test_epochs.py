@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torchdata.nodes import Loader, Mapper, Prefetcher, Unbatcher
 
 import rescale_data as rd
-from rescale_data.engine.recipe import Schema
+from rescale_data.engine.schema import Schema
 from rescale_data.testing import full_state_dict
 from tests.simulate import Topology, same_state
 

@@ -14,10 +14,11 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from rescale_data.engine.differences import differences
-from rescale_data.engine.recipe import DEALT, FIRST_SLOT, UNDEALT, History, Schema, path_name, to_json
+from rescale_data.engine.recipe import DEALT, FIRST_SLOT, UNDEALT, History, path_name
+from rescale_data.engine.schema import Schema, to_json
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.mixture.sampler import WeightedSampler
-from rescale_data.order import ranges_of, shard_sizes
+from rescale_data.rounds import ranges_of, shard_sizes
 from rescale_data.sources.folders import FILES, FOLDERS, FoldingSource, fold, listed_in, num_rows
 from rescale_data.sources.source import GrowingSource
 from rescale_data.state import Ints, offsets, place_slots

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES
 from rescale_data.sources.decoded.columns import chosen_columns
-from rescale_data.sources.file_source import Explained, FileSource
+from rescale_data.sources.file_source import FileSource
 from rescale_data.sources.files.blocks import BlockRanges, BlockTable, codec_of, decompressed, write_blocks
 from rescale_data.sources.files.bundle import Bundle, write_bundle
 from rescale_data.sources.files.once import make_once, write_aside
@@ -23,6 +23,7 @@ from rescale_data.sources.files.paths import Paths
 from rescale_data.sources.files.ranges import Ranges, open_ranges
 from rescale_data.sources.files.remote import Remote
 from rescale_data.sources.fragments import Footer, cut, spans
+from rescale_data.sources.known_files import Explained
 from rescale_data.state import Ints
 
 FRAGMENT_ROWS = 1024
@@ -79,7 +80,12 @@ class IndexedSource(FileSource):
         """Where the index of a file and its copy are, now."""
         path = self._index_path(file)
         copy = self._copy_path(path, file)
-        facts = {"version": _VERSION, "size": int(self._files.sizes[file]), "stamp": self._files.stamps[file]}
+        facts = {
+            "version": _VERSION,
+            "format": self.FORMAT,
+            "size": int(self._files.sizes[file]),
+            "stamp": self._files.stamps[file],
+        }
         try:
             make_once(
                 path, lambda: _is_good(path, copy, facts), lambda aside: self._write_index(file, copy, aside, facts)
@@ -184,4 +190,5 @@ def _is_good(path: str, copy: str | None, facts: Mapping[str, Any]) -> bool:
         whole = copy is None or os.path.getsize(copy) == known["copy"]
     except (OSError, ValueError, KeyError):
         return False
+    known = {"format": facts["format"], **known}  # older ones do not say it
     return whole and all(known.get(name) == value for name, value in facts.items())

@@ -515,3 +515,5 @@ class TestErrors:
     def test_a_budget_of_nothing(self, suffix: str, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="cache_bytes=0"):
             source_of(tmp_path, suffix, cache_bytes=0)
+        with pytest.raises(TypeError, match="cache_bytes='1GB' is a str; give an int"):
+            source_of(tmp_path, suffix, cache_bytes="1GB")

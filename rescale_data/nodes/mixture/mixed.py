@@ -205,7 +205,7 @@ class MixedDocuments:
     def _read_together(self, wanted: Sequence[int]) -> Ints:
         """Up to so many documents of each source, of those that can be read so; how many there are."""
         asked = [
-            (source, (documents, self._mixture.slots_of(source), num))
+            (source, (documents, self._mixture.slots_of(source), num, self._repeats and source not in self._seen_ends))
             for source, (documents, num) in enumerate(zip(self._documents, wanted, strict=True))
             if num and isinstance(documents, FragmentDocuments) and source not in self._caps
         ]

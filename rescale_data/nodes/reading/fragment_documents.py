@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -96,21 +97,36 @@ class FragmentDocuments:
             spans = self._copied(rows[:num_rows], which[:num_rows], used)
         return spans.with_moves(self._rows.moves(position, len(spans)))
 
-    def at_hand(self, epoch: int, row: int, most: int) -> tuple[Ints, Ints, list[Lent]] | None:
-        """Rows from a row of the shard on, for each the number of its fragment, and these; `None` where `read` has more to do
-        than to find them."""
-        size = self._rows.size(epoch)
+    def at_hand(self, position: memoryview, most: int, turns: bool) -> Near | None:
+        """Where the next documents lie; `None` where `read` has more to do than to find them.
+
+        Args:
+            turns: Whether those of the next epochs follow.
+        """
+        epoch, row, left = position[0], position[1], most
         self._share = self._rows.share(epoch)
-        if row >= size or self._share is not None or not self._rows.are_counted(epoch):
+        runs, parts = list[tuple[int, int, int]](), list[Ints]()
+        while left and self._share is None and self._rows.are_counted(epoch):
+            if row < self._rows.size(epoch):
+                parts.append(self._rows.rows_from(epoch, row)[:left])
+                runs.append((epoch, row, len(parts[-1])))
+                row, left = row + len(parts[-1]), left - len(parts[-1])
+            elif turns and row:
+                after = np.array(position).data
+                after[0], after[1] = epoch, row
+                self._rows.turn(after)
+                epoch, row = after[0], after[1]
+                runs.append((epoch, row, 0))
+            else:
+                break
+        if not parts:
             return None
-        rows = self._rows.rows_from(epoch, row)[:most]
-        while len(rows) < most and row + len(rows) < size:
-            rows = np.concatenate([rows, self._rows.rows_from(epoch, row + len(rows))[: most - len(rows)]])
+        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
         used, which = fragments_of(rows, self._fragments)
-        found = [self._lend(fragment) for fragment in used[:1]]
-        if not self._stay(epoch, row, used, found[0]):
+        first = self._lend(self._fragment_at(int(rows[0])))
+        if not self._stay(position[0], position[1], used, first):
             return None
-        return rows, which, found + [self._lend(fragment) for fragment in used[1:]]
+        return Near(runs, rows, which, [self._lend(fragment) for fragment in used])
 
     def _stay(self, epoch: int, row: int, used: list[int], first: Lent) -> bool:
         """Whether documents stay where they were decoded. If there is room for more, that is begun for what is read soon."""
@@ -173,38 +189,64 @@ class FragmentDocuments:
         return bisect_right(self._fragments.data, row) - 1
 
 
-def read_together(asked: Sequence[tuple[FragmentDocuments, slice, int]], position: memoryview) -> tuple[Spans, Ints]:
+@dataclass(frozen=True, slots=True)
+class Near:
+    """Documents that lie at hand.
+
+    Args:
+        runs: The epoch of some, the shard's row of the first of these, and how many they are, and so on; more than one
+            where an epoch ends.
+        rows: Of the source.
+        which: For each the number of its fragment in ``lent``.
+        lent: The fragments.
+    """
+
+    runs: list[tuple[int, int, int]]
+    rows: Ints
+    which: Ints
+    lent: list[Lent]
+
+
+def read_together(
+    asked: Sequence[tuple[FragmentDocuments, slice, int, bool]], position: memoryview
+) -> tuple[Spans, Ints]:
     """`FragmentDocuments.read` of several at once, in any order: most add but a few numbers.
 
     Args:
-        asked: Each with its part of ``position``, and how many documents at most.
+        asked: Each with its part of ``position``, how many documents at most, and whether those of the next epochs follow.
 
     Returns:
         The documents, and ``int64[2, len(asked)]``: at which of them those of each begin, and how many they are.
     """
-    lent, near, others = list[Lent](), list[tuple[int, int, Ints, Ints]](), list[tuple[int, Spans]]()
-    for number, (documents, part, most) in enumerate(asked):
-        found = documents.at_hand(position[part.start], position[part.start + 1], most)
+    near, others = dict[int, Near](), dict[int, Spans]()
+    for number, (documents, part, most, turns) in enumerate(asked):
+        found = documents.at_hand(position[part], most, turns)
         if found is None:
-            others.append((number, documents.read(position[part], most)))
+            others[number] = documents.read(position[part], most)
         else:
-            near.append((number, part.start + 1, found[0], found[1] + len(lent)))
-            lent += found[2]
+            near[number] = found
+    sizes = [len(each.rows) for each in near.values()] + [len(each) for each in others.values()]
     places = np.zeros((2, len(asked)), dtype=np.int64)
-    parts = [spans for _, spans in others]
-    order, sizes = [number for number, _ in others], [len(spans) for spans in parts]
-    first_slots = [asked[number][1].start for number in order]
+    places[:, [*near, *others]] = np.cumsum(sizes) - sizes, sizes
+    parts, slots = list(others.values()), [asked[number][1].start for number in others]
     if near:
-        numbers, slots, rows, which = zip(*near, strict=True)
-        counts = np.array([len(part) for part in rows], dtype=np.int64)
-        order, sizes, first_slots = [*numbers, *order], [*counts.tolist(), *sizes], [0, *first_slots]
-        spans = _located(np.concatenate(rows), np.concatenate(which), lent)
-        behind = np.asarray(position)[[*slots]] + 1 - (np.cumsum(counts) - counts)
-        every = np.arange(len(spans) + 1)
-        values = every[:-1] + np.repeat(behind, counts)
-        parts.insert(0, spans.with_moves(Moves(every, np.repeat(slots, counts), values)))
-    places[:, order] = np.cumsum(sizes) - sizes, sizes
-    return Spans.join(parts, first_slots), places
+        parts.insert(0, _joined([*near.values()], [asked[number][1].start for number in near]))
+        slots.insert(0, 0)
+    return Spans.join(parts, slots), places
+
+
+def _joined(near: Sequence[Near], slots: Sequence[int]) -> Spans:
+    """All of them, each of a position that begins at a slot of one row."""
+    firsts = np.cumsum([0, *(len(each.lent) for each in near)])
+    which = [each.which + first for each, first in zip(near, firsts.tolist(), strict=False)]
+    lent = [fragment for each in near for fragment in each.lent]
+    spans = _located(np.concatenate([each.rows for each in near]), np.concatenate(which), lent)
+    runs = np.array([(slot, *run) for each, slot in zip(near, slots, strict=True) for run in each.runs])
+    slot, epoch, first, _ = np.repeat(runs, runs[:, 3], axis=0).T
+    row = first + 1 + np.arange(len(spans)) - np.repeat(np.cumsum(runs[:, 3]) - runs[:, 3], runs[:, 3])
+    if len(runs) == len(near):
+        return spans.with_moves(Moves.of((slot + 1)[:, None], row[:, None]))
+    return spans.with_moves(Moves.of(np.stack([slot, slot + 1], axis=1), np.stack([epoch, row], axis=1)))
 
 
 def _located(rows: Ints, which: Ints, found: list[Lent]) -> Spans:
