@@ -203,9 +203,10 @@ class Reader(Node[Any]):
             after = copy_of(position)
             self.advance(after, num_rows)
             return Moves.between(position, after)
-        rows = np.arange(position[1] + 1, position[1] + num_rows + 1)
+        ends = np.arange(num_rows + 1)
+        rows = ends[1:] + position[1]
         if self._proof is None:
-            return Moves(np.arange(num_rows + 1), np.ones(num_rows, dtype=np.int64), rows)
+            return Moves(ends, np.ones(num_rows, dtype=np.int64), rows)
         digests = self._proof.after_each(position[3], position[0], position[1], num_rows)
         return Moves.of([1, 3], np.stack([rows, digests], axis=1))
 
