@@ -31,8 +31,18 @@ class DataState(pl.Callback):
         >>> trainer = pl.Trainer(accelerator="cpu", callbacks=[DataState()], logger=False, enable_checkpointing=False)
     """
 
+    def __init__(self) -> None:
+        self._loaded: list[dict[str, Any]] = []
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Look at what Lightning was told."""
+        """Look at what Lightning was told, and load what it has not: it leaves loaders new whose epoch it takes for over."""
+        pairs = zip(_loaders(trainer.train_dataloader), self._loaded, strict=False)
+        behind = [(loader, state) for loader, state in pairs if loader.step != state["step"]]
+        for loader, state in behind:
+            loader.load_state_dict(state)
+        if behind:
+            iter(trainer.fit_loop._data_fetcher)  # Lightning has iterators of these already  # pyright: ignore
+        self._loaded = []
         for loader in _loaders(trainer.train_dataloader):
             steps = loader.gradient_accumulation_steps
             if trainer.accumulate_grad_batches != steps:
@@ -66,7 +76,9 @@ class DataState(pl.Callback):
     ) -> None:
         """Count the micro batches of the epoch as this topology does, and begin the next epoch where one was at its end."""
         fit_loop = checkpoint["loops"]["fit_loop"]
-        states = [state for state in fit_loop["state_dict"].get("combined_loader", []) if _is_ours(state)]
+        self._loaded = states = [
+            state for state in fit_loop["state_dict"].get("combined_loader", []) if _is_ours(state)
+        ]
         for state in states:
             _leave_ended_epoch(state)
             _recount(fit_loop, _accumulation(state), trainer.accumulate_grad_batches)

@@ -1,0 +1,50 @@
+"""Lightning's checkpoints of an epoch that it takes for over: it loads no loader from them, so `DataState` does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rescale_data as rd
+
+pl = pytest.importorskip("lightning.pytorch")
+ROWS = [{"x": torch.tensor([float(i)]), "row": i} for i in range(50)]
+
+
+class Model(pl.LightningModule):  # type: ignore[misc,name-defined]
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.rows = torch.nn.Linear(1, 1), list[list[int]]()
+
+    def training_step(self, batch: dict[str, Any], index: int) -> torch.Tensor:
+        self.rows.append(batch["row"].tolist())
+        return self.layer(batch["x"]).pow(2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def train_dataloader(self) -> rd.DataLoader:
+        return rd.DataLoader(ROWS, global_batch_size=12, num_logical_shards=24)
+
+
+def rows_of(path: Path, max_epochs: int, max_steps: int = -1, *, resume: bool = False) -> list[list[int]]:
+    from rescale_data.integrations.lightning import DataState
+
+    model = Model()
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    limits = {"max_epochs": max_epochs, "max_steps": max_steps}
+    trainer = pl.Trainer(accelerator="cpu", callbacks=[DataState()], enable_model_summary=False, **limits, **quiet)
+    trainer.fit(model, ckpt_path=path if resume else None)
+    trainer.save_checkpoint(path)
+    return model.rows
+
+
+@pytest.mark.parametrize(("epochs", "steps", "more"), [(1, -1, 8), (2, -1, 4), (3, 6, 2)])
+def test_saved_after_a_fit(epochs: int, steps: int, more: int, tmp_path: Path) -> None:
+    """At the end of its epochs, and where ``max_steps`` ended one, of which the rest is then the next of Lightning's."""
+    whole = rows_of(tmp_path / "whole.ckpt", 3)
+    begun = rows_of(tmp_path / "a.ckpt", epochs, steps)
+    rest = rows_of(tmp_path / "a.ckpt", 3, resume=True)
+    assert len(rest) == more
+    assert [*begun, *rest] == whole[: len(begun) + more]
