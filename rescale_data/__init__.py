@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from rescale_data.audit.audit import Audit
     from rescale_data.broadcast import Broadcast
     from rescale_data.checkpoint.data_state import check_checkpoint, load_changed
-    from rescale_data.documents_of_step import step_documents
     from rescale_data.engine.collate import pad_collate
     from rescale_data.engine.shards import LogicalShards
     from rescale_data.engine.statedict import whole_state
@@ -84,7 +83,6 @@ __all__ = [
     "load_changed",
     "pad_collate",
     "plan",
-    "step_documents",
     "testing",
     "whole_state",
 ]
@@ -125,7 +123,6 @@ _HOMES = {
     "sources.source": ("Source",),
     "sources.synthetic": ("SyntheticSource",),
     "sources.webdataset": ("WebDatasetSource",),
-    "documents_of_step": ("step_documents",),
 }
 _ROOMS = ("checkpoint", "testing")
 

@@ -17,6 +17,7 @@ from rescale_data.engine.as_pipeline import refuse
 from rescale_data.engine.meeting import by_dp_rank, digest
 from rescale_data.engine.message import Bytes, to_bytes
 from rescale_data.engine.peers import BATCH, RESULT, Peers, picklable
+from rescale_data.engine.reading import Batches
 from rescale_data.engine.report import Report
 from rescale_data.errors import require_bool, require_callable
 from rescale_data.loader import DataLoader
@@ -100,7 +101,7 @@ class Broadcast:
         """As `DataLoader.__iter__`."""
         own: list[Iterator[Any]] = []
         self._call("iter", lambda: own.extend([iter(self._own)]))
-        return _Batches(lambda: self._call("next", lambda: next(own[0]), BATCH))
+        return Batches(self.epoch, 0, lambda _: self._call("next", lambda: next(own[0]), BATCH))
 
     def peek(self) -> Any:
         """As `DataLoader.peek`."""
@@ -258,14 +259,6 @@ class Broadcast:
             num_batches, left = _or_why(lambda: len(loader)), _or_why(lambda: loader.batches_left)
             self._numbers = _Numbers(num_batches, left, loader.gradient_accumulation_steps)
         return self._numbers
-
-
-class _Batches(Iterator[Any]):
-    def __init__(self, next_batch: Callable[[], Any]) -> None:
-        self._next_batch = next_batch
-
-    def __next__(self) -> Any:
-        return self._next_batch()
 
 
 def _or_why(number: Callable[[], int]) -> int | str:

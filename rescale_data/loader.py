@@ -407,8 +407,8 @@ class DataLoader:
         if self._reading is None:
             raise RuntimeError(
                 "Something reads this loader ahead of training: its position is not that of training, and a state of it would "
-                "leave out for good what is on its way. Iterate, save, load and ask what reads it (rescale_data.xla."
-                "DeviceLoader, or rescale_data.lookahead.LookAhead) in place of the loader."
+                "leave out for good what is on its way. Iterate, save, load and ask what reads it "
+                "(rescale_data.xla.DeviceLoader) in place of the loader."
             )
         return self._reading
 

@@ -22,6 +22,8 @@ import torch
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
+EPOCH = "epoch"
+"""How a field that counts epochs is called."""
 _SCALARS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
@@ -159,10 +161,11 @@ def _joined(
     return fields, {name: slice(*ends) for (name, _), ends in places}
 
 
-def place_slots(fields: Sequence[Field]) -> list[int]:
-    """The slots that say where a stream stands, without those that count."""
-    places = zip(fields, offsets(fields), strict=False)
-    return [slot for f, start in places if not f.counts for slot in range(start, start + f.num_slots)]
+def place_slots(fields: Sequence[Field], *, epochs: bool = True) -> list[int]:
+    """The slots that say where a stream stands, without those that count, and without ``epochs`` within an epoch."""
+    wanted = [not f.counts and (epochs or f.path[-1] != EPOCH) for f in fields]
+    places = zip(wanted, fields, offsets(fields), strict=False)
+    return [slot for is_wanted, f, start in places if is_wanted for slot in range(start, start + f.num_slots)]
 
 
 def to_tensors(fields: Sequence[Field], table: Ints) -> dict[str, torch.Tensor]:

@@ -6,10 +6,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rescale_data.order import FragmentOrder, some_fragments_order
 from rescale_data.sources.arrow import ArrowSource
 from rescale_data.sources.dataset import DatasetSource
 from rescale_data.sources.parquet import ParquetSource
 from rescale_data.sources.source import Source
+from rescale_data.state import Ints
 
 LAYOUTS = ("parquet", "arrow", "stream", "document_per_batch", "dataset")
 
@@ -18,6 +20,11 @@ def documents(lengths: list[int], *, first: int = 10) -> list[list[int]]:
     """Documents of the given lengths in which no token occurs twice."""
     ends = np.cumsum([first, *lengths])
     return [list(range(a, b)) for a, b in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)]
+
+
+def fragment_order(fragments: Ints, seed: int, epoch: int) -> FragmentOrder:
+    """The fragments, given by their first rows and the number of rows, as the epoch permutes them."""
+    return some_fragments_order(fragments[:-1], np.diff(fragments), seed, epoch)
 
 
 def write(layout: str, folder: Path, docs: list[list[int]], per_file: int = 7, per_fragment: int = 3) -> Source:

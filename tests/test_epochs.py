@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torchdata.nodes import Loader, Mapper, Prefetcher, Unbatcher
 
 import rescale_data as rd
-from rescale_data.engine.recipe import Schema
-from rescale_data.lookahead import LookAhead
+from rescale_data.engine.schema import Schema
 from rescale_data.testing import full_state_dict
 from tests.simulate import Topology, same_state
 
@@ -53,11 +52,11 @@ PIPELINES = {"rows": (rows_of, NUM_ROWS), "filtered": (filtered, 40)}
 
 
 class Trainer:
-    """The loaders of all ranks, asked at once, or one that is read ahead; what it took, by the loader's epoch."""
+    """The loaders of all ranks, asked at once, or one that reads ahead; what it took, by the loader's epoch."""
 
     def __init__(self, loop: Loop, kind: str, topology: Topology, tail: str, ahead: int, save: Save | None) -> None:
         self.loop, (pipeline, _), w = loop, PIPELINES[kind], topology.w
-        loaders = [
+        self.ranks = [
             rd.DataLoader(
                 pipeline,
                 global_batch_size=topology.o,
@@ -65,12 +64,12 @@ class Trainer:
                 num_logical_shards=N,
                 seed=3,
                 num_workers=topology.k,
+                prefetch_batches=0 if topology.k else ahead,
                 tail=tail,  # type: ignore[arg-type]
                 **({"dp_rank": rank, "dp_world_size": w} if w > 1 else {}),
             )
             for rank in range(w)
         ]
-        self.ranks: list[Any] = [LookAhead(loaders[0], ahead)] if ahead else loaders
         self.known, self.counter = kind == "rows", 0
         if save is not None:
             for loader in self.ranks:
@@ -101,7 +100,7 @@ class Trainer:
             yield epoch, []
 
     def _one_epoch(self) -> Iterator[list[int]]:
-        iterators = [iter(_Ahead(loader) if isinstance(loader, LookAhead) else loader) for loader in self.ranks]
+        iterators = [iter(loader) for loader in self.ranks]
         if self.loop.by_count:
             for _ in range(self.same(lambda loader: loader.batches_left)):
                 yield self._rows([next(iterator) for iterator in iterators])
@@ -120,19 +119,6 @@ class Trainer:
         assert self.same(bool)
         real = [batch["valid"] if "valid" in batch else slice(None) for batch in batches]
         return [row for batch, valid in zip(batches, real, strict=True) for row in batch["row"][valid].tolist()]
-
-
-class _Ahead:
-    def __init__(self, ahead: LookAhead) -> None:
-        self._ahead = ahead
-
-    def __iter__(self) -> Iterator[Any]:
-        self._ahead.begin()
-        return self._batches()
-
-    def _batches(self) -> Iterator[Any]:
-        while self._ahead.read() or self._ahead.in_hand:
-            yield self._ahead.take()
 
 
 class Run(NamedTuple):
@@ -222,18 +208,17 @@ def loader_of(**arguments: Any) -> rd.DataLoader:
 
 
 class TestBetweenTheLastBatchAndTheEnd:
-    @pytest.mark.parametrize("ahead", [False, True])
+    @pytest.mark.parametrize("ahead", [0, 3])
     @pytest.mark.parametrize("by", ["taking", "skipping"])
-    def test_what_is_asked(self, by: str, ahead: bool, caplog: pytest.LogCaptureFixture) -> None:
+    def test_what_is_asked(self, by: str, ahead: int, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.INFO)
-        loader: Any = LookAhead(loader_of(verify=True), 3) if ahead else loader_of(verify=True)
+        loader = loader_of(verify=True, prefetch_batches=ahead)
         with pytest.raises(ValueError, match=r"set_epoch\(1\): the loader is in epoch 0"):
             loader.set_epoch(1)
         if by == "skipping":
             loader.skip(48)
         for _ in range(24 if by == "taking" else 0):
-            batches = iter(_Ahead(loader) if ahead else loader)
-            next(batches)
+            next(iter(loader))
         assert (loader.epoch, loader.batches_left, loader.step, len(loader)) == (0, 0, 12, 24)
         assert loader.progress()["dropped_samples"] == 2
         assert "Epoch 0: every row was delivered once" in caplog.text
@@ -241,10 +226,9 @@ class TestBetweenTheLastBatchAndTheEnd:
         assert (state["epoch"], state["step"]) == (0, 12)
         assert set(state["shards"]["dealt"].tolist()) == {-2}
         assert set(state["shards"]["epoch"].tolist()) == {1}
-        if not ahead:
-            for _ in range(2):
-                with pytest.raises(StopIteration):
-                    loader.peek()
+        for _ in range(2):
+            with pytest.raises(StopIteration):
+                loader.peek()
         with pytest.raises(ValueError, match=r"set_epoch\(2\): the loader is in epoch 0"):
             loader.set_epoch(2)
         loader.set_epoch(0)

@@ -111,6 +111,11 @@ class TestTopology:
                 ValueError,
                 "multiprocessing_context='bogus': give one of .*'forkserver'",
             ),
+            (
+                {"num_workers": 1, "multiprocessing_context": 3},
+                ValueError,
+                "multiprocessing_context=3: give one of .*'forkserver'",
+            ),
             ({"seed": "7"}, TypeError, "seed='7' is a str; give an int"),
             ({"tail": "keep"}, ValueError, "tail='keep': give 'drop' or 'pad'"),
             ({"dp_rank": 1}, ValueError, "dp_rank=1 and dp_world_size=None: give both, or neither"),
@@ -191,6 +196,10 @@ class TestTopology:
     def test_no_path(self) -> None:
         with pytest.raises(TypeError, match="paths=3 is a int: give a glob, a folder, a file, or a list"):
             rd.ParquetSource(3)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"paths=\['a', 3\] is a list: give a glob"):
+            rd.ParquetSource(["a", 3])  # type: ignore[list-item]
+        with pytest.raises(FileNotFoundError, match=r"No paths were given, \[''\]: give a glob"):
+            rd.ParquetSource("")
 
     def test_a_loader_below_the_top_level_of_a_checkpoint(self, tmp_path: Path) -> None:
         with pytest.raises(BaseException, match="at the top level of the dict"):
@@ -198,6 +207,10 @@ class TestTopology:
 
 
 class TestBatches:
+    def test_a_number_that_no_tensor_holds(self) -> None:
+        with pytest.raises(ValueError, match=r"The column 'x' cannot be stacked.*\['int'\]"):
+            next(iter(rd.DataLoader([{"x": 2**64 - 1}] * 4, global_batch_size=2)))
+
     @pytest.mark.parametrize("collate_fn", [None, rd.pad_collate(pad={"row": 0})])
     def test_samples_with_different_columns(self, collate_fn: Any) -> None:
         def pipeline(shard: rd.Shard) -> BaseNode[Any]:

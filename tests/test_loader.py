@@ -5,6 +5,7 @@ import gc
 import itertools
 import logging
 import pickle
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -418,6 +419,41 @@ class TestResetAndClose:
         with loader_of() as loader:
             found = take(loader, 7)
         assert found + rows_of(loader) == EPOCH
+
+
+class TestWhoElseTakesItsBatches:
+    def test_a_loader_that_was_given_away_refuses_what_would_be_ahead_of_training(self) -> None:
+        loader = loader_of()
+        batches = iter(loader)
+        next(batches)
+        reading = loader.give_away()
+        with pytest.raises(RuntimeError, match="what reads the loader ahead took its place"):
+            next(batches)
+        asked = [loader.state_dict, lambda: loader.sharded, loader.reset, loader.progress, loader.give_away]
+        asked += [lambda: loader.load_state_dict({}), lambda: iter(loader), lambda: loader.step]
+        for ask in asked:
+            with pytest.raises(RuntimeError, match=r"DeviceLoader\) in place of the loader"):
+                ask()
+        next(iter(reading))
+        loader.close()
+
+    def test_a_state_taken_beside_another_thread_warns(self, caplog: pytest.LogCaptureFixture) -> None:
+        loader = loader_of()
+        batches = iter(loader)
+        next(batches)
+        with caplog.at_level(logging.WARNING):
+            loader.state_dict()
+            assert not caplog.records
+            thread = threading.Thread(target=lambda: next(batches))
+            thread.start()
+            thread.join()
+            loader.state_dict()
+            loader.full_state_dict()
+            assert ["prefetch_batches=" in record.getMessage() for record in caplog.records] == [True, True]
+            loader.load_state_dict(loader.state_dict())
+            caplog.clear()
+            loader.state_dict()
+            assert not caplog.records, "after a load nobody has taken anything"
 
 
 class TestState:

@@ -7,15 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rescale_data.order import (
-    ShardOrder,
-    encipher,
-    fragment_order,
-    permutation,
-    random_words,
-    shard_sizes,
-    shard_starts,
-)
+from rescale_data.order import ShardOrder, encipher, permutation, random_words
+from rescale_data.rounds import shard_sizes, shard_starts
+from tests.corpus import fragment_order
 
 
 def test_golden_permutation() -> None:

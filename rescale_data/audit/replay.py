@@ -12,8 +12,9 @@ import torch
 from rescale_data.engine.differences import differences
 from rescale_data.engine.feed import Traced
 from rescale_data.engine.reading import Reading
-from rescale_data.engine.recipe import EXCLUDED_STEPS, Pipeline, Recipe, Schema
+from rescale_data.engine.recipe import EXCLUDED_STEPS, Pipeline, Recipe
 from rescale_data.engine.runner import Runner
+from rescale_data.engine.schema import Schema
 from rescale_data.engine.setup import Tail, set_up
 from rescale_data.engine.statedict import merged_state_dict
 from rescale_data.engine.stream import Stream

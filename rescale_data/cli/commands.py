@@ -127,7 +127,7 @@ def audit(
     repeat: Annotated[bool, typer.Option(help="As the loader had it.")] = False,
     tail: Annotated[Tail, typer.Option(help="As the loader had it.")] = Tail.drop,
     num_workers: Annotated[int, typer.Option(min=0, help="As the loader had it, if it was not aligned.")] = 0,
-    limit: Annotated[int, typer.Option(help="Print at most this many samples.")] = 50,
+    limit: Annotated[int, typer.Option(min=0, help="Print at most this many samples.")] = 50,
     as_json: Json = False,
 ) -> None:
     """Say in which steps the run in FOLDER served a document, or what its steps held: read again from its checkpoints."""
@@ -160,7 +160,7 @@ def diff(
     a: Path,
     b: Path,
     values: Annotated[bool, typer.Option(help="Compare what tensors contain, and not their shapes alone.")] = True,
-    limit: Annotated[int, typer.Option(help="Print at most this many.")] = 50,
+    limit: Annotated[int, typer.Option(min=0, help="Print at most this many.")] = 50,
     as_json: Json = False,
 ) -> None:
     """Show the names, shapes and values in which the checkpoints A and B differ. Exit code 1 if they do."""

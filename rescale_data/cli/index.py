@@ -38,7 +38,11 @@ def index(
         kwargs: What else of the source's arguments an index depends on.
     """
     given = paths[0] if len(paths) == 1 else list(paths)
+    if form not in (None, *FORMATS):
+        raise ValueError(f"--format {form}: give one of {', '.join(FORMATS)}.")
     kind = FORMATS[form] if form is not None else _format_of(given)
+    if kwargs and kind is not ArrowSource:
+        raise ValueError(f"--document-per-batch is for Arrow files, and {given} are read as {kind.FORMAT}.")
     num_files = len(find(given, kind.SUFFIXES).names)
     found, arguments = 0, (kind, given, index_dir, kwargs)
     spawn = multiprocessing.get_context("spawn")

@@ -20,40 +20,36 @@ from rescale_data.checkpoint.storage.store import Store, StrPath, join
 from rescale_data.errors import DamagedCheckpointError
 from rescale_data.sources.folders import listed_in, num_rows
 
-Options = Mapping[str, Any] | None
 LEFT_OUT = ("filtered", "skipped", "short", "long", "blocked", "untrained")
 
 
-def list_checkpoints(folder: StrPath, storage_options: Options = None) -> list[dict[str, Any]]:
+def list_checkpoints(folder: StrPath) -> list[dict[str, Any]]:
     """One dict a checkpoint in a run's folder, by step and then by name.
 
     Raises:
         FileNotFoundError: no such folder.
         ValueError: a checkpoint, and not a folder of checkpoints.
     """
-    store, path = open_store(folder, storage_options)
+    store, path = open_store(folder)
     steps = [join(path, f"step-{step}") for step in RunFolder.existing(store, path).steps()]
     others = sorted({join(path, name) for name in store.names(path) if not name.startswith(".")} - set(steps))
     return [about for candidate in [*steps, *others] if (about := _about(store, candidate)) is not None]
 
 
-def summarize(path: StrPath, *, checksums: bool = False, storage_options: Options = None) -> dict[str, Any]:
+def summarize(path: StrPath) -> dict[str, Any]:
     """What a checkpoint holds: ``manifest``, ``entries`` by top-level name, and ``data`` by loader.
 
     Raises:
         FileNotFoundError: no checkpoint at ``path``.
         ValueError: damaged files.
     """
-    store, _ = open_store(path, storage_options)
-    with _opened(path, storage_options, checksums=checksums) as stored:
-        data = {
-            name: data_summary(read_data_state(path, name=name, checksums=False, storage_options=storage_options))
-            for name in stored.data_states()
-        }
+    store, _ = open_store(path)
+    with _opened(path) as stored:
+        data = {name: data_summary(read_data_state(path, name=name, checksums=False)) for name in stored.data_states()}
         return {"checkpoint": _about(store, stored.folder), "entries": _entries(stored), "data": data}
 
 
-def write_page(path: StrPath, html: StrPath, storage_options: Options = None) -> str:
+def write_page(path: StrPath, html: StrPath) -> str:
     """Write what a checkpoint, or a run's folder, holds as one page with pictures; the page's path.
 
     Raises:
@@ -62,28 +58,28 @@ def write_page(path: StrPath, html: StrPath, storage_options: Options = None) ->
     """
     from rescale_data.cli import page
 
-    store, folder = open_store(path, storage_options)
+    store, folder = open_store(path)
     if _about(store, folder) is None and store.names(folder):
-        kept, gone = list_checkpoints(path, storage_options), pruned(store, folder)
-        text = page.run_page(folder.rpartition("/")[2], kept, gone, _newest(store, folder, storage_options))
+        kept, gone = list_checkpoints(path), pruned(store, folder)
+        text = page.run_page(folder.rpartition("/")[2], kept, gone, _newest(store, folder))
     else:
-        text = page.checkpoint_page(summarize(path, storage_options=storage_options))
+        text = page.checkpoint_page(summarize(path))
     return str(Path(html).write_text(text, encoding="utf-8") and html)
 
 
-def _newest(store: Store, folder: str, storage_options: Options) -> dict[str, Any] | None:
+def _newest(store: Store, folder: str) -> dict[str, Any] | None:
     """What the newest checkpoint of a run that can be read holds."""
     runs = RunFolder(store, folder)
     for step in reversed(runs.steps()):
         with contextlib.suppress(ValueError, OSError):
-            return summarize(runs.checkpoint(step), storage_options=storage_options)
+            return summarize(runs.checkpoint(step))
     return None
 
 
-def verified(path: StrPath, *, checksums: bool = True, storage_options: Options = None) -> dict[str, Any]:
+def verified(path: StrPath, *, checksums: bool = True) -> dict[str, Any]:
     """``problems`` of a checkpoint's files, and what was ``checked``: ``"checksums"``, or ``"sizes"`` and ``why``."""
-    problems = verify(path, checksums=checksums, storage_options=storage_options)
-    recorded = read_manifest(*open_store(path, storage_options)) is not None if not problems else True
+    problems = verify(path, checksums=checksums)
+    recorded = read_manifest(*open_store(path)) is not None if not problems else True
     why = "" if recorded else "the checkpoint has no checksums, as another tool wrote it"
     how = {"checked": "checksums"} if checksums and recorded else {"checked": "sizes", "why": why or "as asked for"}
     return {"path": str(path), **how, "problems": problems}
@@ -160,21 +156,19 @@ def _mixture(shards: Mapping[str, torch.Tensor]) -> dict[str, dict[str, float]]:
     return found
 
 
-def differences(
-    a: StrPath, b: StrPath, *, values: bool = True, storage_options: Options = None
-) -> list[dict[str, str]]:
+def differences(a: StrPath, b: StrPath, *, values: bool = True) -> list[dict[str, str]]:
     """What differs between two checkpoints: one dict a name, with ``name``, ``kind`` and ``detail``.
 
     Args:
         values: Compare the content of tensors, too, a bounded number of bytes at a time.
     """
-    with _opened(a, storage_options) as left, _opened(b, storage_options) as right:
+    with _opened(a) as left, _opened(b) as right:
         found = _differences(left, right, values)
     return sorted(found, key=lambda difference: difference["name"])
 
 
-def _opened(path: StrPath, storage_options: Options, *, checksums: bool = False) -> StoredCheckpoint:
-    return StoredCheckpoint(path, name=None, checksums=checksums, storage_options=storage_options)
+def _opened(path: StrPath) -> StoredCheckpoint:
+    return StoredCheckpoint(path, name=None, checksums=False, storage_options=None)
 
 
 def _differences(left: StoredCheckpoint, right: StoredCheckpoint, values: bool) -> list[dict[str, str]]:

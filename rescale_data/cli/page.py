@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import inf, isfinite
 from typing import Any
 
-from rescale_data.cli.render import size, when
+from rescale_data.cli.render import LISTED, listed, size, when
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #24292f; --paper: #fff; --faint: #8884; --bar: #2f6fb0; }
@@ -61,19 +61,7 @@ def run_page(
     for metric in sorted({metric for about, _ in steps for metric in about["metrics"]}):
         points = [(about["step"], about["metrics"][metric], k) for about, k in steps if metric in about["metrics"]]
         body += [f"<h2>{escape(metric)} by step</h2>", _line(points, "{:g}".format)]
-    rows = [
-        (
-            about["name"],
-            about["state"],
-            size(about.get("bytes")),
-            str(about.get("world_size", "")),
-            when(about.get("created")),
-            ", ".join(f"{metric}={value:.4g}" for metric, value in about.get("metrics", {}).items())
-            or about.get("detail", ""),
-        )
-        for about in checkpoints
-    ]
-    body += ["<h2>Checkpoints</h2>", _table(("checkpoint", "state", "size", "ranks", "saved", "metrics"), rows)]
+    body += ["<h2>Checkpoints</h2>", _table(LISTED, map(listed, checkpoints))]
     if newest is not None:
         body += [f"<h2>In {escape(newest['checkpoint']['name'])}</h2>", *_contents(newest)]
     return _page(name, told, body)

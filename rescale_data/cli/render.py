@@ -15,18 +15,20 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 
 
 def show_list(console: Console, checkpoints: Sequence[Mapping[str, Any]]) -> None:
-    table = _table("checkpoint", "state", "size", "ranks", "saved", "metrics")
+    table = _table(*LISTED)
     for about in checkpoints:
-        metrics = ", ".join(f"{name}={value:.4g}" for name, value in about.get("metrics", {}).items())
-        cells = [
-            about["name"],
-            about["state"],
-            size(about.get("bytes")),
-            str(about.get("world_size", "")),
-            when(about.get("created")),
-        ]
-        table.add_row(*map(escape, [*cells, metrics or about.get("detail", "")]))
+        table.add_row(*map(escape, listed(about)))
     console.print(table)
+
+
+LISTED = ("checkpoint", "state", "size", "ranks", "saved", "metrics")
+
+
+def listed(about: Mapping[str, Any]) -> list[str]:
+    """A checkpoint's row under `LISTED`."""
+    metrics = ", ".join(f"{name}={value:.4g}" for name, value in about.get("metrics", {}).items())
+    ranks, saved = str(about.get("world_size", "")), when(about.get("created"))
+    return [about["name"], about["state"], size(about.get("bytes")), ranks, saved, metrics or about.get("detail", "")]
 
 
 def show_summary(console: Console, summary: Mapping[str, Any]) -> None:

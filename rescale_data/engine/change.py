@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rescale_data.engine.growth import Growth
-from rescale_data.engine.recipe import FIRST_SLOT, STRINGS, History, Schema, path_name
+from rescale_data.engine.recipe import FIRST_SLOT, STRINGS, History, path_name
+from rescale_data.engine.schema import Schema
 from rescale_data.nodes.base import Node
 from rescale_data.nodes.form import BEFORE
 from rescale_data.state import Ints

@@ -123,7 +123,7 @@ def _stack(column: str, values: list[Any]) -> Any:
         if not isinstance(values[0], torch.Tensor):
             return default_collate(values)
         return torch.stack(values)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
             f"The column {column!r} cannot be stacked into a batch: {_shapes(values)}. For sequences of different lengths give "
             f"collate_fn=rd.pad_collate(pad={{{column!r}: 0}}), pack them with rd.TokenPacker, or give your own collate_fn."

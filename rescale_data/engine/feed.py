@@ -42,12 +42,14 @@ class MicroBatch(NamedTuple):
     num_real: int
     slots: Ints | None = None
 
-    def commit(self, table: Ints) -> None:
-        """Write what it does into the table."""
+    def commit(self, table: Ints) -> Ints:
+        """Write what it does into the table; the rows that it visited as they were before."""
+        before = table[self.visited].copy()
         if self.slots is None:
             table[self.visited] = self.rows
         else:
             table.flat[self.slots] = self.rows
+        return before
 
     def since(self, table: Ints) -> MicroBatch:
         """The same, told by the slots that it changes in a table, and committed there."""

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rescale_data.engine.change import Path, without
-from rescale_data.engine.recipe import EXCLUDED_STEPS, IN_STEP, SAMPLES, History, Schema, path_name
+from rescale_data.engine.recipe import EXCLUDED_STEPS, IN_STEP, SAMPLES, History, path_name
+from rescale_data.engine.schema import Schema
 from rescale_data.engine.stream import Stream
 from rescale_data.nodes.base import Node
 from rescale_data.nodes.form import BEFORE, LASTING

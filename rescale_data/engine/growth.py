@@ -14,18 +14,18 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from rescale_data.engine.differences import differences
-from rescale_data.engine.recipe import DEALT, FIRST_SLOT, UNDEALT, History, Schema, path_name, to_json
+from rescale_data.engine.recipe import DEALT, FIRST_SLOT, UNDEALT, History, path_name
+from rescale_data.engine.schema import Schema, to_json
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.mixture.sampler import WeightedSampler
-from rescale_data.order import ranges_of, shard_sizes
+from rescale_data.rounds import ranges_of, shard_sizes
 from rescale_data.sources.folders import FILES, FOLDERS, FoldingSource, fold, listed_in, num_rows
 from rescale_data.sources.source import GrowingSource
-from rescale_data.state import Ints, offsets
+from rescale_data.state import Ints, offsets, place_slots
 
 Manifest: TypeAlias = Mapping[str, Any]
 
 _NEVER = 1 << 40
-_EPOCH = "epoch"  # it may differ although nothing of an epoch has been drawn
 
 
 @dataclass(frozen=True)
@@ -140,13 +140,7 @@ def _first_whole(schema: Schema, table: Ints, path: str) -> int:
         if isinstance(node, WeightedSampler) or reader[: len(above)] != above:
             continue  # where a mixture stands says nothing of one source
         if own is not None and first is not None:
-            fields = node.own_fields()
-            slots = [
-                slot
-                for field, start in zip(fields, offsets(fields), strict=False)
-                for slot in range(start, start + field.num_slots)
-                if not field.counts and field.path[-1] != _EPOCH
-            ]
+            slots = place_slots(node.own_fields(), epochs=False)
             begun |= (own[:, slots] != first[:, slots]).any(axis=1)
     return int((rows[:, 0] + begun).max())
 
@@ -189,13 +183,8 @@ def _since(history: History, schema: Schema, table: Ints, path: str) -> History:
 def next_epoch(schema: Schema, table: Ints, path: str) -> int:
     """The first epoch of a source that no logical shard has begun."""
     rows = _reader_rows(schema, table, path)
-    columns = [
-        slot
-        for field, start in zip(schema.root.fields, offsets(schema.root.fields), strict=False)
-        for slot in range(FIRST_SLOT + start, FIRST_SLOT + start + field.num_slots)
-        if not field.counts and field.path[-1] != _EPOCH
-    ]
-    begun = (table[:, columns] != schema.fresh_table(len(table))[:, columns]).any(axis=1)
+    within = schema.columns_within  # epochs may differ although nothing of one has been drawn
+    begun = (table[:, within] != schema.fresh_table(len(table))[:, within]).any(axis=1)
     begun |= table[:, DEALT] >= 0  # the epoch is planned: what each shard has left of it is part of the state
     return int((rows[:, 0] + begun).max())
 

@@ -38,9 +38,9 @@ from rescale_data.engine.recipe import (
     UNDEALT,
     Histories,
     History,
-    Schema,
     path_name,
 )
+from rescale_data.engine.schema import Schema
 from rescale_data.engine.statedict import INTS, RankRows, header
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.table import BY_FIELD, IN_ONE, is_dealt, table_of
@@ -51,9 +51,6 @@ from rescale_data.nodes.form import BEFORE
 from rescale_data.state import Ints
 
 _READS = (1, BY_FIELD, IN_ONE)
-OTHER_FIELDS = (
-    "Build the pipeline that was saved, with the saved verify= (True keeps a digest a reader), or begin a new run."
-)
 
 
 def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
@@ -167,7 +164,8 @@ _FIXED = {
     "seed": "Another seed is another order: build the loader with the saved one, or begin a new run.",
 }
 _DESCRIBED = {
-    "fields": f"The pipeline keeps other state than the one that was saved. {OTHER_FIELDS}",
+    "fields": "The pipeline keeps other state than the one that was saved. Build that one, with the saved verify= (True keeps "
+    "a digest a reader), or begin a new run.",
     "pipeline": "These parameters change the order or the content of the samples: use the saved ones, or begin a new run.",
 }
 

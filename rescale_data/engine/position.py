@@ -6,8 +6,9 @@ import numpy as np
 
 from rescale_data.engine.feed import Leg
 from rescale_data.engine.ranks import Ranks
-from rescale_data.engine.recipe import SAMPLES, Schema
+from rescale_data.engine.recipe import SAMPLES
 from rescale_data.engine.runner import Runner
+from rescale_data.engine.schema import Schema
 from rescale_data.engine.setup import Tail
 from rescale_data.layout.clock import Clock
 from rescale_data.layout.deal import Deal

@@ -24,7 +24,7 @@ LOOK_SECONDS = 1.0
 
 def context_of(given: str | BaseContext) -> BaseContext:
     known = multiprocessing.get_all_start_methods()
-    if isinstance(given, str) and given not in known:
+    if given not in known and not isinstance(given, BaseContext):
         raise ValueError(f"multiprocessing_context={given!r}: give one of {known}, or a multiprocessing context.")
     if given == "forkserver":
         loaded = sorted(name for name in sys.modules if name.startswith(_OF_PIPELINES))
@@ -96,11 +96,11 @@ def patiently(answers: Iterator[Any], num_looks: int) -> Iterator[Any]:
             yield answer
 
 
-def is_timeout(error: Exception) -> bool:
+def is_timeout(error: BaseException) -> bool:
     return "DataLoader timed out" in str(error)
 
 
-def is_death(error: Exception) -> bool:
+def is_death(error: BaseException) -> bool:
     """Whether a worker is gone. Torch says so, unless it was about to fetch the memory of a message from that worker."""
     raised_in_worker = "in DataLoader worker process" in str(error)
     return "exited unexpectedly" in str(error) or (

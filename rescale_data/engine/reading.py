@@ -1,6 +1,6 @@
 """A stream as its batches are taken: iterators over it, and what it counts. One object at a time owns it.
 
-A `DataLoader` does, until it gives it away to whoever reads ahead of training (`LookAhead`).
+A `DataLoader` does, until it gives it away to another that sends its batches on (`rescale_data.xla.DeviceLoader`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -40,13 +40,6 @@ class Batches(Iterator[Any]):
 
     def __next__(self) -> Any:
         return self._next_batch(self)
-
-
-def refuse_epoch(epoch: int, now: int) -> NoReturn:
-    raise ValueError(
-        f"set_epoch({epoch}): the loader is in epoch {now}, and moves on to {now + 1} when its last batch has been taken. "
-        f"Count the trainer's epochs from loader.epoch, or load the state that was saved with that count."
-    )
 
 
 class Reading:
@@ -147,7 +140,10 @@ class Reading:
         elif self._resumed and not self.stream.clock.in_step and 0 <= epoch == at - 1 and self._is_multiple():
             self._at_multiple = True  # a state there says not whether the end was seen
         elif epoch != at:
-            refuse_epoch(epoch, at)
+            raise ValueError(
+                f"set_epoch({epoch}): the loader is in epoch {at}, and moves on to {at + 1} when its last batch has been "
+                f"taken. Count the trainer's epochs from loader.epoch, or load the state that was saved with that count."
+            )
 
     def set_global_batch_size(self, global_batch_size: int) -> Setup:
         in_step, begun = self.setup.layout.gradient_accumulation_steps, self._begun
@@ -260,8 +256,8 @@ class Reading:
             _logger.warning(
                 "Another thread takes the batches of this loader, perhaps ahead of training: its state describes what that "
                 "thread has taken, and a checkpoint leaves out for good what training has not received by then. Take the "
-                "state in that thread, or read ahead with rescale_data.lookahead.LookAhead (XLA: rescale_data.xla."
-                "DeviceLoader), whose state is that of training."
+                "state in that thread, or let the loader itself read ahead, whose state stays that of training: "
+                "num_workers= or prefetch_batches= (XLA: rescale_data.xla.DeviceLoader)."
             )
         return self.stream
 

@@ -10,7 +10,8 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from rescale_data.engine.collate import collate as stack
-from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES, Histories, Recipe, Schema, adopt, path_name
+from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES, Histories, Recipe, path_name
+from rescale_data.engine.schema import Schema, adopt
 from rescale_data.errors import DataStateError
 from rescale_data.layout.turns import Turn
 from rescale_data.nodes.base import Node
@@ -70,7 +71,7 @@ class Runner:
         visit = self._visits.get(id(turn))
         if visit is not None and collate is None:
             batch = self._write(visit.nodes, turn.shards, self._columns)
-            visit.samples += turn.counts
+            np.add(visit.samples, visit.counts, visit.samples)
             return batch, visit.rows.copy()
         if turn.numbers is not None:  # each is counted when it is fetched
             batch = _collated(
@@ -82,7 +83,7 @@ class Runner:
             batch = self._write(nodes, turn.shards, self._columns)
             if isinstance(turn.index, slice):
                 rows = self.table[turn.index]
-                self._visits[id(turn)] = _Visit(turn, nodes, rows, rows[:, SAMPLES])
+                self._visits[id(turn)] = _Visit(turn, nodes, rows, rows[:, SAMPLES], np.array(turn.counts))
         else:
             batch = _collated([self._draw(shard) for shard in turn.shards], collate)
         self._samples[turn.index] += turn.counts
@@ -273,12 +274,14 @@ class Runner:
 
 @dataclass(slots=True)
 class _Visit:
-    """A turn that comes again: the nodes of its samples; of the rows of the table that it visits and of their counts, views."""
+    """A turn that comes again: the nodes of its samples; of the rows of the table that it visits and of their numbers of
+    samples, views; how many samples each gives."""
 
     turn: Turn
     nodes: list[Node[Any]]
     rows: Ints
     samples: Ints
+    counts: Ints
 
 
 def _lines(sample: Any, node: Node[Any] | None) -> list[str]:

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from rescale_data.engine.find_ranks import find_ranks
 from rescale_data.engine.group import require_group
 from rescale_data.engine.ranks import Ranks
-from rescale_data.engine.recipe import Pipeline, Recipe, Schema
+from rescale_data.engine.recipe import Pipeline, Recipe
+from rescale_data.engine.schema import Schema
 from rescale_data.errors import int_or_none, require_bool, require_int
 from rescale_data.layout.layout import Layout, default_num_logical_shards
 from rescale_data.nodes.reader import Reader, warn_if_small

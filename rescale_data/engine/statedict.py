@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from rescale_data.engine.position import Position
-from rescale_data.engine.recipe import SAMPLES, STAMP, Schema
+from rescale_data.engine.recipe import SAMPLES, STAMP
+from rescale_data.engine.schema import Schema
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.table import is_dealt, stamps_of, tensors_of, version_of
 from rescale_data.errors import DataStateError

@@ -48,7 +48,8 @@ class Stream(Legs):
 
     def take(self) -> MicroBatch:
         """The next micro batch; from here on the state says that it was delivered."""
-        if not self._ahead.made or self.u >= self._calm_until:
+        ahead = self._ahead
+        if self.u >= self._calm_until or not (ahead.made or (ahead.is_started and ahead.make(1, self.ranks))):
             self.peek()
         if self.u + 1 < self._calm_until:
             return self._take_one()
@@ -68,9 +69,9 @@ class Stream(Legs):
         if not self.u % self._in_step:
             self._remember()
         micro_batch = self._ahead.made.popleft()
+        before = micro_batch.commit(self.table)
         if self._begun is not None:
-            self._begun.keep(micro_batch.visited)
-        micro_batch.commit(self.table)
+            self._begun.changed.append((micro_batch.visited, before))
         self.u, self._took = self.u + 1, True
         return micro_batch
 

@@ -38,8 +38,9 @@ from rescale_data.engine.processes import (
     patiently,
     require_pickle,
 )
-from rescale_data.engine.recipe import Recipe, Schema
+from rescale_data.engine.recipe import Recipe
 from rescale_data.engine.runner import Exhausted, Runner
+from rescale_data.engine.schema import Schema
 from rescale_data.engine.watch import Watch, describe
 from rescale_data.layout.turns import Turns
 from rescale_data.sources.counts import MADE, MAKE_SECONDS, counts, told
@@ -266,13 +267,18 @@ class Pool(Feed):
             self._worker.board = self._board
             self._loader = self._new_loader()
         self._inboxes = [Inbox(self._pin) for _ in range(self._k)]
-        self._made = self._receive(patiently(iter(self._loader), self._num_looks))
+        try:
+            answers = iter(self._loader)
+        except BaseException:
+            self.close()  # torch waits here for its workers, and does not take them up again where that was interrupted
+            raise
+        self._made = self._receive(patiently(answers, self._num_looks))
 
     def take(self) -> MicroBatch:
         try:
             micro_batch = next(self._made, None)
-        except Exception as error:
-            self.close()  # torch's workers do not go on after an error: the next leg starts new ones
+        except BaseException as error:
+            self.close()  # torch's workers do not go on after an error or Ctrl-C: the next leg starts new ones
             if is_timeout(error):
                 raise TimeoutError(
                     f"Worker processes made no batch within timeout={self._timeout:g} s. Give a longer one to DataLoader, or "

@@ -118,7 +118,7 @@ def _integers(sample: Any, column: str, reader: str) -> npt.NDArray[Any]:
     if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
         raise TypeError(
             f"{reader}(column={column!r}) was given {_describe(value, array)}. Tokens are a 1-D array, tensor or "
-            f"list of integers; of text rd.Tokenize makes them."
+            f"list of integers; of text rd.Tokenize makes them, and rd.Filter leaves out rows that have none."
         )
     return np.ascontiguousarray(array if array.dtype.kind in "iu" else array.astype(np.int64))
 

@@ -193,15 +193,20 @@ class Reader(Node[Any]):
         if position[1] >= self.rows.size(position[0]) and self.rows.goes_on(position[0]):
             self.turn(position)
 
+    def are_counted(self, epoch: int) -> bool:
+        """Whether each row does nothing to a position but to count up its second slot."""
+        return self._proof is None and not self.rows.goes_on(epoch)
+
     def moves(self, position: View, num_rows: int) -> Moves:
         """What `advance` writes into a position after each of the next rows, all of one window."""
         if self.rows.goes_on(position[0]):  # the shard has no other row in this epoch
             after = copy_of(position)
             self.advance(after, num_rows)
             return Moves.between(position, after)
-        rows = np.arange(position[1] + 1, position[1] + num_rows + 1)
+        ends = np.arange(num_rows + 1)
+        rows = ends[1:] + position[1]
         if self._proof is None:
-            return Moves(np.arange(num_rows + 1), np.ones(num_rows, dtype=np.int64), rows)
+            return Moves(ends, np.ones(num_rows, dtype=np.int64), rows)
         digests = self._proof.after_each(position[3], position[0], position[1], num_rows)
         return Moves.of([1, 3], np.stack([rows, digests], axis=1))
 

@@ -18,7 +18,7 @@ from rescale_data.sources.documents import document_table, one_row_each
 from rescale_data.sources.files.paths import Files, Paths
 from rescale_data.sources.files.ranges import Ranges, open_ranges
 from rescale_data.sources.files.remote import Remote
-from rescale_data.sources.fragments import Footer
+from rescale_data.sources.fragments import Footer, cut, sums
 from rescale_data.sources.saved_dataset import data_files
 from rescale_data.sources.source import Tokens
 from rescale_data.sources.tables import SPILL_BYTES, TableSource, has_dictionary, schema_kind
@@ -38,14 +38,7 @@ class ArrowSource(TableSource):
         paths: A glob, a folder (``*.arrow`` below it), a file, or a list of these; local or any fsspec URL. Files are
             ordered by path. A folder may be what ``save_to_disk`` of Hugging Face ``datasets`` wrote for one split.
         columns: Which to read; default all.
-        cache_bytes: What this process may keep decoded, over all sources.
-        storage_options: For fsspec.
-        remote: How to read files of URLs: retries, a local cache, reading ahead.
-        index_dir: Where an index of all files is kept, a folder that all ranks share; see `ParquetSource`.
-        filter: Which rows to read; see `ParquetSource`.
-        spill_dir: A local folder for what is decoded and does not fit ``cache_bytes``, where this process serves so many
-            logical shards that their fragments do not: each is then decoded once an epoch, and not again and again.
-        spill_bytes: What this process may write there.
+        cache_bytes, storage_options, remote, index_dir, filter, spill_dir, spill_bytes: As of `ParquetSource`.
         document_per_batch: Each record batch is one row, and what a column holds in it is the row's value, an array: the
             layout of existing pre-tokenized corpora.
 
@@ -111,7 +104,8 @@ class ArrowSource(TableSource):
         schema = ipc.read_schema(ranges, blocks)
         _refuse_dictionaries(schema, has_footer)
         rows = np.ones_like(blocks.body) if self.document_per_batch else ipc.read_rows(ranges, blocks)
-        cuts = _cuts(rows, blocks.body, _joints(blocks) if not has_dictionary(schema) else None)
+        ends = _joints(blocks) if not has_dictionary(schema) else None
+        cuts = cut(sums(rows), sums(blocks.body), FRAGMENT_ROWS, FRAGMENT_BYTES, ends)
         first, last = cuts[:-1], cuts[1:] - 1
         places = {"batch": first, "batches": np.diff(cuts), "offset": blocks.offset[first]}
         places["length"] = blocks.stop[last] - places["offset"]
@@ -209,25 +203,8 @@ def _read_messages(data: ArrowBuffer, schema: ArrowSchema, blocks: ipc.Blocks) -
     return pa.Table.from_batches([pa.ipc.read_record_batch(message, schema) for message in messages])
 
 
-def _cuts(rows: Ints, nbytes: Ints, joints: Ints | None = None) -> Ints:
-    """Where fragments begin: as many batches as fit in the rows and bytes of one, and at least one batch.
-
-    Args:
-        joints: The batches that do not begin where the one before ends, at which to cut; `None` where that is no matter.
-    """
-    total_rows, total_bytes = (np.concatenate([[0], np.cumsum(counts)]) for counts in (rows, nbytes))
-    ends = np.append([] if joints is None else joints, len(rows)).astype(np.int64)
-    cuts = [0]
-    while cuts[-1] < len(rows):
-        at = cuts[-1]
-        by_rows = np.searchsorted(total_rows, total_rows[at] + FRAGMENT_ROWS, side="right") - 1
-        by_bytes = np.searchsorted(total_bytes, total_bytes[at] + FRAGMENT_BYTES, side="right") - 1
-        by_joint = ends[np.searchsorted(ends, at, side="right")]
-        cuts.append(max(at + 1, int(min(by_rows, by_bytes, by_joint))))
-    return np.array(cuts, dtype=np.int64)
-
-
 def _joints(blocks: ipc.Blocks) -> Ints:
+    """The batches that do not begin where the one before ends."""
     return np.flatnonzero(blocks.offset[1:] != blocks.stop[:-1]) + 1
 
 

@@ -10,7 +10,8 @@ class NullValueError(BadRow):
 
     def __init__(self, row: int) -> None:
         super().__init__(
-            "a list of numbers is null or has a null in it. Fill or drop such rows where the files are made, or read the other "
-            "columns only (columns=...)."
+            "a list of numbers is null or has a null in it. Fill or drop such rows where the files are made, read the other "
+            "columns only (columns=...), or leave such rows out: rd.Filter(reader, has_tokens) those whose list is null, "
+            "rd.Reader(on_error='skip') those with a null in it."
         )
         self.row = row

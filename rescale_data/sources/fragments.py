@@ -118,10 +118,10 @@ def gather(footers: Sequence[Footer]) -> Fragments:
             distinct.append(footer.kind)
         kind_of.append(number)
     return Fragments(
-        _sums(_joined([footer.rows for footer in footers])),
+        sums(_joined([footer.rows for footer in footers])),
         _joined([footer.nbytes for footer in footers]),
         {name: _joined([footer.places[name] for footer in footers]) for name in footers[0].places},
-        _sums(np.array([len(footer.rows) for footer in footers], dtype=np.int64)),
+        sums(np.array([len(footer.rows) for footer in footers], dtype=np.int64)),
         distinct,
         np.array(kind_of, dtype=np.int32),
         None if footers[0].chosen is None else np.concatenate([_of(footer.chosen) for footer in footers]),
@@ -134,12 +134,30 @@ def spans(places: Ints) -> tuple[Ints, dict[str, Ints]]:
     return lengths, {"offset": places[:-1], "length": lengths}
 
 
+def cut(rows: Ints, nbytes: Ints, max_rows: int, max_bytes: int, ends: Ints | None = None) -> Ints:
+    """Where fragments begin, and the number of pieces: as many pieces in each as fit its rows and bytes, and at least one.
+
+    Args:
+        rows: ``int64[P + 1]``, of all pieces before each, and of all.
+        nbytes: The same of bytes.
+        ends: Pieces before which to cut in any case.
+    """
+    last = len(rows) - 1
+    stops, cuts = np.append([] if ends is None else ends, last).astype(np.int64), [0]
+    while (at := cuts[-1]) < last:
+        by_rows = np.searchsorted(rows, rows[at] + max_rows, side="right") - 1
+        by_bytes = np.searchsorted(nbytes, nbytes[at] + max_bytes, side="right") - 1
+        cuts.append(max(at + 1, int(min(by_rows, by_bytes, stops[np.searchsorted(stops, at, side="right")]))))
+    return np.array(cuts, dtype=np.int64)
+
+
+def sums(counts: Ints) -> Ints:
+    """Of all before each, and of all."""
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+
+
 def _joined(parts: Sequence[Ints]) -> Ints:
     return np.concatenate(parts).astype(np.int64)
-
-
-def _sums(counts: Ints) -> Ints:
-    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
 def _of(chosen: npt.NDArray[np.uint32] | None) -> npt.NDArray[np.uint32]:

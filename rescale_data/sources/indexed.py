@@ -6,23 +6,24 @@ import hashlib
 import logging
 import os
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rescale_data.sources.cuts import cut_rows
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES
-from rescale_data.sources.file_source import Explained, FileSource
+from rescale_data.sources.decoded.columns import chosen_columns
+from rescale_data.sources.file_source import FileSource
 from rescale_data.sources.files.blocks import BlockRanges, BlockTable, codec_of, decompressed, write_blocks
 from rescale_data.sources.files.bundle import Bundle, write_bundle
 from rescale_data.sources.files.once import make_once, write_aside
 from rescale_data.sources.files.paths import Paths
 from rescale_data.sources.files.ranges import Ranges, open_ranges
 from rescale_data.sources.files.remote import Remote
-from rescale_data.sources.fragments import Footer, spans
+from rescale_data.sources.fragments import Footer, cut, spans
+from rescale_data.sources.known_files import Explained
 from rescale_data.state import Ints
 
 FRAGMENT_ROWS = 1024
@@ -59,13 +60,14 @@ class IndexedSource(FileSource):
         self,
         paths: Paths,
         *,
+        columns: Sequence[str] | None = None,
         cache_bytes: int = DEFAULT_BYTES,
         storage_options: Mapping[str, Any] | None = None,
         remote: Remote | None = None,
         index_dir: str | os.PathLike[str] | None = None,
         transcode: bool = True,
     ) -> None:
-        self._transcode = transcode
+        self._columns, self._transcode = chosen_columns(columns), transcode
         super().__init__(
             paths, cache_bytes=cache_bytes, storage_options=storage_options, remote=remote, index_dir=index_dir
         )
@@ -78,7 +80,12 @@ class IndexedSource(FileSource):
         """Where the index of a file and its copy are, now."""
         path = self._index_path(file)
         copy = self._copy_path(path, file)
-        facts = {"version": _VERSION, "size": int(self._files.sizes[file]), "stamp": self._files.stamps[file]}
+        facts = {
+            "version": _VERSION,
+            "format": self.FORMAT,
+            "size": int(self._files.sizes[file]),
+            "stamp": self._files.stamps[file],
+        }
         try:
             make_once(
                 path, lambda: _is_good(path, copy, facts), lambda aside: self._write_index(file, copy, aside, facts)
@@ -154,7 +161,8 @@ class IndexedSource(FileSource):
             facts["copy"] = int(table.stored[-1])
             ranges = BlockRanges(copy, table)
         scan = self._scan(ranges)
-        arrays |= {"starts": scan.starts, "cuts": cut_rows(scan.starts, FRAGMENT_ROWS, FRAGMENT_BYTES), **scan.arrays}
+        cuts = cut(np.arange(len(scan.starts)), scan.starts, FRAGMENT_ROWS, FRAGMENT_BYTES)
+        arrays |= {"starts": scan.starts, "cuts": cuts, **scan.arrays}
         write_bundle(aside, {**facts, "own": dict(scan.facts)}, arrays)
 
     def _write_copy(self, file: int, copy: str) -> BlockTable:
@@ -182,4 +190,5 @@ def _is_good(path: str, copy: str | None, facts: Mapping[str, Any]) -> bool:
         whole = copy is None or os.path.getsize(copy) == known["copy"]
     except (OSError, ValueError, KeyError):
         return False
+    known = {"format": facts["format"], **known}  # older ones do not say it
     return whole and all(known.get(name) == value for name, value in facts.items())

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from string import whitespace
 from typing import Any, ClassVar, cast
 
@@ -12,12 +11,8 @@ import numpy as np
 
 from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.bad_row import BadRow
-from rescale_data.sources.decoded.cache import DEFAULT_BYTES
-from rescale_data.sources.decoded.columns import chosen_columns
 from rescale_data.sources.file_source import Rows
-from rescale_data.sources.files.paths import Paths
 from rescale_data.sources.files.ranges import Ranges
-from rescale_data.sources.files.remote import Remote
 from rescale_data.sources.indexed import IndexedSource, Scan
 from rescale_data.state import Ints
 
@@ -38,9 +33,7 @@ class JsonlSource(IndexedSource):
     Args:
         paths: A glob, a folder (``*.jsonl``, ``*.jsonl.gz``, ``*.jsonl.zst`` below it), a file, or a list; local or any URL.
         columns: Which to keep; a row without one of them is an error. Default: whatever a line holds.
-        cache_bytes: What this process may keep of them, over all sources.
-        storage_options: For fsspec.
-        remote: How to read files of URLs: retries, a local cache, reading ahead.
+        cache_bytes, storage_options, remote: As of `ParquetSource`.
         index_dir: Where indices are kept, a folder that all ranks share; default beside each file. Needed for URLs.
         transcode: Whether files that are compressed as a whole may be copied once, beside the index, in a form that can
             be read at random. `False` refuses them.
@@ -63,27 +56,6 @@ class JsonlSource(IndexedSource):
     SUFFIXES: ClassVar[tuple[str, ...]] = tuple(
         f".{name}{packed}" for name in ("jsonl", "ndjson") for packed in ("", ".gz", ".zst")
     )
-
-    def __init__(
-        self,
-        paths: Paths,
-        *,
-        columns: Sequence[str] | None = None,
-        cache_bytes: int = DEFAULT_BYTES,
-        storage_options: Mapping[str, Any] | None = None,
-        remote: Remote | None = None,
-        index_dir: str | os.PathLike[str] | None = None,
-        transcode: bool = True,
-    ) -> None:
-        self._columns = chosen_columns(columns)
-        super().__init__(
-            paths,
-            cache_bytes=cache_bytes,
-            storage_options=storage_options,
-            remote=remote,
-            index_dir=index_dir,
-            transcode=transcode,
-        )
 
     @property
     def columns(self) -> list[str] | None:

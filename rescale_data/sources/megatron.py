@@ -14,13 +14,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rescale_data.sources.arrow_types import ArrowBuffer
-from rescale_data.sources.cuts import cut_rows
 from rescale_data.sources.decoded.cache import cache
 from rescale_data.sources.decoded.pieces import Share
 from rescale_data.sources.file_source import FileSource
 from rescale_data.sources.files.paths import Files
 from rescale_data.sources.files.ranges import Ranges, open_path, open_ranges
-from rescale_data.sources.fragments import Footer, spans
+from rescale_data.sources.fragments import Footer, cut, spans
 from rescale_data.sources.source import Tokens
 from rescale_data.state import Ints
 
@@ -39,10 +38,7 @@ class MegatronSource(FileSource):
 
     Args:
         paths: A glob of ``.bin`` files, a folder, a file, or a list; local or any fsspec URL. The ``.idx`` is beside each.
-        cache_bytes: What this process may keep of them, over all sources.
-        storage_options: For fsspec.
-        remote: How to read files of URLs: retries, a local cache, reading ahead.
-        index_dir: Where an index of all files is kept, a folder that all ranks share.
+        cache_bytes, storage_options, remote, index_dir: As of `ParquetSource`.
 
     Raises:
         FileNotFoundError: ``paths`` stand for no file, or an ``.idx`` is missing.
@@ -100,7 +96,7 @@ class MegatronSource(FileSource):
             )
         if index.dtype.kind not in "iu":
             raise ValueError(f"it holds numbers of type {index.dtype}, not tokens")
-        cuts = cut_rows(starts, FRAGMENT_ROWS, FRAGMENT_BYTES)
+        cuts = cut(np.arange(len(starts)), starts, FRAGMENT_ROWS, FRAGMENT_BYTES)
         return Footer(np.diff(cuts), *spans(starts[cuts]), {"dtype": index.dtype.str})
 
     def _open(self, file: int) -> _Opened:

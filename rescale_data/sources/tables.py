@@ -82,9 +82,9 @@ class TableSource(FileSource):
             )
 
     def tokens(self, column: str, fragment: int) -> Tokens:
-        key = self._key(fragment, column)
-        stays = self.decoding_costs or self._stays(fragment)
-        return cache().get(key) or self._read(key, fragment, partial(self._load_tokens, column), stays=stays)
+        key, load = self._key(fragment, column), partial(self._load_tokens, column)
+        found: Tokens | None = cache().get(key)
+        return found or self._read(key, fragment, load, stays=self.decoding_costs or self._stays(fragment))
 
     def _load_tokens(self, column: str, fragment: int) -> Tokens:
         table = self._decode(fragment, [column])

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 import re
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -15,13 +14,9 @@ import numpy.typing as npt
 
 from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.bad_row import BadRow
-from rescale_data.sources.decoded.cache import DEFAULT_BYTES
-from rescale_data.sources.decoded.columns import chosen_columns
 from rescale_data.sources.file_source import Rows
 from rescale_data.sources.files.as_file import AsFile
-from rescale_data.sources.files.paths import Paths
 from rescale_data.sources.files.ranges import Ranges
-from rescale_data.sources.files.remote import Remote
 from rescale_data.sources.indexed import IndexedSource, Scan
 from rescale_data.state import Ints
 
@@ -41,12 +36,8 @@ class WebDatasetSource(IndexedSource):
     Args:
         paths: A glob, a folder (``*.tar``, ``*.tar.gz``, ``*.tar.zst`` below it), a file, or a list; local or any URL.
         columns: Which to read; default: all that occur. A row without one of them is an error when it is read.
-        cache_bytes: What this process may keep of them, over all sources.
-        storage_options: For fsspec.
-        remote: How to read files of URLs: retries, a local cache, reading ahead.
-        index_dir: Where indices are kept, a folder that all ranks share; default beside each file. Needed for URLs.
-        transcode: Whether files that are compressed as a whole may be copied once, beside the index, in a form that can
-            be read at random. `False` refuses them.
+        cache_bytes, storage_options, remote: As of `ParquetSource`.
+        index_dir, transcode: As of `JsonlSource`.
 
     Raises:
         FileNotFoundError: ``paths`` stand for no file.
@@ -68,35 +59,14 @@ class WebDatasetSource(IndexedSource):
     FORMAT: ClassVar[str] = "tar"
     SUFFIXES: ClassVar[tuple[str, ...]] = (".tar", ".tar.gz", ".tar.zst")
 
-    def __init__(
-        self,
-        paths: Paths,
-        *,
-        columns: Sequence[str] | None = None,
-        cache_bytes: int = DEFAULT_BYTES,
-        storage_options: Mapping[str, Any] | None = None,
-        remote: Remote | None = None,
-        index_dir: str | os.PathLike[str] | None = None,
-        transcode: bool = True,
-    ) -> None:
-        self._columns = chosen_columns(columns) or []
-        super().__init__(
-            paths,
-            cache_bytes=cache_bytes,
-            storage_options=storage_options,
-            remote=remote,
-            index_dir=index_dir,
-            transcode=transcode,
-        )
-
     @property
     def columns(self) -> list[str]:
         """The columns of a row beside ``"__key__"``."""
-        return list(self._columns)
+        return list(self._columns or ())
 
     def _accept(self) -> None:
         found = list(dict.fromkeys(name for kind in self._index.kinds for name in kind["counts"]))
-        missing = [name for name in self._columns if name not in found]
+        missing = [name for name in self.columns if name not in found]
         if missing:
             raise ValueError(f"The files below {self._files.root} have no column {missing[0]!r}. They have {found}.")
         self._columns = self._columns or found
@@ -106,7 +76,7 @@ class WebDatasetSource(IndexedSource):
     def _warn_of_holes(self) -> None:
         for file, rows in enumerate(self._index.file_rows):
             counts = self._index.kind(file)["counts"]
-            lacking = {name: rows - counts.get(name, 0) for name in self._columns if counts.get(name, 0) < rows}
+            lacking = {name: rows - counts.get(name, 0) for name in self.columns if counts.get(name, 0) < rows}
             if lacking:
                 _log.warning(
                     "%s: of %d rows, %s have no such member. They are errors when they are read: give columns=[...] that all "
@@ -128,7 +98,7 @@ class WebDatasetSource(IndexedSource):
         keys = index.array("keys")[int(ends[0]) : int(ends[-1])].tobytes()
         places = np.stack([np.array(index.array(name)[part], dtype=np.int64) for name in ("column", "offset", "size")])
         places[1] -= starts[0]
-        samples = _Samples(data, keys, ends - ends[0], first - first[0], places, names, self._columns)
+        samples = _Samples(data, keys, ends - ends[0], first - first[0], places, names, self.columns)
         opened.ranges.release_with(samples, data)
         return samples
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
-import numpy as np
-import torch
-
 from rescale_data.engine.collate import with_valid
 from rescale_data.engine.recipe import Recipe
 from rescale_data.engine.shards import LogicalShards
@@ -15,6 +12,7 @@ from rescale_data.engine.statedict import merged_state_dict
 from rescale_data.loader import DataLoader
 from rescale_data.nodes.base import Node
 from rescale_data.testing.epochs import check_epochs
+from rescale_data.testing.source_contract import same
 
 Topology: TypeAlias = tuple[int, int, int]
 MakeLoader: TypeAlias = Callable[[int, int, int, int], DataLoader]
@@ -147,18 +145,10 @@ def _compare(got: Any, expected: Any, where: str) -> None:
             raise AssertionError(f"{where}: {len(got)} values, expected {len(expected)}")
         for i, value in enumerate(expected):
             _compare(got[i], value, f"{where}[{i}]")
-    elif not _equal(got, expected):
+    elif not same(got, expected):
         raise AssertionError(
             f"{where}: the batch is not the one of an uninterrupted run: got {got}, expected {expected}"
         )
-
-
-def _equal(got: Any, expected: Any) -> bool:
-    if isinstance(expected, torch.Tensor):
-        return isinstance(got, torch.Tensor) and got.dtype == expected.dtype and torch.equal(got, expected)
-    if isinstance(expected, np.ndarray):
-        return isinstance(got, np.ndarray) and got.dtype == expected.dtype and np.array_equal(got, expected)
-    return bool(got == expected)
 
 
 def _kind(value: Any) -> str:

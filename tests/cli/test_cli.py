@@ -175,6 +175,21 @@ def test_prune_and_ls_of_what_is_no_run(run_folder: Path) -> None:
         assert "is a checkpoint itself; give the folder of the run" in call_(run_folder / "step-5").replace("\n", " ")
 
 
+def test_what_is_no_checkpoint_is_told_with_the_cure(run_folder: Path, tmp_path: Path) -> None:
+    for command in ("show", "verify"):
+        text = call(command, run_folder, code=2).replace("\n", "")
+        assert "folder of a run: give one of its checkpoints" in text
+    assert "There is nothing at this path" in call("convert", tmp_path / "none", tmp_path / "out", code=2)
+    assert "--limit" in call("diff", run_folder / "step-5", run_folder / "step-10", "--limit", -1, code=2)
+
+
+def test_index_of_another_format(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"x": 1}\n')
+    given = ("index", tmp_path / "a.jsonl", "--index-dir", tmp_path)
+    assert "--format csv: give one of parquet, arrow, jsonl" in call(*given, "--format", "csv", code=2)
+    assert "is for Arrow files" in call(*given, "--document-per-batch", code=2)
+
+
 def test_prune_by_a_metric_that_no_checkpoint_has(run_folder: Path) -> None:
     text = call("prune", run_folder, "--keep-latest", 1, "--keep-best", "val_los:min:1", "--yes", code=2)
     assert "the metric 'val_los' of keep_best" in text.replace("\n", " ")

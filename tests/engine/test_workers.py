@@ -1,5 +1,6 @@
 """Micro batches from real worker processes: the same as without them, and a state that is exact however far they are ahead."""
 
+import functools
 import gc
 import itertools
 import multiprocessing
@@ -22,7 +23,8 @@ from torchdata.nodes import Mapper
 import rescale_data as rd
 from rescale_data.engine.feed import Leg
 from rescale_data.engine.message import Inbox
-from rescale_data.engine.recipe import SAMPLES, Recipe, Schema
+from rescale_data.engine.recipe import SAMPLES, Recipe
+from rescale_data.engine.schema import Schema
 from rescale_data.engine.workers import Begin, Make, Worker
 from tests.pipelines import Rows, as_samples, data_for, pipeline_of, plain
 from tests.promises import Case, check_epochs, check_exactly_once, check_same_batches, run_of
@@ -239,6 +241,19 @@ class Slow(Rows):
         return super().__getitem__(index)
 
 
+class Held(Rows):
+    """Rows that are not read while a file is there."""
+
+    def __init__(self, num_rows: int, flag: Path) -> None:
+        super().__init__(num_rows)
+        self.flag = flag
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        while self.flag.exists():
+            time.sleep(0.01)
+        return super().__getitem__(index)
+
+
 class Deadly(Rows):
     """Rows of which one ends the process that reads it, in the way of the kernel or of ``sys.exit``."""
 
@@ -305,6 +320,34 @@ class TestFailures:
         monkeypatch.setattr("rescale_data.engine.workers.LOOK_SECONDS", 0.01)
         with loader_of(k=2) as loader:
             assert plainly(loader) == plainly(loader_of())
+
+    @pytest.mark.parametrize("begins_anew", [False, True])
+    def test_ctrl_c_while_it_waits_for_a_worker(self, tmp_path: Path, begins_anew: bool) -> None:
+        """As in a notebook, where the next cell goes on: with the batch after the last one."""
+        flag = tmp_path / "held"
+        make = functools.partial(rd.DataLoader, global_batch_size=12, num_logical_shards=24, repeat=True)
+        whole = [batch["row"].tolist() for batch in itertools.islice(make(Rows(96)), 90)]
+        with make(Held(96, flag), num_workers=1) as loader:
+            batches = iter(loader)
+            found = [next(batches)["row"].tolist()]
+            flag.touch()
+            if begins_anew:  # torch then waits until its worker has seen that
+                loader.load_state_dict(loader.state_dict())
+                batches = iter(loader)
+
+            def interrupt() -> None:
+                os.kill(os.getpid(), signal.SIGINT)
+                flag.unlink()
+
+            def go_on() -> None:
+                threading.Timer(0.5, interrupt).start()
+                while True:
+                    found.append(next(batches)["row"].tolist())
+
+            with pytest.raises(KeyboardInterrupt):
+                go_on()
+            found += [next(batches)["row"].tolist() for _ in range(90 - len(found))]
+        assert found == whole
 
     def test_a_worker_that_dies(self) -> None:
         """Of an endless stream, so that workers cannot have made all of it before they die."""

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from rescale_data.engine.recipe import Recipe, adopt
+from rescale_data.engine.recipe import Recipe
+from rescale_data.engine.schema import adopt
 from tests.nodes.resume import plain
 
 

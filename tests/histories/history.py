@@ -17,7 +17,7 @@ from rescale_data.sources.dataset import DatasetSource
 from rescale_data.testing.epochs import check_epochs
 from tests.histories.books import Books, Failure, Reference, check_blocked, comparable, require, same_state
 from tests.histories.plans import Files, Pipeline, as_samples, group_of, numbers_in, plan_of
-from tests.histories.ranks import Seats, Top, again
+from tests.histories.ranks import Seat, Seats, Top, again
 
 TOPOLOGY = ("global_batch_size", "dp_world_size", "micro_batch_size")
 LOSSY = ("drop", "Mapper", "Mix", "Stock", "Map-skip", "Batcher')", "-cut", "Filter", "Tokenize", "Clean", "Blocked")
@@ -89,7 +89,7 @@ class History:
             self.steps = self.steps if self.repeat else None
         self.number, self.lists = 0, [self._blocklist()]
         self.changes: list[str] = []  # what differs from when the state was saved
-        self.no_ahead, self.prefetch = False, 0
+        self.no_ahead, self.prefetch = not Seat.on_devices, 0
         self.failed: Seats | None = None  # whose read has failed
 
     @property
@@ -333,36 +333,36 @@ class History:
 
         def peek(seat: Any) -> bool:
             try:
-                again(seat.reader.peek)
+                again(seat.loader.peek)
             except StopIteration:
                 return False
             return True
 
         def left(seat: Any) -> int | None:
             try:
-                return seat.reader.batches_left
+                return seat.loader.batches_left
             except TypeError:
                 return None
 
         if kind == 0 and not self.now.ahead:
             self.seats.same(peek, "peek")
         elif kind == 1:
-            self.seats.all(lambda seat: seat.reader.progress())
+            self.seats.all(lambda seat: seat.loader.progress())
         elif kind == 2 and self.seats.begun and not self.excluded:
             self.seats.left = self.seats.same(left, "batches_left")
         elif kind == 3:
-            self.seats.all(lambda seat: again(seat.reader.start))
-        self.seats.same(lambda seat: (seat.reader.epoch, seat.reader.step), "epoch and step")
+            self.seats.all(lambda seat: again(seat.loader.start))
+        self.seats.same(lambda seat: (seat.loader.epoch, seat.loader.step), "epoch and step")
         self.seats.tally(self.books, before)
 
     def set_epoch(self) -> None:
         before, seats = self.seats.mark(), self.seats
-        epoch = seats.same(lambda seat: seat.reader.epoch, "epoch")
+        epoch = seats.same(lambda seat: seat.loader.epoch, "epoch")
         self.say("set_epoch", epoch)
-        seats.all(lambda seat: seat.reader.set_epoch(epoch))
+        seats.all(lambda seat: seat.loader.set_epoch(epoch))
         if seats.lead.ended and self.r.random() < 0.7:
-            seats.all(lambda seat: seat.reader.set_epoch(epoch + 1))
-            require(seats.same(lambda seat: seat.reader.epoch, "epoch") == epoch + 1, "set_epoch")
+            seats.all(lambda seat: seat.loader.set_epoch(epoch + 1))
+            require(seats.same(lambda seat: seat.loader.epoch, "epoch") == epoch + 1, "set_epoch")
             seats.begun = False
         seats.left = None
         seats.tally(self.books, before, moved=True)
@@ -391,7 +391,7 @@ class History:
 
     @property
     def in_step(self) -> bool:
-        clock = self.seats.lead.at.clock
+        clock = self.seats.lead.stream.clock
         return (clock.samples - clock.origin) % self.now.o != 0
 
     def ramp(self) -> None:
@@ -406,7 +406,7 @@ class History:
             self.o = o
         self.say("ramp to", o)
         before, state = self.seats.mark(), self.seats.state()
-        self.seats.all(lambda seat: seat.reader.set_global_batch_size(o))
+        self.seats.all(lambda seat: seat.loader.set_global_batch_size(o))
         self.seats.tally(self.books, before)
         self.seats.left = None
         if o != self.now.o:
@@ -437,7 +437,7 @@ class History:
         difference = same_state(shadow.state(), self.seats.state(), besides)
         require(not difference, f"{what} is not as taking: {difference}")
         counts = [
-            (each.at.dropped_samples, each.at.padded_samples, each.reader.epoch)
+            (each.stream.dropped_samples, each.stream.padded_samples, each.loader.epoch)
             for each in (shadow.lead, self.seats.lead)
         ]
         require(counts[0] == counts[1], f"{what} counts otherwise: taken {counts[0]}, {counts[1]}")
@@ -446,13 +446,13 @@ class History:
     def skip(self) -> None:
         r = self.r
         num = r.choice([1, 2, 5, r.randint(1, 30)] + ([20] if self.repeat else []))
-        if self.excluded or (self.seats.lead.ahead and self.seats.lead.reader.in_hand):
+        if self.excluded:
             return
         if self.failed is self.seats:  # an error that is still to come would end a skip half way
             return
         self.say("skip", num)
         shadow = self.shadow(self.seats.state(), num)
-        self.seats.all(lambda seat: seat.reader.skip(num * self.micro))
+        self.seats.all(lambda seat: seat.loader.skip(num * self.micro))
         self.seats.begun, self.seats.left = False, None
         self._compare(shadow, f"skip({num})")
 
@@ -465,17 +465,17 @@ class History:
             return
         seats, self.no_ahead = self.seats, True
         after = max((stop + 1 for _, stop in self.excluded), default=0)
-        first = max(seats.lead.reader.step + self.in_step, after) + self.r.randint(0, 4)
+        first = max(seats.lead.loader.step + self.in_step, after) + self.r.randint(0, 4)
         steps = (first, first + self.r.randint(1, 4))
         self.say("exclude steps", steps)
-        seats.all(lambda seat: seat.reader.exclude_steps([steps]))
+        seats.all(lambda seat: seat.loader.exclude_steps([steps]))
         seats.left = None
 
     def leave_out(self) -> None:
         """Where the next step is one that is left out, others take it."""
         seats = self.seats
         while not self.in_step and not seats.lead.ended:
-            step = seats.lead.reader.step
+            step = seats.lead.loader.step
             here = [stop for first, stop in self.excluded if first <= step < stop]
             if not here:
                 return
@@ -483,7 +483,7 @@ class History:
             self.say("leaves out the steps", step, "to", max(here))
             shadow = self.shadow(seats.state(), (max(here) - step) * self.now.o // self.micro)
             for those in (seats, shadow):  # asked whether the data's own epoch is over, too
-                those.all(lambda seat: again(seat.reader.reading.is_over))
+                those.all(lambda seat: again(seat.loader.reading.is_over))
             self._compare(shadow, "leaving out steps")
             seats.begun = False
 
@@ -504,10 +504,10 @@ class History:
         order = self.r.sample(range(self.now.w), num_stay) + [-1] * (top.w - num_stay)
         self.r.shuffle(order)
         self.say("rescale", top, order)
-        before, epoch, step = self.seats.state(), self.seats.lead.reader.epoch, self.seats.lead.reader.step
+        before, epoch, step = self.seats.state(), self.seats.lead.loader.epoch, self.seats.lead.loader.step
         self._go_on(top, order, None, self.seats.mark()[1])
         require(
-            (epoch, step) == (self.seats.lead.reader.epoch, self.seats.lead.reader.step), "epoch or step by rescale"
+            (epoch, step) == (self.seats.lead.loader.epoch, self.seats.lead.loader.step), "epoch or step by rescale"
         )
         difference = same_state(before, self.seats.state(), (*TOPOLOGY, "sources"))
         require(not difference, f"a rescale changed {difference}")
@@ -524,12 +524,12 @@ class History:
             return
         while self.in_step:
             self.take(1)
-        a, step, tally = self.now.o // self.micro, self.seats.lead.reader.step, self.seats.mark()
-        begun, taken, epoch = self.books.copy(), self.r.randint(0, a), self.seats.lead.reader.epoch
+        a, step, tally = self.now.o // self.micro, self.seats.lead.loader.step, self.seats.mark()
+        begun, taken, epoch = self.books.copy(), self.r.randint(0, a), self.seats.lead.loader.epoch
         self.take(taken)
         dropped = self.books.dropped[tally[0]] - begun.dropped[tally[0]]
         if taken == a and self.r.random() < 0.5:
-            step, begun, tally, epoch = step + 1, self.books.copy(), self.seats.mark(), self.seats.lead.reader.epoch
+            step, begun, tally, epoch = step + 1, self.books.copy(), self.seats.mark(), self.seats.lead.loader.epoch
             dropped = 0
         lives = self.r.sample(range(self.now.w), self.r.randint(1, self.now.w))
         widths = [w for w in range(len(lives), 5) if self.now.o % w == 0 and w <= self.n]
@@ -550,17 +550,17 @@ class History:
         if self.seats.lead.data_epoch > tally[0]:  # this step is the first of an epoch: the end of the one before stays
             self.books.dropped[tally[0]] += dropped
             self.books.counts = self.books.counts and not (dropped and self.steps)
-        self.seats.begun = self.seats.begun and epoch == self.seats.lead.reader.epoch
+        self.seats.begun = self.seats.begun and epoch == self.seats.lead.loader.epoch
         if w > len(lives) and self.seats.lead.ended and (self.steps or not self.seats.begun):
             # a trainer that begins an iterator here has its own counter: for who joins the first would be empty
-            self.seats.all(lambda seat: seat.ended and seat.reader.set_epoch(seat.reader.epoch + 1))
+            self.seats.all(lambda seat: seat.ended and seat.loader.set_epoch(seat.loader.epoch + 1))
             self.seats.begun = False
-        require(step == self.seats.lead.reader.step, "step after a death")
+        require(step == self.seats.lead.loader.step, "step after a death")
 
     # What has to hold
 
     def check(self) -> None:
-        books, at = self.books, self.seats.lead.at
+        books, at = self.books, self.seats.lead.stream
         books.ended = at.clock.epoch + bool((at.table[:, DEALT] == ENDED).all())
         if self.packs_blocked:
             self._check_tokens()

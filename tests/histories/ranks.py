@@ -3,13 +3,11 @@
 import copy
 import io
 import pickle
-from collections import deque
 from typing import Any, NamedTuple
 
 import torch
 
 import rescale_data as rd
-from rescale_data.lookahead import LookAhead
 from tests.histories.books import Books, Failure, require, same_state
 from tests.histories.crew import Block, Crew, run
 from tests.histories.plans import as_samples, split
@@ -18,7 +16,7 @@ RETRIES = 6
 
 
 class Top(NamedTuple):
-    """W, b, O, K, and how many batches a `LookAhead` reads ahead (0: none)."""
+    """W, b, O, K, and how many batches a `DeviceLoader` sends ahead (0: there is none)."""
 
     w: int
     b: int
@@ -43,7 +41,7 @@ def again(fn: Any) -> Any:
 
 
 class Seat:
-    """One rank's trainer, with a loader, a `DeviceLoader` made of it, or a `LookAhead` over it."""
+    """One rank's trainer, with a loader, or a `DeviceLoader` made of it."""
 
     on_devices = False
 
@@ -51,51 +49,35 @@ class Seat:
         if self.on_devices and ahead and loader.setup.ranks.world_size == 1 and loader.collate_fn is not as_samples:
             from rescale_data.xla import DeviceLoader
 
-            loader, ahead = DeviceLoader(loader, read_ahead=ahead), 0
+            loader = DeviceLoader(loader, read_ahead=ahead)
         self.loader = loader
-        self.reader: Any = LookAhead(loader, ahead) if ahead else loader
-        self.ahead, self._taken = bool(ahead), deque[Any]()
         self._batches: Any = None
 
     @property
     def stream(self) -> Any:
-        return self.reader.stream
-
-    @property
-    def at(self) -> Any:
-        """What a state of now is made of."""
-        return self.reader.standing() if self.ahead else self.loader.stream
+        return self.loader.stream
 
     @property
     def ended(self) -> bool:
-        return self.reader.ended if self.ahead else self.loader.reading.ended
+        return self.loader.reading.ended
 
     @property
     def data_epoch(self) -> int:
-        return self.at.clock.epoch
+        return self.stream.clock.epoch
 
     def iterate(self) -> None:
-        again(self.reader.begin if self.ahead else self._iter)
+        again(self._iter)
 
     def _iter(self) -> None:
         self._batches = iter(self.loader)
 
     def next(self) -> Any:
         """``(batch, micro batch, epoch, is_dealt)``, or `None`."""
-        if not self.ahead:
-            if self._batches is None:  # it has joined
-                self.iterate()
-            self.stream.taken = []
-            batch = again(lambda: next(self._batches, None))
-            return None if batch is None else (batch, *self.stream.taken[0])
-        if not self.reader.in_hand:
-            self._taken.clear()
+        if self._batches is None:  # it has joined
+            self.iterate()
         self.stream.taken = []
-        again(self.reader.read)
-        self._taken.extend(self.stream.taken)
-        if not self.reader.in_hand:
-            return None
-        return self.reader.take(), *self._taken.popleft()
+        batch = again(lambda: next(self._batches, None))
+        return None if batch is None else (batch, *self.stream.taken[0])
 
 
 class Seats:
@@ -127,8 +109,8 @@ class Seats:
 
     def state(self, form: str = "plain") -> dict[str, Any]:
         if form == "sharded":
-            return _joined(self.all(lambda seat: seat.reader.sharded.state_dict()))
-        states = self.all(lambda seat: seat.reader.state_dict())
+            return _joined(self.all(lambda seat: seat.loader.sharded.state_dict()))
+        states = self.all(lambda seat: seat.loader.state_dict())
         for other in states[1:]:
             difference = same_state(states[0], other)
             require(not difference, f"states of ranks differ in {difference}")
@@ -146,13 +128,13 @@ class Seats:
         def load(seat: Seat) -> None:
             mine = copy.deepcopy(state)
             if form == "sharded":
-                into = seat.reader.sharded.state_dict()
+                into = seat.loader.sharded.state_dict()
                 mine["shards"] = {
                     key: _part(value, state["shards"][key], seat) for key, value in into["shards"].items()
                 }
-                seat.reader.sharded.load_state_dict(mine)
+                seat.loader.sharded.load_state_dict(mine)
             else:
-                seat.reader.load_state_dict(mine)
+                seat.loader.load_state_dict(mine)
 
         self.all(load)
         self.begun, self.left = False, None
@@ -160,7 +142,7 @@ class Seats:
     # Batches
 
     def mark(self) -> tuple[int, int]:
-        return self.lead.data_epoch, self.lead.at.dropped_samples
+        return self.lead.data_epoch, self.lead.stream.dropped_samples
 
     def tally(self, books: Books, before: tuple[int, int], *, moved: bool = False) -> None:
         """What was dropped in one call is of the epoch that ended in it; ``moved``: the loader went on to the next then."""
@@ -180,10 +162,10 @@ class Seats:
         if not self.begun:
             self.iterate(books)
         before = self.mark()
-        ended, epoch = self.same(lambda seat: (seat.ended, seat.reader.epoch), "epoch")
+        ended, epoch = self.same(lambda seat: (seat.ended, seat.loader.epoch), "epoch")
         found = self.all(lambda seat: seat.next())
         require(len({each is None for each in found}) == 1, "R3: the ranks end at different micro batches")
-        now = self.same(lambda seat: seat.reader.epoch, "epoch")
+        now = self.same(lambda seat: seat.loader.epoch, "epoch")
         if found[0] is None:
             require(self.left in (None, 0), f"{self.left} batches were promised, and the epoch is over")
             require(now == epoch + 1, f"loader.epoch goes from {epoch} to {now} at an epoch's end")
@@ -205,7 +187,7 @@ class Seats:
         for mine, seat, (batch, micro_batch, epoch, _) in zip(books.open, self.seats, found, strict=True):
             samples, shards, num_real = split(batch, self.top.b), micro_batch.shards, micro_batch.num_real
             require(len(samples) == len(shards) == self.top.b, "size of a batch")
-            require(seat.reader.last_batch_samples == num_real, "last_batch_samples")
+            require(seat.loader.last_batch_samples == num_real, "last_batch_samples")
             is_real = [i < num_real for i in range(self.top.b)]
             if "valid" in batch:
                 require(batch["valid"].tolist() == is_real, "valid")
@@ -280,5 +262,5 @@ def _part(into: torch.Tensor, whole: torch.Tensor, seat: Seat) -> torch.Tensor:
     """What DCP writes into a rank's tensor."""
     if not isinstance(into, Block):
         return whole.clone()
-    first = seat.at.ranks.rank * len(into)
+    first = seat.stream.ranks.rank * len(into)
     return whole[first : first + len(into)].clone().as_subclass(Block)

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from rescale_data.nodes.reading import gather
 from rescale_data.nodes.reading.spans import EMPTY, Moves, Spans
-from rescale_data.order import ShardOrder, fragment_order
+from rescale_data.order import ShardOrder
+from tests.corpus import fragment_order
 
 KINDS = ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8"]
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import rescale_data as rd
 from rescale_data.nodes.reading.rows import ShardRows
-from rescale_data.order import floor_sum, next_epoch_with_rows, range_of, ranges_of, rows_before, shard_sizes
+from rescale_data.rounds import floor_sum, next_epoch_with_rows, range_of, ranges_of, rows_before, shard_sizes
 from rescale_data.testing import assert_rescalable
 
 N = 24

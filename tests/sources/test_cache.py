@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rescale_data.sources.decoded.cache import Cache, Evicted, Handles, cache, owner_of
+from rescale_data.sources.decoded.cache import Cache, Evicted, Handles, Held, cache, owner_of
 from rescale_data.sources.decoded.interest import warn_if_thrashing
 
 
@@ -41,7 +41,7 @@ def test_never_exceeds_the_budget_and_keeps_what_was_used_last(puts: list[tuple[
             kept.append(k)
             total += sizes[k]
         assert lru.nbytes <= 100
-        assert [k for k in order if lru._entries.get(k)] == kept[::-1]
+        assert [k for k in order if k in lru._entries] == kept[::-1]
         order = kept[::-1]
 
 
@@ -58,7 +58,7 @@ def test_what_is_kept_beside_the_entries_is_true_of_them(puts: list[tuple[int, i
             assert all(key[0] != dropped for key in lru._entries)
     del large
     lru.put((3, 0), Sized(1))
-    sizes = {key: size for key, (_, size) in lru._entries.items()}
+    sizes = lru._entries
     assert lru.budget == 40
     assert lru.nbytes == sum(sizes.values())
     assert lru.nbytes <= max(40, max(sizes.values()) * 9 // 8) or len(sizes) == 1
@@ -123,6 +123,42 @@ def test_a_value_is_told_that_there_was_no_room() -> None:
     assert left == [11, 12]
 
 
+class Used(Sized, Held):
+    """Held by somebody who never says that he used it."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self.is_kept = True
+
+    def dropped(self) -> None:
+        self.is_kept = False
+
+    def was_used(self) -> bool:
+        return False
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(1, 60)), max_size=60))
+def test_what_passes_through_leaves_what_is_held(puts: list[tuple[bool, int, int]]) -> None:
+    """Up to half of the budget: the least recently made goes first, and is told."""
+    lru, source = Cache(), Budget(100)
+    lru.register(source)
+    held: dict[Any, Used] = {}
+    for is_held, name, size in puts:
+        key, value = ("held" if is_held else "other", name), Used(size) if is_held else Sized(size)
+        before = dict(held)
+        lru.put(key, value)
+        if isinstance(value, Used):
+            held[key] = value
+        assert [k for k, v in held.items() if v.is_kept] == [k for k in held if k in lru._entries]
+        held = {k: v for k, v in held.items() if v.is_kept}
+        assert (
+            is_held or held == before or sum(v.nbytes for v in before.values()) > 40
+        )  # 50, and less beside a large one
+        assert lru.nbytes == sum(lru._entries.values()) <= 100
+        assert lru._made_bytes == sum(v.nbytes for v in held.values())
+        assert key in lru._entries
+
+
 def test_threads_may_share_it() -> None:
     lru, source = Cache(), Budget(50)
     lru.register(source)
@@ -134,7 +170,7 @@ def test_threads_may_share_it() -> None:
     threads = [threading.Thread(target=use, args=(seed,)) for seed in range(4)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
-    assert lru.nbytes == sum(size for _, size in lru._entries.values()) <= 50
+    assert lru.nbytes == sum(lru._entries.values()) <= 50
 
 
 def test_few_files_stay_open() -> None:

@@ -21,6 +21,7 @@ from rescale_data.sources import arrow, file_source, ipc, megatron, parquet
 from rescale_data.sources.arrow import ArrowSource
 from rescale_data.sources.decoded.cache import cache, handles
 from rescale_data.sources.files.ranges import Mapped
+from rescale_data.sources.fragments import cut, sums
 from rescale_data.sources.megatron import MegatronSource
 from rescale_data.sources.parquet import ParquetSource
 from rescale_data.sources.source import TokenSource
@@ -213,11 +214,8 @@ class TestFragments:
     @given(st.lists(st.integers(0, 30), max_size=40), st.integers(1, 60))
     @settings(max_examples=60)
     def test_are_batches_that_fit(self, rows: list[int], limit: int) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(arrow, "FRAGMENT_ROWS", limit)
-            patch.setattr(arrow, "FRAGMENT_BYTES", 400)
-            counts = np.array(rows, dtype=np.int64)
-            cuts = arrow._cuts(counts, counts * 10).tolist()
+        before = sums(np.array(rows, dtype=np.int64))
+        cuts = cut(before, before * 10, limit, 400).tolist()
         assert cuts[0] == 0
         assert cuts[-1] == len(rows)
         for a, b in itertools.pairwise(cuts):
@@ -517,3 +515,5 @@ class TestErrors:
     def test_a_budget_of_nothing(self, suffix: str, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="cache_bytes=0"):
             source_of(tmp_path, suffix, cache_bytes=0)
+        with pytest.raises(TypeError, match="cache_bytes='1GB' is a str; give an int"):
+            source_of(tmp_path, suffix, cache_bytes="1GB")

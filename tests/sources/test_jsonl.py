@@ -4,6 +4,7 @@ import json
 import logging
 import multiprocessing
 import os
+import tarfile
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from rescale_data.sources import indexed, jsonl
 from rescale_data.sources.bad_row import BadRow
 from rescale_data.sources.jsonl import JsonlSource, find_lines, parse
+from rescale_data.sources.webdataset import WebDatasetSource
 from rescale_data.testing import assert_source
 from tests.formats import lines, pack, write_jsonl
 
@@ -148,6 +150,15 @@ class TestIndex:
         write_jsonl(path, ROWS[:3])
         assert JsonlSource(path).num_rows == 3
         assert JsonlSource(path).manifest() != before
+
+    def test_of_another_format_is_made_again(self, tmp_path: Path) -> None:
+        """As where a folder was first read as JSON lines by mistake."""
+        path = tmp_path / "a.tar"
+        with tarfile.open(path, "w") as tar:
+            tar.add(write_jsonl(tmp_path / "x.jsonl", ROWS), "x.json")
+        for _ in range(2):
+            assert JsonlSource(path).num_rows > 1
+            assert WebDatasetSource(path).num_rows == 1
 
     def test_in_a_folder_of_its_own(self, packed: str, tmp_path: Path) -> None:
         data = tmp_path / "data"

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 
 import rescale_data as rd
 from rescale_data.nodes.reading.share import ShardShare
-from rescale_data.order import fragment_order
 from rescale_data.sources.decoded import interest
 from rescale_data.sources.decoded import spill as spilling
 from rescale_data.sources.decoded.cache import Cache, cache
 from rescale_data.sources.decoded.interest import serve
 from rescale_data.sources.decoded.spill import Spill
 from rescale_data.sources.parquet import ParquetSource
+from tests.corpus import fragment_order
 
 NUM_ROWS, GROUP = 1200, 300
 
@@ -229,6 +229,7 @@ class TestSpill:
         code = f"""
 import os, pyarrow as pa
 from rescale_data.sources.decoded.spill import spill_in
+from tests.corpus import fragment_order
 spill_in({str(tmp_path)!r}, 1000).put(0, pa.py_buffer(b"x"))
 if os.fork() == 0:
     spill_in({str(tmp_path)!r}, 1000).put(0, pa.py_buffer(b"y"))

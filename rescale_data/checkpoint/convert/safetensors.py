@@ -193,6 +193,8 @@ def _mapped(files: list[Path]) -> dict[str, Any]:
 
 
 def _what_is_there(source: Path) -> str:
+    if not source.exists():
+        return " There is nothing at this path."
     dcp = (source / METADATA).exists()
     return " It holds a DCP checkpoint already: convert it to a file of torch.save or to safetensors." if dcp else ""
 

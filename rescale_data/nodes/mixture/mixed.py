@@ -13,14 +13,18 @@ from rescale_data.nodes.base import View, copy_of
 from rescale_data.nodes.mixture.circle import Arcs, Circle
 from rescale_data.nodes.mixture.lengths import TokenArcs
 from rescale_data.nodes.reading.documents import Documents
+from rescale_data.nodes.reading.fragment_documents import FragmentDocuments, read_together
 from rescale_data.nodes.reading.spans import EMPTY, MANY, NOTHING, Moves, Spans
 from rescale_data.order import Words
 from rescale_data.state import Ints
 
-_FIRST, _FASTER = 16, 16  # draws at once: of the first read, and as many times more of the next
+_FIRST, _SECOND, _FASTER = 16, 256, 4  # draws at once: of the first reads, and as many times more of each that follows
 _MOST, _OF_EACH = 2**15, 1024  # draws at once, and of each source
-_READS = 256  # of sources, or four of each: about so many at once, whose epochs may hold a row or two in this shard
+_READS = 256  # of sources, or four of each: enough at once, whose epochs may hold a row or two in this shard
+_AT_ONCE = 16  # documents of each source in the second read, where they lie at hand: a few cost as much as one
+_EXPECTED = 2  # by tokens, documents of a source that are likely, and so read with those of others
 _BYTES_OF_A_SPAN = 128
+_NOWHERE = np.zeros((2, 0), dtype=np.int64)
 SILENT_EPOCHS = 2
 """After so many whole epochs without anything a source has none."""
 
@@ -113,8 +117,15 @@ class MixedDocuments:
         room: Callable[[], int],
     ) -> None:
         self._mixture, self._documents, self._repeats, self._by_tokens = mixture, documents, repeats, by_tokens
-        self._supplies: dict[int, Supply] = {}
         self._num, self._reads, self._room = _FIRST, 0, room
+        self._enough = max(_READS, 4 * len(documents))
+        self._second = max(_SECOND, _AT_ONCE * sum([isinstance(each, FragmentDocuments) for each in documents]))
+        self._forget()
+
+    def _forget(self) -> None:
+        """What was read for one answer: there may be hundreds of sources, in each logical shard."""
+        self._supplies: dict[int, Supply] = {}
+        self._together, self._places = EMPTY, _NOWHERE
 
     def read(self, position: View, most: int, points: Words | None = None) -> Spans:
         """`Documents.read`; ``points`` are those of the next draws, where a mixture above says them."""
@@ -174,9 +185,9 @@ class MixedDocuments:
     def _grow(self, spans: Spans) -> None:
         copied = sum([array.nbytes for array, kept in zip(spans.arrays, spans.keeps, strict=True) if kept is None])
         mean = _BYTES_OF_A_SPAN + copied // len(spans)
-        reads = self._num * max(_READS, 4 * len(self._documents)) // max(1, self._reads)
         most = min(_MOST, _OF_EACH * len(self._documents), self._room() // mean)
-        self._num = max(_FIRST, min(_FASTER * self._num, most, reads))
+        more = len(spans) if self._reads >= self._enough else max(self._second, _FASTER * self._num)
+        self._num = max(_FIRST, min(more, most))
 
     def _draw(self, position: View, arcs: Arcs | TokenArcs, points: Words) -> tuple[Spans, int]:
         """The documents from a position on up to where a source ends; where it is the first one, none, and which source."""
@@ -188,8 +199,27 @@ class MixedDocuments:
                 chosen, ended = self._supplied(arcs.words.searchsorted(points, side="right"), points, arcs)
             spans = self._join(position[0], chosen) if len(chosen) else EMPTY
         finally:  # also after a read that fails: the next one may be from elsewhere
-            self._supplies.clear()  # of hundreds of sources, in each logical shard
+            self._forget()
         return spans, ended
+
+    def _read_together(self, wanted: Sequence[int]) -> Ints:
+        """Up to so many documents of each source, of those that can be read so; how many there are."""
+        asked = [
+            (source, (documents, self._mixture.slots_of(source), num, self._repeats and source not in self._seen_ends))
+            for source, (documents, num) in enumerate(zip(self._documents, wanted, strict=True))
+            if num and isinstance(documents, FragmentDocuments) and source not in self._caps
+        ]
+        self._places = np.zeros((2, len(self._documents)), dtype=np.int64)
+        if asked:
+            self._together, places = read_together([each for _, each in asked], self._start)
+            self._places[:, [source for source, _ in asked]] = places
+            self._reads += len(asked)
+        return self._places[1]
+
+    def _read_of(self, source: int) -> Spans:
+        """Those of a source among them."""
+        first, num = self._places[:, source].tolist()
+        return self._together[first : first + num]
 
     def _choose(self, points: Words, arcs: TokenArcs) -> tuple[Ints, int]:
         """Sources of the next draws, by the lengths of what they yield."""
@@ -200,7 +230,9 @@ class MixedDocuments:
             most = {"samples": most_documents, "tokens": most_tokens}.get(cap.unit)
             if most is not None and cap.drawn(self._start) < cap.limit:
                 most[source] = cap.limit
-        lengths: list[Ints | None] = [None] * len(parts)
+        expected = [int(more + more**0.5) for more in (len(points) * part for part in parts)]
+        have = self._read_together([more if more >= _EXPECTED else 0 for more in expected])
+        lengths = [self._read_of(source).length if num else None for source, num in enumerate(have.tolist())]
         num, missing = 0, -1
         turn_at = -1 if self._turn_at is None else self._turn_at
         while True:
@@ -222,7 +254,12 @@ class MixedDocuments:
     def _supplied(self, chosen: Ints, points: Words, arcs: Arcs) -> tuple[Ints, int]:
         """As many of the draws as there are documents for, and the source that has ended there."""
         limit, ended = len(chosen), -1
+        wanted = np.bincount(chosen, minlength=len(self._documents))
+        if (self._read_together(wanted.tolist()) == wanted).all():
+            return chosen, -1
         for source, places in Drawn.of(chosen).each():
+            if self._places[1, source] == len(places):
+                continue
             inner = isinstance(self._documents[source], MixedDocuments)
             below = arcs.stretch_all(points[places], source) if inner else None
             if not self._have(source, len(places), len(places), below):
@@ -243,10 +280,12 @@ class MixedDocuments:
         if supply is None:
             slots, cap = self._mixture.slots_of(source), self._caps.get(source)
             stop = None if cap is None or cap.unit != "epochs" else (cap.slot - slots.start, cap.limit)
-            supply = Supply(self._documents[source], self._start[slots], self._by_tokens, stop)
+            first = self._read_of(source)
+            first = first.with_moves(first.moves.under(-slots.start))
+            supply = Supply(self._documents[source], self._start[slots], self._by_tokens, stop, first)
             self._supplies[source] = supply
         while supply.num < num:
-            if supply.full_at < MANY:
+            if supply.full_at < MANY or (supply.num and self._reads >= self._enough):
                 return False
             self._reads += 1
             if supply.fill(most, points):
@@ -264,23 +303,25 @@ class MixedDocuments:
         """The documents of draws in their order, with what the mixture itself counts."""
         counted = self._mixture.drawn_at(self._start)
         drawn = Drawn.of(chosen)
-        counts = np.diff(drawn.ends)
-        parts, first_slots = list[Spans](), list[int]()
+        counts, number = np.diff(drawn.ends), np.arange(len(chosen))
+        parts, first_slots = [self._together], [0]
+        begins, at = self._places[0].copy(), len(self._together)
         for source, num in zip(drawn.sources.tolist(), counts.tolist(), strict=True):
-            parts += self._supplies[source].spans(num)
-            first_slots += [self._mixture.slots_of(source).start] * (len(parts) - len(first_slots))
+            if source in self._supplies:
+                parts += self._supplies[source].spans(num)
+                first_slots += [self._mixture.slots_of(source).start] * (len(parts) - len(first_slots))
+                begins[source], at = at, at + num
         spans = Spans.join(parts, first_slots)
-        starts, number = drawn.ends[:-1], np.arange(len(chosen))
-        tokens = np.concatenate([[0], np.cumsum(spans.length)])
+        index = np.empty_like(number)
+        index[drawn.order] = np.repeat(begins[drawn.sources] - drawn.ends[:-1], counts) + number
+        spans = spans.take(index)
+        starts, tokens = drawn.ends[:-1], np.concatenate([[0], np.cumsum(spans.length[drawn.order])])
         after = (number - np.repeat(starts, counts) + 1, tokens[1:] - np.repeat(tokens[starts], counts))
         slots, values = np.zeros((2, len(chosen), 1 + len(counted)), dtype=np.int64)
         values[:, 0] = first + 1 + number
         for kind, ((slot, before), count) in enumerate(zip(counted, after, strict=False), 1):
             slots[:, kind] = slot + chosen
             values[drawn.order, kind] = count + np.repeat(np.array(before)[drawn.sources], counts)
-        back = np.empty_like(drawn.order)
-        back[drawn.order] = number
-        spans = spans.take(back)
         return spans.with_moves(spans.moves.then(Moves.of(slots, values)))
 
 
@@ -296,7 +337,7 @@ class Drawn:
     def of(chosen: Ints) -> Drawn:
         counts = np.bincount(chosen)
         sources = np.flatnonzero(counts)
-        order = np.argsort(chosen, kind="stable")
+        order = np.argsort(chosen.astype(np.uint16) if len(counts) <= 1 << 16 else chosen, kind="stable")
         return Drawn(sources, order, np.concatenate([[0], np.cumsum(counts[sources])]))
 
     def each(self) -> Iterator[tuple[int, Ints]]:
@@ -309,12 +350,17 @@ class Supply:
     """The next documents of one source, as many as are asked for, over the ends of its epochs where it begins again."""
 
     def __init__(
-        self, documents: Documents, position: View, by_tokens: bool, stop: tuple[int, int] | None = None
+        self,
+        documents: Documents,
+        position: View,
+        by_tokens: bool,
+        stop: tuple[int, int] | None = None,
+        first: Spans = EMPTY,
     ) -> None:
         self._documents, self._position = documents, copy_of(position)
-        self._parts: list[Spans] = []
         self._turned, self._by_tokens, self._stop = NOTHING, by_tokens, stop
-        self.num = 0
+        first.move(self._position, len(first))
+        self._parts, self.num = [first] if len(first) else list[Spans](), len(first)
         self.silent_epochs = 0
         self.full_at = MANY
         """So many documents are enough: behind them a slot has come to ``stop``, within what is an epoch for who reads."""

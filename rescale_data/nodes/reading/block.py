@@ -25,11 +25,14 @@ class Block:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self._parts)
 
+    def has(self, epoch: int, row: int) -> bool:
+        return epoch == self._epoch and bool(self._parts) and 0 <= row - self._row < len(self._parts[0])
+
     def take(self, epoch: int, row: int, most: int) -> Spans:
         """Up to so many of one part, from a row on; none where they are not here. A part goes when its end is taken."""
-        at = row - self._row
-        if epoch != self._epoch or not self._parts or not 0 <= at < len(self._parts[0]):
+        if not self.has(epoch, row):
             return EMPTY
+        at = row - self._row
         found = self._parts[0][at : at + most]
         if at + len(found) == len(self._parts[0]):
             self._row += len(self._parts.popleft())

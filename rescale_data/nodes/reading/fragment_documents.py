@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -53,6 +54,10 @@ class Rows(Protocol):
         """Some rows of the source that are read soon after those."""
         ...
 
+    def are_counted(self, epoch: int) -> bool:
+        """Whether each row does nothing to a position but to count up its second slot."""
+        ...
+
     def moves(self, position: memoryview, num_rows: int) -> Moves:
         """What each of the next rows does to a position."""
         ...
@@ -99,14 +104,10 @@ class FragmentDocuments:
     def _found(self, epoch: int, row: int, most: int) -> Spans:
         self._share = self._rows.share(epoch)
         rows = self._rows.rows_from(epoch, row)
-        first = self._lend(self._fragment_at(int(rows[0])))
-        if self._decoding is not None and self._share is None and self._have_room(2, first):
-            for soon in self._rows.rows_soon(epoch, row):
-                self._decoding.decode_ahead(self._column, self._fragment_at(soon))
         used, which = fragments_of(rows[:most], self._fragments)
-        ahead = 0 if self._decoding is None else _DECODED_AHEAD
-        if self._share is None and self._have_room(len(used) + ahead, first):
-            return self._spans(rows[:most], which, used)
+        first = self._lend(self._fragment_at(int(rows[0])))
+        if self._stay(epoch, row, used, first):
+            return _located(rows[:most], which, [self._lend(fragment) for fragment in used])
         if self._decoding is not None and self._share is None and (room := room_for_block(self._decoding)):
             return self._take(self._block_of(epoch, row, self._num_rows(first, room), room), epoch, row, most)
         rows = rows[: min(most, self._num_rows(first, self._bytes))]
@@ -136,18 +137,56 @@ class FragmentDocuments:
             cache().forget(self._block_key)
         return found
 
+    def at_hand(self, position: memoryview, most: int, turns: bool) -> Near | None:
+        """Where the next documents lie; `None` where `read` has more to do than to find them.
+
+        Args:
+            turns: Whether those of the next epochs follow.
+        """
+        epoch, row, left = position[0], position[1], most
+        if self._block and (block := cache().get(self._block_key)) is not None and block.has(epoch, row):
+            return None
+        self._share = self._rows.share(epoch)
+        runs, parts = list[tuple[int, int, int]](), list[Ints]()
+        while left and self._share is None and self._rows.are_counted(epoch):
+            if row < self._rows.size(epoch):
+                parts.append(self._rows.rows_from(epoch, row)[:left])
+                runs.append((epoch, row, len(parts[-1])))
+                row, left = row + len(parts[-1]), left - len(parts[-1])
+            elif turns and row:
+                after = np.array(position).data
+                after[0], after[1] = epoch, row
+                self._rows.turn(after)
+                epoch, row = after[0], after[1]
+                runs.append((epoch, row, 0))
+            else:
+                break
+        if not parts:
+            return None
+        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        used, which = fragments_of(rows, self._fragments)
+        first = self._lend(self._fragment_at(int(rows[0])))
+        if not self._stay(position[0], position[1], used, first):
+            return None
+        return Near(runs, rows, which, [self._lend(fragment) for fragment in used])
+
+    def _stay(self, epoch: int, row: int, used: list[int], first: Lent) -> bool:
+        """Whether documents stay where they were decoded. If there is room for more, that is begun for what is read soon."""
+        if self._share is not None:
+            return False
+        if self._decoding is None:
+            return self._have_room(len(used), first)
+        if self._have_room(2, first):
+            for soon in self._rows.rows_soon(epoch, row):
+                self._decoding.decode_ahead(self._column, self._fragment_at(soon))
+        return self._have_room(len(used) + _DECODED_AHEAD, first)
+
     def settle(self, position: memoryview) -> bool:
         del position
         return False
 
     def turn(self, position: memoryview) -> None:
         self._rows.turn(position)
-
-    def _spans(self, rows: Ints, which: Ints, used: list[int]) -> Spans:
-        """Where the rows lie in the fragments, without their moves."""
-        found = [self._lend(fragment) for fragment in used]
-        start, length = places_of(rows, which, [each.first for each in found], [each.offsets for each in found])
-        return Spans(tuple([each.values for each in found]), which, start, length, NOTHING, tuple(found))
 
     def _copied(self, rows: Ints, stops: Sequence[int], passed: DecodingSource | None = None) -> list[Spans]:
         """The same as copies, those up to each stop in arrays of their own.
@@ -206,9 +245,75 @@ class FragmentDocuments:
 
 def _copy(rows: Ints, found: Lent) -> Spans:
     """Documents of one fragment, without their moves."""
-    start, length = places_of(rows, np.zeros_like(rows), [found.first], [found.offsets])
-    array = copied(found.values, start, length)
-    return Spans((array,), np.zeros_like(rows), np.cumsum(length) - length, length, _unmoved(len(rows)), (None,))
+    there = _located(rows, np.zeros_like(rows), [found])
+    array, length = copied(found.values, there.start, there.length), there.length
+    return Spans((array,), there.array, np.cumsum(length) - length, length, _unmoved(len(rows)), (None,))
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """Documents that lie at hand.
+
+    Args:
+        runs: The epoch of some, the shard's row of the first of these, and how many they are, and so on; more than one
+            where an epoch ends.
+        rows: Of the source.
+        which: For each the number of its fragment in ``lent``.
+        lent: The fragments.
+    """
+
+    runs: list[tuple[int, int, int]]
+    rows: Ints
+    which: Ints
+    lent: list[Lent]
+
+
+def read_together(
+    asked: Sequence[tuple[FragmentDocuments, slice, int, bool]], position: memoryview
+) -> tuple[Spans, Ints]:
+    """`FragmentDocuments.read` of several at once, in any order: most add but a few numbers.
+
+    Args:
+        asked: Each with its part of ``position``, how many documents at most, and whether those of the next epochs follow.
+
+    Returns:
+        The documents, and ``int64[2, len(asked)]``: at which of them those of each begin, and how many they are.
+    """
+    near, others = dict[int, Near](), dict[int, Spans]()
+    for number, (documents, part, most, turns) in enumerate(asked):
+        found = documents.at_hand(position[part], most, turns)
+        if found is None:
+            others[number] = documents.read(position[part], most)
+        else:
+            near[number] = found
+    sizes = [len(each.rows) for each in near.values()] + [len(each) for each in others.values()]
+    places = np.zeros((2, len(asked)), dtype=np.int64)
+    places[:, [*near, *others]] = np.cumsum(sizes) - sizes, sizes
+    parts, slots = list(others.values()), [asked[number][1].start for number in others]
+    if near:
+        parts.insert(0, _joined([*near.values()], [asked[number][1].start for number in near]))
+        slots.insert(0, 0)
+    return Spans.join(parts, slots), places
+
+
+def _joined(near: Sequence[Near], slots: Sequence[int]) -> Spans:
+    """All of them, each of a position that begins at a slot of one row."""
+    firsts = np.cumsum([0, *(len(each.lent) for each in near)])
+    which = [each.which + first for each, first in zip(near, firsts.tolist(), strict=False)]
+    lent = [fragment for each in near for fragment in each.lent]
+    spans = _located(np.concatenate([each.rows for each in near]), np.concatenate(which), lent)
+    runs = np.array([(slot, *run) for each, slot in zip(near, slots, strict=True) for run in each.runs])
+    slot, epoch, first, _ = np.repeat(runs, runs[:, 3], axis=0).T
+    row = first + 1 + np.arange(len(spans)) - np.repeat(np.cumsum(runs[:, 3]) - runs[:, 3], runs[:, 3])
+    if len(runs) == len(near):
+        return spans.with_moves(Moves.of((slot + 1)[:, None], row[:, None]))
+    return spans.with_moves(Moves.of(np.stack([slot, slot + 1], axis=1), np.stack([epoch, row], axis=1)))
+
+
+def _located(rows: Ints, which: Ints, found: list[Lent]) -> Spans:
+    """Where rows lie in fragments, without their moves."""
+    start, length = places_of(rows, which, [each.first for each in found], [each.offsets for each in found])
+    return Spans(tuple([each.values for each in found]), which, start, length, NOTHING, tuple(found))
 
 
 def _up_to(num_bytes: int, spans: Spans) -> Spans:

@@ -157,6 +157,8 @@ static void move_to(Stretch* s, int64_t d, int64_t o, int64_t size) {
     const Bytes nothing = {0, 0}; \
     int64_t d = s->document, o = s->offset, k = 0, id = 0; \
     int status = DONE; \
+    PREFETCH(s->moves + moves_before(s, d)); \
+    for (int line = 0; below && line < 4; line++) PREFETCH((const char*)(below->documents + below->document) + line * LINE); \
     while (k < size) { \
       int64_t total = total_of(s, s->documents + d), n = total - o; \
       if (n > size - k) n = size - k; \

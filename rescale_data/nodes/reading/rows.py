@@ -16,19 +16,8 @@ import numpy as np
 from rescale_data.nodes.reading.gather import rows_around
 from rescale_data.nodes.reading.proof import running_sums
 from rescale_data.nodes.reading.share import ShardShare
-from rescale_data.order import (
-    FragmentOrder,
-    ShardOrder,
-    Steps,
-    encipher,
-    fragments_in_order,
-    next_epoch_with_rows,
-    range_of,
-    ranges_of,
-    rows_before,
-    shard_sizes,
-    some_fragments_order,
-)
+from rescale_data.order import FragmentOrder, ShardOrder, Steps, encipher, fragments_in_order, some_fragments_order
+from rescale_data.rounds import next_epoch_with_rows, range_of, ranges_of, rows_before, shard_sizes
 from rescale_data.shard import Shard
 from rescale_data.sources.decoded.cache import Evicted, cache, owner_of
 from rescale_data.sources.source import Source

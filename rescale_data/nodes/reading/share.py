@@ -6,7 +6,8 @@ from collections.abc import Hashable
 
 import numpy as np
 
-from rescale_data.order import FragmentOrder, shard_starts
+from rescale_data.order import FragmentOrder
+from rescale_data.rounds import shard_starts
 from rescale_data.shard import Shard
 from rescale_data.sources.decoded.interest import shards_of
 from rescale_data.sources.decoded.pieces import Cut
@@ -23,7 +24,7 @@ class ShardShare:
         order: Of the fragments in this epoch; `None` for their own.
         source: Key of the source, under which this process's shards are known.
         index: The logical shard; ``shard`` is any of the same run.
-        moved: By how much the ranges of all shards have moved in this epoch, see `rescale_data.order.ranges_of`.
+        moved: By how much the ranges of all shards have moved in this epoch, see `rescale_data.rounds`.
     """
 
     def __init__(

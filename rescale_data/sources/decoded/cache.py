@@ -31,8 +31,14 @@ class Evicted:
         raise NotImplementedError
 
 
-class Held:
-    """A value that somebody holds and uses without asking the cache for it."""
+class Made:
+    """A value that was made of many others, which are read again for it: it stays longer than they do."""
+
+    __slots__ = ()
+
+
+class Held(Made):
+    """One that somebody holds and uses without asking the cache for it."""
 
     __slots__ = ()
     dropped: Callable[[], None]
@@ -51,13 +57,17 @@ class Budgeted(Protocol):
 class Cache:
     """Least recently used first out, until the rest fits the budget; safe under threads. More entries cost no more time.
 
+    What is `Made` stays before all else, up to half of the budget: fragments that pass through leave what was made of them.
     The budget is the largest `cache_bytes` of the sources that are alive. One entry that is larger still
     is kept while it is in use, with an eighth of its size for what is made from it: a fragment that exceeds the budget is
     decoded once and not once a window.
     """
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
+        self._entries: dict[Hashable, int] = {}  # sizes
+        self._made: OrderedDict[Hashable, Any] = OrderedDict()
+        self._others: OrderedDict[Hashable, Any] = OrderedDict()
+        self._made_bytes = 0
         self._of_owner: dict[Hashable, dict[Hashable, None]] = {}  # keys, by the owner that they begin with
         self._large: dict[Hashable, int] = {}  # sizes of the entries of more than half of the budget
         self._budgeted: weakref.WeakSet[Budgeted] = weakref.WeakSet()
@@ -72,7 +82,7 @@ class Cache:
                 budget = self._budget = max((source.cache_bytes for source in self._budgeted), default=DEFAULT_BYTES)
                 if budget != self._judged:
                     self._judged = budget
-                    self._large = {key: size for key, (_, size) in self._entries.items() if size > budget // 2}
+                    self._large = {key: size for key, size in self._entries.items() if size > budget // 2}
             return self._budget
 
     def register(self, source: Budgeted) -> None:
@@ -89,25 +99,30 @@ class Cache:
     def get(self, key: Hashable) -> Any:
         """The value at ``key``, or `None`."""
         with self._lock:
-            entry = self._entries.get(key)
-            if entry is None:
-                return None
-            self._entries.move_to_end(key)
-            return entry[0]
+            for kept in (self._others, self._made):
+                if key in kept:
+                    kept.move_to_end(key)
+                    return kept[key]
+            return None
 
     def put(self, key: Hashable, value: Sized) -> None:
         """Keep ``value`` in place of what was at ``key``."""
         size = value.nbytes
         with self._lock:
             self._pop(key)
-            self._entries[key] = value, size
+            self._entries[key] = size
+            if isinstance(value, Made):
+                self._made[key] = value
+                self._made_bytes += size
+            else:
+                self._others[key] = value
             self._of_owner.setdefault(_owner(key), {})[key] = None
             self.nbytes += size
             budget = self.budget
             if size > budget // 2:
                 self._large[key] = size
             if self.nbytes > budget:
-                self._shrink(budget)
+                self._shrink(budget, key)
 
     def make(self, key: Hashable, maker: Callable[[], V]) -> V:
         """The value at ``key``, made where there is none."""
@@ -125,8 +140,8 @@ class Cache:
     def give_up(self, key: Hashable) -> None:
         """Let the value at ``key`` be the first to go, until it is asked for."""
         with self._lock:
-            if key in self._entries:
-                self._entries.move_to_end(key, last=False)
+            if key in self._others:
+                self._others.move_to_end(key, last=False)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -141,7 +156,8 @@ class Cache:
                 self._pop(key)
 
     def _pop(self, key: Hashable) -> Any:
-        value, size = self._entries.pop(key, (None, -1))
+        size = self._entries.pop(key, -1)
+        value = self._others.pop(key, None)
         if size >= 0:
             self.nbytes -= size
             self._large.pop(key, None)
@@ -149,20 +165,33 @@ class Cache:
             self._of_owner[owner].pop(key)
             if not self._of_owner[owner]:
                 del self._of_owner[owner]
-            if isinstance(value, Held):
-                value.dropped()
+            if value is None:
+                value = self._made.pop(key)
+                self._made_bytes -= size
+                if isinstance(value, Held):
+                    value.dropped()
         return value
 
-    def _shrink(self, budget: int) -> None:
-        limit = max(budget, max(self._large.values(), default=0) * 9 // 8)
+    def _shrink(self, budget: int, new: Hashable) -> None:
+        largest = max(self._large.values(), default=0)
+        limit = max(budget, largest * 9 // 8)
+        for_made = min(limit // 2, limit - largest)
         while self.nbytes > limit and len(self._entries) > 1:
-            key, (value, _) = next(iter(self._entries.items()))
-            if isinstance(value, Held) and value.was_used():
-                self._entries.move_to_end(key)
-                continue
-            self._pop(key)
+            if self._others and (self._made_bytes <= for_made or (len(self._made) == 1 and new in self._made)):
+                key = next(iter(self._others))
+            else:
+                key = self._unused()
+            value = self._pop(key)
             if isinstance(value, Evicted):
                 value.evicted()
+
+    def _unused(self) -> Hashable:
+        """What was used least recently of all that is `Made`."""
+        while True:
+            key, value = next(iter(self._made.items()))
+            if not (isinstance(value, Held) and value.was_used()):
+                return key
+            self._made.move_to_end(key)
 
 
 def _owner(key: Hashable) -> Hashable:

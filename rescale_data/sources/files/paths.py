@@ -91,13 +91,14 @@ def find(
         TypeError: ``paths`` is neither a path nor a list of them.
     """
     given = [paths] if isinstance(paths, str | os.PathLike) else paths
-    if not isinstance(given, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+    given = list(given) if isinstance(given, Iterable) else [given]  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not all(isinstance(path, str | os.PathLike) for path in given):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"paths={paths!r} is a {type(paths).__name__}: give a glob, a folder, a file, or a list of these."
         )
     given = [os.fspath(path) for path in given]
-    if not given:
-        raise FileNotFoundError("No paths were given: give a glob, a folder or a list of files.")
+    if not given or "" in given:
+        raise FileNotFoundError(f"No paths were given, {given}: give a glob, a folder or a list of files.")
     urls = [path for path in given if "://" in path]
     if not urls and remote is not None and remote.filesystem is not None:
         raise ValueError(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import rescale_data as rd
 from rescale_data.nodes.base import Node
 from rescale_data.nodes.mixture import mixed
+from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
 from tests.nodes.resume import plain
 
 SHARD = {"index": 1, "num_logical_shards": 3}
@@ -128,26 +129,29 @@ pipelines = st.tuples(
 weights = st.lists(st.sampled_from([0.05, 0.3, 1, 1, 2.5, 7]), min_size=4, max_size=4)
 
 
-@given(pipelines, weights, weights, st.integers(0, 60))
+@given(pipelines, weights, weights, st.integers(0, 60), st.booleans())
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 def test_blocks_are_documents_one_by_one(
-    sources: list[Any], what: Any, first: list[float], second: list[float], at: int
+    sources: list[Any], what: Any, first: list[float], second: list[float], at: int, room: bool
 ) -> None:
-    """Bit for bit, in every sample and position, also after weights have changed at any of them."""
+    """Bit for bit, in every sample and position, also after weights have changed at any of them, and out of copies."""
+    has_room = mock.patch.object(FragmentDocuments, "_have_room", return_value=room)
     second = first if "schedule" in what else second  # what has been drawn of one cannot change
     blocks = build(what, sources, first)
     with one_by_one():
         single = build(what, sources, first)
         changed = build(what, sources, second)
     expected = drawn(single, single.initial(), 80)
-    assert_alike(drawn(blocks, blocks.initial(), 80), expected)
+    with has_room:
+        assert_alike(drawn(blocks, blocks.initial(), 80), expected)
     places = [entry[1] for entry in expected if isinstance(entry, tuple)]
     if places:
         place = np.array(places[at % len(places)])
         in_blocks = build(what, sources, second)
         for node in (in_blocks, changed):
             tell_of(node, single, place)
-        assert_alike(drawn(in_blocks, place, 12), drawn(changed, place, 12))
+        with has_room:
+            assert_alike(drawn(in_blocks, place, 12), drawn(changed, place, 12))
 
 
 @pytest.mark.parametrize("unit", ["samples", "tokens"])
@@ -273,4 +277,4 @@ def test_one_read_of_sources_of_few_rows_asks_them_a_bounded_number_of_times(mon
     batches = iter(rd.DataLoader(pipeline, global_batch_size=2, num_logical_shards=2, repeat=True))
     for _ in range(200):
         next(batches)
-    assert 256 < max(asked) <= 5 * 256
+    assert 256 <= max(asked) <= 258

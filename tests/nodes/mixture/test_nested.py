@@ -7,8 +7,9 @@ from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
 import rescale_data as rd
-from rescale_data.engine.recipe import FIRST_SLOT, Recipe, Schema
+from rescale_data.engine.recipe import FIRST_SLOT, Recipe
 from rescale_data.engine.runner import Runner
+from rescale_data.engine.schema import Schema
 from rescale_data.nodes.base import Node, as_node
 from tests.nodes.nested import PLANS, Plan, build
 from tests.nodes.resume import plain

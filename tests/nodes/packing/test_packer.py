@@ -17,10 +17,9 @@ from rescale_data.nodes.packing.packer import TokenPacker
 from rescale_data.nodes.packing.token_stream import TokenStream
 from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.reading import fragment_documents
-from rescale_data.order import fragment_order
 from rescale_data.shard import Shard
 from rescale_data.sources.decoded.cache import cache
-from tests.corpus import LAYOUTS, documents, write
+from tests.corpus import LAYOUTS, documents, fragment_order, write
 from tests.formats import write_megatron
 
 EOS, BOS, ONE = 2, 1, Shard()

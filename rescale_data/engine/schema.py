@@ -1,0 +1,250 @@
+"""`Schema`: what the loader learned from the pipeline of the first shard, and holds for all of them."""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from rescale_data.engine.recipe import (
+    EXCLUDED_STEPS,
+    FIRST_SLOT,
+    IN_STEP,
+    OWN_FIELDS,
+    SAMPLES,
+    STAMP,
+    UNDEALT,
+    Histories,
+    path_name,
+)
+from rescale_data.nodes.base import Node
+from rescale_data.nodes.form import BEFORE
+from rescale_data.nodes.reader import Reader
+from rescale_data.sources.source import Described, Saveable
+from rescale_data.state import Ints, encode, field_of, flatten, place_slots
+
+
+def _require_all_named_or_none(root: Node[Any]) -> None:
+    """``ValueError`` where some rows come with their provenance and others do not: they may share a sample or a batch."""
+    named = {path_name(path): node.provenance for path, node in root.walk() if node.reads is not None}
+    if len(set(named.values())) > 1:
+        with_it, without = ([path for path, has_it in named.items() if has_it is wanted] for wanted in (True, False))
+        raise ValueError(
+            f"The rows of {with_it} come with their provenance, those of {without} do not. Give provenance=True to every "
+            f"rd.Reader of the pipeline, or to none."
+        )
+
+
+class Schema:
+    """What holds for every logical shard of a pipeline: the columns of the table, the sources and the parameters.
+
+    It is known before any data is read, from the pipeline of one shard, and asked from then on in place of
+    that pipeline.
+    """
+
+    def __init__(self, root: Node[Any]) -> None:
+        _require_all_named_or_none(root)
+        self.root = root
+        self.group = max(node.group for _, node in root.walk())
+        self.is_mixture = any(node.CHILDREN_MAY_CHANGE or len(node.children) > 1 for _, node in root.walk())
+        self.histories: Histories = {}
+        self.excluded_steps: list[tuple[int, int]] = []
+        self._sources_json: str | None = None
+        self._pipeline_json: str | None = None
+        self.fields = (*OWN_FIELDS, *root.fields)
+        keys = [field.key for field in (*self.fields, STAMP)]
+        twice = sorted({key for key in keys if keys.count(key) > 1})
+        if twice:
+            raise TypeError(
+                f"The pipeline's state has the paths {twice}, which the table of all logical shards uses itself or which "
+                f"occur twice. Rename these fields of your node."
+            )
+
+    def fresh_table(self, num_logical_shards: int) -> Ints:
+        """The positions of a run that has delivered nothing: ``int64[N, columns]``."""
+        row = np.concatenate([[0, UNDEALT], np.array(self.root.initial(), dtype=np.int64)])
+        return np.tile(row, (num_logical_shards, 1))
+
+    def require_same_state(self, node: Node[Any], shard: int) -> None:
+        """``TypeError`` where the pipeline of another logical shard has other fields, or begins in another state."""
+        if node.fields != self.root.fields:
+            raise TypeError(
+                f"The pipeline of logical shard {shard} has the state {_described(node)}, the first one has "
+                f"{_described(self.root)}. Paths, dtypes and shapes are the same for every shard."
+            )
+        first, here = flatten(self.root.decode(self.root.initial())), flatten(node.decode(node.initial()))
+        for (path, one), (_, other) in zip(first, here, strict=True):
+            if encode(field_of(path, one), one) != encode(field_of(path, other), other):
+                raise TypeError(
+                    f"The state {'.'.join(path)!r} begins as {other} in logical shard {shard} and as {one} in shard 0, but is "
+                    f"the same for every shard. Count from the shard's own beginning, and keep what depends on the shard in "
+                    f"your node."
+                )
+
+    def epoch_end(self, table: Ints) -> tuple[Ints, Ints] | None:
+        """Samples left in the epoch and the slots at which the next begins, of all shards; `None` where it must be read."""
+        return self.root.epoch_end(table[:, FIRST_SLOT:], np.arange(len(table), dtype=np.int64))
+
+    @property
+    def columns_within(self) -> list[int]:
+        """The columns of the table that say where within an epoch shards stand."""
+        return [FIRST_SLOT + slot for slot in place_slots(self.root.fields, epochs=False)]
+
+    def epoch_size(self, table: Ints) -> int | None:
+        """Samples of the epoch that the positions are in, delivered or not; `None` where it must be read."""
+        beginning, within = table.copy(), self.columns_within
+        beginning[:, within] = self.fresh_table(len(table))[:, within]
+        end = self.epoch_end(beginning)
+        return None if end is None else int(end[0].sum())
+
+    def epochs_are_alike(self, table: Ints) -> bool:
+        """Whether each epoch moves each position by the same: a row is a sample, and no shard owns other rows than before."""
+        if self.epoch_end(table) is None:
+            return False
+        nodes = [node for _, node in self.root.walk()]
+        return (
+            all(node.one_for_one or node.repeats_itself for node in nodes)
+            and all(node.source.num_rows >= len(table) for node in nodes if isinstance(node, Reader))
+            and all(len(history) <= 1 for history in self.histories.values())
+        )
+
+    def sources(self) -> dict[str, Described]:
+        """The sources of the pipeline by the path of the node that reads each."""
+        return {path_name(path): node.reads for path, node in self.root.walk() if node.reads is not None}
+
+    @cached_property
+    def saveable(self) -> list[Saveable]:
+        """The sources that can say that they could not be resumed."""
+        return [source for source in self.sources().values() if isinstance(source, Saveable)]
+
+    def progress(self, table: Ints, shards: Ints) -> dict[str, float]:
+        """What the given shards have drawn; values of several readers of one source add up, those of namesakes do not."""
+        total: dict[str, float] = {}
+        namesakes = self._namesakes()
+        for path, node in self.root.walk():
+            rows = _slots_at(self.root, table[shards, FIRST_SLOT:], path)
+            if rows is None:
+                continue
+            for key, value in node.progress(rows, shards, table[shards, SAMPLES]).items():
+                if node.reads is not None and node.reads.name in namesakes and key.endswith(f"/{node.reads.name}"):
+                    key += f" ({path_name(path)})"
+                merge = min if key.startswith("epoch_min/") else max if key.startswith("epoch_max/") else float.__add__
+                total[key] = merge(total[key], float(value)) if key in total else float(value)
+        return total
+
+    def _namesakes(self) -> set[str]:
+        """Names that several sources have in common."""
+        first: dict[str, Described] = {}
+        return {s.name for s in self.sources().values() if first.setdefault(s.name, s) is not s}
+
+    def adopt(self, histories: Histories) -> None:
+        """From now on the sources consist of what the histories say."""
+        if histories != self.histories:
+            self._sources_json = self._pipeline_json = None
+        self.histories = histories
+        adopt(self.root, histories)
+
+    def exclude_steps(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """From now on these steps are left out."""
+        steps = sorted(set(ranges))
+        if steps != self.excluded_steps:
+            self.excluded_steps, self._pipeline_json = steps, None
+
+    def slots_at(self, table: Ints, path: tuple[str, ...]) -> Ints | None:
+        """The slots of the node at ``path``, a view; `None` where it lives inside a foreign node."""
+        return _slots_at(self.root, table[:, FIRST_SLOT:], path)
+
+    def begun(self, table: Ints) -> dict[tuple[str, ...], Ints]:
+        """``bool[N]``, by the path of a node that `READS_AHEAD`: whether it is within something that was delivered in part,
+        or has told of what follows."""
+        found: dict[tuple[str, ...], Ints] = {}
+        fresh = self.fresh_table(len(table))
+        for path, node in self.root.walk():
+            rows = self.slots_at(table, path)
+            if node.READS_AHEAD and rows is not None:
+                found[path] = (rows[:, place_slots(node.own_fields())] != 0).any(axis=1)
+                if node.tells_next:
+                    found[path] |= (rows != self.slots_at(fresh, path)).any(axis=1)
+        return found
+
+    def prepare(self, table: Ints, shards: Ints) -> None:
+        """The given shards are about to be served: begin to bring what they need first."""
+        for path, node in self.root.walk():
+            rows = _slots_at(self.root, table[shards, FIRST_SLOT:], path)
+            if rows is not None:
+                node.prepare(rows, shards)
+
+    @cached_property
+    def manifests(self) -> Mapping[str, Mapping[str, Any]]:
+        """Of what each source consists now, by the path of its reader: listed once, since there may be many files."""
+        return {path: dict(source.manifest()) for path, source in self.sources().items()}
+
+    @property
+    def sources_json(self) -> str:
+        if self._sources_json is None:
+            histories = {path: self.histories.get(path, ()) for path in self.manifests}
+            grown = {path: {"by_epoch": history} for path, history in histories.items() if len(history) > 1}
+            self._sources_json = to_json({**self.manifests, **grown})
+        return self._sources_json
+
+    @property
+    def pipeline_json(self) -> str:
+        if self._pipeline_json is None:
+            nodes = {path_name(path): _parameters(path, node) for path, node in self.root.walk()}
+            for path, node in self.root.walk():
+                if node.reads is None and (forms := self.histories.get(path_name(path))):
+                    nodes[path_name(path)][BEFORE] = forms
+            if self.excluded_steps:
+                nodes[path_name(())][EXCLUDED_STEPS] = self.excluded_steps
+            self._pipeline_json = to_json(nodes)
+        return self._pipeline_json
+
+    def pipeline_json_at(self, *, in_step: bool) -> str:
+        """As in a state of that moment."""
+        if not in_step:
+            return self.pipeline_json
+        nodes, root = json.loads(self.pipeline_json), path_name(())
+        return to_json({**nodes, root: {**nodes[root], IN_STEP: True}})
+
+    @cached_property
+    def fields_json(self) -> str:
+        """In the order of the slots."""
+        return json.dumps({f.key: f.describe() for f in (*self.fields, STAMP)}, separators=(",", ":"))
+
+
+def _described(node: Node[Any]) -> dict[str, str]:
+    return {field.key: "{dtype}{shape}".format(**field.describe()) for field in node.fields}
+
+
+def _parameters(path: tuple[str, ...], node: Node[Any]) -> dict[str, Any]:
+    parameters = {"node": type(node).__name__, **node.parameters()}
+    try:
+        to_json(parameters)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{type(node).__name__} ({path_name(path)}) has parameters() that JSON cannot hold: {error}. Return strings, "
+            f"numbers, and lists and dicts of these."
+        ) from error
+    return parameters
+
+
+def _slots_at(root: Node[Any], rows: Ints, path: tuple[str, ...]) -> Ints | None:
+    """The slots of the node at ``path``; `None` where it lives inside a foreign node."""
+    try:
+        return root.columns(rows, path)
+    except KeyError:
+        return None
+
+
+def adopt(root: Node[Any], histories: Histories) -> None:
+    """Tell the nodes of a pipeline of what their sources consist."""
+    for path, node in root.walk():
+        node.adopt(histories.get(path_name(path), ()))
+
+
+def to_json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=operator.index)

@@ -1,0 +1,107 @@
+"""Which rows each logical shard reads in an epoch: a range of the virtual rows, as many as any other has, or one less.
+
+Of fewer rows than shards some ranges are empty. Then all ranges move on from epoch to epoch, so that every shard reads every
+range once in N epochs, a *round*; by how much is a hash of (seed, round). Rows are shuffled anew in each round.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import numpy as np
+
+from rescale_data.order import random_words
+from rescale_data.state import Ints
+
+
+def shard_starts(shards: Ints, num_rows: int, num_logical_shards: int) -> Ints:
+    """First virtual row of each logical shard; that of ``num_logical_shards`` is ``num_rows``."""
+    whole, rest = divmod(num_rows, num_logical_shards)
+    return shards * whole + shards * rest // num_logical_shards  # i * R // N without its overflow
+
+
+def shard_sizes(shards: Ints, num_rows: int, num_logical_shards: int) -> Ints:
+    """Rows of each logical shard in one epoch; they differ by at most one."""
+    return shard_starts(shards + 1, num_rows, num_logical_shards) - shard_starts(shards, num_rows, num_logical_shards)
+
+
+def ranges_of(shards: Ints, epochs: Ints, num_rows: int, num_logical_shards: int, seed: int) -> Ints:
+    """Which range each shard reads in an epoch, ``int64[M]``: where each has a row, that of its own number."""
+    if num_rows >= num_logical_shards:
+        return shards
+    rounds, places = np.divmod(epochs, num_logical_shards)
+    moved = np.zeros_like(shards)
+    for number in np.unique(rounds).tolist():
+        begin, step = _round(num_logical_shards, seed, number)
+        moved += np.where(rounds == number, begin + step * places, 0)
+    return (shards + moved) % num_logical_shards
+
+
+def range_of(shard: int, epoch: int, num_rows: int, num_logical_shards: int, seed: int) -> int:
+    """`ranges_of`, of one."""
+    if num_rows >= num_logical_shards:
+        return shard
+    number, place = divmod(epoch, num_logical_shards)
+    begin, step = _round(num_logical_shards, seed, number)
+    return (shard + begin + step * place) % num_logical_shards
+
+
+def next_epoch_with_rows(shard: int, epoch: int, num_rows: int, num_logical_shards: int, seed: int) -> int:
+    """The first epoch from ``epoch`` on in which a shard has a row, in logarithmic time."""
+    n = num_logical_shards
+    while num_rows < n:
+        # Range j has a row where j * R mod N is N - R at least.
+        begin = range_of(shard, epoch, num_rows, n, seed) * num_rows % n
+        step = _round(n, seed, epoch // n)[1] * num_rows % n
+        ahead = 0 if begin >= n - num_rows else _first_within(step, n, n - num_rows - begin, n - 1 - begin)
+        if epoch % n + ahead < n and ahead >= 0:
+            return epoch + ahead
+        epoch += n - epoch % n  # none in the rest of this round, and some in each
+    return epoch
+
+
+def _first_within(factor: int, modulus: int, low: int, high: int) -> int:
+    """The least i with ``low <= factor * i % modulus <= high``, where 0 < low; -1 if there is none. As Euclid's algorithm."""
+    if not factor:
+        return -1
+    first = -(-low // factor)
+    if first * factor <= high:
+        return first
+    turns = _first_within(modulus % factor, factor, -high % factor, -low % factor)
+    return -1 if turns < 0 else -(-(low + modulus * turns) // factor)
+
+
+def rows_before(shards: Ints, epochs: Ints, num_rows: int, num_logical_shards: int, seed: int) -> Ints:
+    """Rows of shards in all epochs before, ``int64[M]``."""
+    if num_rows >= num_logical_shards:
+        return epochs * shard_sizes(shards, num_rows, num_logical_shards)
+    rounds, places = np.divmod(epochs, num_logical_shards)
+    begins, steps = np.array([_round(num_logical_shards, seed, number) for number in rounds.tolist()]).reshape(-1, 2).T
+    # Range j has floor((j + 1) * R / N) - floor(j * R / N) rows, whatever multiple of N is added to j.
+    first, step = (shards + begins) % num_logical_shards * num_rows, steps * num_rows
+    upper, lower = (floor_sum(places, num_logical_shards, step, first + more) for more in (num_rows, 0))
+    return rounds * num_rows + upper - lower
+
+
+@lru_cache(maxsize=1024)
+def _round(num_logical_shards: int, seed: int, number: int) -> tuple[int, int]:
+    """Where the ranges begin in a round of N epochs, and by how much they move on; the latter coprime to N."""
+    begin, step = (int(word) % num_logical_shards for word in random_words(2, "ranges", seed, number).tolist())
+    while math.gcd(step, num_logical_shards) != 1:
+        step += 1
+    return begin, step
+
+
+def floor_sum(count: Ints, modulus: int | Ints, factor: Ints, offset: Ints) -> Ints:
+    """The sum of ``(factor * i + offset) // modulus`` over ``0 <= i < count``, in logarithmic time, as Euclid's algorithm."""
+    total = np.zeros_like(count)
+    while True:
+        total += (count - 1) * count // 2 * (factor // modulus) + count * (offset // modulus)
+        factor, offset = factor % modulus, offset % modulus
+        last = factor * count + offset
+        goes_on = last >= modulus
+        if not goes_on.any():
+            return total
+        count, offset = np.where(goes_on, last // modulus, 0), np.where(goes_on, last % modulus, 0)
+        modulus, factor = np.where(goes_on, factor, 1), np.where(goes_on, modulus, 0)
