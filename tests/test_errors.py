@@ -133,7 +133,7 @@ class TestTopology:
     @pytest.mark.parametrize(
         ("kwargs", "message"),
         [
-            ({"mesh": "dp"}, "mesh='dp' is a str: give a DeviceMesh of the new dp ranks"),
+            ({"mesh": "dp"}, "mesh='dp' is a str: give a DeviceMesh of the dp ranks"),
             ({"group": "dp"}, r"group='dp' is a str: give what torch\.distributed\.new_group returned"),
             ({"step": 1.0}, r"step=1\.0 is a float; give an int"),
             ({"step": True}, "step=True is a bool; give an int"),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from rescale_data.engine.recipe import SAMPLES, path_name
+from rescale_data.engine.recipe import path_name
 from rescale_data.engine.schema import Schema
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
 from rescale_data.layout.layout import Layout
+from rescale_data.nodes.mixture.row import NUM
 from rescale_data.state import Ints
 
 
@@ -41,7 +42,8 @@ def require_whole_round(schema: Schema, table: Ints, before: Clock, after: Clock
         before: The clock of the state, saved with ``global_batch_size``.
         after: That with which the run is to go on.
     """
-    if schema.group == 1 or after.origin == before.origin or not np.ptp(table[:, SAMPLES]):
+    draws = [schema.slots_at(table, path) for path, node in schema.root.walk() if node.group > 1]
+    if after.origin == before.origin or not any(np.ptp(rows[:, NUM]) for rows in draws if rows is not None):
         return
     rounds = -(-(before.samples - before.origin) // len(table))
     step = before.step + rounds * len(table) // global_batch_size

@@ -21,7 +21,7 @@ from rescale_data.nodes.counted import epoch_end_of_source
 from rescale_data.nodes.guard import OnError, guard_of
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.tokenized import FIRST_TEXTS, TokenizedDocuments
-from rescale_data.sources.decoded.cache import cache, owner_of
+from rescale_data.sources.decoded.cache import Made, cache, owner_of
 from rescale_data.state import Field, Ints
 
 Tokenizer: TypeAlias = Callable[[list[str]], Sequence[Any]]
@@ -40,7 +40,7 @@ class _Mark(Enum):
 
 
 @dataclass(frozen=True)
-class Batch:
+class Batch(Made):
     """Samples that were made together, or why there is none, each with the position of the source after it.
 
     Args:

@@ -414,12 +414,12 @@ class TestChanges:
         assert {name: {*now[f"{name}.epoch"].tolist()} for name in "fgh"} == {"f": {1}, "g": {1}, "h": {0}}
 
     def test_groups_of_a_mixture_stay_whole(self, kind: str, tmp_path: Path) -> None:
-        """Also where not all logical shards have delivered as many samples."""
+        """Also where not all logical shards have delivered as many samples; another global batch, at the next round."""
         for name, part in {"a": range(40), "b": range(40, 80)}.items():
             write(tmp_path, kind, name, part)
         other = rd.DatasetSource([{"x": 1000 + i} for i in range(600)], name="other")
 
-        def loader() -> rd.DataLoader:
+        def loader(size: int = 6) -> rd.DataLoader:
             source = source_of(tmp_path, kind)
 
             def pipeline(shard: rd.Shard) -> Any:
@@ -427,7 +427,7 @@ class TestChanges:
                 return rd.WeightedSampler(nodes, {"files": 1, "other": 1}, group=3)
 
             return rd.DataLoader(
-                pipeline, global_batch_size=6, num_logical_shards=12, repeat=True, on_source_change="next_epoch"
+                pipeline, global_batch_size=size, num_logical_shards=12, repeat=True, on_source_change="next_epoch"
             )
 
         first = loader()
@@ -435,8 +435,15 @@ class TestChanges:
         (tmp_path / f"b.{kind}").unlink()
         second = loader()
         second.load_state_dict(first.state_dict())
-        for batch in itertools.islice(second, 12):
+        for batch in itertools.islice(second, 11):
             assert set((batch["x"].reshape(2, 3) >= 1000).sum(dim=1).tolist()) <= {0, 3}
+        third = loader(12)
+        with pytest.raises(rd.DataStateError, match=r"is of step 12,.* to step 13, save there"):
+            third.load_state_dict(second.state_dict())
+        next(iter(second))
+        third.load_state_dict(second.state_dict())
+        for batch in itertools.islice(third, 12):
+            assert set((batch["x"].reshape(4, 3) >= 1000).sum(dim=1).tolist()) <= {0, 3}
 
     def make(self, change: str, kind: str, data: Path) -> None:
         file = data / f"d.{kind}"

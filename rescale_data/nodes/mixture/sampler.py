@@ -17,7 +17,7 @@ from rescale_data.nodes.mixture.draws import MixtureDraws, Stop
 from rescale_data.nodes.mixture.ends import end_of_all
 from rescale_data.nodes.mixture.mixed import MixedDocuments
 from rescale_data.nodes.mixture.progress import mixture_progress
-from rescale_data.nodes.mixture.row import MixtureRow, Unit, check_saved
+from rescale_data.nodes.mixture.row import NUM, MixtureRow, Unit, check_saved
 from rescale_data.nodes.mixture.schedule import Schedule, as_json, from_json
 from rescale_data.nodes.mixture.sizes import Size, Sizes
 from rescale_data.nodes.mixture.weights import MixtureWeights, number_of
@@ -236,9 +236,13 @@ class WeightedSampler(Node[Any]):
     def begin_epoch(self, rows: Ints) -> None:
         """All sources are to begin an epoch, in all logical shards together: none has ended in it yet.
 
+        Steps are counted from here on, and so are the draws of a group: those of all shards go on from the farthest.
+
         Args:
             rows: ``int64[N, slots]``, changed.
         """
+        if self.group > 1:
+            rows[:, NUM] = rows[:, NUM].max()
         drawn = rows[:, self._row.drawn]
         drawn[:] = np.maximum(drawn, ~drawn)
 
