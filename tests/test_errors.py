@@ -205,6 +205,23 @@ class TestTopology:
         with pytest.raises(BaseException, match="at the top level of the dict"):
             dcp.save({"training": {"loader": loader_of()}}, checkpoint_id=tmp_path / "checkpoint")
 
+    @pytest.mark.parametrize("make", [rd.Map, rd.Filter, rd.RandomMap, functools.partial(rd.Tokenize, column="row")])
+    @pytest.mark.parametrize("fn", [None, 3])
+    def test_what_is_no_function(self, make: Any, fn: Any) -> None:
+        """Before a row is drawn: with ``on_error="skip"`` all would be left out."""
+        with pytest.raises(
+            TypeError, match=rf"{fn} is a {type(fn).__name__}: give a function of a (sample|list of texts)"
+        ):
+            make(rd.Reader(ROWS, rd.Shard()), fn, on_error="skip")
+
+    def test_one_node_at_two_places(self) -> None:
+        def pipeline(shard: rd.Shard) -> BaseNode[Any]:
+            rows = rd.Reader(ROWS, shard)
+            return rd.WeightedSampler({"a": rows, "b": rd.Map(rows, dict)}, {"a": 1, "b": 1})
+
+        with pytest.raises(ValueError, match=r"One Reader stands at two places of the pipeline, a and b\.source"):
+            loader_of(pipeline)
+
 
 class TestBatches:
     def test_a_number_that_no_tensor_holds(self) -> None:
@@ -488,7 +505,7 @@ class TestStates:
             ),
             (
                 {"data": lambda shard: Every(rd.Reader(ROWS, shard), 3)},
-                "The fields differ.*Build the pipeline that was saved",
+                "The fields differ.*Build that one, with the saved verify=",
             ),
         ],
     )
