@@ -6,13 +6,11 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
-import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 
 from rescale_data.checkpoint.planner import load_plain
-from rescale_data.checkpoint.storage.metadata import paths_of
+from rescale_data.checkpoint.storage.metadata import empty, paths_of
 from rescale_data.checkpoint.storage.open import read_checkpoint
 from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.tree import tree_of
@@ -55,13 +53,8 @@ def read_data_state(
         ...     checkpoint.read_data_state(f"{folder}/step-1")["samples"]
         4
     """
-
-    return read_checkpoint(
-        path,
-        lambda reader: by_field(_DataState(reader, path, name).read()),
-        checksums=checksums,
-        storage_options=storage_options,
-    )
+    how: dict[str, Any] = {"checksums": checksums, "storage_options": storage_options}
+    return read_checkpoint(path, lambda reader: by_field(_DataState(reader, path, name).read()), **how)
 
 
 def check_checkpoint(path: Source, loader: HasStream, key: str | None = None) -> None:
@@ -152,10 +145,6 @@ class _DataState:
     def read(self, *parts: str) -> dict[str, Any]:
         """What is under these names, default all, as whole tensors on the CPU."""
         names = {name: path for name, path in self.names.items() if not parts or path[0] in parts}
-        plain = {name: _empty(self.metadata[name]) for name in names}
+        plain = {name: empty(self.metadata[name]) for name in names}
         load_plain(plain, self._reader)
         return tree_of(names, plain)
-
-
-def _empty(meta: Any) -> Any:
-    return torch.empty(meta.size, dtype=meta.properties.dtype) if isinstance(meta, TensorStorageMetadata) else None

@@ -1,6 +1,6 @@
 """Devices with tensors that DCP's own planners cannot cut: each has an adapter, imported when a state holds such a tensor.
 
-    device type ──► module with an ``adapter`` ──► planners of that device's library ──► ``Pieces``, which DCP can cut
+    device type ──► module with an ``adapter`` ──► ``Pieces``, which DCP can cut
 
 Everything else of a checkpoint (CPU tensors, the loader, plain values, names) goes the usual way, so that a checkpoint does
 not tell on which device it was made.
@@ -9,15 +9,17 @@ not tell on which device it was made.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, Self, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem, SavePlanner, TensorWriteData, WriteItem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem
+from torch.distributed.tensor import DTensor
 
-from rescale_data.checkpoint.tree import leaves
+from rescale_data.checkpoint.tree import leaves, mapped
 
 _ADAPTERS = {"xla": "rescale_data.xla.adapter"}
 
@@ -25,24 +27,16 @@ _ADAPTERS = {"xla": "rescale_data.xla.adapter"}
 class Adapter(Protocol):
     """What the checkpoint needs to know of a device."""
 
-    def is_sharded(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is spread over devices in pieces, so that no host holds it whole."""
-        ...
-
-    def unwrap(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A whole tensor as itself, where the device's library has wrapped it into what DCP takes for something else."""
-        ...
-
     def settle(self) -> None:
         """Return when tensors hold the values that the program has given them so far."""
         ...
 
-    def save_planner(self) -> SavePlanner:
-        """A planner for sharded tensors by name: ``SHARD`` items, and CPU tensors without padding for them."""
+    def to_save(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What DCP saves of a tensor: its live ``Pieces``, or the tensor itself where each host holds it whole."""
         ...
 
-    def load_planner(self) -> LoadPlanner:
-        """A planner that loads sharded tensors by name in place."""
+    def to_load(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What DCP loads into: the same, with pieces on the CPU that go to the device when all of them are read."""
         ...
 
     def first_state(self, optimizer: torch.optim.Optimizer) -> Mapping[torch.Tensor, dict[str, Any]]:
@@ -73,8 +67,27 @@ class Pieces(torch.Tensor):
     find: Callable[[MetadataIndex], torch.Tensor]
     commit: Callable[[ReadItem, torch.Tensor], None]
 
+    @classmethod
+    def of(cls, whole: torch.Tensor, items: list[WriteItem]) -> Self:
+        pieces = torch.empty((), dtype=whole.dtype).expand(whole.shape).as_subclass(cls)
+        pieces.items = items
+        return pieces
+
+    @property
+    def distinct(self) -> dict[Any, WriteItem]:
+        """Each piece that holds something once, by its place, however many devices of this host have it.
+
+        A planner's own removal of duplicates would drop a piece altogether that occurs twice in one plan.
+        """
+        return {
+            item.index.offset: item
+            for item in self.items
+            if cast(TensorWriteData, item.tensor_data).chunk.sizes.numel()
+        }
+
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        return [dataclasses.replace(item, index=_named(item.index, fqn)) for item in _distinct(self.items).values()]
+        named = functools.partial(dataclasses.replace, fqn=fqn)
+        return [dataclasses.replace(item, index=named(item.index)) for item in self.distinct.values()]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [cast(TensorWriteData, item.tensor_data).chunk for item in self.items]
@@ -83,74 +96,38 @@ class Pieces(torch.Tensor):
         return self.find(index)
 
 
-def to_save(tensor: torch.Tensor, adapter: Adapter) -> torch.Tensor:
-    """What DCP saves of a device's tensor: the live pieces, or the tensor where it is whole."""
-    if not adapter.is_sharded(tensor):
-        return adapter.unwrap(tensor)
-    pieces, planner = _in_pieces(tensor, adapter)
-    items = _distinct(pieces.items)
-    pieces.find = lambda index: cast(torch.Tensor, planner.resolve_data(items[index.offset]))
-    return pieces
-
-
-def to_load(tensor: torch.Tensor, adapter: Adapter) -> torch.Tensor:
-    """What DCP loads into a device's tensor: CPU tensors, which go to the device when all of them are read."""
-    if not adapter.is_sharded(tensor):
-        return adapter.unwrap(tensor)
-    pieces, _ = _in_pieces(tensor, adapter)
-    planner: Any = adapter.load_planner()
-    planner.set_up_planner({"": tensor}, Metadata({}), is_coordinator=False)
-    pieces.find = lambda index: planner.lookup_tensor(_named(index, ""))
-    pieces.commit = lambda item, read: planner.commit_tensor(
-        dataclasses.replace(item, dest_index=_named(item.dest_index, "")), read
-    )
-    return pieces
-
-
-def host_copy(tensor: torch.Tensor, adapter: Adapter) -> torch.Tensor:
-    """A copy on the host that nothing changes any more, of what this process has of the tensor."""
-    live = to_save(tensor, adapter)
+def copied(live: torch.Tensor) -> torch.Tensor:
+    """A copy that nothing changes any more, of what DCP would save; on the host where the device has an adapter."""
     if not isinstance(live, Pieces):
-        return live.detach().cpu()
-    copies = {place: live.find(item.index) for place, item in _distinct(live.items).items()}
+        return live.detach().cpu() if _has_adapter(live) else live.detach().clone()
+    copies = {place: live.find(item.index) for place, item in live.distinct.items()}
     live.find = lambda index: copies[index.offset]
     return live
 
 
-def on_host(flat: dict[str, Any], make: Callable[[torch.Tensor, Adapter], torch.Tensor]) -> dict[str, Any]:
-    """A flat state with what ``make`` makes of each tensor of a device that has an adapter."""
-    adapter = adapter_of(flat.values())
+def cut(state: dict[str, Any], way: Literal["to_save", "to_load"]) -> dict[str, Any]:
+    """A nested state with what DCP saves, or loads into, in place of each tensor of a device that has an adapter."""
+    adapter = settle(state)
     if adapter is None:
-        return flat
-    adapter.settle()
-    return {name: make(value, adapter) if _has_adapter(value) else value for name, value in flat.items()}
+        return state
+    return mapped(state, lambda _, value: getattr(adapter, way)(value) if _has_adapter(value) else value)
 
 
-def _in_pieces(tensor: torch.Tensor, adapter: Adapter) -> tuple[Pieces, SavePlanner]:
-    planner = adapter.save_planner()
-    planner.set_up_planner({"": tensor}, is_coordinator=False)
-    pieces = torch.empty((), dtype=tensor.dtype).expand(tensor.shape).as_subclass(Pieces)
-    pieces.items = planner.create_local_plan().items
-    return pieces, planner
+def address(tensor: Any) -> int:
+    """Of the memory of what this process has of a tensor; 0 where that is not known."""
+    if _has_adapter(tensor):
+        return 0
+    with torch.no_grad():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.data_ptr() if type(local) in (torch.Tensor, torch.nn.Parameter) else 0
 
 
-def _distinct(items: list[WriteItem]) -> dict[Any, WriteItem]:
-    """Each piece that holds something once, by its place, however many devices of this host have it.
-
-    A planner's own removal of duplicates would drop a piece altogether that occurs twice in one plan.
-    """
-    return {item.index.offset: item for item in items if cast(TensorWriteData, item.tensor_data).chunk.sizes.numel()}
-
-
-def _named(index: MetadataIndex, name: str) -> MetadataIndex:
-    return dataclasses.replace(index, fqn=name)
-
-
-def settle(state: Any) -> None:
+def settle(state: Any) -> Adapter | None:
     """Return when the tensors of a nested state hold the values that the program has given them so far."""
     adapter = adapter_of(leaf for _, leaf in leaves(state))
     if adapter is not None:
         adapter.settle()
+    return adapter
 
 
 def refuse_pickled(state: Any) -> None:

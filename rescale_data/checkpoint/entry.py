@@ -2,47 +2,56 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from rescale_data.checkpoint.storage.dcp import Saved
+import torch
+from torch.distributed.checkpoint.storage import StorageReader
+
+from rescale_data.checkpoint.tree import keys_of, string_keys
 
 Path: TypeAlias = tuple[str, ...]
 
 
-class Entry(ABC):
+def _none() -> Iterable[torch.Tensor]:
+    return ()
+
+
+@dataclass(eq=False)
+class Entry:
     """One value of a state.
 
     Args:
         path: Keys from the root of the state down to the value.
-
-    Attributes:
+        plain: Gives what DCP saves. Its tensors may be the live ones, which are then loaded in place.
+        take: Takes what DCP has loaded.
         whole: Whether a part of it may not be loaded without the rest.
+        steady: Gives tensors that only an optimizer's step changes.
+        loose: Gives tensors that may differ between ranks.
         refused: What of the checkpoint does not fit although the names do, and why, by name; known with the placeholder.
         left_out: Names of the checkpoint that are not loaded for that, with all that is under them.
-        loose: Names of values that may differ between ranks; known with ``plain``.
     """
 
-    whole = False
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.refused: dict[str, str] = {}
-        self.left_out: set[str] = set()
-        self.loose: set[str] = set()
+    path: Path
+    plain: Callable[[], Any]
+    take: Callable[[Any], object]
+    whole: bool = False
+    steady: Callable[[], Iterable[torch.Tensor]] = _none
+    loose: Callable[[], Iterable[torch.Tensor]] = _none
+    refused: dict[str, str] = field(default_factory=dict[str, str])
+    left_out: set[str] = field(default_factory=set[str])
+    _live: Any = None
 
     @property
     def name(self) -> str:
         return ".".join(self.path)
 
-    @abstractmethod
-    def plain(self) -> Any:
-        """What DCP saves. Its tensors may be the live ones."""
+    def placeholder(self, reader: StorageReader) -> Any:
+        """What DCP loads into, of the checkpoint that is read."""
+        self._live = self.plain()
+        return string_keys(self._live)
 
-    def placeholder(self, saved: Saved) -> Any:
-        """What DCP loads into."""
-        return self.plain()
-
-    @abstractmethod
     def apply(self, loaded: Any) -> None:
         """Take what DCP has loaded into the placeholder."""
+        self.take(keys_of(self._live, loaded))

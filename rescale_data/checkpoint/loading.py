@@ -13,22 +13,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import StorageReader
 
 from rescale_data.checkpoint.devices import settle
-from rescale_data.checkpoint.entry import Entry
-from rescale_data.checkpoint.planner import (
-    KINDS,
-    CheckingLoadPlanner,
-    Misfits,
-    is_asked,
-    load_with,
-    of_all_ranks,
-    read_values,
-)
+from rescale_data.checkpoint.planner import KINDS, CheckingLoadPlanner, Misfits, is_trusted, load_with, of_all_ranks
 from rescale_data.checkpoint.ranks import Ranks
-from rescale_data.checkpoint.state import State, entries_of, nested, refuse_unfit, value_at
-from rescale_data.checkpoint.storage.dcp import CheckpointReader, Saved
+from rescale_data.checkpoint.state import State, entries_of, refuse_unfit
 from rescale_data.checkpoint.storage.metadata import paths_of
-from rescale_data.checkpoint.storage.open import ReplacedError, mapped_path, open_store, read_checkpoint
+from rescale_data.checkpoint.storage.open import mapped_path, open_store, read_checkpoint
 from rescale_data.checkpoint.storage.store import StrPath
+from rescale_data.checkpoint.tree import nested, value_at
 from rescale_data.engine.state_paths import ROWS
 
 logger = logging.getLogger(__name__)
@@ -89,9 +80,8 @@ def load(
 
     Raises:
         FileNotFoundError: no checkpoint at ``path``.
-        ValueError: files are damaged, a value needs code and ``trusted`` is False, or names, shapes or dtypes do not fit, or a
-            tensor is on the meta device, quantized,
-            sparse or nested; the message lists them all.
+        ValueError: files are damaged, a value needs code and ``trusted`` is False, names, shapes or dtypes do not fit, or a
+            tensor is on the meta device, quantized, sparse or nested; the message lists them all.
 
     Example:
         >>> import tempfile
@@ -111,60 +101,43 @@ def load(
         from rescale_data.checkpoint.convert.values import ValuesReader
 
         file = mapped_path(path)
-        return read(ValuesReader(lambda: map_file(file)), file, state, ranks, strict=strict, trusted=trusted)
-    return load_checked(
-        path, state, ranks, strict=strict, checksums=checksums, trusted=trusted, storage_options=storage_options
-    )
-
-
-def load_checked(path: StrPath, state: State, ranks: Ranks, *, strict: bool, trusted: bool, **how: Any) -> LoadReport:
-    """Load from a folder, as ``storage.open.opened`` opens it."""
+        return _read(ValuesReader(lambda: map_file(file)), file, state, ranks, strict)
     return read_checkpoint(
         path,
-        lambda reader: read(reader, reader.path, state, ranks, strict=strict, trusted=trusted),
+        lambda reader: _read(reader, reader.path, state, ranks, strict),
         ranks,
+        checksums=checksums,
         trusted=trusted,
-        **how,
+        storage_options=storage_options,
     )
 
 
-def read(reader: StorageReader, path: str, state: State, ranks: Ranks, *, strict: bool, trusted: bool) -> LoadReport:
+def _read(reader: StorageReader, path: str, state: State, ranks: Ranks, strict: bool) -> LoadReport:
     """Load from a reader whose files are in order."""
-    entries = ranks.together(lambda: entries_of(state, ranks.rank))
-    planner = CheckingLoadPlanner(entries, trusted=trusted, doing=f"Loading {path}")
+    entries = ranks.together(lambda: entries_of(state, ranks.rank, paths_of(reader.read_metadata())))
+    planner = CheckingLoadPlanner(entries, trusted=is_trusted(reader), doing=f"Loading {path}")
     plain: dict[str, Any] = {}
 
-    def check() -> tuple[Misfits, set[str]]:
-        metadata = reader.read_metadata()
-        saved = Saved(metadata, lambda names: read_values(names, reader, trusted=trusted))
-        plain.update(nested([(entry.path, entry.placeholder(saved)) for entry in entries]))
+    def check() -> Misfits:
+        plain.update(nested((entry.path, entry.placeholder(reader)) for entry in entries))
         refuse_unfit(plain)
-        return planner.check(plain, metadata), _not_asked(metadata, entries)
+        return planner.check(plain, reader.read_metadata())
 
-    found = ranks.on_each(check)
-    metadata, misfits = reader.read_metadata(), of_all_ranks([of_rank for of_rank, _ in found])
-    not_asked = tuple(sorted(set.intersection(*(names for _, names in found))))
-    if strict and any(misfits.values()):
-        raise ValueError(_complaint(path, misfits, metadata))
-    if not_asked:
-        logger.info("%s also holds %s, which the state does not ask for.", path, ", ".join(not_asked))
+    found = of_all_ranks(ranks.on_each(check))
+    report = LoadReport(**{kind: tuple(sorted(names)) for kind, names in found.items()})
+    if strict and any(found[kind] for kind in KINDS):
+        raise ValueError(_complaint(path, found, reader.read_metadata()))
+    if report.not_asked:
+        logger.info("%s also holds %s, which the state does not ask for.", path, ", ".join(report.not_asked))
     load_with(planner, plain, reader, ranks)
-    if ranks.on_first(lambda: isinstance(reader, CheckpointReader) and reader.is_replaced()):
-        raise ReplacedError(f"{path} was replaced or deleted while it was read.")
     skipped = planner.skipped()
     ranks.on_each(lambda: [entry.apply(value_at(plain, entry.path)) for entry in entries if entry not in skipped])
     settle(plain)
-    return LoadReport(**{kind: tuple(sorted(names)) for kind, names in misfits.items()}, not_asked=not_asked)
-
-
-def _not_asked(metadata: Metadata, entries: list[Entry]) -> set[str]:
-    asked = {entry.path[0] for entry in entries}
-    return {str(path[0]) for key, path in paths_of(metadata).items() if not is_asked(metadata, key, asked)}
+    return report
 
 
 def _complaint(path: str, misfits: Misfits, metadata: Metadata) -> str:
-    lines = [f"{KINDS[kind]}: {n}, {what}" for kind, names in misfits.items() for n, what in sorted(names.items())]
-    listed = "\n  ".join(lines)
+    listed = "\n  ".join(f"{KINDS[kind]}: {n}, {what}" for kind in KINDS for n, what in sorted(misfits[kind].items()))
     return (
         f"The checkpoint {path} does not fit the state; nothing was loaded:\n  {listed}\n"
         f"The checkpoint holds {_summary(metadata)}.\n"

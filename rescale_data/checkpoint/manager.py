@@ -8,17 +8,16 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, cast, get_args
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import new_group
 
-from rescale_data.checkpoint.retention import Deletions, Retention
+from rescale_data.checkpoint.retention import Retention, prune
 from rescale_data.checkpoint.run_reader import RunReader
 from rescale_data.checkpoint.saving import plain_state, write
 from rescale_data.checkpoint.staging import Staged, Stager
-from rescale_data.checkpoint.state import State, entries_of, loose_names
+from rescale_data.checkpoint.state import State, entries_of
 from rescale_data.checkpoint.storage.manifest import checked_metrics
 from rescale_data.checkpoint.storage.store import StrPath
 
@@ -50,87 +49,12 @@ class Saving:
     committed: Future[None]
 
 
-class Background:
-    """A thread for one job after the other.
-
-    The interpreter waits for the job that runs before it exits. A failure is logged when it happens, and raised by the next
-    ``settle``.
-
-    Attributes:
-        num_waits: How often ``settle`` had to wait, or has to now.
-        wait_seconds: How long in all.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
-        self._running: Future[None] | None = None
-        self.num_waits = 0
-        self.wait_seconds = 0.0
-
-    def submit(self, work: Callable[[], None]) -> Future[None]:
-        """Start ``work``. ``settle`` comes first."""
-        self._running = self._pool.submit(_logged, work)
-        return self._running
-
-    def follow_up(self, work: Callable[[], None]) -> None:
-        """Do ``work``, which does not raise, when the job that runs is done and before the next one."""
-        with contextlib.suppress(RuntimeError):  # the interpreter exits: the next run does it
-            self._pool.submit(work)
-
-    def idle(self) -> None:
-        """Return when nothing is being done."""
-        with contextlib.suppress(RuntimeError):
-            self._pool.submit(int).result()
-
-    def settle(self) -> None:
-        """Wait for the job that runs; raise what it raised."""
-        running, self._running = self._running, None
-        if running is None:
-            return
-        if not running.done():
-            start = time.perf_counter()
-            self.num_waits += 1
-            running.exception()
-            self.wait_seconds += time.perf_counter() - start
-        running.result()
-
-    def forget(self) -> None:
-        """Wait for the job that runs, whose failure was raised already."""
-        running, self._running = self._running, None
-        if running is not None:
-            running.exception()
-
-    def close(self) -> None:
-        """Wait for the job that runs; raise what it raised. No more jobs."""
-        try:
-            self.settle()
-        finally:
-            self._pool.shutdown(wait=True)
-
-
-def _logged(work: Callable[[], None]) -> None:
-    try:
-        work()
-    except BaseException as error:
-        logger.error("In the background: %s: %s", type(error).__name__, error)
-        raise
-
-
 class CheckpointManager(RunReader):
     """Saves a run's checkpoints as ``<folder>/step-<step>``, deletes those that no rule keeps, and loads them.
 
-    All ranks make the manager, and all call ``save``, ``load``, ``load_latest`` and ``close``. With an async mode ``save``
-    returns when the state is safe: what only an optimizer's step changes is copied while the next forward and backward
-    run, and any ``optimizer.step()`` waits for the copy (or ``wait_for_staging``, for what changes parameters otherwise);
-    the rest is copied before it returns. Files are then written by a thread, with collectives on a gloo group of the manager's
-    own. One save runs at a time; the next one waits, and counts the wait.
-
-    A local folder has one manager: it holds the folder's lock until ``close``.
-
-    A failed save is raised by the next call, or by ``close``, and leaves the checkpoints before it. An interpreter that
-    exits without ``close`` waits for the save that runs; a killed one leaves nothing that could be taken for a checkpoint.
-    Where one rank dies, the save of the others fails, or in rare cases waits for the timeout of gloo, 30 minutes: start ranks
-    with what ends all of them when one dies, as torchrun does.
+    All ranks make the manager, and all call ``save``, ``load``, ``load_latest`` and ``close``. What is copied when, who
+    writes, and what a failure or a kill leaves: the README of this module. Where one rank dies, the save of the others fails,
+    or in rare cases waits for the timeout of gloo, 30 minutes: start ranks with what ends all of them, as torchrun does.
 
     Args:
         folder: Of the run; a local path or a URL that fsspec knows.
@@ -140,6 +64,10 @@ class CheckpointManager(RunReader):
         async_mode: Who writes: ``"thread"``, or ``"disabled"`` for ``save`` itself.
         process_group: The ranks of the run; default all.
         storage_options: Passed on to fsspec.
+
+    Attributes:
+        num_waits: How often a call had to wait for the save before it.
+        wait_seconds: How long in all.
 
     Raises:
         ValueError: a rule that keeps nothing, an unknown ``async_mode``, or another process saves to the folder.
@@ -168,60 +96,52 @@ class CheckpointManager(RunReader):
     ) -> None:
         if async_mode not in get_args(AsyncMode):
             raise ValueError(f"async_mode={async_mode!r}: choose one of {', '.join(map(repr, get_args(AsyncMode)))}.")
-        retention = Retention(keep_latest=keep_latest, keep_every=keep_every, keep_best=keep_best)
+        self._rules = Retention(keep_latest=keep_latest, keep_every=keep_every, keep_best=keep_best)
         super().__init__(folder, process_group=_own_group(process_group), storage_options=storage_options)
         self._closed = True
         self._ranks.on_first(self._folder.open_for_writing)
         self._stager = Stager() if async_mode != "disabled" else None
-        self._uploads = Background("checkpoints")
-        self._deletions = Deletions(self._folder, retention)
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
+        self._running: Future[None] | None = None
+        self._told: set[str] = set()
         self._closed = False
+        self.num_waits, self.wait_seconds = 0, 0.0
 
     def save(self, step: int, state: State, *, metrics: Mapping[str, float] | None = None) -> Saving:
         """Save ``state`` as ``step``, and delete what no rule keeps.
 
-        Waits for the save before, if it runs still. A checkpoint of this step is replaced.
+        Waits for the save before, and raises what it failed with. A checkpoint of this step is replaced.
 
         Args:
-            state: As for ``rescale_data.checkpoint.save``.
+            state: As for ``rescale_data.checkpoint.save``, whose errors it has.
             metrics: Numbers for ``keep_best``.
-
-        Returns:
-            Two futures, to see how far it is.
-
-        Raises:
-            What the save before it failed with; then this one was not begun.
-            TypeError, ValueError: ``state`` cannot be saved.
         """
-        self._settle()
+        self.wait()
         if self._stager is None:
             checked = self._ranks.together(lambda: _checked(step, metrics))
-            self._uploads.idle()  # of deletions
+            self._idle()  # of deletions
             self._write(*plain_state(state, self._ranks), step, checked)
             return Saving(_done(), _done())
         try:
             checked = _checked(step, metrics)
-            entries = entries_of(state, self._ranks.rank)
-            staged = self._stager.stage(entries)
-            loose = loose_names(entries)
+            staged, copies, loose = self._stager.stage(entries_of(state, self._ranks.rank))
         except Exception as error:
             # The other ranks have begun: this one takes part, so that they fail now and not at a timeout.
-            staged = Future[Staged]()
-            staged.set_exception(error)
-            self._uploads.submit(lambda: self._upload(staged, set(), step, {}))
-            self._uploads.forget()
+            failed = Future[Staged]()
+            failed.set_exception(error)
+            self._pool.submit(self._upload, failed.result, set[str](), step, {}).exception()
             raise
-        committed = self._uploads.submit(lambda: self._upload(staged, loose, step, checked))
-        return Saving(_without_value(staged), committed)
+        self._running = self._pool.submit(self._upload, copies, loose, step, checked)
+        return Saving(staged, self._running)
 
     def warm_up(self, state: State) -> None:
         """Take the memory that staging needs, which the first ``save`` of a state takes otherwise; nothing is saved.
 
         Call it when the model and the optimizer's state are there, after ``load_latest`` or the first step.
         """
-        self._settle()
+        self.wait()
         if self._stager is not None:
-            self._stager.stage(entries_of(state, self._ranks.rank)).result()
+            self._stager.stage(entries_of(state, self._ranks.rank))[0].result()
 
     def wait_for_staging(self) -> None:
         """Return when parameters and optimizer state may change. ``optimizer.step()`` of torch calls it by itself."""
@@ -230,7 +150,21 @@ class CheckpointManager(RunReader):
 
     def wait(self) -> None:
         """Return when the save that runs is committed; raise what it failed with."""
-        self._settle()
+        if self._closed:
+            raise ValueError("This CheckpointManager is closed; make another.")
+        running, self._running = self._running, None
+        if running is None:
+            return
+        if not running.done():
+            start = time.perf_counter()
+            self.num_waits += 1
+            running.exception()
+            self.wait_seconds += time.perf_counter() - start
+        try:
+            running.result()
+        except BaseException as error:
+            error.add_note("This save failed in the background. The checkpoints before it are untouched.")
+            raise
 
     def delete(self, step: int) -> bool:
         """Delete the checkpoint of ``step``, with all ranks; False where there is none, or someone reads it.
@@ -240,58 +174,48 @@ class CheckpointManager(RunReader):
         self._prepare_load()
         return self._ranks.on_first(lambda: step in self.steps() and self._folder.delete(step))
 
-    @property
-    def num_waits(self) -> int:
-        """How often a call had to wait for the save before it."""
-        return self._uploads.num_waits
-
-    @property
-    def wait_seconds(self) -> float:
-        """How long calls have waited for the save before them, in all."""
-        return self._uploads.wait_seconds
-
-    def _prepare_load(self) -> None:
-        self._settle()
-        self._uploads.idle()
-
     def close(self) -> None:
         """Wait for what runs in the background; raise what it failed with. May be called again."""
         if self._closed:
             return
-        self._closed = True
         with contextlib.ExitStack() as stack:
             stack.callback(self._folder.close)
             if self._stager is not None:
                 stack.callback(self._stager.close)
-            self._uploads.close()
+            stack.callback(self._pool.shutdown)
+            try:
+                self.wait()
+            finally:
+                self._closed = True
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _settle(self) -> None:
-        if self._closed:
-            raise ValueError("This CheckpointManager is closed; make another.")
+    def _prepare_load(self) -> None:
+        self.wait()
+        self._idle()
+
+    def _idle(self) -> None:
+        """Return when nothing is done in the background."""
+        with contextlib.suppress(RuntimeError):  # the interpreter exits
+            self._pool.submit(int).result()
+
+    def _upload(self, copies: Callable[[], Staged], loose: set[str], step: int, metrics: dict[str, float]) -> None:
         try:
-            self._uploads.settle()
+            self._write(self._ranks.together(copies), loose, step, metrics)
         except BaseException as error:
-            error.add_note("This save failed in the background. The checkpoints before it are untouched.")
+            logger.error("In the background: %s: %s", type(error).__name__, error)
             raise
 
-    def _upload(self, staged: Future[Staged], loose: set[str], step: int, metrics: dict[str, float]) -> None:
-        self._ranks.on_each(lambda: staged.result() and None)
-        self._write(staged.result(), loose, step, metrics)
-
     def _write(self, plain: Staged, loose: set[str], step: int, metrics: dict[str, float]) -> None:
-        self._deletions.spare(step)
         path = self._folder.checkpoint(step)
         write(self._store, path, plain, self._ranks, loose, overwrite=True, step=step, metrics=metrics)
         if self._ranks.is_first:
-            self._uploads.follow_up(self._deletions.run)
+            with contextlib.suppress(RuntimeError):  # the interpreter exits: the next run deletes them
+                self._pool.submit(prune, self._folder, self._rules, step, self._told)
 
 
 def _checked(step: int, metrics: Mapping[str, float] | None) -> dict[str, float]:
@@ -303,18 +227,6 @@ def _checked(step: int, metrics: Mapping[str, float] | None) -> dict[str, float]
 def _done() -> Future[None]:
     done: Future[None] = Future()
     done.set_result(None)
-    return done
-
-
-def _without_value(staged: Future[Staged]) -> Future[None]:
-    """Done when ``staged`` is, and without the copies: who keeps it keeps no memory."""
-    done: Future[None] = Future()
-
-    def follow(copied: Future[Staged]) -> None:
-        error = copied.exception()
-        done.set_result(None) if error is None else done.set_exception(error)
-
-    staged.add_done_callback(follow)
     return done
 
 

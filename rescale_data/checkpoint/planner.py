@@ -1,4 +1,4 @@
-"""DCP's planners: a save with the tensors that a device has sharded, a load with every misfit found before a byte is read."""
+"""DCP's planner of a load, which finds every misfit before a byte is read; and the load by it."""
 
 from __future__ import annotations
 
@@ -7,31 +7,19 @@ import math
 from typing import Any, TypeAlias, cast
 
 import torch
-from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    create_default_local_load_plan,
-)
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.storage import StorageReader
 
-from rescale_data.checkpoint.devices import Pieces, on_host, to_load, to_save
+from rescale_data.checkpoint.devices import Pieces, cut
 from rescale_data.checkpoint.entry import Entry
 from rescale_data.checkpoint.ranks import Ranks, clear_error, quiet
+from rescale_data.checkpoint.storage.dcp import CheckpointReader, ReplacedError
+from rescale_data.checkpoint.storage.metadata import paths_of
 from rescale_data.checkpoint.storage.progress import Progress
-
-
-class CheckpointSavePlanner(DefaultSavePlanner):
-    """Names, plain values and whole tensors as DCP has them, whatever the device: so any planner reads the checkpoint."""
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        self.state_dict = on_host(self.state_dict, to_save)
-
 
 Misfits: TypeAlias = dict[str, dict[str, str]]
 """What of a state and a checkpoint does not fit: by kind, and then by flattened name what it is."""
@@ -42,11 +30,17 @@ KINDS = {
 }
 
 
+NOT_ASKED = "not_asked"
+"""A further kind, of top-level names; that is no misfit."""
+
+
 def of_all_ranks(per_rank: list[Misfits]) -> Misfits:
     """Missing or different on any rank, not asked for by any of them."""
-    merged = {kind: _on_any([found[kind] for found in per_rank]) for kind in KINDS}
-    common = set.intersection(*(set(found["unexpected"]) for found in per_rank))
-    return merged | {"unexpected": {name: text for name, text in merged["unexpected"].items() if name in common}}
+    merged = {kind: _on_any([found[kind] for found in per_rank]) for kind in per_rank[0]}
+    for kind in ("unexpected", NOT_ASKED):
+        common = set.intersection(*(set(found[kind]) for found in per_rank))
+        merged[kind] = {name: text for name, text in merged[kind].items() if name in common}
+    return merged
 
 
 class CheckingLoadPlanner(DefaultLoadPlanner):
@@ -70,7 +64,7 @@ class CheckingLoadPlanner(DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        self.state_dict = on_host(self.state_dict, to_load)
+        self.state_dict = cut(self.state_dict, "to_load")
 
     def check(self, plain: dict[str, Any], metadata: Metadata) -> Misfits:
         self.set_up_planner(plain, metadata, is_coordinator=False)
@@ -78,15 +72,15 @@ class CheckingLoadPlanner(DefaultLoadPlanner):
         asked = {entry.path[0] for entry in self.entries}
         refused = {name: text for entry in self.entries for name, text in entry.refused.items()}
         left_out = {name for entry in self.entries for name in entry.left_out}
+        others = {key: meta for key, meta in saved.items() if key not in wanted}
+        beside = {key: meta for key, meta in others.items() if _is_asked(metadata, key, asked)}
+        paths = paths_of(metadata)
         self.misfits = {
             "missing": {key: f"{describe(value)} in the state" for key, value in wanted.items() if key not in saved},
-            "unexpected": {
-                key: describe(meta)
-                for key, meta in saved.items()
-                if key not in wanted and is_asked(metadata, key, asked) and not left_out & _and_above(key)
-            },
+            "unexpected": {key: describe(meta) for key, meta in beside.items() if not left_out & _and_above(key)},
             "mismatched": refused
             | {key: text for key, value in wanted.items() if key in saved and (text := _differs(value, saved[key]))},
+            NOT_ASKED: {str(paths[key][0]): "" for key in others if key not in beside},
         }
         return self.misfits
 
@@ -126,7 +120,7 @@ def _on_any(per_rank: list[dict[str, str]]) -> dict[str, str]:
     return merged
 
 
-def is_asked(metadata: Metadata, key: str, asked: set[str]) -> bool:
+def _is_asked(metadata: Metadata, key: str, asked: set[str]) -> bool:
     """Whether a flattened name of the checkpoint is under one of these top-level names."""
     path = (metadata.planner_data or {}).get(key)
     return str(path[0]) in asked if path else bool(asked & _and_above(key))
@@ -175,32 +169,30 @@ def _harmless(name: str, value: io.BytesIO) -> io.BytesIO:
 
 
 def load_with(planner: CheckingLoadPlanner, plain: dict[str, Any], reader: StorageReader, ranks: Ranks) -> None:
-    """DCP's load, whose errors say what was being done."""
+    """DCP's load, whose errors say what was being done, or that another checkpoint took the place of this one."""
     try:
         quiet(ranks)
         load_state(
             plain, storage_reader=reader, planner=planner, process_group=ranks.group, no_dist=not ranks.distributed
         )
-    except BaseException as error:
+    except (Exception, CheckpointException) as error:
+        _refuse_replaced(reader, ranks)
         raise clear_error(error, planner.progress.doing) from error
+    _refuse_replaced(reader, ranks)
 
 
-def load_plain(plain: dict[str, Any], reader: StorageReader, *, trusted: bool = False) -> None:
-    """Read what ``plain`` has placeholders for, by flattened name.
-
-    Args:
-        trusted: Unpickle values that could run code.
-
-    Raises:
-        ValueError: a value that is refused with ``trusted=False``.
-        OSError: files that cannot be read.
-    """
-    load_with(CheckingLoadPlanner([], trusted=trusted), plain, reader, Ranks.alone())
+def _refuse_replaced(reader: StorageReader, ranks: Ranks) -> None:
+    if isinstance(reader, CheckpointReader) and ranks.on_first(reader.is_replaced):
+        raise ReplacedError(reader.path)
 
 
-def read_values(names: list[str], reader: StorageReader, *, trusted: bool) -> dict[str, Any]:
-    """Plain values by flattened name."""
-    values: dict[str, Any] = dict.fromkeys(names)
-    if values:
-        load_plain(values, reader, trusted=trusted)
-    return values
+def load_plain(plain: dict[str, Any], reader: StorageReader) -> dict[str, Any]:
+    """``plain`` with what it has placeholders for, by flattened name, read by this process alone."""
+    if plain:
+        load_with(CheckingLoadPlanner([], trusted=is_trusted(reader)), plain, reader, Ranks.alone())
+    return plain
+
+
+def is_trusted(reader: StorageReader) -> bool:
+    """Whether what is read may be unpickled by code."""
+    return getattr(reader, "trusted", False)

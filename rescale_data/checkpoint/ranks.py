@@ -51,7 +51,7 @@ class Ranks:
         """What ``work`` returns on rank 0, on all ranks."""
         if self.size == 1:
             return work()
-        outcome: list[Any] = [_attempt(work, self.rank) if self.is_first else None]
+        outcome: list[Any] = [_attempt(work) if self.is_first else None]
         source = 0 if self.group is None else dist.get_global_rank(self.group, 0)
         dist.broadcast_object_list(outcome, src=source, group=self.group)
         return cast(T, _unwrap(outcome))[0]  # type: ignore[index]
@@ -61,7 +61,7 @@ class Ranks:
         if self.size == 1:
             return [work()]
         outcomes: list[Any] = [None] * self.size
-        dist.all_gather_object(outcomes, _attempt(work, self.rank), group=self.group)
+        dist.all_gather_object(outcomes, _attempt(work), group=self.group)
         return cast(list[T], _unwrap(outcomes))
 
     def together(self, work: Callable[[], T]) -> T:
@@ -72,16 +72,15 @@ class Ranks:
 
 
 class _Failure:
-    def __init__(self, error: Exception, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, error: Exception) -> None:
         self.error = error
 
 
-def _attempt(work: Callable[[], T], rank: int) -> T | _Failure:
+def _attempt(work: Callable[[], T]) -> T | _Failure:
     try:
         return work()
     except Exception as error:
-        return _Failure(portable(error), rank)
+        return _Failure(portable(error))
 
 
 def portable(error: Exception) -> Exception:

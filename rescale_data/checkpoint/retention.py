@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -15,12 +15,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """What is kept; everything else may go. The newest checkpoint always stays.
-
-    Args:
-        keep_latest: This many of the newest; None keeps all.
-        keep_every: Every step that is a multiple of this, for good.
-        keep_best: ``(metric, "min" or "max", count)``: the best by a metric given at save; nan is worse than any number.
+    """What is kept, as ``CheckpointManager`` says it; the newest checkpoint always stays. nan is worse than any number.
 
     Raises:
         ValueError: a count that is no integer of at least 1, or a mode that is neither ``"min"`` nor ``"max"``.
@@ -44,7 +39,10 @@ class Retention:
         if self.keep_latest is None:
             return []
         steps = sorted(metrics)
-        kept = set(steps[-self.keep_latest :]) | set(self._best(metrics))
+        kept = set(steps[-self.keep_latest :])
+        if self.keep_best is not None:
+            name, mode, count = self.keep_best
+            kept |= set(ranked(metrics, name, mode)[:count])
         if self.keep_every is not None:
             kept |= {step for step in steps if step % self.keep_every == 0}
         return [step for step in steps if step not in kept]
@@ -59,12 +57,6 @@ class Retention:
             f"they have {sorted(known) or 'none'}"
         )
 
-    def _best(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
-        if self.keep_best is None:
-            return []
-        name, mode, count = self.keep_best
-        return ranked(metrics, name, mode)[:count]
-
 
 def ranked(metrics: Mapping[int, Mapping[str, float]], name: str, mode: str) -> list[int]:
     """Steps that have the metric, the best first; nan is worse than any number."""
@@ -73,60 +65,37 @@ def ranked(metrics: Mapping[int, Mapping[str, float]], name: str, mode: str) -> 
     return sorted(scores, key=lambda step: (math.isnan(scores[step]), scores[step], step))
 
 
-class Deletions:
-    """Deletes the checkpoints of a run's folder by rule, on the rank that commits."""
+def prune(folder: RunFolder, rules: Retention, saved: int, told: set[str]) -> None:
+    """Delete what no rule keeps but for the step that was saved last; never raises.
 
-    def __init__(self, folder: RunFolder, retention: Retention) -> None:
-        self._folder, self._retention = folder, retention
-        self._saved: int | None = None
-        self._warned = False
-        self._warned_of_metric = False
-
-    def spare(self, step: int) -> None:
-        """Leave alone what is saved as ``step``."""
-        self._saved = step
-
-    def run(self) -> None:
-        """Delete what no rule keeps; never raises."""
+    Args:
+        told: What was warned of already; more comes in.
+    """
+    try:
+        metrics = folder.metrics()
+        if (later := sorted(step for step in metrics if step > saved)) and "later" not in told:
+            told.add("later")
+            logger.warning(_LATER, saved, folder.path, later)
+        doomed = rules.to_delete(metrics)
+        if doomed and (missing := rules.missing_metric(metrics)) and "missing" not in told:
+            told.add("missing")
+            logger.warning("In %s %s. Give save() metrics of that name.", folder.path, missing)
+    except Exception as error:
+        logger.warning(_NOT_DELETED, folder.path, error)
+        return
+    for path, step in ((folder.checkpoint(step), step) for step in doomed if step != saved):
         try:
-            metrics = self._folder.metrics()
-            self._warn_of_later(metrics)
-            doomed = self._retention.to_delete(metrics)
-            if doomed:
-                self._warn_of_missing_metric(metrics)
-            for step in doomed:
-                if step != self._saved:
-                    self._try(step)
-        except Exception as error:
-            logger.warning(_NOT_DELETED, self._folder.path, error)
-
-    def _try(self, step: int) -> None:
-        """One that cannot be deleted does not keep the others."""
-        path = self._folder.checkpoint(step)
-        try:
-            if self._folder.delete(step):
+            if folder.delete(step):
                 logger.info("Deleted %s.", path)
-        except Exception as error:
+        except Exception as error:  # one that cannot be deleted does not keep the others
             logger.warning(_NOT_DELETED, path, error)
-
-    def _warn_of_later(self, steps: Iterable[int]) -> None:
-        later = sorted(step for step in steps if self._saved is not None and step > self._saved)
-        if later and not self._warned:
-            self._warned = True
-            logger.warning(
-                "Step %s was saved, and %s holds the later steps %s: load_latest loads the last of them. Delete them if the "
-                "run went back to an earlier step, or go on in another folder.",
-                *(self._saved, self._folder.path, later),
-            )
-
-    def _warn_of_missing_metric(self, metrics: Mapping[int, Mapping[str, float]]) -> None:
-        missing = self._retention.missing_metric(metrics)
-        if missing and not self._warned_of_metric:
-            self._warned_of_metric = True
-            logger.warning("In %s %s. Give save() metrics of that name.", self._folder.path, missing)
 
 
 _NOT_DELETED = "%s: what no rule keeps was not deleted; the next save tries again: %s"
+_LATER = (
+    "Step %s was saved, and %s holds the later steps %s: load_latest loads the last of them. Delete them if the run went back "
+    "to an earlier step, or go on in another folder."
+)
 
 
 def _is_count(value: object) -> bool:

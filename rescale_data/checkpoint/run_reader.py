@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from rescale_data.checkpoint.loading import LoadReport, load_checked
+from rescale_data.checkpoint.loading import LoadReport, load
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.retention import ranked
 from rescale_data.checkpoint.state import State
@@ -105,7 +105,8 @@ class RunReader:
         return None
 
     def _load(self, step: int, state: State, **how: bool) -> LoadReport:
-        return load_checked(self._folder.checkpoint(step), state, self._ranks, storage_options=self._options, **how)
+        path, group = self._folder.checkpoint(step), self._ranks.group
+        return load(path, state, process_group=group, storage_options=self._options, **how)
 
     def _prepare_load(self) -> None:
         """Before a load."""

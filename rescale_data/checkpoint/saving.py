@@ -10,10 +10,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
-from rescale_data.checkpoint.planner import CheckpointSavePlanner
 from rescale_data.checkpoint.rank_values import refuse_disagreement
 from rescale_data.checkpoint.ranks import Ranks, clear_error, quiet
-from rescale_data.checkpoint.state import State, entries_of, loose_names, plain_of
+from rescale_data.checkpoint.state import State, entries_of, plain_of
 from rescale_data.checkpoint.storage.commit import Workspace, abandon, prepare
 from rescale_data.checkpoint.storage.dcp import CheckpointWriter
 from rescale_data.checkpoint.storage.manifest import Manifest, checked_metrics
@@ -78,7 +77,7 @@ def plain_state(state: State, ranks: Ranks) -> tuple[dict[str, Any], set[str]]:
     """
     # Twice: sharded modules have collectives in their plain(), which all ranks must reach or none.
     entries = ranks.together(lambda: entries_of(state, ranks.rank))
-    return ranks.together(lambda: plain_of(entries)), loose_names(entries)
+    return ranks.together(lambda: plain_of(entries))
 
 
 def write(
@@ -102,7 +101,6 @@ def write(
         save_state(
             plain,
             storage_writer=CheckpointWriter(store, workspace, manifest),
-            planner=CheckpointSavePlanner(),
             process_group=ranks.group,
             no_dist=not ranks.distributed,
         )

@@ -8,7 +8,6 @@ returns.
 from __future__ import annotations
 
 import copy
-import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -16,13 +15,11 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from rescale_data.checkpoint.devices import adapter_of, host_copy, settle
+from rescale_data.checkpoint.devices import address, copied
 from rescale_data.checkpoint.entry import Entry
-from rescale_data.checkpoint.optimizer.entry import OptimizerEntry
-from rescale_data.checkpoint.state import ModuleEntry, plain_of
+from rescale_data.checkpoint.state import plain_of
 from rescale_data.checkpoint.tree import mapped
 
 Staged = dict[str, Any]
@@ -41,27 +38,33 @@ class Stager:
         )
         self._stager = DefaultStager(options)
         self._pending: Future[Any] | None = None
-        self._lock = threading.Lock()
         # Any optimizer's, since any optimizer may own the parameters; the hook alone does not keep the copies alive.
         self._hook = register_optimizer_step_pre_hook(_waiter(weakref.ref(self)))
 
-    def stage(self, entries: list[Entry]) -> Future[Staged]:
-        """The state of ``entries`` as it is now, once the copy is done. One at a time: the memory is used again."""
-        steady = _changed_by_steps_alone(entries)
+    def stage(self, entries: list[Entry]) -> tuple[Future[None], Callable[[], Staged], set[str]]:
+        """Copy the state of ``entries`` as it is now. One at a time: the memory is used again.
+
+        Returns:
+            Done when it is copied; what gives the copy; and the names in it that may differ between ranks.
+        """
+        steady = {place for entry in entries for tensor in entry.steady() if (place := address(tensor))}
         late: dict[str, torch.Tensor] = {}
-        live = plain_of(entries)
-        settle(live)
+        live, loose = plain_of(entries)
         plain = mapped(live, lambda _, leaf: _copy(leaf, steady, late))
-        self._pending = cast("Future[Any]", self._stager.stage(cast(Any, late)))
-        staged: Future[Staged] = Future()
-        self._pending.add_done_callback(lambda copied: _hand_over(copied, plain, staged))
-        return staged
+        pending = self._pending = cast("Future[Any]", self._stager.stage(cast(Any, late)))
+        done: Future[None] = Future()
+        pending.add_done_callback(
+            lambda copied: done.set_exception(error) if (error := copied.exception()) else done.set_result(None)
+        )
+
+        def copies() -> Staged:
+            return mapped(plain, lambda _, leaf: pending.result()[leaf.key] if isinstance(leaf, _Late) else leaf)
+
+        return done, copies, loose
 
     def wait(self) -> None:
         """Return when the state may change. An error of the copy belongs to the save and is raised there."""
-        with self._lock:
-            pending, self._pending = self._pending, None
-        if pending is not None:
+        if (pending := self._pending) is not None:
             pending.exception()
 
     def close(self) -> None:
@@ -86,44 +89,10 @@ class _Late:
         self.key = key
 
 
-def _changed_by_steps_alone(entries: list[Entry]) -> set[int]:
-    """Addresses of the memory of parameters and of optimizer states."""
-    tensors: list[torch.Tensor] = []
-    for entry in entries:
-        if isinstance(entry, ModuleEntry):
-            tensors.extend(entry.module.parameters())
-        if isinstance(entry, OptimizerEntry):
-            values = [
-                value for state in entry.optimizer.state.values() for value in cast(dict[str, Any], state).values()
-            ]
-            tensors.extend(value for value in values if isinstance(value, torch.Tensor) and value.dim() > 0)
-    return {address for tensor in tensors if (address := _address(tensor))}
-
-
-def _address(tensor: torch.Tensor) -> int:
-    if adapter_of([tensor]) is not None:
-        return 0  # no memory of this process
-    with torch.no_grad():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        return local.untyped_storage().data_ptr() if type(local) in (torch.Tensor, torch.nn.Parameter) else 0
-
-
 def _copy(value: Any, steady: set[int], late: dict[str, torch.Tensor]) -> Any:
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
-    adapter = adapter_of([value])
-    if adapter is not None:
-        return host_copy(value, adapter)
-    if _address(value) in steady:
-        late[key := str(len(late))] = value.detach()
-        return _Late(key)
-    return value.detach().clone()
-
-
-def _hand_over(copied: Future[Any], plain: Staged, staged: Future[Staged]) -> None:
-    error = copied.exception()
-    if error is not None:
-        staged.set_exception(error)
-    else:
-        copies = copied.result()
-        staged.set_result(mapped(plain, lambda _, leaf: copies[leaf.key] if isinstance(leaf, _Late) else leaf))
+    if address(value) not in steady:
+        return copied(value)
+    late[key := str(len(late))] = value.detach()
+    return _Late(key)

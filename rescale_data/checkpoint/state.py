@@ -7,6 +7,7 @@ user's state into what DCP knows, at any depth, and takes back what DCP has load
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -14,160 +15,44 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
-from rescale_data.checkpoint.devices import refuse_pickled
+from rescale_data.checkpoint.devices import address, cut, refuse_pickled
 from rescale_data.checkpoint.entry import Entry, Path
 from rescale_data.checkpoint.optimizer.entry import OptimizerEntry
 from rescale_data.checkpoint.optimizer.named import owner
 from rescale_data.checkpoint.rank_values import PerRank, own_name, source_rank
-from rescale_data.checkpoint.storage.dcp import Saved
-from rescale_data.checkpoint.storage.metadata import paths_of
-from rescale_data.checkpoint.tree import keys_of, leaves, string_keys
+from rescale_data.checkpoint.tree import leaves, nested
+from rescale_data.engine.state_paths import names_under
 
 State: TypeAlias = Mapping[str, Any]
 
 
-class ModuleEntry(Entry):
-    def __init__(self, path: Path, module: nn.Module) -> None:
-        super().__init__(path)
-        self.module = module
-
-    def plain(self) -> Any:
-        plain = get_model_state_dict(self.module)
-        buffers = {address for buffer in self.module.buffers() if (address := _address(buffer))}
-        self.loose = {f"{self.name}.{key}" for key, value in plain.items() if _address(value) in buffers}
-        return plain
-
-    def apply(self, loaded: Any) -> None:
-        set_model_state_dict(self.module, loaded)
-
-
-def _address(value: Any) -> int:
-    """Of the memory of a whole tensor in this process; 0 for any other."""
-    plain = type(value) in (torch.Tensor, nn.Parameter) and value.device.type in ("cpu", "cuda")
-    return value.data_ptr() if plain else 0
-
-
-class StatefulEntry(Entry):
-    whole = True
-
-    def __init__(self, path: Path, value: Stateful) -> None:
-        super().__init__(path)
-        self.value = value
-        self.live: Any = None  # its state when the placeholder was made, whose keys may be no strings
-
-    def plain(self) -> Any:
-        return self.value.state_dict()
-
-    def placeholder(self, saved: Saved) -> Any:
-        self.live = self.plain()
-        return string_keys(self.live)
-
-    def apply(self, loaded: Any) -> None:
-        self.value.load_state_dict(keys_of(self.live, loaded))
-
-
-class ValueEntry(Entry):
-    """A tensor, loaded in place, or a plain value, replaced in the mapping that holds it."""
-
-    def __init__(self, path: Path, value: Any, holder: Mapping[str, Any]) -> None:
-        super().__init__(path)
-        self.value = value
-        self.holder = holder
-
-    def plain(self) -> Any:
-        return self.value
-
-    def placeholder(self, saved: Saved) -> Any:
-        return string_keys(self.value)
-
-    def apply(self, loaded: Any) -> None:
-        if isinstance(self.value, torch.Tensor):
-            return
-        if not isinstance(self.holder, MutableMapping):
-            raise TypeError(f"{self.name!r} is a plain value in a {type(self.holder).__name__}; load into a dict.")
-        self.holder[self.path[-1]] = keys_of(self.value, loaded)
-
-
-class PerRankEntry(Entry):
-    """A rank's own value, by the rule of its kind, under the rank's name."""
-
-    def __init__(self, path: Path, value: PerRank, rank: int) -> None:
-        super().__init__(path)
-        self.value, self.rank = value, rank
-        self.key = own_name(rank)
-        self.holder = {self.key: value.value}
-        self.entry = _entry((*path, self.key), value.value, self.holder, [])
-        self.whole = self.entry.whole
-
-    def plain(self) -> Any:
-        return {self.key: self.entry.plain()}
-
-    def placeholder(self, saved: Saved) -> Any:
-        paths, size = paths_of(saved.metadata).values(), len(self.path)
-        names = {str(path[size]) for path in paths if len(path) > size and tuple(map(str, path[:size])) == self.path}
-        self.key = own_name(source_rank(names, self.rank))
-        self.left_out = {f"{self.name}.{name}" for name in names if name != self.key}
-        return {self.key: self.entry.placeholder(saved)}
-
-    def apply(self, loaded: Any) -> None:
-        self.entry.apply(loaded[self.key])
-        if isinstance(self.entry, ValueEntry):
-            self.value.value = self.holder[own_name(self.rank)]
-
-
-def entries_of(state: State, rank: int = 0) -> list[Entry]:
+def entries_of(state: State, rank: int = 0, saved: Mapping[str, tuple[Any, ...]] | None = None) -> list[Entry]:
     """The entries of a state, nested mappings included.
 
     Args:
         rank: Whose own values are meant by ``PerRank``.
-
-    Raises:
-        TypeError: ``state`` is no mapping, has keys that are not strings, or a module, an optimizer or a Stateful in a list.
-        ValueError: an optimizer's parameters belong to no module of ``state``.
+        saved: Paths in the checkpoint that is to be loaded, by flattened name.
     """
     if not isinstance(cast(object, state), Mapping):
         raise TypeError(f'state maps names to values, {{"model": model, ...}}; it is a {type(state).__name__}.')
     values = _walk(state, ())
     modules = [(path, value) for path, value, _ in values if isinstance(value, nn.Module)]
     return [
-        PerRankEntry(path, value, rank) if isinstance(value, PerRank) else _entry(path, value, holder, modules)
+        _own_entry(path, value, rank, saved or {})
+        if isinstance(value, PerRank)
+        else _entry(path, value, holder, modules)
         for path, value, holder in values
     ]
 
 
-def plain_of(entries: list[Entry]) -> dict[str, Any]:
-    """What DCP saves of the entries; its tensors may be the live ones.
-
-    Raises:
-        TypeError, ValueError: values that have no place in a checkpoint.
-    """
-    plain = nested([(entry.path, entry.plain()) for entry in entries])
+def plain_of(entries: list[Entry]) -> tuple[dict[str, Any], set[str]]:
+    """What DCP saves of the entries, whose tensors may be the live ones; and the names in it that may differ between ranks."""
+    plain = nested((entry.path, entry.plain()) for entry in entries)
     refuse_pickled(plain)
     refuse_unfit(plain)
-    return plain
-
-
-def loose_names(entries: list[Entry]) -> set[str]:
-    """Names of values that may differ between ranks; known when they are plain."""
-    return {name for entry in entries for name in entry.loose}
-
-
-def nested(values: list[tuple[Path, Any]]) -> dict[str, Any]:
-    """Values by path as nested dicts."""
-    root: dict[str, Any] = {}
-    for path, value in values:
-        inner = root
-        for key in path[:-1]:
-            inner = inner.setdefault(key, {})
-        inner[path[-1]] = value
-    return root
-
-
-def value_at(root: Mapping[str, Any], path: Path) -> Any:
-    value: Any = root
-    for key in path:
-        value = value[key]
-    return value
+    loose = {place for entry in entries for tensor in entry.loose() if (place := address(tensor))}
+    names = {".".join(path) for path, leaf in leaves(plain) if loose and address(leaf) in loose}
+    return cut(plain, "to_save"), names
 
 
 def _walk(state: Mapping[Any, Any], path: Path) -> list[tuple[Path, Any, Mapping[str, Any]]]:
@@ -189,15 +74,36 @@ def _has_names(value: Mapping[Any, Any]) -> bool:
     return all(isinstance(key, str) for key in value)
 
 
-def _entry(path: Path, value: Any, holder: Mapping[str, Any], modules: list[tuple[Path, nn.Module]]) -> Entry:
+def _own_entry(path: Path, own: PerRank, rank: int, saved: Mapping[str, tuple[Any, ...]]) -> Entry:
+    """A rank's own value, by the rule of its kind, under the rank's name; those of other ranks are not missed."""
+    names = {under[0] for under in names_under(saved, path).values() if under}
+    key = own_name(source_rank(names, rank))
+    entry = _entry((*path, key), own.value, vars(own), [], key="value")
+    entry.left_out = {".".join((*path, name)) for name in names - {key}}
+    return entry
+
+
+def _entry(
+    path: Path, value: Any, holder: Mapping[str, Any], modules: list[tuple[Path, nn.Module]], key: str | None = None
+) -> Entry:
     if isinstance(value, nn.Module):
-        return ModuleEntry(path, value)
+        plain, take = partial(get_model_state_dict, value), partial(set_model_state_dict, value)
+        return Entry(path, plain, take, steady=value.parameters, loose=value.buffers)
     if isinstance(value, torch.optim.Optimizer):
         return OptimizerEntry(path, owner(".".join(path), value, modules), value)
     if isinstance(value, Stateful):
-        return StatefulEntry(path, value)
+        return Entry(path, value.state_dict, value.load_state_dict, whole=True)
     _refuse_inside(path, value)
-    return ValueEntry(path, value, holder)
+    return Entry(path, lambda: value, lambda loaded: _replace(path, value, holder, key or path[-1], loaded))
+
+
+def _replace(path: Path, value: Any, holder: Mapping[str, Any], key: str, loaded: Any) -> None:
+    """A plain value, in the mapping that holds it; a tensor was loaded in place."""
+    if isinstance(value, torch.Tensor):
+        return
+    if not isinstance(holder, MutableMapping):
+        raise TypeError(f"{'.'.join(path)!r} is a plain value in a {type(holder).__name__}; load into a dict.")
+    holder[key] = loaded
 
 
 def _refuse_inside(path: Path, value: Any) -> None:

@@ -8,6 +8,8 @@ XLAShardedTensor  [ piece | piece | piece | pad ]      one process a host, a pie
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -15,32 +17,43 @@ from typing import Any
 import torch
 import torch_xla
 import torch_xla.runtime as xr
-from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
 from torch_xla.core import xla_model
 from torch_xla.distributed.spmd import ShardingType, XLAShardedTensor, wrap_if_sharded
 from torch_xla.experimental.distributed_checkpoint import SPMDLoadPlanner, SPMDSavePlanner, prime_optimizer
 
+from rescale_data.checkpoint.devices import Pieces
+
 
 class XlaAdapter:
     """`rescale_data.checkpoint.devices.Adapter` for torch_xla in SPMD mode."""
-
-    def is_sharded(self, tensor: torch.Tensor) -> bool:
-        wrapped = wrap_if_sharded(tensor)  # torch_xla's planners leave out what has no elements
-        return tensor.numel() > 0 and isinstance(wrapped, XLAShardedTensor) and wrapped.sharding_type in _CUT
-
-    def unwrap(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.global_tensor if isinstance(tensor, XLAShardedTensor) else tensor
 
     def settle(self) -> None:
         require_spmd()
         torch_xla.sync()
         xla_model.wait_device_ops()
 
-    def save_planner(self) -> SavePlanner:
-        return SPMDSavePlanner()
+    def to_save(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not _is_cut(tensor):
+            return _unwrapped(tensor)
+        planner: Any = SPMDSavePlanner()
+        planner.set_up_planner({"": tensor}, is_coordinator=False)
+        pieces = Pieces.of(tensor, planner.create_local_plan().items)
+        places = pieces.distinct
+        pieces.find = lambda index: planner.resolve_data(places[index.offset])
+        return pieces
 
-    def load_planner(self) -> LoadPlanner:
-        return SPMDLoadPlanner()
+    def to_load(self, tensor: torch.Tensor) -> torch.Tensor:
+        pieces = self.to_save(tensor)
+        if isinstance(pieces, Pieces):
+            planner: Any = SPMDLoadPlanner()
+            planner.set_up_planner({"": tensor}, Metadata({}), is_coordinator=False)
+            nameless = functools.partial(dataclasses.replace, fqn="")
+            pieces.find = lambda index: planner.lookup_tensor(nameless(index))
+            pieces.commit = lambda item, read: planner.commit_tensor(
+                dataclasses.replace(item, dest_index=nameless(item.dest_index)), read
+            )
+        return pieces
 
     def first_state(self, optimizer: torch.optim.Optimizer) -> Mapping[torch.Tensor, dict[str, Any]]:
         """By torch_xla's ``prime_optimizer``, a step with zero gradients: only the step itself tells how its state is sharded.
@@ -48,7 +61,7 @@ class XlaAdapter:
         A copy of the optimizer without its hooks takes the step, on copies of the parameters: it may change them, by its weight
         decay or 0 / 0.
         """
-        copies = {parameter: self._copy(parameter) for parameter in _parameters(optimizer)}
+        copies = {parameter: _copy(parameter) for parameter in _parameters(optimizer)}
         stepped = _without_hooks(optimizer)
         stepped.state = defaultdict(dict)
         stepped.param_groups = [
@@ -65,9 +78,19 @@ class XlaAdapter:
             ) from error
         return {parameter: stepped.state[copied] for parameter, copied in copies.items()}
 
-    def _copy(self, parameter: torch.Tensor) -> torch.Tensor:
-        """XLA cuts what a computation makes of a tensor, here a copy, as it has cut the tensor."""
-        return self.unwrap(parameter).detach().clone().requires_grad_(parameter.requires_grad)
+
+def _is_cut(tensor: torch.Tensor) -> bool:
+    wrapped = wrap_if_sharded(tensor)  # torch_xla's planners leave out what has no elements
+    return tensor.numel() > 0 and isinstance(wrapped, XLAShardedTensor) and wrapped.sharding_type in _CUT
+
+
+def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.global_tensor if isinstance(tensor, XLAShardedTensor) else tensor
+
+
+def _copy(parameter: torch.Tensor) -> torch.Tensor:
+    """XLA cuts what a computation makes of a tensor, here a copy, as it has cut the tensor."""
+    return _unwrapped(parameter).detach().clone().requires_grad_(parameter.requires_grad)
 
 
 def _without_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

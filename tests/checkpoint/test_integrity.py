@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 from rescale_data import checkpoint
-from rescale_data.checkpoint.storage.local import LocalStore
 from rescale_data.checkpoint.storage.open import open_store
+from rescale_data.checkpoint.storage.store import LocalStore
 from tests.checkpoint.processes import run
 from tests.checkpoint.stand_in import StandInLoader
 
@@ -184,7 +184,7 @@ def test_a_failing_disk_leaves_the_checkpoint_before(
 ) -> None:
     checkpoint.save(tmp_path / "c", state(1))
     with monkeypatch.context() as patch:
-        patch.setattr("rescale_data.checkpoint.storage.local.LocalStore", BrokenStore)
+        patch.setattr("rescale_data.checkpoint.storage.open.LocalStore", BrokenStore)
         patch.setattr(BrokenStore, "at", at)
         patch.setattr(BrokenStore, "number", number)
         with pytest.raises(OSError, match=words) as caught:

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from rescale_data.checkpoint import CheckpointManager
-from rescale_data.checkpoint.storage import local
+from rescale_data.checkpoint.storage import open as opening
 from rescale_data.checkpoint.storage.commit import hidden_of
-from rescale_data.checkpoint.storage.local import LocalStore
+from rescale_data.checkpoint.storage.store import LocalStore
 from tests.checkpoint.processes import context, start
 from tests.checkpoint.stand_in import StandInLoader
 
@@ -103,7 +103,7 @@ FUSE = 90
 
 def save_with_a_fuse(folder: str, mode: Any, first: int, fuse: int, out: Connection) -> None:
     torch.set_num_threads(1)
-    local.LocalStore = FusedStore  # type: ignore[misc]
+    opening.LocalStore = FusedStore  # type: ignore[misc]
     FusedStore.left = fuse
     with CheckpointManager(folder, keep_latest=2, async_mode=mode) as manager:
         for step in range(first, first + 4):

@@ -15,8 +15,8 @@ pytest.importorskip("s3fs", reason="needs the extra s3")
 pytest.importorskip("moto", reason="needs the extra s3")
 
 from rescale_data.checkpoint import CheckpointManager, RunReader
-from rescale_data.checkpoint.storage import objects
-from rescale_data.checkpoint.storage.objects import ObjectStore
+from rescale_data.checkpoint.storage import open as opening
+from rescale_data.checkpoint.storage.store import ObjectStore
 from tests.checkpoint.object_server import BUCKET, serving
 from tests.checkpoint.processes import context, start
 from tests.checkpoint.test_kill import KILLS, end, state_of
@@ -50,7 +50,7 @@ class FusedStore(ObjectStore):
 
 
 def save_with_a_fuse(folder: str, options: Any, mode: Any, first: int, victim: int, fuse: int, reports: Any) -> None:
-    objects.ObjectStore = FusedStore  # type: ignore[misc]
+    opening.ObjectStore = FusedStore  # type: ignore[misc]
     FusedStore.left = fuse if dist.get_rank() == victim else 10**9
     with CheckpointManager(folder, keep_latest=1, async_mode=mode, storage_options=options) as manager:
         for step in (first, first, first + 1):  # a replacement is a save, too, and the last save deletes a step

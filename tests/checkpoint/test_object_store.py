@@ -182,10 +182,10 @@ def test_what_is_read_elsewhere_is_not_deleted(server: Server, folder: str) -> N
         store, path = open_store(folder, server.options)
         with reading(store, f"{path}/step-1"):
             manager.save(2, state(2))
-            manager._uploads.idle()
+            manager._idle()
             assert manager.steps() == [1, 2]
         manager.save(3, state(3))
-        manager._uploads.idle()
+        manager._idle()
         assert manager.steps() == [3]
 
 

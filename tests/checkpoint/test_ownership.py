@@ -16,10 +16,8 @@ import torch.distributed.checkpoint as dcp
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager
 from rescale_data.checkpoint.storage.commit import hidden, hidden_of
-from rescale_data.checkpoint.storage.local import LocalStore
-from rescale_data.checkpoint.storage.objects import ObjectStore
 from rescale_data.checkpoint.storage.open import open_store
-from rescale_data.checkpoint.storage.store import Store
+from rescale_data.checkpoint.storage.store import LocalStore, ObjectStore, Store
 
 STATE = {"a": torch.ones(3), "b": 1}
 ID = "0123456789abcdef" * 2
@@ -118,7 +116,7 @@ def test_a_deletion_takes_the_folder_away_before_its_files(tmp_path: Path, monke
     with CheckpointManager(tmp_path, keep_latest=1, async_mode="disabled") as manager:
         manager.save(1, STATE)
         manager.save(2, STATE)
-        manager._uploads.idle()
+        manager._idle()
         assert manager.steps() == [2]
     [left] = [name for name in removed if hidden_of(name) == ("step-1", "deleted")]
     (tmp_path / left / ".metadata").unlink()

@@ -16,8 +16,8 @@ from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager
 from rescale_data.checkpoint.storage import commit
 from rescale_data.checkpoint.storage.manifest import read_manifest
-from rescale_data.checkpoint.storage.objects import ObjectStore
 from rescale_data.checkpoint.storage.open import open_store
+from rescale_data.checkpoint.storage.store import ObjectStore
 
 CHANGES = ("open_write", "remove", "remove_folder", "rename")
 

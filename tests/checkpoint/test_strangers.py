@@ -25,9 +25,8 @@ from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager, RunReader
 from rescale_data.checkpoint.storage import lease, progress
 from rescale_data.checkpoint.storage.commit import hidden
-from rescale_data.checkpoint.storage.local import LocalStore
-from rescale_data.checkpoint.storage.objects import ObjectStore
 from rescale_data.checkpoint.storage.open import open_store
+from rescale_data.checkpoint.storage.store import LocalStore, ObjectStore
 from tests.checkpoint.processes import context
 
 STATE = {"w": torch.ones(3)}
@@ -36,7 +35,7 @@ OTHER = """
 import os, sys, torch
 from rescale_data import checkpoint
 from rescale_data.checkpoint.storage import commit
-from rescale_data.checkpoint.storage.local import LocalStore
+from rescale_data.checkpoint.storage.store import LocalStore
 folder, how = sys.argv[1:]
 if how == "manager":
     manager = checkpoint.CheckpointManager(folder)
@@ -161,7 +160,7 @@ def test_a_link_is_never_entered(forked: tuple[Path, Path], how: str) -> None:
             manager.save(99, {"w": torch.zeros(3)})
         else:
             manager.save(101, STATE)
-            manager._uploads.idle()
+            manager._idle()
             assert manager.steps() == [101]
     assert checkpoint.verify(foreign) == []
     assert sorted(os.listdir(foreign)) == [".metadata", "__0_0.distcp", "rescale_data.json"]
@@ -176,11 +175,11 @@ def test_a_lease_of_any_content_counts_for_a_time(tmp_path: Path, content: str) 
         file.write_text(content)
         for step in (2, 3):
             manager.save(step, STATE)
-        manager._uploads.idle()
+        manager._idle()
         assert manager.steps() == [1, 3], "a young one may be of a reader"
         os.utime(file, (time.time() - lease.LIFETIME - 1,) * 2)
         manager.save(4, STATE)
-        manager._uploads.idle()
+        manager._idle()
         assert manager.steps() == [4]
 
 
@@ -335,7 +334,7 @@ def test_one_folder_without_permission_does_not_stop_all(
     with CheckpointManager(tmp_path, keep_latest=1, async_mode="disabled") as manager:
         assert "step-4 is not removed" in caplog.text
         manager.save(5, STATE)
-        manager._uploads.idle()
+        manager._idle()
         assert manager.steps() == [1, 5]
     assert "step-1: what no rule keeps was not deleted" in caplog.text
 

@@ -11,8 +11,8 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from rescale_data.checkpoint.planner import describe, load_plain
-from rescale_data.checkpoint.storage.metadata import paths_of
-from rescale_data.checkpoint.storage.open import ReplacedError, opened
+from rescale_data.checkpoint.storage.metadata import empty, paths_of
+from rescale_data.checkpoint.storage.open import opened
 from rescale_data.checkpoint.storage.progress import Progress
 from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.tree import Lost
@@ -78,14 +78,14 @@ class StoredCheckpoint(contextlib.ExitStack):
     def values(self) -> dict[str, Any]:
         """What is no tensor, by flattened name."""
         plain: dict[str, Any] = {self._keys[short]: None for short in self._plain}
-        self._read(plain)
+        load_plain(plain, self._reader)
         return {short: plain[self._keys[short]] for short in self._plain}
 
     def stream(self, names: list[str], budget: int = BUDGET) -> Iterator[torch.Tensor]:
         """The tensors of ``names`` in order, read in batches of at most ``budget`` bytes, or of one tensor."""
         for batch in self.batches(names, budget):
-            read = {self._keys[name]: self._empty(name) for name in batch}
-            self._read(read)
+            read: dict[str, Any] = {self._keys[name]: empty(self.tensors[name]) for name in batch}
+            load_plain(read, self._reader)
             self._progress.add(sum(map(self.num_bytes, batch)))
             for name in batch:
                 yield read.pop(self._keys[name])
@@ -101,20 +101,6 @@ class StoredCheckpoint(contextlib.ExitStack):
     def num_bytes(self, name: str) -> int:
         meta = self.tensors[name]
         return math.prod(meta.size) * meta.properties.dtype.itemsize
-
-    def _read(self, plain: dict[str, Any]) -> None:
-        failure: Exception | None = None
-        try:
-            load_plain(plain, self._reader)
-        except Exception as error:
-            failure = error
-        if self._reader.is_replaced():  # what was read may be of the other one
-            raise ReplacedError(f"{self.folder} was replaced or deleted while it was read. Start again.") from failure
-        if failure is not None:
-            raise failure
-
-    def _empty(self, name: str) -> torch.Tensor:
-        return torch.empty(self.tensors[name].size, dtype=self.tensors[name].properties.dtype)
 
     def batches(self, names: Iterable[str], budget: int) -> Iterator[list[str]]:
         """``names`` in their order, each batch of at most ``budget`` bytes, or of one tensor."""

@@ -32,6 +32,8 @@ class ValuesReader(StorageReader):
         flat: They are by flattened name.
     """
 
+    trusted = True  # they are here already
+
     def __init__(self, tree: Callable[[], Mapping[str, Any]], *, flat: bool = False) -> None:
         self.tree = tree
         self._flat = flat
@@ -98,7 +100,7 @@ def as_bytes(value: Any) -> io.BytesIO:
 def fill(target: torch.Tensor, whole: torch.Tensor) -> None:
     """Copy into this rank's part of ``target``, however it is sharded, from the whole tensor; no communication."""
     # Flat as it is: DCP's way to flatten a state keeps its tensors alive until a garbage collection (torch 2.9).
-    load_plain({"value": target}, ValuesReader(lambda: {"value": whole}, flat=True), trusted=True)
+    load_plain({"value": target}, ValuesReader(lambda: {"value": whole}, flat=True))
 
 
 def _metadata_of(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:

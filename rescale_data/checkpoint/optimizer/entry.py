@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import StorageReader
 
 from rescale_data.checkpoint.entry import Entry, Path
 from rescale_data.checkpoint.optimizer.named import GROUPS, named_state
 from rescale_data.checkpoint.optimizer.target import Target, lacking
-from rescale_data.checkpoint.storage.dcp import Saved
-from rescale_data.checkpoint.storage.metadata import paths_of
+from rescale_data.checkpoint.planner import load_plain
+from rescale_data.checkpoint.storage.metadata import empty, paths_of
 from rescale_data.checkpoint.tree import mapped, tree_of
 
 
@@ -28,23 +31,20 @@ class OptimizerEntry(Entry):
     """
 
     def __init__(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(path)
+        super().__init__(path, partial(named_state, model, optimizer), self._take, steady=partial(_shaped, optimizer))
         self.model, self.optimizer = model, optimizer
         self._kept: set[str] = set()  # parameters whose state is not taken
 
-    def plain(self) -> dict[str, Any]:
-        return named_state(self.model, self.optimizer)
-
-    def placeholder(self, saved: Saved) -> dict[str, Any]:
+    def placeholder(self, reader: StorageReader) -> dict[str, Any]:
         """State for exactly the parameters that have some in the checkpoint."""
-        self.states, self.groups = _layout(saved.metadata, self.path)
+        self.states, self.groups = _layout(reader.read_metadata(), self.path)
         self.target = Target(self.model, self.optimizer)
-        self._match(saved)
+        self._match(reader)
         content = {} if self.name in self.refused else self._content()
         self.left_out = {*self.refused, *(f"{self.name}.state.{name}" for name in self._kept)}
         return content
 
-    def apply(self, loaded: dict[str, Any]) -> None:
+    def _take(self, loaded: Any) -> None:
         """Parameters that the checkpoint does not know keep their state, too."""
         if self.name in self.refused or not self.groups:
             return
@@ -65,10 +65,11 @@ class OptimizerEntry(Entry):
                 states[name] = room
         return {"state": states, GROUPS: [self._group(*numbered) for numbered in enumerate(self.groups)]}
 
-    def _match(self, saved: Saved) -> None:
+    def _match(self, reader: StorageReader) -> None:
         """Match the groups by their parameters' names, which have to be read: they are plain values."""
         prefix = f"{self.name}.{GROUPS}"
-        values = saved.values([f"{prefix}.{n}.params" for n, group in enumerate(self.groups) if "params" in group])
+        asked = [f"{prefix}.{n}.params" for n, group in enumerate(self.groups) if "params" in group]
+        values = load_plain(dict.fromkeys(asked), reader)
         names = [values.get(f"{prefix}.{number}.params") or [] for number in range(len(self.groups))]
         all_names = [name for group in names for name in group]
         self._known = {*self.states, *all_names}
@@ -96,11 +97,17 @@ class OptimizerEntry(Entry):
         numbers = self.target.numbers
         live = self.target.current[GROUPS][numbers.index(number)] if number in numbers else {}
 
-        def empty(path: tuple[Any, ...], leaf: torch.Tensor | None) -> torch.Tensor | None:
+        def room(path: tuple[Any, ...], leaf: torch.Tensor | None) -> torch.Tensor | None:
             device = getattr(live.get(path[0]), "device", None)
             return None if leaf is None else torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
 
-        return mapped(saved, empty)
+        return mapped(saved, room)
+
+
+def _shaped(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+    """Tensors of its state, but those without a dimension."""
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return [value for value in values if isinstance(value, torch.Tensor) and value.dim() > 0]
 
 
 def _layout(metadata: Metadata, path: tuple[str, ...]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -110,15 +117,9 @@ def _layout(metadata: Metadata, path: tuple[str, ...]) -> tuple[dict[str, Any], 
     """
     start = len(path)
     inner = {key: of[start:] for key, of in paths_of(metadata).items() if of[:start] == path and len(of) >= start + 3}
-    layout = tree_of(inner, {key: _stand_in(metadata.state_dict_metadata[key]) for key in inner})
+    layout = tree_of(inner, {key: empty(metadata.state_dict_metadata[key], "meta") for key in inner})
     groups = layout.get(GROUPS)
     return layout.get("state", {}), groups if isinstance(groups, list) else []
-
-
-def _stand_in(meta: Any) -> torch.Tensor | None:
-    if not isinstance(meta, TensorStorageMetadata):
-        return None
-    return torch.empty(meta.size, dtype=meta.properties.dtype, device="meta")
 
 
 _BY_NUMBER = (

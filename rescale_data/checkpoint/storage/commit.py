@@ -25,6 +25,8 @@ import uuid
 from collections.abc import Collection, Generator
 from dataclasses import dataclass
 
+from torch.distributed.checkpoint.metadata import Metadata
+
 from rescale_data.checkpoint.storage import locks
 from rescale_data.checkpoint.storage.manifest import MANIFEST, METADATA, Manifest, read_manifest
 from rescale_data.checkpoint.storage.metadata import read_metadata
@@ -56,13 +58,10 @@ def hidden_of(entry: str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Workspace:
-    """Where one save writes.
+    """Where the save with this id writes what is going to be ``final``, until it is committed.
 
     Args:
-        final: The checkpoint's path once it is committed.
-        working: Where its files are written.
         prefix: What the names of data files begin with, once the checkpoint is committed.
-        save_id: Of this save.
     """
 
     final: str
@@ -70,13 +69,14 @@ class Workspace:
     prefix: str = ""
     save_id: str
 
+    @property
+    def lock(self) -> str:
+        """The file whose lock keeps others from taking a local folder for a leftover: that of its manifest."""
+        return join(self.working, MANIFEST)
+
 
 def prepare(store: Store, final: str, save_id: str, *, overwrite: bool) -> Workspace:
-    """Check that ``final`` may be written, remove what earlier saves to it left over, and make the workspace.
-
-    Raises:
-        ValueError: ``final`` is a file, holds a checkpoint and ``overwrite`` is False, holds something else, or is being saved.
-    """
+    """Check that ``final`` may be written, remove what earlier saves to it left over, and make the workspace."""
     remove_leftovers(store, final)
     _refuse_unless_free(store, final, overwrite)
     if store.renames:
@@ -92,9 +92,6 @@ def aside(store: Store, final: str) -> Generator[str]:
     """The path to write to in place of ``final``, a file or a folder, and to rename; what is there in the end is removed.
 
     In an object store it is ``final``: an object appears when it is whole.
-
-    Raises:
-        ValueError: another process writes to ``final``.
     """
     if not store.renames:
         yield final
@@ -109,39 +106,28 @@ def aside(store: Store, final: str) -> Generator[str]:
 
 
 def _make_locked(store: Store, final: str, save_id: str) -> Workspace:
-    """Make a workspace beside ``final``, and hold the lock that keeps others from taking it for a leftover."""
+    """Make a workspace beside ``final``, with its lock."""
     folder, name = split(final)
-    workspace = Workspace(final=final, working=join(folder, hidden(name, SAVING, save_id)), save_id=save_id)
-    lock = join(workspace.working, MANIFEST)
-    while not locks.is_held(lock):
+    own = hidden(name, SAVING, save_id)
+    workspace = Workspace(final=final, working=join(folder, own), save_id=save_id)
+    while not locks.is_held(workspace.lock):
         store.make_folder(workspace.working)
         # Taken away before it was locked: made again.
         with contextlib.suppress(FileNotFoundError, locks.HeldError):
-            locks.take(lock)
-            if not store.is_file(lock):
-                locks.release(lock)
-    try:
-        _refuse_other_writers(store, workspace)
-    except ValueError:
-        abandon(store, workspace)
-        raise
-    return workspace
-
-
-def _refuse_other_writers(store: Store, own: Workspace) -> None:
-    folder, name = split(own.final)
+            locks.take(workspace.lock)
+            if not store.is_file(workspace.lock):
+                locks.release(workspace.lock)
     for entry in store.names(folder):
-        who = locks.holder(join(folder, entry, MANIFEST)) if hidden_of(entry) == (name, SAVING) else ""
-        if who and join(folder, entry) != own.working:
-            raise ValueError(f"{own.final} is being saved by {who}. Wait until that has ended, or give another path.")
+        others = hidden_of(entry) == (name, SAVING) and entry != own
+        if others and (who := locks.holder(join(folder, entry, MANIFEST))):
+            abandon(store, workspace)
+            raise ValueError(f"{final} is being saved by {who}. Wait until that has ended, or give another path.")
+    return workspace
 
 
 def commit(store: Store, workspace: Workspace, manifest: Manifest) -> None:
     """Make the checkpoint exist. All other files are written and synced."""
-    if store.renames:
-        _rename(store, workspace, manifest)
-    else:
-        _switch(store, workspace, manifest)
+    (_rename if store.renames else _switch)(store, workspace, manifest)
 
 
 def abandon(store: Store, workspace: Workspace) -> None:
@@ -153,7 +139,7 @@ def abandon(store: Store, workspace: Workspace) -> None:
             if not store.renames and store.names(final) == [METADATA] and _is_saved_by_us(store, final):
                 store.remove(join(final, METADATA))
     finally:
-        locks.release(join(workspace.working, MANIFEST))
+        locks.release(workspace.lock)
 
 
 def _is_committed(store: Store, workspace: Workspace) -> bool:
@@ -183,25 +169,22 @@ def take_away(store: Store, path: str) -> None:
 def remove_leftovers(store: Store, final: str) -> None:
     """Remove what killed saves and deletions of ``final`` left, and give back the checkpoint that one was about to replace."""
     folder, name = split(final)
-    leftovers = [(entry, hidden_of(entry)) for entry in store.names(folder)] if store.renames else []
-    for entry, of in leftovers:
-        path = join(folder, entry)
-        if of is None or of[0] != name or not _is_dead(store, folder, hidden(name, SAVING, entry.rpartition("-")[2])):
+    for entry in store.names(folder) if store.renames else []:
+        of, path = hidden_of(entry), join(folder, entry)
+        if of is None or of[0] != name or not _is_dead(store, join(folder, hidden(name, SAVING, entry[-32:]))):
             continue
-        if of[1] == REPLACED and not (store.exists(final) or store.is_link(final)):
-            with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError):  # somebody else removes it
+            if of[1] == REPLACED and not (store.exists(final) or store.is_link(final)):
                 store.rename(path, final)
-        else:
-            with contextlib.suppress(FileNotFoundError):  # somebody else removes it
+            else:
                 take_away(store, path)
                 logger.info("Removed %s, which a killed save or deletion left.", path)
 
 
-def _is_dead(store: Store, folder: str, workspace: str) -> bool:
+def _is_dead(store: Store, workspace: str) -> bool:
     """Whether nobody writes into a workspace, or it is gone."""
-    path = join(folder, workspace)
-    who = locks.holder(join(path, MANIFEST))
-    return who == "" or (who is None and age(store, path) > ABANDONED)
+    who = locks.holder(join(workspace, MANIFEST))
+    return who == "" or (who is None and age(store, workspace) > ABANDONED)
 
 
 def remove_abandoned_files(store: Store, final: str) -> None:
@@ -238,10 +221,13 @@ def is_remainder(store: Store, path: str) -> bool:
 
 def _is_saved_by_us(store: Store, path: str) -> bool:
     try:
-        meta = read_metadata(store.read(join(path, METADATA))).storage_meta
+        return is_ours(read_metadata(store.read(join(path, METADATA))))
     except Exception:  # whatever it is that cannot be read, it is not provably ours
         return False
-    return meta is not None and (meta.save_id or "").startswith(SAVE_ID_PREFIX)
+
+
+def is_ours(metadata: Metadata) -> bool:
+    return metadata.storage_meta is not None and (metadata.storage_meta.save_id or "").startswith(SAVE_ID_PREFIX)
 
 
 def replaced_by_a_killed_save(store: Store, path: str) -> str | None:
@@ -269,7 +255,7 @@ def _refuse_unless_free(store: Store, final: str, overwrite: bool) -> None:
 
 def _rename(store: Store, workspace: Workspace, manifest: Manifest) -> None:
     # Into the file whose lock this process holds.
-    store.write(join(workspace.working, MANIFEST), manifest.to_json())
+    store.write(workspace.lock, manifest.to_json())
     store.sync_folder(workspace.working)
     folder, name = split(workspace.final)
     replaced = join(folder, hidden(name, REPLACED, workspace.save_id))
@@ -278,7 +264,7 @@ def _rename(store: Store, workspace: Workspace, manifest: Manifest) -> None:
     store.rename(workspace.working, workspace.final)
     store.sync_folder(folder)
     store.remove_folder(replaced)
-    locks.release(join(workspace.working, MANIFEST))
+    locks.release(workspace.lock)
 
 
 def _switch(store: Store, workspace: Workspace, manifest: Manifest) -> None:

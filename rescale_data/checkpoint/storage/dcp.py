@@ -5,12 +5,12 @@ The reader reads metadata without trusting it. The writer records every file's s
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -28,17 +28,11 @@ from rescale_data.checkpoint.storage.store import FileRecord, Store, join, split
 from rescale_data.errors import DamagedCheckpointError
 
 
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint that is about to be loaded.
+class ReplacedError(ValueError):
+    """While it was read the checkpoint at a path was replaced or deleted."""
 
-    Args:
-        metadata: Names, shapes and dtypes.
-        values: Reads plain values by flattened name.
-    """
-
-    metadata: Metadata
-    values: Callable[[list[str]], dict[str, Any]]
+    def __str__(self) -> str:
+        return f"{super().__str__()} was replaced or deleted while it was read. Start again."
 
 
 class CheckpointReader(FileSystemReader):
@@ -46,15 +40,17 @@ class CheckpointReader(FileSystemReader):
 
     Args:
         trusted: True runs what its metadata names, where that is not known.
+
+    Attributes:
         manifest: Of the checkpoint that is read, so that it is seen when another takes its place.
     """
 
-    def __init__(self, store: Store, path: str, *, trusted: bool = False, manifest: Manifest | None = None) -> None:
+    def __init__(self, store: Store, path: str, *, trusted: bool = False) -> None:
         super().__init__(path)
         self.fs: Store = store
         self.path: str = path
         self.trusted = trusted
-        self.manifest = manifest
+        self.manifest: Manifest | None = None
         self._metadata: Metadata | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -92,7 +88,8 @@ class CheckpointWriter(FileSystemWriter):
     def __init__(self, store: Store, workspace: Workspace, manifest: Manifest) -> None:
         super().__init__(workspace.working, sync_files=store.renames, overwrite=True)
         self.progress = Progress(f"Saving {workspace.final}")
-        self.fs: Store = store.recording(self.progress)
+        self.fs: Store = copy.copy(store)
+        self.fs.written, self.fs.progress = {}, self.progress
         self.path: str = workspace.working
         self.workspace = workspace
         self.manifest = manifest
@@ -114,16 +111,16 @@ class CheckpointWriter(FileSystemWriter):
             )
             raise
         done: Future[list[WriteResult]] = Future()
-        done.set_result([*results, *(_as_result(path, record) for path, record in self.fs.written.items())])
+        written = self.fs.written.items()
+        files = [WriteResult(MetadataIndex(split(path)[1]), of.size, cast(Any, of)) for path, of in written]
+        done.set_result([*results, *files])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         prefix = self.workspace.prefix
-        files = {
-            prefix + cast(_FileIndex, r.index).fqn: r.storage_data for rank in results for r in rank if _is_file(r)
-        }
+        files = {prefix + r.index.fqn: r.storage_data for of in results for r in of if _is_file(r)}
         self.fs.written.clear()
-        super().finish(metadata, [[_under(prefix, r) for r in rank if not _is_file(r)] for rank in results])
+        super().finish(metadata, [[_under(prefix, r) for r in of if not _is_file(r)] for of in results])
         # DCP writes the metadata under another name, and renames it.
         files[prefix + METADATA] = next(iter(self.fs.written.values()))
         manifest = dataclasses.replace(self.manifest, files=files, created=time.time(), torch=str(torch.__version__))
@@ -149,12 +146,9 @@ def changed_sizes(store: Store, path: str, files: Mapping[str, FileRecord]) -> l
     ]
 
 
-class _FileIndex(MetadataIndex):
-    """Marks a ``WriteResult`` that is a file's record and not a value's place."""
-
-
-def _as_result(path: str, record: FileRecord) -> WriteResult:
-    return WriteResult(_FileIndex(split(path)[1]), record.size, cast(Any, record))
+def _is_file(result: WriteResult) -> bool:
+    """Whether it is a file's record, and not a value's place."""
+    return isinstance(cast(object, result.storage_data), FileRecord)
 
 
 def _under(prefix: str, result: WriteResult) -> WriteResult:
@@ -163,10 +157,6 @@ def _under(prefix: str, result: WriteResult) -> WriteResult:
     return dataclasses.replace(
         result, storage_data=dataclasses.replace(place, relative_path=prefix + place.relative_path)
     )
-
-
-def _is_file(result: WriteResult) -> bool:
-    return isinstance(result.index, _FileIndex)
 
 
 def _num_bytes(plan: SavePlan) -> int:

@@ -29,10 +29,10 @@ LIFETIME = 6 * 3600.0
 
 
 @contextlib.contextmanager
-def reading(store: Store, path: str, *, wanted: bool = True) -> Generator[None]:
+def reading(store: Store, path: str) -> Generator[None]:
     """Hold a lease on the checkpoint at ``path``, if retention may delete it and the folder can be written."""
     folder, name = split(path)
-    if not wanted or not STEP.fullmatch(name) or not store.is_folder(path):
+    if not STEP.fullmatch(name) or not store.is_folder(path):
         yield
         return
     lease = join(folder, LEASES, f"{name}-{uuid.uuid4().hex}.json")

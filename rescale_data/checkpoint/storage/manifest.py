@@ -29,11 +29,7 @@ class Manifest:
     Args:
         save_id: Identifies one call of save, so that files of two saves are never taken for one.
         files: Records by name, relative to the checkpoint's folder, without the manifest's own.
-        world_size: Ranks that saved.
-        step: Of the trainer, if it was told.
-        metrics: Numbers by name, for retention.
         created: Seconds since the epoch.
-        torch: Version that saved.
         lost: What the names of the values do not tell of the state's form: see ``tree.Lost``.
     """
 

@@ -67,9 +67,6 @@ def read_metadata(content: bytes, *, trusted: bool = False) -> Metadata:
     Args:
         trusted: Where it names unknown classes, import and run them, as ``pickle`` does. Without that, classes that
             ``torch.serialization.add_safe_globals`` was given are read as records, too.
-
-    Raises:
-        ValueError: it is damaged, or names anything but the known classes.
     """
     try:
         try:
@@ -89,6 +86,12 @@ def paths_of(metadata: Metadata) -> dict[str, tuple[Any, ...]]:
     """The path in the nested state of each flattened name."""
     known = metadata.planner_data or {}
     return {name: tuple(known.get(name, (name,))) for name in metadata.state_dict_metadata}
+
+
+def empty(meta: Any, device: str = "cpu") -> torch.Tensor | None:
+    """A tensor to load into; None for a plain value."""
+    tensor = isinstance(meta, TensorStorageMetadata)
+    return torch.empty(meta.size, dtype=meta.properties.dtype, device=device) if tensor else None
 
 
 class _Record:

@@ -7,26 +7,21 @@ import re
 import zlib
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, TypeVar, cast
 
 from rescale_data.checkpoint.ranks import Ranks
-from rescale_data.checkpoint.storage import local
-from rescale_data.checkpoint.storage.commit import SAVE_ID_PREFIX, replaced_by_a_killed_save
-from rescale_data.checkpoint.storage.dcp import CheckpointReader
+from rescale_data.checkpoint.storage.commit import is_ours, replaced_by_a_killed_save
+from rescale_data.checkpoint.storage.dcp import CheckpointReader, ReplacedError
 from rescale_data.checkpoint.storage.lease import reading
 from rescale_data.checkpoint.storage.manifest import MANIFEST, METADATA, Manifest, NewerError, read_manifest
 from rescale_data.checkpoint.storage.metadata import UnknownClassError
 from rescale_data.checkpoint.storage.progress import Progress
-from rescale_data.checkpoint.storage.store import FileRecord, Store, StrPath, join, split
+from rescale_data.checkpoint.storage.store import FileRecord, LocalStore, ObjectStore, Store, StrPath, join, split
 from rescale_data.errors import DamagedCheckpointError
 
 T = TypeVar("T")
 _BLOCK = 4 << 20
-
-
-class ReplacedError(ValueError):
-    """While it was read the checkpoint was replaced or deleted."""
 
 
 def open_store(
@@ -36,12 +31,7 @@ def open_store(
 
     Args:
         path: A local path, or a URL that fsspec knows (``s3://bucket/run``, ``gs://``, ``az://``, ``memory://``).
-        storage_options: Passed on to fsspec.
         to_write: A link is then what is written anew. Else a link to a checkpoint is the checkpoint.
-
-    Raises:
-        TypeError: ``path`` is neither a string nor path-like.
-        ValueError: the scheme is unknown, what it needs is not installed, or a URL came as a ``pathlib.Path``.
     """
     if not isinstance(cast(object, path), str | os.PathLike):
         raise TypeError(f"A checkpoint's path is a str or os.PathLike, not {type(path).__name__}.")
@@ -49,14 +39,12 @@ def open_store(
     if not isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):
         raise ValueError(f"{text!r} was a URL: pathlib has taken one of its slashes. Give a URL as a str.")
     if "://" in text and not text.startswith("file://"):
-        from rescale_data.checkpoint.storage.objects import ObjectStore
-
         return ObjectStore(text, storage_options), text.rstrip("/")
     found = os.path.abspath(text.removeprefix("file://"))
     if to_write:
         folder, name = split(found)
-        return local.LocalStore(), join(os.path.realpath(folder), name)
-    return local.LocalStore(), os.path.realpath(found)
+        return LocalStore(), join(os.path.realpath(folder), name)
+    return LocalStore(), os.path.realpath(found)
 
 
 def mapped_path(path: StrPath) -> str:
@@ -88,7 +76,7 @@ def opened(
     ranks = ranks or Ranks.alone()
     store, asked = open_store(path, storage_options)
     folder = ranks.on_first(lambda: replaced_by_a_killed_save(store, asked) or asked)
-    with reading(store, folder, wanted=ranks.is_first):
+    with reading(store, folder) if ranks.is_first else nullcontext():
         reader = CheckpointReader(store, folder, trusted=trusted)
         try:
             if found := problems(reader, ranks, checksums=checksums):
@@ -98,11 +86,13 @@ def opened(
                     found,
                 )
             yield reader
+        except ReplacedError:
+            raise
         except Exception as error:
             absent = isinstance(error, FileNotFoundError)
             if ranks.on_first(lambda: reader.is_replaced() or (absent and store.is_file(join(asked, MANIFEST)))):
                 # Or it was looked for between two renames, and is there now.
-                raise ReplacedError(f"{asked} was replaced or deleted while it was read.") from error
+                raise ReplacedError(asked) from error
             raise
 
 
@@ -142,72 +132,64 @@ def verify(path: StrPath, *, checksums: bool = True, storage_options: Mapping[st
 
 def problems(reader: CheckpointReader, ranks: Ranks, *, checksums: bool) -> list[str]:
     """What is wrong, one sentence a file, on every rank, with the files dealt over all of them; and the reader's manifest."""
-    reader.manifest, complaints = ranks.on_first(lambda: _manifest_or_complaints(reader))
-    if reader.manifest is None:
-        return complaints
-    files = reader.manifest.files
+    reader.manifest, files, complaints = ranks.on_first(lambda: _expected(reader))
     mine = {name: files[name] for name in sorted(files)[ranks.rank :: ranks.size]}
-    found = ranks.on_each(lambda: _problems_of(reader.fs, reader.path, mine, checksums))
-    return [problem for per_rank in found for problem in per_rank]
+    found = ranks.on_each(lambda: _problems_of(reader, mine, checksums and reader.manifest is not None))
+    return [*complaints, *(problem for per_rank in found for problem in per_rank)]
 
 
-def _manifest_or_complaints(reader: CheckpointReader) -> tuple[Manifest | None, list[str]]:
-    """The manifest, or what is wrong; neither for a checkpoint of another tool, as far as its metadata tells.
+def _expected(reader: CheckpointReader) -> tuple[Manifest | None, Mapping[str, FileRecord], list[str]]:
+    """The manifest, the files as they must be, and what is wrong before these are looked at.
 
-    Raises:
-        FileNotFoundError: no checkpoint there.
+    Of a checkpoint of another tool there is no manifest, and the files are at least as long as its metadata tells.
     """
+    store, path = reader.fs, reader.path
     try:
-        manifest = read_manifest(reader.fs, reader.path)
-        return (manifest, []) if manifest is not None else (None, _without_manifest(reader))
+        manifest = read_manifest(store, path)
+        if manifest is not None:
+            return manifest, manifest.files, []
+        if store.is_file(path):
+            raise FileNotFoundError(
+                f"No checkpoint at {path}: it is a file, and a checkpoint is a folder. Make one of a file of torch.save or of "
+                f"safetensors by rescale-data convert {path} FOLDER."
+            )
+        if not store.is_file(join(path, METADATA)):
+            names = [name for name in store.names(path) if name[0] != "."][:5]
+            here = f"it holds {names}" if store.exists(path) else "there is nothing at this path"
+            run = next((name for name in names if store.is_file(join(path, name, METADATA))), None)
+            cure = f" It is the folder of a run: give one of its checkpoints, {join(path, run)}." if run else ""
+            raise FileNotFoundError(f"No checkpoint at {path}: {here}.{cure}")
+        metadata = reader.read_metadata()
     except (NewerError, UnknownClassError):
         raise
     except ValueError as error:
-        return None, [str(error)]
-
-
-def _without_manifest(reader: CheckpointReader) -> list[str]:
-    """A save that was never finished, or files of another tool that are shorter than its metadata says."""
-    store, path = reader.fs, reader.path
-    if store.is_file(path):
-        raise FileNotFoundError(
-            f"No checkpoint at {path}: it is a file, and a checkpoint is a folder. Make one of a file of torch.save or of "
-            f"safetensors by rescale-data convert {path} FOLDER."
-        )
-    if not store.is_file(join(path, METADATA)):
-        names = [name for name in store.names(path) if name[0] != "."][:5]
-        here = f"it holds {names}" if store.exists(path) else "there is nothing at this path"
-        run = next((name for name in names if store.is_file(join(join(path, name), METADATA))), None)
-        cure = f" It is the folder of a run: give one of its checkpoints, {join(path, run)}." if run else ""
-        raise FileNotFoundError(f"No checkpoint at {path}: {here}.{cure}")
-    metadata = reader.read_metadata()
-    if metadata.storage_meta is not None and (metadata.storage_meta.save_id or "").startswith(SAVE_ID_PREFIX):
-        return [f"{path} has no {MANIFEST}: its save or its deletion was never finished. It is not loaded."]
+        return None, {}, [str(error)]
+    if is_ours(metadata):
+        return None, {}, [f"{path} has no {MANIFEST}: its save or its deletion was never finished. It is not loaded."]
     ends: dict[str, int] = {}
     for place in cast(dict[Any, Any], metadata.storage_data or {}).values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-    return [problem for name, end in sorted(ends.items()) if (problem := _too_short(store, join(path, name), end))]
+    return None, {name: FileRecord(end, 0) for name, end in ends.items()}, []
 
 
-def _problems_of(store: Store, path: str, files: Mapping[str, FileRecord], checksums: bool) -> list[str]:
+def _problems_of(reader: CheckpointReader, files: Mapping[str, FileRecord], checksums: bool) -> list[str]:
     """Of these files alone, on this process alone."""
-    if not files:
-        return []
-    progress = Progress(f"Checking {path}", sum(record.size for record in files.values())) if checksums else None
+    progress = Progress(f"Checking {reader.path}", sum(record.size for record in files.values())) if checksums else None
     with ThreadPoolExecutor(max_workers=4) as pool:
-        found = [pool.submit(_problem, store, join(path, name), record, progress) for name, record in files.items()]
+        found = [pool.submit(_problem, reader, *file, progress) for file in files.items()]
         return [problem for future in found if (problem := future.result())]
 
 
-def _problem(store: Store, name: str, record: FileRecord, progress: Progress | None) -> str | None:
+def _problem(reader: CheckpointReader, file: str, record: FileRecord, progress: Progress | None) -> str | None:
+    store, name, least = reader.fs, join(reader.path, file), "" if reader.manifest else "at least "
     try:
         size = store.size(name)
-        if size != record.size:
-            return f"{name} has {size} bytes; {record.size} were saved"
+        if size < record.size or (size > record.size and not least):
+            return f"{name} has {size} bytes; {least}{record.size} were saved"
         if progress is not None and _crc32(store, name, size, progress) != record.crc32:
             return f"{name} is not what was saved: its {size} bytes have another checksum"
     except FileNotFoundError:
-        return f"{name} is missing; {record.size} bytes were saved"
+        return f"{name} is missing; {least}{record.size} bytes were saved"
     except OSError as error:
         return f"{name} cannot be read: {error}"
     return None
@@ -221,11 +203,3 @@ def _crc32(store: Store, name: str, size: int, progress: Progress) -> int:
             crc32, size = zlib.crc32(block, crc32), size - len(block)
             progress.add(len(block))
     return crc32
-
-
-def _too_short(store: Store, name: str, end: int) -> str | None:
-    try:
-        size = store.size(name)
-    except FileNotFoundError:
-        return f"{name} is missing; at least {end} bytes were saved"
-    return f"{name} has {size} bytes; at least {end} were saved" if size < end else None

@@ -42,12 +42,7 @@ class RunFolder:
 
     @classmethod
     def existing(cls, store: Store, path: str) -> RunFolder:
-        """The folder of a run that is there.
-
-        Raises:
-            FileNotFoundError: no such folder.
-            ValueError: a checkpoint, and not a folder of checkpoints.
-        """
+        """The folder of a run that is there, and no checkpoint itself."""
         if not store.is_folder(path):
             raise FileNotFoundError(f"No folder at {path}.")
         if {MANIFEST, METADATA} & set(store.names(path)):
@@ -72,20 +67,16 @@ class RunFolder:
         return found
 
     def open_for_writing(self) -> None:
-        """Take the folder's lock, and remove what killed saves left over.
-
-        Raises:
-            ValueError: another process has the lock.
-        """
+        """Take the folder's lock, which no other process may have, and remove what killed saves left over."""
         self.store.make_folder(self.path)
         if not self._take_lock():
             return
-        for name in self._names_of_leftovers():
+        hidden = {of[0] for entry in self.store.names(self.path) if (of := hidden_of(entry))}
+        for name in filter(STEP.fullmatch, hidden):
             self._tried(name, lambda name=name: remove_leftovers(self.store, join(self.path, name)))
         committed = self.steps()
         for step in self._named():
-            work = self._collect if step in committed else self._remove_if_abandoned
-            self._tried(f"step-{step}", lambda work=work, step=step: work(step))
+            self._tried(f"step-{step}", lambda step=step: self._clean(step, step in committed))
 
     def close(self) -> None:
         if self._lock is not None:
@@ -118,26 +109,18 @@ class RunFolder:
         except (OSError, ValueError) as error:
             logger.warning("What was left over of %s is not removed: %s", join(self.path, name), error)
 
-    def _collect(self, step: int) -> None:
-        remove_abandoned_files(self.store, self.checkpoint(step))
-
-    def _remove_if_abandoned(self, step: int) -> None:
-        if self._is_abandoned(step) and self.delete(step):
-            logger.info("Removed %s, which a killed save or deletion left.", self.checkpoint(step))
+    def _clean(self, step: int, committed: bool) -> None:
+        """Remove what killed saves left in a checkpoint; and all of one that is ours, not committed, and nobody's just now."""
+        path = self.checkpoint(step)
+        if committed:
+            remove_abandoned_files(self.store, path)
+        elif self.store.is_link(path) or not is_remainder(self.store, path):
+            return
+        elif (self.store.renames or age(self.store, path) > ABANDONED) and self.delete(step):
+            logger.info("Removed %s, which a killed save or deletion left.", path)
 
     def _named(self) -> list[int]:
         return sorted(int(match[1]) for name in self.store.names(self.path) if (match := STEP.fullmatch(name)))
-
-    def _names_of_leftovers(self) -> set[str]:
-        names = {of[0] for entry in self.store.names(self.path) if (of := hidden_of(entry))}
-        return {name for name in names if STEP.fullmatch(name)}
-
-    def _is_abandoned(self, step: int) -> bool:
-        """Whether an uncommitted folder is what a killed save or deletion of ours left, and nobody is saving it now."""
-        path = self.checkpoint(step)
-        if self.store.is_link(path) or not is_remainder(self.store, path):
-            return False
-        return self.store.renames or age(self.store, path) > ABANDONED
 
     def _take_lock(self) -> bool:
         """Whether nobody else can be saving here."""

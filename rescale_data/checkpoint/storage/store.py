@@ -5,16 +5,22 @@ A ``Store`` is the file system that DCP's reader and writer use, too. What they 
 
 from __future__ import annotations
 
-import copy
+import contextlib
+import errno
 import io
 import os
+import shutil
+import stat
 import zlib
 from abc import abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Self, TypeAlias, cast
+from typing import Any, BinaryIO, TypeAlias, cast
 
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractFileSystem
 from torch.distributed.checkpoint.filesystem import FileSystemBase
 
 from rescale_data.checkpoint.storage.progress import Progress
@@ -37,10 +43,8 @@ class CheckedStream(io.RawIOBase):
         error: What the system said when a write failed: torch's own writer of tensors makes another error of it.
     """
 
-    def __init__(self, raw: BinaryIO, path: str, progress: Progress | None = None) -> None:
-        self.raw = raw
-        self.path = path
-        self.progress = progress
+    def __init__(self, raw: BinaryIO, path: str, progress: Progress) -> None:
+        self.raw, self.path, self.progress = raw, path, progress
         self.record = FileRecord(0, 0)
         self.error: OSError | None = None
 
@@ -52,8 +56,7 @@ class CheckedStream(io.RawIOBase):
         with self._noted():
             self.raw.write(view)
         self.record = FileRecord(self.record.size + view.nbytes, zlib.crc32(view, self.record.crc32))
-        if self.progress is not None:
-            self.progress.add(view.nbytes)
+        self.progress.add(view.nbytes)
         return view.nbytes
 
     def tell(self) -> int:
@@ -83,7 +86,10 @@ class CheckedStream(io.RawIOBase):
 
 
 class Store(FileSystemBase):
-    """Files and folders by path. Paths are strings with ``/``; a folder need not exist before its files do.
+    """Files and folders by path, in what fsspec reaches. Paths are strings with ``/``.
+
+    Args:
+        files: The file system.
 
     Attributes:
         renames: Whether a whole folder gets its name in one atomic step. Where it does not (object stores) a checkpoint
@@ -94,71 +100,78 @@ class Store(FileSystemBase):
 
     renames: bool
 
-    def __init__(self) -> None:
+    def __init__(self, files: AbstractFileSystem) -> None:
+        self._files: Any = files
         self.written: dict[str, FileRecord] = {}
-        self.progress: Progress | None = None
+        self.progress = Progress("Writing")
 
-    def recording(self, progress: Progress) -> Self:
-        """The same store for one save: nothing is written yet."""
-        other = copy.copy(self)
-        other.written, other.progress = {}, progress
-        return other
+    def open_read(self, path: str) -> BinaryIO:
+        return self._files.open(path, "rb")
 
-    @abstractmethod
-    def open_read(self, path: str) -> BinaryIO: ...
-
-    @abstractmethod
     def open_write(self, path: str) -> BinaryIO:
         """A new file; it need not be visible before it is closed."""
+        return self._files.open(path, "wb")
 
     @abstractmethod
     def discard(self, stream: BinaryIO, path: str) -> None:
         """Give up a file that ``open_write`` began; errors on the way are swallowed, the first one counts."""
 
-    @abstractmethod
-    def is_file(self, path: str) -> bool: ...
+    def is_file(self, path: str) -> bool:
+        return bool(self._files.isfile(path))
 
-    @abstractmethod
-    def is_folder(self, path: str) -> bool: ...
+    def is_folder(self, path: str) -> bool:
+        return bool(self.names(path))
 
-    @abstractmethod
     def size(self, path: str) -> int:
         """Bytes of a file; ``FileNotFoundError`` where there is none."""
+        return int(self._files.size(path))
 
-    @abstractmethod
     def sizes(self, path: str) -> dict[str, int]:
         """Bytes of each file directly in a folder, by name; empty where there is no folder."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            listed = cast("list[dict[str, Any]]", self._files.ls(path, detail=True))
+            return {split(entry["name"])[1]: int(entry["size"]) for entry in listed if entry["type"] == "file"}
+        return {}
 
-    @abstractmethod
     def modified(self, path: str) -> float:
         """Seconds since the epoch of a file's last change."""
+        return float(self._files.modified(path).timestamp())
 
-    @abstractmethod
     def names(self, path: str) -> list[str]:
         """Names directly in a folder, sorted; empty where there is no folder."""
+        try:
+            listed = cast(list[str], self._files.ls(path, detail=False))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        own = split(path)[1]
+        return sorted({name for name in (split(entry)[1] for entry in listed) if name and name != own})
 
-    @abstractmethod
-    def make_folder(self, path: str) -> None: ...
+    def make_folder(self, path: str) -> None:
+        """Nothing in an object store: a folder begins with its first object."""
 
-    @abstractmethod
-    def rename(self, path: StrPath, new_path: StrPath) -> None:
+    def rename(self, path: str, new_path: str) -> None:  # type: ignore[override]
         """A file, or where ``renames`` a folder, under a new name."""
+        self._files.mv(path, new_path)
 
-    @abstractmethod
     def remove(self, path: str) -> None:
         """A file; it may be gone already."""
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm_file(path)
 
-    @abstractmethod
     def remove_folder(self, path: str) -> None:
         """A folder with all that is in it; it may be gone already. A link goes, and what it points to stays."""
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm(path, recursive=True)
 
     def is_link(self, path: str) -> bool:
         """Whether something else is found under this name than what lies there."""
         return False
 
-    @abstractmethod
+    def sync_file(self, stream: BinaryIO) -> None:
+        """Make what was written survive a power cut, where it does not anyhow."""
+
     def sync_folder(self, path: str) -> None:
-        """Make the names in a folder survive a power cut, where that is not so anyhow."""
+        """Make the names in a folder survive a power cut, where they do not anyhow."""
 
     def read(self, path: str) -> bytes:
         with self.open_read(path) as stream:
@@ -176,47 +189,131 @@ class Store(FileSystemBase):
             self.discard(stream, path)
             raise
 
-    def sync_file(self, stream: BinaryIO) -> None:
-        """Make what was written survive a power cut."""
-
-    # What DCP's reader and writer ask of a file system.
+    # What DCP's reader and writer ask of a file system; the paths are those of ``init_path``.
 
     @contextmanager
-    def create_stream(self, path: StrPath, mode: str) -> Generator[io.IOBase, None, None]:
+    def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
         if "w" not in mode:
-            with self.open_read(os.fspath(path)) as raw:
+            with self.open_read(path) as raw:
                 yield cast(io.IOBase, raw)
             return
-        raw = self.open_write(os.fspath(path))
-        stream = CheckedStream(raw, os.fspath(path), self.progress)
+        raw = self.open_write(path)
+        stream = CheckedStream(raw, path, self.progress)
         try:
             yield stream
             stream.close()
         except BaseException as error:
-            self.discard(raw, os.fspath(path))
+            self.discard(raw, path)
             if stream.error is None or stream.error is error:
                 raise
             raise stream.error from error
-        self.written[os.fspath(path)] = stream.record
+        self.written[path] = stream.record
 
-    def concat_path(self, path: StrPath, suffix: str) -> str:
-        return join(os.fspath(path), suffix)
+    def concat_path(self, path: Any, suffix: str) -> str:
+        return join(path, suffix)
 
     def init_path(self, path: StrPath) -> str:
         return os.fspath(path)
 
-    def mkdir(self, path: StrPath) -> None:
-        self.make_folder(os.fspath(path))
+    def mkdir(self, path: Any) -> None:
+        self.make_folder(path)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
         return True
 
-    def exists(self, path: StrPath) -> bool:
-        return self.is_file(os.fspath(path)) or self.is_folder(os.fspath(path))
+    def exists(self, path: Any) -> bool:
+        return self.is_file(path) or self.is_folder(path)
 
-    def rm_file(self, path: StrPath) -> None:
-        self.remove(os.fspath(path))
+    def rm_file(self, path: Any) -> None:
+        self.remove(path)
+
+
+class ObjectStore(Store):
+    """A bucket. Objects appear whole or not at all; a folder is what its objects' names have in common.
+
+    Listings are never cached: what another rank or another job wrote must be seen.
+    """
+
+    renames = False
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        options = {"use_listings_cache": False, **(storage_options or {})}
+        try:
+            super().__init__(fsspec.core.url_to_fs(url, **options)[0])
+        except (ValueError, ImportError) as error:
+            raise ValueError(
+                f"{url!r} cannot be opened: {error}. "
+                f"Install the fsspec package for it (s3fs, gcsfs, adlfs), or give a local path."
+            ) from error
+
+    def discard(self, stream: BinaryIO, path: str) -> None:
+        # close() would commit the part that was written: abort the upload, and mark the file as closed.
+        with contextlib.suppress(Exception):
+            cast(Any, stream).discard()
+        with contextlib.suppress(Exception):
+            cast(Any, stream).closed = True
+
+
+class LocalStore(Store):
+    """The file system of this machine. ``rename`` of a folder is atomic; files and names are synced."""
+
+    renames = True
+
+    def __init__(self) -> None:
+        super().__init__(LocalFileSystem())
+
+    def open_read(self, path: str) -> BinaryIO:
+        mode = os.stat(path).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a device has no end, and a pipe no beginning
+            raise OSError(errno.EINVAL, "It is neither a file nor a folder", path)
+        return open(path, "rb")
+
+    def open_write(self, path: str) -> BinaryIO:
+        return open(path, "wb")
+
+    def discard(self, stream: BinaryIO, path: str) -> None:
+        with contextlib.suppress(OSError):
+            stream.close()
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+    def is_folder(self, path: str) -> bool:
+        return os.path.isdir(path)
+
+    def sizes(self, path: str) -> dict[str, int]:
+        if not os.path.isdir(path):
+            return {}
+        with os.scandir(path) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+
+    def names(self, path: str) -> list[str]:
+        return sorted(os.listdir(path)) if os.path.isdir(path) else []
+
+    def make_folder(self, path: str) -> None:
+        os.makedirs(path, exist_ok=True)
+
+    def is_link(self, path: str) -> bool:
+        return os.path.islink(path)
+
+    def rename(self, path: str, new_path: str) -> None:  # type: ignore[override]
+        os.replace(path, new_path)
+
+    def remove_folder(self, path: str) -> None:
+        if self.is_link(path):
+            self.remove(path)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def sync_file(self, stream: BinaryIO) -> None:
+        os.fsync(stream.fileno())
+
+    def sync_folder(self, path: str) -> None:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def join(folder: str, *names: str) -> str:
