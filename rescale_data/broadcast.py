@@ -145,34 +145,31 @@ class Broadcast:
 
     def report(self) -> Report:
         """As `DataLoader.report`, of the processes that read."""
-        return self._call("report", lambda: self._own.report())
+        return self._ask("report")
 
     def start(self) -> None:
         """As `DataLoader.start`."""
-        self._call("start", lambda: self._own.start())
+        self._ask("start")
 
     def skip(self, num_samples: int) -> None:
         """As `DataLoader.skip`."""
-        self._call(f"skip({num_samples})", lambda: self._own.skip(num_samples))
+        self._ask("skip", num_samples)
 
     def set_epoch(self, epoch: int) -> None:
         """As `DataLoader.set_epoch`."""
-        self._call(f"set_epoch({epoch})", lambda: self._own.set_epoch(epoch))
+        self._ask("set_epoch", epoch)
 
     def set_global_batch_size(self, global_batch_size: int) -> None:
         """As `DataLoader.set_global_batch_size`."""
-        self._call(
-            f"set_global_batch_size({global_batch_size})", lambda: self._own.set_global_batch_size(global_batch_size)
-        )
+        self._ask("set_global_batch_size", global_batch_size)
 
     def exclude_steps(self, ranges: Iterable[tuple[int, int]]) -> None:
         """As `DataLoader.exclude_steps`."""
-        steps = list(ranges)
-        self._call(f"exclude_steps({steps})", lambda: self._own.exclude_steps(steps))
+        self._ask("exclude_steps", list(ranges))
 
     def reset(self) -> None:
         """As `DataLoader.reset`."""
-        self._call("reset", lambda: self._own.reset())
+        self._ask("reset")
 
     def close(self) -> None:
         """As `DataLoader.close`; not collective."""
@@ -196,7 +193,7 @@ class Broadcast:
 
     def state_dict(self) -> dict[str, Any]:
         """As `DataLoader.state_dict`, equal on all peers of all dp ranks."""
-        return self._call("state_dict", lambda: self._own.state_dict())
+        return self._ask("state_dict")
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As `DataLoader.load_state_dict`; the state of the first of the peers is the one that counts."""
@@ -210,6 +207,11 @@ class Broadcast:
         if self.loader is None:
             raise RuntimeError("This process reads nothing.")
         return self.loader
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """What a method of the loader returns, on all of them."""
+        name = f"{method}({', '.join(map(repr, arguments))})"
+        return self._call(name, lambda: getattr(self._own, method)(*arguments))
 
     def _call(self, name: str, work: Callable[[], Any], kind: int = RESULT) -> Any:
         """What a call returns on the process that reads, on all of them; a batch on those that receive batches."""

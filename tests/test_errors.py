@@ -133,7 +133,7 @@ class TestTopology:
     @pytest.mark.parametrize(
         ("kwargs", "message"),
         [
-            ({"mesh": "dp"}, "mesh='dp' is a str: give a DeviceMesh of the new dp ranks"),
+            ({"mesh": "dp"}, "mesh='dp' is a str: give a DeviceMesh of the dp ranks"),
             ({"group": "dp"}, r"group='dp' is a str: give what torch\.distributed\.new_group returned"),
             ({"step": 1.0}, r"step=1\.0 is a float; give an int"),
             ({"step": True}, "step=True is a bool; give an int"),
@@ -204,6 +204,23 @@ class TestTopology:
     def test_a_loader_below_the_top_level_of_a_checkpoint(self, tmp_path: Path) -> None:
         with pytest.raises(BaseException, match="at the top level of the dict"):
             dcp.save({"training": {"loader": loader_of()}}, checkpoint_id=tmp_path / "checkpoint")
+
+    @pytest.mark.parametrize("make", [rd.Map, rd.Filter, rd.RandomMap, functools.partial(rd.Tokenize, column="row")])
+    @pytest.mark.parametrize("fn", [None, 3])
+    def test_what_is_no_function(self, make: Any, fn: Any) -> None:
+        """Before a row is drawn: with ``on_error="skip"`` all would be left out."""
+        with pytest.raises(
+            TypeError, match=rf"{fn} is a {type(fn).__name__}: give a function of a (sample|list of texts)"
+        ):
+            make(rd.Reader(ROWS, rd.Shard()), fn, on_error="skip")
+
+    def test_one_node_at_two_places(self) -> None:
+        def pipeline(shard: rd.Shard) -> BaseNode[Any]:
+            rows = rd.Reader(ROWS, shard)
+            return rd.WeightedSampler({"a": rows, "b": rd.Map(rows, dict)}, {"a": 1, "b": 1})
+
+        with pytest.raises(ValueError, match=r"One Reader stands at two places of the pipeline, a and b\.source"):
+            loader_of(pipeline)
 
 
 class TestBatches:
@@ -488,7 +505,7 @@ class TestStates:
             ),
             (
                 {"data": lambda shard: Every(rd.Reader(ROWS, shard), 3)},
-                "The fields differ.*Build the pipeline that was saved",
+                "The fields differ.*Build that one, with the saved verify=",
             ),
         ],
     )

@@ -38,10 +38,7 @@ def find_ranks(
         raise ValueError(f"dp_rank={dp_rank} and dp_world_size={dp_world_size}: give both, or neither.")
     if mesh is not None and dp_rank is not None:
         raise ValueError("Give mesh= or dp_rank= and dp_world_size=, not both.")
-    if mesh is not None and not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(
-            f"mesh={mesh!r} is a {type(mesh).__name__}: give a DeviceMesh of the dp ranks, world_mesh['dp']."
-        )
+    require_mesh(mesh)
     if group is not None and not isinstance(group, dist.ProcessGroup):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"group={group!r} is a {type(group).__name__}: give a process group of the dp ranks.")
     if dp_rank is not None and dp_world_size is not None and not 0 <= dp_rank < dp_world_size:
@@ -76,6 +73,14 @@ def find_ranks(
     circle.num_loaders += 1
     named = _mesh(members, mesh, group)
     return Ranks(me, len(members), circle, named, timeout, save_timeout, circle.num_loaders)
+
+
+def require_mesh(mesh: object) -> None:
+    """``TypeError`` of what is given and is no mesh."""
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh={mesh!r} is a {type(mesh).__name__}: give a DeviceMesh of the dp ranks, world_mesh['dp']."
+        )
 
 
 def _named(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> list[int]:

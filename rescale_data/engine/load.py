@@ -164,8 +164,8 @@ _FIXED = {
     "seed": "Another seed is another order: build the loader with the saved one, or begin a new run.",
 }
 _DESCRIBED = {
-    "fields": "The pipeline keeps other state than the one that was saved. Build that one, with the saved verify= (True keeps "
-    "a digest a reader), or begin a new run.",
+    "fields": "The pipeline keeps other state than the one that was saved. Build the pipeline that was saved, with the saved "
+    "verify= (True keeps a digest a reader), or begin a new run.",
     "pipeline": "These parameters change the order or the content of the samples: use the saved ones, or begin a new run.",
 }
 

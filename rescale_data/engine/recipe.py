@@ -48,12 +48,24 @@ class Recipe:
             given = Shard(shard, self.num_logical_shards, self.seed, self.repeat, self.verify, self.global_batch_size)
             root = as_node(self.pipeline(given))
             refuse_ranks(root, given)
+            _refuse_twice(root)
             if self.num_logical_shards > 1:
                 _refuse_whole(root)
             return root
         except TypeError as error:
             error.add_note(f"while the pipeline of logical shard {shard} was built")
             raise
+
+
+def _refuse_twice(root: Node[Any]) -> None:
+    """``ValueError`` where one node stands at two places: it has one position, of which the table would have two."""
+    seen: dict[int, tuple[str, ...]] = {}
+    for path, node in root.walk():
+        if (first := seen.setdefault(id(node), path)) is not path:
+            raise ValueError(
+                f"One {type(node).__name__} stands at two places of the pipeline, {path_name(first)} and {path_name(path)}, "
+                f"and a node has one position. Make one for each: rd.Reader(source, shard), again."
+            )
 
 
 def _refuse_whole(root: Node[Any]) -> None:

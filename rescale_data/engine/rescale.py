@@ -10,6 +10,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from rescale_data.engine.find_ranks import require_mesh
 from rescale_data.engine.reading import Reading
 from rescale_data.engine.setup import Setup
 from rescale_data.engine.statedict import header, state_of
@@ -20,8 +21,7 @@ from rescale_data.state import Ints
 
 def require_ranks(mesh: DeviceMesh | None, group: Any) -> None:
     """``TypeError`` of what is neither a mesh nor a group, before a rank takes it for its leave."""
-    if mesh is not None and not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"mesh={mesh!r} is a {type(mesh).__name__}: give a DeviceMesh of the new dp ranks.")
+    require_mesh(mesh)
     left_out = group in (None, dist.GroupMember.NON_GROUP_MEMBER)
     if not left_out and not isinstance(group, dist.ProcessGroup):
         raise TypeError(

@@ -13,8 +13,14 @@ CODE, VERSION = "fn.code", "version"
 """Parameters: the first is only warned about when a state is loaded, the second compared where both sides have it."""
 
 
+def require_function(fn: object, of: str) -> None:
+    if not callable(fn):
+        raise TypeError(f"{fn!r} is a {type(fn).__name__}: give a function of {of}.")
+
+
 def identity(fn: Any, version: str | int | None) -> dict[str, Any]:
     """Parameters of a node that calls ``fn``."""
+    require_function(fn, "a sample")
     if version is not None:
         if not isinstance(version, str | int | np.integer):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"version={version!r}: give a string or an integer, another one when the function changes.")

@@ -12,14 +12,14 @@ from rescale_data.nodes.shard_of import shard_of
 from rescale_data.nodes.tray import Tray
 from rescale_data.order import permutation
 from rescale_data.shard import Shard
-from rescale_data.sources.decoded.cache import cache, owner_of
+from rescale_data.sources.decoded.cache import Made, cache, owner_of
 from rescale_data.sources.decoded.sizes import size_of
 from rescale_data.state import Field, Ints, place_slots
 
 _EMITTED = 0
 
 
-class Window:
+class Window(Made):
     """Samples that were drawn together, each until it is handed out.
 
     Args:

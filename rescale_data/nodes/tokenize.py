@@ -18,10 +18,11 @@ from rescale_data.errors import require_int
 from rescale_data.nodes.base import BaseNode, Node, View, copy_of
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.counted import epoch_end_of_source
+from rescale_data.nodes.function import require_function
 from rescale_data.nodes.guard import OnError, guard_of
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.tokenized import FIRST_TEXTS, TokenizedDocuments
-from rescale_data.sources.decoded.cache import cache, owner_of
+from rescale_data.sources.decoded.cache import Made, cache, owner_of
 from rescale_data.state import Field, Ints
 
 Tokenizer: TypeAlias = Callable[[list[str]], Sequence[Any]]
@@ -40,7 +41,7 @@ class _Mark(Enum):
 
 
 @dataclass(frozen=True)
-class Batch:
+class Batch(Made):
     """Samples that were made together, or why there is none, each with the position of the source after it.
 
     Args:
@@ -100,6 +101,7 @@ class Tokenize(Node[dict[str, Any]]):
         batch_size: int = 32,
         on_error: OnError = "raise",
     ) -> None:
+        require_function(tokenizer, "a list of texts")
         require_int(batch_size=batch_size)
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: give the number of texts to tokenize at a time, at least 1.")

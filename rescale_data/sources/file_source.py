@@ -1,50 +1,26 @@
-"""What the sources of files share: an index of fragments made when it is opened, and rows read through the cache."""
+"""`FileSource`: what the sources of files share, rows that are read through the cache."""
 
 from __future__ import annotations
 
-import os
-import struct
-from abc import ABC, abstractmethod
-from bisect import bisect_right
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-import numpy as np
-import pyarrow as pa
-
-from rescale_data.errors import DataStateError, require_int
 from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.bad_row import BadRow
 from rescale_data.sources.counts import READ_BYTES, counts
 from rescale_data.sources.decoded.ahead import far_ahead
-from rescale_data.sources.decoded.cache import DEFAULT_BYTES, Sized, cache, handles, owner_of
+from rescale_data.sources.decoded.cache import Sized, cache, handles, owner_of
 from rescale_data.sources.decoded.interest import beside
 from rescale_data.sources.decoded.pieces import Share
-from rescale_data.sources.files.bundle import Bundle
-from rescale_data.sources.files.paths import Files, Paths, find
 from rescale_data.sources.files.ranges import Ranges
-from rescale_data.sources.files.remote import Remote, RemoteError
-from rescale_data.sources.folders import FILES, FOLDERS, fold
-from rescale_data.sources.fragments import Footer, Fragments, gather
-from rescale_data.sources.index import IndexFolder, listed
-from rescale_data.state import Ints
+from rescale_data.sources.known_files import KnownFiles
 
 V = TypeVar("V", bound=Sized)
 
-HIDDEN = ".rescale_data"
-"""The folder, beside local files, for what is kept of them."""
-
-_OPENING_THREADS = 16
 _GOLDEN = 2654435769  # multiples of it, modulo 2**32, lie evenly (Knuth, "The Art of Computer Programming", 6.4)
-_DAMAGE = (OSError, ValueError, IndexError, struct.error, pa.ArrowException)
-
-
-class Explained(ValueError):
-    """An error that names the file and the cure already."""
 
 
 class Rows(Protocol):
@@ -69,102 +45,8 @@ class Brought:
         return self.data.size
 
 
-class FileSource(ABC):
+class FileSource(KnownFiles):
     """Rows of files that have fragments. A format says how to read a footer and a fragment."""
-
-    FORMAT: ClassVar[str]
-    SUFFIXES: ClassVar[tuple[str, ...]]
-
-    def __init__(
-        self,
-        paths: Paths,
-        *,
-        cache_bytes: int = DEFAULT_BYTES,
-        storage_options: Mapping[str, Any] | None = None,
-        remote: Remote | None = None,
-        index_dir: str | os.PathLike[str] | None = None,
-    ) -> None:
-        (cache_bytes,) = require_int(cache_bytes=cache_bytes)
-        if cache_bytes < 1:
-            raise ValueError(f"cache_bytes={cache_bytes}: give a number of bytes, at least 1.")
-        self.cache_bytes, self.spill_bytes = cache_bytes, 0
-        if index_dir is not None and not os.fspath(index_dir):
-            raise ValueError("index_dir='': give a folder that all ranks share, or None for no index.")
-        self._index_dir = None if index_dir is None else os.path.abspath(os.fspath(index_dir))
-        self._files = self._find(paths, storage_options, remote)
-        self._mapped: str | None = None
-        self._indices: IndexFolder | None = None
-        folder = self._index_folder(paths)
-        if index_dir is not None or self._must_index:
-            self._map(folder)
-        else:
-            self._set(gather(self._read_footers(range(len(self._files.names)))))
-        self._accept()
-
-    def _map(self, folder: IndexFolder) -> None:
-        if self._files.filesystem is not None and self._index_dir is None:
-            raise ValueError(
-                f"{self._files.root} is behind URLs, and an index of it must lie where all ranks can read it. Give "
-                f"index_dir=, a folder that they share."
-            )
-        try:
-            self._mapped = folder.open(self._files, self._read_footers)
-        except PermissionError as error:
-            raise PermissionError(
-                f"The index of {self._files.root} cannot be written: {error}. Give index_dir=, a folder that all ranks share "
-                f"and may write to."
-            ) from error
-        except (FileExistsError, NotADirectoryError) as error:
-            raise ValueError(f"index_dir={self._index_dir!r} cannot be a folder: {error}. Give a folder.") from error
-        bundle = folder.load(self._mapped)
-        if self._index_dir is not None:
-            self._indices = replace(folder, given=())
-        self._files = listed(bundle, self._files)
-        self._set(Fragments.of(bundle))
-
-    def _set(self, index: Fragments) -> None:
-        self._index, self._fragments = index, index.starts
-        self.fragment_bytes = int(np.median(index.nbytes)) if len(index) else 0
-
-    def _index_folder(self, paths: Paths) -> IndexFolder:
-        root, given = self._files.root, [paths] if isinstance(paths, str | os.PathLike) else paths
-        about = {"format": self.FORMAT, **self._indexed_with()}
-        if self._index_dir is None:
-            folder = os.path.join(root, HIDDEN)
-            return IndexFolder(folder, about, [os.path.relpath(os.path.expanduser(path), root) for path in given])
-        stamped_by = "" if self._files.filesystem is None else type(self._files.filesystem).__name__
-        about |= {"root": root, "filesystem": stamped_by}
-        return IndexFolder(self._index_dir, about, [os.fspath(path) for path in given])
-
-    def _indexed_with(self) -> Mapping[str, Any]:
-        """The arguments, as JSON values, on which fragments depend."""
-        return {}
-
-    @property
-    def _must_index(self) -> bool:
-        """Whether what is known of the files is not to be found out by each process."""
-        return False
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        if self._mapped is not None:  # another process maps it too
-            del state["_index"], state["_fragments"]
-            state["_files"] = self._files.listed((), (), ())
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        if self._mapped is not None:
-            bundle = Bundle(self._mapped)
-            self._files = listed(bundle, self._files)
-            self._set(Fragments.of(bundle))
-
-    def _find(self, paths: Paths, storage_options: Mapping[str, Any] | None, remote: Remote | None) -> Files:
-        return find(paths, self.SUFFIXES, storage_options, remote)
-
-    @abstractmethod
-    def _footer(self, file: int) -> Footer:
-        """Read a footer; most errors mean that the file is damaged, and are made to say so."""
 
     @abstractmethod
     def _open(self, file: int) -> Any:
@@ -186,66 +68,6 @@ class FileSource(ABC):
     def _ranges(self, file: int) -> Ranges:
         """An open file, where there are extents."""
         return self._handle(file)
-
-    def _accept(self) -> None:
-        """Look at what is known of all files; ``ValueError`` where they do not go together."""
-        if not self.num_rows:
-            raise ValueError(
-                f"The {len(self._files.names)} files below {self._files.root} have no rows. Give files that have some."
-            )
-
-    @property
-    def name(self) -> str:
-        """The folder above all files."""
-        return self._files.root.rstrip("/").rpartition("/")[2] or self._files.root
-
-    @property
-    def num_rows(self) -> int:
-        return int(self._fragments[-1])
-
-    @property
-    def fragments(self) -> Ints:
-        return self._fragments
-
-    def manifest(self) -> Mapping[str, Any]:
-        """The files; with ``index_dir=``, which has the list of them, a digest a folder."""
-        full = {"format": self.FORMAT, FILES: _list_of(self._files, self._index)}
-        return full if self._indices is None else fold(full)
-
-    def unfold(self, manifest: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """A manifest of now or earlier, in full; `None` where no index in ``index_dir`` is that of its files."""
-        if FILES in manifest:
-            return manifest
-        rest = {key: value for key, value in manifest.items() if key != FOLDERS}
-        full = ({**rest, FILES: _list_of(*known)} for known in self._known())
-        return next((each for each in full if fold(each) == manifest), None)
-
-    def _known(self) -> Iterator[tuple[Files, Fragments]]:
-        """What there is now, and what there was when each of the earlier indices was made."""
-        yield self._files, self._index
-        for bundle in () if self._indices is None else self._indices.all():
-            yield listed(bundle, self._files), Fragments.of(bundle)
-
-    def subset(self, manifest: Mapping[str, Any]) -> Ints:
-        full = self.unfold(manifest)
-        if full is None:
-            raise DataStateError(
-                f"{self.name}: some logical shards are in an epoch of fewer files than there are now, and the index that lists "
-                f"those is no longer in index_dir={self._index_dir!r}: bring it back."
-            )
-        named = {name for name, *_ in full[FILES]}
-        files = np.array([name in named for name in self._files.names])
-        return np.flatnonzero(np.repeat(files, np.diff(self._index.files)))
-
-    def rows_of_file(self, name: str) -> range:
-        files = [file for file in range(len(self._files.names)) if f"/{self._files.path(file)}".endswith(f"/{name}")]
-        if len(files) != 1:
-            raise ValueError(f"{len(files)} of the files of {self.name} are named {name!r}: give the path of one.")
-        return range(self._index.first_row(files[0]), self._index.first_row(files[0] + 1))
-
-    def locate(self, index: int) -> str:
-        file, row = self._in_file(index)
-        return f"{self._files.path(file)}, row {row}"
 
     def row(self, index: int) -> dict[str, Any]:
         at = self._fragment_at(index)
@@ -331,17 +153,6 @@ class FileSource(ABC):
         named = () if column is None else (column,)
         return (owner_of(self), fragment, *named, *(() if share is None else ("piece", share.key)))
 
-    def _fragment_at(self, index: int) -> int:
-        return bisect_right(self._fragments.data, index) - 1
-
-    def _in_file(self, index: int) -> tuple[int, int]:
-        """The file of a row, and the row in it."""
-        fragment = self._fragment_at(index)
-        file, chosen = self._index.file_of(fragment), self._index.chosen_of(fragment)
-        if chosen is None:
-            return file, index - self._index.first_row(file)
-        return file, self._index.place("base", fragment) + int(chosen[index - self._fragments[fragment]])
-
     def _keep(self, key: tuple[Any, ...], decoded: V, *, stays: bool = True) -> V:
         cache().register(self)
         if stays:
@@ -355,29 +166,3 @@ class FileSource(ABC):
 
     def _bad(self, index: int, why: BadRow) -> ValueError:
         return ValueError(f"{self.locate(index)}: {why}")
-
-    @contextmanager
-    def _blaming(self, file: int) -> Generator[None]:
-        """Errors of reading a file name it."""
-        try:
-            yield
-        except (FileNotFoundError, PermissionError, RemoteError, Explained):
-            raise
-        except _DAMAGE as error:
-            raise ValueError(
-                f"{self._files.path(file)} cannot be read as {self.FORMAT}: {error}. It may be half-written or of another "
-                f"format: write it again, or leave it out."
-            ) from error
-
-    def _read_footers(self, files: Sequence[int]) -> list[Footer]:
-        with ThreadPoolExecutor(_OPENING_THREADS) as pool:
-            return list(pool.map(self._try_footer, files))
-
-    def _try_footer(self, file: int) -> Footer:
-        with self._blaming(file):
-            return self._footer(file)
-
-
-def _list_of(files: Files, index: Fragments) -> list[list[Any]]:
-    """``[name, bytes, rows]`` of each."""
-    return [list(file) for file in zip(files.names, map(int, files.sizes), index.file_rows, strict=True)]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES
 from rescale_data.sources.decoded.columns import chosen_columns
-from rescale_data.sources.file_source import Explained, FileSource
+from rescale_data.sources.file_source import FileSource
 from rescale_data.sources.files.blocks import BlockRanges, BlockTable, codec_of, decompressed, write_blocks
 from rescale_data.sources.files.bundle import Bundle, write_bundle
 from rescale_data.sources.files.once import make_once, write_aside
@@ -23,6 +23,7 @@ from rescale_data.sources.files.paths import Paths
 from rescale_data.sources.files.ranges import Ranges, open_ranges
 from rescale_data.sources.files.remote import Remote
 from rescale_data.sources.fragments import Footer, cut, spans
+from rescale_data.sources.known_files import Explained
 from rescale_data.state import Ints
 
 FRAGMENT_ROWS = 1024

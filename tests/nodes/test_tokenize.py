@@ -2,10 +2,13 @@
 
 import itertools
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import rescale_data as rd
@@ -342,3 +345,22 @@ def test_tokens_end_to_end_are_those_of_each_text(found: list[Any]) -> None:
 
 def _narrow(texts: list[str]) -> list[Any]:
     return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+
+
+def test_what_passes_through_the_cache_leaves_what_was_tokenized(tmp_path: Path) -> None:
+    """Many shards of a mixture beyond the cache: row groups are decoded again, texts are not tokenized again."""
+    for name in "ab":
+        texts = [f"{name}{i:02d} " * 300 for i in range(64)]
+        pq.write_table(pa.table({"text": texts}), tmp_path / f"{name}.parquet", row_group_size=8)
+    sources = {name: rd.ParquetSource(tmp_path / f"{name}.parquet", cache_bytes=100_000) for name in "ab"}
+    counting = Counting()
+
+    def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+        mixture = rd.WeightedSampler({k: rd.Reader(s, shard) for k, s in sources.items()}, {"a": 1, "b": 1}, stop="all")
+        cut = rd.Tokenize(mixture, lambda texts: [ids[:20] for ids in counting(texts)], "text", batch_size=16)
+        return rd.TokenPacker(cut, column="tokens", seq_len=20, eos_id=None)
+
+    list(rd.DataLoader(pipeline, global_batch_size=16, num_logical_shards=16))
+    times = Counter(text for text in counting.texts if text[:1] in "ab")
+    assert len(times) == 128
+    assert set(times.values()) == {1}

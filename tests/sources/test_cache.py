@@ -155,7 +155,7 @@ def test_what_passes_through_leaves_what_is_held(puts: list[tuple[bool, int, int
             is_held or held == before or sum(v.nbytes for v in before.values()) > 40
         )  # 50, and less beside a large one
         assert lru.nbytes == sum(lru._entries.values()) <= 100
-        assert lru._held_bytes == sum(v.nbytes for v in held.values())
+        assert lru._made_bytes == sum(v.nbytes for v in held.values())
         assert key in lru._entries
 
 

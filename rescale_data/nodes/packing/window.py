@@ -20,6 +20,7 @@ from rescale_data.nodes.provenance import joined as joined_places
 from rescale_data.nodes.reading.gather import Around, joined
 from rescale_data.nodes.reading.spans import Spans, TokenArray
 from rescale_data.nodes.tray import Tray
+from rescale_data.sources.decoded.cache import Made
 from rescale_data.sources.decoded.sizes import size_of
 from rescale_data.state import Ints
 
@@ -27,7 +28,7 @@ _BYTES_OF_A_PIECE = 250
 
 
 @dataclass(frozen=True)
-class Window:
+class Window(Made):
     """Some documents in a row, and which of them share a sample.
 
     Args:

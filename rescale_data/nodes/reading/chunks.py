@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakSet
 
-from rescale_data.sources.decoded.cache import cache, owner_of
+from rescale_data.sources.decoded.cache import Made, cache, owner_of
 from rescale_data.sources.decoded.sizes import size_of
 from rescale_data.sources.source import BatchSource
 from rescale_data.state import Ints
 
 
-class Chunk:
+class Chunk(Made):
     """Rows that were fetched and not yet handed out."""
 
     def __init__(self, samples: dict[int, Any]) -> None:

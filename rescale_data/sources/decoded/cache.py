@@ -31,8 +31,14 @@ class Evicted:
         raise NotImplementedError
 
 
-class Held:
-    """A value that somebody holds and uses without asking the cache for it."""
+class Made:
+    """A value that was made of many others, which are read again for it: it stays longer than they do."""
+
+    __slots__ = ()
+
+
+class Held(Made):
+    """One that somebody holds and uses without asking the cache for it."""
 
     __slots__ = ()
     dropped: Callable[[], None]
@@ -51,7 +57,7 @@ class Budgeted(Protocol):
 class Cache:
     """Least recently used first out, until the rest fits the budget; safe under threads. More entries cost no more time.
 
-    What is `Held` stays before all else, up to half of the budget: fragments that pass through leave what was made of them.
+    What is `Made` stays before all else, up to half of the budget: fragments that pass through leave what was made of them.
     The budget is the largest `cache_bytes` of the sources that are alive. One entry that is larger still
     is kept while it is in use, with an eighth of its size for what is made from it: a fragment that exceeds the budget is
     decoded once and not once a window.
@@ -59,9 +65,9 @@ class Cache:
 
     def __init__(self) -> None:
         self._entries: dict[Hashable, int] = {}  # sizes
-        self._held: OrderedDict[Hashable, Any] = OrderedDict()
+        self._made: OrderedDict[Hashable, Any] = OrderedDict()
         self._others: OrderedDict[Hashable, Any] = OrderedDict()
-        self._held_bytes = 0
+        self._made_bytes = 0
         self._of_owner: dict[Hashable, dict[Hashable, None]] = {}  # keys, by the owner that they begin with
         self._large: dict[Hashable, int] = {}  # sizes of the entries of more than half of the budget
         self._budgeted: weakref.WeakSet[Budgeted] = weakref.WeakSet()
@@ -93,7 +99,7 @@ class Cache:
     def get(self, key: Hashable) -> Any:
         """The value at ``key``, or `None`."""
         with self._lock:
-            for kept in (self._others, self._held):
+            for kept in (self._others, self._made):
                 if key in kept:
                     kept.move_to_end(key)
                     return kept[key]
@@ -105,9 +111,9 @@ class Cache:
         with self._lock:
             self._pop(key)
             self._entries[key] = size
-            if isinstance(value, Held):
-                self._held[key] = value
-                self._held_bytes += size
+            if isinstance(value, Made):
+                self._made[key] = value
+                self._made_bytes += size
             else:
                 self._others[key] = value
             self._of_owner.setdefault(_owner(key), {})[key] = None
@@ -130,6 +136,12 @@ class Cache:
         """Keep the value at ``key`` no longer, if there is one."""
         with self._lock:
             self._pop(key)
+
+    def give_up(self, key: Hashable) -> None:
+        """Let the value at ``key`` be the first to go, until it is asked for."""
+        with self._lock:
+            if key in self._others:
+                self._others.move_to_end(key, last=False)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -154,17 +166,18 @@ class Cache:
             if not self._of_owner[owner]:
                 del self._of_owner[owner]
             if value is None:
-                value = self._held.pop(key)
-                self._held_bytes -= size
-                value.dropped()
+                value = self._made.pop(key)
+                self._made_bytes -= size
+                if isinstance(value, Held):
+                    value.dropped()
         return value
 
     def _shrink(self, budget: int, new: Hashable) -> None:
         largest = max(self._large.values(), default=0)
         limit = max(budget, largest * 9 // 8)
-        for_held = min(limit // 2, limit - largest)
+        for_made = min(limit // 2, limit - largest)
         while self.nbytes > limit and len(self._entries) > 1:
-            if self._others and (self._held_bytes <= for_held or (len(self._held) == 1 and new in self._held)):
+            if self._others and (self._made_bytes <= for_made or (len(self._made) == 1 and new in self._made)):
                 key = next(iter(self._others))
             else:
                 key = self._unused()
@@ -173,12 +186,12 @@ class Cache:
                 value.evicted()
 
     def _unused(self) -> Hashable:
-        """What was used least recently of all that is held."""
+        """What was used least recently of all that is `Made`."""
         while True:
-            key, value = next(iter(self._held.items()))
-            if not value.was_used():
+            key, value = next(iter(self._made.items()))
+            if not (isinstance(value, Held) and value.was_used()):
                 return key
-            self._held.move_to_end(key)
+            self._made.move_to_end(key)
 
 
 def _owner(key: Hashable) -> Hashable:
