@@ -121,7 +121,9 @@ class MixedDocuments:
         copied = sum([array.nbytes for array, kept in zip(spans.arrays, spans.keeps, strict=True) if kept is None])
         mean = _BYTES_OF_A_SPAN + copied // len(spans)
         most = min(_MOST, _OF_EACH * len(self._documents), self._room() // mean)
-        more = len(spans) if self._reads >= self._enough else max(self._second, _FASTER * self._num)
+        more = max(self._second, _FASTER * self._num)
+        if self._reads > len(self._documents):  # some have few at a time
+            more = min(more, len(spans) * self._enough // self._reads)
         self._num = max(_FIRST, min(more, most))
 
     def _draw(self, position: View, arcs: Arcs | TokenArcs, points: Words) -> tuple[Spans, int]:
