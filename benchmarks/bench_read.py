@@ -4,8 +4,9 @@
 
 One process makes packed int64 batches [8, 4096] from shuffled documents. In turns, round after round, so that a noisy machine
 is noisy for all: the same tokens copied from a memory map (the limit), a rescalable reader that keeps tokens in Python lists
-(what one writes first: its state is a row and what is left of it), and ours, through `rd.DataLoader(num_workers=0)`. Each has a
-process of its own and goes on where its last round ended. The page cache is warm: this measures the reader and not the disk.
+(what one writes first: its state is a row and what is left of it), a packer in NumPy over row groups of Parquet, and ours,
+through `rd.DataLoader(num_workers=0)`. Each has a process of its own and goes on where its last round ended; first epochs are
+measured apart, in new processes. The page cache is warm: this measures the reader and not the disk.
 
 What counts is CPU time, which neighbours disturb less; wall time is beside it. The limit is told twice: in order, and with rows
 of 4,096 tokens in random order, which is what any shuffle has to do at least.
@@ -32,6 +33,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from corpora import write_megatron
+from numpy_packer import NumpyPacker
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import rescale_data as rd
 
@@ -183,6 +186,23 @@ def parquet(corpus: Corpus) -> Iterator[Any]:
     return ours(rd.ParquetSource(corpus.folder / "parquet", cache_bytes=2 * CACHE))  # its tokens are twice as wide
 
 
+def parquet_by_default(corpus: Corpus) -> Iterator[Any]:
+    return ours(rd.ParquetSource(corpus.folder / "parquet"))
+
+
+def numpy_packer(corpus: Corpus) -> Iterator[Any]:
+    dataset = NumpyPacker(corpus.paths("parquet"), SEQ_LEN, EOS)
+    while True:
+        yield from StatefulDataLoader(dataset, batch_size=MICRO_BATCH, drop_last=True)
+
+
+FIRST_EPOCHS = {
+    "first epoch: NumPy packer": numpy_packer,
+    "first epoch: ours, small cache": parquet,
+    "first epoch: ours": parquet_by_default,
+}
+
+
 def large_arrow(corpus: Corpus) -> Iterator[Any]:
     return ours(rd.ArrowSource(corpus.folder / "arrow"), 32)
 
@@ -210,6 +230,7 @@ def measure(small: Corpus, large: Corpus, scale: Scale) -> dict[str, list[Time]]
         "Python lists": Contender(PythonLists, small, scale.slow_batches),
         "ours, Arrow": Contender(arrow, small, scale.batches),
         "ours, Megatron": Contender(megatron, small, scale.batches),
+        "NumPy packer": Contender(numpy_packer, small, scale.batches),
         "pyarrow's Parquet decoding": Contender(parquet_decoding, small, scale.batches),
         "ours, Parquet": Contender(parquet, small, scale.batches),
         "int32: memory map": Contender(memory_map, large, scale.batches),
@@ -224,6 +245,18 @@ def measure(small: Corpus, large: Corpus, scale: Scale) -> dict[str, list[Time]]
                 times[name].append(time_of_batch)
     for contender in contenders.values():
         contender.close()
+    return {**times, **measure_first_epochs(small, scale.rounds)}
+
+
+def measure_first_epochs(corpus: Corpus, rounds: int) -> dict[str, list[Time]]:
+    """Each time by a new process, whose memory is new to it."""
+    times: dict[str, list[Time]] = {name: [] for name in FIRST_EPOCHS}
+    num_batches = sum(map(len, corpus.flat())) // TOKENS
+    for _ in range(rounds):
+        for name, make in FIRST_EPOCHS.items():
+            contender = Contender(make, corpus, num_batches)
+            times[name].append(contender.run())
+            contender.close()
     return times
 
 
@@ -267,6 +300,8 @@ def report(times: dict[str, list[Time]]) -> str:
         ("ours, Megatron", "memory map", "%", 60),
         ("ours, Arrow", "Python lists", "x", 50),
         ("ours, Parquet", "pyarrow's Parquet decoding", "%", 90),
+        ("ours, Parquet", "NumPy packer", "x", 1),
+        *((name, "first epoch: NumPy packer", "x", 1) for name in list(FIRST_EPOCHS)[1:]),
         ("int32, N = 32: ours, Arrow", "int32: memory map", "%", 40),
         ("int32, N = 32: ours, Arrow", "int32: memory map, shuffled rows", "%", None),
     ):

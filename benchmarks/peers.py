@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from bench_read import EOS, MICRO_BATCH, SEQ_LEN, Corpus
-from torch.utils.data import IterableDataset
+from numpy_packer import NumpyPacker
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 
@@ -84,40 +83,6 @@ class Rows:
         return {**self.__dict__, "_rows": None}
 
 
-class ParquetPacker(IterableDataset[torch.Tensor]):
-    """Row groups in random order, their documents shuffled and packed in NumPy; its state is its place and what is left."""
-
-    def __init__(self, paths: list[Path]) -> None:
-        self._groups = [(path, i) for path in paths for i in range(pq.read_metadata(path).num_row_groups)]
-        self._at, self._sample = 0, 0
-        self._left = np.zeros(0, np.int32)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        worker = torch.utils.data.get_worker_info()
-        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        order = np.random.default_rng(0).permutation(len(self._groups)).tolist()[first::step]
-        for at in range(self._at, len(order)):
-            tokens = np.concatenate([self._left, *self._documents(*self._groups[order[at]], at)])
-            for number in range(self._sample, len(tokens) // SEQ_LEN):
-                self._sample = number + 1
-                yield torch.from_numpy(tokens[number * SEQ_LEN : (number + 1) * SEQ_LEN].astype(np.int64))
-            self._left, self._at, self._sample = tokens[len(tokens) // SEQ_LEN * SEQ_LEN :], at + 1, 0
-        self._at, self._left = 0, self._left[:0]
-
-    def _documents(self, path: Path, group: int, at: int) -> Iterator[np.ndarray]:
-        column = pq.ParquetFile(path).read_row_group(group, columns=["tokens"])["tokens"].chunk(0)
-        values, ends = column.values.to_numpy(), column.offsets.to_numpy()
-        for i in np.random.default_rng(at).permutation(len(column)).tolist():
-            yield values[ends[i] : ends[i + 1]]
-            yield np.array([EOS], dtype=np.int32)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self._at, "sample": self._sample, "left": self._left}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._at, self._sample, self._left = state["at"], state["sample"], state["left"]
-
-
 # Loaders
 
 
@@ -128,7 +93,7 @@ def rows_loader(corpus: Corpus, num_workers: int = 0) -> Any:
 
 
 def packer_loader(corpus: Corpus, num_workers: int = 0) -> Any:
-    dataset = ParquetPacker(corpus.paths("parquet"))
+    dataset = NumpyPacker(corpus.paths("parquet"), SEQ_LEN, EOS)
     return StatefulDataLoader(dataset, batch_size=MICRO_BATCH, drop_last=True, num_workers=num_workers)
 
 

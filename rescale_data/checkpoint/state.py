@@ -51,7 +51,7 @@ def plain_of(entries: list[Entry]) -> tuple[dict[str, Any], set[str]]:
     refuse_pickled(plain)
     refuse_unfit(plain)
     loose = {place for entry in entries for tensor in entry.loose() if (place := address(tensor))}
-    names = {".".join(path) for path, leaf in leaves(plain) if loose and address(leaf) in loose}
+    names = {".".join(path) for path, leaf in leaves(plain if loose else {}) if address(leaf) in loose}
     return cut(plain, "to_save"), names
 
 

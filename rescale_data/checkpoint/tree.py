@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -34,7 +34,9 @@ def nested(values: Iterable[tuple[tuple[Any, ...], Any]]) -> dict[str, Any]:
 
 
 def value_at(root: Any, path: Sequence[Any]) -> Any:
-    return functools.reduce(lambda inner, key: inner[key], path, root)
+    for key in path:
+        root = root[key]
+    return root
 
 
 def lost_in_names(tree: Any, path: tuple[str | int, ...] = ()) -> list[tuple[list[str | int], Any]]:
@@ -109,8 +111,9 @@ def _mapping_like(live: Mapping[Any, Any], loaded: Mapping[Any, Any]) -> Mapping
 
 def _put(root: dict[str, Any], path: tuple[Any, ...], leaf: Any) -> None:
     inner: Any = root
-    for key, following in zip(path, (*path[1:], None), strict=True):
-        inner = _enter(inner, key, leaf if following is None else ([] if isinstance(following, int) else {}))
+    for key, following in itertools.pairwise(path):
+        inner = _enter(inner, key, [] if isinstance(following, int) else {})
+    _enter(inner, path[-1], leaf)
 
 
 def _rename(root: dict[str, Any], path: Sequence[str | int], key: Any) -> None:

@@ -33,17 +33,17 @@ def version_of(schema: Schema) -> int:
 
 def tensors_of(schema: Schema, table: Ints, stamps: torch.Tensor) -> dict[str, torch.Tensor]:
     """Rows of the table, ``int64[M, columns]``, and their stamps as they stand in a state; copies."""
-    return {STAMP.key: stamps, **to_tensors(stored(version_of(schema), schema.fields), table)}
+    return {STAMP.key: stamps, **to_tensors(stored(version_of(schema), schema.fields, table.shape[1]), table)}
 
 
 def stamps_of(shards: range, samples: int, num_logical_shards: int) -> torch.Tensor:
     return -1 - samples * num_logical_shards - torch.arange(shards.start, shards.stop, dtype=torch.int64)
 
 
-def stored(version: int, fields: Sequence[Field]) -> tuple[Field, ...]:
-    """What is a tensor of its own in a state, of the columns of a table."""
-    of_nodes = fields[len(OWN_FIELDS) :]
-    return (*OWN_FIELDS, Field((ROWS,), torch.int64, (offsets(of_nodes)[-1],))) if version == IN_ONE else tuple(fields)
+def stored(version: int, fields: Sequence[Field], num_slots: int = 0) -> tuple[Field, ...]:
+    """What is a tensor of its own in a state, of the columns of a table, of which there are so many if they were counted."""
+    of_nodes = (num_slots or offsets(fields)[-1]) - offsets(OWN_FIELDS)[-1]
+    return (*OWN_FIELDS, Field((ROWS,), torch.int64, (of_nodes,))) if version == IN_ONE else tuple(fields)
 
 
 def fields_in(state: Mapping[str, Any]) -> list[Field]:

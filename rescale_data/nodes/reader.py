@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -150,7 +150,7 @@ class Reader(Node[Any]):
         self._over = False
         if self._pieces is not None and not self._by_global_batch:
             here = len(shards_of(owner_of(self.source), self.shard.num_logical_shards))
-            self._cuts = self._pieces.cuts_pay(here)
+            self._cuts = self._pieces.cuts_pay(here, packed=self._column is not None)
 
     def next(self) -> Any:
         while True:
@@ -298,6 +298,17 @@ class Reader(Node[Any]):
         """Rows of the source that the shard reads from ``row`` of an epoch on, up to the end of a window."""
         plan = self._plan(epoch, row)
         return plan.rows[row - plan.first :]
+
+    def windows(self, epoch: int, row: int) -> Iterator[Ints]:
+        """Rows of the source that the shard reads from ``row`` of an epoch on, those of a window each."""
+        while row < self.rows.size(epoch):
+            first, stop = self.rows.order(epoch).span(row)
+            yield self.rows.around(epoch, row)[row - first :]
+            row = stop
+
+    def window_end(self, epoch: int, row: int) -> int:
+        """The row at which the next window begins."""
+        return self.rows.order(epoch).span(row)[1]
 
     def rows_soon(self, epoch: int, row: int) -> list[int]:
         """The two ends of what the next window permutes, if there is one."""

@@ -131,6 +131,9 @@ class ParquetSource(TableSource):
         if not self.reads_ahead and cache().get(key) is None:
             ahead().begin(key, partial(super().tokens, column, fragment))
 
+    def pass_by(self, column: str, fragment: int) -> None:
+        cache().give_up(self._key(fragment, column))
+
 
 class _Handle:
     """A file whose footer is read with its first row group, and kept as long as it is open."""

@@ -212,6 +212,20 @@ class TextSource(Source, Protocol):
 class DecodingSource(TokenSource, Protocol):
     """A source whose fragments take so long to decode that another thread should have begun."""
 
+    @property
+    def spill_bytes(self) -> int:
+        """What may lie on disk beside what the cache holds."""
+        ...
+
+    @property
+    def fragment_bytes(self) -> int:
+        """Bytes of the median fragment when it is decoded, as far as is known."""
+        ...
+
     def decode_ahead(self, column: str, fragment: int) -> None:
         """The tokens of a fragment will be asked for soon. It returns at once, and raises nothing."""
+        ...
+
+    def pass_by(self, column: str, fragment: int) -> None:
+        """The tokens of a fragment have been copied: they need not stay, if there is anything else to keep."""
         ...

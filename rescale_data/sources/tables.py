@@ -22,7 +22,7 @@ from rescale_data.sources.condition import Condition, chosen
 from rescale_data.sources.counts import READ_BYTES, counts
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES, cache, handles, owner_of
 from rescale_data.sources.decoded.columns import Fragment, check_columns, chosen_columns, is_token_list, token_lists
-from rescale_data.sources.decoded.interest import needed_with
+from rescale_data.sources.decoded.interest import needed_with, room_for_block
 from rescale_data.sources.decoded.pieces import Piece, Share, cut_out
 from rescale_data.sources.decoded.spill import spill_in
 from rescale_data.sources.file_source import FileSource
@@ -108,8 +108,8 @@ class TableSource(FileSource):
         """Whether a fragment that is needed again costs more than a look at the page cache."""
         return True
 
-    def cuts_pay(self, num_shards: int) -> bool:
-        if not self.decoding_costs or num_shards == 1:
+    def cuts_pay(self, num_shards: int, *, packed: bool) -> bool:
+        if not self.decoding_costs or num_shards == 1 or (packed and not self.spill_bytes and room_for_block(self)):
             return False
         own = min(num_shards, len(self._fragments) - 1) * self.fragment_bytes
         # of many sources a shard takes a row each at a visit: pieces pay where they are kept, on disk

@@ -186,6 +186,7 @@ def test_hazard_a_stager_is_not_used_again_while_its_upload_runs(tmp_path: Path,
 
 def test_the_next_optimizer_step_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
+    in_background: set[int] = set()
     copying, go_on = threading.Event(), threading.Event()
     from torch.distributed.checkpoint.staging import DefaultStager
 
@@ -198,6 +199,7 @@ def test_the_next_optimizer_step_waits_for_the_copy(tmp_path: Path, monkeypatch:
             assert go_on.wait(60)
             order.append("copied")
 
+        in_background.update(tensor.data_ptr() for tensor in state.values())
         copying.set()
         done = type(copied)()
         threading.Thread(
@@ -217,6 +219,7 @@ def test_the_next_optimizer_step_waits_for_the_copy(tmp_path: Path, monkeypatch:
         training.optimizer.step()
         order.append("stepped")
     assert order == ["saved", "copied", "stepped"]
+    assert {parameter.data_ptr() for parameter in training.model.parameters()} <= in_background
     other = Training()
     checkpoint.load(tmp_path / "run" / "step-1", other.state)
     assert other.numbers() == expected

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import rescale_data as rd
 from rescale_data.nodes.reading.share import ShardShare
+from rescale_data.sources.decoded import interest
 from rescale_data.sources.decoded import spill as spilling
 from rescale_data.sources.decoded.cache import Cache, cache
 from rescale_data.sources.decoded.interest import serve
@@ -106,6 +107,27 @@ def test_tokens_are_the_same_and_fragments_decoded_once(corpus: Path, decoded: C
 
     found = packed(small(corpus, spill_dir=tmp_path / "spill"))
     assert set(decoded.values()) == {1}
+    assert found == packed(ParquetSource(corpus))
+
+
+@pytest.mark.parametrize("shuffle", [False, 16, 1024])
+def test_without_a_folder_tokens_are_decoded_as_often_as_the_cache_has_room_for_copies(
+    shuffle: bool | int, corpus: Path, decoded: Counter[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interest, "_LEAST_BLOCK", 2**10)
+    monkeypatch.setattr(Cache, "budget", 400_000)
+
+    def packed(source: Any) -> list[list[int]]:
+        serve([source], range(8))
+        readers = [rd.Reader(source, rd.Shard(i, 8), shuffle=shuffle) for i in range(8)]
+        nodes = [rd.TokenPacker(reader, column="tokens", seq_len=64, eos_id=0) for reader in readers]
+        return [sample["tokens"].tolist() for sample in in_turn(nodes)]
+
+    gc.collect()
+    cache().clear()
+    found = packed(ParquetSource(corpus, cache_bytes=400_000))
+    assert cache().nbytes <= 400_000
+    assert sum(decoded.values()) <= 8 * 2 * 2  # two blocks a shard, each of rows of two fragments at the most
     assert found == packed(ParquetSource(corpus))
 
 

@@ -11,9 +11,15 @@ from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.column import length_of
 from rescale_data.nodes.counted import pass_epochs
 from rescale_data.nodes.mixture.circle import WHOLE, Arc, Arcs, Circle, arcs, circle_of, stretched, within
-from rescale_data.nodes.mixture.ends import first_end, leave_out_of_epoch, refuse_capped, refuse_silent, samples_left
+from rescale_data.nodes.mixture.ends import (
+    SILENT_EPOCHS,
+    first_end,
+    leave_out_of_epoch,
+    refuse_capped,
+    refuse_silent,
+    samples_left,
+)
 from rescale_data.nodes.mixture.lengths import TokenArcs
-from rescale_data.nodes.mixture.mixed import SILENT_EPOCHS
 from rescale_data.nodes.mixture.row import NUM, MixtureRow
 from rescale_data.nodes.mixture.weights import MixtureWeights
 
@@ -280,12 +286,14 @@ class MixtureDraws:
             caps = {self._row.names[source]: cap.given for source, cap in self._in_use.caps_now.items()}
             refuse_capped(caps, self._shard)
 
-    # At any position: `rescale_data.nodes.mixture.mixed.Mixture`
+    # At any position, for `rescale_data.nodes.mixture.mixed.MixedDocuments`
 
     def drawn_at(self, position: View) -> list[tuple[int, list[int]]]:
+        """The first slot and the values of what is counted of each source: documents, by tokens these too."""
         return self._row.counted_at(position)
 
     def rule_at(self, position: View) -> MixtureWeights | None:
+        """What changes the weights behind a position; `None` where they stay. The first ones are written into it."""
         self._in_use.begin_capped(position)
         return self._in_use.rule_at(position)
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from rescale_data.nodes.base import View, copy_of
-from rescale_data.nodes.mixture.circle import Arcs, Circle
+from rescale_data.nodes.mixture.circle import Arcs
+from rescale_data.nodes.mixture.draws import MixtureDraws
+from rescale_data.nodes.mixture.ends import SILENT_EPOCHS
 from rescale_data.nodes.mixture.lengths import TokenArcs
+from rescale_data.nodes.mixture.weights import MixtureWeights
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments, read_together
 from rescale_data.nodes.reading.spans import EMPTY, MANY, NOTHING, Moves, Spans
@@ -25,73 +27,6 @@ _AT_ONCE = 16  # documents of each source in the second read, where they lie at 
 _EXPECTED = 2  # by tokens, documents of a source that are likely, and so read with those of others
 _BYTES_OF_A_SPAN = 128
 _NOWHERE = np.zeros((2, 0), dtype=np.int64)
-SILENT_EPOCHS = 2
-"""After so many whole epochs without anything a source has none."""
-
-
-class Limit(Protocol):
-    """At most so much of a source."""
-
-    @property
-    def unit(self) -> str: ...
-    @property
-    def limit(self) -> int: ...
-    @property
-    def slot(self) -> int: ...
-    def drawn(self, position: View) -> int: ...
-
-
-class Rule(Protocol):
-    """When other weights count."""
-
-    @property
-    def caps(self) -> Mapping[int, Limit]: ...
-
-    def room(self, position: View) -> tuple[int, int | None]:
-        """As many draws may be made before a schedule goes on, and only until so many tokens have been drawn."""
-        ...
-
-    def ends_count(self, position: View) -> Container[int]:
-        """The sources behind whose ends others may count."""
-        ...
-
-    def change(self, position: View, sources: Iterable[int]) -> None:
-        """Let those that count at a position take effect, if they are others."""
-        ...
-
-
-class Mixture(Protocol):
-    """What chooses, at any position."""
-
-    @property
-    def circle(self) -> Circle: ...
-
-    def slots_of(self, source: int) -> slice:
-        """The part of a position that is a source's."""
-        ...
-
-    def arcs_at(self, position: View) -> Arcs | TokenArcs | None:
-        """`None` at the end of the epoch, which is written into the position."""
-        ...
-
-    def rule_at(self, position: View) -> Rule | None:
-        """What changes the weights behind a position; `None` where they stay. The first ones are written into it."""
-        ...
-
-    def drawn_at(self, position: View) -> list[tuple[int, list[int]]]:
-        """The first slot and the values of what is counted of each source: documents, by tokens these too."""
-        ...
-
-    def settle(self, position: View) -> bool: ...
-    def pass_blocked(self, position: View) -> None: ...
-
-    def end_at(self, position: View, source: int) -> bool:
-        """A source has ended, and its part of the position is turned: note that there. Whether the epoch has ended with it."""
-        ...
-
-    def refuse_silent(self, source: int) -> None:
-        """``DataStateError``: a source yielded nothing in `SILENT_EPOCHS`."""
-        ...
 
 
 class MixedDocuments:
@@ -109,7 +44,7 @@ class MixedDocuments:
 
     def __init__(
         self,
-        mixture: Mixture,
+        mixture: MixtureDraws,
         documents: Sequence[Documents],
         *,
         repeats: bool,
@@ -171,7 +106,7 @@ class MixedDocuments:
     def turn(self, position: View) -> None:
         position[:] = self._after
 
-    def _changed(self, spans: Spans, rule: Rule) -> Spans:
+    def _changed(self, spans: Spans, rule: MixtureWeights) -> Spans:
         """The same documents; behind the last of them others weights may count."""
         before = copy_of(self._after)
         spans.move(before, len(spans))
@@ -186,7 +121,9 @@ class MixedDocuments:
         copied = sum([array.nbytes for array, kept in zip(spans.arrays, spans.keeps, strict=True) if kept is None])
         mean = _BYTES_OF_A_SPAN + copied // len(spans)
         most = min(_MOST, _OF_EACH * len(self._documents), self._room() // mean)
-        more = len(spans) if self._reads >= self._enough else max(self._second, _FASTER * self._num)
+        more = max(self._second, _FASTER * self._num)
+        if self._reads > len(self._documents):  # some have few at a time
+            more = min(more, len(spans) * self._enough // self._reads)
         self._num = max(_FIRST, min(more, most))
 
     def _draw(self, position: View, arcs: Arcs | TokenArcs, points: Words) -> tuple[Spans, int]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -11,17 +12,19 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from rescale_data.nodes.reading.block import Block
 from rescale_data.nodes.reading.gather import copied, fragments_of, places_of
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.nodes.reading.spans import EMPTY, NOTHING, Moves, Spans, plain
-from rescale_data.sources.decoded.cache import follows, owner_of
-from rescale_data.sources.decoded.interest import beside
+from rescale_data.sources.decoded.cache import cache, follows, owner_of
+from rescale_data.sources.decoded.interest import PARTS, beside, room_for_block
 from rescale_data.sources.decoded.pieces import PieceSource
 from rescale_data.sources.source import DecodingSource, Tokens, TokenSource
 from rescale_data.state import Ints
 
 _LARGER = 4
 _DECODED_AHEAD = 2  # fragments that need room beside, where decoding costs
+_numbers = itertools.count(1)
 
 
 class Rows(Protocol):
@@ -33,6 +36,14 @@ class Rows(Protocol):
 
     def rows_from(self, epoch: int, row: int) -> Ints:
         """The rows of the source that are read from a row of the shard on: one at least, up to any."""
+        ...
+
+    def windows(self, epoch: int, row: int) -> Iterator[Ints]:
+        """All rows of the source that are left in the epoch, a window at a time."""
+        ...
+
+    def window_end(self, epoch: int, row: int) -> int:
+        """The row of the shard at which the next window begins."""
         ...
 
     def share(self, epoch: int) -> ShardShare | None:
@@ -58,7 +69,8 @@ class FragmentDocuments:
     """A token column of one logical shard as `Documents`; positions are those of its `Reader`, (epoch, row, ...).
 
     Documents stay where they were decoded, while the cache has room for the fragments of all shards. Where it has not, some at
-    a time are copied out of them, so that a fragment is not decoded for each sample.
+    a time are copied out of them, so that a fragment is not decoded for each sample: where decoding costs, as many as the
+    cache has room for, were that done for all shards, and these, a `Block`, are kept in place of the fragments.
 
     Args:
         source: The source.
@@ -68,7 +80,7 @@ class FragmentDocuments:
     """
 
     __slots__ = (
-        "_bytes", "_column", "_decoding", "_fragments", "_owner", "_pieces", "_rows", "_share", "_source",
+        "_block", "_bytes", "_column", "_decoding", "_fragments", "_owner", "_pieces", "_rows", "_share", "_source",
     )  # fmt: skip
 
     def __init__(self, source: TokenSource, column: str, rows: Rows, num_bytes: int) -> None:
@@ -79,23 +91,51 @@ class FragmentDocuments:
         self._fragments = np.ascontiguousarray(source.fragments, dtype=np.int64)
         self._decoding = source if follows(source, DecodingSource) else None
         self._pieces = source if follows(source, PieceSource) else None
-        self._bytes = num_bytes
+        self._bytes, self._block = num_bytes, 0
         self._share: ShardShare | None = None
 
     def read(self, position: memoryview, most: int) -> Spans:
         epoch, row = position[0], position[1]
         if row >= self._rows.size(epoch):
             return EMPTY
+        spans = self._of_block(epoch, row, most) or self._found(epoch, row, most)
+        return spans.with_moves(self._rows.moves(position, len(spans)))
+
+    def _found(self, epoch: int, row: int, most: int) -> Spans:
         self._share = self._rows.share(epoch)
-        rows = self._rows.rows_from(epoch, row)[:most]
-        used, which = fragments_of(rows, self._fragments)
+        rows = self._rows.rows_from(epoch, row)
+        used, which = fragments_of(rows[:most], self._fragments)
         first = self._lend(self._fragment_at(int(rows[0])))
         if self._stay(epoch, row, used, first):
-            spans = _located(rows, which, [self._lend(fragment) for fragment in used])
+            return _located(rows[:most], which, [self._lend(fragment) for fragment in used])
+        if self._decoding is not None and self._share is None and (room := room_for_block(self._decoding)):
+            return self._take(self._block_of(epoch, row, self._num_rows(first, room), room), epoch, row, most)
+        rows = rows[: min(most, self._num_rows(first, self._bytes))]
+        return _up_to(self._bytes * _LARGER, self._copied(rows, [len(rows)])[0])
+
+    def _block_of(self, epoch: int, row: int, num_rows: int, num_bytes: int) -> Block:
+        """Whole windows, as many as that many rows hold, or a part of one."""
+        windows = self._rows.windows(epoch, row)
+        rows = next(windows)[:num_rows]
+        while (more := next(windows, None)) is not None and len(rows) + len(more) <= num_rows:
+            rows = np.concatenate([rows, more])
+        parts = self._copied(rows, [len(rows) * part // PARTS for part in range(1, PARTS + 1)], self._decoding)
+        ends = np.cumsum([part.nbytes for part in parts])
+        self._block = self._block or next(_numbers)
+        return Block(epoch, row, parts[: max(1, int(ends.searchsorted(_LARGER * num_bytes)))])
+
+    def _of_block(self, epoch: int, row: int, most: int) -> Spans:
+        """Documents that were copied before; none where they were not, or are gone."""
+        block: Block | None = cache().get(self._block_key) if self._block else None
+        return EMPTY if block is None else self._take(block, epoch, row, most)
+
+    def _take(self, block: Block, epoch: int, row: int, most: int) -> Spans:
+        found = block.take(epoch, row, min(most, self._rows.window_end(epoch, row) - row))
+        if block.nbytes:
+            cache().put(self._block_key, block)  # it may take less there now
         else:
-            num_rows = self._num_rows(first)
-            spans = self._copied(rows[:num_rows], which[:num_rows], used)
-        return spans.with_moves(self._rows.moves(position, len(spans)))
+            cache().forget(self._block_key)
+        return found
 
     def at_hand(self, position: memoryview, most: int, turns: bool) -> Near | None:
         """Where the next documents lie; `None` where `read` has more to do than to find them.
@@ -104,6 +144,8 @@ class FragmentDocuments:
             turns: Whether those of the next epochs follow.
         """
         epoch, row, left = position[0], position[1], most
+        if self._block and (block := cache().get(self._block_key)) is not None and block.has(epoch, row):
+            return None
         self._share = self._rows.share(epoch)
         runs, parts = list[tuple[int, int, int]](), list[Ints]()
         while left and self._share is None and self._rows.are_counted(epoch):
@@ -146,26 +188,38 @@ class FragmentDocuments:
     def turn(self, position: memoryview) -> None:
         self._rows.turn(position)
 
-    def _copied(self, rows: Ints, which: Ints, used: list[int]) -> Spans:
-        """The same as copies, a fragment at a time, so that not many are held at once."""
-        parts: list[Spans] = []
-        order: list[Ints] = []
-        for number, fragment in enumerate(used):
-            places = np.flatnonzero(which == number)
-            if not len(places):
-                continue
-            there = _located(rows[places], np.zeros_like(places), [self._lend(fragment)])
-            array, length = copied(there.arrays[0], there.start, there.length), there.length
-            parts.append(
-                Spans((array,), there.array, np.cumsum(length) - length, length, _unmoved(len(places)), (None,))
-            )
-            order.append(places)
-        return _up_to(self._bytes * _LARGER, Spans.join(parts).take(np.argsort(np.concatenate(order))))
+    def _copied(self, rows: Ints, stops: Sequence[int], passed: DecodingSource | None = None) -> list[Spans]:
+        """The same as copies, those up to each stop in arrays of their own.
 
-    def _num_rows(self, found: Lent) -> int:
-        """As many as fill a block, were all rows like those of a fragment."""
+        Args:
+            rows: Of the source.
+            stops: Ascending numbers of rows, the last of them all.
+            passed: Told of each fragment that is no longer needed here.
+        """
+        used, which = fragments_of(rows, self._fragments)
+        parts: list[list[Spans]] = [[] for _ in stops]
+        order: list[list[Ints]] = [[] for _ in stops]
+        for number, fragment in enumerate(used):  # one at a time, so that not many are held at once
+            found = self._lend(fragment)
+            there = np.flatnonzero(which == number)
+            for part, places in enumerate(np.split(there, np.searchsorted(there, stops[:-1]))):
+                if len(places):
+                    parts[part].append(_copy(rows[places], found))
+                    order[part].append(places)
+            if passed is not None:
+                passed.pass_by(self._column, fragment)
+        return [
+            Spans.join(found).take(np.argsort(np.concatenate(at))) for found, at in zip(parts, order, strict=True) if at
+        ]
+
+    def _num_rows(self, found: Lent, num_bytes: int) -> int:
+        """As many as take so many bytes, were all rows like those of a fragment."""
         mean = found.values.nbytes / (len(found.offsets) - 1)
-        return max(1, int(self._bytes / max(1.0, mean)))
+        return max(1, int(num_bytes / max(1.0, mean)))
+
+    @property
+    def _block_key(self) -> tuple[int, str, int]:
+        return (self._owner, "block", self._block)
 
     def _have_room(self, num_fragments: int, found: Lent) -> bool:
         """Whether the cache has room for so many fragments like that one of each shard, and for as much of each source."""
@@ -187,6 +241,13 @@ class FragmentDocuments:
 
     def _fragment_at(self, row: int) -> int:
         return bisect_right(self._fragments.data, row) - 1
+
+
+def _copy(rows: Ints, found: Lent) -> Spans:
+    """Documents of one fragment, without their moves."""
+    there = _located(rows, np.zeros_like(rows), [found])
+    array, length = copied(found.values, there.start, there.length), there.length
+    return Spans((array,), there.array, np.cumsum(length) - length, length, _unmoved(len(rows)), (None,))
 
 
 @dataclass(frozen=True, slots=True)

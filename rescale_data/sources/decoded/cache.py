@@ -137,6 +137,12 @@ class Cache:
         with self._lock:
             self._pop(key)
 
+    def give_up(self, key: Hashable) -> None:
+        """Let the value at ``key`` be the first to go, until it is asked for."""
+        with self._lock:
+            if key in self._others:
+                self._others.move_to_end(key, last=False)
+
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:

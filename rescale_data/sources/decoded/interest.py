@@ -10,6 +10,10 @@ from rescale_data.sources.decoded.cache import follows, owner_of
 from rescale_data.sources.source import Described
 from rescale_data.state import Ints
 
+PARTS = 8
+"""Of a block, each of which goes when it has been passed."""
+_LEAST_BLOCK = 2**16
+
 _shards: dict[int, range] = {}
 _needed: dict[int, int] = {}
 _beside: dict[int, tuple[int, int]] = {}
@@ -61,6 +65,19 @@ def shards_of(source: int, num_logical_shards: int) -> range:
 def beside(source: int) -> tuple[int, int]:
     """How many sources are read in turn with this one, given by its key, and how many shards: one where nobody has said."""
     return _beside.get(source, (1, 1))
+
+
+def room_for_block(source: Decoded) -> int:
+    """Bytes that the cache has for copies out of fragments, those of one shard with a part of those before, beside a fragment.
+
+    Returns:
+        None where it has room for all fragments, or for nothing that is worth it.
+    """
+    sources, shards = beside(owner_of(source))
+    fragments = 0 if source.fragments is None else len(source.fragments) - 1
+    room = (source.cache_bytes - source.fragment_bytes) * PARTS // ((PARTS + 1) * sources * shards)
+    fit = sources * fragments * source.fragment_bytes <= source.cache_bytes
+    return 0 if fit or room < _LEAST_BLOCK else room
 
 
 def needed_with(source: Decoded, num_shards: int) -> int:

@@ -65,8 +65,8 @@ class AheadSource(Protocol):
 class PieceSource(Protocol):
     """A source that can keep pieces of its fragments in place of whole ones."""
 
-    def cuts_pay(self, num_shards: int) -> bool:
-        """Whether to, where so many shards take turns in this process."""
+    def cuts_pay(self, num_shards: int, *, packed: bool) -> bool:
+        """Whether to, where so many shards take turns in this process, for one column of tokens or for rows."""
         ...
 
     def row_of(self, index: int, share: Share) -> dict[str, object]:

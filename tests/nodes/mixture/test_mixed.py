@@ -254,6 +254,35 @@ def test_after_a_read_that_fails_documents_come_from_where_they_are_asked_for(un
         assert read(fails_in) == expected
 
 
+@pytest.mark.parametrize("unit", ["samples", "tokens"])
+def test_many_sources_are_read_together_and_each_seldom(
+    unit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also at first, and over the ends of their epochs: each read costs as much as dozens of documents."""
+    num, asked, alone = 40, [0], list[Any]()
+    at_hand, read = FragmentDocuments.at_hand, FragmentDocuments.read
+
+    def count(self: Any, *args: Any) -> Any:
+        asked[0] += 1
+        return at_hand(self, *args)
+
+    def count_alone(self: Any, *args: Any) -> Any:
+        alone.append(self)
+        return read(self, *args)
+
+    monkeypatch.setattr(FragmentDocuments, "at_hand", count)
+    monkeypatch.setattr(FragmentDocuments, "read", count_alone)
+    table = pa.table({"tokens": [[row] * 8 for row in range(30)]})
+    readers = {f"{i:02d}": rd.Reader(_written(tmp_path / f"{i}.arrow", table), rd.Shard()) for i in range(num)}
+    column = "tokens" if unit == "tokens" else None
+    mixture = rd.WeightedSampler(readers, dict.fromkeys(readers, 1.0), unit=unit, column=column)
+    samples = iter(rd.TokenPacker(mixture, column="tokens", seq_len=90, eos_id=0))
+    for _ in range((16 + (1 + 4 + 16) * 16 * num) // 10 - 20):
+        next(samples)
+    assert 2 * num < asked[0] <= 16 + 3 * num
+    assert len(alone) <= (16 if unit == "samples" else 16 + num)
+
+
 def test_one_read_of_sources_of_few_rows_asks_them_a_bounded_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a batch waits for thousands of epochs of a row or two."""
     asked = [0]
@@ -277,4 +306,4 @@ def test_one_read_of_sources_of_few_rows_asks_them_a_bounded_number_of_times(mon
     batches = iter(rd.DataLoader(pipeline, global_batch_size=2, num_logical_shards=2, repeat=True))
     for _ in range(200):
         next(batches)
-    assert 256 <= max(asked) <= 258
+    assert 128 <= max(asked) <= 258

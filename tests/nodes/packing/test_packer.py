@@ -59,6 +59,7 @@ def many_blocks(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     monkeypatch.setattr("rescale_data.nodes.reader.block_bytes", lambda *_: num_bytes)
     if num_bytes < 2**20:
         monkeypatch.setattr(fragment_documents.FragmentDocuments, "_have_room", lambda *_: False)
+        monkeypatch.setattr(fragment_documents, "room_for_block", lambda _: 8 * num_bytes)
 
 
 @pytest.fixture(params=LAYOUTS)

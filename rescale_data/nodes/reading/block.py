@@ -1,0 +1,39 @@
+"""`Block`: documents that were copied out of fragments which do not stay, until each of them has been handed out."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from rescale_data.nodes.reading.spans import EMPTY, Spans
+
+
+class Block:
+    """Documents of one logical shard, from a row of an epoch on.
+
+    Args:
+        epoch, row: Of the first.
+        parts: The documents, without their moves, each part in memory of its own.
+    """
+
+    __slots__ = ("_epoch", "_parts", "_row")
+
+    def __init__(self, epoch: int, row: int, parts: Iterable[Spans]) -> None:
+        self._epoch, self._row, self._parts = epoch, row, deque(parts)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self._parts)
+
+    def has(self, epoch: int, row: int) -> bool:
+        return epoch == self._epoch and bool(self._parts) and 0 <= row - self._row < len(self._parts[0])
+
+    def take(self, epoch: int, row: int, most: int) -> Spans:
+        """Up to so many of one part, from a row on; none where they are not here. A part goes when its end is taken."""
+        if not self.has(epoch, row):
+            return EMPTY
+        at = row - self._row
+        found = self._parts[0][at : at + most]
+        if at + len(found) == len(self._parts[0]):
+            self._row += len(self._parts.popleft())
+        return found
