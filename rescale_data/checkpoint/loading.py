@@ -146,7 +146,12 @@ def _complaint(path: str, misfits: Misfits, metadata: Metadata) -> str:
 
 
 def _hint(misfits: Misfits) -> str:
-    """Where the sources of a mixture have changed, or a wrapper of a module has put a part into the names on one side."""
+    """Where N or the sources of a mixture have changed, or a wrapper has put a part into the names on one side."""
+    if any(".shards." in name and not name.endswith(f".{ROWS}") for name in misfits["mismatched"]):
+        return (
+            " num_logical_shards is fixed for a whole run: build the loader with the saved one, the first number of those "
+            "shapes (the world size, the workers, the micro batch and the global batch may all change)."
+        )
     tables = [name for name in {**misfits["missing"], **misfits["mismatched"]} if name.endswith(f".shards.{ROWS}")]
     if tables:
         return (

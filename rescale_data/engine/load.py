@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,7 +40,6 @@ from rescale_data.engine.recipe import (
     History,
     path_name,
 )
-from rescale_data.engine.schema import Schema
 from rescale_data.engine.statedict import INTS, RankRows, header
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.table import BY_FIELD, IN_ONE, is_dealt, table_of
@@ -66,7 +65,9 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
         )
     shards = _whole(stream.ranks, state["shards"])
     fitted = require_fit(stream, state)
-    changed = state["pipeline"] != stream.schema.pipeline_json_at(in_step=_clock(state).in_step)
+    changed = _differs(
+        state["pipeline"], stream.schema.pipeline_json_at(in_step=_clock(state).in_step), {EXCLUDED_STEPS}
+    )
     table = table_of(stream.schema, {**state, "shards": shards}, fitted.added)
     state = fitted.state
     _require_one_end(table)
@@ -76,7 +77,7 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
         say_changes(stream, state["pipeline"])
         check_changes(stream.schema, state["pipeline"], table)
         forms = {**reform(stream, state["pipeline"], table), **earlier(stream.schema, state["pipeline"], table)}
-        if _is_another(stream.schema, state["pipeline"]):
+        if _differs(state["pipeline"], stream.schema.pipeline_json, {BEFORE, EXCLUDED_STEPS, IN_STEP}):
             table[:, DEALT][table[:, DEALT] != ENDED] = UNDEALT  # what was dealt are samples of the pipeline before
     saved = (int(state["global_batch_size"]), int(state["dp_world_size"]), int(state["micro_batch_size"]))
     clock = _clock(state)
@@ -179,10 +180,9 @@ def _require_one_end(table: Ints) -> None:
         )
 
 
-def _is_another(schema: Schema, saved: str) -> bool:
-    """Whether the pipeline of a state might have other samples left of an epoch than that of now."""
-    apart = {BEFORE, EXCLUDED_STEPS, IN_STEP}
-    one, other = (without(each, dict.fromkeys(json.loads(each), apart)) for each in (saved, schema.pipeline_json))
+def _differs(saved: str, now: str, apart: Set[str]) -> bool:
+    """Whether parameters of two pipelines differ, but for some."""
+    one, other = (without(each, dict.fromkeys(json.loads(each), apart)) for each in (saved, now))
     return one != other
 
 

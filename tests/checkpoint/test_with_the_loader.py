@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ class Squares:
         return index * index
 
 
-def make_loader() -> rd.DataLoader:
+def make_loader(num_logical_shards: int = 24) -> rd.DataLoader:
     distributed = dist.is_initialized()
     rank, size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
     where: dict[str, Any] = {} if distributed else {"dp_rank": rank, "dp_world_size": size}
-    return rd.DataLoader(Squares(), global_batch_size=12, num_logical_shards=24, seed=3, repeat=True, **where)
+    return rd.DataLoader(
+        Squares(), global_batch_size=12, num_logical_shards=num_logical_shards, seed=3, repeat=True, **where
+    )
 
 
 def batches(loader: rd.DataLoader, steps: int) -> list[list[int]]:
@@ -70,12 +73,16 @@ def test_saved_on_two_ranks_and_resumed_on_three_and_one(tmp_path: Path, mode: s
     assert batches(loader, 6) == expected
 
 
-def test_another_number_of_shards_is_one_error(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "c", {"loader": make_loader()})
-    other = rd.DataLoader(
-        Squares(), global_batch_size=12, num_logical_shards=48, seed=3, repeat=True, dp_rank=0, dp_world_size=1
-    )
-    with pytest.raises(
-        ValueError, match=r"different: loader\.shards\.\S+, a int64 tensor of shape \[24\] in the checkpoint"
-    ):
-        checkpoint.load(tmp_path / "c", {"loader": other})
+def mixed(num_logical_shards: int) -> rd.DataLoader:
+    def pipeline(shard: rd.Shard) -> rd.WeightedSampler:
+        return rd.WeightedSampler({name: rd.Reader(range(99), shard) for name in "ab"}, {"a": 1, "b": 1})
+
+    return rd.DataLoader(pipeline, global_batch_size=12, num_logical_shards=num_logical_shards, repeat=True)
+
+
+@pytest.mark.parametrize("make", [make_loader, mixed], ids=["rows", "mixture"])
+def test_another_number_of_shards_is_one_error(tmp_path: Path, make: Callable[[int], rd.DataLoader]) -> None:
+    checkpoint.save(tmp_path / "c", {"loader": make(24)})
+    shape = r"different: loader\.shards\.\S+, a int64 tensor of shape \[24\] in the checkpoint"
+    with pytest.raises(ValueError, match=shape + r"[\s\S]*num_logical_shards is fixed for a whole run"):
+        checkpoint.load(tmp_path / "c", {"loader": make(48)})
