@@ -505,7 +505,7 @@ class TestStates:
             ),
             (
                 {"data": lambda shard: Every(rd.Reader(ROWS, shard), 3)},
-                "The fields differ.*Build that one, with the saved verify=",
+                "The fields differ.*Build the pipeline that was saved, with the saved verify=",
             ),
         ],
     )

@@ -5,6 +5,7 @@ import random
 import tempfile
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import pyarrow as pa
@@ -88,12 +89,18 @@ def _parquet_file(name: str, size: int) -> str:
     return path
 
 
-@functools.cache
 def _parquet(files: tuple[tuple[str, int], ...], kept: int | None) -> rd.ParquetSource:
     """The same documents as of `Files`, at rest; ``kept``: rows of this kind or above it alone."""
-    paths = [_parquet_file(name, size) for name, size in files]
-    where = None if kept is None else compute.field("kind") >= kept
-    return rd.ParquetSource(paths, columns=["id", "text", "tokens"], filter=where)
+    found = _sources.get((files, kept))
+    if found is None:
+        paths = [_parquet_file(name, size) for name, size in files]
+        where = None if kept is None else compute.field("kind") >= kept
+        found = rd.ParquetSource(paths, columns=["id", "text", "tokens"], filter=where, cache_bytes=5_000)
+        _sources[files, kept] = found
+    return found
+
+
+_sources: WeakValueDictionary[Any, rd.ParquetSource] = WeakValueDictionary()
 
 
 class Pipeline:
