@@ -91,9 +91,10 @@ class MixedDocuments:
                 self._grow(spans)
                 if rule is not None:
                     spans = self._changed(spans, rule)
-                if self._after == position:
-                    return spans
-                return spans.with_moves(spans.moves.led_by(Moves.between(position, self._after)))
+                if self._after != position:
+                    spans = spans.with_moves(spans.moves.led_by(Moves.between(position, self._after)))
+                self._after = self._start = position  # there may be many shards
+                return spans
             num_silent[ended] += 1
             if self._repeats and (ended not in self._seen_ends or num_silent[ended] > SILENT_EPOCHS):
                 self._mixture.refuse_silent(ended)

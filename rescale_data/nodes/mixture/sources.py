@@ -43,9 +43,7 @@ class Sources:
         elif any(alike):
             self.nodes = [other if is_alike else own for (own, other), is_alike in zip(pairs, alike, strict=True)]
         self.last = self.nodes[0]
-        for source, is_alike in enumerate(alike):
-            if is_alike:
-                self._leave(source)
+        self._documents.clear()
 
     def open(self, source: int) -> Node[Any]:
         """This shard's own node, bound or not."""
@@ -67,7 +65,9 @@ class Sources:
 
     def documents(self, source: int, column: str) -> Documents:
         """Those of a source."""
-        opened = self._documents.setdefault(column, {})
+        opened = self._documents.get(column)
+        if opened is None:
+            opened = self._documents[column] = {}
         found = opened.get(source)
         if found is None:
             node = self.open(source)
