@@ -26,11 +26,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from rescale_data.engine.board import Board
 from rescale_data.engine.feed import Collate, Feed, Leg, MicroBatch, make
 from rescale_data.engine.message import Inbox, Message, Part, Slabs
 from rescale_data.engine.processes import (
     LOOK_SECONDS,
+    Board,
     begin_worker,
     context_of,
     is_death,
