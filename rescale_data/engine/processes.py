@@ -118,8 +118,8 @@ class Board:
     """What workers tell without a message, in memory that both sides see: a line of counts and one of text for each."""
 
     def __init__(self, num_workers: int) -> None:
-        self.counts = torch.zeros(num_workers, len(FIELDS), dtype=torch.float64).share_memory_()
-        self._texts = torch.zeros(num_workers, _TEXT_BYTES, dtype=torch.uint8).share_memory_()
+        self.counts = torch.zeros(num_workers, len(FIELDS), dtype=torch.float64, device="cpu").share_memory_()
+        self._texts = torch.zeros(num_workers, _TEXT_BYTES, dtype=torch.uint8, device="cpu").share_memory_()
 
     def line(self, worker: int) -> Any:
         """``float64[FIELDS]``, a view."""
