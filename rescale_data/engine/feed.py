@@ -141,12 +141,15 @@ class InProcess(Feed):
         if turns is None:
             raise Exhausted
         started = time.perf_counter()
-        micro_batch = make(self._runner, turns, self._collate, self._u, pads=self._pads)
+        micro_batch = self._make(turns, self._u)
         if self._pin:
             micro_batch = micro_batch._replace(batch=pin(micro_batch.batch))
         self._turns, self._u = turns, self._u + 1
         counts().add(MAKE_SECONDS, time.perf_counter() - started)
         return micro_batch
+
+    def _make(self, turns: Turns, u: int) -> MicroBatch:
+        return make(self._runner, turns, self._collate, u, pads=self._pads)
 
     def progress(self) -> dict[str, float]:
         return {"batches_ready": 0.0, **told(counts().values)}
@@ -216,20 +219,16 @@ class InThread(Feed):
         return made if self._then is None else made._replace(batch=self._then(made.batch))
 
 
-class Traced(Feed):
+class Traced(InProcess):
     """In place of samples, where they come from: of those of some shards (`Runner.trace`)."""
 
     def __init__(self, runner: Runner, shards: Container[int]) -> None:
-        self._runner, self.shards = runner, shards
+        super().__init__(runner, None)
+        self._shards = shards
 
-    def start(self, leg: Leg, table: Ints, first: int) -> None:
-        self._runner.load(table, leg.histories, leg.layout.owned(leg.rank))
-        self._turns, self._u = leg.turns(table), first
-
-    def take(self) -> MicroBatch:
-        turn = self._turns.turn(self._u)
-        lines, rows = self._runner.trace(turn, self.shards)
-        self._u += 1
+    def _make(self, turns: Turns, u: int) -> MicroBatch:
+        turn = turns.turn(u)
+        lines, rows = self._runner.trace(turn, self._shards)
         return MicroBatch(lines, turn.index, rows, turn.shards, sum(turn.is_real))
 
 

@@ -216,7 +216,6 @@ class Legs(Position):
         self.rewind()
 
     def _next_epoch(self) -> Ints:
-        """The slots at which the next epoch begins."""
         end = self.schema.epoch_end(self.table)
         if end is not None:
             return end[1]

@@ -256,11 +256,7 @@ class Runner:
         node = self._built.get(shard)
         if node is None:
             node = self._built[shard] = self._build(shard)
-            if node.fields != self.schema.root.fields:
-                raise TypeError(
-                    f"The pipeline of logical shard {shard} has the state {[f.key for f in node.fields]}, the first one has "
-                    f"{[f.key for f in self.schema.root.fields]}. Paths, dtypes and shapes are the same for every shard."
-                )
+            self.schema.require_same_fields(node, shard)
             if node.writes != self._columns:
                 raise TypeError(
                     f"The pipeline of logical shard {shard} yields the columns {node.writes}, the first one {self._columns}. "
