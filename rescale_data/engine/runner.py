@@ -15,7 +15,7 @@ from rescale_data.engine.schema import Schema, adopt
 from rescale_data.errors import DataStateError
 from rescale_data.layout.turns import Turn
 from rescale_data.nodes.base import Node
-from rescale_data.nodes.counted import pass_epochs
+from rescale_data.nodes.below import pass_epochs
 from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.tray import Columns, Tray
@@ -156,7 +156,8 @@ class Runner:
         adopt(root, histories)
         nodes = dict(root.walk())
         for path in paths:
-            nodes[path].bind(root.columns(rows, path)[0].copy().data)
+            if (here := root.columns(rows, path)) is not None:
+                nodes[path].bind(here[0].copy().data)
             with contextlib.suppress(StopIteration):
                 nodes[path].read_begun()
         return {path_name(path): below.farthest for path, below in nodes.items() if isinstance(below, Reader)}

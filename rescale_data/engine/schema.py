@@ -126,7 +126,7 @@ class Schema:
         total: dict[str, float] = {}
         namesakes = self._namesakes()
         for path, node in self.root.walk():
-            rows = _slots_at(self.root, table[shards, FIRST_SLOT:], path)
+            rows = self.slots_at(table[shards], path)
             if rows is None:
                 continue
             for key, value in node.progress(rows, shards, table[shards, SAMPLES]).items():
@@ -156,7 +156,7 @@ class Schema:
 
     def slots_at(self, table: Ints, path: tuple[str, ...]) -> Ints | None:
         """The slots of the node at ``path``, a view; `None` where it lives inside a foreign node."""
-        return _slots_at(self.root, table[:, FIRST_SLOT:], path)
+        return self.root.columns(table[:, FIRST_SLOT:], path)
 
     def begun(self, table: Ints) -> dict[tuple[str, ...], Ints]:
         """``bool[N]``, by the path of a node that `READS_AHEAD`: whether it is within something that was delivered in part,
@@ -174,7 +174,7 @@ class Schema:
     def prepare(self, table: Ints, shards: Ints) -> None:
         """The given shards are about to be served: begin to bring what they need first."""
         for path, node in self.root.walk():
-            rows = _slots_at(self.root, table[shards, FIRST_SLOT:], path)
+            rows = self.slots_at(table[shards], path)
             if rows is not None:
                 node.prepare(rows, shards)
 
@@ -230,14 +230,6 @@ def _parameters(path: tuple[str, ...], node: Node[Any]) -> dict[str, Any]:
             f"numbers, and lists and dicts of these."
         ) from error
     return parameters
-
-
-def _slots_at(root: Node[Any], rows: Ints, path: tuple[str, ...]) -> Ints | None:
-    """The slots of the node at ``path``; `None` where it lives inside a foreign node."""
-    try:
-        return root.columns(rows, path)
-    except KeyError:
-        return None
 
 
 def adopt(root: Node[Any], histories: Histories) -> None:

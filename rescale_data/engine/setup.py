@@ -17,8 +17,8 @@ from rescale_data.engine.recipe import Pipeline, Recipe
 from rescale_data.engine.schema import Schema
 from rescale_data.errors import int_or_none, require_bool, require_int
 from rescale_data.layout.layout import Layout, default_num_logical_shards
+from rescale_data.nodes.below import find_shard
 from rescale_data.nodes.reader import Reader, warn_if_small
-from rescale_data.nodes.shard_of import find_shard
 from rescale_data.sources.decoded.interest import warn_if_thrashing
 
 Tail: TypeAlias = Literal["drop", "pad"]

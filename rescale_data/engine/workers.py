@@ -26,11 +26,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from rescale_data.engine.board import Board
 from rescale_data.engine.feed import Collate, Feed, Leg, MicroBatch, make
 from rescale_data.engine.message import Inbox, Message, Part, Slabs
 from rescale_data.engine.processes import (
     LOOK_SECONDS,
+    Board,
     begin_worker,
     context_of,
     is_death,
@@ -238,7 +238,7 @@ class Pool(Feed):
         self._k = self.num_workers = num_workers
         self._commands = Commands(num_workers, prefetch_factor)
         # Without a generator of its own torch seeds workers with a number that it draws from the trainer's.
-        generator = torch.Generator().manual_seed(torch.initial_seed())
+        generator = torch.Generator("cpu").manual_seed(torch.initial_seed())
         start_method = context_of(context)
         self.forks = start_method.get_start_method() == "fork"
         self._timeout, self._num_looks = timeout, math.ceil(timeout / LOOK_SECONDS)
@@ -268,7 +268,8 @@ class Pool(Feed):
             self._loader = self._new_loader()
         self._inboxes = [Inbox(self._pin) for _ in range(self._k)]
         try:
-            answers = iter(self._loader)
+            with torch.device("cpu"):  # of the generator, by which torch draws
+                answers = iter(self._loader)
         except BaseException:
             self.close()  # torch waits here for its workers, and does not take them up again where that was interrupted
             raise
