@@ -29,23 +29,34 @@ class Ahead:
         return copied
 
     def start(self, leg: Leg, table: Ints, u: int) -> None:
-        """Let the feed begin with a micro batch, if it has not begun."""
-        if not self.is_started:
-            self.feed.start(leg, table, u)
-            self.is_started = True
+        """Let the feed begin with a micro batch."""
+        self.feed.start(leg, table, u)
+        self.is_started = True
 
     def make(self, count: int, ranks: Ranks) -> int:
         """Have so many in hand, if no shard ends before; how many there are."""
-        while not self._is_exhausted and len(self.made) < count:
-            try:
-                with ranks.reading():
-                    self.made.append(self.feed.take())
-            except Exhausted:
-                self._is_exhausted = True
-            except BaseException:
-                self.forget()  # the runner is past what was taken: whoever goes on begins from the table
-                raise
+        while len(self.made) < count and (one := self._make_one(ranks)) is not None:
+            self.made.append(one)
         return len(self.made)
+
+    def take(self, ranks: Ranks) -> MicroBatch | None:
+        """The oldest, made now where there is none; `None` where the feed has not begun, or a shard has ended."""
+        if self.made:
+            return self.made.popleft()
+        return self._make_one(ranks) if self.is_started else None
+
+    def _make_one(self, ranks: Ranks) -> MicroBatch | None:
+        if self._is_exhausted:
+            return None
+        try:
+            with ranks.reading():
+                return self.feed.take()
+        except Exhausted:
+            self._is_exhausted = True
+            return None
+        except BaseException:
+            self.forget()  # the runner is past what was taken: whoever goes on begins from the table
+            raise
 
     def forget(self) -> None:
         """No more is made until `start`."""
