@@ -192,7 +192,7 @@ def megatron(corpus: Corpus) -> Iterator[Any]:
 
 
 def parquet(corpus: Corpus) -> Iterator[Any]:
-    return ours(rd.ParquetSource(corpus.folder / "parquet", cache_bytes=2 * CACHE))  # its tokens are twice as wide
+    return ours(rd.ParquetSource(corpus.folder / "parquet", cache_bytes=CACHE))
 
 
 def parquet_by_default(corpus: Corpus) -> Iterator[Any]:

@@ -176,12 +176,13 @@ class DataLoader:
         self._require_order(self.setup.layout)
         steps = require_steps_per_epoch(self.setup, steps_per_epoch)
         self.collate_fn = collate_fn or collate
-        self._given_micro_batch_size, self._pin, self._in_process = micro_batch_size, pin_memory, collate_fn
+        self._given_micro_batch_size, self._in_process = micro_batch_size, collate_fn
+        self._pin = pin_memory and torch.accelerator.is_available()
         self._pool_of = partial(
             Pool,
             collate=collate_fn,
             prefetch_factor=prefetch_factor,
-            pin_memory=pin_memory and torch.accelerator.is_available(),
+            pin_memory=self._pin,
             context=multiprocessing_context,
             timeout=timeout,
             slow_after=slow_after,

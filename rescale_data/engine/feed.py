@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rescale_data.engine.collate import pin, with_valid
+from rescale_data.engine.ranks import Ranks
 from rescale_data.engine.recipe import SAMPLES, Histories, History
 from rescale_data.engine.runner import Collate, Exhausted, Runner
 from rescale_data.engine.watch import describe, frames
@@ -152,12 +153,15 @@ class InProcess(Feed):
         if turns is None:
             raise Exhausted
         started = time.perf_counter()
-        micro_batch = make(self._runner, turns, self._collate, self._u, pads=self._pads)
+        micro_batch = self._make(turns, self._u)
         if self._pin:
             micro_batch = micro_batch._replace(batch=pin(micro_batch.batch))
         self._turns, self._u = turns, self._u + 1
         self._seconds += time.perf_counter() - started
         return micro_batch
+
+    def _make(self, turns: Turns, u: int) -> MicroBatch:
+        return make(self._runner, turns, self._collate, u, pads=self._pads)
 
     def progress(self) -> dict[str, float]:
         seconds = self._seconds
@@ -230,18 +234,73 @@ class InThread(Feed):
         return made if self._then is None else made._replace(batch=self._then(made.batch))
 
 
-class Traced(Feed):
+class Traced(InProcess):
     """In place of samples, where they come from: of those of some shards (`Runner.trace`)."""
 
     def __init__(self, runner: Runner, shards: Container[int]) -> None:
-        self._runner, self.shards = runner, shards
+        super().__init__(runner, None)
+        self._shards = shards
 
-    def start(self, leg: Leg, table: Ints, first: int) -> None:
-        self._runner.load(table, leg.histories, leg.layout.owned(leg.rank))
-        self._turns, self._u = leg.turns(table), first
-
-    def take(self) -> MicroBatch:
-        turn = self._turns.turn(self._u)
-        lines, rows = self._runner.trace(turn, self.shards)
-        self._u += 1
+    def _make(self, turns: Turns, u: int) -> MicroBatch:
+        turn = turns.turn(u)
+        lines, rows = self._runner.trace(turn, self._shards)
         return MicroBatch(lines, turn.index, rows, turn.shards, sum(turn.is_real))
+
+
+class Ahead:
+    """In hand, in order, what a feed has made of a leg and nobody has taken.
+
+    Attributes:
+        made: Oldest first; whoever takes one takes it from here.
+        is_started: Whether the feed has begun.
+    """
+
+    def __init__(self, feed: Feed) -> None:
+        self.feed = feed
+        self.made: deque[MicroBatch] = deque()
+        self.is_started = self._is_exhausted = False
+
+    def copy(self) -> Ahead:
+        copied = object.__new__(Ahead)
+        vars(copied).update(vars(self), made=self.made.copy())
+        return copied
+
+    def start(self, leg: Leg, table: Ints, u: int) -> None:
+        """Let the feed begin with a micro batch."""
+        self.feed.start(leg, table, u)
+        self.is_started = True
+
+    def make(self, count: int, ranks: Ranks) -> int:
+        """Have so many in hand, if no shard ends before; how many there are."""
+        while len(self.made) < count and (one := self._make_one(ranks)) is not None:
+            self.made.append(one)
+        return len(self.made)
+
+    def take(self, ranks: Ranks) -> MicroBatch | None:
+        """The oldest, made now where there is none; `None` where the feed has not begun, or a shard has ended."""
+        if self.made:
+            return self.made.popleft()
+        return self._make_one(ranks) if self.is_started else None
+
+    def _make_one(self, ranks: Ranks) -> MicroBatch | None:
+        if self._is_exhausted:
+            return None
+        try:
+            with ranks.reading():
+                return self.feed.take()
+        except Exhausted:
+            self._is_exhausted = True
+            return None
+        except BaseException:
+            self.forget()  # the runner is past what was taken: whoever goes on begins from the table
+            raise
+
+    def forget(self) -> None:
+        """No more is made until `start`."""
+        self.feed.stop()
+        self.made = deque()
+        self.is_started = self._is_exhausted = False
+
+    def progress(self) -> dict[str, float]:
+        made = self.feed.progress()
+        return {**made, "batches_ready": made.get("batches_ready", 0.0) + len(self.made)}

@@ -16,8 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from rescale_data.engine.agreement import Agreement, together
-from rescale_data.engine.ahead import Ahead
-from rescale_data.engine.feed import Feed, Leg
+from rescale_data.engine.feed import Ahead, Feed, Leg
 from rescale_data.engine.position import Position
 from rescale_data.engine.recipe import DEALT, ENDED, FIRST_SLOT, SAMPLES, UNDEALT
 from rescale_data.engine.rest import Rest
@@ -218,7 +217,6 @@ class Legs(Position):
         self.rewind()
 
     def _next_epoch(self) -> Ints:
-        """The slots at which the next epoch begins."""
         end = self.schema.epoch_end(self.table)
         if end is not None:
             return end[1]

@@ -19,12 +19,13 @@ from rescale_data.engine.change import (
     earlier,
     fit,
     fixed_by_others,
+    reform,
     settle,
     without,
+    without_form,
     without_free,
 )
-from rescale_data.engine.differences import differences
-from rescale_data.engine.form import reform, without_form
+from rescale_data.engine.differences import differences, say_changes, steps_left_out, without_functions
 from rescale_data.engine.group import require_whole_round
 from rescale_data.engine.growth import Growth, begin_next_epoch, compare, joined, needed, refuse_changes
 from rescale_data.engine.ranks import Ranks
@@ -43,7 +44,6 @@ from rescale_data.engine.recipe import (
 from rescale_data.engine.statedict import INTS, RankRows, header
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.table import BY_FIELD, IN_ONE, is_dealt, table_of
-from rescale_data.engine.warned import say_changes, steps_left_out, without_functions
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
 from rescale_data.nodes.form import BEFORE

@@ -96,18 +96,18 @@ class Peers:
     def say(self, kind: int, counts: Sequence[int], said: Bytes) -> None:
         """From the first one to the others, with ``NUM_COUNTS`` counts."""
         body, start = said
-        self._exchange(self._all, torch.tensor([kind, body.numel(), start, *counts]))
+        self._exchange(self._all, torch.tensor([kind, body.numel(), start, *counts], device="cpu"))
         self._exchange(self._receivers if kind == BATCH else self._all, body)
 
     def hear(self, pin_memory: bool) -> Heard:
         """What the first one says next."""
-        header = torch.full((3 + NUM_COUNTS,), READS)
+        header = torch.full((3 + NUM_COUNTS,), READS, device="cpu")
         while header[0] == READS:
             self._exchange(self._all, header)
         kind, size, start, *counts = header.tolist()
         if kind == BATCH and not self.receives:
             return Heard(kind, counts, None)
-        body = torch.empty(size, dtype=torch.uint8, pin_memory=pin_memory and kind == BATCH)
+        body = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin_memory and kind == BATCH)
         self._exchange(self._receivers if kind == BATCH else self._all, body)
         return Heard(kind, counts, from_bytes(body, start))
 
@@ -116,7 +116,7 @@ class Peers:
             if self._began is not None and time.monotonic() - self._began > self._timeout / 4:
                 self._began = time.monotonic()
                 with contextlib.suppress(RuntimeError):  # whoever reads hears of it with what it has read
-                    self._exchange(self._all, torch.tensor([READS, 0, 0, *[0] * NUM_COUNTS]))
+                    self._exchange(self._all, torch.tensor([READS, 0, 0, *[0] * NUM_COUNTS], device="cpu"))
 
     def _exchange(self, group: Broadcasts | None, tensor: torch.Tensor) -> None:
         if group is None or group.size() == 1:

@@ -15,7 +15,7 @@ from rescale_data.engine.schema import Schema, adopt
 from rescale_data.errors import DataStateError
 from rescale_data.layout.turns import Turn
 from rescale_data.nodes.base import Node
-from rescale_data.nodes.counted import pass_epochs
+from rescale_data.nodes.below import pass_epochs
 from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.tray import Columns, Tray
@@ -158,7 +158,8 @@ class Runner:
         adopt(root, histories)
         nodes = dict(root.walk())
         for path in paths:
-            nodes[path].bind(root.columns(rows, path)[0].copy().data)
+            if (here := root.columns(rows, path)) is not None:
+                nodes[path].bind(here[0].copy().data)
             with contextlib.suppress(StopIteration):
                 nodes[path].read_begun()
         return {path_name(path): below.farthest for path, below in nodes.items() if isinstance(below, Reader)}
@@ -257,11 +258,7 @@ class Runner:
         node = self._built.get(shard)
         if node is None:
             node = self._built[shard] = self._build(shard)
-            if node.fields != self.schema.root.fields:
-                raise TypeError(
-                    f"The pipeline of logical shard {shard} has the state {[f.key for f in node.fields]}, the first one has "
-                    f"{[f.key for f in self.schema.root.fields]}. Paths, dtypes and shapes are the same for every shard."
-                )
+            self.schema.require_same_fields(node, shard)
             if node.writes != self._columns:
                 raise TypeError(
                     f"The pipeline of logical shard {shard} yields the columns {node.writes}, the first one {self._columns}. "

@@ -7,8 +7,7 @@ from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from rescale_data.engine.ahead import Ahead
-from rescale_data.engine.feed import Feed, MicroBatch
+from rescale_data.engine.feed import Ahead, Feed, MicroBatch
 from rescale_data.engine.legs import Legs
 from rescale_data.engine.position import Position
 from rescale_data.engine.taken import Taken
