@@ -84,7 +84,6 @@ def require_mesh(mesh: object) -> None:
 
 
 def _named(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> list[int]:
-    """The ranks of a mesh, of a group, or of the whole job."""
     me = dist.get_rank()
     of_group = None if group is None else dist.get_process_group_ranks(group)
     if mesh is not None:

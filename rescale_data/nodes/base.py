@@ -30,8 +30,7 @@ from torchdata.nodes import (
     Unbatcher,
 )
 
-from rescale_data.nodes.reading.documents import Documents
-from rescale_data.nodes.reading.texts import Texts
+from rescale_data.nodes.reading.documents import Documents, Texts
 from rescale_data.nodes.tray import Columns, Tray
 from rescale_data.shard import Shard
 from rescale_data.sources.source import Described
