@@ -162,7 +162,6 @@ class StreamReader(Node[Any]):
 
 
 def _bytes(position: View) -> memoryview:
-    """The bytes in which a stream's state lies."""
     return position[_STATE:].cast("B")
 
 

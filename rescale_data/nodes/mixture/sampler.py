@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rescale_data.nodes.base import BaseNode, Node, View, copy_of
+from rescale_data.nodes.below import find_shard
 from rescale_data.nodes.form import BEFORE, History
 from rescale_data.nodes.mixture.arguments import check_group, check_mixture, check_temperature
 from rescale_data.nodes.mixture.caps import cap_of, check_caps
@@ -22,7 +23,6 @@ from rescale_data.nodes.mixture.sizes import Size, Sizes
 from rescale_data.nodes.mixture.sources import Sources
 from rescale_data.nodes.mixture.weights import MixtureWeights, number_of
 from rescale_data.nodes.reading.documents import Documents
-from rescale_data.nodes.shard_of import find_shard
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES, follows, owner_of
 from rescale_data.sources.decoded.interest import shards_of
 from rescale_data.sources.source import TokenSource

@@ -15,8 +15,8 @@ from rescale_data.shard import Shard
 
 
 class Sources:
-    """The sources by number. Those that are `Reader`s may be another shard's (`borrow`): then this shard has one of its own only
-    while the cache has room for the order in which it reads.
+    """The sources by number. Those that are `Reader`s may be another shard's (`borrow`): then this shard has one of its own as
+    long as the cache has room for the order in which it reads.
 
     Args:
         nodes: The sources.
