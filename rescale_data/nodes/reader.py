@@ -102,7 +102,8 @@ class Reader(Node[Any]):
         self.reads = self.source = as_source(source)
         self.repeat = shard.repeat
         self.shuffle, self.provenance, self._must_say = shuffle, provenance or shard.provenance, provenance
-        self._guard, self._on_error = guard_of(self, on_error, "while reading"), on_error
+        self._guard = guard_of(self, on_error, "while reading")
+        self._on_error: OnError = on_error
         check_order(shard, shuffle, by_global_batch)
         self._by_global_batch = by_global_batch
         self._number = next(numbers)

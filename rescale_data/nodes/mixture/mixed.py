@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,7 +77,8 @@ class MixedDocuments:
             arcs = self._mixture.arcs_at(self._after)
             if arcs is None:
                 break
-            self._caps, self._seen_ends, room = {}, (), MANY
+            self._caps, room = {}, MANY
+            self._seen_ends: Container[int] = ()
             self._turn_at = None
             if rule is not None:
                 self._caps, self._seen_ends = rule.caps, rule.ends_count(self._after)

@@ -118,9 +118,9 @@ class WeightedSampler(Node[Any]):
         self.caps = {name: {unit: int(n) for unit, n in cap.items()} for name, cap in sorted((caps or {}).items())}
         self._in_use = self._rule(self.weights, self.caps, sizes)
         self.position = self.initial()
-        nodes = [*self.children.values()]
-        sources = Sources(nodes, [*map(self._slots, self.names)], shard)
-        inner = {i: mixture._draws for i, node in enumerate(nodes) if (mixture := _mixture_of(node)) is not None}
+        children = [*self.children.values()]
+        sources = Sources(children, [*map(self._slots, self.names)], shard)
+        inner = {i: mixture._draws for i, node in enumerate(children) if (mixture := _mixture_of(node)) is not None}
         self._draws = MixtureDraws(self.position, sources, inner, self._row, self._in_use, self._shard, column, stop)
         for path, node in self.walk():
             if isinstance(node, WeightedSampler):

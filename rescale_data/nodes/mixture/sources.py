@@ -84,7 +84,8 @@ class Sources:
     def _is_own(self, node: Node[Any]) -> bool:
         return self._shard is None or node.of_shard is None or node.of_shard.index == self._shard.index
 
-    def _leave(self, source: int) -> None:
+    def leave(self, source: int) -> None:
+        """Keep what this shard has of its own no longer: it is made again."""
         self._open.pop(source, None)
         for opened in self._documents.values():
             if isinstance(opened.get(source), FragmentDocuments):  # others say where they ended
@@ -94,4 +95,4 @@ class Sources:
 def _leave(sources: ref[Sources], source: int) -> None:
     found = sources()
     if found is not None:
-        found._leave(source)
+        found.leave(source)
