@@ -1,8 +1,13 @@
 """What a pipeline is told about the one logical shard it is written for."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
+from rescale_data.errors import checks_kinds
 
+
+@checks_kinds
 @dataclass(frozen=True)
 class Shard:
     """One of ``num_logical_shards`` independent streams of samples.

@@ -16,7 +16,7 @@ from rescale_data.engine.load import require_fit
 from rescale_data.engine.recipe import STAMP
 from rescale_data.engine.stream import HasStream
 from rescale_data.engine.table import stored, version_of
-from rescale_data.errors import DataStateError
+from rescale_data.errors import DataStateError, require
 
 
 def check(saved: Mapping[str, Any], head: Mapping[str, Any], loader: HasStream) -> None:
@@ -26,6 +26,7 @@ def check(saved: Mapping[str, Any], head: Mapping[str, Any], loader: HasStream) 
         saved: DCP's metadata of each tensor of the table.
         head: The state without its table.
     """
+    require(HasStream, "the loader that is to load it", loader=loader)
     schema, n = loader.stream.schema, loader.stream.layout.num_logical_shards
     fitted = require_fit(loader.stream, head)
     found = {

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import BaseNode
 from rescale_data.nodes.guard import OnError
 from rescale_data.nodes.map import OfEach
@@ -43,6 +44,7 @@ class RandomMap(OfEach):
         True
     """
 
+    @checks_kinds
     def __init__(
         self,
         source: BaseNode[Any],
@@ -55,7 +57,7 @@ class RandomMap(OfEach):
     ) -> None:
         super().__init__(source, fn, on_error, version)
         self.label = label
-        shard = shard_of(self._source, shard)
+        shard = shard_of(self, shard)
         depth = sum(isinstance(node, RandomMap) for _, node in self._source.walk())
         self._key = (shard.seed, shard.index, depth)
         self._slots_of_place = place_slots(self._source.fields)

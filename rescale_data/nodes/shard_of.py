@@ -13,8 +13,18 @@ def find_shard(node: Node[Any]) -> Shard | None:
     return next((below.of_shard for _, below in node.walk() if below.of_shard is not None), None)
 
 
+def require_shard(shard: object, node: Node[Any]) -> None:
+    """``TypeError`` where a node was given something else as its logical shard."""
+    if not isinstance(shard, Shard):
+        raise TypeError(
+            f"rd.{type(node).__name__} was given the shard {shard!r}: pass what the pipeline is given, or rd.Shard() to try."
+        )
+
+
 def shard_of(node: Node[Any], given: Shard | None) -> Shard:
     """``given``, or the logical shard that the node reads; ``ValueError`` where there is neither."""
+    if given is not None:
+        require_shard(given, node)
     found = given or find_shard(node)
     if found is None:
         raise ValueError(
