@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 
 import rescale_data as rd
-from rescale_data.nodes.packing.bins import best_fit
+from rescale_data.nodes.packing.fit import best_fit
 from rescale_data.sources.decoded.cache import cache
 
 SEQ_LEN, EOS = 4096, 2

@@ -3,7 +3,7 @@
     python benchmarks/bench_s3.py [--quick]        (pip install -e '.[s3]')
 
 A server that speaks S3 (moto's) runs on loopback. One process reads rows of each format from a local folder and from the
-server, asked by s3fs and by pyarrow: as fast as it can, and beside training that waits for its accelerator half a millisecond
+server, asked by s3fs: as fast as it can, and beside training that waits for its accelerator half a millisecond
 each batch, which is still more than ten thousand rows a second. The server, and what asks it, need about as much of a
 processor as the reader: where there are two cores, all of both is then in use, and the first comparison says more of the
 server than of the reader.
@@ -28,9 +28,6 @@ from typing import Any
 import s3fs
 from bench_remote import SHARDS, rate, share
 from corpora import FORMATS, Corpus, source_of, write
-from pyarrow.fs import S3FileSystem
-
-import rescale_data as rd
 
 REGION = "eu-west-1"
 STEP_SECONDS = 0.0005
@@ -71,13 +68,11 @@ def sources(kind: str, folder: Path, host: str) -> dict[str, Any]:
         "client_kwargs": {"endpoint_url": f"http://{host}", "region_name": REGION},
     }
     upload(s3fs.S3FileSystem(**options), kind, folder)
-    native = S3FileSystem(access_key="test", secret_key="test", endpoint_override=host, scheme="http", region=REGION)
     index = folder.parent / "index"
     room = 4 * SHARDS * source_of(kind, str(folder), index).fragment_bytes
     return {
         "local": source_of(kind, str(folder), index, cache_bytes=room),
         "s3fs": source_of(kind, f"s3://{kind}", index, cache_bytes=room, storage_options=options),
-        "pyarrow": source_of(kind, f"s3://{kind}", index, cache_bytes=room, remote=rd.Remote(filesystem=native)),
     }
 
 
@@ -88,7 +83,7 @@ def main() -> None:
     rounds, num_rows = (3, 80_000) if quick else (9, 80_000)
     print(f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     print(f"{'':10}{'as fast as it can':^72}{'beside training':^48}")
-    names = ("local", "s3fs", "pyarrow")
+    names = ("local", "s3fs")
     print(
         f"{'rows/s':10}"
         + "".join(f"{name:>9}" for name in names)

@@ -23,13 +23,12 @@ if TYPE_CHECKING:
     from rescale_data.nodes.clean import CleanDocuments
     from rescale_data.nodes.exclude import Exclude
     from rescale_data.nodes.filter import Filter
-    from rescale_data.nodes.map import Map
+    from rescale_data.nodes.map import Map, RandomMap
     from rescale_data.nodes.mixture.sampler import WeightedSampler
     from rescale_data.nodes.mixture.schedule import Schedule
     from rescale_data.nodes.packing.packer import TokenPacker
     from rescale_data.nodes.packing.varlen import flat_cu_seqlens
     from rescale_data.nodes.packing.whole import WholeDocumentPacker
-    from rescale_data.nodes.random_map import RandomMap
     from rescale_data.nodes.reader import Reader
     from rescale_data.nodes.shuffle import Shuffle
     from rescale_data.nodes.stream_reader import StreamReader
@@ -101,9 +100,8 @@ _HOMES = {
     "nodes.clean": ("CleanDocuments",),
     "nodes.exclude": ("Exclude",),
     "nodes.filter": ("Filter",),
-    "nodes.map": ("Map",),
+    "nodes.map": ("Map", "RandomMap"),
     "nodes.packing.packer": ("TokenPacker",),
-    "nodes.random_map": ("RandomMap",),
     "nodes.reader": ("Reader",),
     "nodes.mixture.sampler": ("WeightedSampler",),
     "nodes.shuffle": ("Shuffle",),

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from multiprocessing.context import BaseContext
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
 import torch
@@ -37,6 +36,12 @@ _FORKS = (
     "first worker ends: after that no collective of the loader comes about. Leave multiprocessing_context='forkserver', or "
     "give init_process_group another store (env://, tcp://)."
 )
+_READ_AHEAD = (
+    "Something reads this loader ahead of training: its position is not that of training, and a state of it would leave out "
+    "for good what is on its way. Iterate, save, load and ask what reads it (rescale_data.xla.DeviceLoader) in place of the "
+    "loader."
+)
+_HAS_LEFT = "This rank has left the loader by rescale(): build one with join=True when it comes back."
 
 
 class DataLoader:
@@ -176,12 +181,13 @@ class DataLoader:
         self._require_order(self.setup.layout)
         steps = require_steps_per_epoch(self.setup, steps_per_epoch)
         self.collate_fn = collate_fn or collate
-        self._given_micro_batch_size, self._pin, self._in_process = micro_batch_size, pin_memory, collate_fn
+        self._given_micro_batch_size, self._in_process = micro_batch_size, collate_fn
+        self._pin = pin_memory and torch.accelerator.is_available()
         self._pool_of = partial(
             Pool,
             collate=collate_fn,
             prefetch_factor=prefetch_factor,
-            pin_memory=pin_memory and torch.accelerator.is_available(),
+            pin_memory=self._pin,
             context=multiprocessing_context,
             timeout=timeout,
             slow_after=slow_after,
@@ -191,7 +197,7 @@ class DataLoader:
         stream = self.stream_of(self.setup)
         stream.on_source_change = on_source_change
         self._reading: Reading | None = Reading(self.setup, stream, steps_per_epoch=steps, slow_after=slow_after)
-        self._close, self._has_left = self._reading.close, False
+        self._close, self._why_not = self._reading.close, _READ_AHEAD
         if join:
             state, stream.meeting = hand_over(self.setup, None)
             self._reading.load_state_dict(state)
@@ -283,14 +289,15 @@ class DataLoader:
     def _leave(self, reading: Reading) -> None:
         reading.invalidate()
         reading.close()
-        self._reading, self._has_left = None, True
+        self._reading, self._why_not = None, _HAS_LEFT
 
     # Batches
 
     def __iter__(self) -> Batches:
         """Go on from the position, or with the next epoch where the last batch of this one has been taken.
 
-        After a load of a state that was saved there, the first iterator is empty, once. Older iterators are invalid.
+        After a load of a state that was saved there, or a `rescale` there, the first iterator is empty, once. Older iterators
+        are invalid.
         """
         return iter(self.reading)
 
@@ -380,9 +387,7 @@ class DataLoader:
     def __enter__(self) -> DataLoader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
 
     def __reduce__(self) -> NoReturn:
@@ -399,17 +404,9 @@ class DataLoader:
 
     @property
     def reading(self) -> Reading:
-        """What reads; ``RuntimeError`` where it was given away."""
-        if self._has_left:
-            raise RuntimeError(
-                "This rank has left the loader by rescale(): build one with join=True when it comes back."
-            )
+        """What reads; ``RuntimeError`` where it was given away, or this rank has left."""
         if self._reading is None:
-            raise RuntimeError(
-                "Something reads this loader ahead of training: its position is not that of training, and a state of it would "
-                "leave out for good what is on its way. Iterate, save, load and ask what reads it "
-                "(rescale_data.xla.DeviceLoader) in place of the loader."
-            )
+            raise RuntimeError(self._why_not)
         return self._reading
 
     # Where the run stands

@@ -51,3 +51,11 @@ class Shard:
                 f"Shard(index={self.index}, num_logical_shards={self.num_logical_shards}): the index of a logical "
                 f"shard is at least 0 and less than the number of logical shards."
             )
+
+
+def require_shard(shard: object, node: object) -> None:
+    """``TypeError`` where a node was given something else as its logical shard."""
+    if not isinstance(shard, Shard):
+        raise TypeError(
+            f"rd.{type(node).__name__} was given the shard {shard!r}: pass what the pipeline is given, or rd.Shard() to try."
+        )

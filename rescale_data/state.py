@@ -107,7 +107,7 @@ def decode(field: Field, slots: Sequence[int]) -> Any:
     """The value that ``encode`` made the slots of."""
     if field.shape is not None:
         raw = np.array(list(slots), dtype=np.int64).view(np.uint8)[: field.num_bytes]
-        value = torch.empty(field.shape, dtype=field.dtype)
+        value = torch.empty(field.shape, dtype=field.dtype, device="cpu")
         value.view(-1).view(torch.uint8).copy_(torch.from_numpy(raw))
         return value
     if field.dtype is torch.float64:

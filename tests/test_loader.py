@@ -58,7 +58,29 @@ def take_over_epochs(loader: rd.DataLoader, num: int) -> None:
 EPOCH = rows_of(loader_of())  # 24 micro batches: 8 steps of 12; 4 of 100 rows are left
 
 
+AHEAD: dict[str, dict[str, int]] = {"none": {}, "a thread": {"prefetch_batches": 2}, "workers": {"num_workers": 2}}
+
+
 class TestIteration:
+    @pytest.mark.parametrize("how", AHEAD)
+    def test_a_default_device_of_the_trainer_changes_neither_batches_nor_state(self, how: str) -> None:
+        def run() -> tuple[list[Any], Any, list[Any]]:
+            loader = loader_of(rows_pipeline, tail="pad", **AHEAD[how])
+            seen = list(itertools.islice(iter(loader), 5))
+            state = loader.state_dict()
+            other = loader_of(rows_pipeline, tail="pad", **AHEAD[how])
+            other.load_state_dict(state)
+            rest = list(other)
+            loader.close(), other.close()
+            return seen, state, rest
+
+        seen, state, rest = run()
+        with torch.device("meta"):
+            seen_there, state_there, rest_there = run()
+        for batch, there in zip([*seen, *rest], [*seen_there, *rest_there], strict=True):
+            assert all(torch.equal(batch[key], there[key]) for key in ("row", "valid"))
+        assert same_state(state, state_there)
+
     def test_a_batch_is_a_dict_of_tensors(self) -> None:
         batch = next(iter(loader_of([{"x": i, "y": np.arange(3, dtype=np.float32), "name": "a"} for i in range(48)])))
         assert batch["x"].dtype == torch.int64

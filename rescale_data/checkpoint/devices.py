@@ -69,7 +69,7 @@ class Pieces(torch.Tensor):
 
     @classmethod
     def of(cls, whole: torch.Tensor, items: list[WriteItem]) -> Self:
-        pieces = torch.empty((), dtype=whole.dtype).expand(whole.shape).as_subclass(cls)
+        pieces = torch.empty((), dtype=whole.dtype, device="cpu").expand(whole.shape).as_subclass(cls)
         pieces.items = items
         return pieces
 

@@ -2,15 +2,20 @@
 
 What only an optimizer's step changes, parameters and optimizer state, is copied by DCP's stager in the background, and any
 ``optimizer.step()`` waits for it. Everything else (buffers, the loader's rows, plain values) is copied before ``stage``
-returns.
+returns; on a GPU, where that copy is only asked for, it comes to the host in the background.
+
+An accelerator runs behind the program: the thread waits until it has come to the call of ``stage``, and copies in a stream of
+its own, so that what the program asks for afterwards is not waited for. DCP's own async staging does not wait for the first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, cast
 
 import torch
@@ -29,14 +34,9 @@ class Stager:
     """Copies states for one manager, into host memory that is kept from save to save."""
 
     def __init__(self) -> None:
-        accelerated = torch.accelerator.is_available()
-        options = StagingOptions(
-            use_pinned_memory=torch.cuda.is_available(),
-            use_shared_memory=False,
-            use_async_staging=True,
-            use_non_blocking_copy=accelerated,
-        )
-        self._stager = DefaultStager(options)
+        self._stager = _new_stager()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
+        self._stream = torch.Stream() if torch.accelerator.is_available() else contextlib.nullcontext()
         self._pending: Future[Any] | None = None
         # Any optimizer's, since any optimizer may own the parameters; the hook alone does not keep the copies alive.
         self._hook = register_optimizer_step_pre_hook(_waiter(weakref.ref(self)))
@@ -51,7 +51,7 @@ class Stager:
         late: dict[str, torch.Tensor] = {}
         live, loose = plain_of(entries)
         plain = mapped(live, lambda _, leaf: _copy(leaf, steady, late))
-        pending = self._pending = cast("Future[Any]", self._stager.stage(cast(Any, late)))
+        pending = self._pending = self._thread.submit(self._copy, late, _asked_for(late))
         done: Future[None] = Future()
         pending.add_done_callback(
             lambda copied: done.set_exception(error) if (error := copied.exception()) else done.set_result(None)
@@ -62,6 +62,14 @@ class Stager:
 
         return done, copies, loose
 
+    def _copy(self, late: dict[str, torch.Tensor], asked_for: list[torch.Event]) -> dict[str, torch.Tensor]:
+        for event in asked_for:
+            event.synchronize()
+        if _copies_once():
+            self._stager = _new_stager()
+        with self._stream:
+            return cast("dict[str, torch.Tensor]", self._stager.stage(cast(Any, late)))
+
     def wait(self) -> None:
         """Return when the state may change. An error of the copy belongs to the save and is raised there."""
         if (pending := self._pending) is not None:
@@ -70,7 +78,31 @@ class Stager:
     def close(self) -> None:
         self.wait()
         self._hook.remove()
+        self._thread.shutdown()
         self._stager.close()
+
+
+def _new_stager() -> DefaultStager:
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=torch.cuda.is_available(),
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=False,
+        )
+    )
+
+
+@functools.cache
+def _copies_once() -> bool:
+    """Whether a stager ends with its first copy, and keeps no memory, as in torch 2.10 and 2.11."""
+    stager = _new_stager()
+    stager.stage({})
+    try:
+        stager.stage({})
+    except KeyError:
+        return True
+    return False
 
 
 def _waiter(reference: weakref.ref[Stager]) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
@@ -80,6 +112,15 @@ def _waiter(reference: weakref.ref[Stager]) -> Callable[[torch.optim.Optimizer, 
             stager.wait()
 
     return before_step
+
+
+def _asked_for(tensors: dict[str, torch.Tensor]) -> list[torch.Event]:
+    """What happens on each accelerator when it has done all that it was asked for so far."""
+    devices = {tensor.device for tensor in tensors.values()} - {torch.device("cpu")}
+    events = [torch.Event(device, blocking=True) for device in devices]
+    for event, device in zip(events, devices, strict=True):
+        event.record(torch.accelerator.current_stream(device))
+    return events
 
 
 class _Late:
@@ -92,7 +133,9 @@ class _Late:
 def _copy(value: Any, steady: set[int], late: dict[str, torch.Tensor]) -> Any:
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
-    if address(value) not in steady:
-        return copied(value)
-    late[key := str(len(late))] = value.detach()
+    is_steady = address(value) in steady
+    tensor = value.detach() if is_steady else copied(value)
+    if not is_steady and tensor.device.type == "cpu":
+        return tensor
+    late[key := str(len(late))] = tensor
     return _Late(key)

@@ -1,23 +1,28 @@
-"""What may change in a pipeline between the legs of a run: parameters that a node names, and children that come and go.
+"""What may change in a pipeline between the legs of a run: parameters that a node names, children that come and go, the form of
+samples: a longer ``seq_len``, labels, another dtype (`Node.FORM`).
 
-What a state says is first made into what the pipeline of now would have said, and then compared like any other.
+What a state says is first made into what the pipeline of now would have said, and then compared like any other. The forms
+before, with the samples and tokens delivered by then, are scalars in the JSON of a state, under "before".
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from rescale_data.engine.growth import Growth
-from rescale_data.engine.recipe import FIRST_SLOT, STRINGS, History, path_name
+from rescale_data.engine.recipe import EXCLUDED_STEPS, FIRST_SLOT, IN_STEP, SAMPLES, STRINGS, History, path_name
 from rescale_data.engine.schema import Schema
+from rescale_data.engine.stream import Stream
 from rescale_data.nodes.base import Node
-from rescale_data.nodes.form import BEFORE
+from rescale_data.nodes.form import BEFORE, LASTING
 from rescale_data.state import Ints
 
 Path = tuple[str, ...]
+_MOST = 2  # as many as a window may have been packed in
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ def _is_settled(root: Node[Any], path: Path) -> bool:
     """Whether every node above the one at ``path`` hands on that something has changed."""
     node = root
     for name in path:
-        silent = node.READS_AHEAD and type(node).settle is Node.settle
+        silent = node.READS_AHEAD and node.within is None and type(node).settle is Node.settle
         if silent or name not in node.children:  # as in a torchdata node, whose state is its own affair
             return False
         node = node.children[name]
@@ -152,7 +157,6 @@ def _changed(path: Path, node: Node[Any], child: str) -> Changed:
 
 
 def _children(path: Path, saved: Mapping[str, Any]) -> Iterator[str]:
-    """The names of the nodes right below a path."""
     above = "".join(f"{name}." for name in path)
     for name in saved:
         rest = name.removeprefix(above)
@@ -167,3 +171,77 @@ def _merged(saved: str, now: str, removed: list[Changed], added: list[Changed]) 
     kept = {key: value for key, value in old.items() if not any(change.has(key) for change in removed)}
     found = {key: value for key, value in new.items() if any(change.has(key) for change in added)}
     return json.dumps({**kept, **found}, sort_keys=True, separators=(",", ":"))
+
+
+# The form of samples
+
+
+def reform(stream: Stream, saved: str, table: Ints) -> dict[str, History]:
+    """Let samples have the form of now.
+
+    Args:
+        saved: The parameters of the pipeline in the state.
+        table: The positions, changed where they depend on the form.
+
+    Returns:
+        The forms that there were, by the path of the node.
+    """
+    forms, said = _reform(stream.schema, saved, table)
+    if said:
+        stream.ranks.log(
+            logging.WARNING, "Samples have another form than when the state was saved: %s. No token is lost or repeated.",
+            "; ".join(said),
+        )  # fmt: skip
+    return forms
+
+
+def _reform(schema: Schema, saved: str, table: Ints) -> tuple[dict[str, History], list[str]]:
+    before, now = json.loads(saved), json.loads(schema.pipeline_json)
+    found: dict[str, History] = {}
+    said: list[str] = []
+    for path, node in _formed(schema):
+        name = path_name(path)
+        old, new = before.get(name), now[name]
+        if old is None:
+            continue
+        history: History = [(int(samples), form) for samples, form in old.get(BEFORE, ())]
+        changed = [key for key in sorted(node.FORM) if old.get(key) != new.get(key)]
+        samples = int(table[:, SAMPLES].sum())
+        said += [
+            f"{name}: {key} was {old.get(key)} up to sample {samples}, and is {new.get(key)} from there"
+            for key in changed
+        ]
+        if not set(LASTING).isdisjoint(changed):
+            history = [*history, (samples, _form(old, history, samples, len(table)))][-_MOST:]
+            rows = schema.slots_at(table, path)
+            if rows is not None:
+                node.reform(rows)
+        if history:
+            found[name] = history
+    return found, said
+
+
+def without_form(schema: Schema, pipeline: str) -> str:
+    """A pipeline's parameters without those of the form of its samples, and the forms before."""
+    kept = {path_name(path): {*node.FORM, BEFORE} for path, node in _formed(schema)}
+    return without(pipeline, {**kept, path_name(()): {*kept.get(path_name(()), ()), EXCLUDED_STEPS, IN_STEP}})
+
+
+def _form(old: Mapping[str, Any], history: History, samples: int, num_shards: int) -> dict[str, Any]:
+    since, tokens = (history[-1][0], history[-1][1]["tokens"]) if history else (0, 0)
+    form = {key: old[key] for key in LASTING if key in old}
+    return {**form, "tokens": tokens + (samples - since) * old["seq_len"], "shards": num_shards}
+
+
+def _formed(schema: Schema) -> Iterator[tuple[Path, Node[Any]]]:
+    """The nodes whose samples nobody above reads again: the form of the others stays."""
+    return ((path, node) for path, node in schema.root.walk() if node.FORM and _is_drawn_once(schema.root, path))
+
+
+def _is_drawn_once(root: Node[Any], path: Path) -> bool:
+    node = root
+    for name in path:
+        if node.READS_AHEAD or name not in node.children:
+            return False
+        node = node.children[name]
+    return True

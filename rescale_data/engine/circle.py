@@ -64,7 +64,7 @@ class Circle:
             with self.roll_call.in_turn(ticket, call.seconds):
                 if self._broken is not None:
                     raise RuntimeError(self._broken)
-                gathered = torch.empty((len(self._names), *tensor.shape), dtype=tensor.dtype)
+                gathered = torch.empty((len(self._names), *tensor.shape), dtype=tensor.dtype, device="cpu")
                 work = self._group.allgather([list(gathered)], [tensor.contiguous()])
                 try:
                     work.wait(datetime.timedelta(seconds=call.seconds))

@@ -84,7 +84,9 @@ class PadCollate:
 def _tensor(value: Any, pad: float) -> Tensor:
     """A value of a sample; an empty list, which has no dtype of its own, in that of what pads it."""
     no_dtype = isinstance(value, list | tuple) and not value
-    return torch.as_tensor(value, dtype=torch.as_tensor(pad).dtype if no_dtype else None)
+    if isinstance(value, Tensor):
+        return value
+    return torch.as_tensor(value, dtype=torch.as_tensor(pad).dtype if no_dtype else None, device="cpu")
 
 
 def _of_one_dtype(tensors: list[Tensor]) -> list[Tensor]:
@@ -123,7 +125,8 @@ def _stack(column: str, values: list[Any]) -> Any:
         return values
     try:
         if not isinstance(values[0], torch.Tensor):
-            return default_collate(values)
+            with torch.device("cpu"):
+                return default_collate(values)
         return torch.stack(values)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
@@ -139,13 +142,15 @@ def _shapes(values: list[Any]) -> str:
 
 
 def pin(batch: Any) -> Any:
-    """The batch with its tensors in page-locked memory; as it is where there is no accelerator."""
-    if not torch.accelerator.is_available():
-        return batch
+    """The batch with its tensors, and whatever has a method ``pin_memory``, in page-locked memory; there is an accelerator."""
     if isinstance(batch, torch.Tensor):
+        return batch.contiguous().pin_memory()  # an expanded tensor cannot be copied into one of its kind
+    if hasattr(batch, "pin_memory"):
         return batch.pin_memory()
     if isinstance(batch, Mapping):
         return {key: pin(value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(pin, batch))
     return type(batch)([pin(value) for value in batch]) if type(batch) in (list, tuple, PerDocument) else batch
 
 
@@ -155,4 +160,4 @@ def with_valid(batch: Any, num_real: int, num_samples: int) -> Any:
         return batch
     if "valid" in batch:
         raise ValueError("tail='pad' adds batch['valid'], but samples have a column 'valid': rename theirs.")
-    return {**batch, "valid": torch.arange(num_samples) < num_real}
+    return {**batch, "valid": torch.arange(num_samples, device="cpu") < num_real}

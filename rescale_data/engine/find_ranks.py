@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import datetime
 import logging
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from rescale_data.engine.circle import Circle
-from rescale_data.engine.meeting import by_dp_rank, digest, meet, part, part_of_store
+from rescale_data.engine.meeting import by_dp_rank, digest, gloo, meet, once, part_of_store
 from rescale_data.engine.ranks import Ranks
 
 _logger = logging.getLogger("rescale_data")
@@ -69,7 +66,7 @@ def find_ranks(
             f"group= has the backend {dist.get_backend_config(group)!r} and exchanges no CPU tensors, which the loader does. "
             f"Give a group with one for them, 'cpu:gloo,cuda:nccl', or mesh= of the same ranks: the loader then makes its own."
         )
-    circle = _circle(members, group, timeout)
+    circle = once(group, ("circle", *members), lambda: _new_circle(members, group, timeout))
     circle.num_loaders += 1
     named = _mesh(members, mesh, group)
     return Ranks(me, len(members), circle, named, timeout, save_timeout, circle.num_loaders)
@@ -84,7 +81,6 @@ def require_mesh(mesh: object) -> None:
 
 
 def _named(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> list[int]:
-    """The ranks of a mesh, of a group, or of the whole job."""
     me = dist.get_rank()
     of_group = None if group is None else dist.get_process_group_ranks(group)
     if mesh is not None:
@@ -131,24 +127,10 @@ def _mesh(members: list[int], mesh: DeviceMesh | None, group: dist.ProcessGroup 
     return DeviceMesh.from_group(group, "cpu", mesh=members, mesh_dim_names=("dp",))
 
 
-_circles: WeakKeyDictionary[Any, dict[Any, Circle]] = WeakKeyDictionary()
-"""Of each process group: those that were made beside it, by their members; of a job's: all that have no group of torch's."""
-
-
-def _circle(members: list[int], group: dist.ProcessGroup | None, timeout: float) -> Circle:
-    """One circle for all loaders over the same ranks, as long as the job's process group, or the given one, exists."""
-    beside = dist.group.WORLD if group is None else group
-    known = _circles.setdefault(beside, {})
-    if tuple(members) not in known:
-        known[tuple(members)] = _new_circle(members, group, timeout)
-    return known[tuple(members)]
-
-
 def _new_circle(members: list[int], group: dist.ProcessGroup | None, timeout: float) -> Circle:
     me, store = members.index(dist.get_rank()), part_of_store(f"circle/{digest(members)}", len(members), group)
     exchanges: Any = group
     if exchanges is None:
         meet(store, me, members, timeout)
-        wait = datetime.timedelta(seconds=timeout)
-        exchanges = ProcessGroupGloo(part("gloo", store), me, len(members), wait)
+        exchanges = gloo("gloo", store, me, len(members), timeout)
     return Circle(exchanges, store, me, members)

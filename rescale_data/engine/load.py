@@ -1,11 +1,10 @@
-"""Loading a state: what is compared, what it becomes where a pipeline or its data have changed, and where the run goes on."""
+"""Loading a state: what it becomes where a pipeline or its data have changed, and where the run goes on."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,16 +16,14 @@ from rescale_data.engine.change import (
     Fitted,
     check_changes,
     earlier,
-    fit,
-    fixed_by_others,
+    reform,
     settle,
     without,
-    without_free,
 )
-from rescale_data.engine.differences import differences
-from rescale_data.engine.form import reform, without_form
+from rescale_data.engine.check import require_fit
+from rescale_data.engine.differences import say_changes, steps_left_out
 from rescale_data.engine.group import require_whole_round
-from rescale_data.engine.growth import Growth, begin_next_epoch, compare, joined, needed, refuse_changes
+from rescale_data.engine.growth import Growth, begin_next_epoch, joined, needed
 from rescale_data.engine.ranks import Ranks
 from rescale_data.engine.recipe import (
     DEALT,
@@ -40,16 +37,13 @@ from rescale_data.engine.recipe import (
     History,
     path_name,
 )
-from rescale_data.engine.statedict import INTS, RankRows, header
+from rescale_data.engine.statedict import INTS, RankRows
 from rescale_data.engine.stream import Stream
-from rescale_data.engine.table import BY_FIELD, IN_ONE, is_dealt, table_of
-from rescale_data.engine.warned import say_changes, steps_left_out, without_functions
+from rescale_data.engine.table import is_dealt, table_of
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
 from rescale_data.nodes.form import BEFORE
 from rescale_data.state import Ints
-
-_READS = (1, BY_FIELD, IN_ONE)
 
 
 def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
@@ -111,64 +105,6 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
             loaded.samples,
             loaded.step,
         )
-
-
-def require_fit(stream: Stream, saved: Mapping[str, Any]) -> Fitted:
-    """``DataStateError`` where a state belongs to another run: format, N, seed, fields, sources or pipeline.
-
-    Returns:
-        The state as the pipeline of now would have saved it.
-    """
-    now = header(stream)
-    if saved["version"] not in _READS:
-        raise DataStateError(
-            f"The state has format version {saved['version']}, this rescale_data reads the versions {_READS}. Load it with the "
-            f"release that saved it."
-        )
-    for name, cure in _FIXED.items():
-        if saved[name] != now[name]:
-            raise DataStateError(
-                f"The state was saved with {name}={saved[name]}, the loader has {name}={now[name]}. {cure}"
-            )
-    fitted = fit(stream.schema, saved)
-    _require_same("fields", fitted.state["fields"], now["fields"])
-    growth = compare(stream.schema, fitted.state["sources"])
-    if stream.on_source_change == "error":
-        refuse_changes(growth)
-    if fitted.state["pipeline"] != now["pipeline"]:
-        pipelines = without_functions(fitted.state["pipeline"], now["pipeline"])
-        _require_same(
-            "pipeline",
-            *(without_form(stream.schema, without_free(stream.schema, pipeline)) for pipeline in pipelines),
-            fixed=fixed_by_others(stream.schema),
-        )
-    return replace(fitted, growth=growth)
-
-
-def _require_same(name: str, saved: str, now: str, fixed: Sequence[str] = ()) -> None:
-    found = differences(saved, now)
-    if not found:
-        return
-    message = f"The {name} differ from those of the checkpoint: {'; '.join(found)}. {_DESCRIBED[name]}"
-    held = [parameter for parameter in fixed if any(difference.startswith(parameter) for difference in found)]
-    if held:
-        message += (
-            f" {held} could change if all nodes above were of rescale_data, or a Mapper of torchdata: others keep what is "
-            f"below them as it was saved."
-        )
-    raise DataStateError(message)
-
-
-_FIXED = {
-    "num_logical_shards": "It is fixed for a whole run: build the loader with the saved one (the world size, the workers, the "
-    "micro batch and the global batch may all change).",
-    "seed": "Another seed is another order: build the loader with the saved one, or begin a new run.",
-}
-_DESCRIBED = {
-    "fields": "The pipeline keeps other state than the one that was saved. Build the pipeline that was saved, with the saved "
-    "verify= (True keeps a digest a reader), or begin a new run.",
-    "pipeline": "These parameters change the order or the content of the samples: use the saved ones, or begin a new run.",
-}
 
 
 def _require_one_end(table: Ints) -> None:

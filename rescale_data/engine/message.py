@@ -62,7 +62,9 @@ class Slabs:
         memory = self._slabs.get(slab)
         if memory is not None and memory.numel() >= size:
             return memory, False
-        self._slabs[slab] = memory = torch.empty(size * 5 // 4 + _ALIGNMENT, dtype=torch.uint8).share_memory_()
+        self._slabs[slab] = memory = torch.empty(
+            size * 5 // 4 + _ALIGNMENT, dtype=torch.uint8, device="cpu"
+        ).share_memory_()
         return memory, True
 
 
@@ -85,7 +87,7 @@ class Inbox:
 
     def unpack(self, memory: torch.Tensor, part: Part) -> Any:
         """One value; its tensors and arrays are views of one copy of their bytes."""
-        copy = torch.empty(part.stop - part.start, dtype=torch.uint8, pin_memory=self._pin)
+        copy = torch.empty(part.stop - part.start, dtype=torch.uint8, device="cpu", pin_memory=self._pin)
         copy.copy_(memory[part.start : part.stop])
         return _Unpacker(part.rest, copy).load()
 
@@ -93,7 +95,7 @@ class Inbox:
 def to_bytes(value: Any) -> Bytes:
     """Any picklable value."""
     packer = _Packer(value)
-    whole = torch.empty(packer.size + len(packer.rest), dtype=torch.uint8)
+    whole = torch.empty(packer.size + len(packer.rest), dtype=torch.uint8, device="cpu")
     packer.write(whole.numpy())
     whole.numpy()[packer.size :] = np.frombuffer(packer.rest, dtype=np.uint8)
     return whole, packer.size

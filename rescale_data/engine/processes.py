@@ -1,4 +1,4 @@
-"""Worker processes as such: how they start, that they end when the trainer's has, and how it is seen that they have died."""
+"""Worker processes as such: how they start, tell what they are about, end when the trainer's has, and are seen to have died."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from multiprocessing.context import BaseContext
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import numpy as np
+import torch
+
+from rescale_data.sources.counts import FIELDS, MADE
+
 PRELOAD = ["rescale_data.engine.workers"]
 """What the fork server imports, once, before it forks the first worker: whatever all workers need, and no data."""
 _OF_PIPELINES = (
@@ -20,6 +25,7 @@ _OF_PIPELINES = (
 )  # of these, what the trainer has: pyarrow is half a second
 LOOK_SECONDS = 1.0
 """So often is looked whether workers live."""
+_TEXT_BYTES = 512
 
 
 def context_of(given: str | BaseContext) -> BaseContext:
@@ -106,3 +112,26 @@ def is_death(error: BaseException) -> bool:
     return "exited unexpectedly" in str(error) or (
         isinstance(error, ConnectionError | EOFError | FileNotFoundError) and not raised_in_worker
     )
+
+
+class Board:
+    """What workers tell without a message, in memory that both sides see: a line of counts and one of text for each."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.counts = torch.zeros(num_workers, len(FIELDS), dtype=torch.float64, device="cpu").share_memory_()
+        self._texts = torch.zeros(num_workers, _TEXT_BYTES, dtype=torch.uint8, device="cpu").share_memory_()
+
+    def line(self, worker: int) -> Any:
+        """``float64[FIELDS]``, a view."""
+        return self.counts[worker].numpy()
+
+    @property
+    def made(self) -> int:
+        return int(self.counts[:, MADE].sum())
+
+    def write(self, worker: int, text: str) -> None:
+        data = np.frombuffer(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"), dtype=np.uint8)
+        self._texts[worker].numpy()[:] = data
+
+    def read(self, worker: int) -> str:
+        return self._texts[worker].numpy().tobytes().rstrip(b"\0").decode(errors="replace")

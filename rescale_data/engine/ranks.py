@@ -115,7 +115,7 @@ class Ranks:
 
     def numbers(self, values: Sequence[float]) -> npt.NDArray[np.float64]:
         """Numbers of every rank: ``float64[W, len(values)]`` (collective)."""
-        return self._gather(torch.tensor(values, dtype=torch.float64), "numbers").numpy()
+        return self._gather(torch.tensor(values, dtype=torch.float64, device="cpu"), "numbers").numpy()
 
     def least(self, value: int) -> Callable[[], int]:
         """Say a value ahead of time; the result, called, waits for the smallest of all ranks' values (collective)."""
@@ -129,7 +129,7 @@ class Ranks:
 
     def require_same(self, what: dict[str, Any]) -> None:
         """``ValueError`` on every rank where some value differs between ranks, which names it (collective)."""
-        digests = self._gather(torch.tensor([digest(value) for value in what.values()]), "same")
+        digests = self._gather(torch.tensor([digest(value) for value in what.values()], device="cpu"), "same")
         differing = [name for name, values in zip(what, digests.T, strict=True) if (values != values[0]).any()]
         if differing:
             given = {name: what[name] for name in differing}

@@ -69,13 +69,17 @@ class Schema:
         row = np.concatenate([[0, UNDEALT], np.array(self.root.initial(), dtype=np.int64)])
         return np.tile(row, (num_logical_shards, 1))
 
-    def require_same_state(self, node: Node[Any], shard: int) -> None:
-        """``TypeError`` where the pipeline of another logical shard has other fields, or begins in another state."""
+    def require_same_fields(self, node: Node[Any], shard: int) -> None:
+        """``TypeError`` where the pipeline of another logical shard has other fields."""
         if node.fields != self.root.fields:
             raise TypeError(
                 f"The pipeline of logical shard {shard} has the state {_described(node)}, the first one has "
                 f"{_described(self.root)}. Paths, dtypes and shapes are the same for every shard."
             )
+
+    def require_same_state(self, node: Node[Any], shard: int) -> None:
+        """The same, and where it begins in another state."""
+        self.require_same_fields(node, shard)
         first, here = flatten(self.root.decode(self.root.initial())), flatten(node.decode(node.initial()))
         for (path, one), (_, other) in zip(first, here, strict=True):
             if encode(field_of(path, one), one) != encode(field_of(path, other), other):
@@ -126,7 +130,7 @@ class Schema:
         total: dict[str, float] = {}
         namesakes = self._namesakes()
         for path, node in self.root.walk():
-            rows = _slots_at(self.root, table[shards, FIRST_SLOT:], path)
+            rows = self.slots_at(table[shards], path)
             if rows is None:
                 continue
             for key, value in node.progress(rows, shards, table[shards, SAMPLES]).items():
@@ -156,7 +160,7 @@ class Schema:
 
     def slots_at(self, table: Ints, path: tuple[str, ...]) -> Ints | None:
         """The slots of the node at ``path``, a view; `None` where it lives inside a foreign node."""
-        return _slots_at(self.root, table[:, FIRST_SLOT:], path)
+        return self.root.columns(table[:, FIRST_SLOT:], path)
 
     def begun(self, table: Ints) -> dict[tuple[str, ...], Ints]:
         """``bool[N]``, by the path of a node that `READS_AHEAD`: whether it is within something that was delivered in part,
@@ -174,7 +178,7 @@ class Schema:
     def prepare(self, table: Ints, shards: Ints) -> None:
         """The given shards are about to be served: begin to bring what they need first."""
         for path, node in self.root.walk():
-            rows = _slots_at(self.root, table[shards, FIRST_SLOT:], path)
+            rows = self.slots_at(table[shards], path)
             if rows is not None:
                 node.prepare(rows, shards)
 
@@ -230,14 +234,6 @@ def _parameters(path: tuple[str, ...], node: Node[Any]) -> dict[str, Any]:
             f"numbers, and lists and dicts of these."
         ) from error
     return parameters
-
-
-def _slots_at(root: Node[Any], rows: Ints, path: tuple[str, ...]) -> Ints | None:
-    """The slots of the node at ``path``; `None` where it lives inside a foreign node."""
-    try:
-        return root.columns(rows, path)
-    except KeyError:
-        return None
 
 
 def adopt(root: Node[Any], histories: Histories) -> None:

@@ -37,7 +37,7 @@ def tensors_of(schema: Schema, table: Ints, stamps: torch.Tensor) -> dict[str, t
 
 
 def stamps_of(shards: range, samples: int, num_logical_shards: int) -> torch.Tensor:
-    return -1 - samples * num_logical_shards - torch.arange(shards.start, shards.stop, dtype=torch.int64)
+    return -1 - samples * num_logical_shards - torch.arange(shards.start, shards.stop, dtype=torch.int64, device="cpu")
 
 
 def stored(version: int, fields: Sequence[Field], num_slots: int = 0) -> tuple[Field, ...]:

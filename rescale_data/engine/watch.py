@@ -16,7 +16,7 @@ from contextlib import suppress
 from types import FrameType
 
 from rescale_data.nodes.base import Node
-from rescale_data.nodes.shard_of import find_shard
+from rescale_data.nodes.below import find_shard
 from rescale_data.sources.counts import counts
 
 _logger = logging.getLogger("rescale_data")
@@ -27,10 +27,7 @@ _KINDS = (
         (f"rescale_data.engine.{name}", "waiting for other ranks")
         for name in ("rollcall", "circle", "ranks", "agreement")
     ),
-    *(
-        (f"rescale_data.nodes.{name}", _USERS)
-        for name in ("map", "filter", "random_map", "tokenize", "clean", "foreign")
-    ),
+    *((f"rescale_data.nodes.{name}", _USERS) for name in ("map", "filter", "tokenize", "clean", "foreign")),
     *((f"rescale_data.engine.{name}", _USERS) for name in ("runner", "recipe", "feed")),
 )
 """What a thread is about in a module, the first that fits: the last ones call functions of the user's."""

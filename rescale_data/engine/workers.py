@@ -26,11 +26,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from rescale_data.engine.board import Board
 from rescale_data.engine.feed import Collate, Feed, Leg, MicroBatch, make
 from rescale_data.engine.message import Inbox, Message, Part, Slabs
 from rescale_data.engine.processes import (
     LOOK_SECONDS,
+    Board,
     begin_worker,
     context_of,
     is_death,
@@ -107,9 +107,7 @@ class Worker(Dataset[Any]):
         self._runner: Runner | None = None
         self._turns: Turns | None = None
         self._pads = False
-        self._told: Ints | None = (
-            None  # of a mixture, whose rows are long: the table as the trainer's process will have it
-        )
+        self._told: Ints | None = None  # of a mixture, whose rows are long: the table as the trainer's process has it
         self._slabs = Slabs()
 
     def __getitem__(self, command: Begin | Make) -> Made | None:
@@ -154,10 +152,8 @@ class Worker(Dataset[Any]):
         owned, table = command.leg.layout.owned(command.leg.rank), command.table
         self._runner.load(table, command.leg.histories, owned)
         self._turns, self._pads = command.leg.turns(table), command.leg.pads
-        one_worker_each = (
-            command.leg.deal is None
-        )  # else another one may have changed a slot that this one changes back
-        self._told = command.table if one_worker_each and self._runner.schema.is_mixture else None
+        # In a deal another worker may have changed a slot that this one changes back.
+        self._told = command.table if command.leg.deal is None and self._runner.schema.is_mixture else None
         self._slabs = Slabs()  # messages that nobody received may have held the old ones
 
     def _make(self, u: int) -> MicroBatch | None:
@@ -238,7 +234,7 @@ class Pool(Feed):
         self._k = self.num_workers = num_workers
         self._commands = Commands(num_workers, prefetch_factor)
         # Without a generator of its own torch seeds workers with a number that it draws from the trainer's.
-        generator = torch.Generator().manual_seed(torch.initial_seed())
+        generator = torch.Generator("cpu").manual_seed(torch.initial_seed())
         start_method = context_of(context)
         self.forks = start_method.get_start_method() == "fork"
         self._timeout, self._num_looks = timeout, math.ceil(timeout / LOOK_SECONDS)
@@ -268,7 +264,8 @@ class Pool(Feed):
             self._loader = self._new_loader()
         self._inboxes = [Inbox(self._pin) for _ in range(self._k)]
         try:
-            answers = iter(self._loader)
+            with torch.device("cpu"):  # of the generator, by which torch draws
+                answers = iter(self._loader)
         except BaseException:
             self.close()  # torch waits here for its workers, and does not take them up again where that was interrupted
             raise
@@ -301,11 +298,8 @@ class Pool(Feed):
         return {"batches_ready": float(ready), **told(self._board.counts.sum(dim=0).numpy() + counts().values)}
 
     def doing(self) -> str:
-        what = (
-            self._board.read(self._due)
-            or "which does not say what it is about: it is starting, has ended, or is stopped"
-        )
-        return f"waiting for worker {self._due}, {what}"
+        silent = "which does not say what it is about: it is starting, has ended, or is stopped"
+        return f"waiting for worker {self._due}, {self._board.read(self._due) or silent}"
 
     def close(self) -> None:
         """Stop the worker processes; what they have counted is this process's from here on."""

@@ -30,8 +30,7 @@ from torchdata.nodes import (
     Unbatcher,
 )
 
-from rescale_data.nodes.reading.documents import Documents
-from rescale_data.nodes.reading.texts import Texts
+from rescale_data.nodes.reading.documents import Documents, Texts
 from rescale_data.nodes.tray import Columns, Tray
 from rescale_data.shard import Shard
 from rescale_data.sources.source import Described
@@ -120,6 +119,12 @@ class Node(BaseNode[T]):
 
     reread: bool = False
     """Whether a node above goes back behind the samples that it has drawn from this one, to go on within them."""
+
+    within: int | None = None
+    """The own slot that is not 0 while this node is within something that it reads again to go on; `None`: it never is."""
+
+    within_document: bool = False
+    """Whether that is one document, which may be found again; else what it consists of follows from the old blocklist."""
 
     writes: Columns = MappingProxyType({})
     """Where samples are dicts of 1-D arrays whose length and dtype are known: which. Such a node implements `write`."""
@@ -259,8 +264,11 @@ class Node(BaseNode[T]):
 
     def skip(self, num_samples: int) -> None:
         """Leave out the next samples, as if they had been drawn."""
+        if self.one_for_one:
+            return self.children["source"].skip(num_samples)
         for _ in range(num_samples):
             next(self)
+        return None
 
     def read_begun(self) -> None:
         """Read again what samples have been drawn from in part, as whoever goes on within it does (`READS_AHEAD`)."""
@@ -284,8 +292,13 @@ class Node(BaseNode[T]):
         Returns:
             ``int64[M]`` samples and ``int64[M, slots]`` rows, or `None`.
         """
-        del rows, shards
-        return None
+        return self.epoch_end_of_source(rows, shards) if self.one_for_one else None
+
+    def epoch_end_of_source(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
+        """`epoch_end` of a node that yields one sample for each of its source, and whose own slots stay as they are."""
+        own = self._slots("source").start
+        end = self.children["source"].epoch_end(rows[:, own:], shards)
+        return None if end is None else (end[0], np.concatenate([rows[:, :own], end[1]], axis=1))
 
     def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         """From now on the source that this node reads consists of what the manifests say, each from its epoch on.
@@ -356,33 +369,22 @@ class Node(BaseNode[T]):
     def settle(self, position: View) -> bool:
         """Let what has changed between legs (`MAY_CHANGE`) take effect in a row of this node, behind which nobody goes back.
 
-        A node that reads again from a position, to go on within a document, hands this on where it is not within one
-        (`settle_within`), and in `next` whenever it begins one.
+        A node that reads again from a position, to go on within a document, hands this on where it is not within one, and in
+        `next` whenever it begins one.
 
         Returns:
             Whether something that was begun is begun again, because it needs a child or a blocklist that is gone.
         """
-        if self.READS_AHEAD:
-            return False
-        return sum(child.settle(position[self._slots(name)]) for name, child in self.children.items()) > 0
-
-    def settle_within(self, position: View, slot: int, *, is_document: bool = False) -> bool:
-        """`settle` of a node that is within something that it reads again, where ``position[slot]`` is not 0.
-
-        Args:
-            is_document: One document, which may be found again; else what it consists of follows from the old blocklist.
-        """
+        slot = self.within
+        if slot is None:
+            parts = () if self.READS_AHEAD else self.children.items()
+            return sum(child.settle(position[self._slots(name)]) for name, child in parts) > 0
         source, below = self.children["source"], position[self._slots("source")]
-        is_lost = source.is_lost if is_document else source.is_relisted
+        is_lost = source.is_lost if self.within_document else source.is_relisted
         again = bool(position[slot]) and (source.is_stuck(below) or is_lost(below))
         if again:
             position[slot] = 0
         return again if position[slot] else source.settle(below) or again
-
-    def pass_blocked_within(self, position: View, slot: int) -> None:
-        """`pass_blocked` of such a node, which does nothing within something."""
-        if not position[slot]:
-            self.children["source"].pass_blocked(position[self._slots("source")])
 
     def is_stuck(self, position: View) -> bool:
         """Whether a row of this node needs a child that is gone, to yield what it would have yielded."""
@@ -390,9 +392,10 @@ class Node(BaseNode[T]):
 
     def pass_blocked(self, position: View) -> None:
         """Move a row of this node, at the beginning of a sample, behind what is on a blocklist (`Exclude`)."""
-        if not self.READS_AHEAD:
-            for name, child in self.children.items():
-                child.pass_blocked(position[self._slots(name)])
+        if self.READS_AHEAD if self.within is None else position[self.within]:
+            return
+        for name, child in self.children.items():
+            child.pass_blocked(position[self._slots(name)])
 
     def is_blocked(self, position: View) -> bool:
         """Whether somebody who went back to this row, to go on within a sample, finds that one on a blocklist that is new."""
@@ -438,10 +441,12 @@ class Node(BaseNode[T]):
         for name, child in self.children.items():
             yield from child.walk((*path, name))
 
-    def columns(self, rows: Ints, path: tuple[str, ...]) -> Ints:
-        """The slots of the node at ``path`` in rows of this node, a view."""
+    def columns(self, rows: Ints, path: tuple[str, ...]) -> Ints | None:
+        """The slots of the node at ``path`` in rows of this node, a view; `None` inside a torchdata node."""
         node: Node[Any] = self
         for name in path:
+            if name not in node.children:
+                return None
             rows = rows[:, node._slots(name)]
             node = node.children[name]
         return rows

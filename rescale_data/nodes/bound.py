@@ -8,7 +8,7 @@ import numpy as np
 
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import Node, View
-from rescale_data.nodes.shard_of import find_shard
+from rescale_data.nodes.below import find_shard, source_names
 from rescale_data.state import Ints
 
 _EVERY = 256  # draws between two looks
@@ -57,11 +57,10 @@ class Bound:
             self._raise(misses)
 
     def _raise(self, misses: int) -> None:
-        names = sorted({below.reads.name for _, below in self._node.walk() if below.reads is not None})
-        shard = find_shard(self._node)
+        names, shard = ", ".join(source_names(self._node)), find_shard(self._node)
         where = "" if shard is None else f" in logical shard {shard.index} of {shard.num_logical_shards}"
         raise DataStateError(
-            f"{self._name} has drawn {misses} samples in a row from {', '.join(names) or 'its source'}{where} "
+            f"{self._name} has drawn {misses} samples in a row from {names or 'its source'}{where} "
             f"and kept none, over more than {_WHOLE_EPOCHS} whole epochs: all were filtered out, skipped or empty. Check the "
             f"predicate or the column, or give fewer logical shards or more data."
         )
@@ -69,7 +68,5 @@ class Bound:
 
 def _place(node: Node[Any], row: Ints, path: tuple[str, ...], below: Node[Any]) -> list[int]:
     """The slots of a node below in a row of ``node``; inside a torchdata node, as they are."""
-    try:
-        return node.columns(row, path)[0].tolist()
-    except KeyError:
-        return below.position.tolist()
+    found = node.columns(row, path)
+    return below.position.tolist() if found is None else found[0].tolist()

@@ -71,6 +71,7 @@ class CleanDocuments(Node[dict[str, Any]]):
 
     FIELDS: ClassVar[tuple[Field, ...]] = (Field(("piece",)), Field(("short",), counts=True))
     READS_AHEAD: ClassVar[bool] = True
+    within = _PIECE
 
     @checks_kinds
     def __init__(
@@ -115,12 +116,6 @@ class CleanDocuments(Node[dict[str, Any]]):
 
     def read_begun(self) -> None:
         self._open()
-
-    def settle(self, position: View) -> bool:
-        return self.settle_within(position, _PIECE)
-
-    def pass_blocked(self, position: View) -> None:
-        self.pass_blocked_within(position, _PIECE)
 
     def is_blocked(self, position: View) -> bool:
         again = self.is_relisted(position)

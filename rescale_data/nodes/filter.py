@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rescale_data.nodes.base import BaseNode, Node, View
+from rescale_data.nodes.below import source_names
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.function import identity
 from rescale_data.nodes.guard import OnError, guard_of
@@ -59,8 +60,9 @@ class Filter(Node[Any]):
         self.predicate = predicate
         self._source = self.children["source"]
         self._guard, self._bound = guard_of(self, on_error), Bound(self)
-        names = sorted({node.reads.name for _, node in self.walk() if node.reads is not None})
-        self._name = f"{getattr(predicate, '__qualname__', type(predicate).__name__)} over {', '.join(names)}"
+        self._name = (
+            f"{getattr(predicate, '__qualname__', type(predicate).__name__)} over {', '.join(source_names(self))}"
+        )
         self._seen = _seen[self._name]
         self._column: str | None = None  # where documents come in blocks
 

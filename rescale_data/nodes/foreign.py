@@ -25,7 +25,7 @@ from rescale_data.nodes.base import (
 )
 from rescale_data.nodes.guard import guard_of
 from rescale_data.shard import Shard
-from rescale_data.state import Field, Ints, field_of, flatten
+from rescale_data.state import Field, field_of, flatten
 
 T = TypeVar("T")
 
@@ -74,7 +74,6 @@ class Foreign(Node[T]):
             self._keep(position, _AT_BEGINNING)
 
     def _begin(self) -> None:
-        """Begin the next epoch."""
         epochs = [(sampler, sampler.epoch) for sampler in self._samplers if isinstance(sampler.sampler, Stateful)]
         for sampler in self._samplers:  # those that nobody has asked since a resume would stay in their epoch
             if not isinstance(sampler.sampler, Stateful):
@@ -134,12 +133,6 @@ class Mapped(Node[Any]):
             return self._map(sample)
         except Exception as error:
             self._guard.caught(error, self.locate(), 0)
-
-    def skip(self, num_samples: int) -> None:
-        self.children["source"].skip(num_samples)
-
-    def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
-        return self.children["source"].epoch_end(rows, shards)
 
 
 @as_node.register(BaseNode)

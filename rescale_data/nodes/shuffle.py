@@ -8,7 +8,7 @@ import numpy as np
 
 from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import BaseNode, Node, View, copy_of
-from rescale_data.nodes.shard_of import shard_of
+from rescale_data.nodes.below import shard_of
 from rescale_data.nodes.tray import Tray
 from rescale_data.order import permutation
 from rescale_data.shard import Shard
@@ -64,6 +64,7 @@ class Shuffle(Node[Any]):
     FIELDS: ClassVar[tuple[Field, ...]] = (Field(("emitted",)),)
     READS_AHEAD: ClassVar[bool] = True
     repeats_itself = True
+    within = _EMITTED
 
     @checks_kinds
     def __init__(self, source: BaseNode[Any], window: int, *, shard: Shard | None = None) -> None:
@@ -124,12 +125,6 @@ class Shuffle(Node[Any]):
         after = rows.copy()
         after[:, _EMITTED], after[:, 1:] = 0, end[1]
         return end[0] - rows[:, _EMITTED], after
-
-    def settle(self, position: View) -> bool:
-        return self.settle_within(position, _EMITTED)
-
-    def pass_blocked(self, position: View) -> None:
-        self.pass_blocked_within(position, _EMITTED)
 
     def locate(self) -> str:
         return self._where

@@ -13,8 +13,7 @@ import torch
 from rescale_data.errors import DataStateError, require
 from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.provenance import with_provenance
-from rescale_data.nodes.shard_of import require_shard
-from rescale_data.shard import Shard
+from rescale_data.shard import Shard, require_shard
 from rescale_data.sources.iterable import IterableSource, Stateful, stateful
 from rescale_data.state import Field, Ints
 
@@ -165,7 +164,6 @@ class StreamReader(Node[Any]):
 
 
 def _bytes(position: View) -> memoryview:
-    """The bytes in which a stream's state lies."""
     return position[_STATE:].cast("B")
 
 

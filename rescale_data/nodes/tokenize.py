@@ -17,7 +17,6 @@ import numpy.typing as npt
 from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import BaseNode, Node, View, copy_of
 from rescale_data.nodes.bound import Bound
-from rescale_data.nodes.counted import epoch_end_of_source
 from rescale_data.nodes.function import require_function
 from rescale_data.nodes.guard import OnError, guard_of
 from rescale_data.nodes.reading.documents import Documents
@@ -151,7 +150,7 @@ class Tokenize(Node[dict[str, Any]]):
         return self._source.settle(position[self._slots("source")])
 
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
-        return None if self._guard.skips else epoch_end_of_source(self, rows, shards)
+        return None if self._guard.skips else self.epoch_end_of_source(rows, shards)
 
     def parameters(self) -> dict[str, Any]:
         return {"column": self.column, "into": self.into, "tokenizer": self._fingerprint()}

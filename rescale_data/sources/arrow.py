@@ -121,9 +121,6 @@ class ArrowSource(TableSource):
         is_near = self._files.filesystem is None and self._index.kind(file)["has_footer"]
         return _Opened(ranges, ipc.footer_table(ranges) if is_near else None)
 
-    def _ranges(self, file: int) -> Ranges:
-        return self._handle(file).ranges
-
     def _shown(self, schema: ArrowSchema) -> ArrowSchema:
         return one_row_each(schema) if self.document_per_batch else schema
 

@@ -113,9 +113,6 @@ class IndexedSource(FileSource):
     def _extent(self, fragment: int) -> tuple[int, int]:
         return self._span(fragment)
 
-    def _ranges(self, file: int) -> Ranges:
-        return self._handle(file).ranges
-
     def _part(self, fragment: int) -> tuple[Opened, slice, Ints]:
         """An open file, the rows in it that make a fragment, and where they begin, with the end of the last."""
         file = self._index.file_of(fragment)

@@ -169,6 +169,7 @@ class Tokens:
     """A token column of one fragment: document i is ``values[offsets[i] : offsets[i + 1]]``.
 
     Args:
+        values: In any integer dtype that holds them, whatever that of the rows is.
         first: The row of the fragment at which they begin, where they are a part of it.
     """
 
@@ -179,6 +180,13 @@ class Tokens:
     @property
     def nbytes(self) -> int:
         return self.offsets.nbytes + self.values.nbytes
+
+    def tight(self) -> Tokens:
+        """The same in memory of its own, as the smallest dtype of three that holds all values: what Arrow decodes takes up to
+        three times as much, and memory that is new to the process costs more than decoding."""
+        bits = int(np.bitwise_or.reduce(self.values))  # no less than any of them, and negative where one is
+        fit = (dtype for dtype in (np.uint8, np.uint16, np.int32) if 0 <= bits <= np.iinfo(dtype).max)
+        return Tokens(self.values.astype(next(fit, self.values.dtype)), self.offsets, self.first)
 
 
 @runtime_checkable

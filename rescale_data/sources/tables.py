@@ -94,7 +94,7 @@ class TableSource(FileSource):
         except NullValueError as null:
             raise self._bad(int(self._fragments[fragment]) + null.row, null) from None
         self._release_with(found, fragment)
-        return found
+        return found.tight() if self.decoding_costs else found
 
     def _fill(self, column: str | None, fragment: int, share: Share | None) -> None:
         if share is not None:

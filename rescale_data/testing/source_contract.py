@@ -115,7 +115,8 @@ def _check_tokens(source: Source, column: str, first: Mapping[int, Any]) -> None
         fragment = int(np.searchsorted(source.fragments, index, side="right")) - 1
         tokens, at = source.tokens(column, fragment), index - int(source.fragments[fragment])
         found = tokens.values[tokens.offsets[at] : tokens.offsets[at + 1]]
-        _require(same(np.array(found), row[column]), f"tokens({column!r}, {fragment}) are not those of row({index})")
+        held = found.tolist() == row[column].tolist()
+        _require(held, f"tokens({column!r}, {fragment}) are not those of row({index})")
 
 
 def _check_readers(source: Source) -> None:

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from rescale_data.engine.answering import Answering
-from rescale_data.engine.rollcall import Missing, RollCall
+from rescale_data.engine.rollcall import Answering, Missing, RollCall
 
 
 class Vanishing:

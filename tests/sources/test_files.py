@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rescale_data.nodes.map import Map
 from rescale_data.nodes.packing.packer import TokenPacker
 from rescale_data.nodes.reader import Reader
 from rescale_data.shard import Shard
@@ -309,6 +310,25 @@ class TestMemory:
             assert source.row(index)["tokens"].tolist() == docs[index]
             assert cache().nbytes <= max(2000, cache().budget)
         assert cache().nbytes > 0
+
+    @pytest.mark.parametrize("cache_bytes", [2**20, 1])  # where they were decoded, copied out of it
+    def test_tokens_are_kept_as_narrow_as_they_are(self, cache_bytes: int, tmp_path: Path) -> None:
+        """Each row group in memory of its own; packed they are what the rows are."""
+        ends = [0, 255, 256, 2**16 - 1, 2**16, 2**31 - 1, 2**31, 2**62, -1]
+        kept = [np.uint8, np.uint8, np.uint16, np.uint16, np.int32, np.int32, np.int64, np.int64, np.int64]
+        docs = [[end, 3, 7, end][:size] for end in ends for size in (4, 0, 1)]
+        pq.write_table(pa.table({"tokens": pa.array(docs, pa.list_(pa.int64()))}), tmp_path / "a.parquet", 3)
+        source = ParquetSource(tmp_path, cache_bytes=cache_bytes)
+        found = [source.tokens("tokens", fragment).values for fragment in range(len(ends))]
+        assert [array.dtype for array in found] == kept
+        assert [array.tolist() for array in found] == [[end, 3, 7, end, end] for end in ends]
+        assert all(array.base is None for array in found)
+        first, second = (Reader(source, Shard(), shuffle=5) for _ in range(2))
+        ours, rows = (
+            TokenPacker(node, column="tokens", seq_len=2, eos_id=2) for node in (first, Map(second, lambda row: row))
+        )
+        for _ in range(23):
+            assert next(ours)["tokens"].tolist() == next(rows)["tokens"].tolist()
 
     def test_a_fragment_larger_than_the_budget(self, layout: str, tmp_path: Path) -> None:
         docs = documents([400] * 7)

@@ -1,7 +1,6 @@
 """Files behind URLs: slow, failing, kept on disk, and read ahead."""
 
 import errno
-import io
 import multiprocessing
 import os
 import pickle
@@ -84,63 +83,6 @@ def test_rescales(kind: str, tmp_path: Path) -> None:
     source = far(kind, tmp_path, remote=rd.Remote(cache_dir=tmp_path / "cache"))
     assert source.num_rows == len(DOCS)
     assert_rescalable(partial(loader_of, partial(packed, source=source, kind=kind)), [(1, 4, 0), (3, 4, 0)], steps=2)
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_a_filesystem_of_pyarrow(kind: str, tmp_path: Path) -> None:
-    """The same rows and names as through fsspec, also where it was pickled, and none of it asked of fsspec."""
-    through_fsspec = far(kind, tmp_path)
-    index = {"index_dir": tmp_path / "index"} if kind in ("jsonl", "tar") else {}
-    remote = rd.Remote(filesystem=pa.fs.LocalFileSystem())
-    Flaky.requests = 0
-    source = type(through_fsspec)(f"flaky://{tmp_path / kind}", remote=remote, **index)
-    assert source.manifest() == through_fsspec.manifest()
-    rows = [pickle.loads(pickle.dumps(source)).row(index) for index in range(200)]
-    assert_rescalable(partial(loader_of, partial(packed, source=source, kind=kind)), [(1, 4, 0), (2, 3, 0)], steps=2)
-    assert Flaky.requests == 0
-    for index, row in enumerate(rows):
-        assert str(row) == str(through_fsspec.row(index))
-
-
-def test_a_filesystem_of_pyarrow_that_does_not_go_with_the_rest(tmp_path: Path) -> None:
-    make_source("parquet", tmp_path / "parquet")
-    remote = rd.Remote(filesystem=pa.fs.LocalFileSystem())
-    with pytest.raises(ValueError, match=r"storage_options=.*pyarrow"):
-        rd.ParquetSource(f"file://{tmp_path / 'parquet'}", remote=remote, storage_options={"auto_mkdir": True})
-    with pytest.raises(FileNotFoundError, match="not/here"):
-        rd.ParquetSource("file:///not/here", remote=remote)
-    with pytest.raises(ValueError, match="asked for URLs"):
-        rd.ParquetSource(tmp_path / "parquet", remote=remote)
-    with pytest.raises(TypeError, match=r"pyarrow\.fs.*storage_options="):
-        rd.Remote(filesystem=Flaky())  # pyright: ignore[reportArgumentType]
-
-
-def test_a_file_of_pyarrow_is_opened_once_and_anew_after_an_error(tmp_path: Path) -> None:
-    opened: list[str] = []
-    failures: list[OSError] = []
-
-    class File(io.FileIO):
-        def read(self, size: int | None = -1, /) -> bytes:
-            if failures:
-                raise failures.pop()
-            return super().read(size)
-
-    class Counted(LocalFileSystem):
-        def open(self, path: str, *args: Any, **kwargs: Any) -> Any:
-            opened.append(path)
-            return File(path)
-
-    make_source("parquet", tmp_path / "parquet")
-    asks = pa.fs.PyFileSystem(pa.fs.FSSpecHandler(Counted(skip_instance_cache=True)))
-    source = rd.ParquetSource(
-        f"file://{tmp_path / 'parquet'}", remote=rd.Remote(filesystem=asks, backoff_seconds=0.001, read_ahead=False)
-    )
-    rows = [source.row(index)["tokens"].tolist() for index in range(200)]
-    assert len(opened) == len(set(opened)) > 1
-    cache().clear()
-    failures.append(OSError("503 slow down"))
-    assert [source.row(index)["tokens"].tolist() for index in range(200)] == rows
-    assert len(opened) == len(set(opened)) + 1
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -319,12 +261,13 @@ class TestAhead:
         ranges: list[tuple[Any, ...]] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(remote, "_SMALL", 1)  # else small files are one request
-            asker = RemoteFile._asker
-            patch.setattr(
-                RemoteFile,
-                "_asker",
-                lambda file: lambda *place: ranges.append((file.url, *place)) or asker(file)(*place),
-            )
+            cat_file = Flaky.cat_file
+
+            def asked(flaky: Flaky, path: str, start: int | None = None, end: int | None = None) -> bytes:
+                ranges.append((path, start, end))
+                return cat_file(flaky, path, start, end)
+
+            patch.setattr(Flaky, "cat_file", asked)
             assert len(list(rd.DataLoader(source, global_batch_size=8, num_logical_shards=8, collate_fn=list))) == 25
         assert ranges
         assert len(ranges) == len(set(ranges))

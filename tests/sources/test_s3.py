@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pyarrow.fs import S3FileSystem
 
 import rescale_data as rd
 from rescale_data.testing import assert_rescalable
@@ -44,29 +43,6 @@ def test_files_in_a_bucket(kind: str, options: dict[str, Any], tmp_path: Path) -
     assert source.unfold(source.manifest()) == local.manifest()
     assert source.num_rows == len(DOCS)
     assert_rescalable(partial(loader_of, partial(packed, source=source, kind=kind)), [(1, 4, 0), (2, 3, 0)], steps=1)
-
-
-@pytest.mark.parametrize("kind", ["parquet", "arrow", "tar"])
-def test_asked_by_pyarrow(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
-    import s3fs
-
-    local, bucket = make_source(kind, tmp_path / kind), s3fs.S3FileSystem(**options)
-    bucket.mkdirs(f"s3://by-pyarrow-{kind}", exist_ok=True)
-    for path in (tmp_path / kind).iterdir():
-        bucket.put_file(str(path), f"s3://by-pyarrow-{kind}/{path.name}")
-    client = options["client_kwargs"]
-    asks = S3FileSystem(
-        access_key=options["key"],
-        secret_key=options["secret"],
-        endpoint_override=client["endpoint_url"],
-        region=client["region_name"],
-    )
-    index = {"index_dir": tmp_path / "index"} if kind == "tar" else {}
-    source: Any = type(local)(f"s3://by-pyarrow-{kind}", remote=rd.Remote(filesystem=asks), **index)
-    assert source.unfold(source.manifest()) == local.manifest()
-    assert_rescalable(partial(loader_of, partial(packed, source=source, kind=kind)), [(1, 4, 0), (2, 3, 0)], steps=1)
-    with pytest.raises(FileNotFoundError, match="s3://by-pyarrow"):
-        type(local)(f"s3://by-pyarrow-{kind}/nothing", remote=rd.Remote(filesystem=asks), **index)
 
 
 def test_what_is_not_there(options: dict[str, Any]) -> None:

@@ -262,7 +262,7 @@ def _header(stored: StoredCheckpoint, names: list[str]) -> bytes:
 def _name_of(key: str, dtype: torch.dtype) -> str:
     """The package's own name of a dtype."""
     try:
-        return json.loads(_library().torch.save({"x": torch.empty(0, dtype=dtype)})[8:])["x"]["dtype"]
+        return json.loads(_library().torch.save({"x": torch.empty(0, dtype=dtype, device="cpu")})[8:])["x"]["dtype"]
     except (_library().SafetensorError, KeyError) as error:
         raise ValueError(f"{key} is {dtype}, which safetensors does not know. Use to_torch_save.") from error
 

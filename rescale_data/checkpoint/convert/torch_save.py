@@ -204,12 +204,12 @@ def _without_memory(size: torch.Size, dtype: torch.dtype, page: mmap.mmap) -> to
     """A tensor with a storage of its own over pages that nobody reads or writes."""
     num_bytes = math.prod(size) * dtype.itemsize
     if num_bytes == 0:
-        return torch.empty(size, dtype=dtype)
+        return torch.empty(size, dtype=dtype, device="cpu")
     return torch.frombuffer(page, dtype=torch.uint8, count=num_bytes).view(dtype).reshape(size)
 
 
 def _storage(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())  # type: ignore[call-overload]
 
 
 def _write_record(archive: zipfile.ZipFile, stream: BinaryIO, torchs: zipfile.ZipInfo, content: Any) -> None:

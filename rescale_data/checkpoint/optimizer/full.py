@@ -258,7 +258,7 @@ def _whole(value: Any, ranks: Ranks) -> torch.Tensor:
     device = shards[0].tensor.device if shards else "cpu"
     whole = torch.empty(value.size(), dtype=value.dtype, device=device) if ranks.is_first else None
     value.gather(0, whole, dtype=value.dtype)
-    return torch.empty(0) if whole is None else whole.cpu()
+    return torch.empty(0, device="cpu") if whole is None else whole.cpu()
 
 
 def _broadcast(value: torch.Tensor | None, shape: torch.Tensor, ranks: Ranks) -> torch.Tensor:

@@ -86,7 +86,7 @@ class CheckpointWriter(FileSystemWriter):
     """
 
     def __init__(self, store: Store, workspace: Workspace, manifest: Manifest) -> None:
-        super().__init__(workspace.working, sync_files=store.renames, overwrite=True)
+        super().__init__(workspace.working, sync_files=False, overwrite=True)  # the store does
         self.progress = Progress(f"Saving {workspace.final}")
         self.fs: Store = copy.copy(store)
         self.fs.written, self.fs.progress = {}, self.progress

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemBase
 from rescale_data.checkpoint.storage.progress import Progress
 
 StrPath: TypeAlias = str | os.PathLike[str]
+_BUFFER = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,14 @@ class FileRecord:
 
 
 class CheckedStream(io.RawIOBase):
-    """A file being written, with the size and the CRC-32 of all that went into it.
+    """Counts what goes into a file on its way, with a CRC-32.
 
     Attributes:
         error: What the system said when a write failed: torch's own writer of tensors makes another error of it.
     """
 
-    def __init__(self, raw: BinaryIO, path: str, progress: Progress) -> None:
-        self.raw, self.path, self.progress = raw, path, progress
+    def __init__(self, raw: BinaryIO, progress: Progress) -> None:
+        self.raw, self.progress = raw, progress
         self.record = FileRecord(0, 0)
         self.error: OSError | None = None
 
@@ -52,37 +53,17 @@ class CheckedStream(io.RawIOBase):
         return True
 
     def write(self, data: Any, /) -> int:
-        view = memoryview(data).cast("B")
-        with self._noted():
-            self.raw.write(view)
-        self.record = FileRecord(self.record.size + view.nbytes, zlib.crc32(view, self.record.crc32))
-        self.progress.add(view.nbytes)
-        return view.nbytes
+        try:
+            self.raw.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        self.record = FileRecord(self.record.size + len(data), zlib.crc32(data, self.record.crc32))
+        self.progress.add(len(data))
+        return len(data)
 
     def tell(self) -> int:
         return self.record.size
-
-    def fileno(self) -> int:
-        # Asked for by os.fsync, which knows nothing of Python's buffer.
-        with self._noted():
-            self.raw.flush()
-        return self.raw.fileno()
-
-    def close(self) -> None:
-        if not self.closed:
-            with self._noted():
-                self.raw.close()
-        super().close()
-
-    @contextmanager
-    def _noted(self) -> Generator[None]:
-        try:
-            yield
-        except OSError as error:
-            self.error = self.error or error
-            if error.errno is not None and error.filename is None:
-                error.filename = self.path
-            raise
 
 
 class Store(FileSystemBase):
@@ -179,35 +160,44 @@ class Store(FileSystemBase):
 
     def write(self, path: str, content: bytes | Callable[[BinaryIO], object]) -> None:
         """A file with this content, or what a function writes into it; whole and synced, or none."""
-        stream = self.open_write(path)
-        try:
+        with self._new_file(path) as stream:
             content(stream) if callable(content) else stream.write(content)
-            stream.flush()
-            self.sync_file(stream)
-            stream.close()
-        except BaseException:
-            self.discard(stream, path)
+
+    @contextmanager
+    def _new_file(self, path: str) -> Generator[BinaryIO]:
+        raw = self.open_write(path)
+        try:
+            yield raw
+            raw.flush()
+            self.sync_file(raw)
+            raw.close()
+        except BaseException as error:
+            self.discard(raw, path)
+            if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+                error.filename = path
             raise
 
     # What DCP's reader and writer ask of a file system; the paths are those of ``init_path``.
 
     @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
+    def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase]:
         if "w" not in mode:
             with self.open_read(path) as raw:
                 yield cast(io.IOBase, raw)
             return
-        raw = self.open_write(path)
-        stream = CheckedStream(raw, path, self.progress)
-        try:
-            yield stream
-            stream.close()
-        except BaseException as error:
-            self.discard(raw, path)
-            if stream.error is None or stream.error is error:
-                raise
-            raise stream.error from error
-        self.written[path] = stream.record
+        with self._new_file(path) as raw:
+            checked = CheckedStream(raw, self.progress)
+            # torch writes a small tensor in some 40 pieces.
+            stream = io.BufferedWriter(checked, _BUFFER)
+            try:
+                yield stream
+                stream.close()
+            except BaseException as error:
+                checked.close()  # what is in the buffer is given up
+                if checked.error is None or checked.error is error:
+                    raise
+                raise checked.error from error
+        self.written[path] = checked.record
 
     def concat_path(self, path: Any, suffix: str) -> str:
         return join(path, suffix)

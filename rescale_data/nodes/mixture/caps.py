@@ -10,7 +10,7 @@ import numpy as np
 
 from rescale_data.errors import require, require_int
 from rescale_data.nodes.base import Node, View
-from rescale_data.nodes.mixture.readers import readers_of
+from rescale_data.nodes.below import readers_of
 from rescale_data.nodes.mixture.row import MixtureRow
 from rescale_data.state import Ints
 

@@ -8,8 +8,8 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from rescale_data.nodes.base import Node, View
+from rescale_data.nodes.below import pass_epochs
 from rescale_data.nodes.column import length_of
-from rescale_data.nodes.counted import pass_epochs
 from rescale_data.nodes.mixture.circle import WHOLE, Arc, Arcs, Circle, arcs, circle_of, stretched, within
 from rescale_data.nodes.mixture.ends import (
     SILENT_EPOCHS,

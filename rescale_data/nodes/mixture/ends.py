@@ -10,8 +10,8 @@ import numpy as np
 
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import Node, View
+from rescale_data.nodes.below import readers_of
 from rescale_data.nodes.mixture.circle import Arc, Circle
-from rescale_data.nodes.mixture.readers import readers_of
 from rescale_data.nodes.mixture.row import NUM, MixtureRow
 from rescale_data.state import Ints
 

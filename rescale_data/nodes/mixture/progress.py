@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from rescale_data.nodes.base import Node
+from rescale_data.nodes.below import readers_of
 from rescale_data.nodes.mixture.caps import Cap, parts_of
-from rescale_data.nodes.mixture.readers import readers_of
 from rescale_data.nodes.mixture.row import MixtureRow
 from rescale_data.state import Ints
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import BaseNode, Node, View, copy_of
+from rescale_data.nodes.below import find_shard
 from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.form import BEFORE, History
 from rescale_data.nodes.mixture.arguments import check_group, check_mixture, check_temperature
@@ -23,7 +24,6 @@ from rescale_data.nodes.mixture.schedule import Schedule, as_json, from_json
 from rescale_data.nodes.mixture.sizes import Size, Sizes
 from rescale_data.nodes.mixture.weights import MixtureWeights, number_of
 from rescale_data.nodes.reading.documents import Documents
-from rescale_data.nodes.shard_of import find_shard
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES, follows, owner_of
 from rescale_data.sources.decoded.interest import shards_of
 from rescale_data.sources.source import TokenSource

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from rescale_data.errors import checks_kinds
-from rescale_data.nodes.base import Node, View
+from rescale_data.nodes.base import Node
+from rescale_data.nodes.below import source_names
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.column import ColumnDocuments, length_of
 from rescale_data.nodes.form import History, num_tokens
@@ -77,6 +78,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
     COUNTS: ClassVar[tuple[Field, ...]] = (Field(("untrained",), counts=True), Field(("cut",), counts=True))
     """What is kept in addition, before the offset, where there is a loss mask."""
     READS_AHEAD: ClassVar[bool] = True
+    within_document = True
     FORM: ClassVar[frozenset[str]] = frozenset({"seq_len", "labels", "doc_ids", "dtype", "last"})
 
     @checks_kinds
@@ -102,7 +104,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         super().__init__(source=source)
         say_without_kernel()
         child = self.children["source"]
-        self._offset = len(self.own_fields()) - 1
+        self.within = self._offset = len(self.own_fields()) - 1
         self.column, self.seq_len, self.labels, self.doc_ids = column, seq_len, labels, doc_ids
         self.dtype, self.last, self.eos_id, self.bos_id = dtype, last, eos_id, bos_id
         self.pad_id = pad_id if pad_id is not None else eos_id or 0
@@ -173,20 +175,13 @@ class TokenPacker(Node[dict[str, Tensor]]):
             if self.position[self._offset] or around or length_of(document, self.column, source):
                 return
 
-    def settle(self, position: View) -> bool:
-        return self.settle_within(position, self._offset, is_document=True)
-
-    def pass_blocked(self, position: View) -> None:
-        self.pass_blocked_within(position, self._offset)
-
     def parameters(self) -> dict[str, Any]:
         names = ("column", "seq_len", "eos_id", "bos_id", "labels", "doc_ids", "last", "pad_id")
         columns = {"columns": self._aligned.described} if self._aligned else {}
         return {**{name: getattr(self, name) for name in names}, "dtype": str(self.dtype), **columns}
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
-        names = sorted({node.reads.name for _, node in self.walk() if node.reads is not None})
-        found = {f"tokens/{'+'.join(names)}": num_tokens(self._before, samples, self.seq_len)}
+        found = {f"tokens/{'+'.join(source_names(self))}": num_tokens(self._before, samples, self.seq_len)}
         if self._offset:
             counts = rows[:, [_UNTRAINED, _CUT]].sum(0).tolist()
             found |= {"untrained_documents": float(counts[0]), "cut_documents": float(counts[1])}

@@ -11,6 +11,7 @@ import torch
 
 from rescale_data.errors import DataStateError, checks_kinds
 from rescale_data.nodes.base import Node, View, copy_of
+from rescale_data.nodes.below import source_names
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.form import MOST, History, Stage, begin_form, num_tokens, stages
@@ -94,6 +95,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         Field(("long",), counts=True),
     )
     READS_AHEAD: ClassVar[bool] = True
+    within = _EMITTED
     UNTRAINED: ClassVar[Field] = Field(("untrained",), counts=True)
     """What is kept in addition where there is a loss mask."""
     FORM: ClassVar[frozenset[str]] = frozenset({"seq_len", "labels", "dtype", "max_documents", "limits"})
@@ -172,12 +174,6 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         for _ in range(num_samples):
             self._go_on(self._window())
 
-    def settle(self, position: View) -> bool:
-        return self.settle_within(position, _EMITTED)
-
-    def pass_blocked(self, position: View) -> None:
-        self.pass_blocked_within(position, _EMITTED)
-
     def parameters(self) -> dict[str, Any]:
         names = ("column", "seq_len", "eos_id", "bos_id", "window", "long", "labels", "max_documents", "pad_id")
         added = self._payload.described  # where they are in use
@@ -188,7 +184,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         return {**{name: getattr(self, name) for name in names}, "dtype": str(self.dtype), **added}
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
-        names = "+".join(sorted({node.reads.name for _, node in self.walk() if node.reads is not None}))
+        names = "+".join(source_names(self))
         total, padding = num_tokens(self._before, samples, self.seq_len), float(rows[:, _PADDING].sum())
         return {
             f"tokens/{names}": total - padding,

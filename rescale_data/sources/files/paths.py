@@ -16,7 +16,6 @@ import pyarrow as pa
 from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
-from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.utils import glob_translate
 
 from rescale_data.errors import require
@@ -103,11 +102,6 @@ def find(
     if not given or "" in given:
         raise FileNotFoundError(f"No paths were given, {given}: give a glob, a folder or a list of files.")
     urls = [path for path in given if "://" in path]
-    if not urls and remote is not None and remote.filesystem is not None:
-        raise ValueError(
-            f"{given} beside rd.Remote(filesystem={type(remote.filesystem).__name__}): it is asked for URLs, such as "
-            f"'s3://bucket/folder'; leave it out for local files."
-        )
     if not urls:
         return _files({path: info for item in given for path, info in _local(item, suffixes)})
     if len(urls) != len(given):
@@ -153,7 +147,7 @@ def read_if_there(path: str, options: Mapping[str, Any] | None, remote: Remote |
     try:
         if "://" not in path:
             return Path(path).expanduser().read_bytes()
-        filesystem, inner = _reach(path, options or {}, remote or Remote())
+        filesystem, inner = url_to_fs(path, **(options or {}))
         return attempt(remote or Remote(), path, partial(filesystem.cat_file, inner))
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -166,7 +160,7 @@ def _remote(given: Sequence[str], suffixes: Sequence[str], options: Mapping[str,
     filesystem: Any = None
     for url in given:
         before = filesystem
-        filesystem, path = _reach(url, options, remote)
+        filesystem, path = url_to_fs(url, **options)
         if before is not None and type(before) is not type(filesystem):
             raise ValueError(f"URLs of different filesystems in one list, {list(given)}: give a source for each.")
         folder, found = attempt(remote, url, partial(_look, filesystem, path))
@@ -218,18 +212,6 @@ def _below(filesystem: Any, folder: str, depth: int | None = None) -> dict[str, 
         elif name != folder.rstrip("/") and depth != 0:
             found |= _below(filesystem, name, None if depth is None else depth - 1)
     return found
-
-
-def _reach(url: str, options: Mapping[str, Any], remote: Remote) -> tuple[Any, str]:
-    """The filesystem that a URL speaks of, and the path in it."""
-    if remote.filesystem is None:
-        return url_to_fs(url, **options)
-    if options:
-        raise ValueError(
-            f"storage_options={list(options)} beside rd.Remote(filesystem={type(remote.filesystem).__name__}): they are for "
-            f"fsspec's filesystems; give those of pyarrow what they need where you make them, as S3FileSystem(region=...)."
-        )
-    return ArrowFSWrapper(remote.filesystem, skip_instance_cache=True), url.partition("://")[2]
 
 
 def _stamp(info: Mapping[str, Any]) -> str:

@@ -9,18 +9,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
-from pyarrow.fs import FileSystem
 
 from rescale_data.errors import checks_kinds
 from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.counts import REQUEST_BYTES, RETRIES, counts
 from rescale_data.sources.decoded.ahead import leaving
-from rescale_data.sources.decoded.cache import handles, owner_of
 from rescale_data.sources.files.as_file import AsFile
 from rescale_data.sources.files.disk_cache import DiskCache, disk_cache
 from rescale_data.sources.files.gate import Gate
@@ -66,13 +64,9 @@ class Remote:
         cache_dir_bytes: What may lie there; the ranges that were not used for longest go first, and one of more than an eighth
             of it is not kept.
         read_ahead: Whether to ask in the background for what will be needed next, where ``cache_bytes`` has room for it.
-        filesystem: One of ``pyarrow.fs``, such as ``pyarrow.fs.S3FileSystem(region="eu-west-1")``, to ask in place of fsspec's
-            for the URL's protocol, and of ``storage_options``. It fetches beside Python, not in it, and so takes little of the
-            time of what trains.
 
     Raises:
         ValueError: A number is out of range.
-        TypeError: ``filesystem`` is none of pyarrow's.
 
     Example:
         >>> import rescale_data as rd
@@ -89,14 +83,8 @@ class Remote:
     cache_dir: str | os.PathLike[str] | None = None
     cache_dir_bytes: int = 2**36
     read_ahead: bool = True
-    filesystem: FileSystem | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
-        if self.filesystem is not None and not isinstance(self.filesystem, FileSystem):
-            raise TypeError(
-                f"rd.Remote(filesystem={self.filesystem!r}): give one of pyarrow.fs, such as S3FileSystem(region=...); what "
-                f"fsspec needs goes into storage_options=."
-            )
         if self.retries < 0 or self.backoff_seconds < 0 or self.cache_dir_bytes < 1:
             raise ValueError(
                 f"rd.Remote(retries={self.retries}, backoff_seconds={self.backoff_seconds}, cache_dir_bytes="
@@ -166,10 +154,8 @@ class RemoteFile:
         del user, data  # a copy, which goes with whoever holds it
 
     def _range(self, offset: int, length: int) -> ArrowBuffer:
-        ask = self._asker()
-
         def request() -> bytes:
-            data = ask(offset, length)
+            data = self._filesystem.cat_file(self._path, start=offset, end=offset + length)
             if len(data) != length:
                 raise OSError(f"{len(data)} bytes arrived of {length} at {offset}")
             counts().add(REQUEST_BYTES, length)
@@ -187,34 +173,8 @@ class RemoteFile:
         name = f"{self.url}|{self.size}|{self._stamp}|{offset}|{length}"
         return pa.py_buffer(kept.read(name, length, fetch))
 
-    def _asker(self) -> Callable[[int, int], bytes]:
-        """Who asks, in any thread. Finding it takes the lock of all open files, which a request must not wait for."""
-        if self._remote.filesystem is None:
-            return lambda offset, length: self._filesystem.cat_file(self._path, start=offset, end=offset + length)
-        key = (owner_of(self._remote), "native", self._path)
-        native: _Native = handles().make(key, partial(_Native, self._remote.filesystem, self._path))
-        return native.read
-
     def _try(self, work: Callable[[], T]) -> T:
         return attempt(self._remote, self.url, work, self._remote.hedge_after)
-
-
-class _Native:
-    """A file of one of pyarrow's filesystems, opened when it is first read; any number of threads may read it."""
-
-    def __init__(self, filesystem: Any, path: str) -> None:
-        self._filesystem, self._path = filesystem, path
-        self._file: Any = None
-
-    def read(self, offset: int, length: int) -> bytes:
-        file = self._file
-        if file is None:
-            file = self._file = self._filesystem.open_input_file(self._path)
-        try:
-            return file.read_at(length, offset)
-        except Exception:
-            self._file = None  # the next attempt opens it anew
-            raise
 
 
 def attempt(remote: Remote, url: str, work: Callable[[], T], hedge_after: float | None = None) -> T:
@@ -245,7 +205,7 @@ def attempt(remote: Remote, url: str, work: Callable[[], T], hedge_after: float 
             pause = _pause(remote.backoff_seconds, number)
             seconds = time.monotonic() - started
             if number == remote.retries or leaving.is_set() or seconds + pause >= remote.deadline_seconds:
-                raise _spent(remote, url, error, number + 1, seconds) from error
+                raise _spent(url, error, number + 1, seconds) from error
         counts().add(RETRIES, 1)
         leaving.wait(pause)
     raise AssertionError
@@ -255,11 +215,10 @@ def _asks_to_slow_down(error: Exception) -> bool:
     return any(mark in f"{type(error).__name__} {error}" for mark in _SLOW_DOWN)
 
 
-def _spent(remote: Remote, url: str, error: Exception, attempts: int, seconds: float) -> RemoteError:
-    given = "storage_options=" if remote.filesystem is None else "rd.Remote(filesystem=)"
+def _spent(url: str, error: Exception, attempts: int, seconds: float) -> RemoteError:
     return RemoteError(
         f"{url} could not be read in {attempts} attempts over {seconds:.1f} s; the last one: "
-        f"{type(error).__name__}: {error}. Look to the network, the credentials in {given}, or allow more: "
+        f"{type(error).__name__}: {error}. Look to the network, the credentials in storage_options=, or allow more: "
         f"remote=rd.Remote(retries=..., backoff_seconds=..., deadline_seconds=...)."
     )
 

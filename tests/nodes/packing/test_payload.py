@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import rescale_data as rd
 from rescale_data.engine.collate import pin
-from rescale_data.nodes.packing.bins import best_fit
+from rescale_data.nodes.packing.fit import best_fit
 from rescale_data.nodes.packing.payload import PerDocument
 from rescale_data.testing import assert_rescalable, full_state_dict
 from tests.nodes.resume import assert_ends, assert_resumes, endless, plain

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rescale_data.nodes.packing.bins import best_fit
+from rescale_data.nodes.packing.fit import best_fit
 from rescale_data.nodes.packing.varlen import flat_cu_seqlens
 
 

@@ -1,0 +1,67 @@
+"""What is known of a part of a pipeline from its nodes: the logical shard, sources and readers, and how epochs move it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rescale_data.nodes.base import Node
+from rescale_data.nodes.reader import Reader
+from rescale_data.shard import Shard, require_shard
+from rescale_data.state import Ints
+
+
+def find_shard(node: Node[Any]) -> Shard | None:
+    """The logical shard that a node or one below it reads; `None` where no node says so."""
+    return next((below.of_shard for _, below in node.walk() if below.of_shard is not None), None)
+
+
+def shard_of(node: Node[Any], given: Shard | None) -> Shard:
+    """``given``, or the logical shard that the node reads; ``ValueError`` where there is neither."""
+    if given is not None:
+        require_shard(given, node)
+    found = given or find_shard(node)
+    if found is None:
+        raise ValueError(
+            "No node below reads a logical shard (as rd.Reader does), so there is nothing to key random numbers with. Give "
+            "shard=, what the pipeline was called with, or set `of_shard` in your node."
+        )
+    return found
+
+
+def source_names(node: Node[Any]) -> list[str]:
+    """The sources that are read below, by their names, each once."""
+    return sorted({below.reads.name for _, below in node.walk() if below.reads is not None})
+
+
+def readers_of(node: Node[Any], start: int) -> list[tuple[Reader, int]]:
+    """The readers of a node, and the first slot of each, which is its epoch, in a row where the node's begins at ``start``."""
+    found = [(below, node.slot_of(path)) for path, below in node.walk() if isinstance(below, Reader)]
+    return [(reader, start + slot) for reader, slot in found if slot is not None]
+
+
+def pass_epochs(node: Node[Any], row: Ints, shard: int, most: int) -> int:
+    """Move a row of a node, at the beginning of an epoch, over whole epochs, up to that in which so many samples end.
+
+    Args:
+        row: ``int64[slots]``.
+        shard: The logical shard.
+        most: Samples, at least 1.
+
+    Returns:
+        The samples of those epochs; 0 where they are not known.
+    """
+    end, readers, nodes = node.epoch_end(row[None], np.array([shard])), readers_of(node, 0), [n for _, n in node.walk()]
+    if end is None or not all(below.one_for_one or below.repeats_itself for below in nodes):
+        return 0
+    if not any(reader.rows.is_small or reader.rows.grows for reader, _ in readers):  # each epoch is like the next
+        size = int(end[0][0])
+        num = (most - 1) // size if size else 0
+        row += num * (end[1][0] - row)
+        return num * size
+    reader, slot = readers[0]
+    if not all(below is reader or below.one_for_one for below in nodes):  # a window lies over several epochs of a round
+        return 0
+    row[slot], num = reader.rows.epoch_after(int(row[slot]), most, shard)
+    return num
