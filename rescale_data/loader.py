@@ -296,7 +296,8 @@ class DataLoader:
     def __iter__(self) -> Batches:
         """Go on from the position, or with the next epoch where the last batch of this one has been taken.
 
-        After a load of a state that was saved there, the first iterator is empty, once. Older iterators are invalid.
+        After a load of a state that was saved there, or a `rescale` there, the first iterator is empty, once. Older iterators
+        are invalid.
         """
         return iter(self.reading)
 

@@ -141,6 +141,8 @@ def _shapes(values: list[Any]) -> str:
 
 def pin(batch: Any) -> Any:
     """The batch with its tensors, and whatever has a method ``pin_memory``, in page-locked memory; there is an accelerator."""
+    if isinstance(batch, torch.Tensor):
+        return batch.contiguous().pin_memory()  # an expanded tensor cannot be copied into one of its kind
     if hasattr(batch, "pin_memory"):
         return batch.pin_memory()
     if isinstance(batch, Mapping):

@@ -236,13 +236,17 @@ class Reading:
         whole_shards(self.stream)
 
     def move_to(self, setup: Setup, stream: Stream, state: Mapping[str, Any]) -> None:
-        """Go on with a stream of other ranks; iterators stay valid in the same epoch."""
+        """Go on with a stream of other ranks; iterators stay valid in the same epoch.
+
+        A new iterator at an epoch's end is empty, as it is for who joins: some ranks would be an epoch ahead of others.
+        """
         self.stream.rewind()
         stream.on_source_change = self.stream.on_source_change
         load_state_dict(stream, state)
         stream.follow(self.stream)
         self._at_multiple = self._at_multiple and stream.clock.samples == self.stream.clock.samples
         self.setup, self.stream = setup, stream
+        self._resumed = stream.ended and self._steps is None
 
     def invalidate(self) -> None:
         """The iterators that there are give no more batches: who reads has changed, or from where."""
