@@ -48,49 +48,21 @@ from rescale_data.state import Ints
 
 def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
     """Go on from a state in either form; ``DataStateError`` where it does not fit, and then nothing has changed."""
-    if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(
-            f"The state is a {type(state).__name__}. Give what loader.state_dict() returned, or DCP loaded into it."
-        )
-    missing = sorted({"shards", *INTS, *STRINGS} - set(state))
-    if missing:
-        raise DataStateError(
-            f"The state lacks {missing}. Give what loader.state_dict() returned, or DCP loaded into it."
-        )
-    shards = _whole(stream.ranks, state["shards"])
-    fitted = require_fit(stream, state)
-    changed = _differs(
-        state["pipeline"], stream.schema.pipeline_json_at(in_step=_clock(state).in_step), {EXCLUDED_STEPS}
-    )
+    _require_state(state)
+    shards, fitted, clock = _whole(stream.ranks, state["shards"]), require_fit(stream, state), _clock(state)
+    changed = _differs(state["pipeline"], stream.schema.pipeline_json_at(in_step=clock.in_step), {EXCLUDED_STEPS})
     table = table_of(stream.schema, {**state, "shards": shards}, fitted.added)
-    state = fitted.state
+    state, was_dealt = fitted.state, is_dealt(table)
     _require_one_end(table)
-    was_dealt = is_dealt(table)
-    forms: dict[str, History] = {}
-    if changed:
-        say_changes(stream, state["pipeline"])
-        check_changes(stream.schema, state["pipeline"], table)
-        forms = {**reform(stream, state["pipeline"], table), **earlier(stream.schema, state["pipeline"], table)}
-        if _differs(state["pipeline"], stream.schema.pipeline_json, {BEFORE, EXCLUDED_STEPS, IN_STEP}):
-            table[:, DEALT][table[:, DEALT] != ENDED] = UNDEALT  # what was dealt are samples of the pipeline before
-    saved = (int(state["global_batch_size"]), int(state["dp_world_size"]), int(state["micro_batch_size"]))
-    clock = _clock(state)
-    loaded = clock.loaded(saved, stream.layout)
-    require_whole_round(stream.schema, table, clock, loaded, saved[0])
-    if was_dealt and not is_dealt(table):
-        loaded = clock.restarted(saved[0])
-    ended = bool((table[:, DEALT] == ENDED).all())
-    if stream.repeat and (table[:, DEALT] != UNDEALT).any():  # an endless stream has no end of an epoch to be at
-        loaded = clock.next_epoch(saved[0]) if ended else clock.restarted(saved[0])
-    if stream.repeat or (loaded != clock and not ended):
-        table[:, DEALT] = UNDEALT
+    forms = _change(stream, state["pipeline"], table) if changed else {}
+    loaded = _place(stream, clock, table, _sizes(state), was_dealt=was_dealt)
     excluded = steps_left_out(stream, state["pipeline"], loaded.global_step(stream.layout.global_batch_size))
     moved, histories = loaded, fitted.growth.histories
     if fitted.growth.changed:
         moved, histories = _begin_next_epoch(stream, fitted.growth, table, loaded)
     elif fitted.growth.grown:
         histories = _join(stream, fitted.growth, table)
-    stream.schema.exclude_steps(excluded)
+    stream.schema.exclude_steps(excluded)  # from here on nothing is refused
     stream.schema.adopt({**needed(histories, stream.schema, table), **forms})
     begun_again = settle(stream.schema, table) if changed or fitted.growth.changed else 0
     if changed:
@@ -101,10 +73,51 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
             logging.WARNING,
             "The state was saved with global_batch_size=%d, dp_world_size=%d, micro_batch_size=%d in the middle of a step, or "
             "with another global batch: global batches begin anew at sample %d. loader.step goes on from %d.",
-            *saved,
+            *_sizes(state),
             loaded.samples,
             loaded.step,
         )
+
+
+def _require_state(state: Mapping[str, Any]) -> None:
+    if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"The state is a {type(state).__name__}. Give what loader.state_dict() returned, or DCP loaded into it."
+        )
+    missing = sorted({"shards", *INTS, *STRINGS} - set(state))
+    if missing:
+        raise DataStateError(
+            f"The state lacks {missing}. Give what loader.state_dict() returned, or DCP loaded into it."
+        )
+
+
+def _sizes(state: Mapping[str, Any]) -> tuple[int, int, int]:
+    """O, W and b of the save."""
+    return int(state["global_batch_size"]), int(state["dp_world_size"]), int(state["micro_batch_size"])
+
+
+def _change(stream: Stream, saved: str, table: Ints) -> dict[str, History]:
+    """Take the positions of another pipeline, changed where they depend on it; what nodes have to know of that one."""
+    say_changes(stream, saved)
+    check_changes(stream.schema, saved, table)
+    forms = {**reform(stream, saved, table), **earlier(stream.schema, saved, table)}
+    if _differs(saved, stream.schema.pipeline_json, {BEFORE, EXCLUDED_STEPS, IN_STEP}):
+        table[:, DEALT][table[:, DEALT] != ENDED] = UNDEALT  # what was dealt are samples of the pipeline before
+    return forms
+
+
+def _place(stream: Stream, clock: Clock, table: Ints, saved: tuple[int, int, int], *, was_dealt: bool) -> Clock:
+    """Where the run goes on in its steps; what is dealt in the table goes where it does not hold there."""
+    loaded = clock.loaded(saved, stream.layout)
+    require_whole_round(stream.schema, table, clock, loaded, saved[0])
+    if was_dealt and not is_dealt(table):
+        loaded = clock.restarted(saved[0])
+    ended = bool((table[:, DEALT] == ENDED).all())
+    if stream.repeat and (table[:, DEALT] != UNDEALT).any():  # an endless stream has no end of an epoch to be at
+        loaded = clock.next_epoch(saved[0]) if ended else clock.restarted(saved[0])
+    if stream.repeat or (loaded != clock and not ended):
+        table[:, DEALT] = UNDEALT
+    return loaded
 
 
 def _require_one_end(table: Ints) -> None:
