@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
+from rescale_data.errors import checks_kinds
 from rescale_data.sources import ipc
 from rescale_data.sources.arrow_types import ArrowBuffer, ArrowExpression, ArrowSchema, ArrowTable
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES, handles, owner_of
@@ -61,6 +62,7 @@ class ArrowSource(TableSource):
     FORMAT: ClassVar[str] = "arrow"
     SUFFIXES: ClassVar[tuple[str, ...]] = (".arrow", ".feather", ".ipc")
 
+    @checks_kinds
     def __init__(
         self,
         paths: Paths,
