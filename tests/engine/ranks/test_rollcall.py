@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from rescale_data.engine.ranks.ranks import rollcall
+from rescale_data.engine.ranks import rollcall
 from rescale_data.engine.ranks.rollcall import Missing, RollCall
 
 
