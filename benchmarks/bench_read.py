@@ -5,8 +5,9 @@
 One process makes packed int64 batches [8, 4096] from shuffled documents. In turns, round after round, so that a noisy machine
 is noisy for all: the same tokens copied from a memory map (the limit), a rescalable reader that keeps tokens in Python lists
 (what one writes first: its state is a row and what is left of it), a packer in NumPy over row groups of Parquet, and ours,
-through `rd.DataLoader(num_workers=0)`. Each has a process of its own and goes on where its last round ended; first epochs are
-measured apart, in new processes. The page cache is warm: this measures the reader and not the disk.
+through `rd.DataLoader(num_workers=0)`, with a cache smaller than the corpus, and, "all mapped", with the default one, which
+keeps the files mapped as the memory map does. Each has a process of its own and goes on where its last round ended; first
+epochs are measured apart, in new processes. The page cache is warm: this measures the reader and not the disk.
 
 What counts is CPU time, which neighbours disturb less; wall time is beside it. The limit is told twice: in order, and with rows
 of 4,096 tokens in random order, which is what any shuffle has to do at least.
@@ -41,7 +42,7 @@ import rescale_data as rd
 MICRO_BATCH, SEQ_LEN, EOS = 8, 4096, 2
 TOKENS = MICRO_BATCH * SEQ_LEN
 ROW_GROUP = 1024
-CACHE = 2**26  # less than the corpus, so that what is decoded is decoded in every epoch
+CACHE = 2**26  # less than the corpus, so that what is decoded is decoded, and what is mapped is mapped, in every epoch
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,14 @@ def arrow(corpus: Corpus) -> Iterator[Any]:
     return ours(rd.ArrowSource(corpus.folder / "arrow", cache_bytes=CACHE))
 
 
+def mapped_arrow(corpus: Corpus) -> Iterator[Any]:
+    return ours(rd.ArrowSource(corpus.folder / "arrow"))
+
+
+def mapped_megatron(corpus: Corpus) -> Iterator[Any]:
+    return ours(rd.MegatronSource(corpus.folder / "megatron"))
+
+
 def megatron(corpus: Corpus) -> Iterator[Any]:
     return ours(rd.MegatronSource(corpus.folder / "megatron", cache_bytes=CACHE))
 
@@ -229,7 +238,9 @@ def measure(small: Corpus, large: Corpus, scale: Scale) -> dict[str, list[Time]]
         "memory map, shuffled rows": Contender(shuffled_memory_map, small, scale.batches),
         "Python lists": Contender(PythonLists, small, scale.slow_batches),
         "ours, Arrow": Contender(arrow, small, scale.batches),
+        "ours, Arrow, all mapped": Contender(mapped_arrow, small, scale.batches),
         "ours, Megatron": Contender(megatron, small, scale.batches),
+        "ours, Megatron, all mapped": Contender(mapped_megatron, small, scale.batches),
         "NumPy packer": Contender(numpy_packer, small, scale.batches),
         "pyarrow's Parquet decoding": Contender(parquet_decoding, small, scale.batches),
         "ours, Parquet": Contender(parquet, small, scale.batches),
@@ -297,7 +308,10 @@ def report(times: dict[str, list[Time]]) -> str:
     for mine, other, unit, budget in (
         ("ours, Arrow", "memory map", "%", 60),
         ("ours, Arrow", "memory map, shuffled rows", "%", None),
+        ("ours, Arrow, all mapped", "memory map", "%", 60),
+        ("ours, Arrow, all mapped", "memory map, shuffled rows", "%", None),
         ("ours, Megatron", "memory map", "%", 60),
+        ("ours, Megatron, all mapped", "memory map", "%", 60),
         ("ours, Arrow", "Python lists", "x", 50),
         ("ours, Parquet", "pyarrow's Parquet decoding", "%", 90),
         ("ours, Parquet", "NumPy packer", "x", 1),

@@ -182,20 +182,22 @@ class ForgetfulRunner(Runner):
         super().load(*args)
         self._nodes: dict[int, list[Any]] = {}
 
-    def take(self, turn: Turn, collate: Collate | None) -> tuple[Any, Any]:
+    def take(self, turn: Turn, collate: Collate | None) -> tuple[Any, Any, int]:
         nodes = self._nodes.get(turn.shards[0])
         if nodes is None:
             nodes = self._nodes[turn.shards[0]] = [self._live[shard] or self._wake(shard) for shard in turn.shards]
-        return self._write(nodes, turn.shards, self._columns), None
+        return self._write(nodes, turn.shards, self._columns), None, 0
 
 
 class ForgetfulStream(Stream):
     """Hands micro batches out, and neither commits their rows nor moves the clock."""
 
     def take(self) -> MicroBatch:
-        if not (self._ahead.is_started and self._ahead.make(1, self.ranks)):
+        micro_batch = self._ahead.take(self.ranks)
+        if micro_batch is None:
             self.peek()
-        return self._ahead.made.popleft()
+            return self._ahead.made.popleft()
+        return micro_batch
 
 
 def forgetful(source: rd.ArrowSource) -> Iterator[Any]:

@@ -369,7 +369,7 @@ class TestSkipOfWholeEpochs:
         for _ in range(num):
             taken.skip(o)
         assert same_state(skipped.state_dict(), taken.state_dict())
-        assert skipped.progress() == taken.progress()
+        assert _counted(skipped) == _counted(taken)
 
     def test_cost_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         plans: list[int] = []
@@ -547,3 +547,8 @@ def test_a_state_says_again_that_it_was_saved_within_a_step() -> None:
     assert "in_step" in again["pipeline"]
     third.load_state_dict(again)
     assert third.state_dict()["pipeline"] == again["pipeline"]
+
+
+def _counted(loader: rd.DataLoader) -> dict[str, float]:
+    """All that is no time: what making took is counted when it is asked for."""
+    return {name: value for name, value in loader.progress().items() if not name.endswith("_seconds")}

@@ -70,10 +70,8 @@ def as_pipeline(
 
 
 def _read_streams(source: IterableSource, shard: Shard) -> BaseNode[Any]:
-    """The pipeline of a loader that is given streams."""
     return StreamReader(source, shard)
 
 
 def _read_rows(source: Source, shuffle: bool | int, shard: Shard) -> BaseNode[Any]:
-    """The pipeline of a loader that is given a source."""
     return Reader(source, shard, shuffle=shuffle, by_global_batch=shuffle is False)

@@ -157,7 +157,6 @@ def _changed(path: Path, node: Node[Any], child: str) -> Changed:
 
 
 def _children(path: Path, saved: Mapping[str, Any]) -> Iterator[str]:
-    """The names of the nodes right below a path."""
     above = "".join(f"{name}." for name in path)
     for name in saved:
         rest = name.removeprefix(above)

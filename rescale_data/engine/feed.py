@@ -30,34 +30,45 @@ class MicroBatch(NamedTuple):
     """A micro batch and what it does to the table: the rows of the shards that it visited, as they are after it.
 
     Args:
-        rows: ``int64[M, columns]``; with ``slots``, the values of these.
+        rows: ``int64[M, columns]``, an array of its own, or its bytes; with ``slots``, the values of these.
         shards: The shard of each sample.
         num_real: How many samples are real; those after them fill the last batch of an epoch.
         slots: Those of the whole table, counted row by row, that it changed; `None` where rows are told whole.
+        more: Samples that each of these shards has delivered beside those that its row says.
     """
 
     batch: Any
     visited: slice | Ints
-    rows: Ints
+    rows: Ints | bytes
     shards: list[int]
     num_real: int
     slots: Ints | None = None
+    more: int = 0
 
-    def commit(self, table: Ints) -> Ints:
-        """Write what it does into the table; the rows that it visited as they were before."""
-        before = table[self.visited].copy()
+    def commit(self, table: Ints) -> None:
+        """Write what it does into the table."""
         if self.slots is None:
-            table[self.visited] = self.rows
+            write(table, self.visited, self.rows, self.more)
         else:
             table.flat[self.slots] = self.rows
-        return before
 
     def since(self, table: Ints) -> MicroBatch:
         """The same, told by the slots that it changes in a table, and committed there."""
-        shards, columns = np.nonzero(self.rows != table[self.visited])
-        slots = np.arange(len(table))[self.visited][shards] * table.shape[1] + columns
+        before = table[self.visited].copy()
         self.commit(table)
-        return self._replace(rows=self.rows[shards, columns], slots=slots)
+        rows = table[self.visited]
+        shards, columns = np.nonzero(rows != before)
+        slots = np.arange(len(table))[self.visited][shards] * table.shape[1] + columns
+        return self._replace(rows=rows[shards, columns], slots=slots, more=0)
+
+
+def write(table: Ints, visited: slice | Ints, rows: Ints | bytes, more: int) -> None:
+    """Rows of a `MicroBatch` into their places."""
+    if isinstance(rows, bytes):
+        rows = np.frombuffer(rows, dtype=np.int64).reshape(-1, table.shape[1])
+    table[visited] = rows
+    if more:
+        table[visited, SAMPLES] += more
 
 
 @dataclass(frozen=True)
@@ -118,10 +129,10 @@ class Feed(ABC):
 def make(runner: Runner, turns: Turns, collate: Collate | None, u: int, *, pads: bool = False) -> MicroBatch:
     """Micro batch u of one rank."""
     turn = turns.turn(u)
-    batch, rows = runner.take(turn, collate)
+    batch, rows, more = runner.take(turn, collate)
     num_real = len(turn.shards) if turn.num_real < 0 else turn.num_real
     batch = with_valid(batch, num_real, len(turn.shards)) if pads else batch
-    return MicroBatch(batch, turn.index, rows, turn.shards, num_real)
+    return MicroBatch(batch, turn.index, rows, turn.shards, num_real, None, more)
 
 
 class InProcess(Feed):
@@ -131,6 +142,7 @@ class InProcess(Feed):
         self._runner, self._collate, self._pin = runner, collate, pin_memory
         self._turns: Turns | None = None
         self._u, self._pads = 0, False
+        self._seconds = self._counted = 0.0  # that making took, and of these those that `counts` has
 
     def start(self, leg: Leg, table: Ints, first: int) -> None:
         self._runner.load(table, leg.histories, leg.layout.owned(leg.rank))
@@ -141,14 +153,20 @@ class InProcess(Feed):
         if turns is None:
             raise Exhausted
         started = time.perf_counter()
-        micro_batch = make(self._runner, turns, self._collate, self._u, pads=self._pads)
+        micro_batch = self._make(turns, self._u)
         if self._pin:
             micro_batch = micro_batch._replace(batch=pin(micro_batch.batch))
         self._turns, self._u = turns, self._u + 1
-        counts().add(MAKE_SECONDS, time.perf_counter() - started)
+        self._seconds += time.perf_counter() - started
         return micro_batch
 
+    def _make(self, turns: Turns, u: int) -> MicroBatch:
+        return make(self._runner, turns, self._collate, u, pads=self._pads)
+
     def progress(self) -> dict[str, float]:
+        seconds = self._seconds
+        counts().add(MAKE_SECONDS, seconds - self._counted)
+        self._counted = seconds
         return {"batches_ready": 0.0, **told(counts().values)}
 
     def close(self) -> None:
@@ -216,20 +234,16 @@ class InThread(Feed):
         return made if self._then is None else made._replace(batch=self._then(made.batch))
 
 
-class Traced(Feed):
+class Traced(InProcess):
     """In place of samples, where they come from: of those of some shards (`Runner.trace`)."""
 
     def __init__(self, runner: Runner, shards: Container[int]) -> None:
-        self._runner, self.shards = runner, shards
+        super().__init__(runner, None)
+        self._shards = shards
 
-    def start(self, leg: Leg, table: Ints, first: int) -> None:
-        self._runner.load(table, leg.histories, leg.layout.owned(leg.rank))
-        self._turns, self._u = leg.turns(table), first
-
-    def take(self) -> MicroBatch:
-        turn = self._turns.turn(self._u)
-        lines, rows = self._runner.trace(turn, self.shards)
-        self._u += 1
+    def _make(self, turns: Turns, u: int) -> MicroBatch:
+        turn = turns.turn(u)
+        lines, rows = self._runner.trace(turn, self._shards)
         return MicroBatch(lines, turn.index, rows, turn.shards, sum(turn.is_real))
 
 
@@ -252,23 +266,34 @@ class Ahead:
         return copied
 
     def start(self, leg: Leg, table: Ints, u: int) -> None:
-        """Let the feed begin with a micro batch, if it has not begun."""
-        if not self.is_started:
-            self.feed.start(leg, table, u)
-            self.is_started = True
+        """Let the feed begin with a micro batch."""
+        self.feed.start(leg, table, u)
+        self.is_started = True
 
     def make(self, count: int, ranks: Ranks) -> int:
         """Have so many in hand, if no shard ends before; how many there are."""
-        while not self._is_exhausted and len(self.made) < count:
-            try:
-                with ranks.reading():
-                    self.made.append(self.feed.take())
-            except Exhausted:
-                self._is_exhausted = True
-            except BaseException:
-                self.forget()  # the runner is past what was taken: whoever goes on begins from the table
-                raise
+        while len(self.made) < count and (one := self._make_one(ranks)) is not None:
+            self.made.append(one)
         return len(self.made)
+
+    def take(self, ranks: Ranks) -> MicroBatch | None:
+        """The oldest, made now where there is none; `None` where the feed has not begun, or a shard has ended."""
+        if self.made:
+            return self.made.popleft()
+        return self._make_one(ranks) if self.is_started else None
+
+    def _make_one(self, ranks: Ranks) -> MicroBatch | None:
+        if self._is_exhausted:
+            return None
+        try:
+            with ranks.reading():
+                return self.feed.take()
+        except Exhausted:
+            self._is_exhausted = True
+            return None
+        except BaseException:
+            self.forget()  # the runner is past what was taken: whoever goes on begins from the table
+            raise
 
     def forget(self) -> None:
         """No more is made until `start`."""

@@ -22,6 +22,7 @@ from rescale_data.engine.recipe import DEALT, ENDED, FIRST_SLOT, SAMPLES, UNDEAL
 from rescale_data.engine.rest import Rest
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.setup import Setup
+from rescale_data.engine.taken import Taken
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
 from rescale_data.layout.deal import Deal
@@ -53,7 +54,7 @@ class Legs(Position):
     def load(self, table: Ints, clock: Clock) -> None:
         """Go on from a table in which all N rows are right."""
         self.ranks = self.ranks.next_leg
-        self.table, self.clock = table, clock
+        self._taken, self.clock = Taken(table), clock
         self.leg, self._first, self._samples, self._left = None, self.u, table[:, SAMPLES], None
         self._rest: Rest | None = None
         self._calm_until = 0  # a micro batch
@@ -216,7 +217,6 @@ class Legs(Position):
         self.rewind()
 
     def _next_epoch(self) -> Ints:
-        """The slots at which the next epoch begins."""
         end = self.schema.epoch_end(self.table)
         if end is not None:
             return end[1]
@@ -265,7 +265,7 @@ class Legs(Position):
         """Let the feed begin with the next micro batch, if it has not begun."""
         if self.leg is None:
             self.begin()
-        if self.leg is not None:
+        if self.leg is not None and not self._ahead.is_started:
             self._ahead.start(self.leg, self.table, self.u)
 
     def _make_until(self, u: int) -> int:

@@ -10,6 +10,7 @@ from rescale_data.engine.recipe import SAMPLES
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.schema import Schema
 from rescale_data.engine.setup import Tail
+from rescale_data.engine.taken import Taken
 from rescale_data.layout.clock import Clock
 from rescale_data.layout.deal import Deal
 from rescale_data.layout.layout import Layout
@@ -30,7 +31,6 @@ class Position:
     seed: int
     repeat: bool
     tail: Tail
-    table: Ints
     owners: Ints
     """``int64[N]``, the rank whose row of each shard is right."""
     epoch: int
@@ -48,17 +48,27 @@ class Position:
     _clock: Clock  # at micro batch _clock_u
     _clock_u: int
     _in_step: int  # micro batches
+    _taken: Taken
     _took: bool  # something in this epoch, from here on
     _was_empty: bool  # the epoch before
 
     def copy(self) -> Position:
         """The same, which later taking leaves alone."""
-        return self._at(self.table.copy())
+        return self._at(Taken(self.table.copy()))
 
-    def _at(self, table: Ints) -> Position:
+    def _at(self, taken: Taken) -> Position:
         position = object.__new__(Position)
-        vars(position).update({name: vars(self)[name] for name in Position.__annotations__}, table=table)
+        vars(position).update({name: vars(self)[name] for name in Position.__annotations__}, _taken=taken)
         return position
+
+    @property
+    def table(self) -> Ints:
+        return self._taken.table
+
+    @table.setter
+    def table(self, table: Ints) -> None:
+        if table is not self._taken.table:
+            self._taken = Taken(table)
 
     @property
     def clock(self) -> Clock:
@@ -146,26 +156,3 @@ class Position:
         for shard in shards.tolist():
             self.runner.skip(shard, int(reached[shard] - self.table[shard, SAMPLES]))
         self.table[shards] = self.runner.table[shards]
-
-
-class Begun:
-    """Where a step began.
-
-    Args:
-        position: There, but for its table, whose rows change in place.
-    """
-
-    def __init__(self, position: Position) -> None:
-        self.position = position
-        self.changed: list[tuple[slice | Ints, Ints]] = []
-        """Rows that were changed since, each time as they were before."""
-
-    def keep(self, rows: slice | Ints) -> None:
-        self.changed.append((rows, self.position.table[rows].copy()))
-
-    def again(self) -> Position:
-        """The position with the table of then."""
-        position = self.position.copy()
-        for rows, before in reversed(self.changed):
-            position.table[rows] = before
-        return position

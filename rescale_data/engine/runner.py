@@ -62,8 +62,8 @@ class Runner:
         self.table[:] = table
         self._live, self._visits = [None] * len(table), {}
 
-    def take(self, turn: Turn, collate: Collate | None) -> tuple[Any, Ints]:
-        """One micro batch and the rows of the shards that it visited, ``int64[M, columns]``, a copy.
+    def take(self, turn: Turn, collate: Collate | None) -> tuple[Any, Ints | bytes, int]:
+        """One micro batch, and of the shards that it visited `MicroBatch.rows` and `MicroBatch.more`.
 
         Args:
             collate: `None` stacks; where the pipelines can write, they then do so in place.
@@ -71,23 +71,22 @@ class Runner:
         visit = self._visits.get(id(turn))
         if visit is not None and collate is None:
             batch = self._write(visit.nodes, turn.shards, self._columns)
-            np.add(visit.samples, visit.counts, visit.samples)
-            return batch, visit.rows.copy()
+            visit.more += visit.count
+            return batch, visit.rows.tobytes(), visit.more
         if turn.numbers is not None:  # each is counted when it is fetched
             batch = _collated(
                 [self._fetch(*p) for p in zip(turn.shards, turn.numbers, turn.is_real, strict=True)], collate
             )
-            return batch, self.table[turn.index].copy()
+            return batch, self.table[turn.index].copy(), 0
         if collate is None and self._columns:
             nodes = [self._live[shard] or self._wake(shard) for shard in turn.shards]
             batch = self._write(nodes, turn.shards, self._columns)
-            if isinstance(turn.index, slice):
-                rows = self.table[turn.index]
-                self._visits[id(turn)] = _Visit(turn, nodes, rows, rows[:, SAMPLES], np.array(turn.counts))
+            if isinstance(turn.counts, int):
+                self._visits[id(turn)] = _Visit(turn, nodes, self.table[turn.index].data, turn.counts)
         else:
             batch = _collated([self._draw(shard) for shard in turn.shards], collate)
         self._samples[turn.index] += turn.counts
-        return batch, self.table[turn.index].copy()
+        return batch, self.table[turn.index].copy(), 0
 
     def trace(self, turn: Turn, shards: Container[int]) -> tuple[list[list[str]], Ints]:
         """One micro batch as `take`, but of each sample only where it comes from, a line a document.
@@ -127,7 +126,10 @@ class Runner:
             num_samples -= step
             if num_samples:
                 self._slots(shard)[:] = end[1][0]
-                self._live[shard], self._visits = None, {}
+                self._live[shard] = None
+                for visit in self._visits.values():
+                    np.asarray(visit.rows)[:, SAMPLES] += visit.more
+                self._visits = {}
                 num_samples -= pass_epochs(node, self._slots(shard), shard, num_samples)
 
     def look_ahead(self, shard: int, num_samples: int) -> tuple[int, Ints | None]:
@@ -256,11 +258,7 @@ class Runner:
         node = self._built.get(shard)
         if node is None:
             node = self._built[shard] = self._build(shard)
-            if node.fields != self.schema.root.fields:
-                raise TypeError(
-                    f"The pipeline of logical shard {shard} has the state {[f.key for f in node.fields]}, the first one has "
-                    f"{[f.key for f in self.schema.root.fields]}. Paths, dtypes and shapes are the same for every shard."
-                )
+            self.schema.require_same_fields(node, shard)
             if node.writes != self._columns:
                 raise TypeError(
                     f"The pipeline of logical shard {shard} yields the columns {node.writes}, the first one {self._columns}. "
@@ -275,14 +273,14 @@ class Runner:
 
 @dataclass(slots=True)
 class _Visit:
-    """A turn that comes again: the nodes of its samples; of the rows of the table that it visits and of their numbers of
-    samples, views; how many samples each gives."""
+    """A turn that comes again: the nodes of its samples; the rows of the table that it visits, a view; how many samples each
+    of these gives, and has given beside those that the row counts."""
 
     turn: Turn
     nodes: list[Node[Any]]
-    rows: Ints
-    samples: Ints
-    counts: Ints
+    rows: memoryview
+    count: int
+    more: int = 0
 
 
 def _lines(sample: Any, node: Node[Any] | None) -> list[str]:

@@ -69,13 +69,17 @@ class Schema:
         row = np.concatenate([[0, UNDEALT], np.array(self.root.initial(), dtype=np.int64)])
         return np.tile(row, (num_logical_shards, 1))
 
-    def require_same_state(self, node: Node[Any], shard: int) -> None:
-        """``TypeError`` where the pipeline of another logical shard has other fields, or begins in another state."""
+    def require_same_fields(self, node: Node[Any], shard: int) -> None:
+        """``TypeError`` where the pipeline of another logical shard has other fields."""
         if node.fields != self.root.fields:
             raise TypeError(
                 f"The pipeline of logical shard {shard} has the state {_described(node)}, the first one has "
                 f"{_described(self.root)}. Paths, dtypes and shapes are the same for every shard."
             )
+
+    def require_same_state(self, node: Node[Any], shard: int) -> None:
+        """The same, and where it begins in another state."""
+        self.require_same_fields(node, shard)
         first, here = flatten(self.root.decode(self.root.initial())), flatten(node.decode(node.initial()))
         for (path, one), (_, other) in zip(first, here, strict=True):
             if encode(field_of(path, one), one) != encode(field_of(path, other), other):

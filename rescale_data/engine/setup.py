@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-import numpy as np
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -15,13 +16,17 @@ from rescale_data.engine.group import require_group
 from rescale_data.engine.ranks import Ranks
 from rescale_data.engine.recipe import Pipeline, Recipe
 from rescale_data.engine.schema import Schema
-from rescale_data.errors import int_or_none, require_bool, require_int
 from rescale_data.layout.layout import Layout, default_num_logical_shards
 from rescale_data.nodes.below import find_shard
-from rescale_data.nodes.reader import Reader, warn_if_small
+from rescale_data.nodes.reader import Reader
+from rescale_data.sources.decoded.cache import owner_of
 from rescale_data.sources.decoded.interest import warn_if_thrashing
 
 Tail: TypeAlias = Literal["drop", "pad"]
+
+_FEW_ROWS, _EVEN_ROWS = 8, 20  # a shard; from the second on, rows of an endless stream come equally often within 5 %
+_warned: set[int] = set()
+_log = logging.getLogger("rescale_data")
 
 
 @dataclass(frozen=True)
@@ -64,32 +69,25 @@ def set_up(
     """Resolve the defaults and refuse what cannot run (collective where there is a process group)."""
     if tail not in ("drop", "pad"):
         raise ValueError(f"tail={tail!r}: give 'drop' or 'pad'.")
-    global_batch_size, seed, num_workers = require_int(
-        global_batch_size=global_batch_size, seed=seed, num_workers=num_workers
-    )
-    micro_batch_size, num_logical_shards, dp_rank, dp_world_size = int_or_none(
-        micro_batch_size=micro_batch_size,
-        num_logical_shards=num_logical_shards,
-        dp_rank=dp_rank,
-        dp_world_size=dp_world_size,
-    )
-    require_bool(repeat=repeat, verify=verify)
     if global_batch_size < 1:
         raise ValueError(f"global_batch_size={global_batch_size}: it is at least 1, the samples of one optimizer step.")
     for name, seconds in (("timeout", timeout), ("save_timeout", 1.0 if save_timeout is None else save_timeout)):
-        if not isinstance(seconds, int | float | np.number) or not seconds > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not seconds > 0:
             raise ValueError(f"{name}={seconds!r}: give the seconds to wait for a worker or another rank, more than 0.")
     save_timeout = min(timeout, 60.0) if save_timeout is None else save_timeout
     ranks = find_ranks(mesh, dp_rank, dp_world_size, group, timeout, save_timeout)
+    if micro_batch_size is None:
+        micro_batch_size = max(1, global_batch_size // ranks.world_size)
     layout = Layout(
         num_logical_shards=_num_logical_shards(num_logical_shards, global_batch_size, ranks),
         global_batch_size=global_batch_size,
         dp_world_size=ranks.world_size,
-        micro_batch_size=_micro_batch_size(micro_batch_size, global_batch_size, ranks.world_size),
+        micro_batch_size=micro_batch_size,
         num_workers=num_workers,
     )
     recipe = Recipe(pipeline, layout.num_logical_shards, seed, repeat, verify, global_batch_size)
     schema = Schema(recipe.build(0))  # on every rank, so that what it says is the same on any topology
+    _check_memory(schema, layout)
     setup = Setup(recipe, schema, layout, ranks, tail)
     _check_epoch(setup)
     _check_shards(setup)
@@ -112,7 +110,6 @@ def set_up(
 
 def with_global_batch_size(setup: Setup, global_batch_size: int) -> Setup:
     """The same with another O, refused where it cannot run (collective where there is a process group)."""
-    (global_batch_size,) = require_int(global_batch_size=global_batch_size)
     if setup.ranks.simulated and not setup.recipe.repeat:
         raise ValueError(
             f"set_global_batch_size({global_batch_size}) with repeat=False needs what all {setup.ranks.world_size} dp ranks "
@@ -149,16 +146,16 @@ def _warn_if_not_aligned(setup: Setup) -> None:
 
 def require_steps_per_epoch(setup: Setup, steps_per_epoch: int | None) -> int | None:
     """Steps of an epoch; ``ValueError`` where the data itself knows its epoch."""
-    (steps,) = int_or_none(steps_per_epoch=steps_per_epoch)
-    if steps is None:
+    if steps_per_epoch is None:
         return None
-    if steps < 1:
-        raise ValueError(f"steps_per_epoch={steps}: it is at least 1.")
+    if steps_per_epoch < 1:
+        raise ValueError(f"steps_per_epoch={steps_per_epoch}: it is at least 1.")
     if not setup.recipe.repeat and setup.counts_are_known:
         raise ValueError(
-            f"steps_per_epoch={steps}, but the pipeline knows how many samples an epoch has. Leave it out, or give repeat=True."
+            f"steps_per_epoch={steps_per_epoch}, but the pipeline knows how many samples an epoch has. Leave it out, or give "
+            f"repeat=True."
         )
-    return steps
+    return steps_per_epoch
 
 
 def _num_logical_shards(given: int | None, global_batch_size: int, ranks: Ranks) -> int:
@@ -174,10 +171,15 @@ def _num_logical_shards(given: int | None, global_batch_size: int, ranks: Ranks)
     return default
 
 
-def _micro_batch_size(given: int | None, global_batch_size: int, dp_world_size: int) -> int:
-    if given is not None:
-        return given
-    return max(1, global_batch_size // dp_world_size)
+def _check_memory(schema: Schema, layout: Layout) -> None:
+    """``ValueError`` where the table, of which a state and a load are copies, has no room in the memory of this machine."""
+    n, memory = layout.num_logical_shards, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    size = n * schema.fresh_table(1).nbytes
+    if 4 * size > memory:
+        raise ValueError(
+            f"num_logical_shards={n}: their positions take {size / 1e9:.0f} GB in each rank and checkpoint, and this machine "
+            f"has {memory / 1e9:.0f} GB. Give a small multiple of global_batch_size={layout.global_batch_size}."
+        )
 
 
 def _check_epoch(setup: Setup) -> None:
@@ -202,7 +204,7 @@ def _check_shards(setup: Setup) -> None:
     """Refuse shards that begin in different states; warn of sources opened for each shard, or larger than the cache."""
     layout, sources = setup.layout, setup.schema.sources()
     readers = [node for _, node in setup.schema.root.walk() if isinstance(node, Reader)]
-    warn_if_small(readers)
+    _warn_if_small(readers)
     in_step = [reader.source for reader in readers if reader.rows.steps]
     # of those in step all shards read the same fragment at the same time
     apart = {id(source): source for source in sources.values() if source not in in_step}
@@ -228,3 +230,25 @@ def _check_shards(setup: Setup) -> None:
             "anew. Make the source once, outside of the pipeline.",
             layout.num_logical_shards,
         )
+
+
+def _warn_if_small(readers: Iterable[Reader]) -> None:
+    """Say once that what a logical shard reads together is little, or nothing in most epochs: of all such sources at once."""
+    small = [each for each in readers if each.repeat and _is_small(each) and owner_of(each.source) not in _warned]
+    if not small:
+        return
+    _warned.update(owner_of(each.source) for each in small)
+    least = min(small, key=lambda each: each.source.num_rows)
+    name, rows, num_shards = least.source.name, least.source.num_rows, least.shard.num_logical_shards
+    _log.warning(
+        "%s has %d rows for %d logical shards, %.2f each: neighbours in a logical shard are few to shuffle, and where a shard "
+        "has none in an epoch it goes on to the next. An endless stream (repeat=True) draws as much from a shard with %d rows "
+        "as from one with %d. Give num_logical_shards=%d or less, more data, or repeat=False, where each epoch is whole.",
+        name if len(small) == 1 else f"{name}, the smallest of {len(small)} small sources,", rows, num_shards,
+        rows / num_shards, rows // num_shards, -(-rows // num_shards), max(1, rows // _EVEN_ROWS),
+    )  # fmt: skip
+
+
+def _is_small(reader: Reader) -> bool:
+    rows, num_shards = reader.source.num_rows, reader.shard.num_logical_shards
+    return rows < (_EVEN_ROWS if rows % num_shards else _FEW_ROWS) * num_shards

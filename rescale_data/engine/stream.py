@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
 from rescale_data.engine.feed import Ahead, Feed, MicroBatch
 from rescale_data.engine.legs import Legs
-from rescale_data.engine.position import Begun, Position
+from rescale_data.engine.position import Position
+from rescale_data.engine.taken import Taken
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
 from rescale_data.state import Ints
@@ -18,6 +19,7 @@ OnSourceChange: TypeAlias = Literal["error", "next_epoch"]
 """What to do with a state whose files were removed or changed."""
 
 
+@runtime_checkable
 class HasStream(Protocol):
     """Whatever reads a stream, and can tell what it consists of."""
 
@@ -34,11 +36,11 @@ class Stream(Legs):
 
     def load(self, table: Ints, clock: Clock) -> None:
         super().load(table, clock)
-        self._begun: Begun | None = None  # where the last step did
+        self._begun: Position | None = None  # see `begun`
 
     def follow(self, other: Stream) -> None:
         """Count on from where another stream had counted to at this moment."""
-        begun = None if other._begun is None else other._begun.position
+        begun = other.begun()
         at = begun if begun is not None and begun.clock.samples == self.clock.samples else other
         self.dropped_samples, self.padded_samples = at.dropped_samples, at.padded_samples
         self._took, self._was_empty = at._took, at._was_empty
@@ -47,16 +49,15 @@ class Stream(Legs):
 
     def take(self) -> MicroBatch:
         """The next micro batch; from here on the state says that it was delivered."""
-        ahead = self._ahead
-        if self.u >= self._calm_until or not (ahead.made or (ahead.is_started and ahead.make(1, self.ranks))):
-            self.peek()
         if self.u + 1 < self._calm_until:
             return self._take_one()
+        self.peek()
         leg = self.leg
         ends = leg is not None and leg.deal is not None and leg.stop == self.u + 1
         if not (ends or self.verify):
             return self._take()
-        before = {**vars(self), "table": self.table.copy(), "_ahead": self._ahead.copy()}
+        self.begun()
+        before = {**vars(self), "_taken": Taken(self.table.copy()), "_ahead": self._ahead.copy()}
         try:
             return self._take()
         except Exception:  # an epoch fails in place of its last micro batch
@@ -65,18 +66,21 @@ class Stream(Legs):
 
     def _take_one(self) -> MicroBatch:
         """The next micro batch where a step of the main phase goes on or begins."""
+        micro_batch = self._ahead.take(self.ranks)
+        if micro_batch is None:
+            self.peek()
+            micro_batch = self._ahead.made.popleft()
         if not self.u % self._in_step:
-            self._remember()
-        micro_batch = self._ahead.made.popleft()
-        before = micro_batch.commit(self.table)
-        if self._begun is not None:
-            self._begun.changed.append((micro_batch.visited, before))
+            self._begun = None
+            self._taken.begin_step((self.u, self._took))
+        self._taken.add(micro_batch)
         self.u, self._took = self.u + 1, True
         return micro_batch
 
     def _take(self) -> MicroBatch:
         leg, u = self.leg, self.u
         micro_batch = self._take_one()
+        self.begun()
         if leg is not None and leg.deal is not None:
             self.owners = leg.deal.owners(self.owners, u)
         try:
@@ -126,6 +130,7 @@ class Stream(Legs):
         Args:
             reads: Whether rows are moved; else nothing of the epoch is delivered after these.
         """
+        self.begun()
         u = self.u + num_micro_batches
         if reads:
             self.move(np.array(self.layout.owned(self.ranks.rank), dtype=np.int64), self.reached(u))
@@ -143,8 +148,9 @@ class Stream(Legs):
         taken = self.u % self._in_step
         if step == self.step and not taken:
             return self
-        if self._begun is not None and step == self._begun.position.step:
-            return self._begun.again()
+        begun = self.begun()
+        if begun is not None and step == begun.step:
+            return begun._at(Taken(begun._taken.at_step()))
         raise ValueError(
             f"step={step}: this rank has taken {taken} micro batches of step {self.step}, and can go on where a step begins "
             f"that it has not completed, or completed last. Give the number of steps that the model has done, or load a "
@@ -153,15 +159,16 @@ class Stream(Legs):
 
     def move(self, shards: Ints, reached: Ints) -> None:
         self.rewind()
-        if self._begun is not None:
-            self._begun.keep(shards)
+        self._taken.keep(shards)
         super().move(shards, reached)
 
-    def _remember(self) -> None:
-        """Where a step begins: in one leg that is the same but for how far it is."""
-        begun = self._begun
-        is_old = begun is None or begun.position.table is not self.table or begun.position.leg is not self.leg
-        if begun is None or is_old or not self.is_calm:
-            begun = self._begun = Begun(self._at(self.table))
-        begun.position.u, begun.position._took = self.u, self._took
-        begun.changed = []
+    def whole(self) -> Ints:
+        self.begun()
+        return super().whole()
+
+    def begun(self) -> Position | None:
+        """Where the last step began, but for its table: found out before anything changes but how far it is."""
+        if self._begun is None and self._taken.began is not None:
+            self._begun = begun = self._at(self._taken)
+            begun.u, begun._took = self._taken.began
+        return self._begun

@@ -107,9 +107,7 @@ class Worker(Dataset[Any]):
         self._runner: Runner | None = None
         self._turns: Turns | None = None
         self._pads = False
-        self._told: Ints | None = (
-            None  # of a mixture, whose rows are long: the table as the trainer's process will have it
-        )
+        self._told: Ints | None = None  # of a mixture, whose rows are long: the table as the trainer's process has it
         self._slabs = Slabs()
 
     def __getitem__(self, command: Begin | Make) -> Made | None:
@@ -154,10 +152,8 @@ class Worker(Dataset[Any]):
         owned, table = command.leg.layout.owned(command.leg.rank), command.table
         self._runner.load(table, command.leg.histories, owned)
         self._turns, self._pads = command.leg.turns(table), command.leg.pads
-        one_worker_each = (
-            command.leg.deal is None
-        )  # else another one may have changed a slot that this one changes back
-        self._told = command.table if one_worker_each and self._runner.schema.is_mixture else None
+        # In a deal another worker may have changed a slot that this one changes back.
+        self._told = command.table if command.leg.deal is None and self._runner.schema.is_mixture else None
         self._slabs = Slabs()  # messages that nobody received may have held the old ones
 
     def _make(self, u: int) -> MicroBatch | None:
@@ -302,11 +298,8 @@ class Pool(Feed):
         return {"batches_ready": float(ready), **told(self._board.counts.sum(dim=0).numpy() + counts().values)}
 
     def doing(self) -> str:
-        what = (
-            self._board.read(self._due)
-            or "which does not say what it is about: it is starting, has ended, or is stopped"
-        )
-        return f"waiting for worker {self._due}, {what}"
+        silent = "which does not say what it is about: it is starting, has ended, or is stopped"
+        return f"waiting for worker {self._due}, {self._board.read(self._due) or silent}"
 
     def close(self) -> None:
         """Stop the worker processes; what they have counted is this process's from here on."""

@@ -43,17 +43,20 @@ class Turns(Protocol):
 
 
 class AlignedTurns:
-    """Rows of the global batch have their shards by arithmetic alone, so a turn is a function of u."""
+    """Rows of the global batch have their shards by arithmetic alone, so a turn is a function of u; turns are the same object
+    or have no shard in common."""
 
     def __init__(self, layout: Layout, rank: int) -> None:
         self._layout, self._rank, self._period = layout, rank, layout.period
         self._turns: dict[int, Turn] = {}
+        self._first: dict[int, Turn] = {}  # by their first shard
 
     def turn(self, u: int) -> Turn:
         u %= self._period
         found = self._turns.get(u)
         if found is None:
-            found = self._turns[u] = self._make(u)
+            made = self._make(u)
+            found = self._turns[u] = self._first.setdefault(made.shards[0], made)
         return found
 
     def _make(self, u: int) -> Turn:

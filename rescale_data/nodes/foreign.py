@@ -74,7 +74,6 @@ class Foreign(Node[T]):
             self._keep(position, _AT_BEGINNING)
 
     def _begin(self) -> None:
-        """Begin the next epoch."""
         epochs = [(sampler, sampler.epoch) for sampler in self._samplers if isinstance(sampler.sampler, Stateful)]
         for sampler in self._samplers:  # those that nobody has asked since a resume would stay in their epoch
             if not isinstance(sampler.sampler, Stateful):

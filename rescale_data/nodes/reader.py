@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import Node, View, copy_of
 from rescale_data.nodes.guard import OnError, guard_of
 from rescale_data.nodes.provenance import with_provenance
 from rescale_data.nodes.reading.chunks import Chunks
-from rescale_data.nodes.reading.documents import Documents
+from rescale_data.nodes.reading.documents import Documents, RowTexts, Texts
 from rescale_data.nodes.reading.fetching import Fetching
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments, block_bytes
 from rescale_data.nodes.reading.proof import Proof
@@ -21,8 +21,7 @@ from rescale_data.nodes.reading.rows import DEFAULT_WINDOW, Plan, ShardRows, che
 from rescale_data.nodes.reading.rows import View as SourceView
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.nodes.reading.spans import Moves
-from rescale_data.nodes.reading.texts import RowTexts, Texts
-from rescale_data.shard import Shard
+from rescale_data.shard import Shard, require_shard
 from rescale_data.sources.dataset import MapStyle, as_source
 from rescale_data.sources.decoded.cache import follows, owner_of
 from rescale_data.sources.decoded.interest import shards_of
@@ -39,10 +38,6 @@ from rescale_data.sources.source import (
 from rescale_data.state import Field, Ints
 
 __all__ = ["DEFAULT_WINDOW", "Reader"]
-
-_FEW_ROWS, _EVEN_ROWS = 8, 20  # a shard; from the second on, rows of an endless stream come equally often within 5 %
-_warned: set[int] = set()
-_log = logging.getLogger("rescale_data")
 
 
 class Reader(Node[Any]):
@@ -87,6 +82,7 @@ class Reader(Node[Any]):
     _proof: Proof | None = None
     _views: list[SourceView] | None = None
 
+    @checks_kinds
     def __init__(
         self,
         source: Source | MapStyle,
@@ -97,10 +93,7 @@ class Reader(Node[Any]):
         provenance: bool = False,
         on_error: OnError = "raise",
     ) -> None:
-        if not isinstance(shard, Shard):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(
-                f"rd.Reader was given the shard {shard!r}: pass what the pipeline is given, or rd.Shard() to try."
-            )
+        require_shard(shard, self)
         self.shard = self.of_shard = shard
         super().__init__()
         self.reads = self.source = as_source(source)
@@ -387,25 +380,3 @@ class Reader(Node[Any]):
 
 def _pieces(source: Source) -> PieceSource | None:
     return source if follows(source, PieceSource) else None
-
-
-def warn_if_small(readers: Iterable[Reader]) -> None:
-    """Say once that what a logical shard reads together is little, or nothing in most epochs: of all such sources at once."""
-    small = [each for each in readers if each.repeat and _is_small(each) and owner_of(each.source) not in _warned]
-    if not small:
-        return
-    _warned.update(owner_of(each.source) for each in small)
-    least = min(small, key=lambda each: each.source.num_rows)
-    name, rows, num_shards = least.source.name, least.source.num_rows, least.shard.num_logical_shards
-    _log.warning(
-        "%s has %d rows for %d logical shards, %.2f each: neighbours in a logical shard are few to shuffle, and where a shard "
-        "has none in an epoch it goes on to the next. An endless stream (repeat=True) draws as much from a shard with %d rows "
-        "as from one with %d. Give num_logical_shards=%d or less, more data, or repeat=False, where each epoch is whole.",
-        name if len(small) == 1 else f"{name}, the smallest of {len(small)} small sources,", rows, num_shards,
-        rows / num_shards, rows // num_shards, -(-rows // num_shards), max(1, rows // _EVEN_ROWS),
-    )  # fmt: skip
-
-
-def _is_small(reader: Reader) -> bool:
-    rows, num_shards = reader.source.num_rows, reader.shard.num_logical_shards
-    return rows < (_EVEN_ROWS if rows % num_shards else _FEW_ROWS) * num_shards

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rescale_data.nodes.base import View, copy_of
+from rescale_data.nodes.reading.documents import Texts
 from rescale_data.nodes.reading.spans import EMPTY, Moves, Spans, TokenArray, plain
-from rescale_data.nodes.reading.texts import Texts
 from rescale_data.state import Ints
 
 if TYPE_CHECKING:

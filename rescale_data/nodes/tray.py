@@ -26,8 +26,12 @@ class Tray:
         num_samples: b.
     """
 
+    __slots__ = ("arrays", "lists")
+
     def __init__(self, columns: Columns, num_samples: int) -> None:
-        self.arrays = {name: np.empty((num_samples, length), dtype) for name, (length, dtype) in columns.items()}
+        self.arrays: dict[str, npt.NDArray[Any]] = {}
+        for name, (length, dtype) in columns.items():  # a comprehension costs a call
+            self.arrays[name] = np.empty((num_samples, length), dtype)
         self.lists: dict[str, list[Any]] = {}
         """What is no array, by name, a value for each sample written so far: where it comes from, what its documents carry."""
 
@@ -50,7 +54,9 @@ class Tray:
 
     def batch(self) -> dict[str, Any]:
         """``{column: Tensor[b, length]}``, which is the memory of the tray, and lists of what is no array."""
-        batch: dict[str, Any] = {name: torch.from_numpy(array) for name, array in self.arrays.items()}
+        batch: dict[str, Any] = {}
+        for name, array in self.arrays.items():
+            batch[name] = torch.from_numpy(array)
         if self.lists:
             batch.update(self.lists)
         return batch

@@ -41,7 +41,6 @@ class DeviceLoader(DataLoader):
             ranks, which have rows of their own, of every tensor: ``ShardingSpec(mesh, (all axes of the mesh, None, ...),
             minibatch=True)``.
         read_ahead: Batches on the devices, or on their way, before training wants them; at least 1.
-        batches_per_execution: Batches between two ``torch_xla.sync()``, as ``MpDeviceLoader`` has it.
 
     Raises:
         ValueError: From any batch that does not fit ``input_sharding``, when training comes to it.
@@ -57,9 +56,8 @@ class DeviceLoader(DataLoader):
         *,
         input_sharding: InputSharding | None = None,
         read_ahead: int = 2,
-        batches_per_execution: int = 1,
     ) -> None:
-        require_int(read_ahead=read_ahead, batches_per_execution=batches_per_execution)
+        require_int(read_ahead=read_ahead)
         if read_ahead < 1:
             raise ValueError(f"read_ahead={read_ahead}: one batch at least is on its way.")
         warn_if_hosts_share_samples(loader.setup.ranks.world_size)
@@ -67,7 +65,7 @@ class DeviceLoader(DataLoader):
         vars(self).update(vars(loader), _reading=reading)
         sharding = dict(input_sharding) if isinstance(input_sharding, Mapping) else input_sharding
         self._send = partial(_to_device, torch_xla.device() if device is None else device, sharding)
-        self._read_ahead, self._steps_between_syncs, self._steps = read_ahead, batches_per_execution, 0
+        self._read_ahead = read_ahead
         self._send_from(reading.stream)
 
     def stream_of(self, setup: Setup) -> Stream:
@@ -82,17 +80,12 @@ class DeviceLoader(DataLoader):
     def __iter__(self) -> Batches:
         """As `DataLoader.__iter__`; a step of the devices ends where the next batch is asked for."""
         batches = super().__iter__()
-        return Batches(batches.epoch, batches.number, lambda _: self._next(batches))
+        return Batches(batches.epoch, batches.number, lambda _: _next(batches))
 
-    def _next(self, batches: Batches) -> Any:
-        if self._steps % self._steps_between_syncs == 0:
-            torch_xla.sync()  # the devices begin with the last step
-        self._steps += 1
-        try:
-            return next(batches)
-        except StopIteration:
-            torch_xla.sync()
-            raise
+
+def _next(batches: Batches) -> Any:
+    torch_xla.sync()  # the devices begin with the last step
+    return next(batches)
 
 
 @torch.no_grad()

@@ -59,7 +59,6 @@ def _check_columns(batch: Any, input_sharding: Mapping[str, ShardingSpec | None]
 
 
 def _check_value(name: str, value: Any) -> None:
-    """What torch_xla leaves on the host, or changes, without a word."""
     if isinstance(value, np.ndarray) or (isinstance(value, torch.Tensor) and type(value) is not torch.Tensor):
         raise ValueError(
             f"{name} is a {type(value).__name__}, which torch_xla leaves on the host. Return a plain torch.Tensor from "

@@ -178,7 +178,6 @@ class TokenStream:
         return waits
 
     def _turned(self, position: View, num_turns: int) -> Spans:
-        """The mark between two epochs."""
         if num_turns > SILENT_EPOCHS:
             raise DataStateError(
                 f"A logical shard had no token in {SILENT_EPOCHS} whole epochs: its documents are empty or filtered out. "
