@@ -3,7 +3,8 @@
     python benchmarks/bench_ahead.py [--quick]
 
 Beside a training step of 5, 20 and 100 ms: asleep, as it is while a GPU computes, and busy in torch on the CPU. Batches
-[8, 4096] come from packed Arrow, which takes little, and from JSON lines through a Python tokenizer, which takes much.
+[8, 4096] come from packed Arrow, which takes little, and from JSON lines through a Python tokenizer, which takes much. Where
+there is a GPU also beside a step that copies the batch there and computes on it, from pinned memory or not.
 All contenders take their turns, each in a process of its own. Told is how much longer a step takes than the same step without
 data, in milliseconds, and what of that it waits for its batch.
 """
@@ -32,6 +33,10 @@ MODES: dict[str, dict[str, int]] = {
     "a thread": {"prefetch_batches": 2},
     "2 workers": {"num_workers": 2},
 }
+KINDS = ["asleep", "busy"]
+if torch.cuda.is_available():
+    KINDS.append("GPU")
+    MODES |= {f"{mode}, pinned": {**how, "pin_memory": True} for mode, how in MODES.items()}
 READERS: dict[str, Callable[[Corpus], Any]] = {
     "Arrow": lambda corpus: partial(peers.packed, [rd.ArrowSource(corpus.folder / "arrow")]),
     "JSON lines": lambda corpus: partial(
@@ -55,10 +60,18 @@ def steps(corpus: Corpus, reader: str | None, mode: str) -> Callable[[tuple[str,
         )
         batches = iter(loader)
     weights = torch.randn(256, 256)
+    large = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) if "GPU" in KINDS else weights
 
-    def compute(kind: str, milliseconds: int) -> None:
+    def compute(kind: str, milliseconds: int, batch: Any) -> None:
         if kind == "asleep":
             time.sleep(milliseconds / 1e3)
+            return
+        if kind == "GPU":
+            if batch is not None:
+                batch["tokens"].to("cuda", non_blocking=True)
+            for _ in range(milliseconds * 5):  # each of about 0.2 milliseconds
+                torch.relu(large @ large)
+            torch.cuda.synchronize()
             return
         for _ in range(milliseconds * 2):  # each of about half a millisecond
             torch.relu(weights @ weights)
@@ -69,9 +82,9 @@ def steps(corpus: Corpus, reader: str | None, mode: str) -> Callable[[tuple[str,
         end = time.perf_counter() + seconds
         while time.perf_counter() < end or len(times) < 4:
             started = time.perf_counter()
-            next(batches)
+            batch = next(batches)
             arrived = time.perf_counter()
-            compute(kind, milliseconds)
+            compute(kind, milliseconds, batch)
             times.append((arrived - started, time.perf_counter() - arrived))
         waited, computed = zip(*times[1:], strict=True)
         return statistics.fmean(waited) * 1e3, statistics.fmean(computed) * 1e3
@@ -84,7 +97,7 @@ def measure(
 ) -> dict[tuple[str, int], dict[tuple[str | None, str], list[Times]]]:
     who: list[tuple[str | None, str]] = [(None, "alone"), *((reader, mode) for reader in READERS for mode in MODES)]
     contenders = {each: Contender(steps, corpus, *each) for each in who}
-    found = {(kind, ms): {each: [] for each in who} for kind in ("asleep", "busy") for ms in STEPS}
+    found = {(kind, ms): {each: [] for each in who} for kind in KINDS for ms in STEPS}
     for number in range(-1, rounds):  # the first does not count
         for (kind, ms), times in found.items():
             for each, contender in contenders.items():

@@ -1,7 +1,7 @@
 """What does training lose to a save?
 
     python benchmarks/bench_checkpoint.py [--megabytes 200 1000] [--saves 5] [--small 20000]
-        [--ranks 1000] [--convert 1000] [--folder DIR]
+        [--ranks 1000] [--convert 1000] [--folder DIR] [--device cuda]
 
 One process trains a model of linear layers with AdamW, whose parameters and state have the given size. "Lost" is the time of
 all steps from the call of save until the checkpoint is committed, less the time that as many undisturbed steps take (the
@@ -46,11 +46,11 @@ WIDTH = 2048
 class Training:
     """Steps of about the same length, whose state has ``megabytes``: parameters and the two moments of AdamW."""
 
-    def __init__(self, megabytes: int) -> None:
+    def __init__(self, megabytes: int, device: str) -> None:
         layers = max(1, round(megabytes * 1e6 / (3 * 4 * WIDTH * WIDTH)))
-        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self.batch = torch.randn(64, WIDTH)
+        self.batch = torch.randn(64, WIDTH, device=device)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -64,6 +64,8 @@ class Training:
         self.model(self.batch).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
         return time.perf_counter() - start
 
 
@@ -90,7 +92,8 @@ def modes(training: Training, folder: Path) -> dict[str, Callable[[], Callable[[
     count = iter(range(10**6))
     manager = CheckpointManager(folder / "thread", keep_latest=1)
     manager.warm_up(training.state)
-    buffers = [torch.empty_like(value) for value in tensors(training)]
+    pinned = training.batch.is_cuda
+    buffers = [torch.empty_like(value, device="cpu", pin_memory=pinned) for value in tensors(training)]
 
     def copy() -> Callable[[], bool]:
         for buffer, value in zip(buffers, tensors(training), strict=True):
@@ -122,8 +125,8 @@ def tensors(training: Training) -> list[torch.Tensor]:
     return [*(parameter.detach() for parameter in training.model.parameters()), *moments]
 
 
-def measure(megabytes: int, saves: int, folder: Path) -> None:
-    training = Training(megabytes)
+def measure(megabytes: int, saves: int, folder: Path, device: str) -> None:
+    training = Training(megabytes, device)
     usual = statistics.median(training.step() for _ in range(5))
     size = training.num_bytes() / 1e6
     print(
@@ -227,6 +230,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1000, help="simulated ranks that plan; 0 leaves them out")
     parser.add_argument("--convert", type=int, default=1000, help="megabytes to convert; 0 leaves them out")
     parser.add_argument("--folder", type=Path, default=None)
+    parser.add_argument("--device", default="cpu", help="of the model: cpu or cuda")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message="torch.distributed is")
     torch.set_num_threads(1)
@@ -235,7 +239,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="bench-checkpoint-", dir=options.folder))
     try:
         for megabytes in options.megabytes:
-            measure(megabytes, options.saves, folder / str(megabytes))
+            measure(megabytes, options.saves, folder / str(megabytes), options.device)
         if options.small:
             measure_small(options.small, folder / "small")
         if options.ranks:

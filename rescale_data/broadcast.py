@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -19,7 +18,7 @@ from rescale_data.engine.message import Bytes, to_bytes
 from rescale_data.engine.peers import BATCH, RESULT, Peers, picklable
 from rescale_data.engine.reading import Batches
 from rescale_data.engine.report import Report
-from rescale_data.errors import require_bool, require_callable
+from rescale_data.errors import require_callable
 from rescale_data.loader import DataLoader
 
 
@@ -66,7 +65,6 @@ class Broadcast:
         self, open_data: Callable[[], Any], peers: DeviceMesh | ProcessGroup, *, receives: bool = True, **arguments: Any
     ) -> None:
         require_callable(open_data=open_data)
-        require_bool(receives=receives)
         refuse(arguments, 1)
         bound = inspect.signature(DataLoader.__init__).bind(None, open_data, **arguments)
         bound.apply_defaults()
@@ -179,9 +177,7 @@ class Broadcast:
     def __enter__(self) -> Broadcast:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
 
     def __reduce__(self) -> NoReturn:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from multiprocessing.context import BaseContext
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
 import torch
@@ -26,7 +25,7 @@ from rescale_data.engine.setup import Setup, Tail, require_steps_per_epoch, set_
 from rescale_data.engine.statedict import Sharded
 from rescale_data.engine.stream import OnSourceChange, Stream
 from rescale_data.engine.workers import Pool
-from rescale_data.errors import int_or_none, require_bool, require_callable, require_int
+from rescale_data.errors import checks_kinds, require_callable
 from rescale_data.layout.layout import Layout
 from rescale_data.sources.dataset import MapStyle
 from rescale_data.sources.iterable import IterableSource
@@ -37,6 +36,12 @@ _FORKS = (
     "first worker ends: after that no collective of the loader comes about. Leave multiprocessing_context='forkserver', or "
     "give init_process_group another store (env://, tcp://)."
 )
+_READ_AHEAD = (
+    "Something reads this loader ahead of training: its position is not that of training, and a state of it would leave out "
+    "for good what is on its way. Iterate, save, load and ask what reads it (rescale_data.xla.DeviceLoader) in place of the "
+    "loader."
+)
+_HAS_LEFT = "This rank has left the loader by rescale(): build one with join=True when it comes back."
 
 
 class DataLoader:
@@ -105,6 +110,7 @@ class DataLoader:
         refuse(kwargs, len(args))
         return super().__new__(cls)
 
+    @checks_kinds
     def __init__(
         self,
         pipeline: Pipeline | Source | IterableSource | MapStyle,
@@ -136,8 +142,7 @@ class DataLoader:
         join: bool = False,
     ) -> None:
         require_callable(collate_fn=collate_fn, worker_init_fn=worker_init_fn)
-        require_bool(join=join)
-        (self._prefetch_batches,) = require_int(prefetch_batches=prefetch_batches)
+        self._prefetch_batches = prefetch_batches
         if prefetch_batches < 0 or (prefetch_batches and num_workers):
             raise ValueError(
                 f"prefetch_batches={prefetch_batches}, num_workers={num_workers}: it is for num_workers=0, 0 or more; workers "
@@ -145,7 +150,7 @@ class DataLoader:
             )
         if on_source_change not in ("error", "next_epoch"):
             raise ValueError(f"on_source_change={on_source_change!r}: give 'error' or 'next_epoch'.")
-        if not isinstance(slow_after, int | float) or not slow_after > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not slow_after > 0:
             raise ValueError(f"slow_after={slow_after!r}: give seconds, more than 0; math.inf for no warning.")
         if shuffle is False and num_logical_shards is None:
             num_logical_shards = global_batch_size * max(num_workers, 1)
@@ -192,7 +197,7 @@ class DataLoader:
         stream = self.stream_of(self.setup)
         stream.on_source_change = on_source_change
         self._reading: Reading | None = Reading(self.setup, stream, steps_per_epoch=steps, slow_after=slow_after)
-        self._close, self._has_left = self._reading.close, False
+        self._close, self._why_not = self._reading.close, _READ_AHEAD
         if join:
             state, stream.meeting = hand_over(self.setup, None)
             self._reading.load_state_dict(state)
@@ -219,6 +224,7 @@ class DataLoader:
 
     # Other ranks
 
+    @checks_kinds
     def rescale(
         self,
         *,
@@ -253,7 +259,6 @@ class DataLoader:
             TypeError: What is no mesh, no group, no number.
         """
         require_ranks(mesh, group)
-        (step,) = int_or_none(step=step)
         reading, given = self.reading, mesh is not None or group is not None
         if step is None:
             require_step_boundary(reading)
@@ -284,14 +289,15 @@ class DataLoader:
     def _leave(self, reading: Reading) -> None:
         reading.invalidate()
         reading.close()
-        self._reading, self._has_left = None, True
+        self._reading, self._why_not = None, _HAS_LEFT
 
     # Batches
 
     def __iter__(self) -> Batches:
         """Go on from the position, or with the next epoch where the last batch of this one has been taken.
 
-        After a load of a state that was saved there, the first iterator is empty, once. Older iterators are invalid.
+        After a load of a state that was saved there, or a `rescale` there, the first iterator is empty, once. Older iterators
+        are invalid.
         """
         return iter(self.reading)
 
@@ -381,9 +387,7 @@ class DataLoader:
     def __enter__(self) -> DataLoader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
 
     def __reduce__(self) -> NoReturn:
@@ -400,17 +404,9 @@ class DataLoader:
 
     @property
     def reading(self) -> Reading:
-        """What reads; ``RuntimeError`` where it was given away."""
-        if self._has_left:
-            raise RuntimeError(
-                "This rank has left the loader by rescale(): build one with join=True when it comes back."
-            )
+        """What reads; ``RuntimeError`` where it was given away, or this rank has left."""
         if self._reading is None:
-            raise RuntimeError(
-                "Something reads this loader ahead of training: its position is not that of training, and a state of it would "
-                "leave out for good what is on its way. Iterate, save, load and ask what reads it "
-                "(rescale_data.xla.DeviceLoader) in place of the loader."
-            )
+            raise RuntimeError(self._why_not)
         return self._reading
 
     # Where the run stands

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -33,15 +34,31 @@ def test_a_random_history(seed: int) -> None:
             raise
 
 
-def _make(pipeline: Pipeline, top: Top) -> rd.DataLoader:
+def _make(pipeline: Pipeline, top: Top, **more: Any) -> rd.DataLoader:
     return rd.DataLoader(
         pipeline, global_batch_size=top.o, micro_batch_size=top.b, num_logical_shards=8, num_workers=top.k,
-        tail="pad", verify=True, collate_fn=as_samples,
+        tail="pad", verify=True, collate_fn=as_samples, **more,
     )  # fmt: skip
 
 
 def _ids(books: Books) -> Counter[int]:
     return Counter(sample["id"] for samples in books.delivered.values() for sample in samples)
+
+
+@pytest.mark.parametrize("step", [None, 2])
+@pytest.mark.parametrize("iterator", ["the one before", "a new one"])
+def test_who_joins_where_an_epoch_ends_sees_the_end_with_the_others(iterator: str, step: int | None) -> None:
+    """The last batch has been taken, and nobody has seen that it was the last."""
+    pipeline, top, wider = Pipeline(("Files", False), {"f1": 16}), Top(2, 2, 8), Top(4, 1, 8)
+    seats, books = Seats(lambda top: _make(pipeline, top), top), Books()
+    for _ in range(4):
+        assert seats.next(books) is not None
+    seats = seats.rescale(wider, lambda top, **more: _make(pipeline, top, **more), [1, -1, 0, -1], step)
+    seats.begun = iterator == "the one before"
+    assert seats.next(books) is None
+    assert sum(seats.next(books) is not None for _ in range(4)) == 4
+    assert set(_ids(books).values()) == {2}
+    seats.close()
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,6 @@ from rescale_data.checkpoint.tree import keys_of, string_keys
 Path: TypeAlias = tuple[str, ...]
 
 
-def _none() -> Iterable[torch.Tensor]:
-    return ()
-
-
 @dataclass(eq=False)
 class Entry:
     """One value of a state.
@@ -37,8 +33,8 @@ class Entry:
     plain: Callable[[], Any]
     take: Callable[[Any], object]
     whole: bool = False
-    steady: Callable[[], Iterable[torch.Tensor]] = _none
-    loose: Callable[[], Iterable[torch.Tensor]] = _none
+    steady: Callable[[], Iterable[torch.Tensor]] = tuple
+    loose: Callable[[], Iterable[torch.Tensor]] = tuple
     refused: dict[str, str] = field(default_factory=dict[str, str])
     left_out: set[str] = field(default_factory=set[str])
     _live: Any = None

@@ -6,7 +6,7 @@ import errno
 import pickle
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -54,7 +54,7 @@ class Ranks:
         outcome: list[Any] = [_attempt(work) if self.is_first else None]
         source = 0 if self.group is None else dist.get_global_rank(self.group, 0)
         dist.broadcast_object_list(outcome, src=source, group=self.group)
-        return cast(T, _unwrap(outcome))[0]  # type: ignore[index]
+        return _values(outcome)[0]
 
     def on_each(self, work: Callable[[], T]) -> list[T]:
         """What ``work`` returns on each rank, in rank order, on all ranks."""
@@ -62,7 +62,7 @@ class Ranks:
             return [work()]
         outcomes: list[Any] = [None] * self.size
         dist.all_gather_object(outcomes, _attempt(work), group=self.group)
-        return cast(list[T], _unwrap(outcomes))
+        return _values(outcomes)
 
     def together(self, work: Callable[[], T]) -> T:
         """What ``work`` returns on this rank, once it has not raised on any."""
@@ -71,16 +71,18 @@ class Ranks:
         return done[0]
 
 
-class _Failure:
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-
-def _attempt(work: Callable[[], T]) -> T | _Failure:
+def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
-        return work()
+        return work(), None
     except Exception as error:
-        return _Failure(portable(error))
+        return None, portable(error)
+
+
+def _values(outcomes: list[Any]) -> list[Any]:
+    for _, error in outcomes:
+        if error is not None:
+            raise error
+    return [value for value, _ in outcomes]
 
 
 def portable(error: Exception) -> Exception:
@@ -90,13 +92,6 @@ def portable(error: Exception) -> Exception:
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
-
-
-def _unwrap(outcomes: list[Any]) -> list[Any]:
-    for outcome in outcomes:
-        if isinstance(outcome, _Failure):
-            raise outcome.error
-    return outcomes
 
 
 def quiet(ranks: Ranks) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,14 +34,7 @@ class Stager:
     """Copies states for one manager, into host memory that is kept from save to save."""
 
     def __init__(self) -> None:
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=torch.cuda.is_available(),
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=False,
-            )
-        )
+        self._stager = _new_stager()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
         self._stream = torch.Stream() if torch.accelerator.is_available() else contextlib.nullcontext()
         self._pending: Future[Any] | None = None
@@ -71,6 +65,8 @@ class Stager:
     def _copy(self, late: dict[str, torch.Tensor], asked_for: list[torch.Event]) -> dict[str, torch.Tensor]:
         for event in asked_for:
             event.synchronize()
+        if _copies_once():
+            self._stager = _new_stager()
         with self._stream:
             return cast("dict[str, torch.Tensor]", self._stager.stage(cast(Any, late)))
 
@@ -84,6 +80,29 @@ class Stager:
         self._hook.remove()
         self._thread.shutdown()
         self._stager.close()
+
+
+def _new_stager() -> DefaultStager:
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=torch.cuda.is_available(),
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=False,
+        )
+    )
+
+
+@functools.cache
+def _copies_once() -> bool:
+    """Whether a stager ends with its first copy, and keeps no memory, as in torch 2.10 and 2.11."""
+    stager = _new_stager()
+    stager.stage({})
+    try:
+        stager.stage({})
+    except KeyError:
+        return True
+    return False
 
 
 def _waiter(reference: weakref.ref[Stager]) -> Callable[[torch.optim.Optimizer, Any, Any], None]:

@@ -1,22 +1,28 @@
-"""Whether a checkpoint's data state fits a loader, in our words and before anything is loaded.
+"""Whether a state fits a loader: what is compared when it is loaded, and of a checkpoint before anything is.
 
 A plain ``dcp.load`` finds another number of logical shards ("Size mismatch between saved ... and current ...") and a field
-that was added ("Missing key in checkpoint state_dict: ...") by itself, before our code runs, and in words that
-tell nobody what to do.
+that was added ("Missing key in checkpoint state_dict: ...") by itself, before our code runs, and in words that tell nobody
+what to do; so `check` reads the metadata alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from rescale_data.engine.load import require_fit
+from rescale_data.engine.change import Fitted, fit, fixed_by_others, without_form, without_free
+from rescale_data.engine.differences import differences, without_functions
+from rescale_data.engine.growth import compare, refuse_changes
 from rescale_data.engine.recipe import STAMP
-from rescale_data.engine.stream import HasStream
-from rescale_data.engine.table import stored, version_of
-from rescale_data.errors import DataStateError
+from rescale_data.engine.statedict import header
+from rescale_data.engine.stream import HasStream, Stream
+from rescale_data.engine.table import BY_FIELD, IN_ONE, stored, version_of
+from rescale_data.errors import DataStateError, require
+
+_READS = (1, BY_FIELD, IN_ONE)
 
 
 def check(saved: Mapping[str, Any], head: Mapping[str, Any], loader: HasStream) -> None:
@@ -26,6 +32,7 @@ def check(saved: Mapping[str, Any], head: Mapping[str, Any], loader: HasStream) 
         saved: DCP's metadata of each tensor of the table.
         head: The state without its table.
     """
+    require(HasStream, "the loader that is to load it", loader=loader)
     schema, n = loader.stream.schema, loader.stream.layout.num_logical_shards
     fitted = require_fit(loader.stream, head)
     found = {
@@ -43,3 +50,61 @@ def check(saved: Mapping[str, Any], head: Mapping[str, Any], loader: HasStream) 
         f'that ("Missing key in checkpoint state_dict" or "Size mismatch"). Leave the loader out of the dict that dcp.load is '
         f"given, and call rescale_data.load_changed(path, loader): new sources begin with their first row, the others go on."
     )
+
+
+def require_fit(stream: Stream, saved: Mapping[str, Any]) -> Fitted:
+    """``DataStateError`` where a state belongs to another run: format, N, seed, fields, sources or pipeline.
+
+    Returns:
+        The state as the pipeline of now would have saved it.
+    """
+    now = header(stream)
+    if saved["version"] not in _READS:
+        raise DataStateError(
+            f"The state has format version {saved['version']}, this rescale_data reads the versions {_READS}. Load it with the "
+            f"release that saved it."
+        )
+    for name, cure in _FIXED.items():
+        if saved[name] != now[name]:
+            raise DataStateError(
+                f"The state was saved with {name}={saved[name]}, the loader has {name}={now[name]}. {cure}"
+            )
+    fitted = fit(stream.schema, saved)
+    _require_same("fields", fitted.state["fields"], now["fields"])
+    growth = compare(stream.schema, fitted.state["sources"])
+    if stream.on_source_change == "error":
+        refuse_changes(growth)
+    if fitted.state["pipeline"] != now["pipeline"]:
+        pipelines = without_functions(fitted.state["pipeline"], now["pipeline"])
+        _require_same(
+            "pipeline",
+            *(without_form(stream.schema, without_free(stream.schema, pipeline)) for pipeline in pipelines),
+            fixed=fixed_by_others(stream.schema),
+        )
+    return replace(fitted, growth=growth)
+
+
+def _require_same(name: str, saved: str, now: str, fixed: Sequence[str] = ()) -> None:
+    found = differences(saved, now)
+    if not found:
+        return
+    message = f"The {name} differ from those of the checkpoint: {'; '.join(found)}. {_DESCRIBED[name]}"
+    held = [parameter for parameter in fixed if any(difference.startswith(parameter) for difference in found)]
+    if held:
+        message += (
+            f" {held} could change if all nodes above were of rescale_data, or a Mapper of torchdata: others keep what is "
+            f"below them as it was saved."
+        )
+    raise DataStateError(message)
+
+
+_FIXED = {
+    "num_logical_shards": "It is fixed for a whole run: build the loader with the saved one (the world size, the workers, the "
+    "micro batch and the global batch may all change).",
+    "seed": "Another seed is another order: build the loader with the saved one, or begin a new run.",
+}
+_DESCRIBED = {
+    "fields": "The pipeline keeps other state than the one that was saved. Build the pipeline that was saved, with the saved "
+    "verify= (True keeps a digest a reader), or begin a new run.",
+    "pipeline": "These parameters change the order or the content of the samples: use the saved ones, or begin a new run.",
+}

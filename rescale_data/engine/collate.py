@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
+from rescale_data.errors import require
 from rescale_data.nodes.packing.payload import PerDocument
 
 Samples = Sequence[Any]
@@ -42,6 +43,7 @@ def pad_collate(pad: Mapping[str, float]) -> PadCollate:
         {'tokens': tensor([[1, 2, 3],
                 [4, 0, 0]])}
     """
+    require(Mapping, "a dict of columns and values", pad=pad)
     return PadCollate(dict(pad))
 
 
@@ -141,6 +143,8 @@ def _shapes(values: list[Any]) -> str:
 
 def pin(batch: Any) -> Any:
     """The batch with its tensors, and whatever has a method ``pin_memory``, in page-locked memory; there is an accelerator."""
+    if isinstance(batch, torch.Tensor):
+        return batch.contiguous().pin_memory()  # an expanded tensor cannot be copied into one of its kind
     if hasattr(batch, "pin_memory"):
         return batch.pin_memory()
     if isinstance(batch, Mapping):

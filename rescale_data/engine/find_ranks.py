@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import datetime
 import logging
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from rescale_data.engine.circle import Circle
-from rescale_data.engine.meeting import by_dp_rank, digest, meet, part, part_of_store
+from rescale_data.engine.meeting import by_dp_rank, digest, gloo, meet, once, part_of_store
 from rescale_data.engine.ranks import Ranks
 
 _logger = logging.getLogger("rescale_data")
@@ -34,17 +31,7 @@ def find_ranks(
         dp_rank: In place of a mesh, together with ``dp_world_size``.
         group: Of exactly these ranks in their order, and able to exchange CPU tensors; without, one is made.
     """
-    if (dp_rank is None) != (dp_world_size is None):
-        raise ValueError(f"dp_rank={dp_rank} and dp_world_size={dp_world_size}: give both, or neither.")
-    if mesh is not None and dp_rank is not None:
-        raise ValueError("Give mesh= or dp_rank= and dp_world_size=, not both.")
-    require_mesh(mesh)
-    if group is not None and not isinstance(group, dist.ProcessGroup):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"group={group!r} is a {type(group).__name__}: give a process group of the dp ranks.")
-    if dp_rank is not None and dp_world_size is not None and not 0 <= dp_rank < dp_world_size:
-        raise ValueError(
-            f"dp_rank={dp_rank}, dp_world_size={dp_world_size}: a rank is at least 0 and less than the size."
-        )
+    _require_arguments(mesh, dp_rank, dp_world_size, group)
     distributed = dist.is_available() and dist.is_initialized()
     if (
         not distributed
@@ -69,10 +56,24 @@ def find_ranks(
             f"group= has the backend {dist.get_backend_config(group)!r} and exchanges no CPU tensors, which the loader does. "
             f"Give a group with one for them, 'cpu:gloo,cuda:nccl', or mesh= of the same ranks: the loader then makes its own."
         )
-    circle = _circle(members, group, timeout)
+    circle = once(group, ("circle", *members), lambda: _new_circle(members, group, timeout))
     circle.num_loaders += 1
     named = _mesh(members, mesh, group)
     return Ranks(me, len(members), circle, named, timeout, save_timeout, circle.num_loaders)
+
+
+def _require_arguments(mesh: object, dp_rank: int | None, dp_world_size: int | None, group: object) -> None:
+    if (dp_rank is None) != (dp_world_size is None):
+        raise ValueError(f"dp_rank={dp_rank} and dp_world_size={dp_world_size}: give both, or neither.")
+    if mesh is not None and dp_rank is not None:
+        raise ValueError("Give mesh= or dp_rank= and dp_world_size=, not both.")
+    require_mesh(mesh)
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group={group!r} is a {type(group).__name__}: give a process group of the dp ranks.")
+    if dp_rank is not None and dp_world_size is not None and not 0 <= dp_rank < dp_world_size:
+        raise ValueError(
+            f"dp_rank={dp_rank}, dp_world_size={dp_world_size}: a rank is at least 0 and less than the size."
+        )
 
 
 def require_mesh(mesh: object) -> None:
@@ -130,24 +131,10 @@ def _mesh(members: list[int], mesh: DeviceMesh | None, group: dist.ProcessGroup 
     return DeviceMesh.from_group(group, "cpu", mesh=members, mesh_dim_names=("dp",))
 
 
-_circles: WeakKeyDictionary[Any, dict[Any, Circle]] = WeakKeyDictionary()
-"""Of each process group: those that were made beside it, by their members; of a job's: all that have no group of torch's."""
-
-
-def _circle(members: list[int], group: dist.ProcessGroup | None, timeout: float) -> Circle:
-    """One circle for all loaders over the same ranks, as long as the job's process group, or the given one, exists."""
-    beside = dist.group.WORLD if group is None else group
-    known = _circles.setdefault(beside, {})
-    if tuple(members) not in known:
-        known[tuple(members)] = _new_circle(members, group, timeout)
-    return known[tuple(members)]
-
-
 def _new_circle(members: list[int], group: dist.ProcessGroup | None, timeout: float) -> Circle:
     me, store = members.index(dist.get_rank()), part_of_store(f"circle/{digest(members)}", len(members), group)
     exchanges: Any = group
     if exchanges is None:
         meet(store, me, members, timeout)
-        wait = datetime.timedelta(seconds=timeout)
-        exchanges = ProcessGroupGloo(part("gloo", store), me, len(members), wait)
+        exchanges = gloo("gloo", store, me, len(members), timeout)
     return Circle(exchanges, store, me, members)

@@ -1,11 +1,10 @@
-"""Loading a state: what is compared, what it becomes where a pipeline or its data have changed, and where the run goes on."""
+"""Loading a state: what it becomes where a pipeline or its data have changed, and where the run goes on."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,17 +16,14 @@ from rescale_data.engine.change import (
     Fitted,
     check_changes,
     earlier,
-    fit,
-    fixed_by_others,
     reform,
     settle,
     without,
-    without_form,
-    without_free,
 )
-from rescale_data.engine.differences import differences, say_changes, steps_left_out, without_functions
+from rescale_data.engine.check import require_fit
+from rescale_data.engine.differences import say_changes, steps_left_out
 from rescale_data.engine.group import require_whole_round
-from rescale_data.engine.growth import Growth, begin_next_epoch, compare, joined, needed, refuse_changes
+from rescale_data.engine.growth import Growth, begin_next_epoch, joined, needed
 from rescale_data.engine.ranks import Ranks
 from rescale_data.engine.recipe import (
     DEALT,
@@ -41,62 +37,32 @@ from rescale_data.engine.recipe import (
     History,
     path_name,
 )
-from rescale_data.engine.statedict import INTS, RankRows, header
+from rescale_data.engine.statedict import INTS, RankRows
 from rescale_data.engine.stream import Stream
-from rescale_data.engine.table import BY_FIELD, IN_ONE, is_dealt, table_of
+from rescale_data.engine.table import is_dealt, table_of
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
 from rescale_data.nodes.form import BEFORE
 from rescale_data.state import Ints
 
-_READS = (1, BY_FIELD, IN_ONE)
-
 
 def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
     """Go on from a state in either form; ``DataStateError`` where it does not fit, and then nothing has changed."""
-    if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(
-            f"The state is a {type(state).__name__}. Give what loader.state_dict() returned, or DCP loaded into it."
-        )
-    missing = sorted({"shards", *INTS, *STRINGS} - set(state))
-    if missing:
-        raise DataStateError(
-            f"The state lacks {missing}. Give what loader.state_dict() returned, or DCP loaded into it."
-        )
-    shards = _whole(stream.ranks, state["shards"])
-    fitted = require_fit(stream, state)
-    changed = _differs(
-        state["pipeline"], stream.schema.pipeline_json_at(in_step=_clock(state).in_step), {EXCLUDED_STEPS}
-    )
+    _require_state(state)
+    shards, fitted, clock = _whole(stream.ranks, state["shards"]), require_fit(stream, state), _clock(state)
+    changed = _differs(state["pipeline"], stream.schema.pipeline_json_at(in_step=clock.in_step), {EXCLUDED_STEPS})
     table = table_of(stream.schema, {**state, "shards": shards}, fitted.added)
-    state = fitted.state
+    state, was_dealt = fitted.state, is_dealt(table)
     _require_one_end(table)
-    was_dealt = is_dealt(table)
-    forms: dict[str, History] = {}
-    if changed:
-        say_changes(stream, state["pipeline"])
-        check_changes(stream.schema, state["pipeline"], table)
-        forms = {**reform(stream, state["pipeline"], table), **earlier(stream.schema, state["pipeline"], table)}
-        if _differs(state["pipeline"], stream.schema.pipeline_json, {BEFORE, EXCLUDED_STEPS, IN_STEP}):
-            table[:, DEALT][table[:, DEALT] != ENDED] = UNDEALT  # what was dealt are samples of the pipeline before
-    saved = (int(state["global_batch_size"]), int(state["dp_world_size"]), int(state["micro_batch_size"]))
-    clock = _clock(state)
-    loaded = clock.loaded(saved, stream.layout)
-    require_whole_round(stream.schema, table, clock, loaded, saved[0])
-    if was_dealt and not is_dealt(table):
-        loaded = clock.restarted(saved[0])
-    ended = bool((table[:, DEALT] == ENDED).all())
-    if stream.repeat and (table[:, DEALT] != UNDEALT).any():  # an endless stream has no end of an epoch to be at
-        loaded = clock.next_epoch(saved[0]) if ended else clock.restarted(saved[0])
-    if stream.repeat or (loaded != clock and not ended):
-        table[:, DEALT] = UNDEALT
+    forms = _change(stream, state["pipeline"], table) if changed else {}
+    loaded = _place(stream, clock, table, _sizes(state), was_dealt=was_dealt)
     excluded = steps_left_out(stream, state["pipeline"], loaded.global_step(stream.layout.global_batch_size))
     moved, histories = loaded, fitted.growth.histories
     if fitted.growth.changed:
         moved, histories = _begin_next_epoch(stream, fitted.growth, table, loaded)
     elif fitted.growth.grown:
         histories = _join(stream, fitted.growth, table)
-    stream.schema.exclude_steps(excluded)
+    stream.schema.exclude_steps(excluded)  # from here on nothing is refused
     stream.schema.adopt({**needed(histories, stream.schema, table), **forms})
     begun_again = settle(stream.schema, table) if changed or fitted.growth.changed else 0
     if changed:
@@ -107,68 +73,51 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
             logging.WARNING,
             "The state was saved with global_batch_size=%d, dp_world_size=%d, micro_batch_size=%d in the middle of a step, or "
             "with another global batch: global batches begin anew at sample %d. loader.step goes on from %d.",
-            *saved,
+            *_sizes(state),
             loaded.samples,
             loaded.step,
         )
 
 
-def require_fit(stream: Stream, saved: Mapping[str, Any]) -> Fitted:
-    """``DataStateError`` where a state belongs to another run: format, N, seed, fields, sources or pipeline.
-
-    Returns:
-        The state as the pipeline of now would have saved it.
-    """
-    now = header(stream)
-    if saved["version"] not in _READS:
+def _require_state(state: Mapping[str, Any]) -> None:
+    if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"The state is a {type(state).__name__}. Give what loader.state_dict() returned, or DCP loaded into it."
+        )
+    missing = sorted({"shards", *INTS, *STRINGS} - set(state))
+    if missing:
         raise DataStateError(
-            f"The state has format version {saved['version']}, this rescale_data reads the versions {_READS}. Load it with the "
-            f"release that saved it."
+            f"The state lacks {missing}. Give what loader.state_dict() returned, or DCP loaded into it."
         )
-    for name, cure in _FIXED.items():
-        if saved[name] != now[name]:
-            raise DataStateError(
-                f"The state was saved with {name}={saved[name]}, the loader has {name}={now[name]}. {cure}"
-            )
-    fitted = fit(stream.schema, saved)
-    _require_same("fields", fitted.state["fields"], now["fields"])
-    growth = compare(stream.schema, fitted.state["sources"])
-    if stream.on_source_change == "error":
-        refuse_changes(growth)
-    if fitted.state["pipeline"] != now["pipeline"]:
-        pipelines = without_functions(fitted.state["pipeline"], now["pipeline"])
-        _require_same(
-            "pipeline",
-            *(without_form(stream.schema, without_free(stream.schema, pipeline)) for pipeline in pipelines),
-            fixed=fixed_by_others(stream.schema),
-        )
-    return replace(fitted, growth=growth)
 
 
-def _require_same(name: str, saved: str, now: str, fixed: Sequence[str] = ()) -> None:
-    found = differences(saved, now)
-    if not found:
-        return
-    message = f"The {name} differ from those of the checkpoint: {'; '.join(found)}. {_DESCRIBED[name]}"
-    held = [parameter for parameter in fixed if any(difference.startswith(parameter) for difference in found)]
-    if held:
-        message += (
-            f" {held} could change if all nodes above were of rescale_data, or a Mapper of torchdata: others keep what is "
-            f"below them as it was saved."
-        )
-    raise DataStateError(message)
+def _sizes(state: Mapping[str, Any]) -> tuple[int, int, int]:
+    """O, W and b of the save."""
+    return int(state["global_batch_size"]), int(state["dp_world_size"]), int(state["micro_batch_size"])
 
 
-_FIXED = {
-    "num_logical_shards": "It is fixed for a whole run: build the loader with the saved one (the world size, the workers, the "
-    "micro batch and the global batch may all change).",
-    "seed": "Another seed is another order: build the loader with the saved one, or begin a new run.",
-}
-_DESCRIBED = {
-    "fields": "The pipeline keeps other state than the one that was saved. Build the pipeline that was saved, with the saved "
-    "verify= (True keeps a digest a reader), or begin a new run.",
-    "pipeline": "These parameters change the order or the content of the samples: use the saved ones, or begin a new run.",
-}
+def _change(stream: Stream, saved: str, table: Ints) -> dict[str, History]:
+    """Take the positions of another pipeline, changed where they depend on it; what nodes have to know of that one."""
+    say_changes(stream, saved)
+    check_changes(stream.schema, saved, table)
+    forms = {**reform(stream, saved, table), **earlier(stream.schema, saved, table)}
+    if _differs(saved, stream.schema.pipeline_json, {BEFORE, EXCLUDED_STEPS, IN_STEP}):
+        table[:, DEALT][table[:, DEALT] != ENDED] = UNDEALT  # what was dealt are samples of the pipeline before
+    return forms
+
+
+def _place(stream: Stream, clock: Clock, table: Ints, saved: tuple[int, int, int], *, was_dealt: bool) -> Clock:
+    """Where the run goes on in its steps; what is dealt in the table goes where it does not hold there."""
+    loaded = clock.loaded(saved, stream.layout)
+    require_whole_round(stream.schema, table, clock, loaded, saved[0])
+    if was_dealt and not is_dealt(table):
+        loaded = clock.restarted(saved[0])
+    ended = bool((table[:, DEALT] == ENDED).all())
+    if stream.repeat and (table[:, DEALT] != UNDEALT).any():  # an endless stream has no end of an epoch to be at
+        loaded = clock.next_epoch(saved[0]) if ended else clock.restarted(saved[0])
+    if stream.repeat or (loaded != clock and not ended):
+        table[:, DEALT] = UNDEALT
+    return loaded
 
 
 def _require_one_end(table: Ints) -> None:

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from rescale_data.engine.rollcall import Missing, RollCall, Store
+
+T = TypeVar("T")
 
 
 def by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[int]:
     """The job's ranks that this one reads with: of the processes of each dp rank the first together, the second, ..."""
-    known = _meetings.setdefault(dist.group.WORLD, {})
-    if (dp_rank, dp_world_size) not in known:
-        known[dp_rank, dp_world_size] = _meet_by_dp_rank(dp_rank, dp_world_size, timeout)
-    return known[dp_rank, dp_world_size]
-
-
-_meetings: WeakKeyDictionary[Any, dict[tuple[int, int], list[int]]] = WeakKeyDictionary()
+    return once(None, ("dp", dp_rank, dp_world_size), lambda: _meet_by_dp_rank(dp_rank, dp_world_size, timeout))
 
 
 def _meet_by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[int]:
@@ -49,6 +46,22 @@ def _meet_by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[i
             f"many (its TP, PP and CP peers), or pass mesh= or group= of the dp ranks."
         )
     return [found[place] for found in of_rank]
+
+
+def once(group: dist.ProcessGroup | None, key: Hashable, make: Callable[[], T]) -> T:
+    """What is made once, by its key, for all that needs it, as long as the group (default: the job's) exists."""
+    known = _made.setdefault(dist.group.WORLD if group is None else group, {})
+    if key not in known:
+        known[key] = make()
+    return known[key]
+
+
+_made: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+
+
+def gloo(name: str, store: Any, me: int, num_members: int, timeout: float) -> Any:
+    """A group of gloo's own, which torch does not know."""
+    return ProcessGroupGloo(part(name, store), me, num_members, datetime.timedelta(seconds=timeout))
 
 
 def part_of_store(name: str, num_members: int, group: dist.ProcessGroup | None) -> Store:

@@ -17,13 +17,12 @@ import time
 import weakref
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import BroadcastOptions, ProcessGroupGloo
+from torch.distributed.distributed_c10d import BroadcastOptions
 
-from rescale_data.engine.meeting import digest, meet, part, part_of_store
+from rescale_data.engine.meeting import digest, gloo, meet, once, part_of_store
 from rescale_data.engine.message import Bytes, from_bytes
 
 
@@ -65,7 +64,7 @@ class Peers:
         self.rank, self._members, self._timeout = dist.get_rank(), list(members), timeout
         self.me = self._members.index(self.rank)
         store = part_of_store(f"peers/{digest(self._members)}", len(members), None)
-        mine = [str(int(receives)), str(next(_numbers)), *map(_text, settings.values())]
+        mine = [str(int(receives)), str(next(_numbers)), *(f"{digest(setting):x}" for setting in settings.values())]
         words = [text.split() for text in meet(store, self.me, members, timeout, " ".join(mine)).split(",")]
         _require_same(settings, [given[2:] for given in words], members)
         self._number = words[0][1]  # as the first one counts: tells apart what it reads for training and for validation
@@ -145,10 +144,6 @@ def _say_that_it_reads(of: weakref.ref[Peers], pause: float) -> None:
         time.sleep(pause)
 
 
-def _text(setting: str) -> str:
-    return f"{digest(setting):x}"
-
-
 def _require_same(settings: dict[str, str], said: list[list[str]], members: Sequence[int]) -> None:
     for number, (name, mine) in enumerate(settings.items()):
         if len({words[number] for words in said}) > 1:
@@ -159,17 +154,10 @@ def _require_same(settings: dict[str, str], said: list[list[str]], members: Sequ
             )
 
 
-_groups: WeakKeyDictionary[Any, dict[tuple[int, ...], Broadcasts]] = WeakKeyDictionary()
-"""Of a job: one for all that is broadcast among the same processes."""
-
-
 def _group(members: list[int], store: Any, timeout: float) -> Broadcasts:
-    known = _groups.setdefault(dist.group.WORLD, {})
-    if tuple(members) not in known:
-        named, wait = part(f"gloo/{digest(members)}", store), datetime.timedelta(seconds=timeout)
-        group: Any = ProcessGroupGloo(named, members.index(dist.get_rank()), len(members), wait)
-        known[tuple(members)] = group
-    return known[tuple(members)]
+    """One for all that is broadcast among the same processes."""
+    me = members.index(dist.get_rank())
+    return once(None, ("peers", *members), lambda: gloo(f"gloo/{digest(members)}", store, me, len(members), timeout))
 
 
 def picklable(error: Exception) -> Exception:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import Node, View, copy_of
 from rescale_data.nodes.guard import OnError, guard_of
 from rescale_data.nodes.provenance import with_provenance
@@ -20,7 +21,7 @@ from rescale_data.nodes.reading.rows import DEFAULT_WINDOW, Plan, ShardRows, che
 from rescale_data.nodes.reading.rows import View as SourceView
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.nodes.reading.spans import Moves
-from rescale_data.shard import Shard
+from rescale_data.shard import Shard, require_shard
 from rescale_data.sources.dataset import MapStyle, as_source
 from rescale_data.sources.decoded.cache import follows, owner_of
 from rescale_data.sources.decoded.interest import shards_of
@@ -81,6 +82,7 @@ class Reader(Node[Any]):
     _proof: Proof | None = None
     _views: list[SourceView] | None = None
 
+    @checks_kinds
     def __init__(
         self,
         source: Source | MapStyle,
@@ -91,10 +93,7 @@ class Reader(Node[Any]):
         provenance: bool = False,
         on_error: OnError = "raise",
     ) -> None:
-        if not isinstance(shard, Shard):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(
-                f"rd.Reader was given the shard {shard!r}: pass what the pipeline is given, or rd.Shard() to try."
-            )
+        require_shard(shard, self)
         self.shard = self.of_shard = shard
         super().__init__()
         self.reads = self.source = as_source(source)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
+from rescale_data.errors import checks_kinds
 from rescale_data.sources import ipc
 from rescale_data.sources.arrow_types import ArrowBuffer, ArrowExpression, ArrowSchema, ArrowTable
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES, handles, owner_of
@@ -61,6 +62,7 @@ class ArrowSource(TableSource):
     FORMAT: ClassVar[str] = "arrow"
     SUFFIXES: ClassVar[tuple[str, ...]] = (".arrow", ".feather", ".ipc")
 
+    @checks_kinds
     def __init__(
         self,
         paths: Paths,
@@ -118,9 +120,6 @@ class ArrowSource(TableSource):
         ranges = open_ranges(self._files, file)
         is_near = self._files.filesystem is None and self._index.kind(file)["has_footer"]
         return _Opened(ranges, ipc.footer_table(ranges) if is_near else None)
-
-    def _ranges(self, file: int) -> Ranges:
-        return self._handle(file).ranges
 
     def _shown(self, schema: ArrowSchema) -> ArrowSchema:
         return one_row_each(schema) if self.document_per_batch else schema

@@ -66,8 +66,8 @@ class FileSource(KnownFiles):
         return None
 
     def _ranges(self, file: int) -> Ranges:
-        """An open file, where there are extents."""
-        return self._handle(file)
+        """Of an open file, where there are extents."""
+        return self._handle(file).ranges
 
     def row(self, index: int) -> dict[str, Any]:
         at = self._fragment_at(index)

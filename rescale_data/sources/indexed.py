@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rescale_data.errors import checks_kinds
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES
 from rescale_data.sources.decoded.columns import chosen_columns
 from rescale_data.sources.file_source import FileSource
@@ -56,6 +57,7 @@ class Opened:
 class IndexedSource(FileSource):
     """Rows of files that are scanned once. A format says how to scan a file and how to cut a fragment into rows."""
 
+    @checks_kinds
     def __init__(
         self,
         paths: Paths,
@@ -110,9 +112,6 @@ class IndexedSource(FileSource):
 
     def _extent(self, fragment: int) -> tuple[int, int]:
         return self._span(fragment)
-
-    def _ranges(self, file: int) -> Ranges:
-        return self._handle(file).ranges
 
     def _part(self, fragment: int) -> tuple[Opened, slice, Ints]:
         """An open file, the rows in it that make a fragment, and where they begin, with the end of the last."""

@@ -105,9 +105,6 @@ class MegatronSource(FileSource):
     def _extent(self, fragment: int) -> tuple[int, int]:
         return self._span(fragment)
 
-    def _ranges(self, file: int) -> Ranges:
-        return self._handle(file).ranges
-
     def _load(self, fragment: int) -> _Documents:
         file = self._index.file_of(fragment)
         data = self._bytes(fragment, self._extent(fragment))

@@ -30,7 +30,7 @@ class Pair(NamedTuple):
 
 def pairs(samples: list[dict[str, Any]]) -> Pair:
     tokens = torch.stack([sample["tokens"] for sample in samples])
-    return Pair(tokens, {"list": [tokens + 1, "text"], "number": 3})
+    return Pair(tokens, {"list": [tokens + 1, tokens[:, :1].expand(-1, 9), "text"], "number": 3})
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:

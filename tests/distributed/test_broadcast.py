@@ -18,7 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import rescale_data as rd
-from rescale_data.engine import peers as groups
+from rescale_data.engine import meeting as groups
 from rescale_data.engine.message import to_bytes
 from rescale_data.engine.peers import RESULT
 from tests.distributed.ranks import run_ranks
@@ -199,7 +199,7 @@ def after_a_death(dead: int) -> list[str]:
     next(batches)
     if dist.get_rank() == dead:
         del batches, loader
-        groups._groups[dist.group.WORLD].pop((0, 1, dead))
+        groups._made[dist.group.WORLD].pop(("peers", 0, 1, dead))
         gc.collect()
         return []
     heard: list[str] = []

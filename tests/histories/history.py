@@ -490,7 +490,7 @@ class History:
     # Other ranks
 
     def rescale(self) -> None:
-        if self.now.ahead or self.in_step or self.changes or self.seats.lead.ended:
+        if self.now.ahead or self.in_step or self.changes or (self.seats.lead.ended and self.steps):
             return
         top = self.top()._replace(ahead=0)
         if top.o != self.now.o:
@@ -551,8 +551,8 @@ class History:
             self.books.dropped[tally[0]] += dropped
             self.books.counts = self.books.counts and not (dropped and self.steps)
         self.seats.begun = self.seats.begun and epoch == self.seats.lead.loader.epoch
-        if w > len(lives) and self.seats.lead.ended and (self.steps or not self.seats.begun):
-            # a trainer that begins an iterator here has its own counter: for who joins the first would be empty
+        if w > len(lives) and self.seats.lead.ended and self.steps:
+            # for who joins the next epoch of steps has begun: a state says not whether the end was seen
             self.seats.all(lambda seat: seat.ended and seat.loader.set_epoch(seat.loader.epoch + 1))
             self.seats.begun = False
         require(step == self.seats.lead.loader.step, "step after a death")

@@ -7,8 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import index
-from typing import Protocol, SupportsIndex
+from typing import Protocol
 from weakref import ref
 
 import numpy as np
@@ -390,8 +389,8 @@ def _sizes_of(shard: Shard, shuffle: bool | int) -> dict[str, int]:
 def _window(shuffle: bool | int) -> int:
     if isinstance(shuffle, bool):
         return DEFAULT_WINDOW if shuffle else 0
-    if not isinstance(shuffle, SupportsIndex) or index(shuffle) < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(shuffle, int | np.integer) or shuffle < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(
             f"shuffle={shuffle!r}: give True, False for the files' order, or the window in rows (at least 1)."
         )
-    return index(shuffle)
+    return int(shuffle)

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import io
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from rescale_data.sources.arrow_types import ArrowBuffer
-
-
-class _Ranges(Protocol):
-    @property
-    def size(self) -> int: ...
-    def read(self, offset: int, length: int) -> ArrowBuffer: ...
+if TYPE_CHECKING:
+    from rescale_data.sources.files.ranges import Ranges
 
 
 class AsFile(io.RawIOBase):
     """Read-only and unbuffered: each read is one of the ranges."""
 
-    def __init__(self, ranges: _Ranges) -> None:
+    def __init__(self, ranges: Ranges) -> None:
         self._ranges, self._at = ranges, 0
 
     def readable(self) -> bool:

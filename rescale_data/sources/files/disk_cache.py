@@ -14,6 +14,7 @@ import os
 import tempfile
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from rescale_data.sources.files.once import write_aside
 
@@ -78,17 +79,13 @@ class DiskCache:
             os.close(lock)
 
     def _keep(self, path: str, data: bytes) -> None:
-        def write(aside: str) -> None:
-            with open(aside, "wb") as file:
-                file.write(data)
-
         try:
             if self._written + len(data) > self.max_bytes // _LOOK_AFTER:
                 self._trim()
                 self._written = 0
             self._written += len(data)
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            write_aside(path, write)
+            write_aside(path, lambda aside: Path(aside).write_bytes(data))
         except FileNotFoundError:
             pass  # another process, short of room, deleted the file aside
         except OSError as error:

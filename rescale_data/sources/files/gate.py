@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from rescale_data.sources.files.once import write_aside
 
@@ -51,13 +52,8 @@ class Gate:
         if since < slowed_at <= time.time():
             return
         half = max(1, self.limit // 2)
-
-        def write(aside: str) -> None:
-            with open(aside, "w") as file:
-                file.write(f"{half} {time.time()}")
-
         with suppress(OSError):
-            write_aside(self._slowed, write)
+            write_aside(self._slowed, lambda aside: Path(aside).write_text(f"{half} {time.time()}"))
 
     @property
     def limit(self) -> int:

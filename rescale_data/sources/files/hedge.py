@@ -9,8 +9,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
-from typing import Any, Generic, NamedTuple, TypeVar
+from concurrent.futures import Future, as_completed, wait
+from contextlib import suppress
+from typing import TypeVar
 
 from rescale_data.sources.counts import HEDGES, REQUESTS, counts
 
@@ -19,12 +20,6 @@ T = TypeVar("T")
 _KNOWN_AFTER = 100
 _OF_REQUESTS = 50
 _LATE, _SOON = 0.99, 0.1
-
-
-class _Answer(NamedTuple, Generic[T]):
-    value: T | None
-    error: Exception | None
-    seconds: float
 
 
 class Hedge:
@@ -60,26 +55,22 @@ class Hedge:
         Raises:
             TimeoutError: There is no answer.
         """
-        answers: SimpleQueue[_Answer[T]] = SimpleQueue()
         until = time.monotonic() + seconds
-        self._begin(work, answers)
+        begun = [self._begin(work)]
         late = seconds if at_first is None else min(seconds, self.delay(at_first))
-        answer = _wait(answers, late)
-        if answer is None and late < seconds and self._may_hedge():
-            self._begin(work, answers)
-            answer = _wait(answers, until - time.monotonic())
-            if answer is not None and answer.error is not None:  # the other may still do better
-                answer = _wait(answers, until - time.monotonic()) or answer
-        elif answer is None:
-            answer = _wait(answers, until - time.monotonic())
-        if answer is None:
-            raise TimeoutError(f"no answer in {seconds:.1f} s")
-        if answer.error is not None:
-            raise answer.error
-        with self._lock:
-            self._took.append(answer.seconds)
-        value: Any = answer.value
-        return value
+        wait(begun, late)
+        if not begun[0].done() and late < seconds and self._may_hedge():
+            begun.append(self._begin(work))
+        failure: BaseException = TimeoutError(f"no answer in {seconds:.1f} s")
+        with suppress(TimeoutError):
+            for answer in as_completed(begun, max(0.0, until - time.monotonic())):
+                if (error := answer.exception()) is None:
+                    value, took = answer.result()
+                    with self._lock:
+                        self._took.append(took)
+                    return value
+                failure = error  # the other may still do better
+        raise failure
 
     def _may_hedge(self) -> bool:
         with self._lock:
@@ -88,22 +79,19 @@ class Hedge:
         counts().add(HEDGES, allowed)
         return allowed
 
-    def _begin(self, work: Callable[[], T], answers: SimpleQueue[_Answer[T]]) -> None:
+    def _begin(self, work: Callable[[], T]) -> Future[tuple[T, float]]:
+        """What it returns, and the seconds that it took."""
+        answer: Future[tuple[T, float]] = Future()
+
         def run() -> None:
             started = time.monotonic()
             try:
-                answers.put(_Answer(work(), None, time.monotonic() - started))
+                answer.set_result((work(), time.monotonic() - started))
             except Exception as error:
-                answers.put(_Answer(None, error, time.monotonic() - started))
+                answer.set_exception(error)
 
         counts().add(REQUESTS, 1)
         with self._lock:
             self.requests += 1
         threading.Thread(target=run, daemon=True, name="rescale_data-request").start()
-
-
-def _wait(answers: SimpleQueue[_Answer[T]], seconds: float) -> _Answer[T] | None:
-    try:
-        return answers.get(timeout=max(0.0, seconds))
-    except Empty:
-        return None
+        return answer

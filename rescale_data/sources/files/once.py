@@ -38,7 +38,7 @@ def make_once(path: str, is_good: Callable[[], bool], make: Callable[[str], None
                 write_aside(path, make)
 
 
-def write_aside(path: str, make: Callable[[str], None]) -> None:
+def write_aside(path: str, make: Callable[[str], object]) -> None:
     """Make a file under another name and rename it, so that nobody sees half of it."""
     aside = f"{path}.{uuid.uuid4().hex[:12]}.tmp"
     try:

@@ -18,6 +18,7 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
 from fsspec.utils import glob_translate
 
+from rescale_data.errors import require
 from rescale_data.sources.arrow_types import ArrowFile
 from rescale_data.sources.files.remote import Remote, RemoteFile, attempt, spread_out
 from rescale_data.state import Ints
@@ -89,6 +90,8 @@ def find(
         FileNotFoundError: One of the paths stands for no file.
         TypeError: ``paths`` is neither a path nor a list of them.
     """
+    if remote is not None:
+        require(Remote, "an rd.Remote", remote=remote)
     given = [paths] if isinstance(paths, str | os.PathLike) else paths
     given = list(given) if isinstance(given, Iterable) else [given]  # pyright: ignore[reportUnnecessaryIsInstance]
     if not all(isinstance(path, str | os.PathLike) for path in given):  # pyright: ignore[reportUnnecessaryIsInstance]

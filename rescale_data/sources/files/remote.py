@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 
+from rescale_data.errors import checks_kinds
 from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.counts import REQUEST_BYTES, RETRIES, counts
 from rescale_data.sources.decoded.ahead import leaving
@@ -46,6 +47,7 @@ _PERMANENT = (
 )
 
 
+@checks_kinds
 @dataclass(frozen=True, kw_only=True)
 class Remote:
     """How files behind URLs are read.
