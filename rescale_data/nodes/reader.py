@@ -151,9 +151,10 @@ class Reader(Node[Any]):
             if self._over or row >= self.rows.size(epoch):
                 self._finish()
             plan = self._plan(epoch, row)
-            self._drawn = int(plan.rows[row - plan.first])
+            at = row - plan.first
+            self._drawn = int(plan.rows[at])
             try:
-                value = self._read(plan, row - plan.first)
+                value = self._read(plan, at)
             except Exception as error:
                 value = self._guard.caught(error, self.locate(), self.position[2])
                 if value is None:
@@ -352,7 +353,7 @@ class Reader(Node[Any]):
     def _read(self, plan: Plan, at: int) -> Any:
         if self._chunks is not None:
             return self._chunks.take(plan.rows, at)
-        share = self.share(plan.epoch)
+        share = self.share(plan.epoch) if self._cuts else None
         if share is None or self._pieces is None:
             return self.source.row(self._drawn)
         return self._pieces.row_of(self._drawn, share)

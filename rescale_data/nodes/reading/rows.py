@@ -90,7 +90,7 @@ class ShardRows:
     """
 
     __slots__ = (
-        "_epoch", "_plan_key", "_reader", "_shard", "_since", "_size", "_source", "_source_key", "_views", "farthest",
+        "_epoch", "_plan", "_plan_key", "_reader", "_shard", "_since", "_size", "_source", "_source_key", "_views", "farthest",
         "is_full", "steps", "window",
     )  # fmt: skip
 
@@ -113,6 +113,7 @@ class ShardRows:
         self._since = _SINCE_EVER if len(views) == 1 else [view.since for view in views]
         self._epoch, self._size = -1, 0  # whose size was asked for last, and that
         self.farthest = 0  # the last epoch that was read
+        self._plan: Plan | None = None
         self._reader = None if reader is None else ref(reader)
 
     @property
@@ -242,13 +243,14 @@ class ShardRows:
 
     def plan(self, epoch: int, row: int) -> tuple[Plan, bool]:
         """Which rows of the source the shard reads around ``row``, and whether that was computed now."""
-        plan: Plan | None = cache().get(self._plan_key)
+        plan = self._plan
         if plan is not None and plan.covers(epoch, row):
             return plan, False
         rows = self.around(epoch, row)
         sums = running_sums(self.numbered(epoch, rows)) if self._shard.verify else _NO_SUMS
         plan = Plan(epoch, self.order(epoch).span(row)[0], rows, sums, self._reader)
         cache().put(self._plan_key, plan)
+        self._plan = plan  # as long as the cache has room: without it, the reader keeps none of this
         return plan, True
 
     @property
