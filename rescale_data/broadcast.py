@@ -13,12 +13,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from rescale_data.engine.as_pipeline import refuse
-from rescale_data.engine.meeting import by_dp_rank, digest
 from rescale_data.engine.message import Bytes, to_bytes
-from rescale_data.engine.peers import BATCH, RESULT, Peers, picklable
+from rescale_data.engine.ranks.meeting import by_dp_rank, digest
+from rescale_data.engine.ranks.peers import BATCH, RESULT, Peers, picklable
 from rescale_data.engine.reading import Batches
 from rescale_data.engine.report import Report
-from rescale_data.errors import require_bool, require_callable
+from rescale_data.errors import require_callable
 from rescale_data.loader import DataLoader
 
 
@@ -65,7 +65,6 @@ class Broadcast:
         self, open_data: Callable[[], Any], peers: DeviceMesh | ProcessGroup, *, receives: bool = True, **arguments: Any
     ) -> None:
         require_callable(open_data=open_data)
-        require_bool(receives=receives)
         refuse(arguments, 1)
         bound = inspect.signature(DataLoader.__init__).bind(None, open_data, **arguments)
         bound.apply_defaults()

@@ -1,9 +1,41 @@
-"""The exceptions of our own, and the check of arguments that are counts."""
+"""The exceptions of our own, and the check of arguments by their kind: `checks_kinds` of what a function is declared with."""
 
+from __future__ import annotations
+
+import functools
 import operator
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Kind(NamedTuple):
+    """What an argument may be.
+
+    Args:
+        exact: Types of values that pass as they are.
+        classes: Of all values that pass; those of NumPy become Python's own.
+        words: What to give, for the message.
+    """
+
+    exact: frozenset[type]
+    classes: tuple[type, ...]
+    words: str
+
+
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "int": ((int, np.integer), "an int"),
+    "float": ((float, int, np.integer, np.floating), "a number"),
+    "bool": ((bool, np.bool_), "True or False"),
+    "str": ((str,), "a string"),
+    "str | os.PathLike": ((str, os.PathLike), "a path"),
+    "Mapping | None": ((Mapping,), "a dict"),
+}
 
 
 class DataStateError(ValueError):
@@ -34,6 +66,49 @@ class DamagedCheckpointError(ValueError):
         self.problems = problems or [message]
 
 
+def checks_kinds(function: F) -> F:
+    """The same function or dataclass, which checks the kinds of its arguments by their annotations where these are simple.
+
+    ``TypeError`` with name, value and kind. NumPy's numbers and bools arrive as Python's own. What is declared as anything
+    else, such as a choice of several kinds, is the function's own to check.
+    """
+    if isinstance(function, type):
+        made: Any = function
+        made.__init__ = checks_kinds(made.__init__)
+        return made
+    given: dict[str, str] = function.__annotations__
+    kinds = {name: kind for name, annotation in given.items() if (kind := _kind(str(annotation)))}
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        first = [_checked(kinds, name, value) for name, value in zip(names, args, strict=False)]
+        named = {name: _checked(kinds, name, value) for name, value in kwargs.items()}
+        return function(*first, *args[len(first) :], **named)
+
+    return call  # type: ignore[return-value]
+
+
+def _kind(annotation: str) -> Kind | None:
+    """Of an annotation as it is written; `None` where it is not simple."""
+    plain, before = annotation, ""
+    while before != plain:
+        before, plain = plain, re.sub(r"\[[^][]*\]", "", plain)
+    needed = plain.removesuffix(" | None")
+    classes, words = _KINDS.get(plain) or _KINDS.get(needed) or ((), "")
+    none = (type(None),) if needed != plain else ()
+    return Kind(frozenset({classes[0], *none}), (*classes, *none), words) if classes else None
+
+
+def _checked(kinds: Mapping[str, Kind], name: str, value: Any) -> Any:
+    kind = kinds.get(name)
+    if kind is None or type(value) in kind.exact:
+        return value
+    is_bool = isinstance(value, bool | np.bool_) and bool not in kind.exact
+    require(() if is_bool else kind.classes, kind.words, **{name: value})
+    return value.item() if isinstance(value, np.generic) else value
+
+
 def require_int(**values: object) -> list[int]:
     """Arguments by name as Python's own ints, also where NumPy's were given; ``TypeError`` where one is no int."""
     for name, value in values.items():
@@ -42,23 +117,11 @@ def require_int(**values: object) -> list[int]:
     return [operator.index(value) for value in values.values()]  # type: ignore[arg-type]
 
 
-def int_or_none(**values: object) -> list[int | None]:
-    """`require_int` of arguments that may be left out."""
-    return [None if value is None else require_int(**{name: value})[0] for name, value in values.items()]
-
-
-def require_bool(**values: object) -> None:
-    """``TypeError`` where an argument, by name, is no bool."""
-    for name, value in values.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give True or False.")
-
-
-def require_mappings(**given: object) -> None:
-    """``TypeError`` where an argument, by name, is not a dict or the like."""
+def require(classes: type | tuple[type, ...], words: str, **given: object) -> None:
+    """``TypeError`` where an argument, by name, is of none of these classes; ``words`` say what to give."""
     for name, value in given.items():
-        if not isinstance(value, Mapping):
-            raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give a dict.")
+        if not isinstance(value, classes):
+            raise TypeError(f"{name}={value!r} is a {type(value).__name__}; give {words}.")
 
 
 def require_callable(**given: object) -> None:

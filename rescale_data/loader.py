@@ -15,17 +15,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from rescale_data.engine.as_pipeline import as_pipeline, refuse
 from rescale_data.engine.collate import collate
 from rescale_data.engine.feed import InProcess, InThread
-from rescale_data.engine.meeting import is_in_a_file
+from rescale_data.engine.ranks.meeting import is_in_a_file
 from rescale_data.engine.reading import Batches, Reading
 from rescale_data.engine.recipe import Pipeline
 from rescale_data.engine.report import Report
 from rescale_data.engine.rescale import hand_over, new_layout, require_ranks, require_step_boundary, stays
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.setup import Setup, Tail, require_steps_per_epoch, set_up
-from rescale_data.engine.statedict import Sharded
+from rescale_data.engine.states.statedict import Sharded
 from rescale_data.engine.stream import OnSourceChange, Stream
 from rescale_data.engine.workers import Pool
-from rescale_data.errors import int_or_none, require_bool, require_callable, require_int
+from rescale_data.errors import checks_kinds, require_callable
 from rescale_data.layout.layout import Layout
 from rescale_data.sources.dataset import MapStyle
 from rescale_data.sources.iterable import IterableSource
@@ -110,6 +110,7 @@ class DataLoader:
         refuse(kwargs, len(args))
         return super().__new__(cls)
 
+    @checks_kinds
     def __init__(
         self,
         pipeline: Pipeline | Source | IterableSource | MapStyle,
@@ -141,8 +142,7 @@ class DataLoader:
         join: bool = False,
     ) -> None:
         require_callable(collate_fn=collate_fn, worker_init_fn=worker_init_fn)
-        require_bool(join=join)
-        (self._prefetch_batches,) = require_int(prefetch_batches=prefetch_batches)
+        self._prefetch_batches = prefetch_batches
         if prefetch_batches < 0 or (prefetch_batches and num_workers):
             raise ValueError(
                 f"prefetch_batches={prefetch_batches}, num_workers={num_workers}: it is for num_workers=0, 0 or more; workers "
@@ -150,7 +150,7 @@ class DataLoader:
             )
         if on_source_change not in ("error", "next_epoch"):
             raise ValueError(f"on_source_change={on_source_change!r}: give 'error' or 'next_epoch'.")
-        if not isinstance(slow_after, int | float) or not slow_after > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not slow_after > 0:
             raise ValueError(f"slow_after={slow_after!r}: give seconds, more than 0; math.inf for no warning.")
         if shuffle is False and num_logical_shards is None:
             num_logical_shards = global_batch_size * max(num_workers, 1)
@@ -224,6 +224,7 @@ class DataLoader:
 
     # Other ranks
 
+    @checks_kinds
     def rescale(
         self,
         *,
@@ -258,7 +259,6 @@ class DataLoader:
             TypeError: What is no mesh, no group, no number.
         """
         require_ranks(mesh, group)
-        (step,) = int_or_none(step=step)
         reading, given = self.reading, mesh is not None or group is not None
         if step is None:
             require_step_boundary(reading)

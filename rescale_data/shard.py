@@ -1,8 +1,13 @@
 """What a pipeline is told about the one logical shard it is written for."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
+from rescale_data.errors import checks_kinds
 
+
+@checks_kinds
 @dataclass(frozen=True)
 class Shard:
     """One of ``num_logical_shards`` independent streams of samples.
@@ -46,3 +51,11 @@ class Shard:
                 f"Shard(index={self.index}, num_logical_shards={self.num_logical_shards}): the index of a logical "
                 f"shard is at least 0 and less than the number of logical shards."
             )
+
+
+def require_shard(shard: object, node: object) -> None:
+    """``TypeError`` where a node was given something else as its logical shard."""
+    if not isinstance(shard, Shard):
+        raise TypeError(
+            f"rd.{type(node).__name__} was given the shard {shard!r}: pass what the pipeline is given, or rd.Shard() to try."
+        )

@@ -40,8 +40,8 @@ def test_importing_starts_no_process_group_thread_or_log() -> None:
 
 PACKAGE = Path(rd.__path__[0])
 FLOORS = [
-    ["errors", "shard", "state"],
-    ["order"],
+    ["errors", "state"],
+    ["order", "shard"],
     ["rounds"],
     ["layout"],
     ["sources"],

@@ -101,7 +101,12 @@ class TestTopology:
             ({"micro_batch_size": 2.0}, TypeError, "micro_batch_size=2.0 is a float; give an int"),
             ({"num_logical_shards": 24.0}, TypeError, "num_logical_shards=24.0 is a float; give an int"),
             ({"timeout": 0}, ValueError, "timeout=0: give the seconds to wait"),
-            ({"timeout": "9"}, ValueError, "timeout='9': give the seconds to wait"),
+            ({"timeout": "9"}, TypeError, "timeout='9' is a str; give a number"),
+            (
+                {"num_logical_shards": 10**9},
+                ValueError,
+                r"num_logical_shards=1000000000: .* GB.* Give a small multiple",
+            ),
             ({"repeat": "no"}, TypeError, "repeat='no' is a str; give True or False"),
             ({"join": 3}, TypeError, "join=3 is a int; give True or False"),
             ({"mesh": "dp"}, TypeError, r"mesh='dp' is a str: give a DeviceMesh of the dp ranks"),

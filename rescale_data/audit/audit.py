@@ -22,7 +22,7 @@ from rescale_data.engine.as_pipeline import as_pipeline
 from rescale_data.engine.recipe import EXCLUDED_STEPS, Pipeline, path_name
 from rescale_data.engine.schema import Schema
 from rescale_data.engine.setup import Tail
-from rescale_data.errors import DataStateError
+from rescale_data.errors import DataStateError, checks_kinds
 from rescale_data.nodes.reader import Reader
 from rescale_data.sources.dataset import MapStyle
 from rescale_data.sources.source import Source
@@ -78,6 +78,7 @@ class Audit:
         [(7, 2)]
     """
 
+    @checks_kinds
     def __init__(
         self,
         run: StrPath,

@@ -14,17 +14,19 @@ from rescale_data.checkpoint.storage.metadata import empty, paths_of
 from rescale_data.checkpoint.storage.open import read_checkpoint
 from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.tree import tree_of
-from rescale_data.engine.check import check
 from rescale_data.engine.recipe import STRINGS
-from rescale_data.engine.state_paths import find, names_under
-from rescale_data.engine.statedict import INTS
+from rescale_data.engine.states.check import check
+from rescale_data.engine.states.state_paths import find, names_under
+from rescale_data.engine.states.statedict import INTS
+from rescale_data.engine.states.table import by_field
 from rescale_data.engine.stream import HasStream
-from rescale_data.engine.table import by_field
+from rescale_data.errors import checks_kinds, require
 
 T = TypeVar("T")
 Source: TypeAlias = str | os.PathLike[str] | StorageReader
 
 
+@checks_kinds
 def read_data_state(
     path: StrPath, *, name: str | None = None, checksums: bool = True, storage_options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -57,6 +59,7 @@ def read_data_state(
     return read_checkpoint(path, lambda reader: by_field(_DataState(reader, path, name).read()), **how)
 
 
+@checks_kinds
 def check_checkpoint(path: Source, loader: HasStream, key: str | None = None) -> None:
     """Explain why the data state of a DCP checkpoint does not fit a loader; return if it does.
 
@@ -88,6 +91,7 @@ def check_checkpoint(path: Source, loader: HasStream, key: str | None = None) ->
     _with_state(path, key, explain)
 
 
+@checks_kinds
 def load_changed(path: Source, loader: Stateful, key: str | None = None) -> None:
     """Go on from a DCP checkpoint although sources were added to a `WeightedSampler` or removed, which ``dcp.load`` refuses.
 
@@ -117,6 +121,7 @@ def load_changed(path: Source, loader: Stateful, key: str | None = None) -> None
         ...     checkpoint.save(f"{folder}/step-0", {"loader": loader("web")})
         ...     rd.load_changed(f"{folder}/step-0", loader("web", "code"))
     """
+    require(Stateful, "the loader that is to load it", loader=loader)
     _with_state(path, key, lambda state: loader.load_state_dict(state.read("shards", *INTS, *STRINGS)))
 
 

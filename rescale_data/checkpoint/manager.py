@@ -20,6 +20,7 @@ from rescale_data.checkpoint.staging import Staged, Stager
 from rescale_data.checkpoint.state import State, entries_of
 from rescale_data.checkpoint.storage.manifest import checked_metrics
 from rescale_data.checkpoint.storage.store import StrPath
+from rescale_data.errors import checks_kinds
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class CheckpointManager(RunReader):
         100
     """
 
+    @checks_kinds
     def __init__(
         self,
         folder: StrPath,
@@ -107,6 +109,7 @@ class CheckpointManager(RunReader):
         self._closed = False
         self.num_waits, self.wait_seconds = 0, 0.0
 
+    @checks_kinds
     def save(self, step: int, state: State, *, metrics: Mapping[str, float] | None = None) -> Saving:
         """Save ``state`` as ``step``, and delete what no rule keeps.
 
@@ -166,6 +169,7 @@ class CheckpointManager(RunReader):
             error.add_note("This save failed in the background. The checkpoints before it are untouched.")
             raise
 
+    @checks_kinds
     def delete(self, step: int) -> bool:
         """Delete the checkpoint of ``step``, with all ranks; False where there is none, or someone reads it.
 

@@ -16,7 +16,7 @@ from rescale_data.checkpoint.state import State
 from rescale_data.checkpoint.storage.open import open_store
 from rescale_data.checkpoint.storage.run_folder import RunFolder
 from rescale_data.checkpoint.storage.store import StrPath
-from rescale_data.errors import DamagedCheckpointError
+from rescale_data.errors import DamagedCheckpointError, checks_kinds
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ class RunReader:
         100
     """
 
+    @checks_kinds
     def __init__(
         self,
         folder: StrPath,
@@ -62,6 +63,7 @@ class RunReader:
         """The highest step with a committed checkpoint; None where there is none. Any rank may ask."""
         return max(self.steps(), default=None)
 
+    @checks_kinds
     def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
         """The step that is best by a metric that was given to ``save``; None where none has it. Any rank may ask."""
         if mode not in ("min", "max"):

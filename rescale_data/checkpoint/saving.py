@@ -19,8 +19,10 @@ from rescale_data.checkpoint.storage.manifest import Manifest, checked_metrics
 from rescale_data.checkpoint.storage.open import open_store
 from rescale_data.checkpoint.storage.store import Store, StrPath
 from rescale_data.checkpoint.tree import lost_in_names
+from rescale_data.errors import checks_kinds
 
 
+@checks_kinds
 def save(
     path: StrPath,
     state: State,

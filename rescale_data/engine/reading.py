@@ -17,15 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from rescale_data.engine.load import load_state_dict
 from rescale_data.engine.position import Position
 from rescale_data.engine.report import NAMES, Report, report
 from rescale_data.engine.setup import Setup, with_global_batch_size
 from rescale_data.engine.skip import skip
-from rescale_data.engine.statedict import Sharded, state_dict, whole_shards
+from rescale_data.engine.states.load import load_state_dict
+from rescale_data.engine.states.statedict import Sharded, state_dict, whole_shards
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.watch import Watch, describe, waits
-from rescale_data.errors import require_int
+from rescale_data.errors import checks_kinds, require, require_int
 
 _logger = logging.getLogger("rescale_data")
 _WAITS = 1000
@@ -120,9 +120,9 @@ class Reading:
             raise StopIteration
         return self.stream.peek().batch
 
+    @checks_kinds
     def skip(self, num_samples: int) -> None:
         whole = self.setup.layout.micro_step_samples
-        (num_samples,) = require_int(num_samples=num_samples)
         if num_samples < 0 or num_samples % whole:
             raise ValueError(
                 f"skip(num_samples={num_samples}): give a multiple of dp_world_size * micro_batch_size = {whole}, counted over "
@@ -132,8 +132,8 @@ class Reading:
             skip(self.stream, num_samples // whole)
             self._resumed, self._at_multiple = False, self._is_multiple()
 
+    @checks_kinds
     def set_epoch(self, epoch: int) -> None:
-        (epoch,) = require_int(epoch=epoch)
         at = self.epoch
         if epoch == at + 1 and self.is_over():
             self._move_on()
@@ -145,6 +145,7 @@ class Reading:
                 f"taken. Count the trainer's epochs from loader.epoch, or load the state that was saved with that count."
             )
 
+    @checks_kinds
     def set_global_batch_size(self, global_batch_size: int) -> Setup:
         in_step, begun = self.setup.layout.gradient_accumulation_steps, self._begun
         if begun:
@@ -159,6 +160,7 @@ class Reading:
         return self.setup
 
     def exclude_steps(self, ranges: Iterable[tuple[int, int]]) -> None:
+        require(Iterable, "a list of (first, stop), such as [(3, 5)]", ranges=ranges)
         schema, at, given = self.stream.schema, self.step + (self._begun > 0), [*map(_steps, ranges)]
         for first, stop in given:
             if not 0 <= first < stop:

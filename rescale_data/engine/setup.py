@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-import numpy as np
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from rescale_data.engine.find_ranks import find_ranks
 from rescale_data.engine.group import require_group
-from rescale_data.engine.ranks import Ranks
+from rescale_data.engine.ranks.find_ranks import find_ranks
+from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.recipe import Pipeline, Recipe
 from rescale_data.engine.schema import Schema
-from rescale_data.errors import int_or_none, require_bool, require_int
 from rescale_data.layout.layout import Layout, default_num_logical_shards
 from rescale_data.nodes.below import find_shard
 from rescale_data.nodes.reader import Reader
@@ -70,20 +69,10 @@ def set_up(
     """Resolve the defaults and refuse what cannot run (collective where there is a process group)."""
     if tail not in ("drop", "pad"):
         raise ValueError(f"tail={tail!r}: give 'drop' or 'pad'.")
-    global_batch_size, seed, num_workers = require_int(
-        global_batch_size=global_batch_size, seed=seed, num_workers=num_workers
-    )
-    micro_batch_size, num_logical_shards, dp_rank, dp_world_size = int_or_none(
-        micro_batch_size=micro_batch_size,
-        num_logical_shards=num_logical_shards,
-        dp_rank=dp_rank,
-        dp_world_size=dp_world_size,
-    )
-    require_bool(repeat=repeat, verify=verify)
     if global_batch_size < 1:
         raise ValueError(f"global_batch_size={global_batch_size}: it is at least 1, the samples of one optimizer step.")
     for name, seconds in (("timeout", timeout), ("save_timeout", 1.0 if save_timeout is None else save_timeout)):
-        if not isinstance(seconds, int | float | np.number) or not seconds > 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not seconds > 0:
             raise ValueError(f"{name}={seconds!r}: give the seconds to wait for a worker or another rank, more than 0.")
     save_timeout = min(timeout, 60.0) if save_timeout is None else save_timeout
     ranks = find_ranks(mesh, dp_rank, dp_world_size, group, timeout, save_timeout)
@@ -98,6 +87,7 @@ def set_up(
     )
     recipe = Recipe(pipeline, layout.num_logical_shards, seed, repeat, verify, global_batch_size)
     schema = Schema(recipe.build(0))  # on every rank, so that what it says is the same on any topology
+    _check_memory(schema, layout)
     setup = Setup(recipe, schema, layout, ranks, tail)
     _check_epoch(setup)
     _check_shards(setup)
@@ -120,7 +110,6 @@ def set_up(
 
 def with_global_batch_size(setup: Setup, global_batch_size: int) -> Setup:
     """The same with another O, refused where it cannot run (collective where there is a process group)."""
-    (global_batch_size,) = require_int(global_batch_size=global_batch_size)
     if setup.ranks.simulated and not setup.recipe.repeat:
         raise ValueError(
             f"set_global_batch_size({global_batch_size}) with repeat=False needs what all {setup.ranks.world_size} dp ranks "
@@ -157,16 +146,16 @@ def _warn_if_not_aligned(setup: Setup) -> None:
 
 def require_steps_per_epoch(setup: Setup, steps_per_epoch: int | None) -> int | None:
     """Steps of an epoch; ``ValueError`` where the data itself knows its epoch."""
-    (steps,) = int_or_none(steps_per_epoch=steps_per_epoch)
-    if steps is None:
+    if steps_per_epoch is None:
         return None
-    if steps < 1:
-        raise ValueError(f"steps_per_epoch={steps}: it is at least 1.")
+    if steps_per_epoch < 1:
+        raise ValueError(f"steps_per_epoch={steps_per_epoch}: it is at least 1.")
     if not setup.recipe.repeat and setup.counts_are_known:
         raise ValueError(
-            f"steps_per_epoch={steps}, but the pipeline knows how many samples an epoch has. Leave it out, or give repeat=True."
+            f"steps_per_epoch={steps_per_epoch}, but the pipeline knows how many samples an epoch has. Leave it out, or give "
+            f"repeat=True."
         )
-    return steps
+    return steps_per_epoch
 
 
 def _num_logical_shards(given: int | None, global_batch_size: int, ranks: Ranks) -> int:
@@ -180,6 +169,17 @@ def _num_logical_shards(given: int | None, global_batch_size: int, ranks: Ranks)
         default,
     )
     return default
+
+
+def _check_memory(schema: Schema, layout: Layout) -> None:
+    """``ValueError`` where the table, of which a state and a load are copies, has no room in the memory of this machine."""
+    n, memory = layout.num_logical_shards, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    size = n * schema.fresh_table(1).nbytes
+    if 4 * size > memory:
+        raise ValueError(
+            f"num_logical_shards={n}: their positions take {size / 1e9:.0f} GB in each rank and checkpoint, and this machine "
+            f"has {memory / 1e9:.0f} GB. Give a small multiple of global_batch_size={layout.global_batch_size}."
+        )
 
 
 def _check_epoch(setup: Setup) -> None:

@@ -9,13 +9,15 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from rescale_data.engine.feed import InProcess
-from rescale_data.engine.load import load_state_dict
 from rescale_data.engine.recipe import Pipeline
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.setup import Setup, set_up
-from rescale_data.engine.statedict import local_state_dict
+from rescale_data.engine.states.load import load_state_dict
+from rescale_data.engine.states.statedict import local_state_dict
 from rescale_data.engine.stream import Stream
+from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import BaseNode
+from rescale_data.nodes.function import require_function
 
 _STALE = (
     "The state was of the end of an epoch, and the next one begins. If torchdata.nodes.Loader did that (torchdata 0.11), its "
@@ -56,6 +58,7 @@ class LogicalShards(BaseNode[list[Any]]):
         [(8,), (8,), (8,), (8,)]
     """
 
+    @checks_kinds
     def __init__(
         self,
         pipeline: Pipeline,
@@ -70,6 +73,7 @@ class LogicalShards(BaseNode[list[Any]]):
         repeat: bool = True,
     ) -> None:
         super().__init__()
+        require_function(pipeline, "a logical shard")
         self.setup: Setup = set_up(
             pipeline,
             num_logical_shards=num_logical_shards,

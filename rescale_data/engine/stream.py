@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
@@ -19,6 +19,7 @@ OnSourceChange: TypeAlias = Literal["error", "next_epoch"]
 """What to do with a state whose files were removed or changed."""
 
 
+@runtime_checkable
 class HasStream(Protocol):
     """Whatever reads a stream, and can tell what it consists of."""
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rescale_data.errors import int_or_none, require_int
+from rescale_data.errors import checks_kinds, require, require_int
 from rescale_data.layout.layout import Layout, default_num_logical_shards
 
 _ROWS_OF_A_SCREEN = 24
@@ -124,6 +124,7 @@ class Plan(Sequence[Option]):
         return found
 
 
+@checks_kinds
 def plan(
     global_batch_size: int | Sequence[int],
     micro_batch_size: int | None = None,
@@ -152,13 +153,11 @@ def plan(
         >>> rd.plan([1024, 1536, 2048]).num_logical_shards
         6144
     """
+    require(Sequence, "a list of sources", sources=sources)
     several = _ints(global_batch_size=global_batch_size)
     if not several:
         raise ValueError("global_batch_size is empty: give one O, or those of a ramp.")
     workers = _ints(num_workers=num_workers)
-    micro_batch_size, num_logical_shards = int_or_none(
-        micro_batch_size=micro_batch_size, num_logical_shards=num_logical_shards
-    )
     for o in several:
         _check(1, global_batch_size=o, micro_batch_size=1 if micro_batch_size is None else micro_batch_size)
     for k in workers:
@@ -227,4 +226,5 @@ def _aligned(n: int, o: int, w: int, b: int, k: int) -> bool:
 
 
 def _divisors(value: int) -> list[int]:
-    return [d for d in range(1, value + 1) if value % d == 0]
+    small = [d for d in range(1, math.isqrt(value) + 1) if value % d == 0]
+    return sorted({*small, *(value // d for d in small)})

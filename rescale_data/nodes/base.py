@@ -12,7 +12,7 @@ that imports torchdata: what of it others need, they take from here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, singledispatch
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
@@ -30,6 +30,7 @@ from torchdata.nodes import (
     Unbatcher,
 )
 
+from rescale_data.nodes.changing import Changing, View
 from rescale_data.nodes.reading.documents import Documents, Texts
 from rescale_data.nodes.tray import Columns, Tray
 from rescale_data.shard import Shard
@@ -55,7 +56,6 @@ __all__ = [
 T = TypeVar("T")
 _ENDED = "_ended"
 _NO_CHILDREN: dict[str, Any] = {}  # of leaves, of which there may be many
-View = memoryview  # of int64, always over a NumPy row, so that slices copy from one into another
 
 
 def copy_of(position: View) -> View:
@@ -63,7 +63,7 @@ def copy_of(position: View) -> View:
     return np.array(position, dtype=np.int64).data
 
 
-class Node(BaseNode[T]):
+class Node(Changing, BaseNode[T]):
     """Base of our nodes, and of yours where `get_state()` after every sample would cost too much.
 
     A subclass lists its own fields in `FIELDS`, hands its children to ``super().__init__(name=child)``, reads and writes
@@ -96,15 +96,6 @@ class Node(BaseNode[T]):
     tells_next: bool = False
     """Whether a sample of such a node says something of what the next one begins with: the label of its last token."""
 
-    MAY_CHANGE: ClassVar[frozenset[str]] = frozenset()
-    """The `parameters` that may differ when a state is loaded. Those in use are then part of the position; see `settle`."""
-    FORM: ClassVar[frozenset[str]] = frozenset()
-    """The `parameters` that may differ when a state is loaded, and say in which form the same data comes from then on: a node
-    that has any has a ``seq_len``, and is told in `adopt` which it had before."""
-    CHILDREN_MAY_CHANGE: ClassVar[bool] = False
-    """Whether children may come and go between the legs of a run (`rescale_data.load_changed`). What a node keeps for a
-    child lies in own fields whose path ends in the child's name."""
-
     one_for_one: bool = False
     """Whether this node yields one sample for each that its only child, ``source``, does."""
 
@@ -116,15 +107,6 @@ class Node(BaseNode[T]):
 
     reads: Described | None = None
     """The source whose rows this node reads, if it reads any itself."""
-
-    reread: bool = False
-    """Whether a node above goes back behind the samples that it has drawn from this one, to go on within them."""
-
-    within: int | None = None
-    """The own slot that is not 0 while this node is within something that it reads again to go on; `None`: it never is."""
-
-    within_document: bool = False
-    """Whether that is one document, which may be found again; else what it consists of follows from the old blocklist."""
 
     writes: Columns = MappingProxyType({})
     """Where samples are dicts of 1-D arrays whose length and dtype are known: which. Such a node implements `write`."""
@@ -305,17 +287,6 @@ class Node(BaseNode[T]):
         end = self.children["source"].epoch_end(rows[:, own:], shards)
         return None if end is None else (end[0], np.concatenate([rows[:, :own], end[1]], axis=1))
 
-    def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
-        """From now on the source that this node reads consists of what the manifests say, each from its epoch on.
-
-        Args:
-            history: ``(epoch, manifest)`` in order, the last of what there is now; empty for that alone. Of a node with a
-                `FORM`: `rescale_data.nodes.form.History`.
-        """
-
-    def reform(self, rows: Ints) -> None:
-        """These rows of the node, a view, were saved with the form that is the last in its history, not with that of now."""
-
     def prepare(self, rows: Ints, shards: Ints) -> None:
         """This process is about to draw from these positions: begin to bring what is needed there. It returns at once.
 
@@ -346,81 +317,6 @@ class Node(BaseNode[T]):
     def parameters(self) -> dict[str, Any]:
         """Whatever changes the order or the content of the samples, JSON values by name; checked when a state is loaded."""
         return {}
-
-    def check_change(self, saved: Mapping[str, Any], rows: Ints) -> None:
-        """``DataStateError`` where what may change (`MAY_CHANGE`) does not fit what has been drawn.
-
-        Args:
-            saved: The `parameters` of this node in the state.
-            rows: ``int64[N, slots]``, the positions of all logical shards in it.
-        """
-
-    def earlier(self, saved: Mapping[str, Any], rows: Ints) -> Sequence[tuple[int, Mapping[str, Any]]]:
-        """What `adopt` is told of the parameters that there were, to go on within what was begun with them; kept in states.
-
-        Args:
-            saved: The `parameters` of this node in the state, and what this returned before it, as "before".
-            rows: ``int64[N, slots]``, the positions of all logical shards in it.
-        """
-        del saved, rows
-        return ()
-
-    def check_saved(self, keys: Set[str]) -> None:
-        """``DataStateError`` where a state has these fields for this node, which are of an order that there is no more."""
-
-    def stand_for(self, shard: int) -> None:
-        """`settle` is asked for positions of another logical shard than that of this node."""
-
-    def settle(self, position: View) -> bool:
-        """Let what has changed between legs (`MAY_CHANGE`) take effect in a row of this node, behind which nobody goes back.
-
-        A node that reads again from a position, to go on within a document, hands this on where it is not within one, and in
-        `next` whenever it begins one.
-
-        Returns:
-            Whether something that was begun is begun again, because it needs a child or a blocklist that is gone.
-        """
-        slot = self.within
-        if slot is None:
-            parts = () if self.READS_AHEAD else self.children.items()
-            return sum(child.settle(position[self._slots(name)]) for name, child in parts) > 0
-        source, below = self.children["source"], position[self._slots("source")]
-        is_lost = source.is_lost if self.within_document else source.is_relisted
-        again = bool(position[slot]) and (source.is_stuck(below) or is_lost(below))
-        if again:
-            position[slot] = 0
-        return again if position[slot] else source.settle(below) or again
-
-    def is_stuck(self, position: View) -> bool:
-        """Whether a row of this node needs a child that is gone, to yield what it would have yielded."""
-        return any(child.is_stuck(position[self._slots(name)]) for name, child in self.children.items())
-
-    def pass_blocked(self, position: View) -> None:
-        """Move a row of this node, at the beginning of a sample, behind what is on a blocklist (`Exclude`)."""
-        if self.READS_AHEAD if self.within is None else position[self.within]:
-            return
-        for name, child in self.children.items():
-            child.pass_blocked(position[self._slots(name)])
-
-    def is_blocked(self, position: View) -> bool:
-        """Whether somebody who went back to this row, to go on within a sample, finds that one on a blocklist that is new."""
-        if not self.one_for_one:
-            return self.is_lost(position)
-        return self.children["source"].is_blocked(position[self._slots("source")])
-
-    def is_lost(self, position: View) -> bool:
-        """Whether, with the blocklist that there is now, nobody knows which sample begins at this row."""
-        if not self.one_for_one:
-            return self.is_relisted(position)
-        return self.children["source"].is_lost(position[self._slots("source")])
-
-    def is_relisted(self, position: View) -> bool:
-        """Whether a blocklist below is another than when this row was written."""
-        return any(child.is_relisted(position[self._slots(name)]) for name, child in self.children.items())
-
-    def is_pending(self, position: View) -> bool:
-        """Whether a change between legs has still to take effect in a row of this node (`settle`)."""
-        return any(child.is_pending(position[self._slots(name)]) for name, child in self.children.items())
 
     def locate(self) -> str:
         """Where the sample that was yielded last comes from, for messages; empty where that is not known."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from rescale_data.nodes.base import Node
 from rescale_data.nodes.reader import Reader
-from rescale_data.shard import Shard
+from rescale_data.shard import Shard, require_shard
 from rescale_data.state import Ints
 
 
@@ -19,6 +19,8 @@ def find_shard(node: Node[Any]) -> Shard | None:
 
 def shard_of(node: Node[Any], given: Shard | None) -> Shard:
     """``given``, or the logical shard that the node reads; ``ValueError`` where there is neither."""
+    if given is not None:
+        require_shard(given, node)
     found = given or find_shard(node)
     if found is None:
         raise ValueError(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rescale_data.errors import require_int
+from rescale_data.errors import checks_kinds, require, require_int
 from rescale_data.nodes.base import BaseNode, Node, View
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.column import integers
@@ -73,6 +73,7 @@ class CleanDocuments(Node[dict[str, Any]]):
     READS_AHEAD: ClassVar[bool] = True
     within = _PIECE
 
+    @checks_kinds
     def __init__(
         self,
         source: BaseNode[Any],
@@ -82,14 +83,15 @@ class CleanDocuments(Node[dict[str, Any]]):
         min_length: int = 1,
         max_length: int | None = None,
     ) -> None:
-        require_int(min_length=min_length, **({} if max_length is None else {"max_length": max_length}))
         if min_length < 0 or (max_length is not None and max_length < max(1, min_length)):
             raise ValueError(
                 f"min_length={min_length}, max_length={max_length}: give at least 0, and None or at least min_length and 1."
             )
+        require(Iterable, "a list of token ids", strip=strip)
         super().__init__(source=source)
         self.column = column
-        self.cleaning = Cleaning(frozenset(int(token) for token in strip), min_length, max_length)
+        tokens = require_int(**{f"strip[{i}]": token for i, token in enumerate(strip)})
+        self.cleaning = Cleaning(frozenset(tokens), min_length, max_length)
         self._source, self._bound = self.children["source"], Bound(self)
         self._bound_below = Bound(self._source, type(self).__name__)
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import BaseNode, Node, View, copy_of
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.reader import Reader
@@ -66,6 +67,7 @@ class Exclude(Node[Any]):
     FIELDS: ClassVar[tuple[Field, ...]] = (Field(("blocked",), counts=True), Field(("list",), counts=True))
     MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"blocklist"})
 
+    @checks_kinds
     def __init__(
         self, source: BaseNode[Any], *, rows: Collection[int] | Ints = (), ids: Collection[Any] = (), column: str = "id"
     ) -> None:

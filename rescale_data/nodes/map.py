@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import BaseNode, Node
 from rescale_data.nodes.below import shard_of
 from rescale_data.nodes.bound import Bound
@@ -112,6 +113,7 @@ class RandomMap(OfEach):
         True
     """
 
+    @checks_kinds
     def __init__(
         self,
         source: BaseNode[Any],
@@ -124,7 +126,7 @@ class RandomMap(OfEach):
     ) -> None:
         super().__init__(source, fn, on_error, version)
         self.label = label
-        shard = shard_of(self._source, shard)
+        shard = shard_of(self, shard)
         depth = sum(isinstance(node, RandomMap) for _, node in self._source.walk())
         self._key = (shard.seed, shard.index, depth)
         self._slots_of_place = place_slots(self._source.fields)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import Node, View, copy_of
 from rescale_data.nodes.guard import OnError, guard_of
 from rescale_data.nodes.provenance import with_provenance
@@ -21,7 +22,7 @@ from rescale_data.nodes.reading.rows import DEFAULT_WINDOW, Plan, ShardRows, che
 from rescale_data.nodes.reading.rows import View as SourceView
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.nodes.reading.spans import Moves
-from rescale_data.shard import Shard
+from rescale_data.shard import Shard, require_shard
 from rescale_data.sources.dataset import MapStyle, as_source
 from rescale_data.sources.decoded.cache import follows, owner_of
 from rescale_data.sources.decoded.interest import shards_of
@@ -83,6 +84,7 @@ class Reader(Node[Any]):
     _views: list[SourceView] | None = None
     _leave: Callable[[], None] | None = None
 
+    @checks_kinds
     def __init__(
         self,
         source: Source | MapStyle,
@@ -93,10 +95,7 @@ class Reader(Node[Any]):
         provenance: bool = False,
         on_error: OnError = "raise",
     ) -> None:
-        if not isinstance(shard, Shard):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(
-                f"rd.Reader was given the shard {shard!r}: pass what the pipeline is given, or rd.Shard() to try."
-            )
+        require_shard(shard, self)
         self.shard = self.of_shard = shard
         super().__init__()
         self.reads = self.source = as_source(source)
@@ -193,9 +192,10 @@ class Reader(Node[Any]):
             if self._over or row >= self.rows.size(epoch):
                 self._finish()
             plan = self._plan(epoch, row)
-            self._drawn = int(plan.rows[row - plan.first])
+            at = row - plan.first
+            self._drawn = int(plan.rows[at])
             try:
-                value = self._read(plan, row - plan.first)
+                value = self._read(plan, at)
             except Exception as error:
                 value = self._guard.caught(error, self.locate(), self.position[2])
                 if value is None:
@@ -394,7 +394,7 @@ class Reader(Node[Any]):
     def _read(self, plan: Plan, at: int) -> Any:
         if self._chunks is not None:
             return self._chunks.take(plan.rows, at)
-        share = self.share(plan.epoch)
+        share = self.share(plan.epoch) if self._cuts else None
         if share is None or self._pieces is None:
             return self.source.row(self._drawn)
         return self._pieces.row_of(self._drawn, share)

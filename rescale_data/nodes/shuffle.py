@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rescale_data.errors import require_int
+from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import BaseNode, Node, View, copy_of
 from rescale_data.nodes.below import shard_of
 from rescale_data.nodes.tray import Tray
@@ -66,15 +66,15 @@ class Shuffle(Node[Any]):
     repeats_itself = True
     within = _EMITTED
 
+    @checks_kinds
     def __init__(self, source: BaseNode[Any], window: int, *, shard: Shard | None = None) -> None:
-        require_int(window=window)
         if window < 1:
             raise ValueError(f"window={window}: give the samples that are permuted among themselves, at least 1.")
         super().__init__(source=source)
         self.window = window
         self._source = self.children["source"]
         self.writes = self._source.writes
-        shard = shard_of(self._source, shard)
+        shard = shard_of(self, shard)
         depth = sum(isinstance(node, Shuffle) for _, node in self._source.walk())
         self._shard, self._order_key = shard.index, (shard.seed, shard.index, depth)
         self._places = place_slots(self._source.fields)

@@ -10,10 +10,10 @@ from typing import Any, ClassVar, cast
 
 import torch
 
-from rescale_data.errors import DataStateError
+from rescale_data.errors import DataStateError, require
 from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.provenance import with_provenance
-from rescale_data.shard import Shard
+from rescale_data.shard import Shard, require_shard
 from rescale_data.sources.iterable import IterableSource, Stateful, stateful
 from rescale_data.state import Field, Ints
 
@@ -47,6 +47,8 @@ class StreamReader(Node[Any]):
     FIELDS: ClassVar[tuple[Field, ...]] = (Field(("epoch",)), Field(("stream",)), Field(("count",)))
 
     def __init__(self, source: IterableSource, shard: Shard) -> None:
+        require_shard(shard, self)
+        require(IterableSource, "an rd.IterableSource", source=source)
         self.source = source
         super().__init__()
         self.reads, self.of_shard, self.repeat, self.provenance = source, shard, shard.repeat, shard.provenance

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from rescale_data.errors import require_int
+from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import BaseNode, Node, View, copy_of
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.function import require_function
@@ -90,6 +90,7 @@ class Tokenize(Node[dict[str, Any]]):
     READS_AHEAD: ClassVar[bool] = True
     repeats_itself = True
 
+    @checks_kinds
     def __init__(
         self,
         source: BaseNode[Any],
@@ -101,7 +102,6 @@ class Tokenize(Node[dict[str, Any]]):
         on_error: OnError = "raise",
     ) -> None:
         require_function(tokenizer, "a list of texts")
-        require_int(batch_size=batch_size)
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: give the number of texts to tokenize at a time, at least 1.")
         super().__init__(source=source)

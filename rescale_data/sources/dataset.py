@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
+from rescale_data.errors import checks_kinds
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES, follows
 from rescale_data.sources.source import Source
 
@@ -54,6 +55,7 @@ class DatasetSource:
         'two'
     """
 
+    @checks_kinds
     def __init__(
         self,
         dataset: MapStyle,
@@ -62,6 +64,11 @@ class DatasetSource:
         batch_rows: int = 16,
         cache_bytes: int = DEFAULT_BYTES,
     ) -> None:
+        if isinstance(dataset, str | bytes | os.PathLike | Mapping):
+            raise TypeError(
+                f"{_shown(dataset)} is no data set: give rd.ParquetSource(...), or the source of another format, for files, "
+                f"and one split of a dict of data sets."
+            )
         if not isinstance(dataset, MapStyle):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
                 f"A {type(dataset).__name__} is neither a source nor a map-style dataset. Give a rescale_data source, or "
@@ -129,11 +136,6 @@ def as_source(data: Source | MapStyle | os.PathLike[str]) -> Source:
     """
     if follows(data, Source):
         return data
-    if isinstance(data, str | bytes | os.PathLike | Mapping):
-        raise TypeError(
-            f"{_shown(data)} is no data set: give rd.ParquetSource(...), or the source of another format, for files, and one "
-            f"split of a dict of data sets."
-        )
     source = _wrapped.get(id(data))  # the source holds its dataset, so the id cannot be that of another
     if source is None:
         source = _wrapped[id(data)] = DatasetSource(cast(MapStyle, data))

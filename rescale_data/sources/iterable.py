@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias, cast, runtime_checkable
 
-from rescale_data.errors import DataStateError
+from rescale_data.errors import DataStateError, checks_kinds, require
 
 Factory: TypeAlias = Callable[[int], Iterable[Any]]
 Keeps: TypeAlias = Literal["state", "count", "nothing"]
@@ -78,6 +78,7 @@ class IterableSource:
         ['c', 'd']
     """
 
+    @checks_kinds
     def __init__(
         self,
         streams: Sequence[Iterable[Any]] | Shardable | Factory,
@@ -148,6 +149,11 @@ def _resolve(streams: Any, num_streams: int | None) -> tuple[Factory, int]:
     if isinstance(streams, Shardable):
         return _Parts(streams), int(streams.num_shards)
     if isinstance(streams, Sequence) and not isinstance(streams, str | bytes):
+        require(
+            Iterable,
+            "an iterable",
+            **{f"streams[{i}]": stream for i, stream in enumerate(cast(Sequence[object], streams))},
+        )
         return _Listed(streams), len(streams)
     if not callable(streams) or num_streams is None:
         raise TypeError(

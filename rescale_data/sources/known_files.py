@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from rescale_data.errors import DataStateError, require_int
+from rescale_data.errors import DataStateError, checks_kinds
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES
 from rescale_data.sources.files.bundle import Bundle
 from rescale_data.sources.files.paths import Files, Paths, find
@@ -42,6 +42,7 @@ class KnownFiles(ABC):
     FORMAT: ClassVar[str]
     SUFFIXES: ClassVar[tuple[str, ...]]
 
+    @checks_kinds
     def __init__(
         self,
         paths: Paths,
@@ -51,7 +52,6 @@ class KnownFiles(ABC):
         remote: Remote | None = None,
         index_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        (cache_bytes,) = require_int(cache_bytes=cache_bytes)
         if cache_bytes < 1:
             raise ValueError(f"cache_bytes={cache_bytes}: give a number of bytes, at least 1.")
         self.cache_bytes, self.spill_bytes = cache_bytes, 0

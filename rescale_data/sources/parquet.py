@@ -106,7 +106,7 @@ class ParquetSource(TableSource):
         kept: Brought | None = cache().get(key)
         if kept is not None:
             return kept.data
-        tail = _tail_of(self._files.remote_file(self._files.path(file), file))
+        tail = _tail_of(self._files.ranges(file))
         if soon or tail.size * len(self._files.names) <= self.cache_bytes // 16:
             self._keep(key, Brought(tail))
         return tail
@@ -116,8 +116,8 @@ class ParquetSource(TableSource):
         number = self._index.place("number", fragment)
         if self._files.filesystem is not None:
             return handle.fetch(number, columns)
-        with handle.lock:
-            return handle.file.read_row_group(number, columns=list(columns))
+        with handle.lock:  # one column in this thread: another's memory would be another's, new to the process
+            return handle.file.read_row_group(number, columns=list(columns), use_threads=len(columns) > 1)
 
     def tokens(self, column: str, fragment: int) -> Tokens:
         if not self.reads_ahead and cache().get(self._key(fragment, column)) is None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rescale_data.errors import checks_kinds, require_int
 from rescale_data.order import random_words
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES, cache, owner_of
 from rescale_data.sources.source import Tokens
@@ -35,6 +36,7 @@ class SyntheticSource:
         [2480, 29303, 14963, 16671]
     """
 
+    @checks_kinds
     def __init__(
         self,
         num_rows: int,
@@ -44,14 +46,15 @@ class SyntheticSource:
         seed: int = 0,
         cache_bytes: int = DEFAULT_BYTES,
     ) -> None:
-        least, most = (length, length) if isinstance(length, int | np.integer) else length
-        if num_rows < 1 or vocab_size < 1 or not 0 <= least <= most:
+        range_of: Any = length if isinstance(length, tuple | list) else (length, length)
+        ends = require_int(**{f"length[{i}]": value for i, value in enumerate(range_of)})
+        if num_rows < 1 or vocab_size < 1 or len(ends) != 2 or not 0 <= ends[0] <= ends[1]:
             raise ValueError(
                 f"SyntheticSource({num_rows=}, {length=}, {vocab_size=}): give at least one row and one token of the "
                 f"vocabulary, and a length of at least 0 or a range of lengths."
             )
         self.num_rows, self.vocab_size, self.seed, self.cache_bytes = num_rows, vocab_size, seed, cache_bytes
-        self._least, self._most = least, most
+        self._least, self._most = ends
         self._fragments = np.append(np.arange(0, num_rows, FRAGMENT_ROWS, dtype=np.int64), num_rows)
 
     @property

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.types as kinds
 
-from rescale_data.errors import DataStateError
+from rescale_data.errors import DataStateError, checks_kinds
 from rescale_data.sources.arrow_types import ArrowBuffer, ArrowExpression, ArrowSchema, ArrowTable, ArrowType
 from rescale_data.sources.bad_row import BadRow, NullValueError
 from rescale_data.sources.condition import Condition, chosen
@@ -37,6 +37,7 @@ SPILL_BYTES = 2**36
 class TableSource(FileSource):
     """Rows of files that have a schema. A format says how to read a footer and columns of a fragment."""
 
+    @checks_kinds
     def __init__(
         self,
         paths: Paths,

@@ -8,7 +8,9 @@ from typing import Any, TypeAlias
 from rescale_data.engine.collate import with_valid
 from rescale_data.engine.recipe import Recipe
 from rescale_data.engine.shards import LogicalShards
-from rescale_data.engine.statedict import merged_state_dict
+from rescale_data.engine.states.statedict import merged_state_dict
+from rescale_data.engine.stream import HasStream
+from rescale_data.errors import checks_kinds, require
 from rescale_data.loader import DataLoader
 from rescale_data.nodes.base import Node
 from rescale_data.testing.epochs import check_epochs
@@ -35,9 +37,13 @@ def full_state_dict(loaders: Sequence[DataLoader | LogicalShards]) -> dict[str, 
         >>> testing.full_state_dict(loaders)["samples"]
         4
     """
+    words = "a list of the loaders of all simulated ranks"
+    require(Sequence, words, loaders=loaders)
+    require(HasStream, words, **{f"loaders[{i}]": loader for i, loader in enumerate(loaders or [None])})
     return merged_state_dict([loader.stream for loader in loaders])
 
 
+@checks_kinds
 def assert_rescalable(
     make_loader: MakeLoader, topologies: Iterable[Topology], *, steps: int = 3, whole_epochs: bool = True
 ) -> None:

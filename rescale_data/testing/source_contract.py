@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rescale_data.errors import checks_kinds
 from rescale_data.nodes.reader import Reader
 from rescale_data.order import permutation
 from rescale_data.shard import Shard
@@ -23,6 +24,7 @@ _SHARDS = 3
 _READ_WHOLE = 2000
 
 
+@checks_kinds
 def assert_source(source: Source, *, num_rows: int = 100, columns: Iterable[str] = ()) -> None:
     """Check that a source keeps its contract: what follows is then true of every pipeline that reads it.
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 from rescale_data import checkpoint
 from rescale_data.checkpoint.storage.open import open_store
-from rescale_data.checkpoint.storage.store import LocalStore
+from rescale_data.checkpoint.storage.store import CheckedStream, LocalStore
 from tests.checkpoint.processes import run
 from tests.checkpoint.stand_in import StandInLoader
 
@@ -162,6 +162,41 @@ def test_a_taken_path(tmp_path: Path) -> None:
     with pytest.raises(NotADirectoryError, match="part of the path is a file"):
         checkpoint.save(tmp_path / "file" / "c", state())
     assert sorted(os.listdir(tmp_path)) == ["c", "file", "mine"]
+
+
+def test_files_are_whole_and_synced_before_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: dict[str, int] = {}
+    at_commit: list[dict[str, int]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def watched_fsync(file: int) -> None:
+        synced[os.path.basename(os.readlink(f"/proc/self/fd/{file}"))] = os.fstat(file).st_size
+        fsync(file)
+
+    def watched_replace(old: str, new: str) -> None:
+        at_commit.extend([dict(synced)] if os.path.isdir(old) else [])
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "replace", watched_replace)
+    checkpoint.save(tmp_path / "c", state())
+    (found,) = at_commit
+    for file in (tmp_path / "c").iterdir():
+        assert found[".metadata.tmp" if file.name == ".metadata" else file.name] == file.stat().st_size
+
+
+def test_small_tensors_are_gathered_before_they_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    write = CheckedStream.write
+
+    def counted(stream: CheckedStream, data: Any) -> int:
+        sizes.append(len(data))
+        return write(stream, data)
+
+    monkeypatch.setattr(CheckedStream, "write", counted)
+    checkpoint.save(tmp_path / "c", {f"w{number}": torch.ones(2) for number in range(300)})
+    assert sum(sizes) > 300_000
+    assert len(sizes) < 310  # torch flushes after each
 
 
 class BrokenStore(LocalStore):

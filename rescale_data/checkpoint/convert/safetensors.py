@@ -26,6 +26,7 @@ from rescale_data.checkpoint.storage.manifest import METADATA
 from rescale_data.checkpoint.storage.open import mapped_path, open_store
 from rescale_data.checkpoint.storage.store import Store, StrPath, join
 from rescale_data.checkpoint.tree import tree_of
+from rescale_data.errors import checks_kinds
 
 NON_TENSORS = "non_tensors.pt"
 INDEX = "model.safetensors.index.json"
@@ -34,6 +35,7 @@ _OF = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
+@checks_kinds
 def to_safetensors(
     path: StrPath,
     folder: StrPath,
@@ -84,6 +86,7 @@ def to_safetensors(
     return [name for name in names if name.endswith(".safetensors")]
 
 
+@checks_kinds
 def from_safetensors(
     folder: StrPath, path: StrPath, *, name: str | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> None:

@@ -28,12 +28,14 @@ from rescale_data.checkpoint.storage.commit import aside
 from rescale_data.checkpoint.storage.open import mapped_path, open_store
 from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.tree import tree_of
+from rescale_data.errors import checks_kinds
 
 _ALIGNMENT = 64
 _LOCAL_HEADER = 30  # bytes of a zip record's header before its name
 _ZIP64 = 20  # bytes that zipfile adds to a local header for sizes over 4 GB
 
 
+@checks_kinds
 def to_torch_save(
     path: StrPath,
     file: StrPath,
@@ -80,6 +82,7 @@ def to_torch_save(
             store.rename(working, final)
 
 
+@checks_kinds
 def from_torch_save(
     file: StrPath, path: StrPath, *, name: str | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> None:

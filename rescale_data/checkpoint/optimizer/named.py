@@ -15,6 +15,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 
+from rescale_data.errors import require
+
 GROUPS = "param_groups"
 
 
@@ -49,6 +51,9 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """``{"state": {name: {entry: value}}, "param_groups": [{"params": [name, ...], ...}]}`` with live tensors."""
+    require(nn.Module, "a module", model=model)
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"optimizer={optimizer!r} is a {type(optimizer).__name__}; give an optimizer of torch.")
     with _no_first_step(optimizer):
         state = cast(dict[str, Any], get_optimizer_state_dict(model, optimizer))
     state["state"] = {name: entries for name, entries in state["state"].items() if entries}

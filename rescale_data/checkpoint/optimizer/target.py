@@ -40,8 +40,8 @@ class Target:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
-        self.flat = is_flat(model)
         self.current = named_state(model, optimizer)
+        self.flat = is_flat(model)
         self.parameters = {} if self.flat else dict(zip(names_of(self.current), parameters_of(optimizer), strict=True))
         self.groups: list[Names] = [group["params"] for group in self.current[GROUPS]]
         self.numbers: list[int | None] = [None] * len(self.groups)

@@ -10,7 +10,7 @@ import io
 import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -99,7 +99,6 @@ class _Record:
 
     args: tuple[Any, ...]
     state: Any
-    of: ClassVar[str]
 
     def __new__(cls, *args: Any, **_: Any) -> _Record:
         record = super().__new__(cls)
@@ -108,11 +107,8 @@ class _Record:
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
-
-    def __getattr__(self, name: str) -> Any:
-        if isinstance(self.state, dict) and name in self.state:
-            return cast(Mapping[str, Any], self.state)[name]
-        raise AttributeError(f"a {self.of} has no {name}")
+        if isinstance(state, dict):
+            vars(self).update(cast(Mapping[str, Any], state))
 
 
 class _Unpickler(pickle.Unpickler):
@@ -133,7 +129,7 @@ class _Unpickler(pickle.Unpickler):
                     f"is a class of yours, allow it by torch.serialization.add_safe_globals([{global_name}]); pass "
                     f"trusted=True only if you would run code from whoever wrote the checkpoint."
                 )
-            self._classes[name] = type(global_name, (_Record,), {"of": name})
+            self._classes[name] = type(global_name, (_Record,), {})
         return dict if name == "collections.OrderedDict" else self._classes[name]
 
 
@@ -161,7 +157,7 @@ def _saved(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
 
 
 def _dtype(properties: Any) -> torch.dtype:
-    state = properties.state if isinstance(properties, _Record) else None
+    state = getattr(properties, "state", None)
     found = state[0] if isinstance(state, tuple) else properties.dtype
     dtype = getattr(torch, found.removeprefix("torch.")) if isinstance(found, str) else found
     if not isinstance(dtype, torch.dtype):

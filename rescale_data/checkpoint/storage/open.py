@@ -18,7 +18,7 @@ from rescale_data.checkpoint.storage.manifest import MANIFEST, METADATA, Manifes
 from rescale_data.checkpoint.storage.metadata import UnknownClassError
 from rescale_data.checkpoint.storage.progress import Progress
 from rescale_data.checkpoint.storage.store import FileRecord, LocalStore, ObjectStore, Store, StrPath, join, split
-from rescale_data.errors import DamagedCheckpointError
+from rescale_data.errors import DamagedCheckpointError, checks_kinds
 
 T = TypeVar("T")
 _BLOCK = 4 << 20
@@ -105,6 +105,7 @@ def read_checkpoint(path: StrPath, work: Callable[[CheckpointReader], T], ranks:
         return work(reader)
 
 
+@checks_kinds
 def verify(path: StrPath, *, checksums: bool = True, storage_options: Mapping[str, Any] | None = None) -> list[str]:
     """What is wrong with the checkpoint at ``path``, one sentence a file; empty where nothing is.
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rescale_data.errors import require_int, require_mappings
+from rescale_data.errors import require
 from rescale_data.nodes.base import BaseNode
 from rescale_data.nodes.mixture.row import KINDS
 from rescale_data.nodes.mixture.schedule import Schedule, require_weights
@@ -22,7 +22,7 @@ def check_mixture(
     """``ValueError`` where names, weights, the unit and its column, or what happens at ends do not fit."""
     if isinstance(given, str) and given not in ("rows", "tokens"):
         raise ValueError(f"weights={given!r}: give numbers by name, a rd.Schedule, 'rows' or 'tokens'.")
-    require_mappings(nodes=nodes)
+    require(Mapping, "a dict", nodes=nodes)
     names: list[object] = list(nodes)
     bad = [name for name in names if not isinstance(name, str) or not name or "." in name or name in (*KINDS, "self")]
     if bad:
@@ -32,7 +32,7 @@ def check_mixture(
         )
     weights = dict.fromkeys(nodes, 1.0) if isinstance(given, str) else given
     weights = weights.keys[0][1] if isinstance(weights, Schedule) else weights
-    require_mappings(weights=weights)
+    require(Mapping, "a dict", weights=weights)
     if not nodes or set(nodes) != set(weights):
         raise ValueError(
             f"WeightedSampler was given the nodes {sorted(nodes)} and the weights {sorted(weights, key=str)}: give a weight "
@@ -59,7 +59,6 @@ def check_temperature(temperature: float, given: object) -> None:
 
 def check_group(group: int, unit: str, stop: str, caps: object) -> None:
     """``ValueError`` where not all logical shards of a group would end and change together."""
-    require_int(group=group)
     if group < 1 or (group > 1 and (unit != "samples" or stop != "never" or caps)):
         raise ValueError(
             f"group={group} with unit={unit!r}, stop={stop!r}, caps={caps}: give at least 1, and more than 1 only by samples, "

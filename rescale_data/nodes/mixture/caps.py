@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rescale_data.errors import require_int, require_mappings
+from rescale_data.errors import require, require_int
 from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.below import readers_of
 from rescale_data.nodes.mixture.row import MixtureRow
@@ -88,8 +88,8 @@ def cap_of(
 
 def check_caps(caps: Mapping[str, Mapping[str, int]], names: list[str], unit: str) -> None:
     """``ValueError`` where caps are none, or of sources that are not there."""
-    require_mappings(caps=caps)
-    require_mappings(**{f"caps[{name!r}]": cap for name, cap in caps.items()})
+    require(Mapping, "a dict", caps=caps)
+    require(Mapping, "a dict", **{f"caps[{name!r}]": cap for name, cap in caps.items()})
     for name, cap in caps.items():
         if name not in names:
             raise ValueError(f"caps has {name!r}, and the sources are {names}: cap one of them.")

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import BaseNode, Node, View, copy_of
 from rescale_data.nodes.below import find_shard
 from rescale_data.nodes.form import BEFORE, History
@@ -84,6 +85,7 @@ class WeightedSampler(Node[Any]):
     CHILDREN_MAY_CHANGE: ClassVar[bool] = True
     repeats_itself = True
 
+    @checks_kinds
     def __init__(
         self,
         nodes: Mapping[str, BaseNode[Any]],

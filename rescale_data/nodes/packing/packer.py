@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rescale_data.errors import require_int
+from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import Node
 from rescale_data.nodes.below import source_names
 from rescale_data.nodes.bound import Bound
@@ -81,6 +81,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
     within_document = True
     FORM: ClassVar[frozenset[str]] = frozenset({"seq_len", "labels", "doc_ids", "dtype", "last"})
 
+    @checks_kinds
     def __init__(
         self,
         source: Node[Any],
@@ -235,17 +236,15 @@ def require_pad(pad_id: int | None, dtype: torch.dtype) -> None:
     """``TypeError`` or ``ValueError`` where samples of ``dtype`` cannot be padded with ``pad_id``."""
     if pad_id is None:
         return
-    require_int(pad_id=pad_id)
     limits = torch.iinfo(dtype)
     if not limits.min <= pad_id <= limits.max:
         raise ValueError(f"pad_id={pad_id} does not fit {dtype}: give a token from {limits.min} to {limits.max}.")
 
 
 def _check(seq_len: int, dtype: torch.dtype, last: str) -> None:
-    require_int(seq_len=seq_len)
     if seq_len < 1:
         raise ValueError(f"seq_len={seq_len}: give the tokens of a sample, at least 1.")
-    if dtype not in DTYPES:
+    if dtype not in list(DTYPES):
         raise ValueError(f"dtype={dtype}: give one of {list(DTYPES)}.")
     if last not in ("drop", "pad"):
         raise ValueError(f"last={last!r}: give 'drop' or 'pad', for the last, partial sample of an epoch.")

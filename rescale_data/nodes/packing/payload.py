@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from rescale_data.errors import require_int
+from rescale_data.errors import require, require_int
 from rescale_data.nodes.base import Node
 from rescale_data.nodes.guard import add_place
 from rescale_data.nodes.reading.spans import Spans
@@ -32,7 +32,8 @@ class Payload:
     def __init__(
         self, names: Sequence[str], limits: Mapping[str, int], reserved: set[str], *, long: str, reader: str
     ) -> None:
-        if isinstance(names, str):
+        require(Iterable, "a list of columns", payload=names)
+        if isinstance(names, str | bytes) or {type(name) for name in names} - {str}:
             raise TypeError(f"{reader}(payload={names!r}): give a list of columns, [{names!r}].")
         if not isinstance(limits, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"{reader}(limits={limits!r}): give {{column: most}}, such as {{'images': 16}}.")

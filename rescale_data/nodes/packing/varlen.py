@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rescale_data.errors import require
+
 
 def flat_cu_seqlens(cu_seqlens: Tensor) -> tuple[Tensor, int]:
     """The cumulative lengths of a batch whose samples are laid end to end, and the longest length.
@@ -25,6 +27,7 @@ def flat_cu_seqlens(cu_seqlens: Tensor) -> tuple[Tensor, int]:
         >>> rd.flat_cu_seqlens(torch.tensor([[0, 3, 4, 4], [0, 4, 4, 4]], dtype=torch.int32))
         (tensor([0, 3, 4, 8], dtype=torch.int32), 4)
     """
+    require(Tensor, 'the batch["cu_seqlens"] of rd.WholeDocumentPacker', cu_seqlens=cu_seqlens)
     seq_len = int(cu_seqlens[0, -1])
     begins = torch.arange(len(cu_seqlens), dtype=cu_seqlens.dtype, device=cu_seqlens.device) * seq_len
     flat = torch.unique_consecutive((cu_seqlens + begins[:, None]).flatten())

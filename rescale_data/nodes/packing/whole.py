@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from rescale_data.errors import DataStateError, require_int
+from rescale_data.errors import DataStateError, checks_kinds
 from rescale_data.nodes.base import Node, View, copy_of
 from rescale_data.nodes.below import source_names
 from rescale_data.nodes.bound import Bound
@@ -100,6 +100,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
     """What is kept in addition where there is a loss mask."""
     FORM: ClassVar[frozenset[str]] = frozenset({"seq_len", "labels", "dtype", "max_documents", "limits"})
 
+    @checks_kinds
     def __init__(
         self,
         source: Node[Any],
@@ -120,7 +121,6 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         payload: Sequence[str] = (),
         limits: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        require_int(seq_len=seq_len, window=window, pad_documents_to=pad_documents_to)
         self.max_documents = max(64, seq_len // 32) if max_documents is None else max_documents
         _check(seq_len, window, self.max_documents, long, dtype)
         require_pad(pad_id, dtype)
@@ -270,11 +270,10 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
 
 
 def _check(seq_len: int, window: int, max_documents: int, long: str, dtype: torch.dtype) -> None:
-    require_int(max_documents=max_documents)
     for name, value in (("seq_len", seq_len), ("window", window), ("max_documents", max_documents)):
         if value < 1:
             raise ValueError(f"{name}={value}: give at least 1.")
-    if long not in COUNTED:
+    if long not in list(COUNTED):
         raise ValueError(f"long={long!r}: give 'split', 'truncate' or 'drop', for documents longer than seq_len.")
-    if dtype not in DTYPES:
+    if dtype not in list(DTYPES):
         raise ValueError(f"dtype={dtype}: give one of {list(DTYPES)}.")

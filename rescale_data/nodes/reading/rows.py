@@ -7,8 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import index
-from typing import Protocol, SupportsIndex
+from typing import Protocol
 from weakref import ref
 
 import numpy as np
@@ -93,7 +92,7 @@ class ShardRows:
     """
 
     __slots__ = (
-        "_epoch", "_plan_key", "_reader", "_shard", "_since", "_size", "_source", "_source_key", "_views", "farthest",
+        "_epoch", "_plan", "_plan_key", "_reader", "_shard", "_since", "_size", "_source", "_source_key", "_views", "farthest",
         "is_full", "steps", "window",
     )  # fmt: skip
 
@@ -117,6 +116,7 @@ class ShardRows:
         self._since = _SINCE_EVER if len(views) == 1 else [view.since for view in views]
         self._epoch, self._size = -1, 0  # whose size was asked for last, and that
         self.farthest = 0  # the last epoch that was read
+        self._plan: Plan | None = None
         self._reader = None if reader is None else ref(reader)
 
     @property
@@ -246,13 +246,14 @@ class ShardRows:
 
     def plan(self, epoch: int, row: int) -> tuple[Plan, bool]:
         """Which rows of the source the shard reads around ``row``, and whether that was computed now."""
-        plan: Plan | None = cache().get(self._plan_key)
+        plan = self._plan
         if plan is not None and plan.covers(epoch, row):
             return plan, False
         rows = self.around(epoch, row)
         sums = running_sums(self.numbered(epoch, rows)) if self._shard.verify else _NO_SUMS
         plan = Plan(epoch, self.order(epoch).span(row)[0], rows, sums, self._reader)
         cache().put(self._plan_key, plan)
+        self._plan = plan  # as long as the cache has room: without it, the reader keeps none of this
         return plan, True
 
     @property
@@ -391,8 +392,8 @@ def _sizes_of(shard: Shard, shuffle: bool | int) -> dict[str, int]:
 def _window(shuffle: bool | int) -> int:
     if isinstance(shuffle, bool):
         return DEFAULT_WINDOW if shuffle else 0
-    if not isinstance(shuffle, SupportsIndex) or index(shuffle) < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(shuffle, int | np.integer) or shuffle < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(
             f"shuffle={shuffle!r}: give True, False for the files' order, or the window in rows (at least 1)."
         )
-    return index(shuffle)
+    return int(shuffle)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import pyarrow.types as kinds
 
+from rescale_data.errors import require
 from rescale_data.sources.arrow_types import ArrowArray, ArrowSchema, ArrowTable, ArrowType
 from rescale_data.sources.bad_row import NullValueError
 from rescale_data.sources.source import Tokens
@@ -140,6 +141,10 @@ def check_columns(schema: ArrowSchema, columns: Sequence[str], where: str) -> No
 
 def chosen_columns(columns: Sequence[str] | None) -> list[str] | None:
     """The argument ``columns`` of a source as a list, or `None` for all; ``TypeError`` where it is one name, or none at all."""
-    if isinstance(columns, str) or (columns is not None and not len(columns)):
+    if columns is None:
+        return None
+    require(Iterable, "a list with at least one name", columns=columns)
+    names: list[object] = [] if isinstance(columns, str) else [*columns]
+    if not names or not all(isinstance(name, str) for name in names):
         raise TypeError(f"columns={columns!r}: give a list with at least one name, or None for all columns.")
-    return None if columns is None else list(columns)
+    return list(columns)

@@ -13,14 +13,14 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from rescale_data.engine.change import Fitted, fit, fixed_by_others, without_form, without_free
-from rescale_data.engine.differences import differences, without_functions
-from rescale_data.engine.growth import compare, refuse_changes
 from rescale_data.engine.recipe import STAMP
-from rescale_data.engine.statedict import header
+from rescale_data.engine.states.change import Fitted, fit, fixed_by_others, without_form, without_free
+from rescale_data.engine.states.differences import differences, without_functions
+from rescale_data.engine.states.growth import compare, refuse_changes
+from rescale_data.engine.states.statedict import header
+from rescale_data.engine.states.table import BY_FIELD, IN_ONE, stored, version_of
 from rescale_data.engine.stream import HasStream, Stream
-from rescale_data.engine.table import BY_FIELD, IN_ONE, stored, version_of
-from rescale_data.errors import DataStateError
+from rescale_data.errors import DataStateError, require
 
 _READS = (1, BY_FIELD, IN_ONE)
 
@@ -32,6 +32,7 @@ def check(saved: Mapping[str, Any], head: Mapping[str, Any], loader: HasStream) 
         saved: DCP's metadata of each tensor of the table.
         head: The state without its table.
     """
+    require(HasStream, "the loader that is to load it", loader=loader)
     schema, n = loader.stream.schema, loader.stream.layout.num_logical_shards
     fitted = require_fit(loader.stream, head)
     found = {

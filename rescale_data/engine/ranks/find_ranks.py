@@ -8,9 +8,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from rescale_data.engine.circle import Circle
-from rescale_data.engine.meeting import by_dp_rank, digest, gloo, meet, once, part_of_store
-from rescale_data.engine.ranks import Ranks
+from rescale_data.engine.ranks.circle import Circle
+from rescale_data.engine.ranks.meeting import by_dp_rank, digest, gloo, meet, once, part_of_store
+from rescale_data.engine.ranks.ranks import Ranks
 
 _logger = logging.getLogger("rescale_data")
 _MODEL_DIMS = {"tp", "tensor", "tensor_parallel", "pp", "pipeline", "cp", "context", "sp", "ep", "expert"}
@@ -31,17 +31,7 @@ def find_ranks(
         dp_rank: In place of a mesh, together with ``dp_world_size``.
         group: Of exactly these ranks in their order, and able to exchange CPU tensors; without, one is made.
     """
-    if (dp_rank is None) != (dp_world_size is None):
-        raise ValueError(f"dp_rank={dp_rank} and dp_world_size={dp_world_size}: give both, or neither.")
-    if mesh is not None and dp_rank is not None:
-        raise ValueError("Give mesh= or dp_rank= and dp_world_size=, not both.")
-    require_mesh(mesh)
-    if group is not None and not isinstance(group, dist.ProcessGroup):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"group={group!r} is a {type(group).__name__}: give a process group of the dp ranks.")
-    if dp_rank is not None and dp_world_size is not None and not 0 <= dp_rank < dp_world_size:
-        raise ValueError(
-            f"dp_rank={dp_rank}, dp_world_size={dp_world_size}: a rank is at least 0 and less than the size."
-        )
+    _require_arguments(mesh, dp_rank, dp_world_size, group)
     distributed = dist.is_available() and dist.is_initialized()
     if (
         not distributed
@@ -70,6 +60,20 @@ def find_ranks(
     circle.num_loaders += 1
     named = _mesh(members, mesh, group)
     return Ranks(me, len(members), circle, named, timeout, save_timeout, circle.num_loaders)
+
+
+def _require_arguments(mesh: object, dp_rank: int | None, dp_world_size: int | None, group: object) -> None:
+    if (dp_rank is None) != (dp_world_size is None):
+        raise ValueError(f"dp_rank={dp_rank} and dp_world_size={dp_world_size}: give both, or neither.")
+    if mesh is not None and dp_rank is not None:
+        raise ValueError("Give mesh= or dp_rank= and dp_world_size=, not both.")
+    require_mesh(mesh)
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group={group!r} is a {type(group).__name__}: give a process group of the dp ranks.")
+    if dp_rank is not None and dp_world_size is not None and not 0 <= dp_rank < dp_world_size:
+        raise ValueError(
+            f"dp_rank={dp_rank}, dp_world_size={dp_world_size}: a rank is at least 0 and less than the size."
+        )
 
 
 def require_mesh(mesh: object) -> None:

@@ -12,7 +12,23 @@ import numpy as np
 import torch
 
 from rescale_data.engine.agreement import together
-from rescale_data.engine.change import (
+from rescale_data.engine.group import require_whole_round
+from rescale_data.engine.ranks.ranks import Ranks
+from rescale_data.engine.recipe import (
+    DEALT,
+    ENDED,
+    EXCLUDED_STEPS,
+    FIRST_SLOT,
+    IN_STEP,
+    SAMPLES,
+    STRINGS,
+    UNDEALT,
+    Histories,
+    History,
+    path_name,
+)
+from rescale_data.engine.schema import Schema
+from rescale_data.engine.states.change import (
     Fitted,
     check_changes,
     earlier,
@@ -20,34 +36,55 @@ from rescale_data.engine.change import (
     settle,
     without,
 )
-from rescale_data.engine.check import require_fit
-from rescale_data.engine.differences import say_changes, steps_left_out
-from rescale_data.engine.group import require_whole_round
-from rescale_data.engine.growth import Growth, begin_next_epoch, joined, needed
-from rescale_data.engine.ranks import Ranks
-from rescale_data.engine.recipe import (
-    DEALT,
-    ENDED,
-    EXCLUDED_STEPS,
-    FIRST_SLOT,
-    IN_STEP,
-    STRINGS,
-    UNDEALT,
-    Histories,
-    History,
-    path_name,
-)
-from rescale_data.engine.statedict import INTS, RankRows
+from rescale_data.engine.states.check import require_fit
+from rescale_data.engine.states.differences import say_changes, steps_left_out
+from rescale_data.engine.states.growth import Growth, begin_next_epoch, joined, needed
+from rescale_data.engine.states.statedict import INTS, RankRows
+from rescale_data.engine.states.table import is_dealt, table_of
 from rescale_data.engine.stream import Stream
-from rescale_data.engine.table import is_dealt, table_of
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
+from rescale_data.nodes.below import readers_of
 from rescale_data.nodes.form import BEFORE
 from rescale_data.state import Ints
 
 
 def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
     """Go on from a state in either form; ``DataStateError`` where it does not fit, and then nothing has changed."""
+    _require_state(state)
+    shards, fitted, clock = _whole(stream.ranks, state["shards"]), require_fit(stream, state), _clock(state)
+    changed = _differs(state["pipeline"], stream.schema.pipeline_json_at(in_step=clock.in_step), {EXCLUDED_STEPS})
+    table = table_of(stream.schema, {**state, "shards": shards}, fitted.added)
+    state, was_dealt = fitted.state, is_dealt(table)
+    _require_one_end(table)
+    _require_rows(stream.schema, table, bounded=not fitted.growth.changed)
+    forms = _change(stream, state["pipeline"], table) if changed else {}
+    loaded = _place(stream, clock, table, _sizes(state), was_dealt=was_dealt)
+    excluded = steps_left_out(stream, state["pipeline"], loaded.global_step(stream.layout.global_batch_size))
+    moved, histories = loaded, fitted.growth.histories
+    if fitted.growth.changed:
+        moved, histories = _begin_next_epoch(stream, fitted.growth, table, loaded)
+    elif fitted.growth.grown:
+        histories = _join(stream, fitted.growth, table)
+    stream.schema.exclude_steps(excluded)  # from here on nothing is refused
+    stream.schema.adopt({**needed(histories, stream.schema, table), **forms})
+    begun_again = settle(stream.schema, table) if changed or fitted.growth.changed else 0
+    if changed:
+        _report(stream, fitted, begun_again)
+    stream.load(table, moved)
+    _warn_of_epochs(stream, table)
+    if loaded.origin != clock.origin and not stream.is_short():  # that end has its own warning
+        stream.ranks.log(
+            logging.WARNING,
+            "The state was saved with global_batch_size=%d, dp_world_size=%d, micro_batch_size=%d in the middle of a step, or "
+            "with another global batch: global batches begin anew at sample %d. loader.step goes on from %d.",
+            *_sizes(state),
+            loaded.samples,
+            loaded.step,
+        )
+
+
+def _require_state(state: Mapping[str, Any]) -> None:
     if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"The state is a {type(state).__name__}. Give what loader.state_dict() returned, or DCP loaded into it."
@@ -57,24 +94,25 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
         raise DataStateError(
             f"The state lacks {missing}. Give what loader.state_dict() returned, or DCP loaded into it."
         )
-    shards = _whole(stream.ranks, state["shards"])
-    fitted = require_fit(stream, state)
-    changed = _differs(
-        state["pipeline"], stream.schema.pipeline_json_at(in_step=_clock(state).in_step), {EXCLUDED_STEPS}
-    )
-    table = table_of(stream.schema, {**state, "shards": shards}, fitted.added)
-    state = fitted.state
-    _require_one_end(table)
-    was_dealt = is_dealt(table)
-    forms: dict[str, History] = {}
-    if changed:
-        say_changes(stream, state["pipeline"])
-        check_changes(stream.schema, state["pipeline"], table)
-        forms = {**reform(stream, state["pipeline"], table), **earlier(stream.schema, state["pipeline"], table)}
-        if _differs(state["pipeline"], stream.schema.pipeline_json, {BEFORE, EXCLUDED_STEPS, IN_STEP}):
-            table[:, DEALT][table[:, DEALT] != ENDED] = UNDEALT  # what was dealt are samples of the pipeline before
-    saved = (int(state["global_batch_size"]), int(state["dp_world_size"]), int(state["micro_batch_size"]))
-    clock = _clock(state)
+
+
+def _sizes(state: Mapping[str, Any]) -> tuple[int, int, int]:
+    """O, W and b of the save."""
+    return int(state["global_batch_size"]), int(state["dp_world_size"]), int(state["micro_batch_size"])
+
+
+def _change(stream: Stream, saved: str, table: Ints) -> dict[str, History]:
+    """Take the positions of another pipeline, changed where they depend on it; what nodes have to know of that one."""
+    say_changes(stream, saved)
+    check_changes(stream.schema, saved, table)
+    forms = {**reform(stream, saved, table), **earlier(stream.schema, saved, table)}
+    if _differs(saved, stream.schema.pipeline_json, {BEFORE, EXCLUDED_STEPS, IN_STEP}):
+        table[:, DEALT][table[:, DEALT] != ENDED] = UNDEALT  # what was dealt are samples of the pipeline before
+    return forms
+
+
+def _place(stream: Stream, clock: Clock, table: Ints, saved: tuple[int, int, int], *, was_dealt: bool) -> Clock:
+    """Where the run goes on in its steps; what is dealt in the table goes where it does not hold there."""
     loaded = clock.loaded(saved, stream.layout)
     require_whole_round(stream.schema, table, clock, loaded, saved[0])
     if was_dealt and not is_dealt(table):
@@ -84,27 +122,7 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
         loaded = clock.next_epoch(saved[0]) if ended else clock.restarted(saved[0])
     if stream.repeat or (loaded != clock and not ended):
         table[:, DEALT] = UNDEALT
-    excluded = steps_left_out(stream, state["pipeline"], loaded.global_step(stream.layout.global_batch_size))
-    moved, histories = loaded, fitted.growth.histories
-    if fitted.growth.changed:
-        moved, histories = _begin_next_epoch(stream, fitted.growth, table, loaded)
-    elif fitted.growth.grown:
-        histories = _join(stream, fitted.growth, table)
-    stream.schema.exclude_steps(excluded)
-    stream.schema.adopt({**needed(histories, stream.schema, table), **forms})
-    begun_again = settle(stream.schema, table) if changed or fitted.growth.changed else 0
-    if changed:
-        _report(stream, fitted, begun_again)
-    stream.load(table, moved)
-    if loaded.origin != clock.origin and not stream.is_short():  # that end has its own warning
-        stream.ranks.log(
-            logging.WARNING,
-            "The state was saved with global_batch_size=%d, dp_world_size=%d, micro_batch_size=%d in the middle of a step, or "
-            "with another global batch: global batches begin anew at sample %d. loader.step goes on from %d.",
-            *saved,
-            loaded.samples,
-            loaded.step,
-        )
+    return loaded
 
 
 def _require_one_end(table: Ints) -> None:
@@ -113,6 +131,37 @@ def _require_one_end(table: Ints) -> None:
         raise DataStateError(
             f"By the state an epoch has ended for {int(ended.sum())} of {len(table)} logical shards, which happens to all at "
             f"once: it was changed, or is that of several runs. Load another checkpoint."
+        )
+
+
+def _require_rows(schema: Schema, table: Ints, *, bounded: bool) -> None:
+    """``DataStateError`` of a reader that stands where its source, unless it has changed since, has no row."""
+    for reader, slot in readers_of(schema.root, FIRST_SLOT):
+        epoch, row = table[:, slot], table[:, slot + 1]
+        wrong = (epoch < 0) | (row < 0) | ((row > reader.source.num_rows) & bounded) | (table[:, SAMPLES] < 0)
+        if wrong.any():
+            at, source = int(wrong.argmax()), reader.source
+            raise DataStateError(
+                f"By the state logical shard {at} has delivered {table[at, SAMPLES]} samples and stands at row {row[at]} "
+                f"of epoch {epoch[at]} of {source.name}, which has {source.num_rows} rows: it was changed. Load another one."
+            )
+
+
+def _warn_of_epochs(stream: Stream, table: Ints) -> None:
+    """Of an endless stream's shards, each in an epoch of its own, where the loader has epochs."""
+    readers = readers_of(stream.schema.root, FIRST_SLOT)
+    if stream.repeat or len(readers) != 1 or readers[0][0].rows.is_small:
+        return
+    ((_, slot),) = readers
+    begun = table[table[:, slot + 1] > 0, slot]
+    if len(begun) and begun.min() != begun.max():
+        stream.ranks.log(
+            logging.WARNING,
+            "The state is that of an endless stream (repeat=True), whose logical shards are in the epochs %d to %d. With "
+            "repeat=False they stay so many apart: an epoch of the loader is one of each shard, in which some rows come twice "
+            "and others not at all. Go on with repeat=True, or switch where all are in one epoch.",
+            begun.min(),
+            begun.max(),
         )
 
 

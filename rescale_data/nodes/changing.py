@@ -1,0 +1,129 @@
+"""`Changing`: what becomes of a node where its pipeline or its data are other ones than when a state was saved.
+
+within nothing      what has changed takes effect (`settle`), and what is on a new blocklist is passed (`pass_blocked`)
+within a document   it goes on as it began, and the change waits; unless what it needs is gone: then it begins again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, ClassVar
+
+from rescale_data.state import Ints
+
+View = memoryview  # of int64, always over a NumPy row, so that slices copy from one into another
+
+
+class Changing:
+    """The part of `Node` that a change between legs is about. By default a node hands all of it on to those below."""
+
+    MAY_CHANGE: ClassVar[frozenset[str]] = frozenset()
+    """The `parameters` that may differ when a state is loaded. Those in use are then part of the position; see `settle`."""
+    FORM: ClassVar[frozenset[str]] = frozenset()
+    """The `parameters` that may differ when a state is loaded, and say in which form the same data comes from then on: a node
+    that has any has a ``seq_len``, and is told in `adopt` which it had before."""
+    CHILDREN_MAY_CHANGE: ClassVar[bool] = False
+    """Whether children may come and go between the legs of a run (`rescale_data.load_changed`). What a node keeps for a
+    child lies in own fields whose path ends in the child's name."""
+
+    within: int | None = None
+    """The own slot that is not 0 while this node is within something that it reads again to go on; `None`: it never is."""
+
+    within_document: bool = False
+    """Whether that is one document, which may be found again; else what it consists of follows from the old blocklist."""
+
+    reread: bool = False
+    """Whether a node above goes back behind the samples that it has drawn from this one, to go on within them."""
+
+    children: dict[str, Any]
+    READS_AHEAD: ClassVar[bool]
+    one_for_one: bool
+
+    def _slots(self, child: str) -> slice:
+        raise NotImplementedError
+
+    def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+        """From now on the source that this node reads consists of what the manifests say, each from its epoch on.
+
+        Args:
+            history: ``(epoch, manifest)`` in order, the last of what there is now; empty for that alone. Of a node with a
+                `FORM`: `rescale_data.nodes.form.History`.
+        """
+
+    def reform(self, rows: Ints) -> None:
+        """These rows of the node, a view, were saved with the form that is the last in its history, not with that of now."""
+
+    def check_change(self, saved: Mapping[str, Any], rows: Ints) -> None:
+        """``DataStateError`` where what may change (`MAY_CHANGE`) does not fit what has been drawn.
+
+        Args:
+            saved: The `parameters` of this node in the state.
+            rows: ``int64[N, slots]``, the positions of all logical shards in it.
+        """
+
+    def earlier(self, saved: Mapping[str, Any], rows: Ints) -> Sequence[tuple[int, Mapping[str, Any]]]:
+        """What `adopt` is told of the parameters that there were, to go on within what was begun with them; kept in states.
+
+        Args:
+            saved: The `parameters` of this node in the state, and what this returned before it, as "before".
+            rows: ``int64[N, slots]``, the positions of all logical shards in it.
+        """
+        del saved, rows
+        return ()
+
+    def check_saved(self, keys: Set[str]) -> None:
+        """``DataStateError`` where a state has these fields for this node, which are of an order that there is no more."""
+
+    def stand_for(self, shard: int) -> None:
+        """`settle` is asked for positions of another logical shard than that of this node."""
+
+    def settle(self, position: View) -> bool:
+        """Let what has changed between legs (`MAY_CHANGE`) take effect in a row of this node, behind which nobody goes back.
+
+        A node that reads again from a position, to go on within a document, hands this on where it is not within one, and in
+        `next` whenever it begins one.
+
+        Returns:
+            Whether something that was begun is begun again, because it needs a child or a blocklist that is gone.
+        """
+        slot = self.within
+        if slot is None:
+            parts = () if self.READS_AHEAD else self.children.items()
+            return sum(child.settle(position[self._slots(name)]) for name, child in parts) > 0
+        source, below = self.children["source"], position[self._slots("source")]
+        is_lost = source.is_lost if self.within_document else source.is_relisted
+        again = bool(position[slot]) and (source.is_stuck(below) or is_lost(below))
+        if again:
+            position[slot] = 0
+        return again if position[slot] else source.settle(below) or again
+
+    def is_stuck(self, position: View) -> bool:
+        """Whether a row of this node needs a child that is gone, to yield what it would have yielded."""
+        return any(child.is_stuck(position[self._slots(name)]) for name, child in self.children.items())
+
+    def pass_blocked(self, position: View) -> None:
+        """Move a row of this node, at the beginning of a sample, behind what is on a blocklist (`Exclude`)."""
+        if self.READS_AHEAD if self.within is None else position[self.within]:
+            return
+        for name, child in self.children.items():
+            child.pass_blocked(position[self._slots(name)])
+
+    def is_blocked(self, position: View) -> bool:
+        """Whether somebody who went back to this row, to go on within a sample, finds that one on a blocklist that is new."""
+        if not self.one_for_one:
+            return self.is_lost(position)
+        return self.children["source"].is_blocked(position[self._slots("source")])
+
+    def is_lost(self, position: View) -> bool:
+        """Whether, with the blocklist that there is now, nobody knows which sample begins at this row."""
+        if not self.one_for_one:
+            return self.is_relisted(position)
+        return self.children["source"].is_lost(position[self._slots("source")])
+
+    def is_relisted(self, position: View) -> bool:
+        """Whether a blocklist below is another than when this row was written."""
+        return any(child.is_relisted(position[self._slots(name)]) for name, child in self.children.items())
+
+    def is_pending(self, position: View) -> bool:
+        """Whether a change between legs has still to take effect in a row of this node (`settle`)."""
+        return any(child.is_pending(position[self._slots(name)]) for name, child in self.children.items())
