@@ -83,12 +83,14 @@ def test_what_a_shard_and_source_takes_beside_the_cache(corpora: list[Path], pac
     assert more < 400 * (SOURCES - len(few)) * SHARDS  # half of these are positions
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("unit", ["samples", "tokens"])
+@pytest.mark.parametrize(
+    ("unit", "packed", "cache_bytes"),
+    [("samples", False, 2**22), ("tokens", True, 2**22), ("samples", True, 2**15), ("tokens", False, 2**15)],
+)
 def test_what_shards_have_of_one_another_changes_no_sample(
-    corpora: list[Path], packed: bool, unit: Any, monkeypatch: pytest.MonkeyPatch
+    corpora: list[Path], unit: Any, packed: bool, cache_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sources = sources_of(corpora[:9], cache_bytes=2**15)
+    sources = sources_of(corpora[:9], cache_bytes=cache_bytes)
 
     def mixture(names: list[str], shard: rd.Shard) -> rd.BaseNode[Any]:
         nodes: dict[str, Any] = {
