@@ -552,3 +552,18 @@ def test_a_state_says_again_that_it_was_saved_within_a_step() -> None:
 def _counted(loader: rd.DataLoader) -> dict[str, float]:
     """All that is no time: what making took is counted when it is asked for."""
     return {name: value for name, value in loader.progress().items() if not name.endswith("_seconds")}
+
+
+def test_an_endless_stream_whose_shards_are_in_several_epochs_warns_where_the_loader_has_epochs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sizes: dict[str, Any] = {"global_batch_size": 4, "num_logical_shards": 8}
+    for num_batches, apart in ((7, False), (9, True)):
+        endless, finite = (rd.DataLoader(range(37), repeat=repeat, tail="pad", **sizes) for repeat in (True, False))
+        batches = iter(endless)
+        before = [row for _ in range(num_batches) for row in next(batches).tolist()]
+        caplog.clear()
+        finite.load_state_dict(endless.state_dict())
+        assert ("in the epochs 0 to 1" in caplog.text) == apart
+        epochs = [[row for batch in finite for row in batch.tolist()[: finite.last_batch_samples]] for _ in range(2)]
+        assert (Counter(before + epochs[0]) == Counter(range(37))) == (len(set(epochs[1])) == 37) == (not apart)

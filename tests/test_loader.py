@@ -566,6 +566,10 @@ class TestState:
             lambda state: state["shards"].update(row=torch.zeros(24)),
             lambda state: state["shards"].update(row=torch.zeros(23, dtype=torch.int64)),
             lambda state: state["shards"].update(row=[0] * 24),
+            *(
+                lambda state, field=field, value=value: state["shards"][field][5:6].fill_(value)
+                for field, value in (("row", -5), ("row", 10**6), ("epoch", -1), ("samples", -1))
+            ),
         ],
     )
     def test_a_bad_one_changes_nothing(self, spoil: Callable[[dict[str, Any]], Any]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from rescale_data.engine.ranks import Ranks
+from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.errors import DataStateError
 
 T = TypeVar("T")
@@ -55,6 +55,7 @@ class Agreement:
 
     def __init__(self, ranks: Ranks, first: int, micro_batches_per_step: int) -> None:
         self._ranks, self._a = ranks, micro_batches_per_step
+        self._num_steps = 1 if ranks.world_size == 1 else 2  # made ahead; there is nobody to wait for, or there is
         self._pending: Callable[[], int] | None = None
         self._sure = first
         self._asked, self._is_over = -1, False  # before which micro batch it was asked last, and what it said
@@ -81,14 +82,14 @@ class Agreement:
             self._sure = sure // self._a * self._a
             if self._sure <= u:
                 return True
-        if u + self._a >= self._sure:
+        if self._num_steps > 1 and u + self._a >= self._sure:
             self._exchange(u, make_until)
         return False
 
     def _exchange(self, u: int, make_until: Callable[[int], int]) -> None:
         if self._pending is None:
             try:
-                sure = make_until(u + 2 * self._a)
+                sure = make_until(u + self._num_steps * self._a)
             except Exception as error:
                 self._failure, sure = error, _FAILED if isinstance(error, DataStateError) else _UNREAD
             self._pending = self._ranks.least(sure)

@@ -17,7 +17,7 @@ from rescale_data.sources.decoded.cache import DEFAULT_BYTES, handles, owner_of
 from rescale_data.sources.decoded.place import Place
 from rescale_data.sources.documents import document_table, one_row_each
 from rescale_data.sources.files.paths import Files, Paths
-from rescale_data.sources.files.ranges import Ranges, open_ranges
+from rescale_data.sources.files.ranges import Ranges
 from rescale_data.sources.files.remote import Remote
 from rescale_data.sources.fragments import Footer, cut, sums
 from rescale_data.sources.saved_dataset import data_files
@@ -101,7 +101,7 @@ class ArrowSource(TableSource):
         return {**super()._indexed_with(), "document_per_batch": self.document_per_batch}
 
     def _footer(self, file: int) -> Footer:
-        ranges = open_ranges(self._files, file)
+        ranges = self._files.ranges(file)
         blocks, has_footer = ipc.read_blocks(ranges), ipc.is_file_format(ranges)
         schema = ipc.read_schema(ranges, blocks)
         _refuse_dictionaries(schema, has_footer)
@@ -117,7 +117,7 @@ class ArrowSource(TableSource):
         return Footer(rows, nbytes, places, kind)
 
     def _open(self, file: int) -> _Opened:
-        ranges = open_ranges(self._files, file)
+        ranges = self._files.ranges(file)
         is_near = self._files.filesystem is None and self._index.kind(file)["has_footer"]
         return _Opened(ranges, ipc.footer_table(ranges) if is_near else None)
 

@@ -21,7 +21,7 @@ from rescale_data.sources.files.blocks import BlockRanges, BlockTable, codec_of,
 from rescale_data.sources.files.bundle import Bundle, write_bundle
 from rescale_data.sources.files.once import make_once, write_aside
 from rescale_data.sources.files.paths import Paths
-from rescale_data.sources.files.ranges import Ranges, open_ranges
+from rescale_data.sources.files.ranges import Ranges
 from rescale_data.sources.files.remote import Remote
 from rescale_data.sources.fragments import Footer, cut, spans
 from rescale_data.sources.known_files import Explained
@@ -122,7 +122,7 @@ class IndexedSource(FileSource):
 
     def _opened(self, file: int, copy: str | None, index: Bundle) -> Ranges:
         if copy is None:
-            return open_ranges(self._files, file)
+            return self._files.ranges(file)
         return BlockRanges(copy, BlockTable(np.array(index.array("raw")), np.array(index.array("stored"))))
 
     def _index_path(self, file: int) -> str:
@@ -153,7 +153,7 @@ class IndexedSource(FileSource):
         arrays: dict[str, npt.NDArray[Any]] = {}
         facts = dict(facts)
         if copy is None:
-            ranges = open_ranges(self._files, file)
+            ranges = self._files.ranges(file)
         else:
             table = self._write_copy(file, copy)
             arrays |= {"raw": table.raw, "stored": table.stored}

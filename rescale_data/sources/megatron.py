@@ -18,7 +18,7 @@ from rescale_data.sources.decoded.cache import cache
 from rescale_data.sources.decoded.pieces import Share
 from rescale_data.sources.file_source import FileSource
 from rescale_data.sources.files.paths import Files
-from rescale_data.sources.files.ranges import Ranges, open_path, open_ranges
+from rescale_data.sources.files.ranges import Ranges
 from rescale_data.sources.fragments import Footer, cut, spans
 from rescale_data.sources.source import Tokens
 from rescale_data.state import Ints
@@ -100,7 +100,7 @@ class MegatronSource(FileSource):
         return Footer(np.diff(cuts), *spans(starts[cuts]), {"dtype": index.dtype.str})
 
     def _open(self, file: int) -> _Opened:
-        return _Opened(open_ranges(self._files, file), _Index(open_index(self._files, file)))
+        return _Opened(self._files.ranges(file), _Index(open_index(self._files, file)))
 
     def _extent(self, fragment: int) -> tuple[int, int]:
         return self._span(fragment)
@@ -173,7 +173,7 @@ def open_index(files: Files, file: int) -> ArrowBuffer:
     """The bytes of the ``.idx`` beside a ``.bin``."""
     path = files.path(file).removesuffix(".bin") + ".idx"
     try:
-        ranges = open_path(files, path)
+        ranges = files.beside(path)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{files.path(file)} has no index: there is no {path}.") from error
     return ranges.read(0, ranges.size)

@@ -106,7 +106,7 @@ class ParquetSource(TableSource):
         kept: Brought | None = cache().get(key)
         if kept is not None:
             return kept.data
-        tail = _tail_of(self._files.remote_file(self._files.path(file), file))
+        tail = _tail_of(self._files.ranges(file))
         if soon or tail.size * len(self._files.names) <= self.cache_bytes // 16:
             self._keep(key, Brought(tail))
         return tail

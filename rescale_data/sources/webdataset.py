@@ -15,8 +15,7 @@ import numpy.typing as npt
 from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.bad_row import BadRow
 from rescale_data.sources.file_source import Rows
-from rescale_data.sources.files.as_file import AsFile
-from rescale_data.sources.files.ranges import Ranges
+from rescale_data.sources.files.ranges import AsFile, Ranges
 from rescale_data.sources.indexed import IndexedSource, Scan
 from rescale_data.state import Ints
 

@@ -26,7 +26,8 @@ DEFAULT_WINDOW = 1024
 _NO_SUMS = memoryview(b"")
 _ENTRY = 900  # bytes of a plan in the cache beside its numbers, with what its reader keeps as long
 _SINCE_EVER = [0]
-_numbers = itertools.count()
+numbers = itertools.count()
+"""Of those who read alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +88,11 @@ class ShardRows:
         shuffle, by_global_batch: See `Reader`.
         views: What the source consists of, in the order of their first epochs; default: all of it.
         reader: Who keeps this, as long as the cache has room for where the shard reads.
+        number: Of those who read the same so, a logical shard each; default: of this alone.
     """
 
     __slots__ = (
-        "_epoch", "_plan_key", "_reader", "_shard", "_since", "_size", "_source", "_source_key", "_views", "farthest",
+        "_epoch", "_plan", "_plan_key", "_reader", "_shard", "_since", "_size", "_source", "_source_key", "_views", "farthest",
         "is_full", "steps", "window",
     )  # fmt: skip
 
@@ -102,17 +104,19 @@ class ShardRows:
         by_global_batch: bool = False,
         views: Sequence[View] | None = None,
         reader: Leaving | None = None,
+        number: int = -1,
     ) -> None:
         self._source, self._shard = source, shard
         self.steps = Steps(**_sizes_of(shard, shuffle)) if by_global_batch else None
         self.is_full = shuffle is True and source.fragments is None
         self.window = 0 if self.is_full else _window(shuffle)
         self._source_key = owner_of(source)
-        self._plan_key = (self._source_key, "plan", next(_numbers))
+        self._plan_key = (self._source_key, "plan", next(numbers) if number < 0 else number, shard.index)
         self._views = views = views or _whole(source.num_rows)
         self._since = _SINCE_EVER if len(views) == 1 else [view.since for view in views]
         self._epoch, self._size = -1, 0  # whose size was asked for last, and that
         self.farthest = 0  # the last epoch that was read
+        self._plan: Plan | None = None
         self._reader = None if reader is None else ref(reader)
 
     @property
@@ -242,13 +246,14 @@ class ShardRows:
 
     def plan(self, epoch: int, row: int) -> tuple[Plan, bool]:
         """Which rows of the source the shard reads around ``row``, and whether that was computed now."""
-        plan: Plan | None = cache().get(self._plan_key)
+        plan = self._plan
         if plan is not None and plan.covers(epoch, row):
             return plan, False
         rows = self.around(epoch, row)
         sums = running_sums(self.numbered(epoch, rows)) if self._shard.verify else _NO_SUMS
         plan = Plan(epoch, self.order(epoch).span(row)[0], rows, sums, self._reader)
         cache().put(self._plan_key, plan)
+        self._plan = plan  # as long as the cache has room: without it, the reader keeps none of this
         return plan, True
 
     @property

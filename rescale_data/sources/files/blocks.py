@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+import io
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from rescale_data.sources.arrow_types import ArrowBuffer
-from rescale_data.sources.files.ranges import Mapped
+from rescale_data.sources.files.ranges import Mapped, Ranges
 from rescale_data.state import Ints
 
 BLOCK_BYTES = 2**20
@@ -26,8 +27,8 @@ class BlockTable:
     stored: Ints
 
 
-class BlockRanges:
-    """The bytes that a copy in blocks stands for. It reads as a `Ranges` does."""
+class BlockRanges(Ranges):
+    """The bytes that a copy in blocks stands for."""
 
     def __init__(self, path: str, table: BlockTable) -> None:
         self._copy, self._table = Mapped(path), table
@@ -48,14 +49,8 @@ class BlockRanges:
         begin = int(raw[first])
         return pa.py_buffer(whole).slice(offset - begin, stop - offset)
 
-    def read_many(self, places: Sequence[tuple[int, int]]) -> list[ArrowBuffer]:
-        return [self.read(offset, length) for offset, length in places]
-
     def whole(self) -> Any:
         return self.read(0, self.size)
-
-    def release_with(self, user: object, data: ArrowBuffer) -> None:
-        del user, data  # a copy, which goes with whoever holds it
 
     def _block(self, block: int) -> bytes:
         table = self._table
@@ -84,14 +79,6 @@ def write_blocks(chunks: Iterator[bytes], path: str) -> BlockTable:
 def decompressed(stream: Any, codec: str) -> Iterator[bytes]:
     """What a compressed file holds, in pieces of `BLOCK_BYTES` but for the last."""
     with pa.CompressedInputStream(stream, codec) as file:
-        while chunk := _read_full(file):
+        whole = io.BufferedReader(file, BLOCK_BYTES)  # pyarrow returns less than was asked for
+        while chunk := whole.read(BLOCK_BYTES):
             yield chunk
-
-
-def _read_full(file: Any) -> bytes:
-    parts: list[bytes] = []
-    missing = BLOCK_BYTES
-    while missing and (part := file.read(missing)):
-        parts.append(part)
-        missing -= len(part)
-    return b"".join(parts)

@@ -20,6 +20,7 @@ from fsspec.utils import glob_translate
 
 from rescale_data.errors import require
 from rescale_data.sources.arrow_types import ArrowFile
+from rescale_data.sources.files.ranges import Mapped, Ranges
 from rescale_data.sources.files.remote import Remote, RemoteFile, attempt, spread_out
 from rescale_data.state import Ints
 
@@ -58,17 +59,18 @@ class Files:
 
     def open(self, file: int) -> ArrowFile:
         """The file, to be read at random."""
-        if self.filesystem is None:
-            return pa.OSFile(self.path(file), "rb")
-        return self.remote_file(self.path(file), file).whole()
+        return pa.OSFile(self.path(file), "rb") if self.filesystem is None else self.ranges(file).whole()
 
-    def remote_file(self, path: str, file: int | None = None) -> RemoteFile:
-        """One of them, or another file of their filesystem."""
+    def ranges(self, file: int) -> Ranges:
+        """The same, a range at a time."""
+        path = self.path(file)
         if self.filesystem is None:
-            raise ValueError(f"{path} is a local file")
-        if file is None:
-            return RemoteFile(self.filesystem, path, self.remote)
+            return Mapped(path)
         return RemoteFile(self.filesystem, path, self.remote, int(self.sizes[file]), self.stamps[file])
+
+    def beside(self, path: str) -> Ranges:
+        """Another file where these are."""
+        return Mapped(path) if self.filesystem is None else RemoteFile(self.filesystem, path, self.remote)
 
 
 def find(

@@ -3,41 +3,75 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import mmap
 import os
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 
 from rescale_data.sources.arrow_types import ArrowBuffer
-from rescale_data.sources.files.paths import Files
 
 
-class Ranges(Protocol):
+class Ranges(ABC):
+    """A file, read at random by any number of threads."""
+
     @property
+    @abstractmethod
     def size(self) -> int: ...
 
+    @abstractmethod
     def read(self, offset: int, length: int) -> ArrowBuffer:
         """The bytes from ``offset`` on, less where the file ends."""
-        ...
 
     def read_many(self, places: Sequence[tuple[int, int]]) -> list[ArrowBuffer]:
         """Several ranges, ``(offset, length)`` each, in the time of one."""
-        ...
+        return [self.read(offset, length) for offset, length in places]
 
+    @abstractmethod
     def whole(self) -> Any:
         """The file as pyarrow takes it."""
-        ...
 
     def release_with(self, user: object, data: ArrowBuffer) -> None:
         """Take what was read out of the process's memory when ``user`` is gone."""
-        ...
+        del user, data  # a copy goes with whoever holds it
 
 
-class Mapped:
+class AsFile(io.RawIOBase):
+    """Read-only and unbuffered: each read is one of the ranges."""
+
+    def __init__(self, ranges: Ranges) -> None:
+        self._ranges, self._at = ranges, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def size(self) -> int:
+        """As pyarrow asks for it."""
+        return self._ranges.size
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._ranges.size)[whence]
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        data = self._ranges.read(self._at, len(buffer))
+        buffer[: data.size] = memoryview(data).cast("B")
+        self._at += data.size
+        return data.size
+
+
+class Mapped(Ranges):
     """A local file. Nothing is copied, and the page cache of the machine serves all of its processes."""
 
     def __init__(self, path: str) -> None:
@@ -55,9 +89,6 @@ class Mapped:
     def read(self, offset: int, length: int) -> ArrowBuffer:
         self._require_whole()
         return self._buffer.slice(offset, max(0, min(length, self.size - offset)))
-
-    def read_many(self, places: Sequence[tuple[int, int]]) -> list[ArrowBuffer]:
-        return [self.read(offset, length) for offset, length in places]
 
     def whole(self) -> Any:
         self._require_whole()
@@ -77,16 +108,6 @@ class Mapped:
 
     def release_with(self, user: object, data: ArrowBuffer) -> None:
         weakref.finalize(user, _drop_pages, data).atexit = False
-
-
-def open_ranges(files: Files, file: int) -> Ranges:
-    """A file of a source."""
-    return Mapped(files.path(file)) if files.filesystem is None else files.remote_file(files.path(file), file)
-
-
-def open_path(files: Files, path: str) -> Ranges:
-    """Another file where those of a source are."""
-    return Mapped(path) if files.filesystem is None else files.remote_file(path)
 
 
 def _drop_pages(data: ArrowBuffer) -> None:

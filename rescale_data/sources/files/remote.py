@@ -19,10 +19,10 @@ from rescale_data.errors import checks_kinds
 from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.counts import REQUEST_BYTES, RETRIES, counts
 from rescale_data.sources.decoded.ahead import leaving
-from rescale_data.sources.files.as_file import AsFile
 from rescale_data.sources.files.disk_cache import DiskCache, disk_cache
 from rescale_data.sources.files.gate import Gate
 from rescale_data.sources.files.hedge import Hedge
+from rescale_data.sources.files.ranges import AsFile, Ranges
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -111,7 +111,7 @@ class RemoteError(OSError):
     """A file could not be read, although that was tried again and again; the message has its URL."""
 
 
-class RemoteFile:
+class RemoteFile(Ranges):
     """A file of an fsspec filesystem, read a range at a time, by any number of threads.
 
     Args:
@@ -128,8 +128,12 @@ class RemoteFile:
         self._filesystem: Any = filesystem
         self._path, self._remote, self._stamp = path, remote, stamp
         self.url: str = self._filesystem.unstrip_protocol(path)
-        self.size: int = size if size is not None else int(self._try(lambda: self._filesystem.info(path)["size"]))
+        self._size = size if size is not None else int(self._try(lambda: self._filesystem.info(path)["size"]))
         self._window: tuple[int, ArrowBuffer] = (0, pa.py_buffer(b""))
+
+    @property
+    def size(self) -> int:
+        return self._size
 
     def read(self, offset: int, length: int) -> ArrowBuffer:
         """The bytes from ``offset`` on, less where the file ends. Small reads near each other are one request."""
@@ -149,9 +153,6 @@ class RemoteFile:
     def whole(self) -> Any:
         """The file as pyarrow takes it."""
         return pa.PythonFile(AsFile(self), mode="r")
-
-    def release_with(self, user: object, data: ArrowBuffer) -> None:
-        del user, data  # a copy, which goes with whoever holds it
 
     def _range(self, offset: int, length: int) -> ArrowBuffer:
         def request() -> bytes:

@@ -12,7 +12,23 @@ import numpy as np
 import torch
 
 from rescale_data.engine.agreement import together
-from rescale_data.engine.change import (
+from rescale_data.engine.group import require_whole_round
+from rescale_data.engine.ranks.ranks import Ranks
+from rescale_data.engine.recipe import (
+    DEALT,
+    ENDED,
+    EXCLUDED_STEPS,
+    FIRST_SLOT,
+    IN_STEP,
+    SAMPLES,
+    STRINGS,
+    UNDEALT,
+    Histories,
+    History,
+    path_name,
+)
+from rescale_data.engine.schema import Schema
+from rescale_data.engine.states.change import (
     Fitted,
     check_changes,
     earlier,
@@ -20,28 +36,15 @@ from rescale_data.engine.change import (
     settle,
     without,
 )
-from rescale_data.engine.check import require_fit
-from rescale_data.engine.differences import say_changes, steps_left_out
-from rescale_data.engine.group import require_whole_round
-from rescale_data.engine.growth import Growth, begin_next_epoch, joined, needed
-from rescale_data.engine.ranks import Ranks
-from rescale_data.engine.recipe import (
-    DEALT,
-    ENDED,
-    EXCLUDED_STEPS,
-    FIRST_SLOT,
-    IN_STEP,
-    STRINGS,
-    UNDEALT,
-    Histories,
-    History,
-    path_name,
-)
-from rescale_data.engine.statedict import INTS, RankRows
+from rescale_data.engine.states.check import require_fit
+from rescale_data.engine.states.differences import say_changes, steps_left_out
+from rescale_data.engine.states.growth import Growth, begin_next_epoch, joined, needed
+from rescale_data.engine.states.statedict import INTS, RankRows
+from rescale_data.engine.states.table import is_dealt, table_of
 from rescale_data.engine.stream import Stream
-from rescale_data.engine.table import is_dealt, table_of
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
+from rescale_data.nodes.below import readers_of
 from rescale_data.nodes.form import BEFORE
 from rescale_data.state import Ints
 
@@ -54,6 +57,7 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
     table = table_of(stream.schema, {**state, "shards": shards}, fitted.added)
     state, was_dealt = fitted.state, is_dealt(table)
     _require_one_end(table)
+    _require_rows(stream.schema, table, bounded=not fitted.growth.changed)
     forms = _change(stream, state["pipeline"], table) if changed else {}
     loaded = _place(stream, clock, table, _sizes(state), was_dealt=was_dealt)
     excluded = steps_left_out(stream, state["pipeline"], loaded.global_step(stream.layout.global_batch_size))
@@ -68,6 +72,7 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
     if changed:
         _report(stream, fitted, begun_again)
     stream.load(table, moved)
+    _warn_of_epochs(stream, table)
     if loaded.origin != clock.origin and not stream.is_short():  # that end has its own warning
         stream.ranks.log(
             logging.WARNING,
@@ -126,6 +131,37 @@ def _require_one_end(table: Ints) -> None:
         raise DataStateError(
             f"By the state an epoch has ended for {int(ended.sum())} of {len(table)} logical shards, which happens to all at "
             f"once: it was changed, or is that of several runs. Load another checkpoint."
+        )
+
+
+def _require_rows(schema: Schema, table: Ints, *, bounded: bool) -> None:
+    """``DataStateError`` of a reader that stands where its source, unless it has changed since, has no row."""
+    for reader, slot in readers_of(schema.root, FIRST_SLOT):
+        epoch, row = table[:, slot], table[:, slot + 1]
+        wrong = (epoch < 0) | (row < 0) | ((row > reader.source.num_rows) & bounded) | (table[:, SAMPLES] < 0)
+        if wrong.any():
+            at, source = int(wrong.argmax()), reader.source
+            raise DataStateError(
+                f"By the state logical shard {at} has delivered {table[at, SAMPLES]} samples and stands at row {row[at]} "
+                f"of epoch {epoch[at]} of {source.name}, which has {source.num_rows} rows: it was changed. Load another one."
+            )
+
+
+def _warn_of_epochs(stream: Stream, table: Ints) -> None:
+    """Of an endless stream's shards, each in an epoch of its own, where the loader has epochs."""
+    readers = readers_of(stream.schema.root, FIRST_SLOT)
+    if stream.repeat or len(readers) != 1 or readers[0][0].rows.is_small:
+        return
+    ((_, slot),) = readers
+    begun = table[table[:, slot + 1] > 0, slot]
+    if len(begun) and begun.min() != begun.max():
+        stream.ranks.log(
+            logging.WARNING,
+            "The state is that of an endless stream (repeat=True), whose logical shards are in the epochs %d to %d. With "
+            "repeat=False they stay so many apart: an epoch of the loader is one of each shard, in which some rows come twice "
+            "and others not at all. Go on with repeat=True, or switch where all are in one epoch.",
+            begun.min(),
+            begun.max(),
         )
 
 
