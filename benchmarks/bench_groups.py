@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-from rescale_data.engine.meeting import meet
+from rescale_data.engine.ranks.meeting import meet
 
 SWITCHES = {
     "eager": {},

@@ -113,7 +113,7 @@ class CountedStore:
 
 def exchange(ranks: int, absent: int) -> tuple[int, float]:
     """Requests to the store of all ranks for one exchange, and its seconds."""
-    from rescale_data.engine.rollcall import Missing, RollCall
+    from rescale_data.engine.ranks.rollcall import Missing, RollCall
 
     asked: Counter[str] = Counter()
     store: Any = CountedStore(dist.HashStore(), asked)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rescale_data.checkpoint.data_state import check_checkpoint, load_changed
     from rescale_data.engine.collate import pad_collate
     from rescale_data.engine.shards import LogicalShards
-    from rescale_data.engine.statedict import whole_state
+    from rescale_data.engine.states.statedict import whole_state
     from rescale_data.errors import DataStateError
     from rescale_data.layout.plan import plan
     from rescale_data.loader import DataLoader
@@ -92,7 +92,7 @@ _HOMES = {
     "checkpoint.data_state": ("check_checkpoint", "load_changed"),
     "engine.collate": ("pad_collate",),
     "engine.shards": ("LogicalShards",),
-    "engine.statedict": ("whole_state",),
+    "engine.states.statedict": ("whole_state",),
     "errors": ("DataStateError",),
     "layout.plan": ("plan",),
     "loader": ("DataLoader",),

@@ -15,14 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from rescale_data.engine.as_pipeline import as_pipeline, refuse
 from rescale_data.engine.collate import collate
 from rescale_data.engine.feed import InProcess, InThread
-from rescale_data.engine.meeting import is_in_a_file
+from rescale_data.engine.ranks.meeting import is_in_a_file
 from rescale_data.engine.reading import Batches, Reading
 from rescale_data.engine.recipe import Pipeline
 from rescale_data.engine.report import Report
 from rescale_data.engine.rescale import hand_over, new_layout, require_ranks, require_step_boundary, stays
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.setup import Setup, Tail, require_steps_per_epoch, set_up
-from rescale_data.engine.statedict import Sharded
+from rescale_data.engine.states.statedict import Sharded
 from rescale_data.engine.stream import OnSourceChange, Stream
 from rescale_data.engine.workers import Pool
 from rescale_data.errors import checks_kinds, require_callable

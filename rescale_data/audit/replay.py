@@ -9,16 +9,16 @@ from typing import Any, TypeAlias, cast
 
 import torch
 
-from rescale_data.engine.differences import differences, without_functions
 from rescale_data.engine.feed import Traced
 from rescale_data.engine.reading import Reading
 from rescale_data.engine.recipe import EXCLUDED_STEPS, Pipeline, Recipe
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.schema import Schema
 from rescale_data.engine.setup import Tail, set_up
-from rescale_data.engine.statedict import merged_state_dict
+from rescale_data.engine.states.differences import differences, without_functions
+from rescale_data.engine.states.statedict import merged_state_dict
+from rescale_data.engine.states.table import by_field
 from rescale_data.engine.stream import Stream
-from rescale_data.engine.table import by_field
 from rescale_data.errors import DataStateError
 from rescale_data.layout.layout import Layout
 from rescale_data.nodes.form import BEFORE

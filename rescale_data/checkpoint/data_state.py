@@ -14,12 +14,12 @@ from rescale_data.checkpoint.storage.metadata import empty, paths_of
 from rescale_data.checkpoint.storage.open import read_checkpoint
 from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.tree import tree_of
-from rescale_data.engine.check import check
 from rescale_data.engine.recipe import STRINGS
-from rescale_data.engine.state_paths import find, names_under
-from rescale_data.engine.statedict import INTS
+from rescale_data.engine.states.check import check
+from rescale_data.engine.states.state_paths import find, names_under
+from rescale_data.engine.states.statedict import INTS
+from rescale_data.engine.states.table import by_field
 from rescale_data.engine.stream import HasStream
-from rescale_data.engine.table import by_field
 from rescale_data.errors import checks_kinds, require
 
 T = TypeVar("T")

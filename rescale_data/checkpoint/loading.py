@@ -20,7 +20,7 @@ from rescale_data.checkpoint.storage.metadata import paths_of
 from rescale_data.checkpoint.storage.open import mapped_path, open_store, read_checkpoint
 from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.tree import nested, value_at
-from rescale_data.engine.state_paths import ROWS
+from rescale_data.engine.states.state_paths import ROWS
 from rescale_data.errors import checks_kinds
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from rescale_data.checkpoint.optimizer.entry import OptimizerEntry
 from rescale_data.checkpoint.optimizer.named import owner
 from rescale_data.checkpoint.rank_values import PerRank, own_name, source_rank
 from rescale_data.checkpoint.tree import leaves, nested
-from rescale_data.engine.state_paths import names_under
+from rescale_data.engine.states.state_paths import names_under
 
 State: TypeAlias = Mapping[str, Any]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from rescale_data.engine.ranks import Ranks
+from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.errors import DataStateError
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rescale_data.engine.collate import pin, with_valid
-from rescale_data.engine.ranks import Ranks
+from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.recipe import SAMPLES, Histories, History
 from rescale_data.engine.runner import Collate, Exhausted, Runner
 from rescale_data.engine.watch import describe, frames

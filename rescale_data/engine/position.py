@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rescale_data.engine.feed import Leg
-from rescale_data.engine.ranks import Ranks
+from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.recipe import SAMPLES
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.schema import Schema

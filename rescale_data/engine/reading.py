@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from rescale_data.engine.load import load_state_dict
 from rescale_data.engine.position import Position
 from rescale_data.engine.report import NAMES, Report, report
 from rescale_data.engine.setup import Setup, with_global_batch_size
 from rescale_data.engine.skip import skip
-from rescale_data.engine.statedict import Sharded, state_dict, whole_shards
+from rescale_data.engine.states.load import load_state_dict
+from rescale_data.engine.states.statedict import Sharded, state_dict, whole_shards
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.watch import Watch, describe, waits
 from rescale_data.errors import checks_kinds, require, require_int

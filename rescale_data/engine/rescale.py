@@ -10,10 +10,10 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from rescale_data.engine.find_ranks import require_mesh
+from rescale_data.engine.ranks.find_ranks import require_mesh
 from rescale_data.engine.reading import Reading
 from rescale_data.engine.setup import Setup
-from rescale_data.engine.statedict import header, state_of
+from rescale_data.engine.states.statedict import header, state_of
 from rescale_data.engine.stream import Stream
 from rescale_data.layout.layout import Layout
 from rescale_data.state import Ints

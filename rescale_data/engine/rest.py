@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from rescale_data.engine.agreement import failure_elsewhere
-from rescale_data.engine.ranks import Ranks
+from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES, Histories
 from rescale_data.engine.runner import Runner
 from rescale_data.errors import DataStateError

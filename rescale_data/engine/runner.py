@@ -264,6 +264,7 @@ class Runner:
                     f"The pipeline of logical shard {shard} yields the columns {node.writes}, the first one {self._columns}. "
                     f"Samples of all shards make up one batch, so they are alike."
                 )
+            node.borrow(next(iter(self._built.values())))
         if type(node) is not type(self.schema.root):
             self._write_ready = Node.write_ready
         node.bind(self._slots(shard).data)

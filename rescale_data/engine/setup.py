@@ -11,9 +11,9 @@ from typing import Literal, TypeAlias
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from rescale_data.engine.find_ranks import find_ranks
 from rescale_data.engine.group import require_group
-from rescale_data.engine.ranks import Ranks
+from rescale_data.engine.ranks.find_ranks import find_ranks
+from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.recipe import Pipeline, Recipe
 from rescale_data.engine.schema import Schema
 from rescale_data.layout.layout import Layout, default_num_logical_shards

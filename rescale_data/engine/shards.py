@@ -9,11 +9,11 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from rescale_data.engine.feed import InProcess
-from rescale_data.engine.load import load_state_dict
 from rescale_data.engine.recipe import Pipeline
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.setup import Setup, set_up
-from rescale_data.engine.statedict import local_state_dict
+from rescale_data.engine.states.load import load_state_dict
+from rescale_data.engine.states.statedict import local_state_dict
 from rescale_data.engine.stream import Stream
 from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import BaseNode

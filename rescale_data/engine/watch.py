@@ -23,10 +23,7 @@ _logger = logging.getLogger("rescale_data")
 _OURS, _USERS = "rescale_data.", "in a function of the user's"
 _KINDS = (
     ("rescale_data.sources.", "reading"),
-    *(
-        (f"rescale_data.engine.{name}", "waiting for other ranks")
-        for name in ("rollcall", "circle", "ranks", "agreement")
-    ),
+    *((f"rescale_data.engine.{name}", "waiting for other ranks") for name in ("ranks", "agreement")),
     *((f"rescale_data.nodes.{name}", _USERS) for name in ("map", "filter", "tokenize", "clean", "foreign")),
     *((f"rescale_data.engine.{name}", _USERS) for name in ("runner", "recipe", "feed")),
 )

@@ -164,6 +164,11 @@ class Node(Changing, BaseNode[T]):
                 part = child.position
             child.bind(part)
 
+    def borrow(self, other: Node[Any]) -> None:
+        """Of what ``other``, this node in another logical shard, has as well, keep that in place of one's own."""
+        for name, child in self.children.items():
+            child.borrow(other.children[name])
+
     def unbind(self) -> None:
         """Keep no position: somebody else does, and binds this node before it is drawn from."""
         if self.is_bound:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,7 +18,7 @@ from rescale_data.nodes.reading.documents import Documents, RowTexts, Texts
 from rescale_data.nodes.reading.fetching import Fetching
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments, block_bytes
 from rescale_data.nodes.reading.proof import Proof
-from rescale_data.nodes.reading.rows import DEFAULT_WINDOW, Plan, ShardRows, check_order
+from rescale_data.nodes.reading.rows import DEFAULT_WINDOW, Plan, ShardRows, check_order, numbers
 from rescale_data.nodes.reading.rows import View as SourceView
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.nodes.reading.spans import Moves
@@ -81,6 +82,7 @@ class Reader(Node[Any]):
     _fetching: Fetching | None = None
     _proof: Proof | None = None
     _views: list[SourceView] | None = None
+    _leave: Callable[[], None] | None = None
 
     @checks_kinds
     def __init__(
@@ -100,8 +102,10 @@ class Reader(Node[Any]):
         self.repeat = shard.repeat
         self.shuffle, self.provenance, self._must_say = shuffle, provenance or shard.provenance, provenance
         self._guard = guard_of(self, on_error, "while reading")
+        self._on_error: OnError = on_error
         check_order(shard, shuffle, by_global_batch)
         self._by_global_batch = by_global_batch
+        self._number = next(numbers)
         self._rows: ShardRows | None = None
         self._farthest = 0
         self._packed: str | None = None  # the only column that counts, however the rows are read
@@ -123,9 +127,44 @@ class Reader(Node[Any]):
         """Which rows, in which order. There may be many readers: they keep it while the cache has room."""
         found = self._rows
         if found is None:
-            found = ShardRows(self.source, self.shard, self.shuffle, self._by_global_batch, self._views, self)
+            found = ShardRows(
+                self.source, self.shard, self.shuffle, self._by_global_batch, self._views, self, self._number
+            )
             self._rows = found
         return found
+
+    def is_like(self, other: object) -> bool:
+        """Whether another reader, of another shard, differs from this one in the shard alone."""
+        return (
+            isinstance(other, Reader)
+            and self._how == other._how
+            and self.source is other.source
+            and self._views is other._views
+            and self._chunks is None
+            and replace(other.shard, index=self.shard.index) == self.shard
+        )
+
+    @property
+    def _how(self) -> tuple[object, ...]:
+        return type(self), type(self.shuffle), self.shuffle, self._by_global_batch, self._must_say, self._on_error
+
+    def for_shard(self, shard: Shard, leave: Callable[[], None]) -> Reader:
+        """The same of another shard; ``leave`` is called when the cache has no room for where it reads."""
+        made = Reader(
+            self.source,
+            shard,
+            shuffle=self.shuffle,
+            by_global_batch=self._by_global_batch,
+            provenance=self._must_say,
+            on_error=self._on_error,
+        )
+        made._views, made._number, made._leave = self._views, self._number, leave
+        return made
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Who reads, in keys of the cache."""
+        return self._number, self.shard.index
 
     @property
     def farthest(self) -> int:
@@ -135,6 +174,8 @@ class Reader(Node[Any]):
     def leave_order(self) -> None:
         self._farthest = self.farthest
         self._rows = self._share = None
+        if self._leave is not None:
+            self._leave()
 
     def own_fields(self) -> tuple[Field, ...]:
         return (*self.FIELDS, self.PROOF) if self.shard.verify else self.FIELDS
@@ -230,7 +271,7 @@ class Reader(Node[Any]):
         if views is not self._views:
             self._views = views
             self.leave_order()
-            self._farthest = 0
+            self._farthest, self._number = 0, next(numbers)
 
     def documents(self, column: str) -> Documents | None:
         if not follows(self.source, TokenSource):

@@ -79,7 +79,7 @@ class Shuffle(Node[Any]):
         self._shard, self._order_key = shard.index, (shard.seed, shard.index, depth)
         self._places = place_slots(self._source.fields)
         self._changes = any(node.MAY_CHANGE for _, node in self._source.walk())
-        self._below = [node for _, node in self._source.walk() if not node.reread]
+        self._below = [node for _, node in self._source.walk() if node.reads is None and not node.reread]
         self._key = (owner_of(self), "window")
         self._passes, self._where = True, ""
         self._let_pass(False)

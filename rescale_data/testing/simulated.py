@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from rescale_data.engine.collate import with_valid
 from rescale_data.engine.recipe import Recipe
 from rescale_data.engine.shards import LogicalShards
-from rescale_data.engine.statedict import merged_state_dict
+from rescale_data.engine.states.statedict import merged_state_dict
 from rescale_data.engine.stream import HasStream
 from rescale_data.errors import checks_kinds, require
 from rescale_data.loader import DataLoader

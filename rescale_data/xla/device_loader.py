@@ -19,7 +19,7 @@ import torch_xla
 from torch_xla.core import xla_model
 
 from rescale_data.engine.feed import InThread
-from rescale_data.engine.ranks import Ranks
+from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.reading import Batches
 from rescale_data.engine.setup import Setup
 from rescale_data.engine.stream import Stream

@@ -18,9 +18,9 @@ from fsspec.implementations.local import LocalFileSystem
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import rescale_data as rd
-from rescale_data.engine import meeting as groups
 from rescale_data.engine.message import to_bytes
-from rescale_data.engine.peers import RESULT
+from rescale_data.engine.ranks import meeting as groups
+from rescale_data.engine.ranks.peers import RESULT
 from tests.distributed.ranks import run_ranks
 
 O, ROWS = 8, 60  # noqa: E741

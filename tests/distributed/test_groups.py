@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from rescale_data.engine.find_ranks import find_ranks
+from rescale_data.engine.ranks.find_ranks import find_ranks
 from rescale_data.engine.report import NAMES
 from tests.distributed.legs import Data, take
 from tests.distributed.ranks import run_ranks

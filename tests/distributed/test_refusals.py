@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 import rescale_data as rd
-from rescale_data.engine.statedict import local_state_dict
+from rescale_data.engine.states.statedict import local_state_dict
 from rescale_data.state import Field
 from tests.distributed.legs import Data, take
 from tests.distributed.ranks import run_ranks

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torchdata.nodes import Loader, Prefetcher
 
 import rescale_data as rd
-from rescale_data.engine.table import by_field
+from rescale_data.engine.states.table import by_field
 from tests.distributed.legs import SEED, ByRank, Data, Taken, check_exactly_once, num_real, take, take_epoch
 from tests.distributed.ranks import run_ranks
 from tests.pipelines import data_for, pipeline_of, plain

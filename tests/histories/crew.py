@@ -21,8 +21,8 @@ import rescale_data.engine.rescale as rescale_module
 import rescale_data.engine.setup as setup_module
 import rescale_data.engine.workers as workers_module
 import rescale_data.loader as loader_module
-from rescale_data.engine.circle import Call
-from rescale_data.engine.ranks import Ranks
+from rescale_data.engine.ranks.circle import Call
+from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.stream import Stream
 
 

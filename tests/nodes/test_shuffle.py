@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torchdata import nodes
 
 import rescale_data as rd
-from rescale_data.engine.table import by_field
+from rescale_data.engine.states.table import by_field
 from rescale_data.sources.decoded.cache import cache
 from tests.nodes.resume import endless
 

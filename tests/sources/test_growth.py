@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import rescale_data as rd
-from rescale_data.engine.table import by_field
+from rescale_data.engine.states.table import by_field
 from rescale_data.sources.folders import fold, num_rows
 from rescale_data.testing import assert_rescalable, full_state_dict
 from tests.formats import write_jsonl

@@ -16,7 +16,7 @@ from rescale_data.checkpoint.storage.open import opened
 from rescale_data.checkpoint.storage.progress import Progress
 from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.tree import Lost
-from rescale_data.engine.state_paths import data_states
+from rescale_data.engine.states.state_paths import data_states
 
 BUDGET = 256 << 20
 

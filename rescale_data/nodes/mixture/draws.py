@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -21,6 +21,7 @@ from rescale_data.nodes.mixture.ends import (
 )
 from rescale_data.nodes.mixture.lengths import TokenArcs
 from rescale_data.nodes.mixture.row import NUM, MixtureRow
+from rescale_data.nodes.mixture.sources import Sources
 from rescale_data.nodes.mixture.weights import MixtureWeights
 
 Stop: TypeAlias = Literal["never", "first", "all"]
@@ -31,8 +32,7 @@ class MixtureDraws:
 
     Args:
         position: Of the mixture, from which it draws.
-        nodes: The sources, bound when they are first drawn from.
-        slots: Of each in that position.
+        sources: Bound when they are first drawn from.
         inner: The draws of those sources that yield the samples of a mixture, one for one.
         row: Where the mixture keeps what.
         weights: Its weights.
@@ -48,18 +48,17 @@ class MixtureDraws:
     def __init__(
         self,
         position: View,
-        nodes: Sequence[Node[Any]],
-        slots: Sequence[slice],
-        inner: Sequence[MixtureDraws | None],
+        sources: Sources,
+        inner: Mapping[int, MixtureDraws],
         row: MixtureRow,
         weights: MixtureWeights,
         shard: tuple[int, int],
         column: str | None,
         stop: Stop,
     ) -> None:
-        self._nodes, self._slots, self._inner, self._row = nodes, slots, inner, row
-        sources = zip(nodes, slots, strict=True)
-        self._changing = [below for below in sources if any(n.MAY_CHANGE for _, n in below[0].walk())]
+        self.sources, self._inner, self._row = sources, inner, row
+        each = zip(sources.nodes, sources.slots, strict=True)
+        self._changing = [below for below in each if any(n.MAY_CHANGE for _, n in below[0].walk())]
         self._in_use, self._shard, self._column, self._stop = weights, shard, column, stop
         self._given: int | None = None  # the next draw's point, where the mixture above says it
         self.circle = circle_of(*shard)
@@ -82,23 +81,19 @@ class MixtureDraws:
         """The next sample, or what ``how`` makes of the node that would yield it."""
         while (chosen := self.choose()) is not None:
             try:
-                sample = how(self._bound(chosen))
+                sample = how(node := self._bound(chosen))
             except StopIteration:
                 self._end(chosen)
                 continue
-            self._count(chosen, 1 if self._column is None else length_of(sample, self._column, self._nodes[chosen]))
+            self._count(chosen, 1 if self._column is None else length_of(sample, self._column, node))
             return sample
         raise StopIteration
 
     def _bound(self, source: int) -> Node[Any]:
-        """A source, where it stands in the position."""
-        node = self._nodes[source]
-        if not node.is_bound:
-            node.bind(self._position[self._slots[source]])
-        return node
+        return self.sources.bound(source, self._position)
 
     def bind_all(self) -> None:
-        for source in range(len(self._nodes)):
+        for source in range(len(self.sources.nodes)):
             self._bound(source)
 
     def choose(self) -> int | None:
@@ -108,7 +103,7 @@ class MixtureDraws:
             return None
         point = self.circle.point(self._position[NUM]) if self._given is None else self._given
         self.chosen = chosen = arcs.choose(point)
-        inner = self._inner[chosen]
+        inner = self._inner.get(chosen)
         if inner is not None:
             inner._given = arcs.stretch(point, chosen)
         return chosen
@@ -185,7 +180,7 @@ class MixtureDraws:
             lefts = self._samples_left()
             if isinstance(arcs, TokenArcs) or lefts is None:
                 return self._draw_in(circle, first, stop, arc)
-            parts = [within(arcs.arc(source), arc) for source in range(len(self._nodes))]
+            parts = [within(arcs.arc(source), arc) for source in range(len(lefts))]
             until = self._in_use.first_change(self._position, circle, first, stop, arc, parts)
             until, ended = first_end(circle, first, until, parts, lefts)
             for source, part in enumerate(parts):
@@ -211,7 +206,7 @@ class MixtureDraws:
 
     def _pass_over(self, node: Node[Any]) -> None:
         """Leave out a sample of the source that was chosen, at the point that has been given to a mixture that yields it."""
-        inner = self._inner[self.chosen]
+        inner = self._inner.get(self.chosen)
         if inner is None or inner.by_tokens:
             node.skip(1)
         else:
@@ -225,12 +220,12 @@ class MixtureDraws:
             if cap.unit == "epochs" and not cap.reached(self._position)
         }
         endless = self._stop == "never" and not now.grows_from(self._position)
-        sources = zip(self._nodes, self._slots, strict=True)
+        sources = zip(self.sources.nodes, self.sources.slots, strict=True)
         return samples_left(sources, self._position, self._shard, stops, endless=endless)
 
     def _leave_out(self, source: int, circle: Circle, first: int, stop: int, part: Arc) -> None:
         """Leave out the draws that are a source's, over as many of its epochs as they take."""
-        inner, shard = self._inner[source], self._shard[0]
+        inner, shard = self._inner.get(source), self._shard[0]
         left = count = circle.count(first, stop, part)
         if not count:
             return
@@ -270,7 +265,8 @@ class MixtureDraws:
             silent = self._silent[chosen] = self._silent.get(chosen, 0) + 1
             if silent > SILENT_EPOCHS:
                 self.refuse_silent(chosen)
-            self._nodes[chosen].bind(self._nodes[chosen].position)
+            node = self._bound(chosen)
+            node.bind(node.position)
         else:
             self._over = self.end_at(self._position, chosen)
 
@@ -282,7 +278,7 @@ class MixtureDraws:
 
     def _require_more(self, position: View) -> None:
         capped = self._in_use.caps_now and not any(position[self._row.weights])
-        if capped and any(below.repeat for node in self._nodes for _, below in node.walk()):
+        if capped and any(below.repeat for node in self.sources.nodes for _, below in node.walk()):
             caps = {self._row.names[source]: cap.given for source, cap in self._in_use.caps_now.items()}
             refuse_capped(caps, self._shard)
 
@@ -298,7 +294,7 @@ class MixtureDraws:
         return self._in_use.rule_at(position)
 
     def slots_of(self, source: int) -> slice:
-        return self._slots[source]
+        return self.sources.slots[source]
 
     def pass_blocked(self, position: View) -> None:
         for node, slots in self._changing:

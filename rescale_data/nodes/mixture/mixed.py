@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,7 +36,8 @@ class MixedDocuments:
 
     Args:
         mixture: It chooses.
-        documents: Of its sources.
+        column: Of the tokens.
+        documents: Those of its sources, which are opened again when they are read.
         repeats: Whether a source begins again where it ends.
         by_tokens: Whether a source without tokens counts as one that yields nothing.
         room: About how many bytes are read at once.
@@ -45,13 +46,15 @@ class MixedDocuments:
     def __init__(
         self,
         mixture: MixtureDraws,
+        column: str,
         documents: Sequence[Documents],
         *,
         repeats: bool,
         by_tokens: bool,
         room: Callable[[], int],
     ) -> None:
-        self._mixture, self._documents, self._repeats, self._by_tokens = mixture, documents, repeats, by_tokens
+        self._mixture, self._column, self._repeats, self._by_tokens = mixture, column, repeats, by_tokens
+        self._num_sources = len(documents)
         self._num, self._reads, self._room = _FIRST, 0, room
         self._enough = max(_READS, 4 * len(documents))
         self._second = max(_SECOND, _AT_ONCE * sum([isinstance(each, FragmentDocuments) for each in documents]))
@@ -62,6 +65,9 @@ class MixedDocuments:
         self._supplies: dict[int, Supply] = {}
         self._together, self._places = EMPTY, _NOWHERE
 
+    def _of(self, source: int) -> Documents:
+        return self._mixture.sources.documents(source, self._column)
+
     def read(self, position: View, most: int, points: Words | None = None) -> Spans:
         """`Documents.read`; ``points`` are those of the next draws, where a mixture above says them."""
         self._after = copy_of(position)
@@ -71,7 +77,8 @@ class MixedDocuments:
             arcs = self._mixture.arcs_at(self._after)
             if arcs is None:
                 break
-            self._caps, self._seen_ends, room = {}, (), MANY
+            self._caps, room = {}, MANY
+            self._seen_ends: Container[int] = ()
             self._turn_at = None
             if rule is not None:
                 self._caps, self._seen_ends = rule.caps, rule.ends_count(self._after)
@@ -85,13 +92,14 @@ class MixedDocuments:
                 self._grow(spans)
                 if rule is not None:
                     spans = self._changed(spans, rule)
-                if self._after == position:
-                    return spans
-                return spans.with_moves(spans.moves.led_by(Moves.between(position, self._after)))
+                if self._after != position:
+                    spans = spans.with_moves(spans.moves.led_by(Moves.between(position, self._after)))
+                self._after = self._start = position  # there may be many shards
+                return spans
             num_silent[ended] += 1
             if self._repeats and (ended not in self._seen_ends or num_silent[ended] > SILENT_EPOCHS):
                 self._mixture.refuse_silent(ended)
-            self._documents[ended].turn(self._after[self._mixture.slots_of(ended)])
+            self._of(ended).turn(self._after[self._mixture.slots_of(ended)])
             if rule is not None and ended in self._seen_ends:
                 rule.change(self._after, [ended])
             if not self._repeats and self._mixture.end_at(self._after, ended):
@@ -120,9 +128,9 @@ class MixedDocuments:
     def _grow(self, spans: Spans) -> None:
         copied = sum([array.nbytes for array, kept in zip(spans.arrays, spans.keeps, strict=True) if kept is None])
         mean = _BYTES_OF_A_SPAN + copied // len(spans)
-        most = min(_MOST, _OF_EACH * len(self._documents), self._room() // mean)
+        most = min(_MOST, _OF_EACH * self._num_sources, self._room() // mean)
         more = max(self._second, _FASTER * self._num)
-        if self._reads > len(self._documents):  # some have few at a time
+        if self._reads > self._num_sources:  # some have few at a time
             more = min(more, len(spans) * self._enough // self._reads)
         self._num = max(_FIRST, min(more, most))
 
@@ -143,10 +151,10 @@ class MixedDocuments:
         """Up to so many documents of each source, of those that can be read so; how many there are."""
         asked = [
             (source, (documents, self._mixture.slots_of(source), num, self._repeats and source not in self._seen_ends))
-            for source, (documents, num) in enumerate(zip(self._documents, wanted, strict=True))
-            if num and isinstance(documents, FragmentDocuments) and source not in self._caps
+            for source, num in enumerate(wanted)
+            if num and isinstance(documents := self._of(source), FragmentDocuments) and source not in self._caps
         ]
-        self._places = np.zeros((2, len(self._documents)), dtype=np.int64)
+        self._places = np.zeros((2, self._num_sources), dtype=np.int64)
         if asked:
             self._together, places = read_together([each for _, each in asked], self._start)
             self._places[:, [source for source, _ in asked]] = places
@@ -191,13 +199,13 @@ class MixedDocuments:
     def _supplied(self, chosen: Ints, points: Words, arcs: Arcs) -> tuple[Ints, int]:
         """As many of the draws as there are documents for, and the source that has ended there."""
         limit, ended = len(chosen), -1
-        wanted = np.bincount(chosen, minlength=len(self._documents))
+        wanted = np.bincount(chosen, minlength=self._num_sources)
         if (self._read_together(wanted.tolist()) == wanted).all():
             return chosen, -1
         for source, places in Drawn.of(chosen).each():
             if self._places[1, source] == len(places):
                 continue
-            inner = isinstance(self._documents[source], MixedDocuments)
+            inner = isinstance(self._of(source), MixedDocuments)
             below = arcs.stretch_all(points[places], source) if inner else None
             if not self._have(source, len(places), len(places), below):
                 missing = int(places[self._supplies[source].num])
@@ -219,7 +227,7 @@ class MixedDocuments:
             stop = None if cap is None or cap.unit != "epochs" else (cap.slot - slots.start, cap.limit)
             first = self._read_of(source)
             first = first.with_moves(first.moves.under(-slots.start))
-            supply = Supply(self._documents[source], self._start[slots], self._by_tokens, stop, first)
+            supply = Supply(self._of(source), self._start[slots], self._by_tokens, stop, first)
             self._supplies[source] = supply
         while supply.num < num:
             if supply.full_at < MANY or (supply.num and self._reads >= self._enough):

@@ -10,7 +10,6 @@ import numpy as np
 from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import BaseNode, Node, View, copy_of
 from rescale_data.nodes.below import find_shard
-from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.form import BEFORE, History
 from rescale_data.nodes.mixture.arguments import check_group, check_mixture, check_temperature
 from rescale_data.nodes.mixture.caps import cap_of, check_caps
@@ -22,6 +21,7 @@ from rescale_data.nodes.mixture.progress import mixture_progress
 from rescale_data.nodes.mixture.row import NUM, MixtureRow, Unit, check_saved
 from rescale_data.nodes.mixture.schedule import Schedule, as_json, from_json
 from rescale_data.nodes.mixture.sizes import Size, Sizes
+from rescale_data.nodes.mixture.sources import Sources
 from rescale_data.nodes.mixture.weights import MixtureWeights, number_of
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES, follows, owner_of
@@ -109,7 +109,6 @@ class WeightedSampler(Node[Any]):
         known = dict.fromkeys(self.names, 1.0) if isinstance(weights, str) else weights
         self._in_use = MixtureWeights(self._row, known)
         super().__init__(**{name: nodes[name] for name in self.names})
-        self._nodes = list(self.children.values())
         shard = find_shard(self)
         self._shard = (shard.index, shard.num_logical_shards) if shard else (0, 1)
         sizes = None
@@ -121,19 +120,10 @@ class WeightedSampler(Node[Any]):
         self.caps = {name: {unit: int(n) for unit, n in cap.items()} for name, cap in sorted((caps or {}).items())}
         self._in_use = self._rule(self.weights, self.caps, sizes)
         self.position = self.initial()
-        mixtures = [_mixture_of(node) for node in self._nodes]
-        inner = [mixture and mixture._draws for mixture in mixtures]
-        self._draws = MixtureDraws(
-            self.position,
-            self._nodes,
-            [*map(self._slots, self.names)],
-            inner,
-            self._row,
-            self._in_use,
-            self._shard,
-            column,
-            stop,
-        )
+        children = [*self.children.values()]
+        sources = Sources(children, [*map(self._slots, self.names)], shard)
+        inner = {i: mixture._draws for i, node in enumerate(children) if (mixture := _mixture_of(node)) is not None}
+        self._draws = MixtureDraws(self.position, sources, inner, self._row, self._in_use, self._shard, column, stop)
         for path, node in self.walk():
             if isinstance(node, WeightedSampler):
                 node._draws.circle = circle_of(*self._shard, ".".join(path))
@@ -149,11 +139,25 @@ class WeightedSampler(Node[Any]):
         return {name: (node, self._slots(name)) for name, node in self.children.items()}
 
     def bind_children(self) -> None:
+        self._draws.sources.close()  # until they are drawn from: there may be hundreds
         for name, node in self.children.items():
             if node.children:
                 node.bind(self.bookmark(name))
-            else:
-                node.unbind()  # until it is drawn from: there may be hundreds
+
+    def borrow(self, other: Node[Any]) -> None:
+        super().borrow(other)
+        if not isinstance(other, WeightedSampler):
+            return
+        sources = self._draws.sources
+        sources.borrow(other._draws.sources)
+        if sources.nodes is other._draws.sources.nodes:
+            self.children, self.names = other.children, other.names
+            self._row.names = other.names
+        else:
+            self.children = dict(zip(self.names, sources.nodes, strict=True))
+        if self.weights == other.weights:
+            self.weights = other.weights
+            self._in_use.borrow(other._in_use, sources.nodes is other._draws.sources.nodes)
 
     def seek(self) -> None:
         self._draws.seek(self.position)
@@ -257,7 +261,8 @@ class WeightedSampler(Node[Any]):
             return False
         self.bind(copy_of(position))
         chosen = self._draws.choose()
-        return chosen is not None and self._nodes[chosen].is_blocked(position[self._slots(self.names[chosen])])
+        sources = self._draws.sources
+        return chosen is not None and sources.nodes[chosen].is_blocked(position[sources.slots[chosen]])
 
     def is_lost(self, position: View) -> bool:
         return any(node.is_lost(position[self._slots(name)]) for name, node in self.children.items())
@@ -266,7 +271,7 @@ class WeightedSampler(Node[Any]):
         return self._in_use.is_pending(position) or super().is_pending(position)
 
     def locate(self) -> str:
-        return self._nodes[self._draws.chosen].locate()
+        return self._draws.sources.last.locate()
 
     def parameters(self) -> dict[str, Any]:
         given = {"weights": as_json(self.weights), "unit": self.unit, "column": self.column, "stop": self.stop}
@@ -287,9 +292,8 @@ class WeightedSampler(Node[Any]):
     def documents(self, column: str) -> Documents | None:
         if self.unit == "tokens" and column != self.column:
             return None
-        name = type(self).__name__
-        below = [node.documents(column) or ColumnDocuments(node, column, name) for node in self._nodes]
-        inner = [_mixture_of(node) is not None for node in self._nodes]
+        below = [self._draws.sources.documents(source, column) for source in range(len(self.names))]
+        inner = [_mixture_of(node) is not None for node in self.children.values()]
         in_blocks = [isinstance(documents, MixedDocuments) for documents in below]
         if any(inner) and (self.unit == "tokens" or inner != in_blocks):  # each draw of those has a point of its own
             return None
@@ -298,6 +302,7 @@ class WeightedSampler(Node[Any]):
         owner, room = min(sources.items(), key=lambda item: item[1], default=(-1, DEFAULT_BYTES))
         return MixedDocuments(
             self._draws,
+            column,
             below,
             repeats=self.stop == "never",
             by_tokens=self.unit == "tokens",
@@ -305,7 +310,7 @@ class WeightedSampler(Node[Any]):
         )
 
     def yields_only(self, column: str) -> bool:
-        return all(node.yields_only(column) for node in self._nodes)
+        return all(node.yields_only(column) for node in self.children.values())
 
 
 def _mixture_of(node: Node[Any]) -> WeightedSampler | None:

@@ -31,7 +31,7 @@ class Sizes:
         temperature: float,
     ) -> None:
         self._by, self._column, self._temperature = by, column, temperature
-        self._readers = {name: _readers(name, node, starts[name], by) for name, node in sources.items()}
+        self.readers = {name: _readers(name, node, starts[name], by) for name, node in sources.items()}
         self._found: dict[tuple[int, ...], Pieces] = {}
 
     def forget(self) -> None:
@@ -41,26 +41,26 @@ class Sizes:
     @property
     def grow(self) -> bool:
         """Whether they differ from epoch to epoch."""
-        return any(reader.rows.grows for readers in self._readers.values() for reader, _ in readers)
+        return any(reader.rows.grows for readers in self.readers.values() for reader, _ in readers)
 
     def grow_from(self, position: View) -> bool:
         """Whether they change after a position."""
-        each = (pair for readers in self._readers.values() for pair in readers)
+        each = (pair for readers in self.readers.values() for pair in readers)
         return any(position[slot] < reader.rows.alike_from for reader, slot in each)
 
     def weights(self, position: View) -> dict[str, float]:
         sizes = {
             name: sum(reader.size_in(position[slot], self._by, self._column) for reader, slot in readers)
-            for name, readers in self._readers.items()
+            for name, readers in self.readers.items()
         }
         largest = max(1, *sizes.values())
         # rounded, so that they are the same on every processor
         return {name: float(f"{(size / largest) ** (1 / self._temperature):.9g}") for name, size in sizes.items()}
 
     def pieces(self, position: View) -> Pieces:
-        epochs = tuple(position[slot] for readers in self._readers.values() for _, slot in readers)
+        epochs = tuple(position[slot] for readers in self.readers.values() for _, slot in readers)
         if epochs not in self._found:
-            self._found = {epochs: pieces_of(list(self._readers), self.weights(position))}
+            self._found = {epochs: pieces_of(list(self.readers), self.weights(position))}
         return self._found[epochs]
 
 

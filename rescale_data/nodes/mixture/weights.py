@@ -57,6 +57,12 @@ class MixtureWeights:
         self.before: list[MixtureWeights] = []
         self.seek()
 
+    def borrow(self, other: MixtureWeights, reads_alike: bool) -> None:
+        """Keep what those of another shard, which say the same, have as well."""
+        self._given, self._pieces = other._given, other._pieces
+        if self.sizes is not None and other.sizes is not None and reads_alike:
+            self.sizes.readers = other.sizes.readers
+
     def seek(self) -> None:
         """The position has been rewritten."""
         self.rule: MixtureWeights | None = self

@@ -150,7 +150,8 @@ class TokenStream:
     def _extend(self, found: Stretch, num_tokens: int) -> None:
         """Append documents behind what is left of a stretch, until it has so many tokens or the epoch ends."""
         position = found.reach
-        found.nbytes = num_turns = misses = 0
+        num_turns = misses = 0
+        found.nbytes = position.nbytes
         while found.left < num_tokens:
             waits = found.left < 0  # within a document, which goes on as it began
             if self._settles and not waits:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,11 +23,15 @@ from rescale_data.state import Ints
 
 _LARGER = 4
 _DECODED_AHEAD = 2  # fragments that need room beside, where decoding costs
-_numbers = itertools.count(1)
 
 
 class Rows(Protocol):
     """The order in which one logical shard reads."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Who reads, in keys of the cache."""
+        ...
 
     def size(self, epoch: int) -> int:
         """Rows of the shard in an epoch."""
@@ -80,7 +83,7 @@ class FragmentDocuments:
     """
 
     __slots__ = (
-        "_block", "_bytes", "_column", "_decoding", "_fragments", "_owner", "_pieces", "_rows", "_share", "_source",
+        "_block_key", "_bytes", "_column", "_decoding", "_fragments", "_owner", "_pieces", "_rows", "_share", "_source",
     )  # fmt: skip
 
     def __init__(self, source: TokenSource, column: str, rows: Rows, num_bytes: int) -> None:
@@ -91,7 +94,7 @@ class FragmentDocuments:
         self._fragments = np.ascontiguousarray(source.fragments, dtype=np.int64)
         self._decoding = source if follows(source, DecodingSource) else None
         self._pieces = source if follows(source, PieceSource) else None
-        self._bytes, self._block = num_bytes, 0
+        self._bytes, self._block_key = num_bytes, (self._owner, "block", *rows.key)
         self._share: ShardShare | None = None
 
     def read(self, position: memoryview, most: int) -> Spans:
@@ -121,12 +124,11 @@ class FragmentDocuments:
             rows = np.concatenate([rows, more])
         parts = self._copied(rows, [len(rows) * part // PARTS for part in range(1, PARTS + 1)], self._decoding)
         ends = np.cumsum([part.nbytes for part in parts])
-        self._block = self._block or next(_numbers)
         return Block(epoch, row, parts[: max(1, int(ends.searchsorted(_LARGER * num_bytes)))])
 
     def _of_block(self, epoch: int, row: int, most: int) -> Spans:
         """Documents that were copied before; none where they were not, or are gone."""
-        block: Block | None = cache().get(self._block_key) if self._block else None
+        block: Block | None = None if self._decoding is None else cache().get(self._block_key)
         return EMPTY if block is None else self._take(block, epoch, row, most)
 
     def _take(self, block: Block, epoch: int, row: int, most: int) -> Spans:
@@ -144,7 +146,7 @@ class FragmentDocuments:
             turns: Whether those of the next epochs follow.
         """
         epoch, row, left = position[0], position[1], most
-        if self._block and (block := cache().get(self._block_key)) is not None and block.has(epoch, row):
+        if self._decoding is not None and (block := cache().get(self._block_key)) is not None and block.has(epoch, row):
             return None
         self._share = self._rows.share(epoch)
         runs, parts = list[tuple[int, int, int]](), list[Ints]()
@@ -216,10 +218,6 @@ class FragmentDocuments:
         """As many as take so many bytes, were all rows like those of a fragment."""
         mean = found.values.nbytes / (len(found.offsets) - 1)
         return max(1, int(num_bytes / max(1.0, mean)))
-
-    @property
-    def _block_key(self) -> tuple[int, str, int]:
-        return (self._owner, "block", self._block)
 
     def _have_room(self, num_fragments: int, found: Lent) -> bool:
         """Whether the cache has room for so many fragments like that one of each shard, and for as much of each source."""

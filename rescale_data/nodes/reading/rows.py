@@ -26,7 +26,8 @@ DEFAULT_WINDOW = 1024
 _NO_SUMS = memoryview(b"")
 _ENTRY = 900  # bytes of a plan in the cache beside its numbers, with what its reader keeps as long
 _SINCE_EVER = [0]
-_numbers = itertools.count()
+numbers = itertools.count()
+"""Of those who read alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,7 @@ class ShardRows:
         shuffle, by_global_batch: See `Reader`.
         views: What the source consists of, in the order of their first epochs; default: all of it.
         reader: Who keeps this, as long as the cache has room for where the shard reads.
+        number: Of those who read the same so, a logical shard each; default: of this alone.
     """
 
     __slots__ = (
@@ -102,13 +104,14 @@ class ShardRows:
         by_global_batch: bool = False,
         views: Sequence[View] | None = None,
         reader: Leaving | None = None,
+        number: int = -1,
     ) -> None:
         self._source, self._shard = source, shard
         self.steps = Steps(**_sizes_of(shard, shuffle)) if by_global_batch else None
         self.is_full = shuffle is True and source.fragments is None
         self.window = 0 if self.is_full else _window(shuffle)
         self._source_key = owner_of(source)
-        self._plan_key = (self._source_key, "plan", next(_numbers))
+        self._plan_key = (self._source_key, "plan", next(numbers) if number < 0 else number, shard.index)
         self._views = views = views or _whole(source.num_rows)
         self._since = _SINCE_EVER if len(views) == 1 else [view.since for view in views]
         self._epoch, self._size = -1, 0  # whose size was asked for last, and that

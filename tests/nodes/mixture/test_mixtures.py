@@ -15,7 +15,7 @@ import rescale_data as rd
 from rescale_data.engine.recipe import FIRST_SLOT, Recipe
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.schema import Schema
-from rescale_data.engine.table import by_field
+from rescale_data.engine.states.table import by_field
 from rescale_data.nodes.base import Node
 from rescale_data.nodes.mixture.circle import TURN, arcs, circle_of
 from rescale_data.nodes.mixture.lengths import TokenArcs

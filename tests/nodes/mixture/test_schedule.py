@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import rescale_data as rd
-from rescale_data.engine.table import by_field
+from rescale_data.engine.states.table import by_field
 from rescale_data.nodes.mixture.schedule import pieces_of
 from rescale_data.sources.source import CountedSource
 from tests.nodes.mixture.test_mixtures import counted, rows, without_tokens

@@ -16,7 +16,7 @@ from torchdata.nodes import Batcher, Mapper, Unbatcher
 
 import rescale_data as rd
 from rescale_data import checkpoint
-from rescale_data.engine.table import by_field
+from rescale_data.engine.states.table import by_field
 from rescale_data.testing import full_state_dict
 from tests.nodes.zoo import BOOKS, CODE, WEB, read, without_arrays
 

@@ -13,13 +13,13 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from rescale_data.engine.change import Fitted, fit, fixed_by_others, without_form, without_free
-from rescale_data.engine.differences import differences, without_functions
-from rescale_data.engine.growth import compare, refuse_changes
 from rescale_data.engine.recipe import STAMP
-from rescale_data.engine.statedict import header
+from rescale_data.engine.states.change import Fitted, fit, fixed_by_others, without_form, without_free
+from rescale_data.engine.states.differences import differences, without_functions
+from rescale_data.engine.states.growth import compare, refuse_changes
+from rescale_data.engine.states.statedict import header
+from rescale_data.engine.states.table import BY_FIELD, IN_ONE, stored, version_of
 from rescale_data.engine.stream import HasStream, Stream
-from rescale_data.engine.table import BY_FIELD, IN_ONE, stored, version_of
 from rescale_data.errors import DataStateError, require
 
 _READS = (1, BY_FIELD, IN_ONE)

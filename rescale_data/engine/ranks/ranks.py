@@ -17,8 +17,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from rescale_data.engine.circle import Call, Circle
-from rescale_data.engine.meeting import digest
+from rescale_data.engine.ranks.circle import Call, Circle
+from rescale_data.engine.ranks.meeting import digest
 from rescale_data.state import Ints
 
 _logger = logging.getLogger("rescale_data")

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import BroadcastOptions
 
-from rescale_data.engine.meeting import digest, gloo, meet, once, part_of_store
 from rescale_data.engine.message import Bytes, from_bytes
+from rescale_data.engine.ranks.meeting import digest, gloo, meet, once, part_of_store
 
 
 class Broadcasts(Protocol):

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
-from rescale_data.engine.rollcall import Missing, RollCall, Store
+from rescale_data.engine.ranks.rollcall import Missing, RollCall, Store
 
 T = TypeVar("T")
 

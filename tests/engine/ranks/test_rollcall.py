@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from rescale_data.engine import rollcall
-from rescale_data.engine.rollcall import Missing, RollCall
+from rescale_data.engine.ranks import rollcall
+from rescale_data.engine.ranks.rollcall import Missing, RollCall
 
 
 class CountedStore:

@@ -22,8 +22,8 @@ import torch
 from rescale_data.engine.position import Position
 from rescale_data.engine.recipe import SAMPLES, STAMP
 from rescale_data.engine.schema import Schema
+from rescale_data.engine.states.table import is_dealt, stamps_of, tensors_of, version_of
 from rescale_data.engine.stream import Stream
-from rescale_data.engine.table import is_dealt, stamps_of, tensors_of, version_of
 from rescale_data.errors import DataStateError
 from rescale_data.state import Ints
 

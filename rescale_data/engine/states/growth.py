@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from rescale_data.engine.differences import differences
 from rescale_data.engine.recipe import DEALT, FIRST_SLOT, UNDEALT, History, path_name
 from rescale_data.engine.schema import Schema, to_json
+from rescale_data.engine.states.differences import differences
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.mixture.sampler import WeightedSampler
 from rescale_data.rounds import ranges_of, shard_sizes

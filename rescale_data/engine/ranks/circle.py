@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rescale_data.engine.rollcall import Missing, RollCall, Store
+from rescale_data.engine.ranks.rollcall import Missing, RollCall, Store
 from rescale_data.state import Ints
 
 _SECONDS_AFTER_A_FAILURE = 10.0  # within which those that live say so

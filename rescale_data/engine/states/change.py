@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from rescale_data.engine.growth import Growth
 from rescale_data.engine.recipe import EXCLUDED_STEPS, FIRST_SLOT, IN_STEP, SAMPLES, STRINGS, History, path_name
 from rescale_data.engine.schema import Schema
+from rescale_data.engine.states.growth import Growth
 from rescale_data.engine.stream import Stream
 from rescale_data.nodes.base import Node
 from rescale_data.nodes.form import BEFORE, LASTING

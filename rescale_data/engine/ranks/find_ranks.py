@@ -8,9 +8,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from rescale_data.engine.circle import Circle
-from rescale_data.engine.meeting import by_dp_rank, digest, gloo, meet, once, part_of_store
-from rescale_data.engine.ranks import Ranks
+from rescale_data.engine.ranks.circle import Circle
+from rescale_data.engine.ranks.meeting import by_dp_rank, digest, gloo, meet, once, part_of_store
+from rescale_data.engine.ranks.ranks import Ranks
 
 _logger = logging.getLogger("rescale_data")
 _MODEL_DIMS = {"tp", "tensor", "tensor_parallel", "pp", "pipeline", "cp", "context", "sp", "ep", "expert"}

@@ -12,19 +12,8 @@ import numpy as np
 import torch
 
 from rescale_data.engine.agreement import together
-from rescale_data.engine.change import (
-    Fitted,
-    check_changes,
-    earlier,
-    reform,
-    settle,
-    without,
-)
-from rescale_data.engine.check import require_fit
-from rescale_data.engine.differences import say_changes, steps_left_out
 from rescale_data.engine.group import require_whole_round
-from rescale_data.engine.growth import Growth, begin_next_epoch, joined, needed
-from rescale_data.engine.ranks import Ranks
+from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.recipe import (
     DEALT,
     ENDED,
@@ -39,9 +28,20 @@ from rescale_data.engine.recipe import (
     path_name,
 )
 from rescale_data.engine.schema import Schema
-from rescale_data.engine.statedict import INTS, RankRows
+from rescale_data.engine.states.change import (
+    Fitted,
+    check_changes,
+    earlier,
+    reform,
+    settle,
+    without,
+)
+from rescale_data.engine.states.check import require_fit
+from rescale_data.engine.states.differences import say_changes, steps_left_out
+from rescale_data.engine.states.growth import Growth, begin_next_epoch, joined, needed
+from rescale_data.engine.states.statedict import INTS, RankRows
+from rescale_data.engine.states.table import is_dealt, table_of
 from rescale_data.engine.stream import Stream
-from rescale_data.engine.table import is_dealt, table_of
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
 from rescale_data.nodes.below import readers_of

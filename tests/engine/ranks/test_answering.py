@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from rescale_data.engine.rollcall import Answering, Missing, RollCall
+from rescale_data.engine.ranks.rollcall import Answering, Missing, RollCall
 
 
 class Vanishing:

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from rescale_data.engine.change import Changed
 from rescale_data.engine.recipe import DEALT, OWN_FIELDS, STAMP, UNDEALT
 from rescale_data.engine.schema import Schema
-from rescale_data.engine.state_paths import ROWS
+from rescale_data.engine.states.change import Changed
+from rescale_data.engine.states.state_paths import ROWS
 from rescale_data.errors import DataStateError
 from rescale_data.state import Field, Ints, field_described, from_tensors, offsets, to_tensors
 

@@ -1,0 +1,98 @@
+"""`Sources`: the sources of one logical shard's mixture, of which there may be hundreds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import ref
+
+from rescale_data.nodes.base import Node, View
+from rescale_data.nodes.column import ColumnDocuments
+from rescale_data.nodes.reader import Reader
+from rescale_data.nodes.reading.documents import Documents
+from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
+from rescale_data.shard import Shard
+
+
+class Sources:
+    """The sources by number. Those that are `Reader`s may be another shard's (`borrow`): then this shard has one of its own as
+    long as the cache has room for the order in which it reads.
+
+    Args:
+        nodes: The sources.
+        slots: Of each in the mixture's position.
+        shard: The logical shard, where there is one.
+
+    Attributes:
+        nodes: To be asked what holds for any logical shard.
+        last: The one that was drawn from last.
+    """
+
+    def __init__(self, nodes: Sequence[Node[Any]], slots: Sequence[slice], shard: Shard | None) -> None:
+        self.nodes, self.slots, self._shard = nodes, slots, shard
+        self.last: Node[Any] = nodes[0]
+        self._open: dict[int, Reader] = {}
+        self._documents: dict[str, dict[int, Documents]] = {}
+
+    def borrow(self, others: Sources) -> None:
+        """Have another shard's readers in place of those that differ from them in the shard alone."""
+        pairs = [*zip(self.nodes, others.nodes, strict=True)]
+        alike = [isinstance(own, Reader) and own.shard == self._shard and own.is_like(other) for own, other in pairs]
+        if all(alike):
+            self.nodes, self.slots = others.nodes, others.slots
+        elif any(alike):
+            self.nodes = [other if is_alike else own for (own, other), is_alike in zip(pairs, alike, strict=True)]
+        self.last = self.nodes[0]
+        self._documents.clear()
+
+    def open(self, source: int) -> Node[Any]:
+        """This shard's own node, bound or not."""
+        node = self.nodes[source]
+        if self._is_own(node) or not isinstance(node, Reader) or self._shard is None:
+            return node
+        found = self._open.get(source)
+        if found is None:
+            this: ref[Sources] = ref(self)
+            found = self._open[source] = node.for_shard(self._shard, lambda: _leave(this, source))
+        return found
+
+    def bound(self, source: int, position: View) -> Node[Any]:
+        """The same, where it stands in the mixture's position."""
+        self.last = node = self.open(source)
+        if not node.is_bound:
+            node.bind(position[self.slots[source]])
+        return node
+
+    def documents(self, source: int, column: str) -> Documents:
+        """Those of a source."""
+        opened = self._documents.get(column)
+        if opened is None:
+            opened = self._documents[column] = {}
+        found = opened.get(source)
+        if found is None:
+            node = self.open(source)
+            found = opened[source] = node.documents(column) or ColumnDocuments(node, column, "WeightedSampler")
+        return found
+
+    def close(self) -> None:
+        """No node is where the position says."""
+        for node in self.nodes:
+            if self._is_own(node) and not node.children:
+                node.unbind()
+        self._open.clear()
+
+    def _is_own(self, node: Node[Any]) -> bool:
+        return self._shard is None or node.of_shard is None or node.of_shard.index == self._shard.index
+
+    def leave(self, source: int) -> None:
+        """Keep what this shard has of its own no longer: it is made again."""
+        self._open.pop(source, None)
+        for opened in self._documents.values():
+            if isinstance(opened.get(source), FragmentDocuments):  # others say where they ended
+                opened.pop(source, None)
+
+
+def _leave(sources: ref[Sources], source: int) -> None:
+    found = sources()
+    if found is not None:
+        found.leave(source)
