@@ -286,6 +286,8 @@ class Ahead:
         if self._is_exhausted:
             return None
         try:
+            if ranks.circle is None:
+                return self.feed.take()
             with ranks.reading():
                 return self.feed.take()
         except Exhausted:

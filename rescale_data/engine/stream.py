@@ -70,10 +70,10 @@ class Stream(Legs):
         if micro_batch is None:
             self.peek()
             micro_batch = self._ahead.made.popleft()
+        began = None
         if not self.u % self._in_step:
-            self._begun = None
-            self._taken.begin_step((self.u, self._took))
-        self._taken.add(micro_batch)
+            self._begun, began = None, (self.u, self._took)
+        self._taken.add(micro_batch, began)
         self.u, self._took = self.u + 1, True
         return micro_batch
 

@@ -33,11 +33,10 @@ class Taken:
             self._newest = {}
         return self._table
 
-    def begin_step(self, where: tuple[int, bool]) -> None:
-        self.began, self._before = where, []
-
-    def add(self, micro_batch: MicroBatch) -> None:
-        """One more was taken."""
+    def add(self, micro_batch: MicroBatch, began: tuple[int, bool] | None) -> None:
+        """One more was taken; the first of a step says where that begins."""
+        if began is not None:
+            self.began, self._before = began, []
         _, visited, rows, _, _, slots, more = micro_batch
         if slots is None and isinstance(visited, slice):
             first = visited.start

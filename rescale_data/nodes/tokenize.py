@@ -98,7 +98,7 @@ class Tokenize(Node[dict[str, Any]]):
         column: str,
         *,
         into: str = "tokens",
-        batch_size: int = 32,
+        batch_size: int = 64,
         on_error: OnError = "raise",
     ) -> None:
         require_function(tokenizer, "a list of texts")

@@ -11,6 +11,7 @@ import numpy as np
 from rescale_data.nodes.base import View, copy_of
 from rescale_data.nodes.reading.documents import Texts
 from rescale_data.nodes.reading.spans import EMPTY, Moves, Spans, TokenArray, plain
+from rescale_data.sources.source import Tokens
 from rescale_data.state import Ints
 
 if TYPE_CHECKING:
@@ -94,4 +95,7 @@ def end_to_end(found: Sequence[Any]) -> tuple[TokenArray, Ints] | None:
         values = np.concatenate(found)
     else:
         return None
-    return (plain(values), np.array([*map(len, found)])) if values.dtype.kind in "iu" and values.ndim == 1 else None
+    if values.dtype.kind not in "iu" or values.ndim != 1:
+        return None
+    tokens = Tokens(values, np.array([*map(len, found)])).tight()
+    return plain(tokens.values), tokens.offsets

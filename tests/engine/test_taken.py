@@ -23,11 +23,11 @@ acts = st.sampled_from(
 def test_it_is_the_table_that_is_written_at_once(done: list[tuple[str, int]]) -> None:
     table = np.arange(SHARDS * COLUMNS, dtype=np.int64).reshape(SHARDS, COLUMNS)
     taken, at_step, value = Taken(table.copy()), table.copy(), 100
+    began: tuple[int, bool] | None = None
     for act, number in done:
         value += 100
         if act == "step":
-            taken.begin_step((value, True))
-            at_step = table.copy()
+            began = (value, True)
         elif act == "read":
             assert (taken.table == table).all()
         elif act == "write":  # what a load of other rows does
@@ -37,7 +37,9 @@ def test_it_is_the_table_that_is_written_at_once(done: list[tuple[str, int]]) ->
         elif act == "at_step":
             assert (taken.at_step() == at_step).all()
         else:
-            taken.add(_made(act, number, value, table))
+            at_step = table.copy() if began is not None else at_step
+            taken.add(_made(act, number, value, table), began)
+            began = None
     assert (taken.table == table).all()
     assert (taken.at_step() == at_step).all()
 
