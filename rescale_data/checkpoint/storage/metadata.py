@@ -106,9 +106,7 @@ class _Record:
         return record
 
     def __setstate__(self, state: Any) -> None:
-        self.state = state
-        if isinstance(state, dict):
-            vars(self).update(cast(Mapping[str, Any], state))
+        vars(self).update(cast(Mapping[str, Any], state) if isinstance(state, dict) else {"state": state})
 
 
 class _Unpickler(pickle.Unpickler):

@@ -83,6 +83,45 @@ def test_what_a_shard_and_source_takes_beside_the_cache(corpora: list[Path], pac
     assert more < 400 * (SOURCES - len(few)) * SHARDS  # half of these are positions
 
 
+@pytest.mark.parametrize(
+    ("unit", "packed", "cache_bytes"),
+    [("samples", False, 2**22), ("tokens", True, 2**22), ("samples", True, 2**15), ("tokens", False, 2**15)],
+)
+def test_what_shards_have_of_one_another_changes_no_sample(
+    corpora: list[Path], unit: Any, packed: bool, cache_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = sources_of(corpora[:9], cache_bytes=cache_bytes)
+
+    def mixture(names: list[str], shard: rd.Shard) -> rd.BaseNode[Any]:
+        nodes: dict[str, Any] = {
+            name: rd.Reader(sources[name], shard, shuffle=64 + shard.index % 2) for name in names[:2]
+        }
+        nodes |= {name: rd.Reader(sources[name], shard) for name in names[2:]}
+        nodes[names[2]] = rd.Filter(nodes[names[2]], lambda sample: sample["tokens"][0] % 3 > 0)
+        return rd.WeightedSampler(
+            nodes, dict.fromkeys(names, 1.0), unit=unit, column="tokens" if unit == "tokens" else None
+        )
+
+    def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+        names = sorted(sources)
+        inner = mixture(names[:4], shard)
+        outer = {name: rd.Reader(sources[name], shard) for name in names[4:]}
+        root = rd.WeightedSampler({"inner": inner, **outer}, dict.fromkeys(["inner", *outer], 1.0))
+        return rd.TokenPacker(root, column="tokens", seq_len=300, eos_id=0) if packed else root
+
+    def batches() -> list[Any]:
+        cache().clear()
+        made = rd.DataLoader(pipeline, global_batch_size=16, num_logical_shards=8, repeat=True)
+        first = [batch["tokens"].tolist() for batch in itertools.islice(made, 12)]
+        again = rd.DataLoader(pipeline, global_batch_size=16, num_logical_shards=8, repeat=True)
+        again.load_state_dict(made.state_dict())
+        return first + [batch["tokens"].tolist() for batch in itertools.islice(again, 8)]
+
+    found = batches()
+    monkeypatch.setattr(rd.WeightedSampler, "borrow", lambda *_: None)
+    assert found == batches()
+
+
 def test_fragments_that_shards_share_count_once(
     corpora: list[Path], decoded: Counter[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
