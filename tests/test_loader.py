@@ -603,6 +603,11 @@ class TestCollate:
         batch = next(iter(loader_of(collate_fn=lambda samples: [sample["row"] for sample in samples])))
         assert batch == EPOCH[0]
 
+    @pytest.mark.parametrize("sample", [None, object()])
+    def test_samples_that_are_no_numbers(self, sample: Any) -> None:
+        with pytest.raises(ValueError, match=r"The samples cannot be stacked .* your own collate_fn"):
+            next(iter(loader_of([sample] * 48)))
+
     def test_ragged_samples_name_the_column_and_the_cures(self) -> None:
         ragged = [{"id": i, "tokens": np.arange(i % 5)} for i in range(48)]
         with pytest.raises(

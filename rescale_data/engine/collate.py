@@ -22,7 +22,13 @@ Samples = Sequence[Any]
 def collate(samples: Samples) -> Any:
     """Stack samples as torch's `default_collate` does, with an error that names the column that cannot be stacked."""
     if not isinstance(samples[0], Mapping):
-        return default_collate(list(samples))
+        try:
+            return default_collate(list(samples))
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"The samples cannot be stacked into a batch: {_shapes(list(samples))}. Make numbers, arrays or tensors of one "
+                f"shape of them in the pipeline, or give your own collate_fn."
+            ) from error
     _require_same_columns(samples)
     return {column: _stack(column, [sample[column] for sample in samples]) for column in samples[0]}
 
