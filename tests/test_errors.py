@@ -584,3 +584,18 @@ class TestStates:
 
 
 DOCUMENTS = Documents(48)
+
+
+def test_a_subclass_whose_samples_would_be_gone_past() -> None:
+    with pytest.raises(
+        TypeError, match=r"Marked has a next\(\) of its own, and from Reader documents\(\), texts\(\), skip\(\)"
+    ):
+
+        class Marked(rd.Reader):
+            def next(self) -> Any:
+                return {**super().next(), "mark": 1}
+
+    class Named(rd.Reader):  # and this one has none
+        name = "mine"
+
+    assert list(Named(range(3), rd.Shard(), shuffle=False)) == [0, 1, 2]

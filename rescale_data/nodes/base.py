@@ -63,6 +63,10 @@ def copy_of(position: View) -> View:
     return np.array(position, dtype=np.int64).data
 
 
+_BESIDE_NEXT = ("documents", "texts", "write", "skip", "epoch_end")
+"""What gives samples, or counts them, without `Node.next`."""
+
+
 class Node(Changing, BaseNode[T]):
     """Base of our nodes, and of yours where `get_state()` after every sample would cost too much.
 
@@ -119,6 +123,20 @@ class Node(Changing, BaseNode[T]):
 
     repeat: bool = False
     """Whether this node reads an endless stream (`Shard.repeat`): whoever consumes it then restarts it at an epoch's end."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "next" in vars(cls):
+            beside = [
+                name for name in _BESIDE_NEXT if name not in vars(cls) and getattr(cls, name) is not getattr(Node, name)
+            ]
+            if beside:
+                parent = cls.__mro__[1].__name__
+                raise TypeError(
+                    f"{cls.__name__} has a next() of its own, and from {parent} {', '.join(f'{name}()' for name in beside)}, "
+                    f"which go past it. Put it above in place of deriving it: rd.Map, or a subclass of rd.Node with the "
+                    f"{parent} as a child. Or give it these as well."
+                )
 
     def __init__(self, **children: BaseNode[Any]) -> None:
         super().__init__()

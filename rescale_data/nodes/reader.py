@@ -134,9 +134,11 @@ class Reader(Node[Any]):
         return found
 
     def is_like(self, other: object) -> bool:
-        """Whether another reader, of another shard, differs from this one in the shard alone."""
+        """Whether another reader, of another shard, differs from this one in the shard alone; a user's subclass may do so in
+        anything."""
         return (
-            isinstance(other, Reader)
+            type(self) is Reader
+            and isinstance(other, Reader)
             and self._how == other._how
             and self.source is other.source
             and self._views is other._views

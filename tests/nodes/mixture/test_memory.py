@@ -48,6 +48,26 @@ def sources_of(paths: list[Path], **given: Any) -> dict[str, ParquetSource]:
     return {path.stem: ParquetSource(path, **given) for path in paths}
 
 
+class OneMore(rd.Reader):
+    """A user's own, which no other reader stands in for."""
+
+    def next(self) -> Any:
+        sample = super().next()
+        return {**sample, "tokens": sample["tokens"] + 1}
+
+    def documents(self, column: str) -> None:
+        return None
+
+    def texts(self, column: str) -> None:
+        return None
+
+    def skip(self, num_samples: int) -> None:
+        super().skip(num_samples)
+
+    def epoch_end(self, rows: Any, shards: Any) -> Any:
+        return super().epoch_end(rows, shards)
+
+
 def loader(sources: dict[str, ParquetSource], packed: bool, stop: Any = "never") -> rd.DataLoader:
     def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
         readers = {name: rd.Reader(source, shard) for name, source in sources.items()}
@@ -105,7 +125,8 @@ def test_what_shards_have_of_one_another_changes_no_sample(
     def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
         names = sorted(sources)
         inner = mixture(names[:4], shard)
-        outer = {name: rd.Reader(sources[name], shard) for name in names[4:]}
+        outer: dict[str, Any] = {name: rd.Reader(sources[name], shard) for name in names[4:]}
+        outer[names[4]] = OneMore(sources[names[4]], shard)
         root = rd.WeightedSampler({"inner": inner, **outer}, dict.fromkeys(["inner", *outer], 1.0))
         return rd.TokenPacker(root, column="tokens", seq_len=300, eos_id=0) if packed else root
 
