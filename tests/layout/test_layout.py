@@ -147,6 +147,7 @@ class TestOwnership:
     @given(layouts())
     def test_ranks_own_contiguous_blocks_that_differ_by_at_most_one(self, layout: Layout) -> None:
         blocks = [layout.owned(rank) for rank in range(layout.dp_world_size)]
+        assert layout.owners.tolist() == [rank for rank, block in enumerate(blocks) for _ in block]
         assert list(itertools.chain(*blocks)) == list(range(layout.num_logical_shards))
         assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
 
