@@ -148,6 +148,10 @@ class DataLoader:
                 f"prefetch_batches={prefetch_batches}, num_workers={num_workers}: it is for num_workers=0, 0 or more; workers "
                 f"have prefetch_factor."
             )
+        if prefetch_factor < 1:
+            raise ValueError(
+                f"prefetch_factor={prefetch_factor}: give the messages that a worker may be ahead, at least 1."
+            )
         if on_source_change not in ("error", "next_epoch"):
             raise ValueError(f"on_source_change={on_source_change!r}: give 'error' or 'next_epoch'.")
         if not slow_after > 0:

@@ -111,6 +111,7 @@ class TestTopology:
             ({"join": 3}, TypeError, "join=3 is a int; give True or False"),
             ({"mesh": "dp"}, TypeError, r"mesh='dp' is a str: give a DeviceMesh of the dp ranks"),
             ({"num_workers": 1, "prefetch_factor": 0}, ValueError, "prefetch_factor=0: give the messages"),
+            ({"prefetch_factor": -1}, ValueError, "prefetch_factor=-1: give the messages"),
             (
                 {"num_workers": 1, "multiprocessing_context": "bogus"},
                 ValueError,
@@ -268,6 +269,21 @@ class TestBatches:
     def test_a_skip_of_no_whole_number(self, num_samples: Any) -> None:
         with pytest.raises(TypeError, match=r"num_samples=.* give an int"):
             loader_of().skip(num_samples)
+
+    def test_no_run_goes_further_than_a_state_can_tell(self) -> None:
+        loader = loader_of(range(480), repeat=True)
+        most = (2**62 // 24 - 1) // 12 * 12
+        with pytest.raises(ValueError, match=rf"skip\(num_samples={10**30 * 12}\): .* counts up to \d+\. Give less"):
+            loader.skip(10**30 * 12)
+        with pytest.raises(ValueError, match=r"exclude_steps\(\[\(0, 10+\)\]\): .* counts up to"):
+            loader.exclude_steps([(0, 10**30)])
+        loader.skip(most)
+        state = loader.state_dict()
+        with pytest.raises(ValueError, match=r"it would end at sample .* Give less"):
+            loader.skip(12)
+        resumed = loader_of(range(480), repeat=True)
+        resumed.load_state_dict(state)
+        assert resumed.step == loader.step == most // 12
 
 
 def listed(message: str) -> tuple[list[int], list[int]]:

@@ -20,7 +20,7 @@ import numpy as np
 from rescale_data.engine.position import Position
 from rescale_data.engine.report import NAMES, Report, report
 from rescale_data.engine.setup import Setup, with_global_batch_size
-from rescale_data.engine.skip import skip
+from rescale_data.engine.skip import require_countable, skip
 from rescale_data.engine.states.load import load_state_dict
 from rescale_data.engine.states.statedict import Sharded, state_dict, whole_shards
 from rescale_data.engine.stream import Stream
@@ -128,6 +128,8 @@ class Reading:
                 f"skip(num_samples={num_samples}): give a multiple of dp_world_size * micro_batch_size = {whole}, counted over "
                 f"all ranks."
             )
+        n, stop = self.setup.layout.num_logical_shards, self.stream.clock.samples + num_samples
+        require_countable(f"skip(num_samples={num_samples})", stop, n)
         if num_samples:
             skip(self.stream, num_samples // whole)
             self._resumed, self._at_multiple = False, self._is_multiple()
@@ -161,7 +163,8 @@ class Reading:
 
     def exclude_steps(self, ranges: Iterable[tuple[int, int]]) -> None:
         require(Iterable, "a list of (first, stop), such as [(3, 5)]", ranges=ranges)
-        schema, at, given = self.stream.schema, self.step + (self._begun > 0), [*map(_steps, ranges)]
+        schema, layout, given = self.stream.schema, self.setup.layout, [*map(_steps, ranges)]
+        at = self.step + (self._begun > 0)
         for first, stop in given:
             if not 0 <= first < stop:
                 raise ValueError(
@@ -171,6 +174,8 @@ class Reading:
                 raise ValueError(
                     f"exclude_steps([({first}, {stop})]): the loader is at step {at}. Load a state from before."
                 )
+            samples = (stop + 1) * layout.global_batch_size
+            require_countable(f"exclude_steps([({first}, {stop})])", samples, layout.num_logical_shards)
         schema.exclude_steps([*schema.excluded_steps, *given])
 
     def _leave_out(self) -> None:

@@ -21,6 +21,8 @@ a packer, what form its samples had (`rescale_data.nodes.form.History`)."""
 SAMPLES, DEALT, FIRST_SLOT = 0, 1, 2  # columns of the table: two of the loader's own, then the slots of the pipeline
 OWN_FIELDS = (Field(("samples",)), Field(("dealt",)))
 STAMP = Field(("stamp",))
+MOST_STAMPED = 1 << 62
+"""No stamp of a row, `samples` times N and the shard, is as large."""
 UNDEALT, ENDED = -1, -2
 """In DEALT: nothing is dealt; the last batch of the epoch was taken, and the rows begin the next."""
 EXCLUDED_STEPS = "excluded_steps"

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 
+from rescale_data.engine.recipe import MOST_STAMPED
 from rescale_data.engine.stream import Stream
 from rescale_data.layout.clock import Clock
 from rescale_data.state import Ints
+
+
+def require_countable(what: str, num_samples: int, num_logical_shards: int) -> None:
+    """``ValueError`` where a run would have delivered more samples than the stamps of a state can tell (`STAMP`)."""
+    most = MOST_STAMPED // num_logical_shards - 1
+    if num_samples > most:
+        raise ValueError(
+            f"{what}: it would end at sample {num_samples}, and a state with num_logical_shards={num_logical_shards} counts up "
+            f"to {most}. Give less."
+        )
 
 
 def skip(stream: Stream, num_micro_batches: int) -> None:

@@ -223,10 +223,6 @@ class Pool(Feed):
         slow_after: float,
         init_fn: Callable[[int], object] | None = None,
     ) -> None:
-        if prefetch_factor < 1:
-            raise ValueError(
-                f"prefetch_factor={prefetch_factor}: give the messages that a worker may be ahead, at least 1."
-            )
         worker = Worker(recipe, collate, slow_after)
         require_pickle(worker, pipeline=recipe.pipeline, collate_fn=collate, worker_init_fn=init_fn)
         self._worker, self._board = worker, Board(num_workers)
