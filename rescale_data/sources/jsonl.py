@@ -150,7 +150,7 @@ def parse(line: memoryview) -> dict[str, Any]:
 def _loaded(line: bytes) -> Any:
     try:
         return json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # lists within lists without end
         shown = line[:60].decode(errors="replace")
         raise BadRow(f"it is not JSON: {error}. It begins with {shown!r}. Fix it, or leave such rows out.") from None
 

@@ -299,6 +299,7 @@ class TestBadData:
         [
             ('{"text": "cut o', "it is not JSON: Unterminated string.*begins with"),
             ("\x00\x01", "it is not JSON"),
+            ("[" * 100_000, "it is not JSON: maximum recursion depth"),
             ("[1, 2]", "it is a JSON list, not an object"),
             ("3", "it is a JSON int"),
         ],
