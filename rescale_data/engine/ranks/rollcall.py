@@ -2,8 +2,7 @@
 
     each rank      adds what it has to say to one text in the store
     the last one   reads that text, and writes what follows from it: the verdict
-    the first one  looks every few seconds who is missing, and when the time is over writes these as the verdict
-    all of them    wait for the verdict
+    all of them    wait for the verdict; the first whose time is over looks who is missing, and writes these as the verdict
 
 A rank asks for one key at a time, however many ranks there are. One that was left alone may come again.
 """
@@ -23,9 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch.distributed as dist
 
 _LOOK = 2.0
-"""Seconds between looks for the verdict, or for who is missing."""
-_GRACE = 10.0
-"""Seconds without a sign from the rank that looks, after which another takes its place."""
+"""Seconds between looks for the verdict."""
 _SIGN = 1.0
 """Seconds between signs of life of a rank that reads."""
 
@@ -59,13 +56,11 @@ class Coming:
         name: Of the call, which is repeated.
         turn: How often it was made before.
         base: Begins its keys in the store, the same on every rank.
-        is_first: Whether no rank came before.
     """
 
     name: str
     turn: int
     base: str
-    is_first: bool
 
 
 class RollCall:
@@ -114,7 +109,7 @@ class RollCall:
             self._decide(base, f"all {decide([came[index] for index in range(count)])}")
             self._forget(self._last.get(name))  # all have come to this call: nobody asks for the one before any more
         self._turns[name], self._last[name] = turn + 1, base
-        return Coming(name, turn, base, count == 1)
+        return Coming(name, turn, base)
 
     def wait(self, coming: Coming, seconds: float, pauses_for_reading: bool = False) -> str:
         """What was decided, once all have come; `Missing` where that takes longer than ``seconds``.
@@ -177,26 +172,23 @@ class RollCall:
         return self._own.store
 
     def _verdict(self, coming: Coming, seconds: float, pauses_for_reading: bool) -> str:
-        base, looks, successor = coming.base, coming.is_first, 0
-        signs = _Unchanged(0)  # of the rank that looks, seen by others
-        reading = _Unchanged(self._store.add("reading", 0) if pauses_for_reading else 0)
+        def signs() -> int:
+            return self._store.add("reading", 0) if pauses_for_reading else 0
+
+        base, is_over, idle = coming.base, False, _Unchanged(signs())
         while not self._appears(f"{base}/verdict", min(_LOOK, seconds / 4)):
-            sign = self._store.add(f"{base}/looks", int(looks))
-            if looks and reading.seconds(self._store.add("reading", 0) if pauses_for_reading else 0) >= seconds:
-                came = self._came(base)
-                self._decide(base, f"missing {' '.join(str(i) for i in range(len(self._names)) if i not in came)}")
-            elif not looks and signs.seconds(sign) >= _GRACE:
-                successor += 1
-                looks = self._decide(f"{base}/{successor}", str(self._me))
-                signs, reading = _Unchanged(sign), _Unchanged(0)
+            if idle.seconds(signs()) >= seconds:
+                if self._store.add(f"{base}/looks", 1) == 1 or is_over:  # the first one may have died since
+                    came = self._came(base)
+                    self._decide(base, f"missing {' '.join(str(i) for i in range(len(self._names)) if i not in came)}")
+                is_over = True
         return self._store.get(f"{base}/verdict").decode()
 
-    def _decide(self, base: str, verdict: str) -> bool:
-        """Whether this verdict was the first: that one holds."""
+    def _decide(self, base: str, verdict: str) -> None:
+        """The first verdict holds."""
         is_first = self._store.compare_set(f"{base}/verdict", "", verdict).decode() == verdict
         if is_first and verdict.startswith("missing"):
             self._store.add(f"{base.rsplit('/', 1)[0]}/failed", 1)
-        return is_first
 
     def _came(self, base: str) -> dict[int, str]:
         """What the ranks that have come say, by index."""
