@@ -115,7 +115,7 @@ class Reading:
     def start(self) -> None:
         if not self.is_over():
             self.stream.start()
-            if not self.stream.is_ahead:
+            if not self.stream.ahead.feed.is_ahead:
                 self.stream.peek()
 
     def peek(self) -> Any:
@@ -211,14 +211,14 @@ class Reading:
     def progress(self) -> dict[str, float]:
         p50, p99 = np.quantile(self._waits or [0.0], [0.5, 0.99]).tolist()
         waits = {"wait_seconds": self._wait_seconds, "wait_p50_seconds": p50, "wait_p99_seconds": p99}
-        return {**waits, **self.stream.made(), **self.stream.counters()}
+        return {**waits, **self.stream.ahead.progress(), **self.stream.counters()}
 
     def report(self) -> Report:
         mine, ranks = self.progress(), self.stream.ranks
         return report(NAMES, ranks.numbers([mine[name] for name in NAMES]), ranks.rank if ranks.simulated else 0)
 
     def _say_slow(self, seconds: float, frame: FrameType | None) -> None:
-        what = self.stream.waiting_for() if waits(frame) else ""
+        what = self.stream.ahead.feed.doing() if waits(frame) else ""
         _logger.warning(
             "Rank %d has waited %.0f s for a batch (slow_after= says what is long): %s.",
             self.stream.ranks.rank,
