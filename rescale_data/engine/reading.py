@@ -20,12 +20,12 @@ import numpy as np
 from rescale_data.engine.position import Position
 from rescale_data.engine.report import NAMES, Report, report
 from rescale_data.engine.setup import Setup, with_global_batch_size
-from rescale_data.engine.skip import require_countable, skip
+from rescale_data.engine.skip import require_countable, skip, steps_from
 from rescale_data.engine.states.load import load_state_dict
 from rescale_data.engine.states.statedict import Sharded, state_dict, whole_shards
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.watch import Watch, describe, waits
-from rescale_data.errors import checks_kinds, require, require_int
+from rescale_data.errors import checks_kinds
 
 _logger = logging.getLogger("rescale_data")
 _WAITS = 1000
@@ -163,21 +163,8 @@ class Reading:
             self.stream.regroup(changed)
 
     def exclude_steps(self, ranges: Iterable[tuple[int, int]]) -> None:
-        require(Iterable, "a list of (first, stop), such as [(3, 5)]", ranges=ranges)
-        schema, layout, given = self.stream.schema, self.setup.layout, [*map(_steps, ranges)]
-        at = self.step + (self._begun > 0)
-        for first, stop in given:
-            if not 0 <= first < stop:
-                raise ValueError(
-                    f"exclude_steps([({first}, {stop})]): give the first step, and the one after the last."
-                )
-            if first < at and (first, stop) not in schema.excluded_steps:
-                raise ValueError(
-                    f"exclude_steps([({first}, {stop})]): the loader is at step {at}. Load a state from before."
-                )
-            samples = (stop + 1) * layout.global_batch_size
-            require_countable(f"exclude_steps([({first}, {stop})])", samples, layout.num_logical_shards)
-        schema.exclude_steps([*schema.excluded_steps, *given])
+        schema, at = self.stream.schema, self.step + (self._begun > 0)
+        schema.exclude_steps([*schema.excluded_steps, *steps_from(at, self.stream, ranges)])
 
     def _leave_out(self) -> None:
         """Go behind the steps that are left out, as if they had been delivered."""
@@ -326,12 +313,3 @@ class Reading:
         if self._steps is None:
             return False
         return not self._begun and self.step % self._steps == 0
-
-
-def _steps(given: object) -> tuple[int, int]:
-    if not isinstance(given, list | tuple) or len(given) != 2:  # pyright: ignore[reportUnknownArgumentType]
-        raise TypeError(
-            f"exclude_steps takes a list of (first, stop), such as [(3, 5)], and was given {given!r} in it."
-        )
-    first, stop = require_int(first=given[0], stop=given[1])
-    return first, stop

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -83,13 +84,10 @@ def new_layout(
     old, world_size = setup.layout, _world_size(where)
     if world_size is None:
         return None
-    return Layout(
-        num_logical_shards=old.num_logical_shards,
-        global_batch_size=old.global_batch_size,
-        dp_world_size=world_size,
-        micro_batch_size=max(1, old.global_batch_size // world_size) if micro_batch_size is None else micro_batch_size,
-        num_workers=old.num_workers if num_workers is None else num_workers,
-    )
+    if micro_batch_size is None:
+        micro_batch_size = max(1, old.global_batch_size // world_size)
+    num_workers = old.num_workers if num_workers is None else num_workers
+    return replace(old, dp_world_size=world_size, micro_batch_size=micro_batch_size, num_workers=num_workers)
 
 
 def _world_size(where: Mapping[str, Any]) -> int | None:

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -33,19 +33,6 @@ class Missing(Exception):
     def __init__(self, ranks: list[int] | None) -> None:
         super().__init__(ranks)
         self.ranks = ranks
-
-
-class Store(Protocol):
-    """What is asked of a store of torch's; its own stubs lack some of it."""
-
-    def add(self, key: str, value: int, /) -> int: ...
-    def append(self, key: str, value: str, /) -> None: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def clone(self) -> Any: ...
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
-    def delete_key(self, key: str, /) -> bool: ...
-    def get(self, key: str, /) -> bytes: ...
-    def wait(self, keys: list[str], timeout: datetime.timedelta, /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -72,7 +59,7 @@ class RollCall:
         names: Names of all ranks by index, for messages.
     """
 
-    def __init__(self, store: Store, me: int, names: Sequence[int]) -> None:
+    def __init__(self, store: Any, me: int, names: Sequence[int]) -> None:
         self._home = Answering(store)
         self._me, self._names = me, list(names)
         self._thread, self._own = threading.get_ident(), threading.local()
@@ -175,9 +162,11 @@ class RollCall:
         def signs() -> int:
             return self._store.add("reading", 0) if pauses_for_reading else 0
 
-        base, is_over, idle = coming.base, False, _Unchanged(signs())
+        base, is_over, seen, since = coming.base, False, signs(), time.monotonic()
         while not self._appears(f"{base}/verdict", min(_LOOK, seconds / 4)):
-            if idle.seconds(signs()) >= seconds:
+            if (now := signs()) != seen:
+                seen, since = now, time.monotonic()
+            elif time.monotonic() - since >= seconds:
                 if self._store.add(f"{base}/looks", 1) == 1 or is_over:  # the first one may have died since
                     came = self._came(base)
                     self._decide(base, f"missing {' '.join(str(i) for i in range(len(self._names)) if i not in came)}")
@@ -214,19 +203,6 @@ def _sign(of: weakref.ref[RollCall]) -> None:
         roll_call.sign()
         del roll_call
         time.sleep(_SIGN)
-
-
-class _Unchanged:
-    """For how long a value has not changed."""
-
-    def __init__(self, value: int) -> None:
-        self._value, self._since = value, time.monotonic()
-
-    def seconds(self, value: int) -> float:
-        now = time.monotonic()
-        if value != self._value:
-            self._value, self._since = value, now
-        return now - self._since
 
 
 class NoAnswer(RuntimeError):
