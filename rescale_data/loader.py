@@ -168,6 +168,7 @@ class DataLoader:
             timeout=timeout,
             save_timeout=save_timeout,
             verify=verify,
+            beside={"steps_per_epoch": steps_per_epoch, "on_source_change": on_source_change},
         )
         self._where: dict[str, Any] = {
             "mesh": mesh,

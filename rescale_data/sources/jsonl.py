@@ -138,7 +138,7 @@ def parse(line: memoryview) -> dict[str, Any]:
     try:  # half the time of json.loads, which looks for the encoding first
         text = str(line, "utf-8", "surrogatepass")
         value, end = _DECODER.raw_decode(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     if value is None or text[end:].strip(whitespace):
         value = _loaded(bytes(line).strip())
