@@ -52,13 +52,12 @@ class Reading:
 
     def __init__(
         self,
-        setup: Setup,
         stream: Stream,
         *,
         steps_per_epoch: int | None = None,
         slow_after: float = math.inf,
     ) -> None:
-        self.setup, self.stream, self._steps = setup, stream, steps_per_epoch
+        self.stream, self._steps = stream, steps_per_epoch
         self._resumed = False  # a state was loaded, and nothing has been read since: the end of an epoch may come first
         self._at_multiple = False  # of steps_per_epoch, with the last batch of an epoch, whose end has not been seen
         self._num_iterators = 0  # the newest is the valid one
@@ -68,6 +67,10 @@ class Reading:
         say_slow = weakref.WeakMethod(self._say_slow)  # a loader that nobody holds goes at once, and so do its workers
         self.watch = Watch(slow_after, lambda seconds, frame: (say := say_slow()) and say(seconds, frame))
         self.last_batch_samples = 0
+
+    @property
+    def setup(self) -> Setup:
+        return self.stream.setup
 
     def __iter__(self) -> Batches:
         if self.ended and not self._resumed:
@@ -148,7 +151,7 @@ class Reading:
             )
 
     @checks_kinds
-    def set_global_batch_size(self, global_batch_size: int) -> Setup:
+    def set_global_batch_size(self, global_batch_size: int) -> None:
         in_step, begun = self.setup.layout.gradient_accumulation_steps, self._begun
         if begun:
             raise ValueError(
@@ -157,9 +160,7 @@ class Reading:
             )
         changed = with_global_batch_size(self.setup, global_batch_size)
         if changed.layout != self.setup.layout:
-            self.stream.regroup(changed.layout)
-            self.setup = changed
-        return self.setup
+            self.stream.regroup(changed)
 
     def exclude_steps(self, ranges: Iterable[tuple[int, int]]) -> None:
         require(Iterable, "a list of (first, stop), such as [(3, 5)]", ranges=ranges)
@@ -242,7 +243,7 @@ class Reading:
         """Have all rows right on this rank (collective over the dp ranks)."""
         whole_shards(self.stream)
 
-    def move_to(self, setup: Setup, stream: Stream, state: Mapping[str, Any]) -> None:
+    def move_to(self, stream: Stream, state: Mapping[str, Any]) -> None:
         """Go on with a stream of other ranks; iterators stay valid in the same epoch.
 
         A new iterator at an epoch's end is empty, as it is for who joins: some ranks would be an epoch ahead of others.
@@ -252,7 +253,7 @@ class Reading:
         load_state_dict(stream, state)
         stream.follow(self.stream)
         self._at_multiple = self._at_multiple and stream.clock.samples == self.stream.clock.samples
-        self.setup, self.stream = setup, stream
+        self.stream = stream
         self._resumed = stream.ended and self._steps is None
 
     def invalidate(self) -> None:

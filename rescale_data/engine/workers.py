@@ -26,7 +26,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from rescale_data.engine.feed import Collate, Feed, Leg, MicroBatch, make
+from rescale_data.engine.feed import Collate, Feed, MicroBatch, make
+from rescale_data.engine.leg import Leg
 from rescale_data.engine.message import Inbox, Message, Part, Slabs
 from rescale_data.engine.processes import (
     LOOK_SECONDS,
@@ -70,7 +71,7 @@ class Begin:
     def of(cls, leg: Leg, table: Ints) -> Begin:
         owned = leg.layout.owned(leg.rank) if leg.deal is None else range(len(table))
         shards = slice(owned.start, owned.stop)
-        return cls(leg, shards, table[shards].copy(), len(table))
+        return cls(leg.for_a_worker(), shards, table[shards].copy(), len(table))
 
     @property
     def table(self) -> Ints:

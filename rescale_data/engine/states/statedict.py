@@ -174,7 +174,7 @@ def header(stream: Position) -> dict[str, Any]:
         "micro_batch_size": layout.micro_batch_size,
         "dp_world_size": layout.dp_world_size,
         "num_logical_shards": layout.num_logical_shards,
-        "seed": stream.seed,
+        "seed": stream.setup.recipe.seed,
         "version": version_of(schema),
         "sources": schema.sources_json,
         "pipeline": schema.pipeline_json_at(in_step=clock.in_step),
