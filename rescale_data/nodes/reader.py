@@ -15,11 +15,11 @@ from rescale_data.nodes.guard import OnError, guard_of
 from rescale_data.nodes.provenance import with_provenance
 from rescale_data.nodes.reading.chunks import Chunks
 from rescale_data.nodes.reading.documents import Documents, RowTexts, Texts
+from rescale_data.nodes.reading.epochs import View as SourceView
 from rescale_data.nodes.reading.fetching import Fetching
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments, block_bytes
 from rescale_data.nodes.reading.proof import Proof
 from rescale_data.nodes.reading.rows import DEFAULT_WINDOW, Plan, ShardRows, check_order, numbers
-from rescale_data.nodes.reading.rows import View as SourceView
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.nodes.reading.spans import Moves
 from rescale_data.shard import Shard, require_shard
