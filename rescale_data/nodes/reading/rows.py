@@ -53,9 +53,6 @@ class Plan(Evicted):
     def nbytes(self) -> int:
         return self.rows.nbytes + self.sums.nbytes + _ENTRY
 
-    def covers(self, epoch: int, row: int) -> bool:
-        return self.epoch == epoch and 0 <= row - self.first < len(self.rows)
-
     def evicted(self) -> None:
         reader = None if self.reader is None else self.reader()
         if reader is not None:
@@ -118,8 +115,8 @@ class ShardRows(ShardEpochs):
 
     def plan(self, epoch: int, row: int) -> tuple[Plan, bool]:
         """Which rows of the source the shard reads around ``row``, and whether that was computed now."""
-        plan = self._plan
-        if plan is not None and plan.covers(epoch, row):
+        plan = self.kept(epoch, row)
+        if plan is not None:
             return plan, False
         rows = self.around(epoch, row)
         sums = running_sums(self.numbered(epoch, rows)) if self.shard.verify else _NO_SUMS
@@ -127,6 +124,13 @@ class ShardRows(ShardEpochs):
         cache().put(self._plan_key, plan)
         self._plan = plan  # as long as the cache has room: without it, the reader keeps none of this
         return plan, True
+
+    def kept(self, epoch: int, row: int) -> Plan | None:
+        """What `plan` would say, if that need not be computed."""
+        plan = self._plan
+        if plan is not None and plan.epoch == epoch and 0 <= row - plan.first < len(plan.rows):
+            return plan
+        return None
 
     @property
     def plan_bytes(self) -> int:
