@@ -623,7 +623,8 @@ def test_a_start_removes_what_killed_saves_left(tmp_path: Path) -> None:
         manager.save(1, {"a": 1})
         (tmp_path / "run" / f".step-2.saving-{'1' * 32}").mkdir()
         os.rename(tmp_path / "run" / "step-1", tmp_path / "run" / f".step-1.replaced-{'2' * 32}")
-        CheckpointManager(tmp_path / "run").close()
+        with pytest.raises(ValueError, match="is held by this process"):
+            CheckpointManager(tmp_path / "run")
         assert (tmp_path / "run" / f".step-2.saving-{'1' * 32}").exists(), "another manager may be writing it"
     (tmp_path / "run" / "notes.txt").write_text("mine")
     dcp.save({"a": 1}, checkpoint_id=tmp_path / "run" / "step-7")

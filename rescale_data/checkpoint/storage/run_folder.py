@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
 import time
@@ -123,20 +124,19 @@ class RunFolder:
         return sorted(int(match[1]) for name in self.store.names(self.path) if (match := STEP.fullmatch(name)))
 
     def _take_lock(self) -> bool:
-        """Whether nobody else can be saving here."""
-        if not self.store.renames:
-            return True
+        """Take the folder for this object, until it is closed or dropped; whether nobody else can be saving here."""
         lock = join(self.path, LOCK)
+        if locks.is_held(lock):
+            gc.collect()  # a manager that was dropped may wait for that
         try:
-            new = locks.take(lock)
+            alone = locks.take(lock, file=self.store.renames)
         except locks.HeldError as error:
             raise ValueError(
-                f"{self.path} is held by {error}, which saves to it. End that first, or give this run another folder; to read "
-                f"the checkpoints there use RunReader."
+                f"{self.path} is held by {error}, which saves to it. End that first (a CheckpointManager of this process by "
+                f"close()), or give this run another folder; to read the checkpoints there use RunReader."
             ) from error
-        # Let go by close, or with a manager that is dropped without.
         self._lock = weakref.finalize(self, locks.release, lock)
-        return new
+        return alone or not self.store.renames
 
 
 def remember(store: Store, run: str, step: int, manifest: bytes) -> None:
