@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed.checkpoint.storage import StorageReader
 
+from rescale_data.checkpoint.storage.dcp import Contents
 from rescale_data.checkpoint.tree import keys_of, string_keys
 
 Path: TypeAlias = tuple[str, ...]
@@ -43,8 +44,8 @@ class Entry:
     def name(self) -> str:
         return ".".join(self.path)
 
-    def placeholder(self, reader: StorageReader) -> Any:
-        """What DCP loads into, of the checkpoint that is read."""
+    def placeholder(self, reader: StorageReader, saved: Contents) -> Any:
+        """What DCP loads into, of the checkpoint that is read and holds this."""
         self._live = self.plain()
         return string_keys(self._live)
 

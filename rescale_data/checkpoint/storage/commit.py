@@ -25,9 +25,8 @@ import uuid
 from collections.abc import Collection, Generator
 from dataclasses import dataclass
 
-from torch.distributed.checkpoint.metadata import Metadata
-
 from rescale_data.checkpoint.storage import locks
+from rescale_data.checkpoint.storage.dcp import Metadata, save_id_of
 from rescale_data.checkpoint.storage.manifest import MANIFEST, METADATA, Manifest, read_manifest
 from rescale_data.checkpoint.storage.metadata import read_metadata
 from rescale_data.checkpoint.storage.store import Store, join, split
@@ -227,7 +226,7 @@ def _is_saved_by_us(store: Store, path: str) -> bool:
 
 
 def is_ours(metadata: Metadata) -> bool:
-    return metadata.storage_meta is not None and (metadata.storage_meta.save_id or "").startswith(SAVE_ID_PREFIX)
+    return save_id_of(metadata).startswith(SAVE_ID_PREFIX)
 
 
 def replaced_by_a_killed_save(store: Store, path: str) -> str | None:
