@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 import uuid
 from collections.abc import Mapping, Set
@@ -98,20 +97,11 @@ def write(
 ) -> None:
     """Write and commit, or remove what was written and raise why."""
     workspace = _begin(store, final, ranks, overwrite, step)
-    manifest = Manifest(
-        save_id=workspace.save_id,
-        world_size=ranks.size,
-        step=step,
-        metrics=metrics or {},
-        torch=str(torch.__version__),
-        lost=lost_in_names(plain),
-    )
     try:
         refuse_disagreement(plain, loose, ranks)
         files = _write_files(store, workspace, plain, ranks)
-        ranks.on_first(
-            lambda: _commit(store, workspace, dataclasses.replace(manifest, files=files, created=time.time()))
-        )
+        said: dict[str, Any] = {"step": step, "metrics": metrics or {}, "lost": lost_in_names(plain)}
+        ranks.on_first(lambda: _commit(store, workspace, files, world_size=ranks.size, **said))
     except BaseException as error:
         if ranks.is_first:
             with contextlib.suppress(Exception):
@@ -137,9 +127,10 @@ def _write_files(store: Store, workspace: Workspace, plain: dict[str, Any], rank
     return {workspace.prefix + split(path)[1].removesuffix(dcp.UNFINISHED): record for path, record in written}
 
 
-def _commit(store: Store, workspace: Workspace, manifest: Manifest) -> None:
-    commit(store, workspace, manifest)
-    if wrong := wrong_sizes(store, workspace.final, manifest.files):
+def _commit(store: Store, workspace: Workspace, files: Mapping[str, FileRecord], **said: Any) -> None:
+    versions = {"created": time.time(), "torch": str(torch.__version__)}
+    commit(store, workspace, Manifest(save_id=workspace.save_id, files=files, **versions, **said))
+    if wrong := wrong_sizes(store, workspace.final, files):
         listed = "\n  ".join(wrong.values())
         raise DamagedCheckpointError(
             f"{workspace.final} was committed, and something else has changed its files:\n  {listed}\n"
