@@ -256,6 +256,31 @@ def test_hazard_staging_without_an_accelerator(tmp_path: Path) -> None:
         manager.save(0, {"model": nn.Linear(1, 1)})
 
 
+def test_a_stager_that_copies_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of torch 2.10 and 2.11, which forget with their first copy how to make one."""
+    from torch.distributed.checkpoint.staging import DefaultStager
+
+    stage, used = DefaultStager.stage, list[DefaultStager]()
+
+    def once(self: DefaultStager, state: Any) -> Any:
+        if self in used:
+            raise KeyError(type)
+        used.append(self)
+        return stage(self, state)
+
+    monkeypatch.setattr(DefaultStager, "stage", once)
+    training = Training()
+    with CheckpointManager(tmp_path / "run") as manager:
+        for step in (1, 2, 3):
+            training.step()
+            expected = training.numbers()
+            manager.save(step, training.state)
+    assert len(used) == 3
+    other = Training()
+    checkpoint.load(tmp_path / "run" / "step-3", other.state)
+    assert other.numbers() == expected
+
+
 class FailingStore(LocalStore):
     fail = False
 
