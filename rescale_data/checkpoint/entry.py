@@ -10,7 +10,6 @@ import torch
 from torch.distributed.checkpoint.storage import StorageReader
 
 from rescale_data.checkpoint.storage.dcp import Contents
-from rescale_data.checkpoint.tree import keys_of, string_keys
 
 Path: TypeAlias = tuple[str, ...]
 
@@ -38,7 +37,6 @@ class Entry:
     loose: Callable[[], Iterable[torch.Tensor]] = tuple
     refused: dict[str, str] = field(default_factory=dict[str, str])
     left_out: set[str] = field(default_factory=set[str])
-    _live: Any = None
 
     @property
     def name(self) -> str:
@@ -46,9 +44,4 @@ class Entry:
 
     def placeholder(self, reader: StorageReader, saved: Contents) -> Any:
         """What DCP loads into, of the checkpoint that is read and holds this."""
-        self._live = self.plain()
-        return string_keys(self._live)
-
-    def apply(self, loaded: Any) -> None:
-        """Take what DCP has loaded into the placeholder."""
-        self.take(keys_of(self._live, loaded))
+        return self.plain()

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.storage import StorageReader
 
@@ -20,7 +19,7 @@ from rescale_data.checkpoint.state import State, entries_of, refuse_unfit
 from rescale_data.checkpoint.storage.dcp import Contents, ValuesReader, flatten
 from rescale_data.checkpoint.storage.open import load_values, mapped_path, open_store, read_checkpoint
 from rescale_data.checkpoint.storage.store import StrPath
-from rescale_data.checkpoint.tree import nested, value_at
+from rescale_data.checkpoint.tree import nested, value_at, with_loaded
 from rescale_data.engine.states.state_paths import ROWS
 from rescale_data.errors import checks_kinds
 
@@ -118,7 +117,7 @@ def _read(reader: StorageReader, path: str, state: State, ranks: Ranks, strict: 
     """Load from a reader whose files are in order."""
     saved = ranks.together(lambda: Contents.of(reader.read_metadata()))
     entries = ranks.together(lambda: entries_of(state, ranks.rank, saved.paths))
-    plain, wanted, paths = ranks.together(lambda: _placeholders(entries, reader, saved))
+    plain, wanted = ranks.together(lambda: _placeholders(entries, reader, saved))
     own = compare(entries, wanted, saved)
     found = of_all_ranks(ranks.on_each(lambda: own))
     report = LoadReport(**{kind: tuple(sorted(names)) for kind, names in found.items()})
@@ -128,20 +127,19 @@ def _read(reader: StorageReader, path: str, state: State, ranks: Ranks, strict: 
         logger.info("%s also holds %s, which the state does not ask for.", path, ", ".join(report.not_asked))
     left = skipped(entries, own)
     loaded = load_values(fitting(wanted, own, left), reader, ranks, doing=f"Loading {path}")
-    for name in (name for name, value in loaded.items() if not isinstance(value, torch.Tensor)):
-        value_at(plain, paths[name][:-1])[paths[name][-1]] = loaded[name]
-    ranks.on_each(lambda: [entry.apply(value_at(plain, entry.path)) for entry in entries if entry not in left])
+    taken = [entry for entry in entries if entry not in left]
+    ranks.on_each(lambda: [e.take(with_loaded(value_at(plain, e.path), loaded, e.name)) for e in taken])
     settle(plain)
     return report
 
 
 def _placeholders(
     entries: list[Entry], reader: StorageReader, saved: Contents
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, tuple[Any, ...]]]:
-    """What DCP loads into: nested, by flattened name, and the path of each name."""
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What DCP loads into: nested, and by flattened name."""
     plain = nested((entry.path, entry.placeholder(reader, saved)) for entry in entries)
     refuse_unfit(plain)
-    return plain, *flatten(plain)
+    return plain, flatten(plain)[0]
 
 
 def _complaint(path: str, misfits: Misfits, saved: Contents) -> str:
