@@ -148,6 +148,10 @@ class DataLoader:
                 f"prefetch_batches={prefetch_batches}, num_workers={num_workers}: it is for num_workers=0, 0 or more; workers "
                 f"have prefetch_factor."
             )
+        if prefetch_factor < 1:
+            raise ValueError(
+                f"prefetch_factor={prefetch_factor}: give the messages that a worker may be ahead, at least 1."
+            )
         if on_source_change not in ("error", "next_epoch"):
             raise ValueError(f"on_source_change={on_source_change!r}: give 'error' or 'next_epoch'.")
         if not slow_after > 0:
@@ -164,6 +168,7 @@ class DataLoader:
             timeout=timeout,
             save_timeout=save_timeout,
             verify=verify,
+            beside={"steps_per_epoch": steps_per_epoch, "on_source_change": on_source_change},
         )
         self._where: dict[str, Any] = {
             "mesh": mesh,
@@ -196,7 +201,7 @@ class DataLoader:
         self._pool: Pool | None = None
         stream = self.stream_of(self.setup)
         stream.on_source_change = on_source_change
-        self._reading: Reading | None = Reading(self.setup, stream, steps_per_epoch=steps, slow_after=slow_after)
+        self._reading: Reading | None = Reading(stream, steps_per_epoch=steps, slow_after=slow_after)
         self._close, self._why_not = self._reading.close, _READ_AHEAD
         if join:
             state, stream.meeting = hand_over(self.setup, None)
@@ -283,7 +288,7 @@ class DataLoader:
         self.setup, self._where = setup, where
         stream = self.stream_of(setup)
         stream.meeting = meeting
-        reading.move_to(setup, stream, state)
+        reading.move_to(stream, state)
         return True
 
     def _leave(self, reading: Reading) -> None:
@@ -361,7 +366,8 @@ class DataLoader:
         Raises:
             ValueError: A step has begun, and the message says when the next one does; or this O does not fit.
         """
-        self.setup = self.reading.set_global_batch_size(global_batch_size)
+        self.reading.set_global_batch_size(global_batch_size)
+        self.setup = self.reading.setup
 
     def exclude_steps(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Leave out steps as if they had been delivered: those after which the loss went up, say.

@@ -110,7 +110,7 @@ class Run:
         for step, positions in [self._begun] + ([] if any(self._open) else [(self._lead.step, self._positions())]):
             if positions is not None:
                 survivor = stream.at_step(step)
-                survivor.make_again(np.flatnonzero(survivor.owners != rank))
+                survivor.make_again(np.flatnonzero(survivor.standing.owners != rank))
                 assert (_positions(survivor.table) == positions).all()
 
     def _positions(self) -> Any:

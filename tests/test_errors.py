@@ -4,6 +4,7 @@ import functools
 import logging
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,7 @@ class TestTopology:
             ({"join": 3}, TypeError, "join=3 is a int; give True or False"),
             ({"mesh": "dp"}, TypeError, r"mesh='dp' is a str: give a DeviceMesh of the dp ranks"),
             ({"num_workers": 1, "prefetch_factor": 0}, ValueError, "prefetch_factor=0: give the messages"),
+            ({"prefetch_factor": -1}, ValueError, "prefetch_factor=-1: give the messages"),
             (
                 {"num_workers": 1, "multiprocessing_context": "bogus"},
                 ValueError,
@@ -227,6 +229,29 @@ class TestTopology:
         with pytest.raises(ValueError, match=r"One Reader stands at two places of the pipeline, a and b\.source"):
             loader_of(pipeline)
 
+    def test_one_node_in_two_pipelines(self) -> None:
+        """Two loaders would move one position, and each leave out what the other reads."""
+        pipeline = functools.cache(lambda shard: rd.Reader(ROWS, shard))
+        with pytest.raises(ValueError, match=r"Reader \(root\) that an earlier call had returned"):
+            for _ in zip(loader_of(pipeline, repeat=True), loader_of(pipeline, repeat=True), strict=True):
+                pass
+
+    @pytest.mark.parametrize(
+        "other",
+        [lambda shard: rd.Shard(0, 8), lambda shard: rd.Shard(shard.index, 16)],
+        ids=["always the first", "of twice as many"],
+    )
+    def test_a_reader_of_another_shard(self, other: Callable[[rd.Shard], rd.Shard]) -> None:
+        with pytest.raises(ValueError, match=r"Reader \(root\) reads logical shard 0 of \d+ in the pipeline of"):
+            loader_of(lambda shard: rd.Reader(ROWS, other(shard)), num_logical_shards=8)
+
+    def test_a_seed_for_each_shard(self) -> None:
+        """Each would divide another order, and nobody has all rows."""
+        with pytest.raises(ValueError, match=r"logical shard 7 have the seeds \[7\], those of shard 0 \[0\]"):
+            loader_of(lambda shard: rd.Reader(ROWS, replace(shard, seed=shard.index)), num_logical_shards=8)
+        other = loader_of(lambda shard: rd.Reader(ROWS, replace(shard, seed=shard.seed + 7)))
+        assert sorted(row for batch in other for row in batch["row"].tolist()) == list(range(len(ROWS)))
+
 
 class TestBatches:
     def test_a_number_that_no_tensor_holds(self) -> None:
@@ -268,6 +293,21 @@ class TestBatches:
     def test_a_skip_of_no_whole_number(self, num_samples: Any) -> None:
         with pytest.raises(TypeError, match=r"num_samples=.* give an int"):
             loader_of().skip(num_samples)
+
+    def test_no_run_goes_further_than_a_state_can_tell(self) -> None:
+        loader = loader_of(range(480), repeat=True)
+        most = (2**62 // 24 - 1) // 12 * 12
+        with pytest.raises(ValueError, match=rf"skip\(num_samples={10**30 * 12}\): .* counts up to \d+\. Give less"):
+            loader.skip(10**30 * 12)
+        with pytest.raises(ValueError, match=r"exclude_steps\(\[\(0, 10+\)\]\): .* counts up to"):
+            loader.exclude_steps([(0, 10**30)])
+        loader.skip(most)
+        state = loader.state_dict()
+        with pytest.raises(ValueError, match=r"it would end at sample .* Give less"):
+            loader.skip(12)
+        resumed = loader_of(range(480), repeat=True)
+        resumed.load_state_dict(state)
+        assert resumed.step == loader.step == most // 12
 
 
 def listed(message: str) -> tuple[list[int], list[int]]:
@@ -391,7 +431,7 @@ class TestPipelines:
 
     def test_a_reader_of_the_wrong_shard(self) -> None:
         with pytest.raises(
-            ValueError, match=r"Reader \(source\) reads rd\.Shard\(\), so every logical shard would yield all"
+            ValueError, match=r"Reader \(source\) reads logical shard 0 of 1 in the pipeline of 0 of 24: rows would"
         ):
             loader_of(lambda shard: Mapper(rd.Reader(ROWS, rd.Shard()), dict))
 

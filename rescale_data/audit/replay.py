@@ -153,7 +153,7 @@ class Stretch:
             verify=any(key.rpartition(".")[2] == Reader.PROOF.path[-1] for key in self.after["shards"]),
         )
         runner = Runner(setup.recipe, setup.schema)
-        return Reading(setup, Stream(setup, runner, Traced(runner, shards)))
+        return Reading(Stream(setup, runner, Traced(runner, shards)))
 
 
 def misfit(pipeline: Pipeline, state: State) -> list[str]:

@@ -8,20 +8,18 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Container
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from rescale_data.engine.collate import pin, with_valid
+from rescale_data.engine.leg import Leg
 from rescale_data.engine.ranks.ranks import Ranks
-from rescale_data.engine.recipe import SAMPLES, Histories, History
+from rescale_data.engine.recipe import SAMPLES
 from rescale_data.engine.runner import Collate, Exhausted, Runner
 from rescale_data.engine.watch import describe, frames
-from rescale_data.layout.deal import Deal, DealTurns
-from rescale_data.layout.layout import Layout
-from rescale_data.layout.turns import AlignedTurns, BalancedTurns, Turns
+from rescale_data.layout.turns import Turns
 from rescale_data.sources.counts import MAKE_SECONDS, counts, told
 from rescale_data.state import Ints
 
@@ -69,32 +67,6 @@ def write(table: Ints, visited: slice | Ints, rows: Ints | bytes, more: int) -> 
     table[visited] = rows
     if more:
         table[visited, SAMPLES] += more
-
-
-@dataclass(frozen=True)
-class Leg:
-    """A stretch of micro batches without a change of plan.
-
-    Args:
-        stop: The micro batch after the last, counted from `origin`; `None` where there is none or only reading tells.
-        deal: At the end of an epoch, what serves the shards; else the layout does.
-        histories: Of what the sources consist.
-        pads: Whether batches say which of their samples are real.
-    """
-
-    layout: Layout
-    rank: int
-    stop: int | None
-    deal: Deal | None = None
-    histories: Histories = field(default_factory=dict[str, History])
-    pads: bool = False
-
-    def turns(self, table: Ints) -> Turns:
-        if self.deal is not None:
-            return DealTurns(self.deal, self.rank)
-        if self.layout.aligned:
-            return AlignedTurns(self.layout, self.rank)
-        return BalancedTurns(self.layout, self.rank, table[:, SAMPLES])
 
 
 class Feed(ABC):
@@ -259,11 +231,6 @@ class Ahead:
         self.feed = feed
         self.made: deque[MicroBatch] = deque()
         self.is_started = self._is_exhausted = False
-
-    def copy(self) -> Ahead:
-        copied = object.__new__(Ahead)
-        vars(copied).update(vars(self), made=self.made.copy())
-        return copied
 
     def start(self, leg: Leg, table: Ints, u: int) -> None:
         """Let the feed begin with a micro batch."""

@@ -20,7 +20,7 @@ import numpy as np
 from rescale_data.engine.position import Position
 from rescale_data.engine.report import NAMES, Report, report
 from rescale_data.engine.setup import Setup, with_global_batch_size
-from rescale_data.engine.skip import skip
+from rescale_data.engine.skip import require_countable, skip
 from rescale_data.engine.states.load import load_state_dict
 from rescale_data.engine.states.statedict import Sharded, state_dict, whole_shards
 from rescale_data.engine.stream import Stream
@@ -52,13 +52,12 @@ class Reading:
 
     def __init__(
         self,
-        setup: Setup,
         stream: Stream,
         *,
         steps_per_epoch: int | None = None,
         slow_after: float = math.inf,
     ) -> None:
-        self.setup, self.stream, self._steps = setup, stream, steps_per_epoch
+        self.stream, self._steps = stream, steps_per_epoch
         self._resumed = False  # a state was loaded, and nothing has been read since: the end of an epoch may come first
         self._at_multiple = False  # of steps_per_epoch, with the last batch of an epoch, whose end has not been seen
         self._num_iterators = 0  # the newest is the valid one
@@ -68,6 +67,10 @@ class Reading:
         say_slow = weakref.WeakMethod(self._say_slow)  # a loader that nobody holds goes at once, and so do its workers
         self.watch = Watch(slow_after, lambda seconds, frame: (say := say_slow()) and say(seconds, frame))
         self.last_batch_samples = 0
+
+    @property
+    def setup(self) -> Setup:
+        return self.stream.setup
 
     def __iter__(self) -> Batches:
         if self.ended and not self._resumed:
@@ -128,6 +131,8 @@ class Reading:
                 f"skip(num_samples={num_samples}): give a multiple of dp_world_size * micro_batch_size = {whole}, counted over "
                 f"all ranks."
             )
+        n, stop = self.setup.layout.num_logical_shards, self.stream.clock.samples + num_samples
+        require_countable(f"skip(num_samples={num_samples})", stop, n)
         if num_samples:
             skip(self.stream, num_samples // whole)
             self._resumed, self._at_multiple = False, self._is_multiple()
@@ -146,7 +151,7 @@ class Reading:
             )
 
     @checks_kinds
-    def set_global_batch_size(self, global_batch_size: int) -> Setup:
+    def set_global_batch_size(self, global_batch_size: int) -> None:
         in_step, begun = self.setup.layout.gradient_accumulation_steps, self._begun
         if begun:
             raise ValueError(
@@ -155,13 +160,12 @@ class Reading:
             )
         changed = with_global_batch_size(self.setup, global_batch_size)
         if changed.layout != self.setup.layout:
-            self.stream.regroup(changed.layout)
-            self.setup = changed
-        return self.setup
+            self.stream.regroup(changed)
 
     def exclude_steps(self, ranges: Iterable[tuple[int, int]]) -> None:
         require(Iterable, "a list of (first, stop), such as [(3, 5)]", ranges=ranges)
-        schema, at, given = self.stream.schema, self.step + (self._begun > 0), [*map(_steps, ranges)]
+        schema, layout, given = self.stream.schema, self.setup.layout, [*map(_steps, ranges)]
+        at = self.step + (self._begun > 0)
         for first, stop in given:
             if not 0 <= first < stop:
                 raise ValueError(
@@ -171,6 +175,8 @@ class Reading:
                 raise ValueError(
                     f"exclude_steps([({first}, {stop})]): the loader is at step {at}. Load a state from before."
                 )
+            samples = (stop + 1) * layout.global_batch_size
+            require_countable(f"exclude_steps([({first}, {stop})])", samples, layout.num_logical_shards)
         schema.exclude_steps([*schema.excluded_steps, *given])
 
     def _leave_out(self) -> None:
@@ -237,7 +243,7 @@ class Reading:
         """Have all rows right on this rank (collective over the dp ranks)."""
         whole_shards(self.stream)
 
-    def move_to(self, setup: Setup, stream: Stream, state: Mapping[str, Any]) -> None:
+    def move_to(self, stream: Stream, state: Mapping[str, Any]) -> None:
         """Go on with a stream of other ranks; iterators stay valid in the same epoch.
 
         A new iterator at an epoch's end is empty, as it is for who joins: some ranks would be an epoch ahead of others.
@@ -247,7 +253,7 @@ class Reading:
         load_state_dict(stream, state)
         stream.follow(self.stream)
         self._at_multiple = self._at_multiple and stream.clock.samples == self.stream.clock.samples
-        self.setup, self.stream = setup, stream
+        self.stream = stream
         self._resumed = stream.ended and self._steps is None
 
     def invalidate(self) -> None:

@@ -21,6 +21,8 @@ a packer, what form its samples had (`rescale_data.nodes.form.History`)."""
 SAMPLES, DEALT, FIRST_SLOT = 0, 1, 2  # columns of the table: two of the loader's own, then the slots of the pipeline
 OWN_FIELDS = (Field(("samples",)), Field(("dealt",)))
 STAMP = Field(("stamp",))
+MOST_STAMPED = 1 << 62
+"""No stamp of a row, `samples` times N and the shard, is as large."""
 UNDEALT, ENDED = -1, -2
 """In DEALT: nothing is dealt; the last batch of the epoch was taken, and the rows begin the next."""
 EXCLUDED_STEPS = "excluded_steps"
@@ -49,8 +51,7 @@ class Recipe:
             root = as_node(self.pipeline(given))
             refuse_ranks(root, given)
             _refuse_twice(root)
-            if self.num_logical_shards > 1:
-                _refuse_whole(root)
+            _refuse_others(root, given)
             return root
         except TypeError as error:
             error.add_note(f"while the pipeline of logical shard {shard} was built")
@@ -58,7 +59,7 @@ class Recipe:
 
 
 def _refuse_twice(root: Node[Any]) -> None:
-    """``ValueError`` where one node stands at two places: it has one position, of which the table would have two."""
+    """``ValueError`` where one node stands at two places or in two pipelines: it has one position."""
     seen: dict[int, tuple[str, ...]] = {}
     for path, node in root.walk():
         if (first := seen.setdefault(id(node), path)) is not path:
@@ -66,15 +67,23 @@ def _refuse_twice(root: Node[Any]) -> None:
                 f"One {type(node).__name__} stands at two places of the pipeline, {path_name(first)} and {path_name(path)}, "
                 f"and a node has one position. Make one for each: rd.Reader(source, shard), again."
             )
-
-
-def _refuse_whole(root: Node[Any]) -> None:
-    """``ValueError`` where a node reads the only shard of one: each logical shard would yield the same rows."""
-    for path, node in root.walk():
-        if node.of_shard is not None and node.of_shard.num_logical_shards == 1:
+        if node.is_built:
             raise ValueError(
-                f"{type(node).__name__} ({path_name(path)}) reads rd.Shard(), so every logical shard would yield all rows. "
-                f"Give it the shard that the pipeline is called with: rd.Reader(source, shard)."
+                f"The pipeline returned a {type(node).__name__} ({path_name(path)}) that an earlier call had returned, and a "
+                f"node has one position. Make all nodes anew in each call, without a cache; sources may be shared."
+            )
+        node.is_built = True
+
+
+def _refuse_others(root: Node[Any], given: Shard) -> None:
+    """``ValueError`` where a node reads another logical shard than it should: rows would come twice, or never."""
+    for path, node in root.walk():
+        of = node.of_shard
+        if of is not None and (of.index, of.num_logical_shards) != (given.index, given.num_logical_shards):
+            raise ValueError(
+                f"{type(node).__name__} ({path_name(path)}) reads logical shard {of.index} of {of.num_logical_shards} in the "
+                f"pipeline of {given.index} of {given.num_logical_shards}: rows would come twice, or never. Give it the shard "
+                f"that the pipeline is called with: rd.Reader(source, shard)."
             )
 
 

@@ -97,9 +97,9 @@ def hand_over(setup: Setup, stream: Stream | None, step: int | None = None) -> t
     _require_one_place(came[came[:, 1] >= 0, 2], why)
     table, said = schema.fresh_table(setup.layout.num_logical_shards), ""
     if at is not None and meeting == newest:
-        givers = _givers(at.owners, came[:, 1])
+        givers = _givers(at.standing.owners, came[:, 1])
         with ranks.reading():
-            at.make_again(np.flatnonzero((givers == ranks.rank) & (at.owners != rank)))
+            at.make_again(np.flatnonzero((givers == ranks.rank) & (at.standing.owners != rank)))
         table, said = at.table, json.dumps([header(at), givers.tolist()])
     numbers, givers = json.loads(ranks.share(said.encode()))
     return state_of(schema, ranks.merge(table, np.array(givers)), numbers), newest + 1

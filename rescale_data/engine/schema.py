@@ -48,7 +48,7 @@ class Schema:
 
     def __init__(self, root: Node[Any]) -> None:
         _require_all_named_or_none(root)
-        self.root = root
+        self.root, self._seeds = root, _seeds(root)
         self.group = max(node.group for _, node in root.walk())
         self.is_mixture = any(node.CHILDREN_MAY_CHANGE or len(node.children) > 1 for _, node in root.walk())
         self.histories: Histories = {}
@@ -75,6 +75,11 @@ class Schema:
             raise TypeError(
                 f"The pipeline of logical shard {shard} has the state {_described(node)}, the first one has "
                 f"{_described(self.root)}. Paths, dtypes and shapes are the same for every shard."
+            )
+        if _seeds(node) != self._seeds:
+            raise ValueError(
+                f"The readers of logical shard {shard} have the seeds {_seeds(node)}, those of shard 0 {self._seeds}: each "
+                f"would divide another order, and rows would come twice or never. Give all shards one seed."
             )
 
     def require_same_state(self, node: Node[Any], shard: int) -> None:
@@ -218,6 +223,10 @@ class Schema:
     def fields_json(self) -> str:
         """In the order of the slots."""
         return json.dumps({f.key: f.describe() for f in (*self.fields, STAMP)}, separators=(",", ":"))
+
+
+def _seeds(node: Node[Any]) -> list[int]:
+    return [below.of_shard.seed for _, below in node.walk() if below.of_shard is not None]
 
 
 def _described(node: Node[Any]) -> dict[str, str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -65,8 +66,13 @@ def set_up(
     timeout: float = 300.0,
     save_timeout: float | None = None,
     verify: bool = False,
+    beside: Mapping[str, Any] = MappingProxyType({}),
 ) -> Setup:
-    """Resolve the defaults and refuse what cannot run (collective where there is a process group)."""
+    """Resolve the defaults and refuse what cannot run (collective where there is a process group).
+
+    Args:
+        beside: What else all ranks have to give alike.
+    """
     if tail not in ("drop", "pad"):
         raise ValueError(f"tail={tail!r}: give 'drop' or 'pad'.")
     if global_batch_size < 1:
@@ -100,8 +106,10 @@ def set_up(
             "seed": seed,
             "repeat": repeat,
             "tail": tail,
+            "verify": verify,
             "pipeline": schema.pipeline_json,
             "sources": schema.sources_json,
+            **beside,
         }
     )
     _warn_if_not_aligned(setup)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
+from rescale_data.engine.agreement import Agreement
 from rescale_data.engine.feed import Ahead, Feed, MicroBatch
+from rescale_data.engine.leg import Leg, Standing
 from rescale_data.engine.legs import Legs
 from rescale_data.engine.position import Position
+from rescale_data.engine.recipe import DEALT, ENDED, UNDEALT
+from rescale_data.engine.runner import Runner
+from rescale_data.engine.setup import Setup
 from rescale_data.engine.taken import Taken
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
@@ -27,23 +34,137 @@ class HasStream(Protocol):
     def stream(self) -> Stream: ...
 
 
-class Stream(Legs):
-    """One rank's micro batches, and the position at which the taken ones leave it."""
+class Stream(Position):
+    """One rank's micro batches, and the position at which the taken ones leave it.
+
+    Args:
+        runner: Draws samples beside the feed: to skip and to count.
+        feed: Makes the micro batches.
+    """
 
     on_source_change: OnSourceChange = "error"
     meeting = 0
     """How often the ranks of the run have met before these did."""
 
+    def __init__(self, setup: Setup, runner: Runner, feed: Feed) -> None:
+        self._ahead = Ahead(feed)
+        beginning = Standing(Clock(), setup.layout.owners)
+        super().__init__(setup, runner, beginning, 0, Taken(self._fresh(setup)))
+        self.load(self.table, Clock())
+
+    @staticmethod
+    def _fresh(setup: Setup) -> Ints:
+        return setup.schema.fresh_table(setup.layout.num_logical_shards)
+
+    def reset(self) -> None:
+        """Go back to the beginning of the run, with the data that there is now."""
+        self.rewind()
+        self.schema.adopt({})
+        self.standing = replace(self.standing, dropped_samples=0, padded_samples=0)
+        self.load(self._fresh(self.setup), Clock())
+
     def load(self, table: Ints, clock: Clock) -> None:
-        super().load(table, clock)
-        self._begun: Position | None = None  # see `begun`
+        """Go on from a table in which all N rows are right."""
+        self.use(replace(self.setup, ranks=self.ranks.next_leg))
+        self.rows, self._begun, self._legs, self._size = Taken(table), None, Legs(), None
+        ended = bool((table[:, DEALT] == ENDED).all())
+        counts = self.standing.dropped_samples, self.standing.padded_samples
+        self.go_to(Standing(clock, self.layout.owners, None, ended, clock.samples, False, *counts), table)
+
+    def go_to(self, standing: Standing, table: Ints) -> None:
+        """Go on from here, where another leg or none begins: what was made ahead is of the one before."""
+        self.rewind()
+        self.table, self.standing, leg = table, standing, standing.leg
+        self.u, self._calm_until = standing.clock.micro_batch(self.layout), 0
+        self.epoch, self._in_step = standing.clock.epoch, self.layout.gradient_accumulation_steps
+        ends_unseen = leg is not None and leg.stop is None and not self.repeat
+        self._agreement = Agreement(self.ranks, self.u, self._in_step) if ends_unseen else None
+
+    def regroup(self, setup: Setup) -> None:
+        """Go on with another global batch, as if this moment were saved and loaded (collective); at a step boundary."""
+        table, clock, now = self.ranks.merge(self.table, self.standing.owners), self.clock, self.layout
+        loaded = clock.loaded((now.global_batch_size, now.dp_world_size, now.micro_batch_size), setup.layout)
+        if loaded != clock and not self.ended:
+            table[:, DEALT] = UNDEALT
+        self.use(setup)
+        self.load(table, loaded)
+
+    def move_on(self) -> None:
+        """Begin the next epoch, if the last micro batch of this one was taken."""
+        if self.ended:
+            self.table[:, DEALT] = UNDEALT
+            clock, self._size = self.clock.next_epoch(self.layout.global_batch_size), None
+            self.go_to(replace(self.standing, clock=clock, ended=False, since=clock.samples), self.table)
 
     def follow(self, other: Stream) -> None:
         """Count on from where another stream had counted to at this moment."""
         begun = other.begun()
         at = begun if begun is not None and begun.clock.samples == self.clock.samples else other
-        self.dropped_samples, self.padded_samples = at.dropped_samples, at.padded_samples
-        self._took, self._was_empty = at._took, at._was_empty
+        self.standing = replace(
+            self.standing,
+            since=at.standing.since,
+            was_empty=at.standing.was_empty,
+            dropped_samples=at.standing.dropped_samples,
+            padded_samples=at.standing.padded_samples,
+        )
+
+    # Which leg it is
+
+    def begin(self) -> Leg | None:
+        """The leg that the next micro batch belongs to, planned where it has not begun; `None` at the end of the epoch."""
+        if self.is_calm:
+            return self.leg
+        if self._legs.unproven:
+            raise DataStateError(self._legs.unproven)
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        if self.leg is None and not self.ended:
+            self._ahead.feed.stop()
+            self.go_to(*self._legs.first(self))
+        self._settle()
+        self._conclude()
+        leg = self.leg
+        if leg is not None and leg.deal is None and self._agreement is None and not self.setup.recipe.verify:
+            self._calm_until = sys.maxsize if leg.stop is None else leg.stop
+        return leg
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether the next micro batch belongs to the leg of the one before, and there is nothing to look after."""
+        return self.u < self._calm_until
+
+    def _settle(self) -> None:
+        """Find the leg of the next micro batch. It may have failed before, in reading ahead, and goes on from there."""
+        while (leg := self.leg) is not None:
+            if self._agreement is not None:
+                if not self._agreement.end(self.u, self._make_until):
+                    return
+            elif leg.stop != self.u or leg.is_last:
+                return
+            self._ahead.feed.stop()
+            self.go_to(*self._legs.deal(self, leg))  # as soon as the last micro batch before it has been taken
+
+    def _conclude(self) -> None:
+        """End the epoch, if its last micro batch has been taken."""
+        leg = self.leg
+        if leg is not None and leg.deal is not None and leg.stop == self.u:
+            self._ahead.feed.stop()
+            self.go_to(*self._legs.end(self, leg.deal))
+
+    def num_micro_batches_left(self) -> int | None:
+        """Micro batches until the epoch ends; `None` where it never does, or cannot be known."""
+        leg = self.begin()
+        return 0 if leg is None else leg.left_at(self.u)
+
+    def num_micro_batches(self) -> int | None:
+        """Micro batches of the whole epoch, as long as O stays; `None` where it never ends, or cannot be known."""
+        if self._size is None and not self.repeat:
+            self._size = self.schema.epoch_size(self.table)
+        if self._size is None:
+            return None
+        steps, rest = divmod(self._size, self.layout.global_batch_size)
+        return (steps + (self.setup.tail == "pad" and rest > 0)) * self._in_step
 
     # Taking
 
@@ -54,14 +175,14 @@ class Stream(Legs):
         self.peek()
         leg = self.leg
         ends = leg is not None and leg.deal is not None and leg.stop == self.u + 1
-        if not (ends or self.verify):
+        if not (ends or self.setup.recipe.verify):
             return self._take()
-        self.begun()
-        before = {**vars(self), "_taken": Taken(self.table.copy()), "_ahead": self._ahead.copy()}
+        u, before = self.u, (self.standing, self.rows.copy(), self._begun, self._agreement, self._ahead.made.copy())
         try:
             return self._take()
         except Exception:  # an epoch fails in place of its last micro batch
-            vars(self).update({**before, "_unproven": self._unproven, "_rest": self._rest})
+            self.standing, self.rows, self._begun, self._agreement, self._ahead.made = before
+            self.u = u
             raise
 
     def _take_one(self) -> MicroBatch:
@@ -70,19 +191,15 @@ class Stream(Legs):
         if micro_batch is None:
             self.peek()
             micro_batch = self._ahead.made.popleft()
-        began = None
-        if not self.u % self._in_step:
-            self._begun, began = None, (self.u, self._took)
-        self._taken.add(micro_batch, began)
-        self.u, self._took = self.u + 1, True
+        self.rows.add(micro_batch, None if self.u % self._in_step else (self.standing, self.u))
+        self.u += 1
         return micro_batch
 
     def _take(self) -> MicroBatch:
-        leg, u = self.leg, self.u
+        deal, u = None if self.leg is None else self.leg.deal, self.u
         micro_batch = self._take_one()
-        self.begun()
-        if leg is not None and leg.deal is not None:
-            self.owners = leg.deal.owners(self.owners, u)
+        if deal is not None:
+            self.standing = replace(self.standing, owners=deal.owners(self.standing.owners, u))
         try:
             self._settle()
         except Exception as error:
@@ -101,6 +218,58 @@ class Stream(Legs):
                 "number of samples is not certain."
             )
         return self._ahead.made[0]
+
+    def pass_by(self, num_micro_batches: int, *, reads: bool) -> None:
+        """Leave out micro batches of this leg, as if they had been taken.
+
+        Args:
+            reads: Whether rows are moved; else nothing of the epoch is delivered after these.
+        """
+        u = self.u + num_micro_batches
+        if reads:
+            self.move(np.array(self.layout.owned(self.ranks.rank), dtype=np.int64), self.reached(u))
+            self.standing = replace(self.standing, owners=self.layout.owners)
+        self.rewind()
+        self.u = u
+        self._settle()
+        self._conclude()
+
+    def at_step(self, step: int) -> Position:
+        """Where a step began: the next one, or the last; ``ValueError`` where it is another."""
+        self.rewind()
+        taken, begun = self.u % self._in_step, self.begun()
+        if step == self.step and not taken:
+            return self
+        if begun is not None and step == begun.step:
+            return Position(begun.setup, begun.runner, begun.standing, begun.u, Taken(begun.rows.at_step()))
+        raise ValueError(
+            f"step={step}: this rank has taken {taken} micro batches of step {self.step}, and can go on where a step begins "
+            f"that it has not completed, or completed last. Give the number of steps that the model has done, or load a "
+            f"checkpoint."
+        )
+
+    def move(self, shards: Ints, reached: Ints) -> None:
+        self.rewind()
+        super().move(shards, reached)
+
+    # Making ahead
+
+    def start(self) -> None:
+        """Let the feed begin with the next micro batch, if it has not begun."""
+        if self.leg is None:
+            self.begin()
+        if self.leg is not None and not self._ahead.is_started:
+            self._ahead.start(self.leg, self.table, self.u)
+
+    def _make_until(self, u: int) -> int:
+        """Make micro batches up to u, if no shard ends before; the first that is not made."""
+        self.start()
+        return self.u + self._ahead.make(u - self.u, self.ranks)
+
+    def rewind(self) -> None:
+        """Forget what was made and not taken; no more is made until the next is asked for."""
+        self._ahead.forget()
+        self._failure: Exception | None = None
 
     def through(self, feed_of: Callable[[Feed], Feed]) -> None:
         """Let another feed bring what this one's makes."""
@@ -123,52 +292,3 @@ class Stream(Legs):
     def close(self) -> None:
         self._ahead.feed.close()
         self.rewind()
-
-    def pass_by(self, num_micro_batches: int, *, reads: bool) -> None:
-        """Leave out micro batches of this leg, as if they had been taken.
-
-        Args:
-            reads: Whether rows are moved; else nothing of the epoch is delivered after these.
-        """
-        self.begun()
-        u = self.u + num_micro_batches
-        if reads:
-            self.move(np.array(self.layout.owned(self.ranks.rank), dtype=np.int64), self.reached(u))
-            self.owners = self.layout.owners
-        self.rewind()
-        self.u, self._took = u, True
-        self._settle()
-        self._conclude()
-
-    # The rows of other ranks
-
-    def at_step(self, step: int) -> Position:
-        """Where a step began: the next one, or the last; ``ValueError`` where it is another."""
-        self.rewind()
-        taken = self.u % self._in_step
-        if step == self.step and not taken:
-            return self
-        begun = self.begun()
-        if begun is not None and step == begun.step:
-            return begun._at(Taken(begun._taken.at_step()))
-        raise ValueError(
-            f"step={step}: this rank has taken {taken} micro batches of step {self.step}, and can go on where a step begins "
-            f"that it has not completed, or completed last. Give the number of steps that the model has done, or load a "
-            f"checkpoint."
-        )
-
-    def move(self, shards: Ints, reached: Ints) -> None:
-        self.rewind()
-        self._taken.keep(shards)
-        super().move(shards, reached)
-
-    def whole(self) -> Ints:
-        self.begun()
-        return super().whole()
-
-    def begun(self) -> Position | None:
-        """Where the last step began, but for its table: found out before anything changes but how far it is."""
-        if self._begun is None and self._taken.began is not None:
-            self._begun = begun = self._at(self._taken)
-            begun.u, begun._took = self._taken.began
-        return self._begun

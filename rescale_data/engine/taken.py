@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rescale_data.engine.feed import MicroBatch, write
+from rescale_data.engine.leg import Standing
 from rescale_data.state import Ints
 
 
@@ -16,12 +17,17 @@ class Taken:
 
     def __init__(self, table: Ints) -> None:
         self._table = table
-        self.began: tuple[int, bool] | None = None
-        """Where the last step did that began in this table, as whoever adds says it."""
+        self.began: tuple[Standing, int] | None = None
+        """Where the run stood, and its micro batch, when the last step began in this table."""
         self._newest: dict[int, tuple[slice, Ints | bytes, int]] = {}  # by the first shard that was visited
         self._before: list[
             tuple[slice | Ints, Ints | bytes | None, int]
         ] = []  # since the step began; None: as the table has it
+
+    def copy(self) -> Taken:
+        copied = Taken(self.table.copy())
+        copied.began, copied._before = self.began, self._before.copy()
+        return copied
 
     @property
     def table(self) -> Ints:
@@ -33,7 +39,7 @@ class Taken:
             self._newest = {}
         return self._table
 
-    def add(self, micro_batch: MicroBatch, began: tuple[int, bool] | None) -> None:
+    def add(self, micro_batch: MicroBatch, began: tuple[Standing, int] | None) -> None:
         """One more was taken; the first of a step says where that begins."""
         if began is not None:
             self.began, self._before = began, []

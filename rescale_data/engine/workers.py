@@ -26,7 +26,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from rescale_data.engine.feed import Collate, Feed, Leg, MicroBatch, make
+from rescale_data.engine.feed import Collate, Feed, MicroBatch, make
+from rescale_data.engine.leg import Leg
 from rescale_data.engine.message import Inbox, Message, Part, Slabs
 from rescale_data.engine.processes import (
     LOOK_SECONDS,
@@ -70,7 +71,7 @@ class Begin:
     def of(cls, leg: Leg, table: Ints) -> Begin:
         owned = leg.layout.owned(leg.rank) if leg.deal is None else range(len(table))
         shards = slice(owned.start, owned.stop)
-        return cls(leg, shards, table[shards].copy(), len(table))
+        return cls(leg.for_a_worker(), shards, table[shards].copy(), len(table))
 
     @property
     def table(self) -> Ints:
@@ -223,10 +224,6 @@ class Pool(Feed):
         slow_after: float,
         init_fn: Callable[[int], object] | None = None,
     ) -> None:
-        if prefetch_factor < 1:
-            raise ValueError(
-                f"prefetch_factor={prefetch_factor}: give the messages that a worker may be ahead, at least 1."
-            )
         worker = Worker(recipe, collate, slow_after)
         require_pickle(worker, pipeline=recipe.pipeline, collate_fn=collate, worker_init_fn=init_fn)
         self._worker, self._board = worker, Board(num_workers)

@@ -124,6 +124,9 @@ class Node(Changing, BaseNode[T]):
     repeat: bool = False
     """Whether this node reads an endless stream (`Shard.repeat`): whoever consumes it then restarts it at an epoch's end."""
 
+    is_built: bool = False
+    """Whether a loader has this node: no other may."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "next" in vars(cls):

@@ -52,6 +52,7 @@ class TokenizedDocuments:
     def turn(self, position: memoryview) -> None:
         if self._texts is not None:
             self._texts.turn(position[1:])
+            self._behind = copy_of(position)
         else:
             position[:] = copy_of(self._node.position)
 

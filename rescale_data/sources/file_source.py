@@ -96,16 +96,17 @@ class FileSource(KnownFiles):
     def _fill(self, column: str | None, fragment: int, share: Share | None) -> None:
         """Bring into the cache what will be needed; run by another thread, for which nobody else does so."""
         del column, share  # a format that has more than rows brings that
-        self._keep(self._key(fragment), self._load(fragment))
+        self._once(self._key(fragment), partial(self._load, fragment))
 
     def _bring(self, key: tuple[Any, ...], file: int, extent: tuple[int, int]) -> None:
-        if cache().get(key) is None:  # it may have come since somebody looked
-            self._keep(key, Brought(self._ranges(file).read(*extent)))
+        self._once(key, lambda: Brought(self._ranges(file).read(*extent)))
 
     def _bytes(self, fragment: int, extent: tuple[int, int]) -> ArrowBuffer:
         """Those of a fragment, which may have been brought, or are read now."""
         key = self._bytes_key(fragment)
-        brought: Brought | None = self._awaited(key)
+        if self.reads_ahead:
+            far_ahead().wait(key)
+        brought: Brought | None = cache().get(key)
         if brought is None:
             return self._ranges(self._index.file_of(fragment)).read(*extent)
         cache().forget(key)
@@ -123,10 +124,15 @@ class FileSource(KnownFiles):
         return cache().get(key) or self._read(key, fragment, self._load)
 
     def _read(self, key: tuple[Any, ...], fragment: int, load: Callable[[int], V], *, stays: bool = True) -> V:
-        """What the cache lacks: what another thread has brought, or is read now."""
+        """What the cache lacks: what another thread brings, or is read now."""
         with counts().reading(self._files.path(self._index.file_of(fragment))):
-            found: V | None = self._awaited(key)
-            return self._keep(key, load(fragment), stays=stays) if found is None else found
+            return self._once(key, partial(load, fragment)) if stays else self._keep(key, load(fragment), stays=False)
+
+    def _once(self, key: tuple[Any, ...], make: Callable[[], V]) -> V:
+        """Of threads that lack the same one makes it, and the others wait."""
+        with cache().alone(key):
+            found: V | None = cache().get(key)
+            return self._keep(key, make()) if found is None else found
 
     def _stays(self, fragment: int) -> bool:
         """Whether the cache keeps a mapped fragment when whoever packs its tokens has passed them.
@@ -140,13 +146,6 @@ class FileSource(KnownFiles):
         if self._files.filesystem is not None or total <= self.cache_bytes or 2 * room < self.cache_bytes:
             return True
         return fragment * _GOLDEN % 2**32 * total < room * 2**32
-
-    def _awaited(self, key: tuple[Any, ...]) -> Any:
-        """What another thread has brought, or is about to."""
-        if not self.reads_ahead:
-            return None
-        far_ahead().wait(key)
-        return cache().get(key)
 
     def _key(self, fragment: int, column: str | None = None, share: Share | None = None) -> tuple[Any, ...]:
         """Where something of a fragment is in the cache."""

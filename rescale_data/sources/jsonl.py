@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from string import whitespace
 from typing import Any, ClassVar, cast
 
@@ -21,6 +23,9 @@ _SHORT = 8
 _NEWLINE = 10
 _NUMBERS = frozenset((int, float))
 _MARK = b"\xef\xbb\xbf"
+_TOGETHER_BYTES = 2**20
+_MARKER = secrets.randbits(60)
+_BETWEEN = b",%d," % _MARKER
 _DECODER = json.JSONDecoder()
 
 
@@ -69,17 +74,13 @@ class JsonlSource(IndexedSource):
 
     def texts(self, column: str, rows: Ints) -> list[str]:
         fragments = np.searchsorted(self._fragments, rows, side="right") - 1
-        places, lines = (
-            (rows - self._fragments[fragments]).tolist(),
-            {at: self._lines(at) for at in {*fragments.tolist()}},
-        )
-        found = [lines[at].chosen(place)[column] for at, place in zip(fragments.tolist(), places, strict=True)]
+        places, at = (rows - self._fragments[fragments]).tolist(), fragments.tolist()
+        lines = {fragment: cast(_Lines, self._rows(fragment)) for fragment in {*at}}
+        parsed = parse_all([lines[fragment].line(place) for fragment, place in zip(at, places, strict=True)])
+        found = [chosen(row, self._columns)[column] for row in parsed]
         if {*map(type, found)} - {str}:
             raise BadRow(f"{column!r} is not a string in each of these rows.")
         return found
-
-    def _lines(self, fragment: int) -> _Lines:
-        return cast(_Lines, self._rows(fragment))
 
     def _scan(self, ranges: Ranges) -> Scan:
         starts, empty = find_lines(ranges)
@@ -101,16 +102,35 @@ class _Lines:
         self.nbytes: int = data.size
 
     def row(self, index: int) -> dict[str, Any]:
-        return {name: _value(value) for name, value in self.chosen(index).items()}
+        return {name: _value(value) for name, value in chosen(parse(self.line(index)), self._columns).items()}
 
-    def chosen(self, index: int) -> dict[str, Any]:
-        row = parse(self._data[self._starts[index] : self._starts[index + 1]])
-        if self._columns is None:
-            return row
-        missing = [name for name in self._columns if name not in row]
-        if missing:
-            raise BadRow(f"the line has no {missing}; it has {list(row)}. Fix it, or leave such rows out.")
-        return {name: row[name] for name in self._columns}
+    def line(self, index: int) -> memoryview:
+        return self._data[self._starts[index] : self._starts[index + 1]]
+
+
+def chosen(row: dict[str, Any], columns: Sequence[str] | None) -> dict[str, Any]:
+    """Some columns of a row, or all."""
+    if columns is None:
+        return row
+    missing = [name for name in columns if name not in row]
+    if missing:
+        raise BadRow(f"the line has no {missing}; it has {list(row)}. Fix it, or leave such rows out.")
+    return {name: row[name] for name in columns}
+
+
+def parse_all(lines: Sequence[memoryview]) -> list[dict[str, Any]]:
+    """What `parse` makes of each, in half the time where they are short: as one array, with numbers between them.
+
+    Each of the numbers, which no file can know, is found again at its place: so each line is one whole object.
+    """
+    if sum(map(len, lines)) <= _TOGETHER_BYTES:
+        with suppress(ValueError, RecursionError):  # what is wrong is found line by line
+            text = str(b"[" + _BETWEEN.join(lines) + b"]", "utf-8", "surrogatepass")
+            found, end = _DECODER.raw_decode(text)
+            rows = found[::2]
+            if end == len(text) and found[1::2] == [_MARKER] * (len(lines) - 1) and {*map(type, rows)} == {dict}:
+                return rows
+    return [parse(line) for line in lines]
 
 
 def parse(line: memoryview) -> dict[str, Any]:
@@ -118,7 +138,7 @@ def parse(line: memoryview) -> dict[str, Any]:
     try:  # half the time of json.loads, which looks for the encoding first
         text = str(line, "utf-8", "surrogatepass")
         value, end = _DECODER.raw_decode(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     if value is None or text[end:].strip(whitespace):
         value = _loaded(bytes(line).strip())
@@ -130,7 +150,7 @@ def parse(line: memoryview) -> dict[str, Any]:
 def _loaded(line: bytes) -> Any:
     try:
         return json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # lists within lists without end
         shown = line[:60].decode(errors="replace")
         raise BadRow(f"it is not JSON: {error}. It begins with {shown!r}. Fix it, or leave such rows out.") from None
 

@@ -14,13 +14,11 @@ import pyarrow.parquet as pq
 from pyarrow import dataset
 
 from rescale_data.sources.arrow_types import ArrowBuffer, ArrowFile, ArrowTable
-from rescale_data.sources.counts import counts
 from rescale_data.sources.decoded.ahead import ahead
 from rescale_data.sources.decoded.cache import cache, owner_of
 from rescale_data.sources.file_source import Brought
 from rescale_data.sources.files.ranges import Ranges
 from rescale_data.sources.fragments import Footer
-from rescale_data.sources.source import Tokens
 from rescale_data.sources.tables import TableSource, schema_kind
 
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}
@@ -103,13 +101,12 @@ class ParquetSource(TableSource):
             soon: Whether the file is about to be read; else it is kept where those of all files take little.
         """
         key = (owner_of(self), "footer", file)
-        kept: Brought | None = cache().get(key)
-        if kept is not None:
-            return kept.data
-        tail = _tail_of(self._files.ranges(file))
-        if soon or tail.size * len(self._files.names) <= self.cache_bytes // 16:
-            self._keep(key, Brought(tail))
-        return tail
+        with cache().alone(key):
+            kept: Brought | None = cache().get(key)
+            tail = Brought(_tail_of(self._files.ranges(file))) if kept is None else kept
+            if soon or tail.nbytes * len(self._files.names) <= self.cache_bytes // 16:
+                self._keep(key, tail)
+        return tail.data
 
     def _table(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
         handle: _Handle = self._handle(self._index.file_of(fragment))
@@ -119,17 +116,11 @@ class ParquetSource(TableSource):
         with handle.lock:  # one column in this thread: another's memory would be another's, new to the process
             return handle.file.read_row_group(number, columns=list(columns), use_threads=len(columns) > 1)
 
-    def tokens(self, column: str, fragment: int) -> Tokens:
-        if not self.reads_ahead and cache().get(self._key(fragment, column)) is None:
-            with counts().reading(self._files.path(self._index.file_of(fragment))):
-                ahead().wait(self._key(fragment, column))
-        return super().tokens(column, fragment)
-
     def decode_ahead(self, column: str, fragment: int) -> None:
         """The tokens of a fragment will be asked for soon. It returns at once, and raises nothing."""
         key = self._key(fragment, column)
         if not self.reads_ahead and cache().get(key) is None:
-            ahead().begin(key, partial(super().tokens, column, fragment))
+            ahead().begin(key, partial(self.tokens, column, fragment))
 
     def pass_by(self, column: str, fragment: int) -> None:
         cache().give_up(self._key(fragment, column))

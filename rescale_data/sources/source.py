@@ -37,6 +37,8 @@ import numpy.typing as npt
 
 from rescale_data.state import Ints
 
+_NARROW = [(dtype, int(np.iinfo(dtype).max)) for dtype in (np.uint8, np.uint16, np.int32)]
+
 
 class Described(Protocol):
     """Data that a node reads, of whatever kind."""
@@ -185,7 +187,7 @@ class Tokens:
         """The same in memory of its own, as the smallest dtype of three that holds all values: what Arrow decodes takes up to
         three times as much, and memory that is new to the process costs more than decoding."""
         bits = int(np.bitwise_or.reduce(self.values))  # no less than any of them, and negative where one is
-        fit = (dtype for dtype in (np.uint8, np.uint16, np.int32) if 0 <= bits <= np.iinfo(dtype).max)
+        fit = (dtype for dtype, most in _NARROW if 0 <= bits <= most)
         return Tokens(self.values.astype(next(fit, self.values.dtype)), self.offsets, self.first)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import copy
 import os
-import threading
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
@@ -20,7 +19,7 @@ from rescale_data.sources.arrow_types import ArrowBuffer, ArrowExpression, Arrow
 from rescale_data.sources.bad_row import BadRow, NullValueError
 from rescale_data.sources.condition import Condition, chosen
 from rescale_data.sources.counts import READ_BYTES, counts
-from rescale_data.sources.decoded.cache import DEFAULT_BYTES, cache, handles, owner_of
+from rescale_data.sources.decoded.cache import DEFAULT_BYTES, cache, owner_of
 from rescale_data.sources.decoded.columns import Fragment, check_columns, chosen_columns, is_token_list, token_lists
 from rescale_data.sources.decoded.interest import needed_with, room_for_block
 from rescale_data.sources.decoded.pieces import Piece, Share, cut_out
@@ -100,7 +99,7 @@ class TableSource(FileSource):
         if share is not None:
             self._piece(fragment, share, column)
         elif column is not None:
-            self._keep(self._key(fragment, column), self._load_tokens(column, fragment))
+            self._once(self._key(fragment, column), partial(self._load_tokens, column, fragment))
         else:
             super()._fill(column, fragment, share)
 
@@ -141,8 +140,7 @@ class TableSource(FileSource):
             return self._spilled(key, share, fragment) or self._cut(fragment, share, column)
 
     def _cut(self, fragment: int, share: Share, column: str | None) -> Piece:
-        cutting: threading.Lock = handles().make((owner_of(self), "cutting", fragment), threading.Lock)
-        with cutting:
+        with cache().alone((owner_of(self), "cutting", fragment)):
             key = self._key(fragment, column, share)
             found = cache().get(key) or self._spilled(key, share, fragment)  # another thread may have been here before
             return found or self._cut_all(fragment, share, column)

@@ -125,6 +125,15 @@ def test_the_checkpoint_holds_each_row_once_and_goes_on_in_one_process(meshes: A
         assert global_batches([take(case.data.loader(O, O), 2)], O) == global_batches(before, O)
 
 
+DIFFERENT: dict[str, tuple[Any, Any]] = {
+    "seed": (0, 1),
+    "tail": ("drop", "pad"),
+    "verify": (False, True),
+    "steps_per_epoch": (None, 5),
+    "on_source_change": ("error", "next_epoch"),
+}
+
+
 def refused(folder: Path) -> list[str]:
     """What is said where the mesh is not that of the dp ranks alone."""
     del folder
@@ -135,9 +144,10 @@ def refused(folder: Path) -> list[str]:
         with pytest.raises(ValueError) as error:
             DATA.loader(O, **arguments)
         said.append(str(error.value))
-    with pytest.raises(ValueError) as error:
-        DATA.loader(O, seed=dist.get_rank())
-    said.append(str(error.value))
+    for name, value in DIFFERENT.items():
+        with pytest.raises(ValueError) as error:
+            DATA.loader(O, **{name: value[dist.get_rank()]})
+        said.append(str(error.value))
     with pytest.raises(ValueError) as error:
         DATA.loader(O, dp_rank=dist.get_rank(), dp_world_size=4)
     said.append(str(error.value))
@@ -153,7 +163,10 @@ def test_meshes_that_are_refused_and_what_is_said_without_one(tmp_path: Path) ->
             "share their samples. Pass the data-parallel dims alone",
             f"This process has rank {rank}, but mesh holds the ranks [{1 - rank}]",
             "Give mesh= or dp_rank= and dp_world_size=, not both",
-            f"The ranks built their loaders with different seed; dp rank {rank} has {{'seed': {rank}}}",
+            *(
+                f"The ranks built their loaders with different {name}; dp rank {rank} has {{'{name}': {value[rank]!r}}}"
+                for name, value in DIFFERENT.items()
+            ),
             "dp_world_size=4, but no process of the group was given dp_rank=2 (2 of the dp ranks are missing)",
             "No mesh given: all 2 ranks of the process group read different samples. With TP, PP or CP pass mesh=",
         ]

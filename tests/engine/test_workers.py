@@ -21,7 +21,7 @@ import torch
 from torchdata.nodes import Mapper
 
 import rescale_data as rd
-from rescale_data.engine.feed import Leg
+from rescale_data.engine.leg import Leg
 from rescale_data.engine.message import Inbox
 from rescale_data.engine.recipe import SAMPLES, Recipe
 from rescale_data.engine.schema import Schema

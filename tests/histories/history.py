@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import rescale_data as rd
@@ -437,7 +438,7 @@ class History:
         difference = same_state(shadow.state(), self.seats.state(), besides)
         require(not difference, f"{what} is not as taking: {difference}")
         counts = [
-            (each.stream.dropped_samples, each.stream.padded_samples, each.loader.epoch)
+            (each.stream.standing.dropped_samples, each.stream.standing.padded_samples, each.loader.epoch)
             for each in (shadow.lead, self.seats.lead)
         ]
         require(counts[0] == counts[1], f"{what} counts otherwise: taken {counts[0]}, {counts[1]}")
@@ -516,7 +517,8 @@ class History:
         self.seats = self.seats.rescale(top, self.make, order, step)
         self.now = top
         for seat in self.seats.seats:
-            seat.loader.stream.dropped_samples = dropped
+            stream = seat.loader.stream
+            stream.standing = replace(stream.standing, dropped_samples=dropped)
 
     def die(self) -> None:
         """Ranks die within a step, others go on where it began."""

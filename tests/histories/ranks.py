@@ -142,7 +142,7 @@ class Seats:
     # Batches
 
     def mark(self) -> tuple[int, int]:
-        return self.lead.data_epoch, self.lead.stream.dropped_samples
+        return self.lead.data_epoch, self.lead.stream.standing.dropped_samples
 
     def tally(self, books: Books, before: tuple[int, int], *, moved: bool = False) -> None:
         """What was dropped in one call is of the epoch that ended in it; ``moved``: the loader went on to the next then."""

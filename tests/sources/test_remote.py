@@ -7,7 +7,8 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,8 +22,10 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 import rescale_data as rd
+from rescale_data.nodes.reading.rows import ShardRows
 from rescale_data.sources.decoded import cache as decoded
-from rescale_data.sources.decoded.cache import Handles, cache
+from rescale_data.sources.decoded.ahead import far_ahead
+from rescale_data.sources.decoded.cache import Cache, Handles, cache
 from rescale_data.sources.files import remote
 from rescale_data.sources.files.disk_cache import DiskCache
 from rescale_data.sources.files.gate import Gate
@@ -287,6 +290,66 @@ class TestAhead:
         tokens = np.concatenate([batch["tokens"][:, 0].numpy() for batch in loader])
         assert len(set(tokens.tolist())) == 1600
         assert cache().nbytes <= max(50_000, cache().budget)
+
+
+class TestOnce:
+    """Two threads find that the cache lacks the same thing, and only then does either go on."""
+
+    @pytest.fixture
+    def both_lack(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], list[Any]]:
+        get, both, asked = Cache.get, threading.Barrier(2, timeout=60), threading.local()
+
+        def get_nothing_first(kept: Cache, key: Any) -> Any:
+            if not hasattr(asked, "before"):
+                asked.before = True
+                both.wait()
+                return None
+            return get(kept, key)
+
+        def run(work: Callable[[], Any]) -> list[Any]:
+            monkeypatch.setattr(Cache, "get", get_nothing_first)
+            with ThreadPoolExecutor(2) as pool:
+                return [made.result() for made in [pool.submit(work), pool.submit(work)]]
+
+        return run
+
+    @pytest.mark.parametrize("work", ["footer", "row", "tokens", "piece"])
+    def test_two_threads_ask_for_it_once(self, work: str, both_lack: Callable[..., list[Any]], tmp_path: Path) -> None:
+        TestAhead().write(tmp_path / "data")
+        source = rd.ParquetSource(f"flaky://{tmp_path}/data", remote=rd.Remote(hedge_after=None))
+        source.row(150)  # the footer is there
+        share = ShardRows(source, rd.Shard(index=0, num_logical_shards=2), shuffle=64).share(0)
+        works = {
+            "footer": lambda: (cache().get("nothing"), source._tail(0).to_pybytes())[1],
+            "row": lambda: source.row(3)["tokens"].tolist(),
+            "tokens": lambda: source.tokens("tokens", 0).values.tolist(),
+            "piece": lambda: source.tokens_of("tokens", 0, share).values.tolist(),
+        }
+        if work == "footer":
+            cache().clear()
+        Flaky.requests = 0
+        first, second = both_lack(works[work])
+        assert first == second
+        assert Flaky.requests == 1
+
+    @pytest.mark.parametrize("column", [None, "tokens"])
+    def test_what_has_just_come_is_not_asked_for_again(
+        self, column: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        TestAhead().write(tmp_path / "data")
+        source = rd.ParquetSource(f"flaky://{tmp_path}/data", remote=rd.Remote(hedge_after=None))
+        source.row(150)
+        Flaky.requests = 0
+        read = partial(source.tokens, "tokens", 0) if column else partial(source.row, 0)
+        source.prepare(column, 0)
+        read()
+        get = Cache.get
+        with monkeypatch.context() as patch:  # whoever prepares looked before it came
+            patch.setattr(Cache, "get", lambda *_: patch.setattr(Cache, "get", get))
+            source.prepare(column, 0)
+        far_ahead().wait(source._key(0, column))
+        read()
+        assert Flaky.requests == 1
 
 
 def _rows(shard: rd.Shard, source: Any) -> Any:

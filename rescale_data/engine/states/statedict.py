@@ -20,14 +20,14 @@ import numpy as np
 import torch
 
 from rescale_data.engine.position import Position
-from rescale_data.engine.recipe import SAMPLES, STAMP
+from rescale_data.engine.recipe import MOST_STAMPED, SAMPLES, STAMP
 from rescale_data.engine.schema import Schema
 from rescale_data.engine.states.table import is_dealt, stamps_of, tensors_of, version_of
 from rescale_data.engine.stream import Stream
 from rescale_data.errors import DataStateError
 from rescale_data.state import Ints
 
-_OF_NONE = -(1 << 62)  # the stamp of a row that is nobody's
+_OF_NONE = -MOST_STAMPED  # the stamp of a row that is nobody's
 INTS = (
     "samples",
     "origin",
@@ -174,7 +174,7 @@ def header(stream: Position) -> dict[str, Any]:
         "micro_batch_size": layout.micro_batch_size,
         "dp_world_size": layout.dp_world_size,
         "num_logical_shards": layout.num_logical_shards,
-        "seed": stream.seed,
+        "seed": stream.setup.recipe.seed,
         "version": version_of(schema),
         "sources": schema.sources_json,
         "pipeline": schema.pipeline_json_at(in_step=clock.in_step),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Sequence
 
 import numpy as np
 
@@ -13,10 +12,12 @@ from rescale_data.nodes.mixture.circle import Arcs
 from rescale_data.nodes.mixture.draws import MixtureDraws
 from rescale_data.nodes.mixture.ends import SILENT_EPOCHS
 from rescale_data.nodes.mixture.lengths import TokenArcs
+from rescale_data.nodes.mixture.supply import Supply
 from rescale_data.nodes.mixture.weights import MixtureWeights
+from rescale_data.nodes.mixture.woven import woven
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments, read_together
-from rescale_data.nodes.reading.spans import EMPTY, MANY, NOTHING, Moves, Spans
+from rescale_data.nodes.reading.spans import EMPTY, MANY, Moves, Spans
 from rescale_data.order import Words
 from rescale_data.state import Ints
 
@@ -90,7 +91,7 @@ class MixedDocuments:
             spans, ended = self._draw(self._after, arcs, points_here)
             if len(spans):
                 self._grow(spans)
-                if rule is not None:
+                if rule is not None and rule.may_change:
                     spans = self._changed(spans, rule)
                 if self._after != position:
                     spans = spans.with_moves(spans.moves.led_by(Moves.between(position, self._after)))
@@ -202,12 +203,14 @@ class MixedDocuments:
         wanted = np.bincount(chosen, minlength=self._num_sources)
         if (self._read_together(wanted.tolist()) == wanted).all():
             return chosen, -1
-        for source, places in Drawn.of(chosen).each():
+        order = np.argsort(chosen.astype(np.min_scalar_type(self._num_sources)), kind="stable")
+        for source, places in enumerate(np.split(order, np.cumsum(wanted[:-1]))):
             if self._places[1, source] == len(places):
                 continue
-            inner = isinstance(self._of(source), MixedDocuments)
-            below = arcs.stretch_all(points[places], source) if inner else None
-            if not self._have(source, len(places), len(places), below):
+            documents = self._of(source)
+            if isinstance(documents, MixedDocuments):
+                documents = AtPoints(documents, arcs.stretch_all(points[places], source))
+            if not self._have(source, len(places), len(places), documents):
                 missing = int(places[self._supplies[source].num])
                 limit, ended = (missing, source) if missing < limit else (limit, ended)
             if source in self._caps and (last := self._last(source)) <= len(places):
@@ -219,7 +222,7 @@ class MixedDocuments:
         cap = self._caps[source]
         return self._supplies[source].full_at if cap.unit == "epochs" else cap.limit - cap.drawn(self._start)
 
-    def _have(self, source: int, num: int, most: int, points: Words | None = None) -> bool:
+    def _have(self, source: int, num: int, most: int, documents: Documents | None = None) -> bool:
         """Whether a source has so many documents; up to ``most`` are read if any are."""
         supply = self._supplies.get(source)
         if supply is None:
@@ -227,13 +230,13 @@ class MixedDocuments:
             stop = None if cap is None or cap.unit != "epochs" else (cap.slot - slots.start, cap.limit)
             first = self._read_of(source)
             first = first.with_moves(first.moves.under(-slots.start))
-            supply = Supply(self._of(source), self._start[slots], self._by_tokens, stop, first)
+            supply = Supply(documents or self._of(source), self._start[slots], self._by_tokens, stop, first)
             self._supplies[source] = supply
         while supply.num < num:
             if supply.full_at < MANY or (supply.num and self._reads >= self._enough):
                 return False
             self._reads += 1
-            if supply.fill(most, points):
+            if supply.fill(most):
                 continue
             if not self._repeats or source in self._seen_ends:
                 return False
@@ -246,106 +249,29 @@ class MixedDocuments:
 
     def _join(self, first: int, chosen: Ints) -> Spans:
         """The documents of draws in their order, with what the mixture itself counts."""
-        counted = self._mixture.drawn_at(self._start)
-        drawn = Drawn.of(chosen)
-        counts, number = np.diff(drawn.ends), np.arange(len(chosen))
         parts, first_slots = [self._together], [0]
         begins, at = self._places[0].copy(), len(self._together)
-        for source, num in zip(drawn.sources.tolist(), counts.tolist(), strict=True):
-            if source in self._supplies:
-                parts += self._supplies[source].spans(num)
-                first_slots += [self._mixture.slots_of(source).start] * (len(parts) - len(first_slots))
-                begins[source], at = at, at + num
-        spans = Spans.join(parts, first_slots)
-        index = np.empty_like(number)
-        index[drawn.order] = np.repeat(begins[drawn.sources] - drawn.ends[:-1], counts) + number
-        spans = spans.take(index)
-        starts, tokens = drawn.ends[:-1], np.concatenate([[0], np.cumsum(spans.length[drawn.order])])
-        after = (number - np.repeat(starts, counts) + 1, tokens[1:] - np.repeat(tokens[starts], counts))
-        slots, values = np.zeros((2, len(chosen), 1 + len(counted)), dtype=np.int64)
-        values[:, 0] = first + 1 + number
-        for kind, ((slot, before), count) in enumerate(zip(counted, after, strict=False), 1):
-            slots[:, kind] = slot + chosen
-            values[drawn.order, kind] = count + np.repeat(np.array(before)[drawn.sources], counts)
-        return spans.with_moves(spans.moves.then(Moves.of(slots, values)))
+        each = np.bincount(chosen, minlength=self._num_sources).tolist()
+        for source, supply in self._supplies.items():
+            parts += supply.spans(each[source])
+            first_slots += [self._mixture.slots_of(source).start] * (len(parts) - len(first_slots))
+            begins[source], at = at, at + each[source]
+        return woven(chosen, Spans.join(parts, first_slots), begins, first, self._mixture.drawn_at(self._start))
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """Draws by source: of ``sources[i]`` those with the numbers ``order[ends[i] : ends[i + 1]]``."""
+class AtPoints:
+    """The documents of a mixture in a mixture, drawn at the points that the one above says."""
 
-    sources: Ints
-    order: Ints
-    ends: Ints
+    def __init__(self, documents: MixedDocuments, points: Words) -> None:
+        self._documents, self._points = documents, points
 
-    @staticmethod
-    def of(chosen: Ints) -> Drawn:
-        counts = np.bincount(chosen)
-        sources = np.flatnonzero(counts)
-        order = np.argsort(chosen.astype(np.uint16) if len(counts) <= 1 << 16 else chosen, kind="stable")
-        return Drawn(sources, order, np.concatenate([[0], np.cumsum(counts[sources])]))
+    def read(self, position: View, most: int) -> Spans:
+        spans = self._documents.read(position, most, self._points)
+        self._points = self._points[len(spans) :]
+        return spans
 
-    def each(self) -> Iterator[tuple[int, Ints]]:
-        ends = self.ends.tolist()
-        for source, start, stop in zip(self.sources.tolist(), ends, ends[1:], strict=False):
-            yield source, self.order[start:stop]
+    def settle(self, position: View) -> bool:
+        return self._documents.settle(position)
 
-
-class Supply:
-    """The next documents of one source, as many as are asked for, over the ends of its epochs where it begins again."""
-
-    def __init__(
-        self,
-        documents: Documents,
-        position: View,
-        by_tokens: bool,
-        stop: tuple[int, int] | None = None,
-        first: Spans = EMPTY,
-    ) -> None:
-        self._documents, self._position = documents, copy_of(position)
-        self._turned, self._by_tokens, self._stop = NOTHING, by_tokens, stop
-        first.move(self._position, len(first))
-        self._parts, self.num = [first] if len(first) else list[Spans](), len(first)
-        self.silent_epochs = 0
-        self.full_at = MANY
-        """So many documents are enough: behind them a slot has come to ``stop``, within what is an epoch for who reads."""
-
-    def fill(self, num: int, points: Words | None = None) -> bool:
-        """Have up to so many documents, one more at least; false at the end of an epoch."""
-        have = self.num
-        if points is not None and isinstance(self._documents, MixedDocuments):
-            spans = self._documents.read(self._position, num - have, points[have:])
-        else:
-            spans = self._documents.read(self._position, num - have)
-        if not len(spans):
-            return False
-        spans.move(self._position, len(spans))
-        if len(self._turned):
-            spans, self._turned = spans.with_moves(spans.moves.led_by(self._turned)), NOTHING
-        self._parts.append(spans)
-        self.num += len(spans)
-        if not self._by_tokens or spans.length.any():
-            self.silent_epochs = 0
-        if self._stop is not None and self._position[self._stop[0]] >= self._stop[1]:
-            self.full_at = self.num
-        return True
-
-    def turn(self) -> None:
-        """Begin the next epoch, where `fill` has found an end."""
-        self.silent_epochs += 1
-        before = copy_of(self._position)
-        self._documents.turn(self._position)
-        turned = Moves.between(before, self._position)
-        self._turned = Moves.join([self._turned, turned]) if len(self._turned) else turned
-
-    @property
-    def lengths(self) -> Ints:
-        """Of its documents."""
-        return np.concatenate([part.length for part in self._parts])
-
-    def spans(self, num: int) -> list[Spans]:
-        """The first of them, in parts."""
-        parts, num = list(self._parts), self.num - num
-        while num and num >= len(parts[-1]):
-            num -= len(parts.pop())
-        return [*parts[:-1], parts[-1][:-num]] if num else parts
+    def turn(self, position: View) -> None:
+        self._documents.turn(position)

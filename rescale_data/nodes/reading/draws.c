@@ -1,5 +1,5 @@
-/* The draws of a mixture by tokens: what `rescale_data.nodes.mixture.lengths.TokenArcs` does, whose numbers these are, in wider integers.
- * A test compares the two. */
+/* The draws of a mixture: by tokens what `rescale_data.nodes.mixture.lengths.TokenArcs` does, whose numbers these are, in wider
+ * integers; and what `rescale_data.nodes.mixture.woven` does. Tests compare each with its Python. */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
@@ -137,7 +137,53 @@ done:
   return result;
 }
 
-static PyMethodDef methods[] = {{"run", run, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+enum { CHOSEN, BEGINS, LENGTH, ENDS, SLOT, VALUE, KINDS, COUNTS, INDEX, NEW_ENDS, NEW_SLOT, NEW_VALUE, NUM_VIEWS };
+
+static const char* weave_all(int64_t** b, const Py_ssize_t* sizes, int64_t number) {
+  const Py_ssize_t num = sizes[CHOSEN], sources = sizes[BEGINS], documents = sizes[LENGTH], kinds = sizes[KINDS];
+  int64_t at = 0;
+  if (sizes[ENDS] != documents + 1 || sizes[COUNTS] != kinds * sources || sizes[INDEX] != num || sizes[NEW_ENDS] != num + 1 ||
+      sizes[VALUE] != sizes[SLOT] || sizes[NEW_VALUE] != sizes[NEW_SLOT])
+    return "sizes of documents and draws that do not fit";
+  b[NEW_ENDS][0] = 0;
+  for (Py_ssize_t i = 0; i < num; i++) {
+    const int64_t source = b[CHOSEN][i], document = source < 0 || source >= sources ? -1 : b[BEGINS][source]++;
+    if (document < 0 || document >= documents) return "a draw of a document that is not there";
+    const int64_t first = b[ENDS][document], stop = b[ENDS][document + 1];
+    if (first < 0 || stop < first || stop > sizes[SLOT] || at + stop - first + 1 + kinds > sizes[NEW_SLOT])
+      return "moves of documents are out of range";
+    for (int64_t k = first; k < stop; k++, at++) b[NEW_SLOT][at] = b[SLOT][k], b[NEW_VALUE][at] = b[VALUE][k];
+    b[NEW_SLOT][at] = 0, b[NEW_VALUE][at++] = ++number;
+    for (Py_ssize_t kind = 0; kind < kinds; kind++)
+      b[NEW_SLOT][at] = b[KINDS][kind] + source,
+      b[NEW_VALUE][at++] = b[COUNTS][kind * sources + source] += kind ? b[LENGTH][document] : 1;
+    b[INDEX][i] = document, b[NEW_ENDS][i + 1] = at;
+  }
+  return NULL;
+}
+
+/* weave(number, chosen, begins, length, ends, slot, value, kinds, counts, index, new_ends, new_slot, new_value), but for the first
+ * buffers of int64: puts documents in the order of draws, and adds to the moves of each what the mixture counts. begins and counts
+ * are changed, and what follows is written. */
+static PyObject* weave(PyObject* module, PyObject* args) {
+  Py_buffer views[NUM_VIEWS];
+  int64_t* buffers[NUM_VIEWS];
+  Py_ssize_t sizes[NUM_VIEWS];
+  int num = 0;
+  const char* wrong = PyTuple_Size(args) == NUM_VIEWS + 1 ? NULL : "weave takes a number and twelve buffers";
+  const int64_t number = wrong ? 0 : PyLong_AsLongLong(PyTuple_GetItem(args, 0));
+  for (; !wrong && !PyErr_Occurred() && num < NUM_VIEWS; num++) {
+    const int is_written = num == BEGINS || num >= COUNTS;
+    if (PyObject_GetBuffer(PyTuple_GetItem(args, num + 1), &views[num], is_written ? PyBUF_WRITABLE : PyBUF_SIMPLE)) break;
+    buffers[num] = views[num].buf, sizes[num] = views[num].len / 8;
+  }
+  if (num == NUM_VIEWS) wrong = weave_all(buffers, sizes, number);
+  while (num > 0) PyBuffer_Release(&views[--num]);
+  if (wrong) PyErr_SetString(PyExc_ValueError, wrong);
+  return PyErr_Occurred() ? NULL : (Py_INCREF(Py_None), Py_None);
+}
+
+static PyMethodDef methods[] = {{"run", run, METH_VARARGS, NULL}, {"weave", weave, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "draws", NULL, 0, methods, NULL, NULL, NULL, NULL};
 static PyModuleDef_Slot slots[] = {{0, NULL}};
 

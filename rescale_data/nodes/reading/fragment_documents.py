@@ -300,12 +300,13 @@ def _joined(near: Sequence[Near], slots: Sequence[int]) -> Spans:
     which = [each.which + first for each, first in zip(near, firsts.tolist(), strict=False)]
     lent = [fragment for each in near for fragment in each.lent]
     spans = _located(np.concatenate([each.rows for each in near]), np.concatenate(which), lent)
-    runs = np.array([(slot, *run) for each, slot in zip(near, slots, strict=True) for run in each.runs])
-    slot, epoch, first, _ = np.repeat(runs, runs[:, 3], axis=0).T
-    row = first + 1 + np.arange(len(spans)) - np.repeat(np.cumsum(runs[:, 3]) - runs[:, 3], runs[:, 3])
+    runs = [(slot, *run) for each, slot in zip(near, slots, strict=True) for run in each.runs]
+    slot, epoch, first, num = np.array(runs).T
+    row = np.arange(1, len(spans) + 1) + np.repeat(first - np.cumsum(num) + num, num)
     if len(runs) == len(near):
-        return spans.with_moves(Moves.of((slot + 1)[:, None], row[:, None]))
-    return spans.with_moves(Moves.of(np.stack([slot, slot + 1], axis=1), np.stack([epoch, row], axis=1)))
+        return spans.with_moves(Moves.of(np.repeat(slot + 1, num)[:, None], row[:, None]))
+    slots_of_each = np.repeat(slot, num)[:, None] + np.arange(2)
+    return spans.with_moves(Moves.of(slots_of_each, np.stack([np.repeat(epoch, num), row], axis=1)))
 
 
 def _located(rows: Ints, which: Ints, found: list[Lent]) -> Spans:

@@ -15,13 +15,15 @@
 #define VERSION 2 /* another one for each change of what Python calls: see gather.py */
 
 #if defined(__GNUC__) || defined(__clang__)
-#define PREFETCH(address) __builtin_prefetch((const void*)(address))
+#define PREFETCH(address) __builtin_prefetch((const void*)(address), 0, 2) /* not to the nearest cache, which writing fills */
 #else
 #define PREFETCH(address) ((void)(address))
 #endif
 
 /* The same loops for wider vectors, chosen when the module is loaded. */
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && (!defined(__clang__) || __clang_major__ >= 14)
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
+#define CLONES __attribute__((target_clones("arch=x86-64-v4", "avx2", "default"))) /* avx512f widens no 16 bits */
+#elif defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && (!defined(__clang__) || __clang_major__ >= 14)
 #define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define CLONES
@@ -52,7 +54,7 @@ typedef struct {
 } Stretch;
 
 /* Copying. Documents lie anywhere, so that no processor foresees the next one: for each line of memory that is copied, one of
-   the next document is asked for, and the rest of it, up to a page, at the end. */
+   the next document is asked for, and the rest of it, up to a page, at the end. Wide vectors are written to whole lines. */
 
 enum { LINE = 64, PAGE = 4096 };
 
@@ -63,28 +65,28 @@ typedef struct {
 #define NONE(v) 0 /* which values do not fit */
 #define ABOVE(v) ((uint64_t)(v) > (uint64_t)MAX)
 #define OUTSIDE(v) ((v) > MAX || (v) < MIN)
+#define PUT(BAD, FROM, TO) \
+  for (int64_t k = FROM; k < (TO); k++) { \
+    wrong |= BAD(p[k]); \
+    q[k] = (OUT)p[k]; \
+  }
 #define CASE(CODE, T, BAD) \
   case CODE: { \
     const T* p = (const T*)address + first; \
     const int64_t step = LINE / sizeof(T); \
-    int64_t i = 0; \
+    int64_t i = n < head ? n : head; \
+    PUT(BAD, 0, i) \
     for (; i + step <= n; i += step, next.address += LINE, next.size -= LINE) { \
       if (next.size > 0) PREFETCH(next.address); \
-      for (int64_t k = i; k < i + step; k++) { \
-        wrong |= BAD(p[k]); \
-        q[k] = (OUT)p[k]; \
-      } \
+      PUT(BAD, i, i + step) \
     } \
-    for (; i < n; i++) { \
-      wrong |= BAD(p[i]); \
-      q[i] = (OUT)p[i]; \
-    } \
+    PUT(BAD, i, n) \
     break; \
   }
 
 CLONES static int copy_64(int64_t* q, int64_t address, int64_t first, int64_t n, int kind, Bytes next) {
   typedef int64_t OUT;
-  const int64_t MAX = INT64_MAX;
+  const int64_t MAX = INT64_MAX, head = (int64_t)(-(uintptr_t)q % LINE / sizeof(OUT));
   int wrong = 0;
   switch (kind) {
     CASE(I1, int8_t, NONE) CASE(U1, uint8_t, NONE) CASE(I2, int16_t, NONE) CASE(U2, uint16_t, NONE)
@@ -96,7 +98,7 @@ CLONES static int copy_64(int64_t* q, int64_t address, int64_t first, int64_t n,
 
 CLONES static int copy_32(int32_t* q, int64_t address, int64_t first, int64_t n, int kind, Bytes next) {
   typedef int32_t OUT;
-  const int64_t MIN = INT32_MIN, MAX = INT32_MAX;
+  const int64_t MIN = INT32_MIN, MAX = INT32_MAX, head = (int64_t)(-(uintptr_t)q % LINE / sizeof(OUT));
   int wrong = 0;
   switch (kind) {
     CASE(I1, int8_t, NONE) CASE(U1, uint8_t, NONE) CASE(I2, int16_t, NONE) CASE(U2, uint16_t, NONE)

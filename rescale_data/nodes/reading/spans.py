@@ -173,7 +173,7 @@ class Spans:
     @staticmethod
     def join(parts: Sequence[Spans], first_slots: Sequence[int] = ()) -> Spans:
         """The documents of all parts, one part after the other, whose moves are of one row, or `Moves.under` these slots."""
-        if len(parts) <= 1 and not len(first_slots):
+        if len(parts) <= 1 and not any(first_slots):
             return parts[0] if parts else EMPTY
         sizes = [len(part.length) for part in parts]
         array = np.concatenate([part.array for part in parts])
@@ -199,15 +199,15 @@ class Spans:
             self.arrays, self.array[part], self.start[part], self.length[part], self.moves[part], self.keeps, where
         )
 
-    def take(self, index: Ints) -> Spans:
-        """Some of the documents, in a new order; their moves with them."""
+    def take(self, index: Ints, moves: Moves | None = None) -> Spans:
+        """Some of the documents, in a new order; their moves with them, or these."""
         where = None if self.where is None else tuple(self.where[i] for i in index.tolist())
         return Spans(
             self.arrays,
             self.array[index],
             self.start[index],
             self.length[index],
-            self.moves.take(index),
+            self.moves.take(index) if moves is None else moves,
             self.keeps,
             where,
         )

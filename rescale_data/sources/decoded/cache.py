@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeGuard, TypeVar
 
 V = TypeVar("V", bound="Sized")
@@ -72,6 +73,7 @@ class Cache:
         self._large: dict[Hashable, int] = {}  # sizes of the entries of more than half of the budget
         self._budgeted: weakref.WeakSet[Budgeted] = weakref.WeakSet()
         self._lock = threading.RLock()  # a finalizer may run inside any of the methods
+        self._makers = weakref.WeakValueDictionary[Hashable, Any]()
         self.nbytes = 0
         self._budget = self._judged = -1  # not known; that by which entries were judged large
 
@@ -131,6 +133,11 @@ class Cache:
             value = maker()
             self.put(key, value)
         return value
+
+    def alone(self, key: Hashable) -> AbstractContextManager[Any]:
+        """The lock of whoever makes what is missing at ``key``; there is no other one while anybody has it."""
+        with self._lock:
+            return self._makers.setdefault(key, threading.RLock())
 
     def forget(self, key: Hashable) -> None:
         """Keep the value at ``key`` no longer, if there is one."""

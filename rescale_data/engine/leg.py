@@ -1,0 +1,96 @@
+"""`Leg`: a stretch of micro batches that goes by one plan; `Standing`: what stays as it is while a leg goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from rescale_data.engine.recipe import SAMPLES, Histories, History
+from rescale_data.layout.clock import Clock
+from rescale_data.layout.deal import Deal, DealTurns
+from rescale_data.layout.layout import Layout
+from rescale_data.layout.turns import AlignedTurns, BalancedTurns, Turns
+from rescale_data.state import Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Leg:
+    """A stretch of micro batches without a change of plan.
+
+    Args:
+        stop: The micro batch after the last, counted from `origin`; `None` where there is none or only reading tells.
+        first: Its first micro batch.
+        samples: ``int64[N]``, what each shard had delivered at `first`; of a deal, when that was made.
+        left: ``int64[N]``, what each had left of the epoch then; `None` where only reading tells.
+        deal: At the end of an epoch, what serves the shards; else the layout does.
+        histories: Of what the sources consist.
+        pads: Whether batches say which of their samples are real.
+    """
+
+    layout: Layout
+    rank: int
+    stop: int | None
+    first: int = 0
+    samples: Ints = field(default_factory=partial(np.zeros, 0, np.int64))
+    left: Ints | None = None
+    deal: Deal | None = None
+    histories: Histories = field(default_factory=dict[str, History])
+    pads: bool = False
+
+    def turns(self, table: Ints) -> Turns:
+        if self.deal is not None:
+            return DealTurns(self.deal, self.rank)
+        if self.layout.aligned:
+            return AlignedTurns(self.layout, self.rank)
+        return BalancedTurns(self.layout, self.rank, table[:, SAMPLES])
+
+    def for_a_worker(self) -> Leg:
+        """What it takes to make its micro batches."""
+        return Leg(self.layout, self.rank, self.stop, deal=self.deal, histories=self.histories, pads=self.pads)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the epoch ends with it: a deal that no other round follows."""
+        known = self.left is not None
+        return self.deal is not None and (known or self.deal.num_samples < self.layout.global_batch_size)
+
+    def delivered(self, u: int) -> Ints:
+        """Samples that each of the N shards delivers in it before micro batch u, whoever serves them."""
+        if self.deal is not None:
+            return self.deal.delivered(u)
+        return self.layout.delivered(self.samples, self.first, u)
+
+    def left_at(self, u: int) -> int | None:
+        """Micro batches from u until the epoch ends; `None` where it never does, or cannot be known."""
+        if self.stop is None or self.left is None:
+            return None
+        if self.deal is not None:
+            return self.stop - u
+        main = self.delivered(self.stop)
+        return self.stop - u + Deal(self.layout, self.left - main, self.samples, self.pads).num_micro_batches
+
+
+@dataclass(frozen=True, eq=False)
+class Standing:
+    """Where a run stands on one rank, but for what each micro batch changes: how far it is in its leg, and the table.
+
+    Args:
+        clock: At a micro batch, from which later ones are counted.
+        owners: ``int64[N]``, the rank whose row of each shard is right.
+        leg: `None` where it has not been planned.
+        ended: Whether the last batch of the epoch was taken.
+        since: The sample at which the epoch, or what was loaded of it, began.
+        was_empty: Whether nothing was taken of the epoch before.
+        dropped_samples, padded_samples: At the ends of epochs so far.
+    """
+
+    clock: Clock
+    owners: Ints
+    leg: Leg | None = None
+    ended: bool = False
+    since: int = 0
+    was_empty: bool = False
+    dropped_samples: int = 0
+    padded_samples: int = 0
