@@ -37,7 +37,17 @@ import rescale_data as rd
 
 SOURCES, DOCUMENTS = 16, 2 * ROW_GROUP  # files of the corpus, each a source of the mixture; documents of a file
 ROW_BYTES, NUM_ROWS = 2**16, 4096
-PACKAGES = ("litdata", "mosaicml-streaming", "grain", "lancedb", "datasets", "megatron-core", "torchdata", "pyarrow")
+PACKAGES = (
+    "litdata",
+    "mosaicml-streaming",
+    "grain",
+    "lancedb",
+    "datasets",
+    "tokenizers",
+    "megatron-core",
+    "torchdata",
+    "pyarrow",
+)
 
 MARK = "<!-- what bench_peers.py has found -->"
 Make = Callable[[Corpus], Iterator[Any]]
@@ -106,43 +116,71 @@ def _peer(name: str, kwargs: dict[str, Any], corpus: Corpus) -> Iterator[Any]:
     return peers.endless(lambda: loader)
 
 
-# JSON lines: a tokenizer that looks up words, so that reading and packing are seen beside it
+# JSON lines: by a tokenizer that looks up words, so that reading and packing are seen beside it, and by one that is used
+
+Encode = Callable[[list[str]], Any]
 
 
-def encode(texts: list[str]) -> list[list[int]]:
-    return [[int(word[1:]) + 3 for word in text.split()] for text in texts]
+def lists_of_words(corpus: Corpus) -> Encode:
+    del corpus
+    return lambda texts: [[int(word[1:]) + 3 for word in text.split()] for text in texts]
 
 
-def encode_rows(texts: list[str]) -> Any:
-    return [np.array(tokens) for tokens in encode(texts)]
+def words(corpus: Corpus) -> Encode:
+    look_up = lists_of_words(corpus)
+    return lambda texts: [np.array(tokens) for tokens in look_up(texts)]
 
 
-def encoding_alone(corpus: Corpus) -> Iterator[Any]:
+def bpe(corpus: Corpus) -> Encode:
+    """Of Hugging Face, many texts at a time."""
+    tokenizer = _trained(corpus)
+    return lambda texts: [each.ids for each in tokenizer.encode_batch(texts)]
+
+
+def bpe_one_by_one(corpus: Corpus) -> Encode:
+    tokenizer = _trained(corpus)
+    return lambda texts: [tokenizer.encode(text).ids for text in texts]
+
+
+def _trained(corpus: Corpus) -> Any:
+    """8,192 pieces of the project's own documents, so that words of the corpus are several each."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    path = corpus.folder / "bpe.json"
+    if not path.exists():
+        tokenizer, level = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel
+        tokenizer.pre_tokenizer = level(add_prefix_space=False)
+        trainer = trainers.BpeTrainer(vocab_size=8192, show_progress=False, initial_alphabet=level.alphabet())
+        tokenizer.train([str(page) for page in Path(__file__).parents[1].glob("**/*.md")], trainer)
+        tokenizer.save(str(path))
+    return Tokenizer.from_file(str(path))
+
+
+def encoding_alone(encoder: Callable[[Corpus], Encode], corpus: Corpus) -> Iterator[Any]:
     """The texts in memory, encoded; as many tokens as a batch has count as a batch."""
     texts = [json.loads(line)["text"] for line in (corpus.folder / "text.jsonl").read_text().splitlines()]
-    count = 0
+    count, encode = 0, encoder(corpus)
     while True:
         for first in range(0, len(texts), 64):
-            count += sum(len(tokens) + 1 for tokens in encode_rows(texts[first : first + 64]))
+            count += sum(len(tokens) + 1 for tokens in encode(texts[first : first + 64]))
             while count >= TOKENS:
                 count -= TOKENS
                 yield None
 
 
-def json_pipeline(source: Any, shard: rd.Shard) -> rd.BaseNode[Any]:
-    tokens = rd.Tokenize(rd.Reader(source, shard), encode_rows, "text")
+def json_pipeline(source: Any, encode: Encode, shard: rd.Shard) -> rd.BaseNode[Any]:
+    tokens = rd.Tokenize(rd.Reader(source, shard), encode, "text")
     return rd.TokenPacker(tokens, column="tokens", seq_len=SEQ_LEN, eos_id=EOS)
 
 
-def json_lines(corpus: Corpus) -> Iterator[Any]:
+def json_lines(encoder: Callable[[Corpus], Encode], corpus: Corpus) -> Iterator[Any]:
     source = rd.JsonlSource(corpus.folder / "text.jsonl", index_dir=corpus.folder / "index")
-    return iter(
-        rd.DataLoader(partial(json_pipeline, source), global_batch_size=MICRO_BATCH, num_logical_shards=8, repeat=True)
-    )
+    pipeline = partial(json_pipeline, source, encoder(corpus))
+    return iter(rd.DataLoader(pipeline, global_batch_size=MICRO_BATCH, num_logical_shards=8, repeat=True))
 
 
-def hf_json(corpus: Corpus) -> Iterator[Any]:
-    return peers.hf_json(corpus.folder / "text.jsonl", encode)
+def hf_json(encoder: Callable[[Corpus], Encode], corpus: Corpus) -> Iterator[Any]:
+    return peers.hf_json(corpus.folder / "text.jsonl", encoder(corpus))
 
 
 # Rows of 64 kB
@@ -203,7 +241,18 @@ SECTIONS: dict[str, dict[str, Make]] = {
         "LitData, packed before": peers.lit_mixture,
         "HF datasets, interleaved streams": peers.hf_mixture,
     },
-    "JSON lines": {"encoding alone (the limit)": encoding_alone, "ours": json_lines, "HF datasets, streaming": hf_json},
+    "JSON lines": {
+        "encoding alone (the limit)": partial(encoding_alone, words),
+        "ours": partial(json_lines, words),
+        "HF datasets, streaming": partial(hf_json, lists_of_words),
+    },
+    "JSON lines, BPE": {
+        "encoding alone (the limit)": partial(encoding_alone, bpe),
+        "encoding alone, a text at a time": partial(encoding_alone, bpe_one_by_one),
+        "ours": partial(json_lines, bpe),
+        "ours, a text at a time": partial(json_lines, bpe_one_by_one),
+        "HF datasets, streaming": partial(hf_json, bpe),
+    },
     "rows of 64 kB": {
         "torch DataLoader": partial(torch_rows, "torch"),
         "StatefulDataLoader": partial(torch_rows, "stateful"),

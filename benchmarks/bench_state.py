@@ -193,10 +193,10 @@ class ForgetfulStream(Stream):
     """Hands micro batches out, and neither commits their rows nor moves the clock."""
 
     def take(self) -> MicroBatch:
-        micro_batch = self._ahead.take(self.ranks)
+        micro_batch = self.ahead.take(self.ranks)
         if micro_batch is None:
             self.peek()
-            return self._ahead.made.popleft()
+            return self.ahead.made.popleft()
         return micro_batch
 
 

@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from multiprocessing.context import BaseContext
 from typing import Any, NoReturn, Self
 
-import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from rescale_data.engine.as_pipeline import as_pipeline, refuse
 from rescale_data.engine.collate import collate
-from rescale_data.engine.feed import InProcess, InThread
-from rescale_data.engine.ranks.meeting import is_in_a_file
+from rescale_data.engine.opening import Opening
 from rescale_data.engine.reading import Batches, Reading
 from rescale_data.engine.recipe import Pipeline
 from rescale_data.engine.report import Report
-from rescale_data.engine.rescale import hand_over, new_layout, require_ranks, require_step_boundary, stays
-from rescale_data.engine.runner import Runner
-from rescale_data.engine.setup import Setup, Tail, require_steps_per_epoch, set_up
+from rescale_data.engine.rescale import hand_over, rescale
+from rescale_data.engine.setup import Setup, Tail, require_steps_per_epoch
 from rescale_data.engine.states.statedict import Sharded
 from rescale_data.engine.stream import OnSourceChange, Stream
-from rescale_data.engine.workers import Pool
 from rescale_data.errors import checks_kinds, require_callable
-from rescale_data.layout.layout import Layout
 from rescale_data.sources.dataset import MapStyle
 from rescale_data.sources.iterable import IterableSource
 from rescale_data.sources.source import Source
 
-_FORKS = (
-    "Workers are forked, and the ranks meet in a file (init_method='file://...', or a FileStore), which torch removes when the "
-    "first worker ends: after that no collective of the loader comes about. Leave multiprocessing_context='forkserver', or "
-    "give init_process_group another store (env://, tcp://)."
-)
 _READ_AHEAD = (
     "Something reads this loader ahead of training: its position is not that of training, and a state of it would leave out "
     "for good what is on its way. Iterate, save, load and ask what reads it (rescale_data.xla.DeviceLoader) in place of the "
@@ -142,7 +130,6 @@ class DataLoader:
         join: bool = False,
     ) -> None:
         require_callable(collate_fn=collate_fn, worker_init_fn=worker_init_fn)
-        self._prefetch_batches = prefetch_batches
         if prefetch_batches < 0 or (prefetch_batches and num_workers):
             raise ValueError(
                 f"prefetch_batches={prefetch_batches}, num_workers={num_workers}: it is for num_workers=0, 0 or more; workers "
@@ -158,10 +145,22 @@ class DataLoader:
             raise ValueError(f"slow_after={slow_after!r}: give seconds, more than 0; math.inf for no warning.")
         if shuffle is False and num_logical_shards is None:
             num_logical_shards = global_batch_size * max(num_workers, 1)
-        self._set_up = partial(
-            set_up,
+        self.collate_fn = collate_fn or collate
+        self._opening = Opening(
             as_pipeline(pipeline, shuffle),
-            global_batch_size=global_batch_size,
+            {"mesh": mesh, "group": group, "dp_rank": dp_rank, "dp_world_size": dp_world_size},
+            keeps_order=shuffle is False,
+            micro_batch_size=micro_batch_size,
+            collate=collate_fn,
+            prefetch_batches=prefetch_batches,
+            pin_memory=pin_memory,
+            workers={
+                "prefetch_factor": prefetch_factor,
+                "context": multiprocessing_context,
+                "timeout": timeout,
+                "slow_after": slow_after,
+                "init_fn": worker_init_fn,
+            },
             seed=seed,
             repeat=repeat,
             tail=tail,
@@ -170,62 +169,24 @@ class DataLoader:
             verify=verify,
             beside={"steps_per_epoch": steps_per_epoch, "on_source_change": on_source_change},
         )
-        self._where: dict[str, Any] = {
-            "mesh": mesh,
-            "group": group,
-            "dp_rank": dp_rank,
-            "dp_world_size": dp_world_size,
-        }
-        self.setup = self._set_up(
+        setup = self._opening.set_up(
+            self._opening.where,
+            global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
             num_logical_shards=num_logical_shards,
             num_workers=num_workers,
-            **self._where,
         )
-        self._keeps_order = shuffle is False
-        self._require_order(self.setup.layout)
-        steps = require_steps_per_epoch(self.setup, steps_per_epoch)
-        self.collate_fn = collate_fn or collate
-        self._given_micro_batch_size, self._in_process = micro_batch_size, collate_fn
-        self._pin = pin_memory and torch.accelerator.is_available()
-        self._pool_of = partial(
-            Pool,
-            collate=collate_fn,
-            prefetch_factor=prefetch_factor,
-            pin_memory=self._pin,
-            context=multiprocessing_context,
-            timeout=timeout,
-            slow_after=slow_after,
-            init_fn=worker_init_fn,
-        )
-        self._pool: Pool | None = None
-        stream = self.stream_of(self.setup)
+        steps, stream = require_steps_per_epoch(setup, steps_per_epoch), self.stream_of(setup)
         stream.on_source_change = on_source_change
         self._reading: Reading | None = Reading(stream, steps_per_epoch=steps, slow_after=slow_after)
         self._close, self._why_not = self._reading.close, _READ_AHEAD
         if join:
-            state, stream.meeting = hand_over(self.setup, None)
+            state, stream.meeting = hand_over(setup, None)
             self._reading.load_state_dict(state)
 
     def stream_of(self, setup: Setup) -> Stream:
-        """What reads in a topology; the workers that there are, as long as their number stays."""
-        runner, k = Runner(setup.recipe, setup.schema), setup.layout.num_workers
-        if self._pool is not None and self._pool.num_workers != k:
-            self._pool.close()
-            self._pool = None
-        if k and self._pool is None:
-            self._pool = self._pool_of(setup.recipe, num_workers=k)
-            if self._pool.forks and setup.ranks.circle is not None and is_in_a_file():
-                setup.ranks.log(logging.WARNING, _FORKS)
-        feed = InProcess(runner, self._in_process, pin_memory=self._pin)
-        ahead = InThread(feed, self._prefetch_batches) if self._prefetch_batches else feed
-        return Stream(setup, runner, self._pool or ahead)
-
-    def _require_order(self, layout: Layout) -> None:
-        if self._keeps_order and layout.misfit is not None:
-            raise ValueError(
-                f"shuffle=False keeps the order of the dataset where the case is aligned: {layout.misfit}."
-            )
+        """What reads in a topology."""
+        return self._opening.stream(setup)
 
     # Other ranks
 
@@ -263,38 +224,13 @@ class DataLoader:
             ValueError: A topology that does not fit; a step that is not complete. Nothing has changed then.
             TypeError: What is no mesh, no group, no number.
         """
-        require_ranks(mesh, group)
-        reading, given = self.reading, mesh is not None or group is not None
-        if step is None:
-            require_step_boundary(reading)
-        where: dict[str, Any] = {"mesh": mesh, "group": group} if given else self._where
-        micro_batch_size = self._given_micro_batch_size if micro_batch_size is None else micro_batch_size
-        layout = new_layout(self.setup, where, micro_batch_size, num_workers)
-        if layout is not None:
-            self._require_order(layout)
-        if step is None:
-            reading.keep_whole()
-        if layout is None or not stays(mesh, group):
-            self._leave(reading)
-            return False
-        setup = self._set_up(
-            global_batch_size=layout.global_batch_size,
-            micro_batch_size=layout.micro_batch_size,
-            num_logical_shards=layout.num_logical_shards,
-            num_workers=layout.num_workers,
-            **where,
-        )
-        state, meeting = hand_over(setup, reading.stream, step)
-        self.setup, self._where = setup, where
-        stream = self.stream_of(setup)
-        stream.meeting = meeting
-        reading.move_to(stream, state)
-        return True
-
-    def _leave(self, reading: Reading) -> None:
+        reading = self.reading
+        if rescale(reading, self._opening, self.stream_of, mesh, group, micro_batch_size, num_workers, step):
+            return True
         reading.invalidate()
         reading.close()
         self._reading, self._why_not = None, _HAS_LEFT
+        return False
 
     # Batches
 
@@ -367,7 +303,6 @@ class DataLoader:
             ValueError: A step has begun, and the message says when the next one does; or this O does not fit.
         """
         self.reading.set_global_batch_size(global_batch_size)
-        self.setup = self.reading.setup
 
     def exclude_steps(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Leave out steps as if they had been delivered: those after which the loss went up, say.
@@ -416,6 +351,11 @@ class DataLoader:
         return self._reading
 
     # Where the run stands
+
+    @property
+    def setup(self) -> Setup:
+        """What it runs with."""
+        return self.reading.setup
 
     @property
     def stream(self) -> Stream:

@@ -123,15 +123,16 @@ class Audit:
 
         Args:
             document: ``"SOURCE:ROW"`` (numbered over all files, from 0), ``"SOURCE:FILE"``, or what messages and
-                ``batch["provenance"]`` say, ``"SOURCE: FILE, row 17"``.
+                ``batch["provenance"]`` say, ``"SOURCE: FILE, row 17"``. Where several sources have one name, the place of the
+                reader in its stead, ``"source.web"``; an error lists them.
 
         Raises:
             ValueError: There is no such source, row or file.
             DataStateError: The run was not what the pipelines say.
         """
-        schema, readers = self._readers(document)
+        schema, readers, name = self._readers(document)
         reader = readers[0][1]
-        rows = rows_named(reader.source, document.removeprefix(f"{reader.source.name}:").strip())
+        rows = rows_named(reader.source, document.removeprefix(f"{name}:").strip())
         lines = {f"{reader.source.name}: {reader.source.locate(row)}" for row in rows}
         shards, drawn = defaultdict[int, set[int]](set), 0
         for path, reader in readers:
@@ -160,14 +161,27 @@ class Audit:
             f"Give that one, too."
         )
 
-    def _readers(self, document: str) -> tuple[Schema, Sequence[tuple[Sequence[str], Reader]]]:
-        """Those of the source that a text begins with, in the last pipeline that has it."""
+    def _readers(self, document: str) -> tuple[Schema, Sequence[tuple[Sequence[str], Reader]], str]:
+        """Those of the source that a text begins with, in the last pipeline that has it; and what the text calls it."""
         names = set[str]()
         for schema in self._schemas:
             readers = [(path, node) for path, node in schema.root.walk() if isinstance(node, Reader)]
-            found = [(path, node) for path, node in readers if document.startswith(f"{node.source.name}:")]
-            if found:
-                return schema, found
+            for name in {node.source.name for _, node in readers if document.startswith(f"{node.source.name}:")}:
+                found = [(path, node) for path, node in readers if node.source.name == name]
+                first = found[0][1].source
+                if any(
+                    node.source.locate(0) != first.locate(0) or node.source.manifest() != first.manifest()
+                    for _, node in found
+                ):
+                    places = sorted(path_name(path) for path, _ in found)
+                    raise ValueError(
+                        f"{document!r}: several sources have the name {name!r}. Give the place of one of the readers in its "
+                        f"stead: {places}."
+                    )
+                return schema, found, name
+            for path, node in readers:
+                if document.startswith(f"{path_name(path)}:"):
+                    return schema, [(path, node)], path_name(path)
             names.update(node.source.name for _, node in readers)
         raise ValueError(
             f"{document!r}: the pipeline reads the sources {sorted(names)}. Give SOURCE:ROW or SOURCE:FILE."

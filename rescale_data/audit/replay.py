@@ -15,7 +15,7 @@ from rescale_data.engine.recipe import EXCLUDED_STEPS, Pipeline, Recipe
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.schema import Schema
 from rescale_data.engine.setup import Tail, set_up
-from rescale_data.engine.states.differences import differences, without_functions
+from rescale_data.engine.states.differences import differences, without_all, without_functions
 from rescale_data.engine.states.statedict import merged_state_dict
 from rescale_data.engine.states.table import by_field
 from rescale_data.engine.stream import Stream
@@ -159,14 +159,9 @@ class Stretch:
 def misfit(pipeline: Pipeline, state: State) -> list[str]:
     """In which parameters a pipeline is not the one that a state was saved with."""
     n, seed, o = (int(state[name]) for name in ("num_logical_shards", "seed", "global_batch_size"))
-    now = Schema(Recipe(pipeline, n, seed, False, global_batch_size=o).build(0)).pipeline_json
-    return differences(*map(_without_history, without_functions(state["pipeline"], now)))
-
-
-def _without_history(pipeline: str) -> str:
-    past = (BEFORE, EXCLUDED_STEPS)
-    nodes = {name: {k: v for k, v in node.items() if k not in past} for name, node in json.loads(pipeline).items()}
-    return json.dumps(nodes)
+    now = Schema(Recipe(pipeline, n, seed, False, global_batch_size=o).build(0)).pipeline
+    pipelines = without_functions(json.loads(state["pipeline"]), now)
+    return differences(*(without_all(each, BEFORE, EXCLUDED_STEPS) for each in pipelines))
 
 
 def _begun(reading: Reading) -> int:

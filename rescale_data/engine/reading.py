@@ -20,12 +20,12 @@ import numpy as np
 from rescale_data.engine.position import Position
 from rescale_data.engine.report import NAMES, Report, report
 from rescale_data.engine.setup import Setup, with_global_batch_size
-from rescale_data.engine.skip import require_countable, skip
+from rescale_data.engine.skip import require_countable, skip, steps_from
 from rescale_data.engine.states.load import load_state_dict
 from rescale_data.engine.states.statedict import Sharded, state_dict, whole_shards
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.watch import Watch, describe, waits
-from rescale_data.errors import checks_kinds, require, require_int
+from rescale_data.errors import checks_kinds
 
 _logger = logging.getLogger("rescale_data")
 _WAITS = 1000
@@ -115,7 +115,7 @@ class Reading:
     def start(self) -> None:
         if not self.is_over():
             self.stream.start()
-            if not self.stream.is_ahead:
+            if not self.stream.ahead.feed.is_ahead:
                 self.stream.peek()
 
     def peek(self) -> Any:
@@ -163,21 +163,8 @@ class Reading:
             self.stream.regroup(changed)
 
     def exclude_steps(self, ranges: Iterable[tuple[int, int]]) -> None:
-        require(Iterable, "a list of (first, stop), such as [(3, 5)]", ranges=ranges)
-        schema, layout, given = self.stream.schema, self.setup.layout, [*map(_steps, ranges)]
-        at = self.step + (self._begun > 0)
-        for first, stop in given:
-            if not 0 <= first < stop:
-                raise ValueError(
-                    f"exclude_steps([({first}, {stop})]): give the first step, and the one after the last."
-                )
-            if first < at and (first, stop) not in schema.excluded_steps:
-                raise ValueError(
-                    f"exclude_steps([({first}, {stop})]): the loader is at step {at}. Load a state from before."
-                )
-            samples = (stop + 1) * layout.global_batch_size
-            require_countable(f"exclude_steps([({first}, {stop})])", samples, layout.num_logical_shards)
-        schema.exclude_steps([*schema.excluded_steps, *given])
+        schema, at = self.stream.schema, self.step + (self._begun > 0)
+        schema.exclude_steps([*schema.excluded_steps, *steps_from(at, self.stream, ranges)])
 
     def _leave_out(self) -> None:
         """Go behind the steps that are left out, as if they had been delivered."""
@@ -211,14 +198,14 @@ class Reading:
     def progress(self) -> dict[str, float]:
         p50, p99 = np.quantile(self._waits or [0.0], [0.5, 0.99]).tolist()
         waits = {"wait_seconds": self._wait_seconds, "wait_p50_seconds": p50, "wait_p99_seconds": p99}
-        return {**waits, **self.stream.made(), **self.stream.counters()}
+        return {**waits, **self.stream.ahead.progress(), **self.stream.counters()}
 
     def report(self) -> Report:
         mine, ranks = self.progress(), self.stream.ranks
         return report(NAMES, ranks.numbers([mine[name] for name in NAMES]), ranks.rank if ranks.simulated else 0)
 
     def _say_slow(self, seconds: float, frame: FrameType | None) -> None:
-        what = self.stream.waiting_for() if waits(frame) else ""
+        what = self.stream.ahead.feed.doing() if waits(frame) else ""
         _logger.warning(
             "Rank %d has waited %.0f s for a batch (slow_after= says what is long): %s.",
             self.stream.ranks.rank,
@@ -326,12 +313,3 @@ class Reading:
         if self._steps is None:
             return False
         return not self._begun and self.step % self._steps == 0
-
-
-def _steps(given: object) -> tuple[int, int]:
-    if not isinstance(given, list | tuple) or len(given) != 2:  # pyright: ignore[reportUnknownArgumentType]
-        raise TypeError(
-            f"exclude_steps takes a list of (first, stop), such as [(3, 5)], and was given {given!r} in it."
-        )
-    first, stop = require_int(first=given[0], stop=given[1])
-    return first, stop

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from rescale_data.engine.opening import Opening
 from rescale_data.engine.ranks.find_ranks import require_mesh
 from rescale_data.engine.reading import Reading
 from rescale_data.engine.setup import Setup
@@ -17,6 +19,44 @@ from rescale_data.engine.states.statedict import header, state_of
 from rescale_data.engine.stream import Stream
 from rescale_data.layout.layout import Layout
 from rescale_data.state import Ints
+
+
+def rescale(
+    reading: Reading,
+    opening: Opening,
+    stream_of: Callable[[Setup], Stream],
+    mesh: DeviceMesh | None,
+    group: Any,
+    micro_batch_size: int | None,
+    num_workers: int | None,
+    step: int | None,
+) -> bool:
+    """What `DataLoader.rescale` documents; where this rank leaves, its rows have been given."""
+    require_ranks(mesh, group)
+    if step is None:
+        require_step_boundary(reading)
+    where = opening.where if mesh is None and group is None else {"mesh": mesh, "group": group}
+    micro_batch_size = opening.micro_batch_size if micro_batch_size is None else micro_batch_size
+    layout = new_layout(reading.setup, where, micro_batch_size, num_workers)
+    if layout is not None:
+        opening.require_order(layout)
+    if step is None:
+        reading.keep_whole()
+    if layout is None or not stays(mesh, group):
+        return False
+    setup = opening.set_up(
+        where,
+        global_batch_size=layout.global_batch_size,
+        micro_batch_size=layout.micro_batch_size,
+        num_logical_shards=layout.num_logical_shards,
+        num_workers=layout.num_workers,
+    )
+    state, meeting = hand_over(setup, reading.stream, step)
+    opening.where = where
+    stream = stream_of(setup)
+    stream.meeting = meeting
+    reading.move_to(stream, state)
+    return True
 
 
 def require_ranks(mesh: DeviceMesh | None, group: Any) -> None:
@@ -44,13 +84,10 @@ def new_layout(
     old, world_size = setup.layout, _world_size(where)
     if world_size is None:
         return None
-    return Layout(
-        num_logical_shards=old.num_logical_shards,
-        global_batch_size=old.global_batch_size,
-        dp_world_size=world_size,
-        micro_batch_size=max(1, old.global_batch_size // world_size) if micro_batch_size is None else micro_batch_size,
-        num_workers=old.num_workers if num_workers is None else num_workers,
-    )
+    if micro_batch_size is None:
+        micro_batch_size = max(1, old.global_batch_size // world_size)
+    num_workers = old.num_workers if num_workers is None else num_workers
+    return replace(old, dp_world_size=world_size, micro_batch_size=micro_batch_size, num_workers=num_workers)
 
 
 def _world_size(where: Mapping[str, Any]) -> int | None:

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from rescale_data.engine.agreement import failure_elsewhere
+from rescale_data.engine.agreement import together
 from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES, Histories
 from rescale_data.engine.runner import Runner
-from rescale_data.errors import DataStateError
 from rescale_data.layout.layout import Layout
 from rescale_data.state import Ints
 
 STEPS_OF_A_ROUND = 4
-_UNKNOWN, _UNREAD, _FAILED = -1, -2, -3
+_UNKNOWN = -1
 
 
 class Rest:
@@ -72,19 +71,15 @@ class Rest:
 
     def _read(self, samples: Ints, seen: int, ahead: int) -> None:
         """Find the ends that are less than ``ahead`` samples away; ``seen`` have been read of the shards that may have more."""
-        ends, failure = self._ends.copy(), None
-        with self._ranks.reading():
-            for shard in self._layout.owned(self._ranks.rank):
-                if ends[shard, 0] == _UNKNOWN:
-                    try:
+
+        def find() -> Ints:
+            ends = self._ends.copy()
+            with self._ranks.reading():
+                for shard in self._layout.owned(self._ranks.rank):
+                    if ends[shard, 0] == _UNKNOWN:
                         count, slots = self._runner.look_ahead(shard, ahead - seen)
-                    except Exception as error:
-                        failure = error
-                        ends[shard, 0] = _FAILED if isinstance(error, DataStateError) else _UNREAD
-                        break
-                    if slots is not None:
-                        ends[shard] = [samples[shard] + seen + count, *slots]
-        ends = self._ranks.merge(ends, self._layout.owners)
-        if ends[:, 0].min() < _UNKNOWN:
-            raise failure or failure_elsewhere(wrong_rows=bool((ends[:, 0] == _FAILED).any()))
-        self._ends = ends
+                        if slots is not None:
+                            ends[shard] = [samples[shard] + seen + count, *slots]
+            return ends
+
+        self._ends = self._ranks.merge(together(self._ranks, find), self._layout.owners)

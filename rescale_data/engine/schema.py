@@ -6,7 +6,7 @@ import json
 import operator
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from rescale_data.nodes.form import BEFORE
 from rescale_data.nodes.reader import Reader
 from rescale_data.sources.source import Described, Saveable
 from rescale_data.state import Ints, encode, field_of, flatten, place_slots
+
+Nodes: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""Parameters by the path of the node."""
 
 
 def _require_all_named_or_none(root: Node[Any]) -> None:
@@ -212,11 +215,16 @@ class Schema:
             self._pipeline_json = to_json(nodes)
         return self._pipeline_json
 
+    @property
+    def pipeline(self) -> Nodes:
+        """The parameters of each node, as JSON has them."""
+        return json.loads(self.pipeline_json)
+
     def pipeline_json_at(self, *, in_step: bool) -> str:
         """As in a state of that moment."""
         if not in_step:
             return self.pipeline_json
-        nodes, root = json.loads(self.pipeline_json), path_name(())
+        nodes, root = self.pipeline, path_name(())
         return to_json({**nodes, root: {**nodes[root], IN_STEP: True}})
 
     @cached_property
@@ -253,3 +261,8 @@ def adopt(root: Node[Any], histories: Histories) -> None:
 
 def to_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=operator.index)
+
+
+def as_json(value: Any) -> Any:
+    """A value as it is read again."""
+    return json.loads(to_json(value))

@@ -1,12 +1,15 @@
-"""Leaving out micro batches, over the ends of epochs."""
+"""Leaving out micro batches, over the ends of epochs, and steps that were asked for ahead of time."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import numpy as np
 
 from rescale_data.engine.leg import Standing
 from rescale_data.engine.recipe import MOST_STAMPED
 from rescale_data.engine.stream import Stream
+from rescale_data.errors import require, require_int
 from rescale_data.layout.clock import Clock
 from rescale_data.state import Ints
 
@@ -74,3 +77,26 @@ def _set(stream: Stream, numbers: Ints) -> None:
     was_empty = stream.standing.was_empty
     standing = Standing(clock, stream.layout.owners, None, False, samples, was_empty, *counts)
     stream.go_to(standing, numbers[:-6].reshape(stream.table.shape))
+
+
+def steps_from(at: int, stream: Stream, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """What `DataLoader.exclude_steps` is given, checked, at a step of the run."""
+    require(Iterable, "a list of (first, stop), such as [(3, 5)]", ranges=ranges)
+    given = [*map(_steps, ranges)]
+    for first, stop in given:
+        what = f"exclude_steps([({first}, {stop})])"
+        if not 0 <= first < stop:
+            raise ValueError(f"{what}: give the first step, and the one after the last.")
+        if first < at and (first, stop) not in stream.schema.excluded_steps:
+            raise ValueError(f"{what}: the loader is at step {at}. Load a state from before.")
+        require_countable(what, (stop + 1) * stream.layout.global_batch_size, stream.layout.num_logical_shards)
+    return given
+
+
+def _steps(given: object) -> tuple[int, int]:
+    if not isinstance(given, list | tuple) or len(given) != 2:  # pyright: ignore[reportUnknownArgumentType]
+        raise TypeError(
+            f"exclude_steps takes a list of (first, stop), such as [(3, 5)], and was given {given!r} in it."
+        )
+    first, stop = require_int(first=given[0], stop=given[1])
+    return first, stop

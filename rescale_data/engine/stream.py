@@ -47,21 +47,16 @@ class Stream(Position):
     """How often the ranks of the run have met before these did."""
 
     def __init__(self, setup: Setup, runner: Runner, feed: Feed) -> None:
-        self._ahead = Ahead(feed)
-        beginning = Standing(Clock(), setup.layout.owners)
-        super().__init__(setup, runner, beginning, 0, Taken(self._fresh(setup)))
+        self.ahead, beginning = Ahead(feed), Standing(Clock(), setup.layout.owners)
+        super().__init__(setup, runner, beginning, 0, Taken(setup.schema.fresh_table(setup.layout.num_logical_shards)))
         self.load(self.table, Clock())
-
-    @staticmethod
-    def _fresh(setup: Setup) -> Ints:
-        return setup.schema.fresh_table(setup.layout.num_logical_shards)
 
     def reset(self) -> None:
         """Go back to the beginning of the run, with the data that there is now."""
         self.rewind()
         self.schema.adopt({})
         self.standing = replace(self.standing, dropped_samples=0, padded_samples=0)
-        self.load(self._fresh(self.setup), Clock())
+        self.load(self.schema.fresh_table(self.layout.num_logical_shards), Clock())
 
     def load(self, table: Ints, clock: Clock) -> None:
         """Go on from a table in which all N rows are right."""
@@ -100,13 +95,8 @@ class Stream(Position):
         """Count on from where another stream had counted to at this moment."""
         begun = other.begun()
         at = begun if begun is not None and begun.clock.samples == self.clock.samples else other
-        self.standing = replace(
-            self.standing,
-            since=at.standing.since,
-            was_empty=at.standing.was_empty,
-            dropped_samples=at.standing.dropped_samples,
-            padded_samples=at.standing.padded_samples,
-        )
+        here = self.standing
+        self.standing = replace(at.standing, clock=here.clock, owners=here.owners, leg=here.leg, ended=here.ended)
 
     # Which leg it is
 
@@ -120,7 +110,7 @@ class Stream(Position):
             failure, self._failure = self._failure, None
             raise failure
         if self.leg is None and not self.ended:
-            self._ahead.feed.stop()
+            self.ahead.feed.stop()
             self.go_to(*self._legs.first(self))
         self._settle()
         self._conclude()
@@ -142,14 +132,14 @@ class Stream(Position):
                     return
             elif leg.stop != self.u or leg.is_last:
                 return
-            self._ahead.feed.stop()
+            self.ahead.feed.stop()
             self.go_to(*self._legs.deal(self, leg))  # as soon as the last micro batch before it has been taken
 
     def _conclude(self) -> None:
         """End the epoch, if its last micro batch has been taken."""
         leg = self.leg
         if leg is not None and leg.deal is not None and leg.stop == self.u:
-            self._ahead.feed.stop()
+            self.ahead.feed.stop()
             self.go_to(*self._legs.end(self, leg.deal))
 
     def num_micro_batches_left(self) -> int | None:
@@ -177,20 +167,20 @@ class Stream(Position):
         ends = leg is not None and leg.deal is not None and leg.stop == self.u + 1
         if not (ends or self.setup.recipe.verify):
             return self._take()
-        u, before = self.u, (self.standing, self.rows.copy(), self._begun, self._agreement, self._ahead.made.copy())
+        u, before = self.u, (self.standing, self.rows.copy(), self._begun, self._agreement, self.ahead.made.copy())
         try:
             return self._take()
         except Exception:  # an epoch fails in place of its last micro batch
-            self.standing, self.rows, self._begun, self._agreement, self._ahead.made = before
+            self.standing, self.rows, self._begun, self._agreement, self.ahead.made = before
             self.u = u
             raise
 
     def _take_one(self) -> MicroBatch:
         """The next micro batch where a step of the main phase goes on or begins."""
-        micro_batch = self._ahead.take(self.ranks)
+        micro_batch = self.ahead.take(self.ranks)
         if micro_batch is None:
             self.peek()
-            micro_batch = self._ahead.made.popleft()
+            micro_batch = self.ahead.made.popleft()
         self.rows.add(micro_batch, None if self.u % self._in_step else (self.standing, self.u))
         self.u += 1
         return micro_batch
@@ -212,12 +202,12 @@ class Stream(Position):
         """The next micro batch, which stays the next; `StopIteration` at the end of the epoch."""
         if self.u >= self._calm_until and self.begin() is None:
             raise StopIteration
-        if not self._ahead.made and self._make_until(self.u + 1) == self.u:
+        if not self.ahead.made and self._make_until(self.u + 1) == self.u:
             raise DataStateError(
                 "A logical shard ended before its pipeline's epoch_end() said that it would. Return None there if the "
                 "number of samples is not certain."
             )
-        return self._ahead.made[0]
+        return self.ahead.made[0]
 
     def pass_by(self, num_micro_batches: int, *, reads: bool) -> None:
         """Leave out micro batches of this leg, as if they had been taken.
@@ -258,37 +248,24 @@ class Stream(Position):
         """Let the feed begin with the next micro batch, if it has not begun."""
         if self.leg is None:
             self.begin()
-        if self.leg is not None and not self._ahead.is_started:
-            self._ahead.start(self.leg, self.table, self.u)
+        if self.leg is not None and not self.ahead.is_started:
+            self.ahead.start(self.leg, self.table, self.u)
 
     def _make_until(self, u: int) -> int:
         """Make micro batches up to u, if no shard ends before; the first that is not made."""
         self.start()
-        return self.u + self._ahead.make(u - self.u, self.ranks)
+        return self.u + self.ahead.make(u - self.u, self.ranks)
 
     def rewind(self) -> None:
         """Forget what was made and not taken; no more is made until the next is asked for."""
-        self._ahead.forget()
+        self.ahead.forget()
         self._failure: Exception | None = None
 
     def through(self, feed_of: Callable[[Feed], Feed]) -> None:
         """Let another feed bring what this one's makes."""
         self.rewind()
-        self._ahead = Ahead(feed_of(self._ahead.feed))
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether micro batches are made in the background."""
-        return self._ahead.feed.is_ahead
-
-    def made(self) -> dict[str, float]:
-        """What was read and made on this rank, for a logger."""
-        return self._ahead.progress()
-
-    def waiting_for(self) -> str:
-        """What is waited for, where other processes make the batches."""
-        return self._ahead.feed.doing()
+        self.ahead = Ahead(feed_of(self.ahead.feed))
 
     def close(self) -> None:
-        self._ahead.feed.close()
+        self.ahead.feed.close()
         self.rewind()

@@ -365,23 +365,17 @@ class Node(Changing, BaseNode[T]):
 
     def columns(self, rows: Ints, path: tuple[str, ...]) -> Ints | None:
         """The slots of the node at ``path`` in rows of this node, a view; `None` inside a torchdata node."""
-        node: Node[Any] = self
-        for name in path:
-            if name not in node.children:
-                return None
-            rows = rows[:, node._slots(name)]
-            node = node.children[name]
-        return rows
+        slots = self.slots_of(path)
+        return None if slots is None else rows[:, slots]
 
-    def slot_of(self, path: tuple[str, ...]) -> int | None:
-        """The first slot of the node at ``path`` in rows of this node; `None` inside a torchdata node."""
-        node, slot = self, 0
+    def slots_of(self, path: tuple[str, ...]) -> slice | None:
+        """Which slots those are."""
+        node, first = self, 0
         for name in path:
             if name not in node.children:
                 return None
-            slot += node._slots(name).start
-            node = node.children[name]
-        return slot
+            node, first = node.children[name], first + node._slots(name).start
+        return slice(first, first + offsets(node.fields)[-1])
 
     def _slots(self, child: str) -> slice:
         return self._slices[child]

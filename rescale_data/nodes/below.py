@@ -37,8 +37,8 @@ def source_names(node: Node[Any]) -> list[str]:
 
 def readers_of(node: Node[Any], start: int) -> list[tuple[Reader, int]]:
     """The readers of a node, and the first slot of each, which is its epoch, in a row where the node's begins at ``start``."""
-    found = [(below, node.slot_of(path)) for path, below in node.walk() if isinstance(below, Reader)]
-    return [(reader, start + slot) for reader, slot in found if slot is not None]
+    found = [(below, node.slots_of(path)) for path, below in node.walk() if isinstance(below, Reader)]
+    return [(reader, start + slots.start) for reader, slots in found if slots is not None]
 
 
 def pass_epochs(node: Node[Any], row: Ints, shard: int, most: int) -> int:

@@ -15,11 +15,11 @@ from rescale_data.nodes.guard import OnError, guard_of
 from rescale_data.nodes.provenance import with_provenance
 from rescale_data.nodes.reading.chunks import Chunks
 from rescale_data.nodes.reading.documents import Documents, RowTexts, Texts
+from rescale_data.nodes.reading.epochs import View as SourceView
 from rescale_data.nodes.reading.fetching import Fetching
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments, block_bytes
 from rescale_data.nodes.reading.proof import Proof
 from rescale_data.nodes.reading.rows import DEFAULT_WINDOW, Plan, ShardRows, check_order, numbers
-from rescale_data.nodes.reading.rows import View as SourceView
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.nodes.reading.spans import Moves
 from rescale_data.shard import Shard, require_shard
@@ -189,22 +189,27 @@ class Reader(Node[Any]):
             self._cuts = self._pieces.cuts_pay(here, packed=self._column is not None)
 
     def next(self) -> Any:
+        position = self.position
         while True:
-            epoch, row = self.position[0], self.position[1]
-            if self._over or row >= self.rows.size(epoch):
+            epoch, row = position[0], position[1]
+            rows = self.rows
+            if self._over or row >= rows.size(epoch):
                 self._finish()
-            plan = self._plan(epoch, row)
+            plan = rows.kept(epoch, row) or self._plan(epoch, row)
             at = row - plan.first
             self._drawn = int(plan.rows[at])
             try:
                 value = self._read(plan, at)
             except Exception as error:
-                value = self._guard.caught(error, self.locate(), self.position[2])
+                value = self._guard.caught(error, self.locate(), position[2])
                 if value is None:
-                    self.advance(self.position, 1)
-                    self.position[2] += 1
+                    self.advance(position, 1)
+                    position[2] += 1
                     continue
-            self.advance(self.position, 1)
+            if self._proof is None and at + 1 < len(plan.rows):
+                position[1] = row + 1  # the same, of a row after which the epoch goes on
+            else:
+                self.advance(position, 1)
             says = self.provenance and (self._must_say or isinstance(value, Mapping))
             return with_provenance(value, self.locate()) if says else value
 

@@ -250,6 +250,32 @@ def test_of_a_loader_that_was_given_a_source(tmp_path: Path) -> None:
     assert seen[served.step][served.sample] == 7
 
 
+def test_sources_of_one_name(tmp_path: Path) -> None:
+    """Folders of several corpora are often all called "train"."""
+    sources = {
+        name: write("parquet", tmp_path / name / "train", [[first + i] * 3 for i in range(14)])
+        for name, first in (("web", 100), ("code", 200))
+    }
+
+    def train(shard: rd.Shard) -> rd.BaseNode[Any]:
+        return rd.WeightedSampler(
+            {name: rd.Reader(source, shard) for name, source in sources.items()}, {"web": 1, "code": 1}
+        )
+
+    loader = rd.DataLoader(train, global_batch_size=4, repeat=True, num_logical_shards=4)
+    seen = [batch["tokens"][:, 0].tolist() for _, batch in zip(range(6), loader, strict=False)]
+    checkpoint.save(tmp_path / "run" / "step-6", {"loader": loader})
+    audit = rd.Audit(tmp_path / "run", train, repeat=True)
+    with pytest.raises(ValueError, match=r"several sources have the name 'train'.*\['code', 'web'\]"):
+        audit.find("train:5")
+    for name, first in (("web", 100), ("code", 200)):
+        for row in range(14):
+            found = {(one.step, one.sample) for one in audit.find(f"{name}:{row}").served}
+            assert found == {
+                (s, i) for s, rows in enumerate(seen) for i, token in enumerate(rows) if token == first + row
+            }
+
+
 @pytest.mark.parametrize(
     ("ask", "message"),
     [

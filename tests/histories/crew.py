@@ -20,7 +20,6 @@ import torch
 import rescale_data.engine.rescale as rescale_module
 import rescale_data.engine.setup as setup_module
 import rescale_data.engine.workers as workers_module
-import rescale_data.loader as loader_module
 from rescale_data.engine.ranks.circle import Call
 from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.stream import Stream
@@ -244,6 +243,6 @@ def in_threads() -> Iterator[None]:
         patch.setattr(workers_module, "DataLoader", InOneProcess)
         patch.setattr(workers_module, "require_pickle", lambda *_, **__: None)
         patch.setattr(rescale_module, "_world_size", lambda _: _here.process.new_w)
-        patch.setattr(loader_module, "stays", lambda *_: not _here.process.leaves)
+        patch.setattr(rescale_module, "stays", lambda *_: not _here.process.leaves)
         patch.setattr(Stream, "take", _take)
         yield

@@ -56,6 +56,15 @@ def test_a_link_to_a_folder_is_followed(folder: Path, tmp_path: Path) -> None:
     assert names(tmp_path / "run") == ["10.parquet", "2.parquet"]
 
 
+@pytest.mark.parametrize(("link", "to"), [("b/up", ".."), ("b/itself", "itself"), ("b/out", "../../outside")])
+def test_links_that_lead_in_a_circle_are_named(link: str, to: str, folder: Path) -> None:
+    (folder.parent / "outside").mkdir()
+    (folder.parent / "outside" / "back").symlink_to(folder)
+    (folder / link).symlink_to(to)
+    with pytest.raises(ValueError, match=f"{link}.* is a symbolic link that leads in a circle.*give a glob"):
+        find(folder, (".parquet",))
+
+
 def test_a_glob_takes_what_it_matches(folder: Path) -> None:
     assert names(f"{folder}/*.txt") == ["notes.txt"]
     assert names(f"{folder}/b/*") == ["10.parquet", "2.parquet"]

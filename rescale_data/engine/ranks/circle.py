@@ -6,22 +6,16 @@ import contextlib
 import datetime
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from rescale_data.engine.ranks.rollcall import Missing, RollCall, Store
+from rescale_data.engine.ranks.rollcall import Missing, RollCall
 from rescale_data.state import Ints
 
 _SECONDS_AFTER_A_FAILURE = 10.0  # within which those that live say so
-
-
-class Exchanges(Protocol):
-    """What is asked of a group: torch's process groups and their backends have it."""
-
-    def allgather(self, output_tensors: Any, input_tensors: Any) -> Any: ...
 
 
 class Circle:
@@ -34,7 +28,7 @@ class Circle:
         names: Their ranks in the job, for messages.
     """
 
-    def __init__(self, group: Exchanges, store: Store, me: int, names: Sequence[int]) -> None:
+    def __init__(self, group: Any, store: Any, me: int, names: Sequence[int]) -> None:
         self._group, self._me, self._names = group, me, list(names)
         self.roll_call = RollCall(store, me, names)
         self.num_loaders = 0

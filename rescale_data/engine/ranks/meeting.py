@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
-from rescale_data.engine.ranks.rollcall import Missing, RollCall, Store
+from rescale_data.engine.ranks.rollcall import Missing, RollCall
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ def gloo(name: str, store: Any, me: int, num_members: int, timeout: float) -> An
     return ProcessGroupGloo(part(name, store), me, num_members, datetime.timedelta(seconds=timeout))
 
 
-def part_of_store(name: str, num_members: int, group: dist.ProcessGroup | None) -> Store:
+def part_of_store(name: str, num_members: int, group: dist.ProcessGroup | None) -> Any:
     """A part of the group's (default: the job's) store that the members alone use, and no earlier ones have."""
     owner: Any = dist.group.WORLD if group is None else group
     store = part(f"rescale_data/{name}", owner.get_group_store())
@@ -85,7 +85,7 @@ def part(name: str, store: Any) -> Any:
     return PrefixStore(name, store)
 
 
-def meet(store: Store, me: int, members: Sequence[int], timeout: float, value: str = "") -> str:
+def meet(store: Any, me: int, members: Sequence[int], timeout: float, value: str = "") -> str:
     """What all members say, joined by commas; ``RuntimeError`` where some member does not come to where a group is made."""
     roll_call = RollCall(part("meet", store), me, members)
     try:

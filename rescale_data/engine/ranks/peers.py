@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Generator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,14 +24,6 @@ from torch.distributed.distributed_c10d import BroadcastOptions
 
 from rescale_data.engine.message import Bytes, from_bytes
 from rescale_data.engine.ranks.meeting import digest, gloo, meet, once, part_of_store
-
-
-class Broadcasts(Protocol):
-    """What is asked of a group; torch's own stubs lack it."""
-
-    def broadcast(self, tensors: Any, opts: Any) -> Any: ...
-    def size(self) -> int: ...
-
 
 _numbers = itertools.count()
 READS, BATCH, RESULT = range(3)
@@ -117,7 +109,7 @@ class Peers:
                 with contextlib.suppress(RuntimeError):  # whoever reads hears of it with what it has read
                     self._exchange(self._all, torch.tensor([READS, 0, 0, *[0] * NUM_COUNTS], device="cpu"))
 
-    def _exchange(self, group: Broadcasts | None, tensor: torch.Tensor) -> None:
+    def _exchange(self, group: Any, tensor: torch.Tensor) -> None:
         if group is None or group.size() == 1:
             return
         if self._broken is not None:  # others may wait for the rest of a message: nothing else is to come in its place
@@ -154,7 +146,7 @@ def _require_same(settings: dict[str, str], said: list[list[str]], members: Sequ
             )
 
 
-def _group(members: list[int], store: Any, timeout: float) -> Broadcasts:
+def _group(members: list[int], store: Any, timeout: float) -> Any:
     """One for all that is broadcast among the same processes."""
     me = members.index(dist.get_rank())
     return once(None, ("peers", *members), lambda: gloo(f"gloo/{digest(members)}", store, me, len(members), timeout))

@@ -2,8 +2,7 @@
 
     each rank      adds what it has to say to one text in the store
     the last one   reads that text, and writes what follows from it: the verdict
-    the first one  looks every few seconds who is missing, and when the time is over writes these as the verdict
-    all of them    wait for the verdict
+    all of them    wait for the verdict; the first whose time is over looks who is missing, and writes these as the verdict
 
 A rank asks for one key at a time, however many ranks there are. One that was left alone may come again.
 """
@@ -18,14 +17,12 @@ import weakref
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 _LOOK = 2.0
-"""Seconds between looks for the verdict, or for who is missing."""
-_GRACE = 10.0
-"""Seconds without a sign from the rank that looks, after which another takes its place."""
+"""Seconds between looks for the verdict."""
 _SIGN = 1.0
 """Seconds between signs of life of a rank that reads."""
 
@@ -38,19 +35,6 @@ class Missing(Exception):
         self.ranks = ranks
 
 
-class Store(Protocol):
-    """What is asked of a store of torch's; its own stubs lack some of it."""
-
-    def add(self, key: str, value: int, /) -> int: ...
-    def append(self, key: str, value: str, /) -> None: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def clone(self) -> Any: ...
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
-    def delete_key(self, key: str, /) -> bool: ...
-    def get(self, key: str, /) -> bytes: ...
-    def wait(self, keys: list[str], timeout: datetime.timedelta, /) -> None: ...
-
-
 @dataclass(frozen=True)
 class Coming:
     """That this rank has come to a call.
@@ -59,13 +43,11 @@ class Coming:
         name: Of the call, which is repeated.
         turn: How often it was made before.
         base: Begins its keys in the store, the same on every rank.
-        is_first: Whether no rank came before.
     """
 
     name: str
     turn: int
     base: str
-    is_first: bool
 
 
 class RollCall:
@@ -77,7 +59,7 @@ class RollCall:
         names: Names of all ranks by index, for messages.
     """
 
-    def __init__(self, store: Store, me: int, names: Sequence[int]) -> None:
+    def __init__(self, store: Any, me: int, names: Sequence[int]) -> None:
         self._home = Answering(store)
         self._me, self._names = me, list(names)
         self._thread, self._own = threading.get_ident(), threading.local()
@@ -114,7 +96,7 @@ class RollCall:
             self._decide(base, f"all {decide([came[index] for index in range(count)])}")
             self._forget(self._last.get(name))  # all have come to this call: nobody asks for the one before any more
         self._turns[name], self._last[name] = turn + 1, base
-        return Coming(name, turn, base, count == 1)
+        return Coming(name, turn, base)
 
     def wait(self, coming: Coming, seconds: float, pauses_for_reading: bool = False) -> str:
         """What was decided, once all have come; `Missing` where that takes longer than ``seconds``.
@@ -177,26 +159,25 @@ class RollCall:
         return self._own.store
 
     def _verdict(self, coming: Coming, seconds: float, pauses_for_reading: bool) -> str:
-        base, looks, successor = coming.base, coming.is_first, 0
-        signs = _Unchanged(0)  # of the rank that looks, seen by others
-        reading = _Unchanged(self._store.add("reading", 0) if pauses_for_reading else 0)
+        def signs() -> int:
+            return self._store.add("reading", 0) if pauses_for_reading else 0
+
+        base, is_over, seen, since = coming.base, False, signs(), time.monotonic()
         while not self._appears(f"{base}/verdict", min(_LOOK, seconds / 4)):
-            sign = self._store.add(f"{base}/looks", int(looks))
-            if looks and reading.seconds(self._store.add("reading", 0) if pauses_for_reading else 0) >= seconds:
-                came = self._came(base)
-                self._decide(base, f"missing {' '.join(str(i) for i in range(len(self._names)) if i not in came)}")
-            elif not looks and signs.seconds(sign) >= _GRACE:
-                successor += 1
-                looks = self._decide(f"{base}/{successor}", str(self._me))
-                signs, reading = _Unchanged(sign), _Unchanged(0)
+            if (now := signs()) != seen:
+                seen, since = now, time.monotonic()
+            elif time.monotonic() - since >= seconds:
+                if self._store.add(f"{base}/looks", 1) == 1 or is_over:  # the first one may have died since
+                    came = self._came(base)
+                    self._decide(base, f"missing {' '.join(str(i) for i in range(len(self._names)) if i not in came)}")
+                is_over = True
         return self._store.get(f"{base}/verdict").decode()
 
-    def _decide(self, base: str, verdict: str) -> bool:
-        """Whether this verdict was the first: that one holds."""
+    def _decide(self, base: str, verdict: str) -> None:
+        """The first verdict holds."""
         is_first = self._store.compare_set(f"{base}/verdict", "", verdict).decode() == verdict
         if is_first and verdict.startswith("missing"):
             self._store.add(f"{base.rsplit('/', 1)[0]}/failed", 1)
-        return is_first
 
     def _came(self, base: str) -> dict[int, str]:
         """What the ranks that have come say, by index."""
@@ -222,19 +203,6 @@ def _sign(of: weakref.ref[RollCall]) -> None:
         roll_call.sign()
         del roll_call
         time.sleep(_SIGN)
-
-
-class _Unchanged:
-    """For how long a value has not changed."""
-
-    def __init__(self, value: int) -> None:
-        self._value, self._since = value, time.monotonic()
-
-    def seconds(self, value: int) -> float:
-        now = time.monotonic()
-        if value != self._value:
-            self._value, self._since = value, now
-        return now - self._since
 
 
 class NoAnswer(RuntimeError):

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Set
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rescale_data.engine.recipe import EXCLUDED_STEPS, FIRST_SLOT, IN_STEP, SAMPLES, STRINGS, History, path_name
-from rescale_data.engine.schema import Schema
+from rescale_data.engine.recipe import EXCLUDED_STEPS, FIRST_SLOT, IN_STEP, SAMPLES, History, path_name
+from rescale_data.engine.schema import Nodes, Schema
+from rescale_data.engine.states.differences import without
 from rescale_data.engine.states.growth import Growth
 from rescale_data.engine.stream import Stream
 from rescale_data.nodes.base import Node
@@ -51,11 +53,14 @@ class Fitted:
     """What a state says, its table aside, as the pipeline of now would have said it.
 
     Args:
+        fields, pipeline, sources: As JSON has them; sources are `None` where they are those of now.
         added, removed: The children that have come and gone. Those that have come have delivered nothing.
         growth: What has become of the data.
     """
 
-    state: dict[str, Any]
+    fields: Mapping[str, Any]
+    pipeline: Nodes
+    sources: Mapping[str, Any] | None
     added: list[Changed]
     removed: list[Changed]
     growth: Growth = field(default_factory=lambda: Growth({}, {}, []))
@@ -63,33 +68,37 @@ class Fitted:
 
 def fit(schema: Schema, state: Mapping[str, Any]) -> Fitted:
     """Take children that are gone out of what a state says, and put in those that are new; what differs otherwise stays."""
-    saved = json.loads(state["fields"])
+    fields, pipeline = json.loads(state["fields"]), json.loads(state["pipeline"])
     for path, node in schema.root.walk():
         if type(node).check_saved is not Node.check_saved:
             above = "".join(f"{name}." for name in path)
-            node.check_saved({key.removeprefix(above) for key in saved if key.startswith(above)})
-    removed, added = _changes(schema, json.loads(state["pipeline"]))
-    strings = {name: _merged(state[name], getattr(schema, f"{name}_json"), removed, added) for name in STRINGS}
-    return Fitted({**state, **strings}, added, removed)
+            node.check_saved({key.removeprefix(above) for key in fields if key.startswith(above)})
+    removed, added = _changes(schema, pipeline)
+
+    def merged(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+        kept = {key: value for key, value in saved.items() if not any(change.has(key) for change in removed)}
+        return {**kept, **{key: value for key, value in now.items() if any(change.has(key) for change in added)}}
+
+    sources = None
+    if (
+        state["sources"] != schema.sources_json
+    ):  # it is the rule that they are equal, and the list of all files may be long
+        now = json.loads(schema.sources_json)
+        sources = merged(json.loads(state["sources"]), now)
+        sources = None if sources == now else sources
+    fields = merged(fields, json.loads(schema.fields_json))
+    return Fitted(fields, merged(pipeline, schema.pipeline), sources, added, removed)
 
 
-def without_free(schema: Schema, pipeline: str) -> str:
-    """A pipeline's parameters without those that may change."""
-    free = {
-        path_name(path): {*node.MAY_CHANGE, BEFORE}
-        for path, node in schema.root.walk()
-        if node.MAY_CHANGE and _is_settled(schema.root, path)
-    }
+def lasting(schema: Schema, pipeline: Nodes) -> Nodes:
+    """A pipeline's parameters without those that may change, and without the form of its samples."""
+    free: defaultdict[str, set[str]] = defaultdict(set, {path_name(()): {EXCLUDED_STEPS, IN_STEP}})
+    for path, node in schema.root.walk():
+        may_change = node.MAY_CHANGE if _is_settled(schema.root, path) else frozenset[str]()
+        form = node.FORM if _is_drawn_once(schema.root, path) else frozenset[str]()
+        if may_change or form:
+            free[path_name(path)] |= {*may_change, *form, BEFORE}
     return without(pipeline, free)
-
-
-def without(pipeline: str, free: Mapping[str, Set[str]]) -> str:
-    """A pipeline's parameters without some, by the node's path."""
-    nodes = json.loads(pipeline)
-    for name, parameters in free.items():
-        if name in nodes:
-            nodes[name] = {key: value for key, value in nodes[name].items() if key not in parameters}
-    return json.dumps(nodes, sort_keys=True)
 
 
 def fixed_by_others(schema: Schema) -> list[str]:
@@ -98,21 +107,24 @@ def fixed_by_others(schema: Schema) -> list[str]:
     return [f"{path_name(path)}: {parameter}" for path, node in nodes for parameter in sorted(node.MAY_CHANGE)]
 
 
-def check_changes(schema: Schema, pipeline: str, table: Ints) -> None:
+def check_changes(schema: Schema, saved: Nodes, table: Ints) -> None:
     """``DataStateError`` where what has changed does not fit what has been drawn."""
-    saved = json.loads(pipeline)
+    for _, node, old, rows in _kept(schema, saved, table):
+        node.check_change(old, rows)
+
+
+def earlier(schema: Schema, saved: Nodes, table: Ints) -> dict[str, History]:
+    """What nodes have to know of their parameters in the state, by path: `Node.earlier`."""
+    found = {path: node.earlier(old, rows) for path, node, old, rows in _kept(schema, saved, table) if node.MAY_CHANGE}
+    return {path_name(path): list(history) for path, history in found.items() if history}
+
+
+def _kept(schema: Schema, saved: Nodes, table: Ints) -> Iterator[tuple[Path, Node[Any], Mapping[str, Any], Ints]]:
+    """The nodes that a state knows, with their parameters in it and their rows of the table."""
     for path, node in schema.root.walk():
         rows = schema.slots_at(table, path)
         if rows is not None and path_name(path) in saved:
-            node.check_change(saved[path_name(path)], rows)
-
-
-def earlier(schema: Schema, pipeline: str, table: Ints) -> dict[str, History]:
-    """What nodes have to know of their parameters in the state, by path: `Node.earlier`."""
-    saved, nodes = json.loads(pipeline), list(schema.root.walk())
-    rows = {path: schema.slots_at(table, path) for path, node in nodes if node.MAY_CHANGE and path_name(path) in saved}
-    found = {p: node.earlier(saved[path_name(p)], part) for p, node in nodes if (part := rows.get(p)) is not None}
-    return {path_name(path): list(history) for path, history in found.items() if history}
+            yield path, node, saved[path_name(path)], rows
 
 
 def settle(schema: Schema, table: Ints) -> int:
@@ -131,13 +143,24 @@ def settle(schema: Schema, table: Ints) -> int:
 
 def _is_settled(root: Node[Any], path: Path) -> bool:
     """Whether every node above the one at ``path`` hands on that something has changed."""
+    return not _is_below(
+        root, path, lambda node: node.READS_AHEAD and node.within is None and type(node).settle is Node.settle
+    )
+
+
+def _is_drawn_once(root: Node[Any], path: Path) -> bool:
+    """Whether nobody above reads again what a node yields."""
+    return not _is_below(root, path, lambda node: node.READS_AHEAD)
+
+
+def _is_below(root: Node[Any], path: Path, holds: Callable[[Node[Any]], bool]) -> bool:
+    """Whether that holds of a node above the one at ``path``, or it is in a torchdata node, whose state is its own affair."""
     node = root
     for name in path:
-        silent = node.READS_AHEAD and node.within is None and type(node).settle is Node.settle
-        if silent or name not in node.children:  # as in a torchdata node, whose state is its own affair
-            return False
+        if holds(node) or name not in node.children:
+            return True
         node = node.children[name]
-    return True
+    return False
 
 
 def _changes(schema: Schema, saved: Mapping[str, Any]) -> tuple[list[Changed], list[Changed]]:
@@ -164,19 +187,10 @@ def _children(path: Path, saved: Mapping[str, Any]) -> Iterator[str]:
             yield rest
 
 
-def _merged(saved: str, now: str, removed: list[Changed], added: list[Changed]) -> str:
-    if saved == now:  # the rule, and the list of all files may be long
-        return saved
-    old, new = json.loads(saved), json.loads(now)
-    kept = {key: value for key, value in old.items() if not any(change.has(key) for change in removed)}
-    found = {key: value for key, value in new.items() if any(change.has(key) for change in added)}
-    return json.dumps({**kept, **found}, sort_keys=True, separators=(",", ":"))
-
-
 # The form of samples
 
 
-def reform(stream: Stream, saved: str, table: Ints) -> dict[str, History]:
+def reform(stream: Stream, saved: Nodes, table: Ints) -> dict[str, History]:
     """Let samples have the form of now.
 
     Args:
@@ -186,62 +200,33 @@ def reform(stream: Stream, saved: str, table: Ints) -> dict[str, History]:
     Returns:
         The forms that there were, by the path of the node.
     """
-    forms, said = _reform(stream.schema, saved, table)
-    if said:
-        stream.ranks.log(
-            logging.WARNING, "Samples have another form than when the state was saved: %s. No token is lost or repeated.",
-            "; ".join(said),
-        )  # fmt: skip
-    return forms
-
-
-def _reform(schema: Schema, saved: str, table: Ints) -> tuple[dict[str, History], list[str]]:
-    before, now = json.loads(saved), json.loads(schema.pipeline_json)
+    schema, samples = stream.schema, int(table[:, SAMPLES].sum())
     found: dict[str, History] = {}
     said: list[str] = []
-    for path, node in _formed(schema):
-        name = path_name(path)
-        old, new = before.get(name), now[name]
-        if old is None:
+    for path, node, old, rows in _kept(schema, saved, table):
+        if not node.FORM or not _is_drawn_once(schema.root, path):  # what a node above reads again keeps its form
             continue
-        history: History = [(int(samples), form) for samples, form in old.get(BEFORE, ())]
+        name, new = path_name(path), schema.pipeline[path_name(path)]
+        history: History = [(int(since), form) for since, form in old.get(BEFORE, ())]
         changed = [key for key in sorted(node.FORM) if old.get(key) != new.get(key)]
-        samples = int(table[:, SAMPLES].sum())
         said += [
             f"{name}: {key} was {old.get(key)} up to sample {samples}, and is {new.get(key)} from there"
             for key in changed
         ]
         if not set(LASTING).isdisjoint(changed):
             history = [*history, (samples, _form(old, history, samples, len(table)))][-_MOST:]
-            rows = schema.slots_at(table, path)
-            if rows is not None:
-                node.reform(rows)
+            node.reform(rows)
         if history:
             found[name] = history
-    return found, said
-
-
-def without_form(schema: Schema, pipeline: str) -> str:
-    """A pipeline's parameters without those of the form of its samples, and the forms before."""
-    kept = {path_name(path): {*node.FORM, BEFORE} for path, node in _formed(schema)}
-    return without(pipeline, {**kept, path_name(()): {*kept.get(path_name(()), ()), EXCLUDED_STEPS, IN_STEP}})
+    if said:
+        stream.ranks.log(
+            logging.WARNING, "Samples have another form than when the state was saved: %s. No token is lost or repeated.",
+            "; ".join(said),
+        )  # fmt: skip
+    return found
 
 
 def _form(old: Mapping[str, Any], history: History, samples: int, num_shards: int) -> dict[str, Any]:
     since, tokens = (history[-1][0], history[-1][1]["tokens"]) if history else (0, 0)
     form = {key: old[key] for key in LASTING if key in old}
     return {**form, "tokens": tokens + (samples - since) * old["seq_len"], "shards": num_shards}
-
-
-def _formed(schema: Schema) -> Iterator[tuple[Path, Node[Any]]]:
-    """The nodes whose samples nobody above reads again: the form of the others stays."""
-    return ((path, node) for path, node in schema.root.walk() if node.FORM and _is_drawn_once(schema.root, path))
-
-
-def _is_drawn_once(root: Node[Any], path: Path) -> bool:
-    node = root
-    for name in path:
-        if node.READS_AHEAD or name not in node.children:
-            return False
-        node = node.children[name]
-    return True

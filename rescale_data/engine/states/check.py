@@ -7,6 +7,7 @@ what to do; so `check` reads the metadata alone.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,10 +15,9 @@ from typing import Any
 import torch
 
 from rescale_data.engine.recipe import STAMP
-from rescale_data.engine.states.change import Fitted, fit, fixed_by_others, without_form, without_free
+from rescale_data.engine.states.change import Fitted, fit, fixed_by_others, lasting
 from rescale_data.engine.states.differences import differences, without_functions
 from rescale_data.engine.states.growth import compare, refuse_changes
-from rescale_data.engine.states.statedict import header
 from rescale_data.engine.states.table import BY_FIELD, IN_ONE, stored, version_of
 from rescale_data.engine.stream import HasStream, Stream
 from rescale_data.errors import DataStateError, require
@@ -54,7 +54,7 @@ def require_fit(stream: Stream, saved: Mapping[str, Any]) -> Fitted:
     Returns:
         The state as the pipeline of now would have saved it.
     """
-    now = header(stream)
+    now = {"num_logical_shards": stream.layout.num_logical_shards, "seed": stream.setup.recipe.seed}
     if saved["version"] not in _READS:
         raise DataStateError(
             f"The state has format version {saved['version']}, this rescale_data reads the versions {_READS}. Load it with the "
@@ -65,22 +65,17 @@ def require_fit(stream: Stream, saved: Mapping[str, Any]) -> Fitted:
             raise DataStateError(
                 f"The state was saved with {name}={saved[name]}, the loader has {name}={now[name]}. {cure}"
             )
-    fitted = fit(stream.schema, saved)
-    _require_same("fields", fitted.state["fields"], now["fields"])
-    growth = compare(stream.schema, fitted.state["sources"])
+    schema, fitted = stream.schema, fit(stream.schema, saved)
+    _require_same("fields", fitted.fields, json.loads(schema.fields_json))
+    growth = compare(schema, fitted.sources)
     if stream.on_source_change == "error":
         refuse_changes(growth)
-    if fitted.state["pipeline"] != now["pipeline"]:
-        pipelines = without_functions(fitted.state["pipeline"], now["pipeline"])
-        _require_same(
-            "pipeline",
-            *(without_form(stream.schema, without_free(stream.schema, pipeline)) for pipeline in pipelines),
-            fixed=fixed_by_others(stream.schema),
-        )
+    pipelines = without_functions(fitted.pipeline, schema.pipeline)
+    _require_same("pipeline", *(lasting(schema, each) for each in pipelines), fixed=fixed_by_others(schema))
     return replace(fitted, growth=growth)
 
 
-def _require_same(name: str, saved: str, now: str, fixed: Sequence[str] = ()) -> None:
+def _require_same(name: str, saved: Any, now: Any, fixed: Sequence[str] = ()) -> None:
     found = differences(saved, now)
     if not found:
         return

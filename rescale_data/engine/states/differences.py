@@ -5,42 +5,46 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Set
-from typing import Any, TypeAlias
+from typing import Any
 
 from rescale_data.engine.recipe import EXCLUDED_STEPS, path_name
+from rescale_data.engine.schema import Nodes
 from rescale_data.engine.stream import Stream
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.function import CODE, VERSION
 
-Nodes: TypeAlias = Mapping[str, Mapping[str, Any]]
 _SHOWN = 5
 
 
-def differences(saved: str, now: str) -> list[str]:
-    """The first few differences, ``"source.files.b.parquet: saved 3, now 4"``; empty where the documents are equal."""
-    if saved == now:
-        return []
-    found = _compare("", json.loads(saved), json.loads(now))
+def differences(saved: Any, now: Any) -> list[str]:
+    """The first few differences of two values, as JSON has them: ``"source.files.b.parquet: saved 3, now 4"``."""
+    found = [] if saved == now else _compare("", saved, now)
     return found[:_SHOWN] + ([f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])
 
 
-def without_functions(saved: str, now: str) -> tuple[str, str]:
+def without(nodes: Nodes, free: Mapping[str, Set[str]]) -> Nodes:
+    """A pipeline's parameters without some, by the node's path."""
+    return {name: {k: v for k, v in node.items() if k not in free.get(name, ())} for name, node in nodes.items()}
+
+
+def without_all(nodes: Nodes, *parameters: str) -> Nodes:
+    """The same without these of every node."""
+    return without(nodes, {name: {*parameters} for name in nodes})
+
+
+def without_functions(saved: Nodes, now: Nodes) -> tuple[Nodes, Nodes]:
     """Two pipelines' parameters without the functions' names and sources, and without versions that only one has."""
-    one, other = json.loads(saved), json.loads(now)
-    for name in one.keys() & other.keys():
-        both = VERSION in one[name] and VERSION in other[name]
-        for node in (one[name], other[name]):
-            node.pop(CODE, None)
-            node.pop(VERSION, None) if not both else None
-    return json.dumps(one), json.dumps(other)
+    both = {name for name in saved.keys() & now.keys() if VERSION in saved[name] and VERSION in now[name]}
+    free = {name: {CODE} if name in both else {CODE, VERSION} for name in saved.keys() & now.keys()}
+    return without(saved, free), without(now, free)
 
 
-def say_changes(stream: Stream, saved: str) -> None:
+def say_changes(stream: Stream, saved: Nodes) -> None:
     """Log what differs, and is let pass."""
-    one, other = json.loads(saved), json.loads(stream.schema.pipeline_json)
-    functions = _of_parameters(one, other, {name: {CODE, VERSION} for name in one.keys() & other.keys()})
-    free = {path_name(path): node.MAY_CHANGE for path, node in stream.schema.root.walk() if path_name(path) in one}
-    settings = _of_parameters(one, other, free)
+    now = stream.schema.pipeline
+    functions = _of_parameters(saved, now, {name: {CODE, VERSION} for name in saved.keys() & now.keys()})
+    free = {path_name(path): node.MAY_CHANGE for path, node in stream.schema.root.walk() if path_name(path) in saved}
+    settings = _of_parameters(saved, now, free)
     if functions:
         stream.ranks.log(
             logging.WARNING,
@@ -51,9 +55,9 @@ def say_changes(stream: Stream, saved: str) -> None:
         stream.ranks.log(logging.INFO, "Changed since the state was saved: %s.", "; ".join(settings))
 
 
-def steps_left_out(stream: Stream, saved: str, step: int) -> list[tuple[int, int]]:
+def steps_left_out(stream: Stream, saved: Nodes, step: int) -> list[tuple[int, int]]:
     """Those of the state and those of the loader; ``DataStateError`` where some of the loader's have passed."""
-    before = [(int(first), int(stop)) for first, stop in json.loads(saved)[path_name(())].get(EXCLUDED_STEPS, ())]
+    before = [(int(first), int(stop)) for first, stop in saved[path_name(())].get(EXCLUDED_STEPS, ())]
     late = [each for each in stream.schema.excluded_steps if each not in before and each[0] < step]
     if late:
         raise DataStateError(
@@ -97,4 +101,4 @@ def _of_parameters(one: Nodes, other: Nodes, keys: Mapping[str, Set[str]]) -> li
     picked = [
         {name: {k: v for k, v in nodes[name].items() if k in keys[name]} for name in keys} for nodes in (one, other)
     ]
-    return differences(*(json.dumps({name: node[name] for name in keys if picked[0][name]}) for node in picked))
+    return differences(*({name: nodes[name] for name in keys if picked[0][name]} for nodes in picked))

@@ -6,7 +6,6 @@ the manifest itself while there is one, else ``{"by_epoch": [[epoch, manifest], 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -14,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from rescale_data.engine.recipe import DEALT, FIRST_SLOT, UNDEALT, History, path_name
-from rescale_data.engine.schema import Schema, to_json
+from rescale_data.engine.schema import Schema, as_json
 from rescale_data.engine.states.differences import differences
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.mixture.sampler import WeightedSampler
@@ -43,11 +42,15 @@ class Growth:
     changed: list[str]
 
 
-def compare(schema: Schema, saved: str) -> Growth:
-    """Compare the data of a state with that of now; ``DataStateError`` where it is something else."""
-    if saved == schema.sources_json:
+def compare(schema: Schema, saved: Mapping[str, Any] | None) -> Growth:
+    """Compare the data of a state with that of now; ``DataStateError`` where it is something else.
+
+    Args:
+        saved: By the path of the node that reads it; `None`: it is that of now.
+    """
+    if saved is None:
         return Growth({path: _history(schema, path) for path in schema.manifests}, {}, [])
-    histories = {path: parse(value) for path, value in json.loads(saved).items()}
+    histories = {path: parse(value) for path, value in saved.items()}
     sources = schema.sources()
     last = {path: history[-1][1] for path, history in histories.items()}
     now = dict(schema.manifests)
@@ -60,8 +63,8 @@ def compare(schema: Schema, saved: str) -> Growth:
         if last[path] != now[path] and _same_kind(last[path], now[path])
     }
     known = {**now, **{path: _without(now[path], added) for path, added in grown.items()}}
-    found = differences(to_json(last), to_json(known))
-    fatal = differences(*(to_json({k: v for k, v in each.items() if k not in grown}) for each in (last, known)))
+    found = differences(as_json(last), as_json(known))
+    fatal = differences(*(as_json({k: v for k, v in each.items() if k not in grown}) for each in (last, known)))
     if fatal:
         raise DataStateError(_message(fatal))
     if any(FOLDERS in last[path] for path in grown):

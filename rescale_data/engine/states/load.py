@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,17 +27,16 @@ from rescale_data.engine.recipe import (
     History,
     path_name,
 )
-from rescale_data.engine.schema import Schema
+from rescale_data.engine.schema import Nodes, Schema
 from rescale_data.engine.states.change import (
     Fitted,
     check_changes,
     earlier,
     reform,
     settle,
-    without,
 )
 from rescale_data.engine.states.check import require_fit
-from rescale_data.engine.states.differences import say_changes, steps_left_out
+from rescale_data.engine.states.differences import say_changes, steps_left_out, without_all
 from rescale_data.engine.states.growth import Growth, begin_next_epoch, joined, needed
 from rescale_data.engine.states.statedict import INTS, RankRows
 from rescale_data.engine.states.table import is_dealt, table_of
@@ -53,14 +52,15 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
     """Go on from a state in either form; ``DataStateError`` where it does not fit, and then nothing has changed."""
     _require_state(state)
     shards, fitted, clock = _whole(stream.ranks, state["shards"]), require_fit(stream, state), _clock(state)
-    changed = _differs(state["pipeline"], stream.schema.pipeline_json_at(in_step=clock.in_step), {EXCLUDED_STEPS})
+    pipelines = json.loads(state["pipeline"]), stream.schema.pipeline
+    changed = _differ(*pipelines, EXCLUDED_STEPS, IN_STEP)
     table = table_of(stream.schema, {**state, "shards": shards}, fitted.added)
-    state, was_dealt = fitted.state, is_dealt(table)
+    was_dealt = is_dealt(table)
     _require_one_end(table)
     _require_rows(stream.schema, table, bounded=not fitted.growth.changed)
-    forms = _change(stream, state["pipeline"], table) if changed else {}
+    forms = _change(stream, fitted.pipeline, table) if changed else {}
     loaded = _place(stream, clock, table, _sizes(state), was_dealt=was_dealt)
-    excluded = steps_left_out(stream, state["pipeline"], loaded.global_step(stream.layout.global_batch_size))
+    excluded = steps_left_out(stream, fitted.pipeline, loaded.global_step(stream.layout.global_batch_size))
     moved, histories = loaded, fitted.growth.histories
     if fitted.growth.changed:
         moved, histories = _begin_next_epoch(stream, fitted.growth, table, loaded)
@@ -101,12 +101,12 @@ def _sizes(state: Mapping[str, Any]) -> tuple[int, int, int]:
     return int(state["global_batch_size"]), int(state["dp_world_size"]), int(state["micro_batch_size"])
 
 
-def _change(stream: Stream, saved: str, table: Ints) -> dict[str, History]:
+def _change(stream: Stream, saved: Nodes, table: Ints) -> dict[str, History]:
     """Take the positions of another pipeline, changed where they depend on it; what nodes have to know of that one."""
     say_changes(stream, saved)
     check_changes(stream.schema, saved, table)
     forms = {**reform(stream, saved, table), **earlier(stream.schema, saved, table)}
-    if _differs(saved, stream.schema.pipeline_json, {BEFORE, EXCLUDED_STEPS, IN_STEP}):
+    if _differ(saved, stream.schema.pipeline, BEFORE, EXCLUDED_STEPS, IN_STEP):
         table[:, DEALT][table[:, DEALT] != ENDED] = UNDEALT  # what was dealt are samples of the pipeline before
     return forms
 
@@ -165,10 +165,9 @@ def _warn_of_epochs(stream: Stream, table: Ints) -> None:
         )
 
 
-def _differs(saved: str, now: str, apart: Set[str]) -> bool:
+def _differ(saved: Nodes, now: Nodes, *apart: str) -> bool:
     """Whether parameters of two pipelines differ, but for some."""
-    one, other = (without(each, dict.fromkeys(json.loads(each), apart)) for each in (saved, now))
-    return one != other
+    return without_all(saved, *apart) != without_all(now, *apart)
 
 
 def _whole(ranks: Ranks, shards: Any) -> dict[str, torch.Tensor]:

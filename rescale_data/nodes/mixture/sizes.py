@@ -69,13 +69,13 @@ def _readers(name: str, node: Node[object], start: int, by: Size) -> list[tuple[
     found: list[tuple[Reader, int]] = []
     for path, below in node.walk():
         if below.reads is not None:
-            slot = node.slot_of(path)
-            if not isinstance(below, Reader) or slot is None:
+            slots = node.slots_of(path)
+            if not isinstance(below, Reader) or slots is None:
                 raise ValueError(
                     f"weights={by!r}: the source {name!r} reads {below.reads.name} by a {type(below).__name__}, which does not "
                     f"know its number of {by}. Give the weights as numbers."
                 )
-            found.append((below, start + slot))
+            found.append((below, start + slots.start))
     if not found:
         raise ValueError(
             f"weights={by!r}: nothing is known of the size of the source {name!r}. Give the weights as numbers."

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import posixpath
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -122,7 +124,8 @@ def _files(found: Mapping[str, tuple[int, str]]) -> Files:
 def _local(given: str, suffixes: Sequence[str]) -> list[tuple[str, tuple[int, str]]]:
     path = os.path.abspath(os.path.expanduser(given))
     if os.path.isdir(path):
-        found = _wanted(_local_below(path), path, suffixes)
+        with _no_circle():
+            found = _wanted(_local_below(path), path, suffixes)
     elif os.path.exists(path):
         found = [path]
     else:
@@ -131,17 +134,33 @@ def _local(given: str, suffixes: Sequence[str]) -> list[tuple[str, tuple[int, st
     return [(Path(match).as_posix(), _facts(os.stat(match))) for match in found]
 
 
+@contextmanager
+def _no_circle() -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ValueError(
+            f"{error.filename} is a symbolic link that leads in a circle, back to itself or to a folder above it. Remove it, "
+            f"or give a glob or a list of files that leaves it out."
+        ) from None
+
+
 def _facts(info: os.stat_result) -> tuple[int, str]:
     return info.st_size, str(info.st_mtime_ns)
 
 
-def _local_below(folder: str) -> Iterator[str]:
+def _local_below(folder: str, above: Sequence[os.stat_result] = ()) -> Iterator[str]:
     """All files below a folder, except in folders whose names begin with a dot or an underscore."""
+    here = os.stat(folder)
+    if any(os.path.samestat(here, each) for each in above):
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), folder)
     for entry in os.scandir(folder):  # os.walk would leave out what it cannot list
         if not entry.is_dir():
             yield entry.path
         elif not entry.name.startswith((".", "_")):
-            yield from _local_below(entry.path)
+            yield from _local_below(entry.path, (*above, here))
 
 
 def read_if_there(path: str, options: Mapping[str, Any] | None, remote: Remote | None) -> bytes | None:

@@ -1,0 +1,166 @@
+"""`ShardEpochs`: how many rows of a source one logical shard has in each epoch, and which epoch follows."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from rescale_data.order import Steps
+from rescale_data.rounds import next_epoch_with_rows, range_of, ranges_of, rows_before, shard_sizes
+from rescale_data.shard import Shard
+from rescale_data.state import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a source consists of, from an epoch on: some of its fragments, or all of it.
+
+    Args:
+        since: The first epoch.
+        num_rows: Of those fragments.
+        fragments: ``int64[G]``, which, in the order of the source; `None` for all.
+    """
+
+    since: int
+    num_rows: int
+    fragments: Ints | None = None
+
+
+@lru_cache(maxsize=1024)
+def whole(num_rows: int) -> Sequence[View]:
+    return (View(0, num_rows),)
+
+
+_SINCE_EVER = [0]
+
+
+class ShardEpochs:
+    """Of one logical shard, or of any other of the same source where one is named.
+
+    Args:
+        shard: The logical shard.
+        views: What the source consists of, in the order of their first epochs.
+        steps: Where the order is that of the source, global batch by global batch.
+    """
+
+    __slots__ = ("shard", "since", "steps", "views")
+
+    def __init__(self, shard: Shard, views: Sequence[View], steps: Steps | None = None) -> None:
+        self.shard, self.views, self.steps = shard, views, steps
+        self.since = _SINCE_EVER if len(views) == 1 else [view.since for view in views]
+
+    @property
+    def grows(self) -> bool:
+        """Whether the source consists of something else in later epochs."""
+        return len(self.views) > 1
+
+    @property
+    def alike_from(self) -> int:
+        """The epoch from which on it consists of the same."""
+        return self.since[-1]
+
+    @property
+    def is_small(self) -> bool:
+        """Whether there are fewer rows than logical shards, in some epochs at least."""
+        return any(view.num_rows < self.shard.num_logical_shards for view in self.views)
+
+    def view(self, epoch: int) -> View:
+        """What the source consists of in an epoch."""
+        return self.views[0] if len(self.views) == 1 else self.views[bisect_right(self.since, epoch) - 1]
+
+    def range_of(self, epoch: int, shard: int) -> int:
+        """Number of the range of rows that a shard reads in an epoch."""
+        view = self.view(epoch)
+        if self.steps is not None or view.num_rows >= self.shard.num_logical_shards:
+            return shard
+        return range_of(shard, epoch, *self.args(view))
+
+    def next_epoch(self, epoch: int, shard: int = -1) -> int:
+        """The epoch that follows; of an endless stream, the next one in which the shard has a row."""
+        epoch, shard = epoch + 1, self.shard.index if shard < 0 else shard
+        if not self.shard.repeat:
+            return epoch
+        for view, stop in zip(self.views, self._stops(), strict=True):
+            if epoch < stop:
+                found = next_epoch_with_rows(shard, max(epoch, view.since), *self.args(view))
+                if found < stop:
+                    return found
+        raise AssertionError
+
+    def goes_on(self, epoch: int) -> bool:
+        """Whether the end of an epoch is none for whoever reads: it has a row or none, and others of its round follow."""
+        n = self.shard.num_logical_shards
+        is_small = self.shard.repeat and self.view(epoch).num_rows < n
+        return is_small and self.next_epoch(epoch) // n == epoch // n
+
+    def shuffled_as(self, epoch: int) -> int:
+        """The epoch whose shuffle holds: of few rows that of a round, so that a shard reads each of them once in it."""
+        n = self.shard.num_logical_shards
+        return epoch if self.view(epoch).num_rows >= n else epoch // n
+
+    def num_rows(self, first: int, stop: int, shard: int) -> int:
+        """Rows of a shard in the epochs ``first .. stop - 1``."""
+        return int(np.diff(self.sizes_before(np.array([first, max(first, stop)]), np.full(2, shard)))[0])
+
+    def epoch_ends(self, epochs: Ints, shards: Ints) -> tuple[Ints, Ints]:
+        """Rows of shards from the beginning of epochs up to what is an end for who reads, and the epochs that follow."""
+        if not (self.shard.repeat and self.is_small):
+            return self.sizes(epochs, shards), epochs + 1
+        found = [self.end_of(epoch, shard) for epoch, shard in zip(epochs.tolist(), shards.tolist(), strict=True)]
+        left, following = np.array(found, dtype=np.int64).reshape(-1, 2).T
+        return left, following
+
+    def end_of(self, epoch: int, shard: int) -> tuple[int, int]:
+        """The same of one shard, see `goes_on`."""
+        n, size = self.shard.num_logical_shards, self.num_rows(epoch, epoch + 1, shard)
+        if not (self.shard.repeat and size):
+            return size, self.next_epoch(epoch, shard)
+        large = [v.since for v, stop in zip(self.views, self._stops(), strict=True) if v.num_rows >= n and stop > epoch]
+        stop = min(epoch - epoch % n + n, *(max(epoch, since) + 1 for since in large), epoch + n)
+        return self.num_rows(epoch, stop, shard), self.next_epoch(stop - 1, shard)
+
+    def epoch_after(self, epoch: int, num_rows: int, shard: int) -> tuple[int, int]:
+        """The epoch in which the last of so many rows of a shard from the beginning of another on is read, and the rows before
+        it; that other one where epochs have none and are ends, which somebody counts."""
+        num = 1
+        if self.is_small and not (self.shard.repeat and self.views[-1].num_rows):
+            return epoch, 0
+        while self.num_rows(epoch, epoch + num, shard) < num_rows:
+            num *= 2
+        num = bisect_left(range(num), num_rows, key=lambda n: self.num_rows(epoch, epoch + n + 1, shard))
+        return epoch + num, self.num_rows(epoch, epoch + num, shard)
+
+    def sizes(self, epochs: Ints, shards: Ints) -> Ints:
+        """Rows of shards in epochs, ``int64[M]`` each."""
+        of_view = np.stack([self._sizes(epochs, shards, view) for view in self.views])
+        return of_view[np.searchsorted(self.since, epochs, side="right") - 1, np.arange(len(shards))]
+
+    def sizes_before(self, epochs: Ints, shards: Ints) -> Ints:
+        """Rows of shards in all earlier epochs, ``int64[M]`` each."""
+        total = np.zeros_like(epochs)
+        for view, stop in zip(self.views, self._stops(), strict=True):
+            until = np.clip(epochs, view.since, stop)
+            if self.steps is not None:
+                total += (until - view.since) * self.steps.sizes(shards, view.num_rows)
+                continue
+            since = np.full_like(epochs, view.since)
+            total += rows_before(shards, until, *self.args(view)) - rows_before(shards, since, *self.args(view))
+        return total
+
+    def _sizes(self, epochs: Ints, shards: Ints, view: View) -> Ints:
+        if self.steps is not None:
+            return self.steps.sizes(shards, view.num_rows)
+        parts = ranges_of(shards, epochs, *self.args(view))
+        return shard_sizes(parts, view.num_rows, self.shard.num_logical_shards)
+
+    def args(self, view: View) -> tuple[int, int, int]:
+        """Of the functions of `rescale_data.rounds`."""
+        return view.num_rows, self.shard.num_logical_shards, self.shard.seed
+
+    def _stops(self) -> list[int]:
+        """The epoch at which each view ends."""
+        return [*self.since[1:], int(np.iinfo(np.int64).max)]
