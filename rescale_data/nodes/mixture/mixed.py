@@ -26,7 +26,7 @@ _FIRST, _SECOND, _FASTER = 16, 256, 4  # draws at once: of the first reads, and 
 _MOST, _OF_EACH = 2**15, 1024  # draws at once, and of each source
 _READS = 256  # of sources, or four of each: enough at once, whose epochs may hold a row or two in this shard
 _AT_ONCE = 16  # documents of each source in the second read, where they lie at hand: a few cost as much as one
-_EXPECTED = 2  # by tokens, documents of a source that are likely, and so read with those of others
+_EXPECTED = 2  # by tokens, likely documents of a source that are read with those of others
 _BYTES_OF_A_SPAN = 128
 _NOWHERE = np.zeros((2, 0), dtype=np.int64)
 
@@ -199,7 +199,7 @@ class MixedDocuments:
         return chosen[:num], missing
 
     def _supplied(self, chosen: Ints, points: Words, arcs: Arcs) -> tuple[Ints, int]:
-        """As many of the draws as there are documents for, and the source that has ended there."""
+        """As many of the draws as have documents, and the source that has ended there."""
         limit, ended = len(chosen), -1
         wanted = np.bincount(chosen, minlength=self._num_sources)
         if (self._read_together(wanted.tolist()) == wanted).all():
