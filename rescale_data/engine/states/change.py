@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,18 +109,22 @@ def fixed_by_others(schema: Schema) -> list[str]:
 
 def check_changes(schema: Schema, saved: Nodes, table: Ints) -> None:
     """``DataStateError`` where what has changed does not fit what has been drawn."""
-    for path, node in schema.root.walk():
-        rows = schema.slots_at(table, path)
-        if rows is not None and path_name(path) in saved:
-            node.check_change(saved[path_name(path)], rows)
+    for _, node, old, rows in _kept(schema, saved, table):
+        node.check_change(old, rows)
 
 
 def earlier(schema: Schema, saved: Nodes, table: Ints) -> dict[str, History]:
     """What nodes have to know of their parameters in the state, by path: `Node.earlier`."""
-    nodes = list(schema.root.walk())
-    rows = {path: schema.slots_at(table, path) for path, node in nodes if node.MAY_CHANGE and path_name(path) in saved}
-    found = {p: node.earlier(saved[path_name(p)], part) for p, node in nodes if (part := rows.get(p)) is not None}
+    found = {path: node.earlier(old, rows) for path, node, old, rows in _kept(schema, saved, table) if node.MAY_CHANGE}
     return {path_name(path): list(history) for path, history in found.items() if history}
+
+
+def _kept(schema: Schema, saved: Nodes, table: Ints) -> Iterator[tuple[Path, Node[Any], Mapping[str, Any], Ints]]:
+    """The nodes that a state knows, with their parameters in it and their rows of the table."""
+    for path, node in schema.root.walk():
+        rows = schema.slots_at(table, path)
+        if rows is not None and path_name(path) in saved:
+            yield path, node, saved[path_name(path)], rows
 
 
 def settle(schema: Schema, table: Ints) -> int:
@@ -139,13 +143,24 @@ def settle(schema: Schema, table: Ints) -> int:
 
 def _is_settled(root: Node[Any], path: Path) -> bool:
     """Whether every node above the one at ``path`` hands on that something has changed."""
+    return not _is_below(
+        root, path, lambda node: node.READS_AHEAD and node.within is None and type(node).settle is Node.settle
+    )
+
+
+def _is_drawn_once(root: Node[Any], path: Path) -> bool:
+    """Whether nobody above reads again what a node yields."""
+    return not _is_below(root, path, lambda node: node.READS_AHEAD)
+
+
+def _is_below(root: Node[Any], path: Path, holds: Callable[[Node[Any]], bool]) -> bool:
+    """Whether that holds of a node above the one at ``path``, or it is in a torchdata node, whose state is its own affair."""
     node = root
     for name in path:
-        silent = node.READS_AHEAD and node.within is None and type(node).settle is Node.settle
-        if silent or name not in node.children:  # as in a torchdata node, whose state is its own affair
-            return False
+        if holds(node) or name not in node.children:
+            return True
         node = node.children[name]
-    return True
+    return False
 
 
 def _changes(schema: Schema, saved: Mapping[str, Any]) -> tuple[list[Changed], list[Changed]]:
@@ -185,53 +200,33 @@ def reform(stream: Stream, saved: Nodes, table: Ints) -> dict[str, History]:
     Returns:
         The forms that there were, by the path of the node.
     """
-    forms, said = _reform(stream.schema, saved, table)
-    if said:
-        stream.ranks.log(
-            logging.WARNING, "Samples have another form than when the state was saved: %s. No token is lost or repeated.",
-            "; ".join(said),
-        )  # fmt: skip
-    return forms
-
-
-def _reform(schema: Schema, before: Nodes, table: Ints) -> tuple[dict[str, History], list[str]]:
-    now = schema.pipeline
+    schema, samples = stream.schema, int(table[:, SAMPLES].sum())
     found: dict[str, History] = {}
     said: list[str] = []
-    for path, node in schema.root.walk():
-        name = path_name(path)
+    for path, node, old, rows in _kept(schema, saved, table):
         if not node.FORM or not _is_drawn_once(schema.root, path):  # what a node above reads again keeps its form
             continue
-        old, new = before.get(name), now[name]
-        if old is None:
-            continue
-        history: History = [(int(samples), form) for samples, form in old.get(BEFORE, ())]
+        name, new = path_name(path), schema.pipeline[path_name(path)]
+        history: History = [(int(since), form) for since, form in old.get(BEFORE, ())]
         changed = [key for key in sorted(node.FORM) if old.get(key) != new.get(key)]
-        samples = int(table[:, SAMPLES].sum())
         said += [
             f"{name}: {key} was {old.get(key)} up to sample {samples}, and is {new.get(key)} from there"
             for key in changed
         ]
         if not set(LASTING).isdisjoint(changed):
             history = [*history, (samples, _form(old, history, samples, len(table)))][-_MOST:]
-            rows = schema.slots_at(table, path)
-            if rows is not None:
-                node.reform(rows)
+            node.reform(rows)
         if history:
             found[name] = history
-    return found, said
+    if said:
+        stream.ranks.log(
+            logging.WARNING, "Samples have another form than when the state was saved: %s. No token is lost or repeated.",
+            "; ".join(said),
+        )  # fmt: skip
+    return found
 
 
 def _form(old: Mapping[str, Any], history: History, samples: int, num_shards: int) -> dict[str, Any]:
     since, tokens = (history[-1][0], history[-1][1]["tokens"]) if history else (0, 0)
     form = {key: old[key] for key in LASTING if key in old}
     return {**form, "tokens": tokens + (samples - since) * old["seq_len"], "shards": num_shards}
-
-
-def _is_drawn_once(root: Node[Any], path: Path) -> bool:
-    node = root
-    for name in path:
-        if node.READS_AHEAD or name not in node.children:
-            return False
-        node = node.children[name]
-    return True

@@ -50,6 +50,13 @@ class MixtureRow:
         """What has been drawn in each of ``int64[M, slots]``, in the mixture's unit."""
         return rows[:, self.tokens].sum(axis=1) if self.unit == "tokens" else rows[:, NUM]
 
+    def begin_epoch(self, rows: Ints, *, together: bool) -> None:
+        """No source has ended yet in ``int64[M, slots]``; ``together``: the draws of all go on from the farthest."""
+        if together:
+            rows[:, NUM] = rows[:, NUM].max()
+        drawn = rows[:, self.drawn]
+        drawn[:] = np.maximum(drawn, ~drawn)
+
     def weights_at(self, position: View) -> list[float]:
         return np.array(position[self.weights]).view(np.float64).tolist()
 

@@ -10,23 +10,21 @@ import numpy as np
 from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import BaseNode, Node, View, copy_of
 from rescale_data.nodes.below import find_shard
-from rescale_data.nodes.form import BEFORE, History
+from rescale_data.nodes.form import History
+from rescale_data.nodes.mixture import rules
 from rescale_data.nodes.mixture.arguments import check_group, check_mixture, check_temperature
-from rescale_data.nodes.mixture.caps import cap_of, check_caps
+from rescale_data.nodes.mixture.caps import check_caps
 from rescale_data.nodes.mixture.circle import circle_of, grouped_circle_of
 from rescale_data.nodes.mixture.draws import MixtureDraws, Stop
 from rescale_data.nodes.mixture.ends import end_of_all
 from rescale_data.nodes.mixture.mixed import MixedDocuments
 from rescale_data.nodes.mixture.progress import mixture_progress
-from rescale_data.nodes.mixture.row import NUM, MixtureRow, Unit, check_saved
+from rescale_data.nodes.mixture.row import MixtureRow, Unit, check_saved
 from rescale_data.nodes.mixture.schedule import Schedule, as_json, from_json
 from rescale_data.nodes.mixture.sizes import Size, Sizes
 from rescale_data.nodes.mixture.sources import Sources
-from rescale_data.nodes.mixture.weights import MixtureWeights, number_of
+from rescale_data.nodes.mixture.weights import MixtureWeights
 from rescale_data.nodes.reading.documents import Documents
-from rescale_data.sources.decoded.cache import DEFAULT_BYTES, follows, owner_of
-from rescale_data.sources.decoded.interest import shards_of
-from rescale_data.sources.source import TokenSource
 from rescale_data.state import Field, Ints, offsets
 
 
@@ -118,7 +116,7 @@ class WeightedSampler(Node[Any]):
             weights = sizes.weights(self.position)
         self.weights = weights if isinstance(weights, Schedule) else {name: float(weights[name]) for name in self.names}
         self.caps = {name: {unit: int(n) for unit, n in cap.items()} for name, cap in sorted((caps or {}).items())}
-        self._in_use = self._rule(self.weights, self.caps, sizes)
+        self._in_use = rules.rule_of(self._row, self._sources, self._shard, self.weights, self.caps, sizes)
         self.position = self.initial()
         children = [*self.children.values()]
         sources = Sources(children, [*map(self._slots, self.names)], shard)
@@ -193,29 +191,14 @@ class WeightedSampler(Node[Any]):
     def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         if self._in_use.sizes is not None:
             self._in_use.sizes.forget()
-        self._in_use.before = [self._rule(from_json(rule["weights"]), rule["caps"]) for _, rule in history]
+        self._in_use.before = [
+            rules.rule_of(self._row, self._sources, self._shard, from_json(rule["weights"]), rule["caps"])
+            for _, rule in history
+        ]
 
     def earlier(self, saved: Mapping[str, Any], rows: Ints) -> History:
-        last = {"weights": saved["weights"], "caps": saved.get("caps", {})}
-        now = number_of(as_json(self.weights), self.caps)
-        known = {
-            number_of(rule["weights"], rule["caps"]): rule for rule in [*(r for _, r in saved.get(BEFORE, ())), last]
-        }
-        used = self._in_use.used_in(rows) if now or any(known) else set[int]()
-        if 0 in used and 0 not in known:  # a state of before schedules had numbers
-            used.add(number_of(**last))
-        return [(0, rule) for number, rule in known.items() if number in used and number != now]
-
-    def _rule(
-        self, weights: Mapping[str, float] | Schedule, caps: Mapping[str, Any], sizes: Sizes | None = None
-    ) -> MixtureWeights:
-        limits = {
-            self.names.index(name): cap_of(name, cap, *self._sources[name], self._row, self._shard)
-            for name, cap in caps.items()
-            if name in self._sources
-        }
-        number = number_of(as_json(weights), caps)
-        return MixtureWeights(self._row, weights, self._shard, sizes, limits, number)
+        now = rules.number_of(as_json(self.weights), self.caps)
+        return rules.earlier(saved, now, lambda: self._in_use.used_in(rows))
 
     def check_change(self, saved: Mapping[str, Any], rows: Ints) -> None:
         self._in_use.check_change(saved, rows)
@@ -247,10 +230,7 @@ class WeightedSampler(Node[Any]):
         Args:
             rows: ``int64[N, slots]``, changed.
         """
-        if self.group > 1:
-            rows[:, NUM] = rows[:, NUM].max()
-        drawn = rows[:, self._row.drawn]
-        drawn[:] = np.maximum(drawn, ~drawn)
+        self._row.begin_epoch(rows, together=self.group > 1)
 
     def is_stuck(self, position: View) -> bool:
         """Some of the weight is that of a source that is gone."""
@@ -297,16 +277,13 @@ class WeightedSampler(Node[Any]):
         in_blocks = [isinstance(documents, MixedDocuments) for documents in below]
         if any(inner) and (self.unit == "tokens" or inner != in_blocks):  # each draw of those has a point of its own
             return None
-        read = [n.reads for _, n in self.walk() if n.reads is not None]
-        sources = {owner_of(source): source.cache_bytes for source in read if follows(source, TokenSource)}
-        owner, room = min(sources.items(), key=lambda item: item[1], default=(-1, DEFAULT_BYTES))
         return MixedDocuments(
             self._draws,
             column,
             below,
             repeats=self.stop == "never",
             by_tokens=self.unit == "tokens",
-            room=lambda: room // 8 // max(1, len(shards_of(owner, self._shard[1]))),
+            room=self._draws.sources.room(self._shard[1]),
         )
 
     def yields_only(self, column: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
@@ -31,7 +30,7 @@ class MixtureWeights:
         shard: The index of the logical shard, and how many there are.
         sizes: What the weights follow.
         caps: By the number of their source.
-        number: `number_of` them.
+        number: What tells this schedule or these caps from others (`rescale_data.nodes.mixture.rules.number_of`).
 
     Attributes:
         before: Those of earlier legs of the run, by which a document or window goes on that was begun with them.
@@ -253,13 +252,6 @@ class MixtureWeights:
                 "The source %r of a mixture has reached its cap of %s in the first of %d logical shards, as it will in the "
                 "others: its part goes to the other sources.", name, self.caps[source].given, self._shard[1],
             )  # fmt: skip
-
-
-def number_of(weights: Any, caps: Mapping[str, Any]) -> int:
-    """What tells a schedule or caps, as they stand in a state, from others of which the weights are the same so far."""
-    if not caps and not isinstance(weights.get("keys"), list):
-        return 0
-    return mix_of([json.dumps([weights, caps], sort_keys=True)], [1.0])
 
 
 def _shown(one: list[Any], other: list[Any]) -> str:
