@@ -37,8 +37,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager
-from rescale_data.checkpoint.planner import CheckingLoadPlanner
+from rescale_data.checkpoint.misfits import compare
+from rescale_data.checkpoint.storage.dcp import Contents, Planner
 from rescale_data.checkpoint.storage.metadata import read_metadata
+from rescale_data.checkpoint.storage.progress import Progress
 
 WIDTH = 2048
 
@@ -179,7 +181,7 @@ def measure_plans(ranks: int, count: int = 200) -> None:
 
     plans, state = [plan(rank) for rank in range(ranks)], {name: torch.zeros(size) for name in names}
     planner = DefaultSavePlanner()  # ours, too
-    load_planners = {"DCP's": DefaultLoadPlanner(), "ours": CheckingLoadPlanner([], trusted=False)}
+    load_planners = {"DCP's": DefaultLoadPlanner(), "ours": Planner(state, trusted=False, progress=Progress("Loading"))}
     print(f"\n{ranks} simulated ranks, {count} tensors, {ranks * count} pieces: seconds")
     planner.set_up_planner({}, is_coordinator=True)
     start = time.perf_counter()
@@ -193,10 +195,9 @@ def measure_plans(ranks: int, count: int = 200) -> None:
         start = time.perf_counter()
         metadata = pickle.loads(content) if whose == "DCP's" else read_metadata(content)
         middle = time.perf_counter()
-        if isinstance(planner, CheckingLoadPlanner):
-            assert not any(planner.check(state, metadata).values())
-        else:
-            planner.set_up_planner(state, metadata, is_coordinator=False)
+        if whose == "ours":
+            assert not any(compare([], state, Contents.of(metadata)).values())
+        planner.set_up_planner(state, metadata, is_coordinator=False)
         assert len(planner.create_local_plan().items) == ranks * count
         print(f"  metadata of {len(content) / 1e6:.1f} MB, {whose:6} {middle - start:7.3f}")
         print(f"  a plan to load, {whose:6} {time.perf_counter() - middle:7.3f}")

@@ -26,7 +26,8 @@ from bench_read import MICRO_BATCH, Corpus, machine, pipeline
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 import rescale_data as rd
-from rescale_data.engine.feed import InProcess, MicroBatch
+from rescale_data.engine.feed import InProcess
+from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.runner import Collate, Runner
 from rescale_data.engine.stream import Stream
 from rescale_data.layout.layout import Layout
@@ -182,11 +183,12 @@ class ForgetfulRunner(Runner):
         super().load(*args)
         self._nodes: dict[int, list[Any]] = {}
 
-    def take(self, turn: Turn, collate: Collate | None) -> tuple[Any, Any, int]:
+    def take(self, turn: Turn, collate: Collate | None) -> MicroBatch:
         nodes = self._nodes.get(turn.shards[0])
         if nodes is None:
             nodes = self._nodes[turn.shards[0]] = [self._live[shard] or self._wake(shard) for shard in turn.shards]
-        return self._write(nodes, turn.shards, self._columns), None, 0
+        batch = self._write(nodes, turn.shards)
+        return MicroBatch(batch, turn.index, b"", turn.shards, len(nodes))
 
 
 class ForgetfulStream(Stream):

@@ -81,6 +81,15 @@ def test_imports_go_down_and_are_public(path: Path) -> None:
         assert parts[0] != "torchdata" or path.match("nodes/base.py"), name
 
 
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_dcp_is_used_below_its_functions_in_one_module(path: Path) -> None:
+    """What a new torch may change. Others have its functions on modules and optimizers, its stager, and three types."""
+    half_public = [name for name in imports(path) if name.startswith("torch.distributed.checkpoint.")]
+    public = ("state_dict.", "stateful.", "staging.", "storage.StorageReader", "api.CheckpointException")
+    odd = [name for name in half_public if not name.removeprefix("torch.distributed.checkpoint.").startswith(public)]
+    assert odd == [] or path == PACKAGE / "checkpoint" / "storage" / "dcp.py"
+
+
 def test_the_rooms_are_described_as_they_are() -> None:
     """rescale_data/README.md: every room, from the top floor down, and only files that are there."""
     page = (PACKAGE / "README.md").read_text()

@@ -9,9 +9,8 @@ from typing import Any, TypeAlias, TypeVar
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 
-from rescale_data.checkpoint.planner import load_plain
-from rescale_data.checkpoint.storage.metadata import empty, paths_of
-from rescale_data.checkpoint.storage.open import read_checkpoint
+from rescale_data.checkpoint.storage.dcp import Contents
+from rescale_data.checkpoint.storage.open import load_values, placeholders, read_checkpoint
 from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.tree import tree_of
 from rescale_data.engine.recipe import STRINGS
@@ -86,7 +85,7 @@ def check_checkpoint(path: Source, loader: HasStream, key: str | None = None) ->
 
     def explain(state: _DataState) -> None:
         table = {path[1]: name for name, path in state.names.items() if len(path) == 2 and path[0] == "shards"}
-        check({field: state.metadata[name] for field, name in table.items()}, state.read(*INTS, *STRINGS), loader)
+        check({field: state.saved.values[name] for field, name in table.items()}, state.read(*INTS, *STRINGS), loader)
 
     _with_state(path, key, explain)
 
@@ -136,20 +135,16 @@ class _DataState:
     """The values of one data state.
 
     Attributes:
-        metadata: Of all values, by flattened name.
+        saved: All values of the checkpoint.
         names: Paths within the data state, by flattened name.
     """
 
     def __init__(self, reader: StorageReader, where: object, key: str | None) -> None:
         self._reader = reader
-        read = reader.read_metadata()
-        self.metadata = read.state_dict_metadata
-        paths = paths_of(read)
-        self.names = names_under(paths, find(paths.values(), key, where))
+        self.saved = Contents.of(reader.read_metadata())
+        self.names = names_under(self.saved.paths, find(self.saved.paths.values(), key, where))
 
     def read(self, *parts: str) -> dict[str, Any]:
         """What is under these names, default all, as whole tensors on the CPU."""
         names = {name: path for name, path in self.names.items() if not parts or path[0] in parts}
-        plain = {name: empty(self.metadata[name]) for name in names}
-        load_plain(plain, self._reader)
-        return tree_of(names, plain)
+        return tree_of(names, load_values(placeholders(self.saved.values, names), self._reader))

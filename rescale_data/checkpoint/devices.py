@@ -9,16 +9,14 @@ not tell on which device it was made.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, Protocol, Self, cast
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, Protocol, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem
 from torch.distributed.tensor import DTensor
 
+from rescale_data.checkpoint.storage.dcp import Pieces
 from rescale_data.checkpoint.tree import leaves, mapped
 
 _ADAPTERS = {"xla": "rescale_data.xla.adapter"}
@@ -52,57 +50,11 @@ def adapter_of(values: Iterable[Any]) -> Adapter | None:
     return None
 
 
-class Pieces(torch.Tensor):
-    """What this process has of a tensor that a device has cut, by the protocol through which DCP looks at a DTensor, too.
-
-    It has the shape and the dtype of the whole, and no memory for it.
-
-    Attributes:
-        items: One of each piece, by the device; their name is that of no value yet.
-        find: Gives the piece at a place, on the CPU.
-        commit: Is told what was read into a piece.
-    """
-
-    items: list[WriteItem]
-    find: Callable[[MetadataIndex], torch.Tensor]
-    commit: Callable[[ReadItem, torch.Tensor], None]
-
-    @classmethod
-    def of(cls, whole: torch.Tensor, items: list[WriteItem]) -> Self:
-        pieces = torch.empty((), dtype=whole.dtype, device="cpu").expand(whole.shape).as_subclass(cls)
-        pieces.items = items
-        return pieces
-
-    @property
-    def distinct(self) -> dict[Any, WriteItem]:
-        """Each piece that holds something once, by its place, however many devices of this host have it.
-
-        A planner's own removal of duplicates would drop a piece altogether that occurs twice in one plan.
-        """
-        return {
-            item.index.offset: item
-            for item in self.items
-            if cast(TensorWriteData, item.tensor_data).chunk.sizes.numel()
-        }
-
-    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        named = functools.partial(dataclasses.replace, fqn=fqn)
-        return [dataclasses.replace(item, index=named(item.index)) for item in self.distinct.values()]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [cast(TensorWriteData, item.tensor_data).chunk for item in self.items]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return self.find(index)
-
-
 def copied(live: torch.Tensor) -> torch.Tensor:
     """A copy that nothing changes any more, of what DCP would save; on the host where the device has an adapter."""
     if not isinstance(live, Pieces):
         return live.detach().cpu() if _has_adapter(live) else live.detach().clone()
-    copies = {place: live.find(item.index) for place, item in live.distinct.items()}
-    live.find = lambda index: copies[index.offset]
-    return live
+    return live.copied()
 
 
 def cut(state: dict[str, Any], way: Literal["to_save", "to_load"]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed.checkpoint.storage import StorageReader
 
-from rescale_data.checkpoint.tree import keys_of, string_keys
+from rescale_data.checkpoint.storage.dcp import Contents
 
 Path: TypeAlias = tuple[str, ...]
 
@@ -37,17 +37,11 @@ class Entry:
     loose: Callable[[], Iterable[torch.Tensor]] = tuple
     refused: dict[str, str] = field(default_factory=dict[str, str])
     left_out: set[str] = field(default_factory=set[str])
-    _live: Any = None
 
     @property
     def name(self) -> str:
         return ".".join(self.path)
 
-    def placeholder(self, reader: StorageReader) -> Any:
-        """What DCP loads into, of the checkpoint that is read."""
-        self._live = self.plain()
-        return string_keys(self._live)
-
-    def apply(self, loaded: Any) -> None:
-        """Take what DCP has loaded into the placeholder."""
-        self.take(keys_of(self._live, loaded))
+    def placeholder(self, reader: StorageReader, saved: Contents) -> Any:
+        """What DCP loads into, of the checkpoint that is read and holds this."""
+        return self.plain()

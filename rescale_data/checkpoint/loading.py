@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import StorageReader
 
 from rescale_data.checkpoint.devices import settle
-from rescale_data.checkpoint.planner import KINDS, CheckingLoadPlanner, Misfits, is_trusted, load_with, of_all_ranks
+from rescale_data.checkpoint.entry import Entry
+from rescale_data.checkpoint.misfits import KINDS, Misfits, compare, fitting, of_all_ranks, skipped
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.state import State, entries_of, refuse_unfit
-from rescale_data.checkpoint.storage.metadata import paths_of
-from rescale_data.checkpoint.storage.open import mapped_path, open_store, read_checkpoint
+from rescale_data.checkpoint.storage.dcp import Contents, ValuesReader, flatten
+from rescale_data.checkpoint.storage.open import load_values, mapped_path, open_store, read_checkpoint
 from rescale_data.checkpoint.storage.store import StrPath
-from rescale_data.checkpoint.tree import nested, value_at
+from rescale_data.checkpoint.tree import nested, value_at, with_loaded
 from rescale_data.engine.states.state_paths import ROWS
 from rescale_data.errors import checks_kinds
 
@@ -100,10 +100,9 @@ def load(
     store, folder = open_store(path, storage_options)
     if ranks.on_first(lambda: store.is_file(folder)):
         from rescale_data.checkpoint.convert.torch_save import map_file
-        from rescale_data.checkpoint.convert.values import ValuesReader
 
         file = mapped_path(path)
-        return _read(ValuesReader(lambda: map_file(file)), file, state, ranks, strict)
+        return _read(ranks.together(lambda: ValuesReader(*flatten(map_file(file)))), file, state, ranks, strict)
     return read_checkpoint(
         path,
         lambda reader: _read(reader, reader.path, state, ranks, strict),
@@ -116,33 +115,38 @@ def load(
 
 def _read(reader: StorageReader, path: str, state: State, ranks: Ranks, strict: bool) -> LoadReport:
     """Load from a reader whose files are in order."""
-    entries = ranks.together(lambda: entries_of(state, ranks.rank, paths_of(reader.read_metadata())))
-    planner = CheckingLoadPlanner(entries, trusted=is_trusted(reader), doing=f"Loading {path}")
-    plain: dict[str, Any] = {}
-
-    def check() -> Misfits:
-        plain.update(nested((entry.path, entry.placeholder(reader)) for entry in entries))
-        refuse_unfit(plain)
-        return planner.check(plain, reader.read_metadata())
-
-    found = of_all_ranks(ranks.on_each(check))
+    saved = ranks.together(lambda: Contents.of(reader.read_metadata()))
+    entries = ranks.together(lambda: entries_of(state, ranks.rank, saved.paths))
+    plain, wanted = ranks.together(lambda: _placeholders(entries, reader, saved))
+    own = compare(entries, wanted, saved)
+    found = of_all_ranks(ranks.on_each(lambda: own))
     report = LoadReport(**{kind: tuple(sorted(names)) for kind, names in found.items()})
     if strict and any(found[kind] for kind in KINDS):
-        raise ValueError(_complaint(path, found, reader.read_metadata()))
+        raise ValueError(_complaint(path, found, saved))
     if report.not_asked:
         logger.info("%s also holds %s, which the state does not ask for.", path, ", ".join(report.not_asked))
-    load_with(planner, plain, reader, ranks)
-    skipped = planner.skipped()
-    ranks.on_each(lambda: [entry.apply(value_at(plain, entry.path)) for entry in entries if entry not in skipped])
+    left = skipped(entries, own)
+    loaded = load_values(fitting(wanted, own, left), reader, ranks, doing=f"Loading {path}")
+    taken = [entry for entry in entries if entry not in left]
+    ranks.on_each(lambda: [e.take(with_loaded(value_at(plain, e.path), loaded, e.name)) for e in taken])
     settle(plain)
     return report
 
 
-def _complaint(path: str, misfits: Misfits, metadata: Metadata) -> str:
+def _placeholders(
+    entries: list[Entry], reader: StorageReader, saved: Contents
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What DCP loads into: nested, and by flattened name."""
+    plain = nested((entry.path, entry.placeholder(reader, saved)) for entry in entries)
+    refuse_unfit(plain)
+    return plain, flatten(plain)[0]
+
+
+def _complaint(path: str, misfits: Misfits, saved: Contents) -> str:
     listed = "\n  ".join(f"{KINDS[kind]}: {n}, {what}" for kind in KINDS for n, what in sorted(misfits[kind].items()))
     return (
         f"The checkpoint {path} does not fit the state; nothing was loaded:\n  {listed}\n"
-        f"The checkpoint holds {_summary(metadata)}.\n"
+        f"The checkpoint holds {_summary(saved)}.\n"
         f"Build the state as in the run that saved, or pass strict=False to load what fits.{_hint(misfits)}"
     )
 
@@ -170,6 +174,6 @@ def _without(part: str, name: str) -> str:
     return ".".join(other for other in name.split(".") if other != part)
 
 
-def _summary(metadata: Metadata) -> str:
-    counts = Counter(str(path[0]) for path in paths_of(metadata).values())
+def _summary(saved: Contents) -> str:
+    counts = Counter(str(path[0]) for path in saved.paths.values())
     return ", ".join(f"{name!r} ({count} values)" for name, count in sorted(counts.items())) or "nothing"

@@ -71,7 +71,7 @@ class CheckpointManager(RunReader):
         wait_seconds: How long in all.
 
     Raises:
-        ValueError: a rule that keeps nothing, an unknown ``async_mode``, or another process saves to the folder.
+        ValueError: a rule that keeps nothing, an unknown ``async_mode``, or another manager saves to the folder.
 
     Example:
         >>> import tempfile

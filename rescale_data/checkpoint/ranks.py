@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import pickle
-import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -92,12 +91,6 @@ def portable(error: Exception) -> Exception:
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
-
-
-def quiet(ranks: Ranks) -> None:
-    """Without DCP's warning that there is no process group, which is no news to who started one process."""
-    if not ranks.distributed:
-        warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)", category=UserWarning)
 
 
 _CURES = {

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import uuid
 from collections.abc import Mapping, Set
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from rescale_data.checkpoint.rank_values import refuse_disagreement
-from rescale_data.checkpoint.ranks import Ranks, clear_error, quiet
+from rescale_data.checkpoint.ranks import Ranks, clear_error
 from rescale_data.checkpoint.state import State, entries_of, plain_of
-from rescale_data.checkpoint.storage.commit import Workspace, abandon, prepare
-from rescale_data.checkpoint.storage.dcp import CheckpointWriter
+from rescale_data.checkpoint.storage import dcp
+from rescale_data.checkpoint.storage.commit import SAVE_ID_PREFIX, Workspace, abandon, commit, prepare
 from rescale_data.checkpoint.storage.manifest import Manifest, checked_metrics
-from rescale_data.checkpoint.storage.open import open_store
-from rescale_data.checkpoint.storage.store import Store, StrPath
+from rescale_data.checkpoint.storage.open import open_store, wrong_sizes
+from rescale_data.checkpoint.storage.progress import Progress
+from rescale_data.checkpoint.storage.store import FileRecord, Store, StrPath, split
 from rescale_data.checkpoint.tree import lost_in_names
-from rescale_data.errors import checks_kinds
+from rescale_data.errors import DamagedCheckpointError, checks_kinds
 
 
 @checks_kinds
@@ -95,22 +97,45 @@ def write(
 ) -> None:
     """Write and commit, or remove what was written and raise why."""
     workspace = _begin(store, final, ranks, overwrite, step)
-    save_id, lost = workspace.save_id, lost_in_names(plain)
-    manifest = Manifest(save_id=save_id, world_size=ranks.size, step=step, metrics=metrics or {}, lost=lost)
     try:
         refuse_disagreement(plain, loose, ranks)
-        quiet(ranks)
-        save_state(
-            plain,
-            storage_writer=CheckpointWriter(store, workspace, manifest),
-            process_group=ranks.group,
-            no_dist=not ranks.distributed,
-        )
+        files = _write_files(store, workspace, plain, ranks)
+        said: dict[str, Any] = {"step": step, "metrics": metrics or {}, "lost": lost_in_names(plain)}
+        ranks.on_first(lambda: _commit(store, workspace, files, world_size=ranks.size, **said))
     except BaseException as error:
         if ranks.is_first:
             with contextlib.suppress(Exception):
                 abandon(store, workspace)
         raise clear_error(error, f"Saving {final}") from error
+
+
+def _write_files(store: Store, workspace: Workspace, plain: dict[str, Any], ranks: Ranks) -> dict[str, FileRecord]:
+    """The files of all ranks, by name."""
+    progress = Progress(f"Saving {workspace.final}")
+    own = store.recording(progress)
+    dcp.save(
+        plain,
+        own,
+        workspace.working,
+        ranks,
+        name=workspace.final,
+        save_id=SAVE_ID_PREFIX + workspace.save_id,
+        prefix=workspace.prefix,
+        progress=progress,
+    )
+    written = [file for of_rank in ranks.on_each(lambda: own.written) for file in of_rank.items()]
+    return {workspace.prefix + split(path)[1].removesuffix(dcp.UNFINISHED): record for path, record in written}
+
+
+def _commit(store: Store, workspace: Workspace, files: Mapping[str, FileRecord], **said: Any) -> None:
+    versions = {"created": time.time(), "torch": str(torch.__version__)}
+    commit(store, workspace, Manifest(save_id=workspace.save_id, files=files, **versions, **said))
+    if wrong := wrong_sizes(store, workspace.final, files):
+        listed = "\n  ".join(wrong.values())
+        raise DamagedCheckpointError(
+            f"{workspace.final} was committed, and something else has changed its files:\n  {listed}\n"
+            f"Does another job write to the same folder?"
+        )
 
 
 def _begin(store: Store, final: str, ranks: Ranks, overwrite: bool, step: int | None) -> Workspace:

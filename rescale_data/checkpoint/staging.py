@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -65,10 +64,13 @@ class Stager:
     def _copy(self, late: dict[str, torch.Tensor], asked_for: list[torch.Event]) -> dict[str, torch.Tensor]:
         for event in asked_for:
             event.synchronize()
-        if _copies_once():
-            self._stager = _new_stager()
         with self._stream:
-            return cast("dict[str, torch.Tensor]", self._stager.stage(cast(Any, late)))
+            try:
+                staged = self._stager.stage(cast(Any, late))
+            except KeyError:  # in torch 2.10 and 2.11 a stager ends with its first copy, and keeps no memory
+                self._stager = _new_stager()
+                staged = self._stager.stage(cast(Any, late))
+        return cast("dict[str, torch.Tensor]", staged)
 
     def wait(self) -> None:
         """Return when the state may change. An error of the copy belongs to the save and is raised there."""
@@ -91,18 +93,6 @@ def _new_stager() -> DefaultStager:
             use_non_blocking_copy=False,
         )
     )
-
-
-@functools.cache
-def _copies_once() -> bool:
-    """Whether a stager ends with its first copy, and keeps no memory, as in torch 2.10 and 2.11."""
-    stager = _new_stager()
-    stager.stage({})
-    try:
-        stager.stage({})
-    except KeyError:
-        return True
-    return False
 
 
 def _waiter(reference: weakref.ref[Stager]) -> Callable[[torch.optim.Optimizer, Any, Any], None]:

@@ -1,6 +1,7 @@
 """Nested states and the flat names that DCP gives to their leaves, which make every key a string.
 
-{"milestones": {2: 1}}  ──►  "milestones.2"  ──►  {"milestones": {"2": 1}}  ──►  {"milestones": {2: 1}}
+{"milestones": {2: 1}}  ──►  "milestones.2"  ──►  into a live state, which has the keys: {"milestones": {2: 1}}
+                                             ──►  without one, by what the manifest tells of them: ``tree_of``
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias, cast
+
+import torch
 
 Lost: TypeAlias = Sequence[tuple[Sequence[str | int], Any]]
 """What flat names do not tell: a path with its last key, which is a number, or with ``{}`` for a mapping without content."""
@@ -80,17 +83,25 @@ def leaves(
         yield from leaves(inner, whole, (*path, str(key)))
 
 
-def string_keys(value: Any) -> Any:
-    """The same with mappings as dicts whose keys are strings, so that DCP finds in them what it has loaded."""
-    if isinstance(value, Mapping):
-        return {str(key): string_keys(inner) for key, inner in cast(Mapping[Any, Any], value).items()}
-    return [string_keys(inner) for inner in cast("list[Any]", value)] if type(value) is list else value
+def with_loaded(live: Any, loaded: Mapping[str, Any], name: str) -> Any:
+    """``live``, which is under this flattened name, with the plain values that were loaded; tensors were loaded in place."""
+    if name in loaded:
+        return live if isinstance(loaded[name], torch.Tensor) else loaded[name]
+    if isinstance(live, Mapping):
+        items = cast(Mapping[Any, Any], live).items()
+        return _like(cast(Mapping[Any, Any], live), {k: with_loaded(v, loaded, f"{name}.{k}") for k, v in items})
+    if type(live) is list:
+        return [with_loaded(inner, loaded, f"{name}.{n}") for n, inner in enumerate(cast("list[Any]", live))]
+    return live
 
 
 def keys_of(live: Any, loaded: Any) -> Any:
     """``loaded`` with the keys and the types of mappings that ``live`` has in the same places."""
     if isinstance(live, Mapping) and isinstance(loaded, Mapping):
-        return _mapping_like(cast(Mapping[Any, Any], live), cast(Mapping[Any, Any], loaded))
+        known = cast(Mapping[Any, Any], live)
+        keys = {str(key): key for key in known}
+        items = cast(Mapping[Any, Any], loaded).items()
+        return _like(known, {(key := keys.get(name, name)): keys_of(known.get(key), value) for name, value in items})
     if type(live) is list and type(loaded) is list:
         known = cast("list[Any]", live)[: len(cast("list[Any]", loaded))]
         rest = cast("list[Any]", loaded)[len(known) :]
@@ -98,9 +109,8 @@ def keys_of(live: Any, loaded: Any) -> Any:
     return loaded
 
 
-def _mapping_like(live: Mapping[Any, Any], loaded: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    keys = {str(key): key for key in live}
-    content = {(key := keys.get(name, name)): keys_of(live.get(key), value) for name, value in loaded.items()}
+def _like(live: Mapping[Any, Any], content: dict[Any, Any]) -> Mapping[Any, Any]:
+    """The content in a mapping of the same type."""
     if type(live) is dict or not isinstance(live, MutableMapping):
         return content
     like = copy.copy(live)

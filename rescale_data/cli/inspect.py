@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -91,13 +90,13 @@ def _entries(stored: StoredCheckpoint) -> dict[str, dict[str, Any]]:
         entry = entries.setdefault(
             str(where[0]), {"tensors": 0, "elements": 0, "bytes": 0, "plain_values": 0, "dtypes": []}
         )
-        meta = stored.tensors.get(key)
-        if meta is None:
+        tensor = stored.tensors.get(key)
+        if tensor is None:
             entry["plain_values"] += 1
             continue
-        dtype = str(meta.properties.dtype).removeprefix("torch.")
+        dtype = str(tensor.dtype).removeprefix("torch.")
         entry["tensors"] += 1
-        entry["elements"] += math.prod(meta.size)
+        entry["elements"] += tensor.numel()
         entry["bytes"] += stored.num_bytes(key)
         entry["dtypes"] = sorted({*entry["dtypes"], dtype})
     return entries

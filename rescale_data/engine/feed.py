@@ -9,64 +9,17 @@ from collections import deque
 from collections.abc import Callable, Container
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from rescale_data.engine.collate import pin, with_valid
+from rescale_data.engine.collate import pin
 from rescale_data.engine.leg import Leg
+from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.ranks.ranks import Ranks
-from rescale_data.engine.recipe import SAMPLES
 from rescale_data.engine.runner import Collate, Exhausted, Runner
 from rescale_data.engine.watch import describe, frames
 from rescale_data.layout.turns import Turns
 from rescale_data.sources.counts import MAKE_SECONDS, counts, told
 from rescale_data.state import Ints
-
-
-class MicroBatch(NamedTuple):
-    """A micro batch and what it does to the table: the rows of the shards that it visited, as they are after it.
-
-    Args:
-        rows: ``int64[M, columns]``, an array of its own, or its bytes; with ``slots``, the values of these.
-        shards: The shard of each sample.
-        num_real: How many samples are real; those after them fill the last batch of an epoch.
-        slots: Those of the whole table, counted row by row, that it changed; `None` where rows are told whole.
-        more: Samples that each of these shards has delivered beside those that its row says.
-    """
-
-    batch: Any
-    visited: slice | Ints
-    rows: Ints | bytes
-    shards: list[int]
-    num_real: int
-    slots: Ints | None = None
-    more: int = 0
-
-    def commit(self, table: Ints) -> None:
-        """Write what it does into the table."""
-        if self.slots is None:
-            write(table, self.visited, self.rows, self.more)
-        else:
-            table.flat[self.slots] = self.rows
-
-    def since(self, table: Ints) -> MicroBatch:
-        """The same, told by the slots that it changes in a table, and committed there."""
-        before = table[self.visited].copy()
-        self.commit(table)
-        rows = table[self.visited]
-        shards, columns = np.nonzero(rows != before)
-        slots = np.arange(len(table))[self.visited][shards] * table.shape[1] + columns
-        return self._replace(rows=rows[shards, columns], slots=slots, more=0)
-
-
-def write(table: Ints, visited: slice | Ints, rows: Ints | bytes, more: int) -> None:
-    """Rows of a `MicroBatch` into their places."""
-    if isinstance(rows, bytes):
-        rows = np.frombuffer(rows, dtype=np.int64).reshape(-1, table.shape[1])
-    table[visited] = rows
-    if more:
-        table[visited, SAMPLES] += more
 
 
 class Feed(ABC):
@@ -98,15 +51,6 @@ class Feed(ABC):
         """Stop the processes or the thread; `start` goes on."""
 
 
-def make(runner: Runner, turns: Turns, collate: Collate | None, u: int, *, pads: bool = False) -> MicroBatch:
-    """Micro batch u of one rank."""
-    turn = turns.turn(u)
-    batch, rows, more = runner.take(turn, collate)
-    num_real = len(turn.shards) if turn.num_real < 0 else turn.num_real
-    batch = with_valid(batch, num_real, len(turn.shards)) if pads else batch
-    return MicroBatch(batch, turn.index, rows, turn.shards, num_real, None, more)
-
-
 class InProcess(Feed):
     """Makes each micro batch when it is asked for, in the trainer's process."""
 
@@ -133,7 +77,8 @@ class InProcess(Feed):
         return micro_batch
 
     def _make(self, turns: Turns, u: int) -> MicroBatch:
-        return make(self._runner, turns, self._collate, u, pads=self._pads)
+        made = self._runner.take(turns.turn(u), self._collate)
+        return made.with_valid() if self._pads else made
 
     def progress(self) -> dict[str, float]:
         seconds = self._seconds
@@ -214,9 +159,7 @@ class Traced(InProcess):
         self._shards = shards
 
     def _make(self, turns: Turns, u: int) -> MicroBatch:
-        turn = turns.turn(u)
-        lines, rows = self._runner.trace(turn, self._shards)
-        return MicroBatch(lines, turn.index, rows, turn.shards, sum(turn.is_real))
+        return self._runner.trace(turns.turn(u), self._shards)
 
 
 class Ahead:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from rescale_data.engine.collate import collate as stack
+from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES, Histories, Recipe, path_name
 from rescale_data.engine.schema import Schema, adopt
 from rescale_data.errors import DataStateError
@@ -18,7 +19,7 @@ from rescale_data.nodes.base import Node
 from rescale_data.nodes.below import pass_epochs
 from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.nodes.reader import Reader
-from rescale_data.nodes.tray import Columns, Tray
+from rescale_data.nodes.tray import Tray
 from rescale_data.sources.decoded.interest import serve
 from rescale_data.state import Ints
 
@@ -62,34 +63,34 @@ class Runner:
         self.table[:] = table
         self._live, self._visits = [None] * len(table), {}
 
-    def take(self, turn: Turn, collate: Collate | None) -> tuple[Any, Ints | bytes, int]:
-        """One micro batch, and of the shards that it visited `MicroBatch.rows` and `MicroBatch.more`.
+    def take(self, turn: Turn, collate: Collate | None) -> MicroBatch:
+        """One micro batch.
 
         Args:
             collate: `None` stacks; where the pipelines can write, they then do so in place.
         """
         visit = self._visits.get(id(turn))
         if visit is not None and collate is None:
-            batch = self._write(visit.nodes, turn.shards, self._columns)
+            batch = self._write(visit.nodes, turn.shards)
             visit.more += visit.count
-            return batch, visit.rows.tobytes(), visit.more
+            return MicroBatch(batch, turn.index, visit.rows.tobytes(), turn.shards, len(visit.nodes), None, visit.more)
         if turn.numbers is not None:  # each is counted when it is fetched
             batch = _collated(
                 [self._fetch(*p) for p in zip(turn.shards, turn.numbers, turn.is_real, strict=True)], collate
             )
-            return batch, self.table[turn.index].copy(), 0
+            return self._served(batch, turn)
         if collate is None and self._columns:
             nodes = [self._live[shard] or self._wake(shard) for shard in turn.shards]
-            batch = self._write(nodes, turn.shards, self._columns)
+            batch = self._write(nodes, turn.shards)
             if isinstance(turn.counts, int):
                 self._visits[id(turn)] = _Visit(turn, nodes, self.table[turn.index].data, turn.counts)
         else:
             batch = _collated([self._draw(shard) for shard in turn.shards], collate)
         self._samples[turn.index] += turn.counts
-        return batch, self.table[turn.index].copy(), 0
+        return self._served(batch, turn)
 
-    def trace(self, turn: Turn, shards: Container[int]) -> tuple[list[list[str]], Ints]:
-        """One micro batch as `take`, but of each sample only where it comes from, a line a document.
+    def trace(self, turn: Turn, shards: Container[int]) -> MicroBatch:
+        """One micro batch as `take`, but of each sample only where it comes from, a line a document: a list of them.
 
         Args:
             shards: Whose samples are drawn. Those of others are left out: at an endless stream with no work at all, so
@@ -105,7 +106,7 @@ class Runner:
                 self.skip(shard, 1)
                 continue
             self._samples[shard] += 1
-        return found, np.array(self.table[turn.index])
+        return self._served(found, turn)
 
     def skip(self, shard: int, num_samples: int) -> None:
         """Leave out samples of a shard, in constant time where its pipeline knows how many an epoch has."""
@@ -191,8 +192,12 @@ class Runner:
     def _slots(self, shard: int) -> Ints:
         return self.table[shard, FIRST_SLOT:]
 
-    def _write(self, nodes: list[Node[Any]], shards: list[int], columns: Columns) -> Any:
-        tray = Tray(columns, len(shards))
+    def _served(self, batch: Any, turn: Turn) -> MicroBatch:
+        num_real = len(turn.shards) if turn.num_real < 0 else turn.num_real
+        return MicroBatch(batch, turn.index, self.table[turn.index].copy(), turn.shards, num_real)
+
+    def _write(self, nodes: list[Node[Any]], shards: list[int]) -> Any:
+        tray = Tray(self._columns, len(shards))
         place = 0
         while (place := self._write_ready(nodes, tray, place)) < len(shards):
             self._draw(shards[place], tray, place)

@@ -10,9 +10,10 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 
 from rescale_data.engine.agreement import Agreement
-from rescale_data.engine.feed import Ahead, Feed, MicroBatch
+from rescale_data.engine.feed import Ahead, Feed
 from rescale_data.engine.leg import Leg, Standing
 from rescale_data.engine.legs import Legs
+from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.position import Position
 from rescale_data.engine.recipe import DEALT, ENDED, UNDEALT
 from rescale_data.engine.runner import Runner

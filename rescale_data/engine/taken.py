@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rescale_data.engine.feed import MicroBatch, write
 from rescale_data.engine.leg import Standing
+from rescale_data.engine.micro_batch import MicroBatch, write
 from rescale_data.state import Ints
 
 

@@ -26,9 +26,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from rescale_data.engine.feed import Collate, Feed, MicroBatch, make
+from rescale_data.engine.feed import Feed
 from rescale_data.engine.leg import Leg
 from rescale_data.engine.message import Inbox, Message, Part, Slabs
+from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.processes import (
     LOOK_SECONDS,
     Board,
@@ -40,7 +41,7 @@ from rescale_data.engine.processes import (
     require_pickle,
 )
 from rescale_data.engine.recipe import Recipe
-from rescale_data.engine.runner import Exhausted, Runner
+from rescale_data.engine.runner import Collate, Exhausted, Runner
 from rescale_data.engine.schema import Schema
 from rescale_data.engine.watch import Watch, describe
 from rescale_data.layout.turns import Turns
@@ -161,7 +162,8 @@ class Worker(Dataset[Any]):
         if self._runner is None or self._turns is None:
             return None
         try:
-            made = make(self._runner, self._turns, self._collate, u, pads=self._pads)
+            made = self._runner.take(self._turns.turn(u), self._collate)
+            made = made.with_valid() if self._pads else made
             return made if self._told is None else made.since(self._told)
         except Exhausted:
             self._turns = None  # the rows are past what was delivered: nothing more until the next leg

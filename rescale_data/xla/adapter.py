@@ -17,12 +17,11 @@ from typing import Any
 import torch
 import torch_xla
 import torch_xla.runtime as xr
-from torch.distributed.checkpoint.metadata import Metadata
 from torch_xla.core import xla_model
 from torch_xla.distributed.spmd import ShardingType, XLAShardedTensor, wrap_if_sharded
 from torch_xla.experimental.distributed_checkpoint import SPMDLoadPlanner, SPMDSavePlanner, prime_optimizer
 
-from rescale_data.checkpoint.devices import Pieces
+from rescale_data.checkpoint.storage.dcp import Metadata, Pieces
 
 
 class XlaAdapter:

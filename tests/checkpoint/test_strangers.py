@@ -73,6 +73,26 @@ def test_a_second_manager_is_told_who_holds_the_folder(tmp_path: Path) -> None:
         assert manager.steps() == [], "a killed one holds nothing"
 
 
+@pytest.mark.parametrize("folder", ["local", "memory"])
+def test_a_second_manager_in_one_process(tmp_path: Path, folder: str) -> None:
+    """Two would delete by two rules, each what the other keeps."""
+    run = str(tmp_path / "run") if folder == "local" else f"memory://{tmp_path.name}/run"
+    manager = CheckpointManager(run, keep_latest=1, async_mode="disabled")
+    manager.save(1, STATE)
+    with pytest.raises(ValueError, match=r"held by this process, which saves to it.*by\s+close\(\)"):
+        CheckpointManager(f"{run}/", keep_latest=None)
+    assert RunReader(run).steps() == [1]
+    manager.save(2, STATE)
+    manager.close()
+    again = CheckpointManager(run)
+    assert again.steps() == [2]
+    vars(again)["itself"] = again
+    del again  # and not closed
+    with CheckpointManager(run) as manager:
+        assert manager.steps() == [2]
+    fsspec.filesystem("memory").store.clear()
+
+
 def test_a_save_that_runs_is_no_leftover_and_has_its_path_alone(tmp_path: Path) -> None:
     run = tmp_path.resolve() / "run"
     run.mkdir()

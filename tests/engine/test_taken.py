@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rescale_data.engine.feed import MicroBatch
+from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.recipe import SAMPLES
 from rescale_data.engine.taken import Taken
 

@@ -97,7 +97,9 @@ def test_padding_and_copies_of_a_piece_never_reach_the_checkpoint(tmp_path: Path
 def test_a_coarser_mesh_reads_what_overlaps_and_no_more(tmp_path: Path) -> None:
     import torch_xla.distributed.spmd as xs
 
-    from rescale_data.checkpoint.planner import CheckingLoadPlanner
+    from rescale_data.checkpoint.devices import cut
+    from rescale_data.checkpoint.storage.dcp import Planner
+    from rescale_data.checkpoint.storage.progress import Progress
 
     def sharded(shape: tuple[int, ...], spec: tuple[Any, ...]) -> torch.Tensor:
         tensor = torch.arange(64.0).reshape(16, 4).to("xla")
@@ -105,8 +107,8 @@ def test_a_coarser_mesh_reads_what_overlaps_and_no_more(tmp_path: Path) -> None:
         return tensor
 
     def num_reads(tensor: torch.Tensor) -> int:
-        planner = CheckingLoadPlanner([], trusted=True)
-        planner.check({"t": tensor}, dcp.FileSystemReader(tmp_path / "c").read_metadata())
+        planner = Planner(cut({"t": tensor}, "to_load"), trusted=True, progress=Progress("Loading"))
+        planner.set_up_planner({}, dcp.FileSystemReader(tmp_path / "c").read_metadata())
         return len(planner.create_local_plan().items)
 
     checkpoint.save(tmp_path / "c", {"t": sharded((4,), (0, None))})  # rows 0-3, 4-7, 8-11, 12-15

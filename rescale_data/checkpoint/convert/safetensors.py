@@ -249,8 +249,8 @@ def _header(stored: StoredCheckpoint, names: list[str]) -> bytes:
             raise ValueError(f"safetensors keeps the name {key} for itself. Use to_torch_save.")
         meta, end = stored.tensors[key], offset + stored.num_bytes(key)
         header[key] = {
-            "dtype": _name_of(key, meta.properties.dtype),
-            "shape": list(meta.size),
+            "dtype": _name_of(key, meta.dtype),
+            "shape": list(meta.shape),
             "data_offsets": [offset, end],
         }
         offset = end

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from rescale_data.checkpoint.planner import describe, load_plain
-from rescale_data.checkpoint.storage.metadata import empty, paths_of
-from rescale_data.checkpoint.storage.open import opened
+from rescale_data.checkpoint.misfits import describe
+from rescale_data.checkpoint.storage.dcp import Contents
+from rescale_data.checkpoint.storage.open import load_values, opened, placeholders
 from rescale_data.checkpoint.storage.progress import Progress
 from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.tree import Lost
@@ -30,7 +28,7 @@ class StoredCheckpoint(contextlib.ExitStack):
         checksums: Verify the files first; their sizes are verified in any case.
 
     Attributes:
-        tensors: What is known of each tensor, by flattened name.
+        tensors: On the meta device, by flattened name.
         paths: Path in the nested state, by flattened name.
         lost: What the names do not tell of the nested state.
 
@@ -53,8 +51,8 @@ class StoredCheckpoint(contextlib.ExitStack):
             raise
 
     def _look(self, name: str | None) -> None:
-        metadata = self._reader.read_metadata()
-        paths = paths_of(metadata)
+        self._saved = Contents.of(self._reader.read_metadata())
+        paths = self._saved.paths
         self._keys = {
             ".".join(map(str, path[skip:])): key
             for key, path in paths.items()
@@ -64,9 +62,9 @@ class StoredCheckpoint(contextlib.ExitStack):
         if not self._keys:
             tops = sorted({str(path[0]) for path in paths.values()})
             raise ValueError(f"The checkpoint {self.folder} holds nothing named {name!r}. It holds {tops}.")
-        saved = {short: metadata.state_dict_metadata[key] for short, key in self._keys.items()}
+        saved = {short: self._saved.values[key] for short, key in self._keys.items()}
         self.paths = {short: paths[key][0 if name is None else 1 :] for short, key in self._keys.items()}
-        self.tensors = {short: meta for short, meta in saved.items() if isinstance(meta, TensorStorageMetadata)}
+        self.tensors = {short: tensor for short, tensor in saved.items() if tensor is not None}
         lost = self._reader.manifest.lost if self._reader.manifest else ()
         self.lost: Lost = [(path[skip:], key) for path, key in lost if (skip := _skip(tuple(path), name)) is not None]
         self._plain = [short for short in saved if short not in self.tensors]
@@ -77,18 +75,15 @@ class StoredCheckpoint(contextlib.ExitStack):
 
     def values(self) -> dict[str, Any]:
         """What is no tensor, by flattened name."""
-        plain: dict[str, Any] = {self._keys[short]: None for short in self._plain}
-        load_plain(plain, self._reader)
-        return {short: plain[self._keys[short]] for short in self._plain}
+        return self._read(self._plain)
 
     def stream(self, names: list[str], budget: int = BUDGET) -> Iterator[torch.Tensor]:
         """The tensors of ``names`` in order, read in batches of at most ``budget`` bytes, or of one tensor."""
         for batch in self.batches(names, budget):
-            read: dict[str, Any] = {self._keys[name]: empty(self.tensors[name]) for name in batch}
-            load_plain(read, self._reader)
+            read = self._read(batch)
             self._progress.add(sum(map(self.num_bytes, batch)))
             for name in batch:
-                yield read.pop(self._keys[name])
+                yield read.pop(name)
 
     def describe(self, name: str) -> str:
         """``"a float32 tensor of shape [3]"`` or ``"a plain value"``."""
@@ -99,8 +94,7 @@ class StoredCheckpoint(contextlib.ExitStack):
         return [".".join(root) for root in data_states(self._paths)]
 
     def num_bytes(self, name: str) -> int:
-        meta = self.tensors[name]
-        return math.prod(meta.size) * meta.properties.dtype.itemsize
+        return self.tensors[name].nbytes
 
     def batches(self, names: Iterable[str], budget: int) -> Iterator[list[str]]:
         """``names`` in their order, each batch of at most ``budget`` bytes, or of one tensor."""
@@ -114,6 +108,10 @@ class StoredCheckpoint(contextlib.ExitStack):
             size += self.num_bytes(name)
         if batch:
             yield batch
+
+    def _read(self, names: list[str]) -> dict[str, Any]:
+        keys = [self._keys[name] for name in names]
+        return dict(zip(names, load_values(placeholders(self._saved.values, keys), self._reader).values(), strict=True))
 
 
 def _skip(path: tuple[Any, ...], name: str | None) -> int | None:

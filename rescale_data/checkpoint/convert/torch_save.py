@@ -75,7 +75,7 @@ def to_torch_save(
         StoredCheckpoint(path, name=name, checksums=checksums, storage_options=storage_options) as stored,
         aside(store, final) as working,
     ):
-        content = TorchFile({key: (meta.size, meta.properties.dtype) for key, meta in stored.tensors.items()})
+        content = TorchFile({key: (tensor.shape, tensor.dtype) for key, tensor in stored.tensors.items()})
         tree = tree_of(stored.paths, stored.values() | content.tensors, stored.lost)
         store.write(working, lambda stream: content.write(stream, tree, lambda names: stored.stream(names, budget)))
         if working != final:

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import StorageReader
 
 from rescale_data.checkpoint.entry import Entry, Path
 from rescale_data.checkpoint.optimizer.named import GROUPS, named_state
 from rescale_data.checkpoint.optimizer.target import Target, lacking
-from rescale_data.checkpoint.planner import load_plain
-from rescale_data.checkpoint.storage.metadata import empty, paths_of
+from rescale_data.checkpoint.storage.dcp import Contents
+from rescale_data.checkpoint.storage.open import load_values
 from rescale_data.checkpoint.tree import mapped, tree_of
 
 
@@ -35,9 +34,9 @@ class OptimizerEntry(Entry):
         self.model, self.optimizer = model, optimizer
         self._kept: set[str] = set()  # parameters whose state is not taken
 
-    def placeholder(self, reader: StorageReader) -> dict[str, Any]:
+    def placeholder(self, reader: StorageReader, saved: Contents) -> dict[str, Any]:
         """State for exactly the parameters that have some in the checkpoint."""
-        self.states, self.groups = _layout(reader.read_metadata(), self.path)
+        self.states, self.groups = _layout(saved, self.path)
         self.target = Target(self.model, self.optimizer)
         self._match(reader)
         content = {} if self.name in self.refused else self._content()
@@ -58,7 +57,7 @@ class OptimizerEntry(Entry):
         states: dict[str, Any] = {}
         for name in (name for name in self.states if name not in self._kept and self.target.has(name)):
             room, misfits = self.target.room(name, self.states[name])
-            if misfits and not self.target.flat:  # what is flat belongs together, and DCP's planner tells of it
+            if misfits and not self.target.flat:  # what is flat belongs together, and is compared with all else
                 self._kept.add(name)
                 self.refused |= {f"{self.name}.state.{name}.{entry}": text for entry, text in misfits.items()}
             else:
@@ -69,7 +68,7 @@ class OptimizerEntry(Entry):
         """Match the groups by their parameters' names, which have to be read: they are plain values."""
         prefix = f"{self.name}.{GROUPS}"
         asked = [f"{prefix}.{n}.params" for n, group in enumerate(self.groups) if "params" in group]
-        values = load_plain(dict.fromkeys(asked), reader)
+        values = load_values(dict.fromkeys(asked), reader)
         names = [values.get(f"{prefix}.{number}.params") or [] for number in range(len(self.groups))]
         all_names = [name for group in names for name in group]
         self._known = {*self.states, *all_names}
@@ -110,14 +109,11 @@ def _shaped(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor) and value.dim() > 0]
 
 
-def _layout(metadata: Metadata, path: tuple[str, ...]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What a checkpoint holds of the optimizer that was saved under ``path``: by parameter, and of each group.
-
-    A tensor on the meta device stands for each tensor, and None for each plain value.
-    """
+def _layout(saved: Contents, path: tuple[str, ...]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What a checkpoint holds of the optimizer that was saved under ``path``: by parameter, and of each group."""
     start = len(path)
-    inner = {key: of[start:] for key, of in paths_of(metadata).items() if of[:start] == path and len(of) >= start + 3}
-    layout = tree_of(inner, {key: empty(metadata.state_dict_metadata[key], "meta") for key in inner})
+    inner = {key: of[start:] for key, of in saved.paths.items() if of[:start] == path and len(of) >= start + 3}
+    layout = tree_of(inner, {key: saved.values[key] for key in inner})
     groups = layout.get(GROUPS)
     return layout.get("state", {}), groups if isinstance(groups, list) else []
 

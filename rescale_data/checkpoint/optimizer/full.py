@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rescale_data.checkpoint.convert.values import fill
 from rescale_data.checkpoint.optimizer.named import GROUPS, names_of, numbered
 from rescale_data.checkpoint.optimizer.target import Target
 from rescale_data.checkpoint.ranks import Ranks
+from rescale_data.checkpoint.storage.dcp import ValuesReader
+from rescale_data.checkpoint.storage.open import load_values
 from rescale_data.checkpoint.tree import mapped
 
 Item: TypeAlias = tuple[str, Any]
@@ -173,7 +174,9 @@ def load_optimizer_stream(
         states[name] = ranks.together(lambda name=name, saved=saved: _room(target, name, saved))
         following = iter(held)
         for place, shape in zip(_tensors(states[name]), _tensors(saved), strict=True):
-            fill(place, _broadcast(next(following, None), shape, ranks))
+            whole = _broadcast(next(following, None), shape, ranks)
+            # Into this rank's part, however it is sharded; no communication.
+            load_values({"": place}, ValuesReader({"": whole}, {"": ("",)}))
     target.apply(states, groups)
 
 

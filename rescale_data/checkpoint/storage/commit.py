@@ -25,9 +25,9 @@ import uuid
 from collections.abc import Collection, Generator
 from dataclasses import dataclass
 
-from torch.distributed.checkpoint.metadata import Metadata
-
 from rescale_data.checkpoint.storage import locks
+from rescale_data.checkpoint.storage.dcp import Metadata, save_id_of
+from rescale_data.checkpoint.storage.lease import is_read
 from rescale_data.checkpoint.storage.manifest import MANIFEST, METADATA, Manifest, read_manifest
 from rescale_data.checkpoint.storage.metadata import read_metadata
 from rescale_data.checkpoint.storage.store import Store, join, split
@@ -187,11 +187,20 @@ def _is_dead(store: Store, workspace: str) -> bool:
     return who == "" or (who is None and age(store, workspace) > ABANDONED)
 
 
-def remove_abandoned_files(store: Store, final: str) -> None:
-    """Of a committed checkpoint in an object store: the files of killed saves, and of what one of them has just replaced."""
-    if store.renames:
+def clear(store: Store, final: str) -> None:
+    """Remove what is left of killed saves in a checkpoint, or of one that is ours, not committed, and nobody's just now."""
+    if store.is_file(join(final, MANIFEST)):
+        _remove_abandoned_files(store, final)
+    elif store.is_link(final) or not is_remainder(store, final) or is_read(store, final):
         return
-    own = [name for name in store.names(final) if _OWN_FOLDER.fullmatch(name)]
+    elif store.renames or age(store, final) > ABANDONED:
+        erase(store, final)
+        logger.info("Removed %s, which a killed save or deletion left.", final)
+
+
+def _remove_abandoned_files(store: Store, final: str) -> None:
+    """In an object store, of killed saves, and of what one of them has just replaced."""
+    own = [] if store.renames else [name for name in store.names(final) if _OWN_FOLDER.fullmatch(name)]
     manifest = read_manifest(store, final) if len(own) > 1 else None
     for name in own:
         path = join(final, name)
@@ -227,7 +236,7 @@ def _is_saved_by_us(store: Store, path: str) -> bool:
 
 
 def is_ours(metadata: Metadata) -> bool:
-    return metadata.storage_meta is not None and (metadata.storage_meta.save_id or "").startswith(SAVE_ID_PREFIX)
+    return save_id_of(metadata).startswith(SAVE_ID_PREFIX)
 
 
 def replaced_by_a_killed_save(store: Store, path: str) -> str | None:

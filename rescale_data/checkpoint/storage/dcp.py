@@ -1,158 +1,328 @@
-"""DCP's reader and writer of files, on a ``Store``: what is half public in torch is used here and nowhere else.
+"""DCP where torch keeps it half public: its metadata, its planners, and its reader and writer of files. All of that is here.
 
-The reader reads metadata without trusting it. The writer records every file's size and checksum, and commits once, at the end.
+No other module imports it (``tests/test_api.py``). A new torch that changes it is seen by ``tests/checkpoint/test_dcp.py``.
+
+    save      plain values ──► DCP's plan and files, through a file system that may be any
+    load      by flattened name, exactly what fits: tensors in place, plain values by an unpickler without code
+    Contents  what a checkpoint holds, in torch's own words: tensors on the meta device
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import functools
+import io
 import math
-import os
-import time
-from collections.abc import Mapping
-from typing import Any, cast
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self, TypeAlias, cast
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
+from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
-from rescale_data.checkpoint.storage.commit import SAVE_ID_PREFIX, Workspace, commit
-from rescale_data.checkpoint.storage.manifest import METADATA, Manifest, read_manifest
-from rescale_data.checkpoint.storage.metadata import read_metadata
+from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.storage.progress import Progress
-from rescale_data.checkpoint.storage.store import FileRecord, Store, join, split
-from rescale_data.errors import DamagedCheckpointError
+
+__all__ = ["FileSystemBase", "Metadata", "MetadataIndex", "ReadItem", "WriteItem"]
+UNFINISHED = ".tmp"
+"""What DCP puts after the name of the metadata's file until it is written."""
 
 
-class ReplacedError(ValueError):
-    """While it was read the checkpoint at a path was replaced or deleted."""
-
-    def __str__(self) -> str:
-        return f"{super().__str__()} was replaced or deleted while it was read. Start again."
-
-
-class CheckpointReader(FileSystemReader):
-    """Reads a DCP folder.
-
-    Args:
-        trusted: True runs what its metadata names, where that is not known.
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint holds.
 
     Attributes:
-        manifest: Of the checkpoint that is read, so that it is seen when another takes its place.
+        values: By flattened name a tensor on the meta device, or None for a plain value.
+        paths: In the nested state, by flattened name.
+        unplaced: Names whose paths another tool did not save; such a name stands for its path.
     """
 
-    def __init__(self, store: Store, path: str, *, trusted: bool = False) -> None:
-        super().__init__(path)
-        self.fs: Store = store
-        self.path: str = path
-        self.trusted = trusted
-        self.manifest: Manifest | None = None
-        self._metadata: Metadata | None = None
+    values: dict[str, torch.Tensor | None]
+    paths: dict[str, tuple[Any, ...]]
+    unplaced: frozenset[str]
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: a reader is for one checkpoint."""
+    @classmethod
+    def of(cls, metadata: Metadata) -> Contents:
+        saved, known = metadata.state_dict_metadata, metadata.planner_data or {}
+        paths = {name: tuple(known.get(name, (name,))) for name in saved}
+        return cls({name: _meta(value) for name, value in saved.items()}, paths, frozenset(saved.keys() - known.keys()))
+
+
+def _meta(saved: Any) -> torch.Tensor | None:
+    tensor = isinstance(saved, TensorStorageMetadata)
+    return torch.empty(saved.size, dtype=saved.properties.dtype, device="meta") if tensor else None
+
+
+def save_id_of(metadata: Metadata) -> str:
+    return (metadata.storage_meta and metadata.storage_meta.save_id) or ""
+
+
+def ends_of(metadata: Metadata) -> dict[str, int]:
+    """By file how many bytes of it at least hold something."""
+    ends: dict[str, int] = {}
+    for place in cast(dict[Any, Any], metadata.storage_data or {}).values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    return ends
+
+
+@dataclass
+class Place:
+    """Where in a file a value lies, as DCP's reader asks for it."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: tuple[str, ...] | None = None
+
+
+Saved: TypeAlias = tuple[torch.Size, torch.dtype, list[tuple[torch.Size, torch.Size]]] | None
+"""A tensor's size and dtype, and the offset and size of each of its pieces; None for a plain value."""
+
+
+def make_metadata(
+    saved: Mapping[str, Saved],
+    paths: Mapping[str, tuple[Any, ...]],
+    places: Mapping[tuple[str, torch.Size | None, int | None], Place],
+    save_id: str | None = None,
+) -> Metadata:
+    """DCP's, with the place of each piece by name, offset and number."""
+    return Metadata(
+        {name: _saved(value) for name, value in saved.items()},
+        planner_data=dict(paths),
+        storage_data={MetadataIndex(*key): place for key, place in places.items()},
+        storage_meta=StorageMeta(save_id=save_id),
+    )
+
+
+def _saved(value: Saved) -> TensorStorageMetadata | BytesStorageMetadata:
+    if value is None:
+        return BytesStorageMetadata()
+    size, dtype, chunks = value
+    return TensorStorageMetadata(
+        TensorProperties(dtype=dtype), size, [ChunkStorageMetadata(*chunk) for chunk in chunks]
+    )
+
+
+class Pieces(torch.Tensor):
+    """What this process has of a tensor that a device has cut, by the protocol through which DCP looks at a DTensor, too.
+
+    It has the shape and the dtype of the whole, and no memory for it.
+
+    Attributes:
+        items: One of each piece, by the device; their name is that of no value yet.
+        find: Gives the piece at a place, on the CPU.
+        commit: Is told what was read into a piece.
+    """
+
+    items: list[WriteItem]
+    find: Callable[[MetadataIndex], torch.Tensor]
+    commit: Callable[[ReadItem, torch.Tensor], None]
+
+    @classmethod
+    def of(cls, whole: torch.Tensor, items: list[WriteItem]) -> Self:
+        pieces = torch.empty((), dtype=whole.dtype, device="cpu").expand(whole.shape).as_subclass(cls)
+        pieces.items = items
+        return pieces
+
+    @property
+    def distinct(self) -> dict[Any, WriteItem]:
+        """Each piece that holds something once, by its place, however many devices of this host have it.
+
+        A planner's own removal of duplicates would drop a piece altogether that occurs twice in one plan.
+        """
+        return {item.index.offset: item for item in self.items if _chunk(item).sizes.numel()}
+
+    def copied(self) -> Self:
+        """With copies in place of the live pieces."""
+        copies = {place: self.find(item.index) for place, item in self.distinct.items()}
+        self.find = lambda index: copies[index.offset]
+        return self
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        named = functools.partial(dataclasses.replace, fqn=fqn)
+        return [dataclasses.replace(item, index=named(item.index)) for item in self.distinct.values()]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [_chunk(item) for item in self.items]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self.find(index)
+
+
+def _chunk(item: WriteItem) -> ChunkStorageMetadata:
+    return cast(TensorWriteData, item.tensor_data).chunk
+
+
+def flatten(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+    """Values by flattened name, and each name's path, by DCP's own rule."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(dict(tree))
+    return dict(planner.state_dict), dict(planner.mappings)
+
+
+class Planner(DefaultLoadPlanner):
+    """Reads exactly these values.
+
+    They are flat already: DCP's own way to flatten a state keeps its tensors alive until a garbage collection (torch 2.9).
+    """
+
+    def __init__(self, values: dict[str, Any], *, trusted: bool, progress: Progress) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.values, self.trusted, self.progress = values, trusted, progress
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(self.values, metadata, is_coordinator)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        self.progress.add(math.prod(read_item.lengths) * tensor.element_size())
+        target = self.values[read_item.dest_index.fqn]
+        if isinstance(target, Pieces):
+            target.commit(read_item, tensor)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        try:
+            self.values[name] = torch.load(value, weights_only=not self.trusted)
+        except Exception as error:
+            if self.trusted:
+                raise
+            raise ValueError(
+                f"{name} is refused with trusted=False: {error}. Save plain numbers, strings and tensors (item() of numpy's), "
+                f"or give load trusted=True if you would run code from whoever wrote it."
+            ) from error
+
+
+def load(values: dict[str, Any], reader: StorageReader, ranks: Ranks, *, trusted: bool, progress: Progress) -> None:
+    """Load into tensors, and replace plain values; by flattened name. All ranks call it, each with its own names."""
+    _no_news(ranks)
+    planner = Planner(values, trusted=trusted, progress=progress)
+    load_state({}, storage_reader=reader, planner=planner, process_group=ranks.group, no_dist=not ranks.distributed)
+
+
+class FilesReader(FileSystemReader):
+    """Reads DCP's files from a folder of a file system; a subclass reads the metadata."""
+
+    def __init__(self, files: FileSystemBase, path: str) -> None:
+        super().__init__(path)
+        self.fs: FileSystemBase = files
+        self.path: str = path
+
+
+class ValuesReader(FileSystemReader):
+    """Reads from values in memory, by flattened name, in place of files. It knows which rows each rank needs.
+
+    Tensors may be views of anything, and are copied row by row where they are asked for.
+    """
+
+    trusted = True  # they are here already
+
+    def __init__(self, values: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]]) -> None:
+        super().__init__("")
+        self._values = values
+        self._metadata = make_metadata({name: _whole(value) for name, value in values.items()}, paths, {})
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._metadata is None:
-            name = self.manifest.metadata if self.manifest else METADATA
-            try:
-                self._metadata = read_metadata(self.fs.read(join(self.path, name)), trusted=self.trusted)
-            except ValueError as error:
-                raise type(error)(f"{self.path} cannot be read: {error}") from error
-        self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
-        self._metadata.storage_meta.load_id = self.load_id
         return self._metadata
 
-    def is_replaced(self) -> bool:
-        """Whether another checkpoint was saved here, or this one was taken away, since the reader was made."""
-        try:
-            manifest = read_manifest(self.fs, self.path)
-        except (OSError, ValueError):
-            return False
-        return self.manifest is not None and (manifest is None or manifest.save_id != self.manifest.save_id)
-
-
-class CheckpointWriter(FileSystemWriter):
-    """Writes DCP's own format. ``finish``, on rank 0 after all ranks have written, commits.
-
-    The records of a rank's files travel to rank 0 as further ``WriteResult`` s of DCP's own gather.
-
-    Args:
-        manifest: What it says beside the files.
-    """
-
-    def __init__(self, store: Store, workspace: Workspace, manifest: Manifest) -> None:
-        super().__init__(workspace.working, sync_files=False, overwrite=True)  # the store does
-        self.progress = Progress(f"Saving {workspace.final}")
-        self.fs: Store = copy.copy(store)
-        self.fs.written, self.fs.progress = {}, self.progress
-        self.path: str = workspace.working
-        self.workspace = workspace
-        self.manifest = manifest
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: a writer is for one save, whose path was settled with all ranks."""
-
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=self.workspace.final, save_id=SAVE_ID_PREFIX + self.workspace.save_id)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        self.progress.total = _num_bytes(plan)
-        try:
-            results = super().write_data(plan, planner).wait()
-        except OSError as error:
-            written = sum(record.size for record in self.fs.written.values())
-            error.add_note(
-                f"{_num_bytes(plan):,} bytes were to be written by this rank; {written:,} are in files that it has ended."
-            )
-            raise
-        done: Future[list[WriteResult]] = Future()
-        written = self.fs.written.items()
-        files = [WriteResult(MetadataIndex(split(path)[1]), of.size, cast(Any, of)) for path, of in written]
-        done.set_result([*results, *files])
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            self._read(item, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
         return done
 
+    def _read(self, item: ReadItem, planner: LoadPlanner) -> None:
+        value = self._values[item.storage_index.fqn]
+        if item.type is LoadItemType.BYTE_IO:
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            buffer.seek(0)
+            planner.load_bytes(item, buffer)
+            return
+        rows = tuple(slice(start, start + n) for start, n in zip(item.storage_offsets, item.lengths, strict=True))
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(value[rows])
+        planner.commit_tensor(item, target)
+
+
+def _whole(value: Any) -> Saved:
+    is_tensor = isinstance(value, torch.Tensor)
+    return (value.size(), value.dtype, [(torch.Size([0] * value.dim()), value.size())]) if is_tensor else None
+
+
+def save(
+    plain: dict[str, Any],
+    files: FileSystemBase,
+    path: str,
+    ranks: Ranks,
+    *,
+    name: str,
+    save_id: str,
+    prefix: str,
+    progress: Progress,
+) -> None:
+    """Write DCP's files into the folder at ``path``, and its metadata last.
+
+    Args:
+        name: Of the checkpoint, for its metadata.
+        prefix: What the metadata puts before the names of its files.
+    """
+    _no_news(ranks)
+    writer = _Writer(files, path, StorageMeta(checkpoint_id=name, save_id=save_id), prefix, progress)
+    save_state(plain, storage_writer=writer, process_group=ranks.group, no_dist=not ranks.distributed)
+
+
+class _Writer(FileSystemWriter):
+    def __init__(self, files: FileSystemBase, path: str, meta: StorageMeta, prefix: str, progress: Progress) -> None:
+        super().__init__(path, sync_files=False, overwrite=True)  # the file system does
+        self.fs: FileSystemBase = files
+        self.path: str = path
+        self._meta, self._prefix, self._progress = meta, prefix, progress
+
+    def storage_meta(self) -> StorageMeta:
+        return self._meta
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self._progress.total = _num_bytes(plan)
+        try:
+            return super().write_data(plan, planner)
+        except OSError as error:
+            error.add_note(f"{self._progress.total:,} bytes were to be written by this rank.")
+            raise
+
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        prefix = self.workspace.prefix
-        files = {prefix + r.index.fqn: r.storage_data for of in results for r in of if _is_file(r)}
-        self.fs.written.clear()
-        super().finish(metadata, [[_under(prefix, r) for r in of if not _is_file(r)] for of in results])
-        # DCP writes the metadata under another name, and renames it.
-        files[prefix + METADATA] = next(iter(self.fs.written.values()))
-        manifest = dataclasses.replace(self.manifest, files=files, created=time.time(), torch=str(torch.__version__))
-        commit(self.fs, self.workspace, manifest)
-        missing = changed_sizes(self.fs, self.workspace.final, files)
-        if missing:
-            listed = "\n  ".join(missing)
-            raise DamagedCheckpointError(
-                f"{self.workspace.final} was committed, and something else has changed its files:\n  {listed}\n"
-                f"Does another job write to the same folder?"
-            )
-
-
-def changed_sizes(store: Store, path: str, files: Mapping[str, FileRecord]) -> list[str]:
-    """What is wrong by size alone, and from listings: few requests, whatever the number of files."""
-    folders = {split(join(path, name))[0] for name in files}
-    found = {join(folder, name): size for folder in folders for name, size in store.sizes(folder).items()}
-    sizes = {name: (found.get(join(path, name)), record.size) for name, record in files.items()}
-    return [
-        f"{join(path, name)} is missing" if size is None else f"{join(path, name)} has {size} bytes; {saved} were saved"
-        for name, (size, saved) in sizes.items()
-        if size != saved
-    ]
-
-
-def _is_file(result: WriteResult) -> bool:
-    """Whether it is a file's record, and not a value's place."""
-    return isinstance(cast(object, result.storage_data), FileRecord)
+        super().finish(metadata, [[_under(self._prefix, result) for result in of] for of in results])
 
 
 def _under(prefix: str, result: WriteResult) -> WriteResult:
-    """A value's place, in a file whose name begins with ``prefix`` when the checkpoint is committed."""
     place = result.storage_data
     return dataclasses.replace(
         result, storage_data=dataclasses.replace(place, relative_path=prefix + place.relative_path)
@@ -163,3 +333,9 @@ def _num_bytes(plan: SavePlan) -> int:
     """Of the tensors of a plan; what is pickled is not known before."""
     pieces = [item.tensor_data for item in plan.items if item.tensor_data is not None]
     return sum(math.prod(piece.chunk.sizes) * piece.properties.dtype.itemsize for piece in pieces)
+
+
+def _no_news(ranks: Ranks) -> None:
+    """Without DCP's warning that there is no process group, which is no news to who started one process."""
+    if not ranks.distributed:
+        warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)", category=UserWarning)

@@ -1,6 +1,7 @@
-"""Who writes into a local folder: a lock on a file that says so, and ends with the process that holds it.
+"""Who writes into a folder: a lock on a file that says so, and ends with the process that holds it.
 
-Within a process a lock may be taken more than once. A forked child does not hold what its parent does.
+Where there are no files to lock, in an object store, a lock holds within this process alone. A forked child does not hold
+what its parent does.
 """
 
 from __future__ import annotations
@@ -12,34 +13,32 @@ import fcntl
 import json
 import os
 import socket
-from dataclasses import dataclass
 
-
-@dataclass
-class _Held:
-    descriptor: int
-    count: int = 1
-
-
-_HELD: dict[str, _Held] = {}
+_HELD: dict[str, int | None] = {}
+"""By path the file that is open, if there is one."""
 _TAKEN = (errno.EWOULDBLOCK, errno.EACCES, errno.EAGAIN)
 
 
 class HeldError(Exception):
-    """Another process has the lock; the text says which."""
+    """Somebody has the lock; the text says who."""
 
 
-def take(path: str) -> bool:
-    """Take the lock of the file at ``path``, which is made.
+def take(path: str, *, file: bool = True) -> bool:
+    """Take the lock of ``path``, where a file is made.
+
+    Args:
+        file: False where none can be.
 
     Returns:
-        Whether nobody can have it: it is new to this process, and its file system has locks.
+        Whether no other process can have it, which a file system without locks does not tell.
 
     Raises:
-        HeldError: another process has it.
+        HeldError: somebody has it.
     """
     if path in _HELD:
-        _HELD[path].count += 1
+        raise HeldError("this process")
+    if not file:
+        _HELD[path] = None
         return False
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -47,7 +46,7 @@ def take(path: str) -> bool:
     except HeldError:
         os.close(descriptor)
         raise
-    _HELD[path] = _Held(descriptor)
+    _HELD[path] = descriptor
     since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     with contextlib.suppress(OSError):  # a full disk: the lock holds without it
         os.ftruncate(descriptor, 0)
@@ -57,16 +56,12 @@ def take(path: str) -> bool:
 
 def release(path: str) -> None:
     """Let go of a lock; nothing where this process does not have it."""
-    held = _HELD.get(path)
-    if held is None:
-        return
-    held.count -= 1
-    if not held.count:
-        del _HELD[path]
+    descriptor = _HELD.pop(path, None)
+    if descriptor is not None:
         with contextlib.suppress(OSError):
             # Closing would not do: a process that this one has started keeps a copy of the file open.
-            fcntl.flock(held.descriptor, fcntl.LOCK_UN)
-        os.close(held.descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
 
 
 def is_held(path: str) -> bool:
@@ -119,8 +114,8 @@ def _who(descriptor: int) -> str:
 
 
 def _forget() -> None:
-    for held in _HELD.values():
-        os.close(held.descriptor)
+    for descriptor in filter(None, _HELD.values()):
+        os.close(descriptor)
     _HELD.clear()
 
 

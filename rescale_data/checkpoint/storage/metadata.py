@@ -9,20 +9,11 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
+from rescale_data.checkpoint.storage.dcp import Metadata, Place, Saved, make_metadata
 from rescale_data.checkpoint.storage.manifest import refuse_to_leave
 
 _PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"}
@@ -51,16 +42,6 @@ class UnknownClassError(ValueError):
     """The metadata names something that DCP's metadata does not need."""
 
 
-@dataclass
-class Place:
-    """Where in a file a value lies, as DCP's reader asks for it."""
-
-    relative_path: str
-    offset: int
-    length: int
-    transform_descriptors: tuple[str, ...] | None = None
-
-
 def read_metadata(content: bytes, *, trusted: bool = False) -> Metadata:
     """DCP's metadata.
 
@@ -80,18 +61,6 @@ def read_metadata(content: bytes, *, trusted: bool = False) -> Metadata:
         raise
     except Exception as error:  # what a changed byte makes of a pickle is not to be foreseen
         raise ValueError(f"its DCP metadata is damaged: {type(error).__name__}: {error}") from error
-
-
-def paths_of(metadata: Metadata) -> dict[str, tuple[Any, ...]]:
-    """The path in the nested state of each flattened name."""
-    known = metadata.planner_data or {}
-    return {name: tuple(known.get(name, (name,))) for name in metadata.state_dict_metadata}
-
-
-def empty(meta: Any, device: str = "cpu") -> torch.Tensor | None:
-    """A tensor to load into; None for a plain value."""
-    tensor = isinstance(meta, TensorStorageMetadata)
-    return torch.empty(meta.size, dtype=meta.properties.dtype, device=device) if tensor else None
 
 
 class _Record:
@@ -137,21 +106,20 @@ def _safe_globals() -> set[str]:
 
 
 def _metadata(read: Any) -> Metadata:
-    metadata = Metadata(
-        {_text(name): _saved(value) for name, value in read.state_dict_metadata.items()},
-        planner_data=_paths(read.planner_data),
-        storage_data={_index(key): _place(place) for key, place in (read.storage_data or {}).items()},
-    )
     meta = getattr(read, "storage_meta", None)
-    metadata.storage_meta = StorageMeta(save_id=getattr(meta, "save_id", None))
-    return metadata
+    return make_metadata(
+        {_text(name): _saved(value) for name, value in read.state_dict_metadata.items()},
+        _paths(read.planner_data),
+        {_index(key): _place(place) for key, place in (read.storage_data or {}).items()},
+        getattr(meta, "save_id", None),
+    )
 
 
-def _saved(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+def _saved(value: Any) -> Saved:
     if not hasattr(value, "chunks"):
-        return BytesStorageMetadata()
-    chunks = [ChunkStorageMetadata(_size(chunk.offsets), _size(chunk.sizes)) for chunk in value.chunks]
-    return TensorStorageMetadata(TensorProperties(dtype=_dtype(value.properties)), _size(value.size), chunks)
+        return None
+    chunks = [(_size(chunk.offsets), _size(chunk.sizes)) for chunk in value.chunks]
+    return _size(value.size), _dtype(value.properties), chunks
 
 
 def _dtype(properties: Any) -> torch.dtype:
@@ -163,11 +131,9 @@ def _dtype(properties: Any) -> torch.dtype:
     return dtype
 
 
-def _index(key: Any) -> MetadataIndex:
+def _index(key: Any) -> tuple[str, torch.Size | None, int | None]:
     offset, index = getattr(key, "offset", None), getattr(key, "index", None)  # torch leaves None out
-    return MetadataIndex(
-        _text(key.fqn), None if offset is None else _size(offset), None if index is None else int(index)
-    )
+    return _text(key.fqn), None if offset is None else _size(offset), None if index is None else int(index)
 
 
 def _place(place: Any) -> Place:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
 import time
@@ -12,15 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rescale_data.checkpoint.storage import locks
-from rescale_data.checkpoint.storage.commit import (
-    ABANDONED,
-    age,
-    erase,
-    hidden_of,
-    is_remainder,
-    remove_abandoned_files,
-    remove_leftovers,
-)
+from rescale_data.checkpoint.storage.commit import clear, erase, hidden_of, remove_leftovers
 from rescale_data.checkpoint.storage.lease import STEP, is_read
 from rescale_data.checkpoint.storage.manifest import MANIFEST, METADATA, Manifest, read_manifest
 from rescale_data.checkpoint.storage.store import Store, join, split
@@ -74,9 +67,8 @@ class RunFolder:
         hidden = {of[0] for entry in self.store.names(self.path) if (of := hidden_of(entry))}
         for name in filter(STEP.fullmatch, hidden):
             self._tried(name, lambda name=name: remove_leftovers(self.store, join(self.path, name)))
-        committed = self.steps()
         for step in self._named():
-            self._tried(f"step-{step}", lambda step=step: self._clean(step, step in committed))
+            self._tried(f"step-{step}", lambda step=step: clear(self.store, self.checkpoint(step)))
 
     def close(self) -> None:
         if self._lock is not None:
@@ -109,34 +101,23 @@ class RunFolder:
         except (OSError, ValueError) as error:
             logger.warning("What was left over of %s is not removed: %s", join(self.path, name), error)
 
-    def _clean(self, step: int, committed: bool) -> None:
-        """Remove what killed saves left in a checkpoint; and all of one that is ours, not committed, and nobody's just now."""
-        path = self.checkpoint(step)
-        if committed:
-            remove_abandoned_files(self.store, path)
-        elif self.store.is_link(path) or not is_remainder(self.store, path):
-            return
-        elif (self.store.renames or age(self.store, path) > ABANDONED) and self.delete(step):
-            logger.info("Removed %s, which a killed save or deletion left.", path)
-
     def _named(self) -> list[int]:
         return sorted(int(match[1]) for name in self.store.names(self.path) if (match := STEP.fullmatch(name)))
 
     def _take_lock(self) -> bool:
-        """Whether nobody else can be saving here."""
-        if not self.store.renames:
-            return True
+        """Take the folder for this object, until it is closed or dropped; whether nobody else can be saving here."""
         lock = join(self.path, LOCK)
+        if locks.is_held(lock):
+            gc.collect()  # a manager that was dropped may wait for that
         try:
-            new = locks.take(lock)
+            alone = locks.take(lock, file=self.store.renames)
         except locks.HeldError as error:
             raise ValueError(
-                f"{self.path} is held by {error}, which saves to it. End that first, or give this run another folder; to read "
-                f"the checkpoints there use RunReader."
+                f"{self.path} is held by {error}, which saves to it. End that first (a CheckpointManager of this process by "
+                f"close()), or give this run another folder; to read the checkpoints there use RunReader."
             ) from error
-        # Let go by close, or with a manager that is dropped without.
         self._lock = weakref.finalize(self, locks.release, lock)
-        return new
+        return alone or not self.store.renames
 
 
 def remember(store: Store, run: str, step: int, manifest: bytes) -> None:

@@ -6,6 +6,7 @@ A ``Store`` is the file system that DCP's reader and writer use, too. What they 
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import io
 import os
@@ -16,13 +17,13 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO, TypeAlias, cast
+from typing import Any, BinaryIO, Self, TypeAlias, cast
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
-from torch.distributed.checkpoint.filesystem import FileSystemBase
 
+from rescale_data.checkpoint.storage.dcp import FileSystemBase
 from rescale_data.checkpoint.storage.progress import Progress
 
 StrPath: TypeAlias = str | os.PathLike[str]
@@ -85,6 +86,12 @@ class Store(FileSystemBase):
         self._files: Any = files
         self.written: dict[str, FileRecord] = {}
         self.progress = Progress("Writing")
+
+    def recording(self, progress: Progress) -> Self:
+        """The same, for one save."""
+        own = copy.copy(self)
+        own.written, own.progress = {}, progress
+        return own
 
     def open_read(self, path: str) -> BinaryIO:
         return self._files.open(path, "rb")

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+import torch
 
 from rescale_data.engine.recipe import STAMP
 from rescale_data.engine.states.change import Fitted, fit, fixed_by_others, lasting
@@ -29,17 +29,13 @@ def check(saved: Mapping[str, Any], head: Mapping[str, Any], loader: HasStream) 
     """``DataStateError`` where a data state does not fit the loader, or ``dcp.load`` refuses what `load_changed` takes.
 
     Args:
-        saved: DCP's metadata of each tensor of the table.
+        saved: The table's tensors; those on the meta device will do.
         head: The state without its table.
     """
     require(HasStream, "the loader that is to load it", loader=loader)
     schema, n = loader.stream.schema, loader.stream.layout.num_logical_shards
     fitted = require_fit(loader.stream, head)
-    found = {
-        key: (tuple(entry.size), entry.properties.dtype)
-        for key, entry in saved.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    found = {key: (tuple(value.shape), value.dtype) for key, value in saved.items() if isinstance(value, torch.Tensor)}
     wanted = (STAMP, *stored(version_of(schema), schema.fields))
     if all(found.get(field.key) == ((n, *(field.shape or ())), field.dtype) for field in wanted):
         return

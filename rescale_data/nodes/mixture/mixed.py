@@ -16,8 +16,9 @@ from rescale_data.nodes.mixture.supply import Supply
 from rescale_data.nodes.mixture.weights import MixtureWeights
 from rescale_data.nodes.mixture.woven import woven
 from rescale_data.nodes.reading.documents import Documents
-from rescale_data.nodes.reading.fragment_documents import FragmentDocuments, read_together
+from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
 from rescale_data.nodes.reading.spans import EMPTY, MANY, Moves, Spans
+from rescale_data.nodes.reading.together import read_together
 from rescale_data.order import Words
 from rescale_data.state import Ints
 

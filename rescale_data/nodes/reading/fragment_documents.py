@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
-from weakref import WeakValueDictionary
 
 import numpy as np
 
 from rescale_data.nodes.reading.block import Block
-from rescale_data.nodes.reading.gather import copied, fragments_of, places_of
+from rescale_data.nodes.reading.gather import fragments_of
+from rescale_data.nodes.reading.lent import Lent, copied_from, lent, located
 from rescale_data.nodes.reading.share import ShardShare
-from rescale_data.nodes.reading.spans import EMPTY, NOTHING, Moves, Spans, plain
+from rescale_data.nodes.reading.spans import EMPTY, Moves, Spans
+from rescale_data.nodes.reading.together import Near
 from rescale_data.sources.decoded.cache import cache, follows, owner_of
 from rescale_data.sources.decoded.interest import PARTS, beside, room_for_block
 from rescale_data.sources.decoded.pieces import PieceSource
-from rescale_data.sources.source import DecodingSource, Tokens, TokenSource
+from rescale_data.sources.source import DecodingSource, TokenSource
 from rescale_data.state import Ints
 
 _LARGER = 4
@@ -110,7 +110,7 @@ class FragmentDocuments:
         used, which = fragments_of(rows[:most], self._fragments)
         first = self._lend(self._fragment_at(int(rows[0])))
         if self._stay(epoch, row, used, first):
-            return _located(rows[:most], which, [self._lend(fragment) for fragment in used])
+            return located(rows[:most], which, [self._lend(fragment) for fragment in used])
         if self._decoding is not None and self._share is None and (room := room_for_block(self._decoding)):
             return self._take(self._block_of(epoch, row, self._num_rows(first, room), room), epoch, row, most)
         rows = rows[: min(most, self._num_rows(first, self._bytes))]
@@ -140,11 +140,7 @@ class FragmentDocuments:
         return found
 
     def at_hand(self, position: memoryview, most: int, turns: bool) -> Near | None:
-        """Where the next documents lie; `None` where `read` has more to do than to find them.
-
-        Args:
-            turns: Whether those of the next epochs follow.
-        """
+        """See `Together`."""
         epoch, row, left = position[0], position[1], most
         if self._decoding is not None and (block := cache().get(self._block_key)) is not None and block.has(epoch, row):
             return None
@@ -206,7 +202,7 @@ class FragmentDocuments:
             there = np.flatnonzero(which == number)
             for part, places in enumerate(np.split(there, np.searchsorted(there, stops[:-1]))):
                 if len(places):
-                    parts[part].append(_copy(rows[places], found))
+                    parts[part].append(copied_from(rows[places], found))
                     order[part].append(places)
             if passed is not None:
                 passed.pass_by(self._column, fragment)
@@ -229,100 +225,22 @@ class FragmentDocuments:
         if self._share is not None and self._pieces is not None:
             tokens = self._pieces.tokens_of(self._column, fragment, self._share)
         key = self._owner, self._column, fragment, 0 if tokens is None else id(tokens)
-        found = _lent.get(key)
+        found = lent.get(key)
         if found is None:
             if tokens is None:
                 tokens = self._source.tokens(self._column, fragment)
                 sharing = max(1, beside(self._owner)[1] // (len(self._fragments) - 1))
-            found = _lent[key] = Lent(tokens, int(self._fragments[fragment]), sharing)
+            found = lent[key] = Lent(tokens, int(self._fragments[fragment]), sharing)
         return found
 
     def _fragment_at(self, row: int) -> int:
         return bisect_right(self._fragments.data, row) - 1
 
 
-def _copy(rows: Ints, found: Lent) -> Spans:
-    """Documents of one fragment, without their moves."""
-    there = _located(rows, np.zeros_like(rows), [found])
-    array, length = copied(found.values, there.start, there.length), there.length
-    return Spans((array,), there.array, np.cumsum(length) - length, length, _unmoved(len(rows)), (None,))
-
-
-@dataclass(frozen=True, slots=True)
-class Near:
-    """Documents that lie at hand.
-
-    Args:
-        runs: The epoch of some, the shard's row of the first of these, and how many they are, and so on; more than one
-            where an epoch ends.
-        rows: Of the source.
-        which: For each the number of its fragment in ``lent``.
-        lent: The fragments.
-    """
-
-    runs: list[tuple[int, int, int]]
-    rows: Ints
-    which: Ints
-    lent: list[Lent]
-
-
-def read_together(
-    asked: Sequence[tuple[FragmentDocuments, slice, int, bool]], position: memoryview
-) -> tuple[Spans, Ints]:
-    """`FragmentDocuments.read` of several at once, in any order: most add but a few numbers.
-
-    Args:
-        asked: Each with its part of ``position``, how many documents at most, and whether those of the next epochs follow.
-
-    Returns:
-        The documents, and ``int64[2, len(asked)]``: at which of them those of each begin, and how many they are.
-    """
-    near, others = dict[int, Near](), dict[int, Spans]()
-    for number, (documents, part, most, turns) in enumerate(asked):
-        found = documents.at_hand(position[part], most, turns)
-        if found is None:
-            others[number] = documents.read(position[part], most)
-        else:
-            near[number] = found
-    sizes = [len(each.rows) for each in near.values()] + [len(each) for each in others.values()]
-    places = np.zeros((2, len(asked)), dtype=np.int64)
-    places[:, [*near, *others]] = np.cumsum(sizes) - sizes, sizes
-    parts, slots = list(others.values()), [asked[number][1].start for number in others]
-    if near:
-        parts.insert(0, _joined([*near.values()], [asked[number][1].start for number in near]))
-        slots.insert(0, 0)
-    return Spans.join(parts, slots), places
-
-
-def _joined(near: Sequence[Near], slots: Sequence[int]) -> Spans:
-    """All of them, each of a position that begins at a slot of one row."""
-    firsts = np.cumsum([0, *(len(each.lent) for each in near)])
-    which = [each.which + first for each, first in zip(near, firsts.tolist(), strict=False)]
-    lent = [fragment for each in near for fragment in each.lent]
-    spans = _located(np.concatenate([each.rows for each in near]), np.concatenate(which), lent)
-    runs = [(slot, *run) for each, slot in zip(near, slots, strict=True) for run in each.runs]
-    slot, epoch, first, num = np.array(runs).T
-    row = np.arange(1, len(spans) + 1) + np.repeat(first - np.cumsum(num) + num, num)
-    if len(runs) == len(near):
-        return spans.with_moves(Moves.of(np.repeat(slot + 1, num)[:, None], row[:, None]))
-    slots_of_each = np.repeat(slot, num)[:, None] + np.arange(2)
-    return spans.with_moves(Moves.of(slots_of_each, np.stack([np.repeat(epoch, num), row], axis=1)))
-
-
-def _located(rows: Ints, which: Ints, found: list[Lent]) -> Spans:
-    """Where rows lie in fragments, without their moves."""
-    start, length = places_of(rows, which, [each.first for each in found], [each.offsets for each in found])
-    return Spans(tuple([each.values for each in found]), which, start, length, NOTHING, tuple(found))
-
-
 def _up_to(num_bytes: int, spans: Spans) -> Spans:
     """The first of the documents, where all of them are far larger than those by whose size they were counted."""
     ends = np.cumsum(spans.length * spans.arrays[0].itemsize)
     return spans if ends[-1] <= num_bytes else spans[: int(ends.searchsorted(num_bytes)) + 1]
-
-
-def _unmoved(num_documents: int) -> Moves:
-    return Moves(np.zeros(num_documents + 1, dtype=np.int64), NOTHING.slot, NOTHING.value)
 
 
 @lru_cache(maxsize=64)
@@ -333,24 +251,3 @@ def block_bytes(cache_bytes: int, num_logical_shards: int) -> int:
     cache; little enough for what all shards have put in order to take a quarter of it.
     """
     return max(2**16, min(2**20, cache_bytes // 4 // num_logical_shards))
-
-
-class Lent:
-    """A fragment that the spans of one shard or more keep alive.
-
-    Args:
-        tokens: What was decoded.
-        first: The row of the source at which the fragment begins.
-        sharing: About so many shards keep it at once, each of which counts its part.
-    """
-
-    __slots__ = ("__weakref__", "_tokens", "first", "nbytes", "offsets", "values")
-
-    def __init__(self, tokens: Tokens, first: int, sharing: int = 1) -> None:
-        self._tokens = tokens  # which may let go of pages when it goes
-        self.values, self.offsets = plain(tokens.values), np.ascontiguousarray(tokens.offsets, dtype=np.int64)
-        self.first, self.nbytes = first + tokens.first, tokens.nbytes // sharing
-
-
-_lent: WeakValueDictionary[tuple[int, str, int, int], Lent] = WeakValueDictionary()
-"""Fragments that a packer of any shard still holds, by source, column and number, and which piece of it."""

@@ -1,0 +1,86 @@
+"""Documents of several readers at once, found in one pass: a mixture of many sources takes but a few of each at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from rescale_data.nodes.reading.lent import Lent, located
+from rescale_data.nodes.reading.spans import Moves, Spans
+from rescale_data.state import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """Documents that lie at hand.
+
+    Args:
+        runs: The epoch of some, the shard's row of the first of these, and how many they are, and so on; more than one
+            where an epoch ends.
+        rows: Of the source.
+        which: For each the number of its fragment in ``lent``.
+        lent: The fragments.
+    """
+
+    runs: list[tuple[int, int, int]]
+    rows: Ints
+    which: Ints
+    lent: list[Lent]
+
+
+class Together(Protocol):
+    """`Documents` that can be read so."""
+
+    def read(self, position: memoryview, most: int) -> Spans: ...
+
+    def at_hand(self, position: memoryview, most: int, turns: bool) -> Near | None:
+        """Where the next documents lie; `None` where `read` has more to do than to find them.
+
+        Args:
+            turns: Whether those of the next epochs follow.
+        """
+        ...
+
+
+def read_together(asked: Sequence[tuple[Together, slice, int, bool]], position: memoryview) -> tuple[Spans, Ints]:
+    """`Documents.read` of several at once, in any order: most add but a few numbers.
+
+    Args:
+        asked: Each with its part of ``position``, how many documents at most, and whether those of the next epochs follow.
+
+    Returns:
+        The documents, and ``int64[2, len(asked)]``: at which of them those of each begin, and how many they are.
+    """
+    near, others = dict[int, Near](), dict[int, Spans]()
+    for number, (documents, part, most, turns) in enumerate(asked):
+        found = documents.at_hand(position[part], most, turns)
+        if found is None:
+            others[number] = documents.read(position[part], most)
+        else:
+            near[number] = found
+    sizes = [len(each.rows) for each in near.values()] + [len(each) for each in others.values()]
+    places = np.zeros((2, len(asked)), dtype=np.int64)
+    places[:, [*near, *others]] = np.cumsum(sizes) - sizes, sizes
+    parts, slots = list(others.values()), [asked[number][1].start for number in others]
+    if near:
+        parts.insert(0, _joined([*near.values()], [asked[number][1].start for number in near]))
+        slots.insert(0, 0)
+    return Spans.join(parts, slots), places
+
+
+def _joined(near: Sequence[Near], slots: Sequence[int]) -> Spans:
+    """All of them, each of a position that begins at a slot of one row."""
+    firsts = np.cumsum([0, *(len(each.lent) for each in near)])
+    which = [each.which + first for each, first in zip(near, firsts.tolist(), strict=False)]
+    lent = [fragment for each in near for fragment in each.lent]
+    spans = located(np.concatenate([each.rows for each in near]), np.concatenate(which), lent)
+    runs = [(slot, *run) for each, slot in zip(near, slots, strict=True) for run in each.runs]
+    slot, epoch, first, num = np.array(runs).T
+    row = np.arange(1, len(spans) + 1) + np.repeat(first - np.cumsum(num) + num, num)
+    if len(runs) == len(near):
+        return spans.with_moves(Moves.of(np.repeat(slot + 1, num)[:, None], row[:, None]))
+    slots_of_each = np.repeat(slot, num)[:, None] + np.arange(2)
+    return spans.with_moves(Moves.of(slots_of_each, np.stack([np.repeat(epoch, num), row], axis=1)))
