@@ -246,7 +246,7 @@ SECTIONS: dict[str, dict[str, Make]] = {
         "ours": partial(json_lines, words),
         "HF datasets, streaming": partial(hf_json, lists_of_words),
     },
-    "JSON lines, BPE": {
+    "JSON lines with BPE": {
         "encoding alone (the limit)": partial(encoding_alone, bpe),
         "encoding alone, a text at a time": partial(encoding_alone, bpe_one_by_one),
         "ours": partial(json_lines, bpe),

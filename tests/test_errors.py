@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -419,6 +420,15 @@ class TestPipelines:
         if not isinstance(data, Path):
             with pytest.raises(TypeError, match="is no data set"):
                 rd.Reader(data, rd.Shard())
+
+    def test_a_table_whose_columns_would_be_its_rows(self) -> None:
+        table = pa.table({str(i): list(range(48)) for i in range(48)})
+        frame: Any = pytest.importorskip("pandas").DataFrame(np.zeros((48, 48)))
+        for data in (table, table.to_batches()[0], frame):
+            with pytest.raises(
+                TypeError, match=r"is a table, and table\[3\] a column of it.*Give the rows: table\.to_pylist"
+            ):
+                loader_of(data)
 
     @pytest.mark.parametrize("columns", ["tokens", []])
     def test_columns_that_are_no_list_of_names(self, columns: Any, tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
+import pyarrow as pa
+
 from rescale_data.errors import checks_kinds
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES, follows
 from rescale_data.sources.source import Source
@@ -68,6 +70,12 @@ class DatasetSource:
             raise TypeError(
                 f"{_shown(dataset)} is no data set: give rd.ParquetSource(...), or the source of another format, for files, "
                 f"and one split of a dict of data sets."
+            )
+        if isinstance(dataset, pa.Table | pa.RecordBatch) or hasattr(dataset, "iloc"):
+            raise TypeError(
+                f"A {type(dataset).__name__} is a table, and table[3] a column of it, not a row. Give the rows: "
+                f"table.to_pylist(), frame.to_dict('records'), a datasets.Dataset of it, or write it as Parquet for "
+                f"rd.ParquetSource."
             )
         if not isinstance(dataset, MapStyle):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
