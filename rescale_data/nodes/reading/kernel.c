@@ -54,9 +54,10 @@ typedef struct {
 } Stretch;
 
 /* Copying. Documents lie anywhere, so that no processor foresees the next one: for each line of memory that is copied, one of
-   the next document is asked for, and the rest of it, up to a page, at the end. Wide vectors are written to whole lines. */
+   the next document is asked for, and the rest of it, up to a page, at the end. Where many tokens
+   are copied, wide vectors are written to whole lines. */
 
-enum { LINE = 64, PAGE = 4096 };
+enum { LINE = 64, PAGE = 4096, LONG = 128 };
 
 typedef struct {
   int64_t address, size;
@@ -86,7 +87,7 @@ typedef struct {
 
 CLONES static int copy_64(int64_t* q, int64_t address, int64_t first, int64_t n, int kind, Bytes next) {
   typedef int64_t OUT;
-  const int64_t MAX = INT64_MAX, head = (int64_t)(-(uintptr_t)q % LINE / sizeof(OUT));
+  const int64_t MAX = INT64_MAX, head = n < LONG ? 0 : (int64_t)(-(uintptr_t)q % LINE / sizeof(OUT));
   int wrong = 0;
   switch (kind) {
     CASE(I1, int8_t, NONE) CASE(U1, uint8_t, NONE) CASE(I2, int16_t, NONE) CASE(U2, uint16_t, NONE)
@@ -98,7 +99,7 @@ CLONES static int copy_64(int64_t* q, int64_t address, int64_t first, int64_t n,
 
 CLONES static int copy_32(int32_t* q, int64_t address, int64_t first, int64_t n, int kind, Bytes next) {
   typedef int32_t OUT;
-  const int64_t MIN = INT32_MIN, MAX = INT32_MAX, head = (int64_t)(-(uintptr_t)q % LINE / sizeof(OUT));
+  const int64_t MIN = INT32_MIN, MAX = INT32_MAX, head = n < LONG ? 0 : (int64_t)(-(uintptr_t)q % LINE / sizeof(OUT));
   int wrong = 0;
   switch (kind) {
     CASE(I1, int8_t, NONE) CASE(U1, uint8_t, NONE) CASE(I2, int16_t, NONE) CASE(U2, uint16_t, NONE)
