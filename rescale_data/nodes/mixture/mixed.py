@@ -23,7 +23,7 @@ from rescale_data.order import Words
 from rescale_data.state import Ints
 
 _FIRST, _SECOND, _FASTER = 16, 256, 4  # draws at once: of the first reads, and as many times more of each that follows
-_MOST, _OF_EACH = 2**15, 1024  # draws at once, and of each source
+_MOST, _OF_EACH = 2**15, 2048  # draws at once, and of each source
 _READS = 256  # of sources, or four of each: enough at once, whose epochs may hold a row or two in this shard
 _AT_ONCE = 16  # documents of each source in the second read, where they lie at hand: a few cost as much as one
 _EXPECTED = 2  # by tokens, likely documents of a source that are read with those of others
