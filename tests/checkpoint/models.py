@@ -14,6 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+FLAT: list[nn.Module] = []
+"""Until the process ends: torch 2.9 frees flat parameters that Python still refers to ("Deallocating Tensor that still has live
+PyObject references") when the garbage collector finds their model."""
+
 
 class Net(nn.Module):
     """Uneven sizes, a buffer, a frozen, an unused and a tied parameter."""
@@ -59,9 +63,11 @@ def wrap(model: nn.Module, how: str) -> nn.Module:
         return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
     if how == "fsdp1-flat":
         policy = ModuleWrapPolicy({nn.Linear}) if isinstance(model, Plain) else None
-        return FullyShardedDataParallel(
+        flat = FullyShardedDataParallel(
             model, auto_wrap_policy=policy, device_mesh=mesh(), device_id=torch.device("cpu")
         )
+        FLAT.append(flat)
+        return flat
     if how == "fsdp2":
         for child in (module for name, module in model.named_children() if name in ("up", "down")):
             fully_shard(child, mesh=mesh())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -33,6 +34,7 @@ def join_group(rank: int, world_size: int, rendezvous: str) -> None:
 def _main(
     rank: int, world_size: int, rendezvous: str, out: Connection, work: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
+    faulthandler.enable()  # says where, if torch ends the process
     try:
         join_group(rank, world_size, rendezvous)
         # Plain bytes: a tensor sent as shared memory is gone when its process ends before it is read.
@@ -70,7 +72,7 @@ def run(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
             assert ready, f"ranks {sorted(set(range(world_size)) - set(results))} hang"
             for end in ready:
                 rank = ends.index(end)
-                ok, results[rank] = _receive(end)
+                ok, results[rank] = _receive(end, processes[rank])
                 assert ok, f"rank {rank}:\n{results[rank]}"
         for process in processes:
             process.join(LIMIT)
@@ -81,8 +83,9 @@ def run(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     return [results[rank] for rank in range(world_size)]
 
 
-def _receive(end: Connection) -> tuple[bool, Any]:
+def _receive(end: Connection, process: Any) -> tuple[bool, Any]:
     try:
         return pickle.loads(end.recv_bytes())
     except EOFError:
-        return False, "died"
+        process.join(LIMIT)
+        return False, f"died with {process.exitcode}"
