@@ -49,8 +49,7 @@ class ColumnDocuments:
     def read(self, position: memoryview, most: int) -> Spans:
         del most
         if self._ended or self._node.position != position:
-            self._node.position[:] = position
-            self._node.bind(self._node.position)
+            self._node.go_to(position)
         try:
             self._ended = False
             sample = next(self._node)

@@ -135,7 +135,7 @@ class Tokenize(Node[dict[str, Any]]):
             return super().skip(num_samples)
         if self._over:  # the source, bound anew, would go on with its next epoch
             raise StopIteration
-        self._rewind(self._bookmark)
+        self._source.go_to(self._bookmark)
         self._at = -1
         try:
             self._source.skip(num_samples)
@@ -195,7 +195,7 @@ class Tokenize(Node[dict[str, Any]]):
     def _load(self, most: int = sys.maxsize) -> Batch:
         """What comes after the sample that was yielded last."""
         if self._source.position != self._bookmark:
-            self._rewind(self._bookmark)
+            self._source.go_to(self._bookmark)
         before = copy_of(self._bookmark)
         samples: list[Any] = []
         after: list[View] = []
@@ -254,15 +254,11 @@ class Tokenize(Node[dict[str, Any]]):
 
     def _locate(self, before: View, then: View) -> str:
         """Where the sample after a position comes from; the source is moved there and on to ``then``."""
-        self._rewind(before)
+        self._source.go_to(before)
         next(self._source)
         where = self._source.locate()
-        self._rewind(then)
+        self._source.go_to(then)
         return where
-
-    def _rewind(self, position: View) -> None:
-        self._source.position[:] = position
-        self._source.bind(self._source.position)
 
     def _fingerprint(self) -> str:
         try:
