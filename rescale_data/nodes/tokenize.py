@@ -18,7 +18,7 @@ from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import BaseNode, Node, View, copy_of
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.function import require_function
-from rescale_data.nodes.guard import OnError, guard_of
+from rescale_data.nodes.guard import OnError, described, guard_of
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.tokenized import FIRST_TEXTS, TokenizedDocuments
 from rescale_data.sources.decoded.cache import Made, cache, owner_of
@@ -240,9 +240,8 @@ class Tokenize(Node[dict[str, Any]]):
     def _text(self, sample: Any) -> str:
         text = sample.get(self.column) if isinstance(sample, Mapping) else None
         if not isinstance(text, str):
-            given = f"the keys {list(sample)}" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
             raise ValueError(
-                f"Tokenize(column={self.column!r}) was given a sample with {given}, and under that key a "
+                f"Tokenize(column={self.column!r}) was given a sample with {described(sample)}, and under that key a "
                 f"{type(text).__name__}. Yield dicts with a string there."
             )
         return text
