@@ -102,7 +102,8 @@ class CheckpointManager(RunReader):
         super().__init__(folder, process_group=_own_group(process_group), storage_options=storage_options)
         self._closed = True
         self._ranks.on_first(self._folder.open_for_writing)
-        self._stager = Stager() if async_mode != "disabled" else None
+        self._stages = async_mode != "disabled"
+        self._stager = Stager()
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
         self._running: Future[None] | None = None
         self._told: set[str] = set()
@@ -120,7 +121,7 @@ class CheckpointManager(RunReader):
             metrics: Numbers for ``keep_best``.
         """
         self.wait()
-        if self._stager is None:
+        if not self._stages:
             checked = self._ranks.together(lambda: _checked(step, metrics))
             self._idle()  # of deletions
             self._write(*plain_state(state, self._ranks), step, checked)
@@ -143,13 +144,12 @@ class CheckpointManager(RunReader):
         Call it when the model and the optimizer's state are there, after ``load_latest`` or the first step.
         """
         self.wait()
-        if self._stager is not None:
+        if self._stages:
             self._stager.stage(entries_of(state, self._ranks.rank))[0].result()
 
     def wait_for_staging(self) -> None:
         """Return when parameters and optimizer state may change. ``optimizer.step()`` of torch calls it by itself."""
-        if self._stager is not None:
-            self._stager.wait()
+        self._stager.wait()
 
     def wait(self) -> None:
         """Return when the save that runs is committed; raise what it failed with."""
@@ -184,8 +184,7 @@ class CheckpointManager(RunReader):
             return
         with contextlib.ExitStack() as stack:
             stack.callback(self._folder.close)
-            if self._stager is not None:
-                stack.callback(self._stager.close)
+            stack.callback(self._stager.close)
             stack.callback(self._pool.shutdown)
             try:
                 self.wait()
