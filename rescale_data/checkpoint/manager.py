@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, Self, TypeAlias, cast, get_args
+from typing import Any, Literal, Self, cast
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import new_group
@@ -23,8 +23,6 @@ from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.errors import checks_kinds
 
 logger = logging.getLogger(__name__)
-
-AsyncMode: TypeAlias = Literal["thread", "disabled"]
 
 
 @dataclass(frozen=True)
@@ -92,12 +90,12 @@ class CheckpointManager(RunReader):
         keep_latest: int | None = 3,
         keep_every: int | None = None,
         keep_best: tuple[str, str, int] | None = None,
-        async_mode: AsyncMode = "thread",
+        async_mode: Literal["thread", "disabled"] = "thread",
         process_group: dist.ProcessGroup | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        if async_mode not in get_args(AsyncMode):
-            raise ValueError(f"async_mode={async_mode!r}: choose one of {', '.join(map(repr, get_args(AsyncMode)))}.")
+        if async_mode not in ("thread", "disabled"):
+            raise ValueError(f"async_mode={async_mode!r}: choose one of 'thread', 'disabled'.")
         self._rules = Retention(keep_latest=keep_latest, keep_every=keep_every, keep_best=keep_best)
         super().__init__(folder, process_group=_own_group(process_group), storage_options=storage_options)
         self._closed = True
