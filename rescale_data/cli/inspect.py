@@ -26,13 +26,19 @@ def list_checkpoints(folder: StrPath) -> list[dict[str, Any]]:
     """One dict a checkpoint in a run's folder, by step and then by name.
 
     Raises:
-        FileNotFoundError: no such folder.
+        FileNotFoundError: no such folder, or no checkpoint in it.
         ValueError: a checkpoint, and not a folder of checkpoints.
     """
     store, path = open_store(folder)
     steps = [join(path, f"step-{step}") for step in RunFolder.existing(store, path).steps()]
-    others = sorted({join(path, name) for name in store.names(path) if not name.startswith(".")} - set(steps))
-    return [about for candidate in [*steps, *others] if (about := _about(store, candidate)) is not None]
+    names = [name for name in store.names(path) if not name.startswith(".")]
+    others = sorted({join(path, name) for name in names} - set(steps))
+    found = [about for candidate in [*steps, *others] if (about := _about(store, candidate)) is not None]
+    if not found:
+        raise FileNotFoundError(
+            f"No checkpoint in {path}: it holds {names[:5]}. Give the folder of a run, which holds a checkpoint a step."
+        )
+    return found
 
 
 def summarize(path: StrPath) -> dict[str, Any]:

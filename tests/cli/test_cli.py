@@ -173,12 +173,16 @@ def test_prune_and_ls_of_what_is_no_run(run_folder: Path) -> None:
     for call_ in (lambda path: call("ls", path, code=2), lambda path: call("prune", path, "--keep-latest", 1, code=2)):
         assert "No folder" in call_(run_folder / "none")
         assert "is a checkpoint itself; give the folder of the run" in call_(run_folder / "step-5").replace("\n", " ")
+    (run_folder / "logs").mkdir()
+    (run_folder / "logs" / "a.txt").touch()
+    assert "logs: it holds ['a.txt']. Give the folder of a run" in call("ls", run_folder / "logs", code=2)
+    assert "it holds ['a.txt']" in call("ls", run_folder / "logs", "--json", code=2)
 
 
 def test_what_is_no_checkpoint_is_told_with_the_cure(run_folder: Path, tmp_path: Path) -> None:
     for command in ("show", "verify"):
         text = call(command, run_folder, code=2).replace("\n", "")
-        assert "folder of a run: give one of its checkpoints" in text
+        assert f"folder of a run: give one of its checkpoints, {run_folder / 'step-20'}." in text
     assert "There is nothing at this path" in call("convert", tmp_path / "none", tmp_path / "out", code=2)
     assert "--limit" in call("diff", run_folder / "step-5", run_folder / "step-10", "--limit", -1, code=2)
 

@@ -18,7 +18,7 @@ from rescale_data.checkpoint.devices import cut
 from rescale_data.checkpoint.ranks import Ranks, clear_error
 from rescale_data.checkpoint.storage import dcp
 from rescale_data.checkpoint.storage.commit import is_ours, replaced_by_a_killed_save
-from rescale_data.checkpoint.storage.lease import reading
+from rescale_data.checkpoint.storage.lease import STEP, reading
 from rescale_data.checkpoint.storage.manifest import MANIFEST, METADATA, Manifest, NewerError, read_manifest
 from rescale_data.checkpoint.storage.metadata import UnknownClassError, read_metadata
 from rescale_data.checkpoint.storage.progress import Progress
@@ -243,9 +243,10 @@ def _files_of_another_tool(reader: CheckpointReader) -> dict[str, FileRecord]:
             f"safetensors by rescale-data convert {path} FOLDER."
         )
     if not store.is_file(join(path, METADATA)):
-        names = [name for name in store.names(path) if name[0] != "."][:5]
-        here = f"it holds {names}" if store.exists(path) else "there is nothing at this path"
-        run = next((name for name in names if store.is_file(join(path, name, METADATA))), None)
+        names = [name for name in store.names(path) if name[0] != "."]
+        here = f"it holds {names[:5]}" if store.exists(path) else "there is nothing at this path"
+        newest_first = sorted(names, key=lambda name: (bool(STEP.fullmatch(name)), len(name), name), reverse=True)
+        run = next((name for name in newest_first if store.is_file(join(path, name, METADATA))), None)
         cure = f" It is the folder of a run: give one of its checkpoints, {join(path, run)}." if run else ""
         raise FileNotFoundError(f"No checkpoint at {path}: {here}.{cure}")
     metadata = reader.read_metadata()
