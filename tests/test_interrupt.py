@@ -14,7 +14,7 @@ import pytest
 
 import rescale_data as rd
 
-O, ROWS = 4, 24
+BATCH, ROWS = 4, 24
 
 
 class CtrlC:
@@ -59,12 +59,12 @@ def odd(row: int) -> bool:
 
 
 def known() -> rd.DataLoader:
-    return rd.DataLoader(SOURCE, global_batch_size=O, num_logical_shards=O)
+    return rd.DataLoader(SOURCE, global_batch_size=BATCH, num_logical_shards=BATCH)
 
 
 def only_reading_tells() -> rd.DataLoader:
     return rd.DataLoader(
-        lambda shard: rd.Filter(rd.Reader(TWICE, shard), odd), global_batch_size=O, num_logical_shards=O
+        lambda shard: rd.Filter(rd.Reader(TWICE, shard), odd), global_batch_size=BATCH, num_logical_shards=BATCH
     )
 
 
@@ -89,7 +89,7 @@ def go_on_after(ctrl_c: CtrlC, loader: rd.DataLoader, number: int) -> tuple[list
 
 
 @pytest.mark.parametrize("make_loader", [known, only_reading_tells])
-@pytest.mark.parametrize("number", [0, 2, ROWS // O - 1], ids=["first", "within", "last"])
+@pytest.mark.parametrize("number", [0, 2, ROWS // BATCH - 1], ids=["first", "within", "last"])
 def test_ctrl_c_loses_and_repeats_nothing(make_loader: Callable[[], rd.DataLoader], number: int) -> None:
     whole = [batch.tolist() for batch in make_loader()]
     ctrl_c, at, num_lost = CtrlC(1), 1, 0
@@ -115,7 +115,9 @@ def test_ctrl_c_in_a_function_that_reads_ahead() -> None:
                 raise KeyboardInterrupt
             return odd(row)
 
-        loader = rd.DataLoader(lambda shard, keep=keep: rd.Filter(rd.Reader(TWICE, shard), keep), global_batch_size=O)
+        loader = rd.DataLoader(
+            lambda shard, keep=keep: rd.Filter(rd.Reader(TWICE, shard), keep), global_batch_size=BATCH
+        )
         rows: Counter[int] = Counter()
         while loader.epoch == 0:
             try:

@@ -187,7 +187,11 @@ class Stream(Position):
         return micro_batch
 
     def _take(self, *, or_fail: bool) -> MicroBatch:
-        """The next micro batch, and what follows it found; or the error in ending the epoch, where that is not to come later."""
+        """The next micro batch, after which what follows it is found.
+
+        Args:
+            or_fail: Whether an error in ending the epoch comes in its place, and not after it.
+        """
         deal, u = None if self.leg is None else self.leg.deal, self.u
         micro_batch = self._take_one()
         if deal is not None:
