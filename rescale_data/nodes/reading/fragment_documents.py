@@ -161,6 +161,8 @@ class FragmentDocuments:
                 break
         if not parts:
             return None
+        if not runs[-1][2]:  # of the epoch behind the last end there are no documents here
+            runs.pop()
         rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
         used, which = fragments_of(rows, self._fragments)
         first = self._lend(self._fragment_at(int(rows[0])))

@@ -18,8 +18,8 @@ class Near:
     """Documents that lie at hand.
 
     Args:
-        runs: The epoch of some, the shard's row of the first of these, and how many they are, and so on; more than one
-            where an epoch ends.
+        runs: The epoch of some, the shard's row of the first of these, and how many they are, and so on; none where an
+            epoch has ended and documents of the next one follow.
         rows: Of the source.
         which: For each the number of its fragment in ``lent``.
         lent: The fragments.
@@ -80,7 +80,9 @@ def _joined(near: Sequence[Near], slots: Sequence[int]) -> Spans:
     runs = [(slot, *run) for each, slot in zip(near, slots, strict=True) for run in each.runs]
     slot, epoch, first, num = np.array(runs).T
     row = np.arange(1, len(spans) + 1) + np.repeat(first - np.cumsum(num) + num, num)
-    if len(runs) == len(near):
-        return spans.with_moves(Moves.of(np.repeat(slot + 1, num)[:, None], row[:, None]))
-    slots_of_each = np.repeat(slot, num)[:, None] + np.arange(2)
-    return spans.with_moves(Moves.of(slots_of_each, np.stack([np.repeat(epoch, num), row], axis=1)))
+    slots, ends = np.repeat(slot + 1, num), np.arange(len(spans) + 1)
+    if (turned := np.flatnonzero(num == 0)).size:  # the document behind an epoch's end moves to the next epoch, too
+        behind = (np.cumsum(num) - num)[turned]
+        slots, row = np.insert(slots, behind, slot[turned]), np.insert(row, behind, epoch[turned])
+        ends[1:] += np.cumsum(np.bincount(behind, minlength=len(spans)))
+    return spans.with_moves(Moves(ends, slots, row))
