@@ -3,49 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
-from rescale_data.nodes.reading.lent import Lent, located
+from rescale_data.nodes.reading.fragment_documents import FragmentDocuments, Near
+from rescale_data.nodes.reading.lent import located
 from rescale_data.nodes.reading.spans import Moves, Spans
 from rescale_data.state import Ints
 
 
-@dataclass(frozen=True, slots=True)
-class Near:
-    """Documents that lie at hand.
-
-    Args:
-        runs: The epoch of some, the shard's row of the first of these, and how many they are, and so on; none where an
-            epoch has ended and documents of the next one follow.
-        rows: Of the source.
-        which: For each the number of its fragment in ``lent``.
-        lent: The fragments.
-    """
-
-    runs: list[tuple[int, int, int]]
-    rows: Ints
-    which: Ints
-    lent: list[Lent]
-
-
-class Together(Protocol):
-    """`Documents` that can be read so."""
-
-    def read(self, position: memoryview, most: int) -> Spans: ...
-
-    def at_hand(self, position: memoryview, most: int, turns: bool) -> Near | None:
-        """Where the next documents lie; `None` where `read` has more to do than to find them.
-
-        Args:
-            turns: Whether those of the next epochs follow.
-        """
-        ...
-
-
-def read_together(asked: Sequence[tuple[Together, slice, int, bool]], position: memoryview) -> tuple[Spans, Ints]:
+def read_together(
+    asked: Sequence[tuple[FragmentDocuments, slice, int, bool]], position: memoryview
+) -> tuple[Spans, Ints]:
     """`Documents.read` of several at once, in any order: most add but a few numbers.
 
     Args:
