@@ -148,8 +148,8 @@ class Exclude(Node[Any]):
             return sample[self.column] in self.blocklist.ids
         except (KeyError, TypeError) as error:
             raise ValueError(
-                f"Exclude(ids=, column={self.column!r}) was given {described(sample)} in {self._reader.source.locate(row)}. Give "
-                f"as column= the one that holds the ids, a string or an integer in each row."
+                f"Exclude(ids=, column={self.column!r}) was given {described(sample)} in {self._reader.source.locate(row)}. "
+                f"Give as column= the one that holds the ids, a string or an integer in each row."
             ) from error
 
 

@@ -111,7 +111,8 @@ def warn_if_thrashing(sources: Iterable[Described], owned_shards: int, beside: i
     _log.warning(
         "%s: this process visits %d logical shards in turn, whose fragments of about %d bytes (of Parquet: all columns), and "
         "the order in which they read, take %d bytes, and cache_bytes and spill_bytes, which all sources share, are %d. "
-        "Fragments are then decoded again at each visit, up to %d times an epoch (their rows; less under a TokenPacker, which takes many at a visit). "
+        "Fragments are then decoded again at each visit, up to %d times an epoch (their rows; less under a TokenPacker, "
+        "which takes many at a visit). "
         "Give cache_bytes=%d, or spill_dir=, a local folder with as much room, run fewer shards in a process (a smaller "
         "num_logical_shards, more ranks or workers), or write smaller row groups or record batches.",
         name, owned_shards, size, needed, room, times, needed,
