@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import os
+import pickle
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -64,6 +65,14 @@ class DamagedCheckpointError(ValueError):
     def __init__(self, message: str, problems: list[str] | None = None) -> None:
         super().__init__(message)
         self.problems = problems or [message]
+
+
+def picklable(error: Exception) -> Exception:
+    """The error, or what says the same and can be told to another process."""
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def checks_kinds(function: F) -> F:

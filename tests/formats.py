@@ -1,5 +1,6 @@
 """Files in the formats that have no schema, written as their own tools write them."""
 
+import bz2
 import gzip
 import io
 import json
@@ -20,6 +21,8 @@ def pack(data: bytes, name: str) -> bytes:
     """As a file of that name is compressed."""
     if name.endswith(".gz"):
         return gzip.compress(data)
+    if name.endswith(".bz2"):
+        return bz2.compress(data)
     if name.endswith(".zst"):
         sink = pa.BufferOutputStream()
         with pa.CompressedOutputStream(sink, "zstd") as stream:

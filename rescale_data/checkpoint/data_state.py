@@ -15,7 +15,7 @@ from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.tree import tree_of
 from rescale_data.engine.recipe import STRINGS
 from rescale_data.engine.states.check import check
-from rescale_data.engine.states.state_paths import find, names_under
+from rescale_data.engine.states.state_paths import find
 from rescale_data.engine.states.statedict import INTS
 from rescale_data.engine.states.table import by_field
 from rescale_data.engine.stream import HasStream
@@ -84,7 +84,7 @@ def check_checkpoint(path: Source, loader: HasStream, key: str | None = None) ->
     """
 
     def explain(state: _DataState) -> None:
-        table = {path[1]: name for name, path in state.names.items() if len(path) == 2 and path[0] == "shards"}
+        table = {path[1]: name for name, path in state.saved.paths.items() if len(path) == 2 and path[0] == "shards"}
         check({field: state.saved.values[name] for field, name in table.items()}, state.read(*INTS, *STRINGS), loader)
 
     _with_state(path, key, explain)
@@ -132,19 +132,14 @@ def _with_state(path: Source, key: str | None, work: Callable[[_DataState], T]) 
 
 
 class _DataState:
-    """The values of one data state.
-
-    Attributes:
-        saved: All values of the checkpoint.
-        names: Paths within the data state, by flattened name.
-    """
+    """The values of one data state: what is ``saved`` of it."""
 
     def __init__(self, reader: StorageReader, where: object, key: str | None) -> None:
         self._reader = reader
-        self.saved = Contents.of(reader.read_metadata())
-        self.names = names_under(self.saved.paths, find(self.saved.paths.values(), key, where))
+        saved = Contents.of(reader.read_metadata())
+        self.saved = saved.under(find(saved.paths.values(), key, where))
 
     def read(self, *parts: str) -> dict[str, Any]:
         """What is under these names, default all, as whole tensors on the CPU."""
-        names = {name: path for name, path in self.names.items() if not parts or path[0] in parts}
+        names = {name: path for name, path in self.saved.paths.items() if not parts or path[0] in parts}
         return tree_of(names, load_values(placeholders(self.saved.values, names), self._reader))

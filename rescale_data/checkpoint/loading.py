@@ -12,16 +12,16 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.storage import StorageReader
 
 from rescale_data.checkpoint.devices import settle
-from rescale_data.checkpoint.entry import Entry
-from rescale_data.checkpoint.misfits import KINDS, Misfits, compare, fitting, of_all_ranks, skipped
+from rescale_data.checkpoint.entry import KINDS, Entry, Misfits, compare, fitting, of_all_ranks, skipped
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.state import State, entries_of, refuse_unfit
 from rescale_data.checkpoint.storage.dcp import Contents, ValuesReader, flatten
 from rescale_data.checkpoint.storage.open import load_values, mapped_path, open_store, read_checkpoint
 from rescale_data.checkpoint.storage.store import StrPath
-from rescale_data.checkpoint.tree import nested, value_at, with_loaded
+from rescale_data.checkpoint.tree import with_loaded
 from rescale_data.engine.states.state_paths import ROWS
 from rescale_data.errors import checks_kinds
+from rescale_data.state import nest
 
 logger = logging.getLogger(__name__)
 
@@ -116,8 +116,8 @@ def load(
 def _read(reader: StorageReader, path: str, state: State, ranks: Ranks, strict: bool) -> LoadReport:
     """Load from a reader whose files are in order."""
     saved = ranks.together(lambda: Contents.of(reader.read_metadata()))
-    entries = ranks.together(lambda: entries_of(state, ranks.rank, saved.paths))
-    plain, wanted = ranks.together(lambda: _placeholders(entries, reader, saved))
+    entries = ranks.together(lambda: entries_of(state, ranks.rank, saved))
+    live, wanted = ranks.together(lambda: _placeholders(entries, reader, saved))
     own = compare(entries, wanted, saved)
     found = of_all_ranks(ranks.on_each(lambda: own))
     report = LoadReport(**{kind: tuple(sorted(names)) for kind, names in found.items()})
@@ -127,19 +127,18 @@ def _read(reader: StorageReader, path: str, state: State, ranks: Ranks, strict: 
         logger.info("%s also holds %s, which the state does not ask for.", path, ", ".join(report.not_asked))
     left = skipped(entries, own)
     loaded = load_values(fitting(wanted, own, left), reader, ranks, doing=f"Loading {path}")
-    taken = [entry for entry in entries if entry not in left]
-    ranks.on_each(lambda: [e.take(with_loaded(value_at(plain, e.path), loaded, e.name)) for e in taken])
-    settle(plain)
+    taken = [(entry, value) for entry, value in zip(entries, live, strict=True) if entry not in left]
+    ranks.on_each(lambda: [entry.take(with_loaded(value, loaded, entry.name)) for entry, value in taken])
+    settle(live)
     return report
 
 
-def _placeholders(
-    entries: list[Entry], reader: StorageReader, saved: Contents
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What DCP loads into: nested, and by flattened name."""
-    plain = nested((entry.path, entry.placeholder(reader, saved)) for entry in entries)
+def _placeholders(entries: list[Entry], reader: StorageReader, saved: Contents) -> tuple[list[Any], dict[str, Any]]:
+    """What DCP loads into: of each entry, and by flattened name."""
+    live = [entry.placeholder(reader, saved) for entry in entries]
+    plain = nest([(entry.path, value) for entry, value in zip(entries, live, strict=True)])
     refuse_unfit(plain)
-    return plain, flatten(plain)[0]
+    return live, flatten(plain)[0]
 
 
 def _complaint(path: str, misfits: Misfits, saved: Contents) -> str:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, Self, TypeAlias, cast, get_args
+from typing import Any, Literal, Self, cast
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import new_group
@@ -23,8 +23,6 @@ from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.errors import checks_kinds
 
 logger = logging.getLogger(__name__)
-
-AsyncMode: TypeAlias = Literal["thread", "disabled"]
 
 
 @dataclass(frozen=True)
@@ -92,17 +90,17 @@ class CheckpointManager(RunReader):
         keep_latest: int | None = 3,
         keep_every: int | None = None,
         keep_best: tuple[str, str, int] | None = None,
-        async_mode: AsyncMode = "thread",
+        async_mode: Literal["thread", "disabled"] = "thread",
         process_group: dist.ProcessGroup | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        if async_mode not in get_args(AsyncMode):
-            raise ValueError(f"async_mode={async_mode!r}: choose one of {', '.join(map(repr, get_args(AsyncMode)))}.")
+        if async_mode not in ("thread", "disabled"):
+            raise ValueError(f"async_mode={async_mode!r}: choose one of 'thread', 'disabled'.")
         self._rules = Retention(keep_latest=keep_latest, keep_every=keep_every, keep_best=keep_best)
         super().__init__(folder, process_group=_own_group(process_group), storage_options=storage_options)
-        self._closed = True
         self._ranks.on_first(self._folder.open_for_writing)
-        self._stager = Stager() if async_mode != "disabled" else None
+        self._stages = async_mode != "disabled"
+        self._stager = Stager()
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
         self._running: Future[None] | None = None
         self._told: set[str] = set()
@@ -120,7 +118,7 @@ class CheckpointManager(RunReader):
             metrics: Numbers for ``keep_best``.
         """
         self.wait()
-        if self._stager is None:
+        if not self._stages:
             checked = self._ranks.together(lambda: _checked(step, metrics))
             self._idle()  # of deletions
             self._write(*plain_state(state, self._ranks), step, checked)
@@ -143,13 +141,12 @@ class CheckpointManager(RunReader):
         Call it when the model and the optimizer's state are there, after ``load_latest`` or the first step.
         """
         self.wait()
-        if self._stager is not None:
+        if self._stages:
             self._stager.stage(entries_of(state, self._ranks.rank))[0].result()
 
     def wait_for_staging(self) -> None:
         """Return when parameters and optimizer state may change. ``optimizer.step()`` of torch calls it by itself."""
-        if self._stager is not None:
-            self._stager.wait()
+        self._stager.wait()
 
     def wait(self) -> None:
         """Return when the save that runs is committed; raise what it failed with."""
@@ -184,8 +181,7 @@ class CheckpointManager(RunReader):
             return
         with contextlib.ExitStack() as stack:
             stack.callback(self._folder.close)
-            if self._stager is not None:
-                stack.callback(self._stager.close)
+            stack.callback(self._stager.close)
             stack.callback(self._pool.shutdown)
             try:
                 self.wait()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from rescale_data.errors import DamagedCheckpointError, DataStateError
+from rescale_data.errors import DamagedCheckpointError, DataStateError, picklable
 
 T = TypeVar("T")
 
@@ -74,7 +73,7 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return work(), None
     except Exception as error:
-        return None, portable(error)
+        return None, picklable(error)
 
 
 def _values(outcomes: list[Any]) -> list[Any]:
@@ -82,15 +81,6 @@ def _values(outcomes: list[Any]) -> list[Any]:
         if error is not None:
             raise error
     return [value for value, _ in outcomes]
-
-
-def portable(error: Exception) -> Exception:
-    """The error itself where it survives the way to another process, else its text."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
 
 
 _CURES = {

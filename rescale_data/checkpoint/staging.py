@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import weakref
+import functools
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -27,6 +27,8 @@ from rescale_data.checkpoint.state import plain_of
 from rescale_data.checkpoint.tree import mapped
 
 Staged = dict[str, Any]
+Late: TypeAlias = dict[tuple[Any, ...], torch.Tensor]
+"""What is copied in the background, by its path."""
 
 
 class Stager:
@@ -36,9 +38,9 @@ class Stager:
         self._stager = _new_stager()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="staging")
         self._stream = torch.Stream() if torch.accelerator.is_available() else contextlib.nullcontext()
-        self._pending: Future[Any] | None = None
+        pending = self._pending = list[Future[None]]()
         # Any optimizer's, since any optimizer may own the parameters; the hook alone does not keep the copies alive.
-        self._hook = register_optimizer_step_pre_hook(_waiter(weakref.ref(self)))
+        self._hook = register_optimizer_step_pre_hook(functools.partial(_wait, pending))
 
     def stage(self, entries: list[Entry]) -> tuple[Future[None], Callable[[], Staged], set[str]]:
         """Copy the state of ``entries`` as it is now. One at a time: the memory is used again.
@@ -47,21 +49,20 @@ class Stager:
             Done when it is copied; what gives the copy; and the names in it that may differ between ranks.
         """
         steady = {place for entry in entries for tensor in entry.steady() if (place := address(tensor))}
-        late: dict[str, torch.Tensor] = {}
+        late: Late = {}
         live, loose = plain_of(entries)
-        plain = mapped(live, lambda _, leaf: _copy(leaf, steady, late))
-        pending = self._pending = self._thread.submit(self._copy, late, _asked_for(late))
-        done: Future[None] = Future()
-        pending.add_done_callback(
-            lambda copied: done.set_exception(error) if (error := copied.exception()) else done.set_result(None)
-        )
+        plain = mapped(live, lambda path, leaf: _copy(path, leaf, steady, late))
+        done = self._thread.submit(self._copy, late, _asked_for(late))
+        self._pending[:] = [done]
 
         def copies() -> Staged:
-            return mapped(plain, lambda _, leaf: pending.result()[leaf.key] if isinstance(leaf, _Late) else leaf)
+            done.result()
+            return mapped(plain, lambda path, leaf: late.get(path, leaf))
 
         return done, copies, loose
 
-    def _copy(self, late: dict[str, torch.Tensor], asked_for: list[torch.Event]) -> dict[str, torch.Tensor]:
+    def _copy(self, late: Late, asked_for: list[torch.Event]) -> None:
+        """Put copies in the place of live tensors."""
         for event in asked_for:
             event.synchronize()
         with self._stream:
@@ -70,12 +71,11 @@ class Stager:
             except KeyError:  # in torch 2.10 and 2.11 a stager ends with its first copy, and keeps no memory
                 self._stager = _new_stager()
                 staged = self._stager.stage(cast(Any, late))
-        return cast("dict[str, torch.Tensor]", staged)
+        late |= cast(Late, staged)
 
     def wait(self) -> None:
         """Return when the state may change. An error of the copy belongs to the save and is raised there."""
-        if (pending := self._pending) is not None:
-            pending.exception()
+        _wait(self._pending)
 
     def close(self) -> None:
         self.wait()
@@ -95,16 +95,12 @@ def _new_stager() -> DefaultStager:
     )
 
 
-def _waiter(reference: weakref.ref[Stager]) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
-    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        stager = reference()
-        if stager is not None:
-            stager.wait()
-
-    return before_step
+def _wait(pending: list[Future[None]], *_: object) -> None:
+    for future in pending:
+        future.exception()
 
 
-def _asked_for(tensors: dict[str, torch.Tensor]) -> list[torch.Event]:
+def _asked_for(tensors: Late) -> list[torch.Event]:
     """What happens on each accelerator when it has done all that it was asked for so far."""
     devices = {tensor.device for tensor in tensors.values()} - {torch.device("cpu")}
     events = [torch.Event(device, blocking=True) for device in devices]
@@ -113,19 +109,12 @@ def _asked_for(tensors: dict[str, torch.Tensor]) -> list[torch.Event]:
     return events
 
 
-class _Late:
-    """Where in the plain state a tensor belongs that is copied in the background."""
-
-    def __init__(self, key: str) -> None:
-        self.key = key
-
-
-def _copy(value: Any, steady: set[int], late: dict[str, torch.Tensor]) -> Any:
+def _copy(path: tuple[Any, ...], value: Any, steady: set[int], late: Late) -> Any:
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     is_steady = address(value) in steady
     tensor = value.detach() if is_steady else copied(value)
     if not is_steady and tensor.device.type == "cpu":
         return tensor
-    late[key := str(len(late))] = tensor
-    return _Late(key)
+    late[path] = tensor
+    return None

@@ -20,34 +20,33 @@ from rescale_data.checkpoint.entry import Entry, Path
 from rescale_data.checkpoint.optimizer.entry import OptimizerEntry
 from rescale_data.checkpoint.optimizer.named import owner
 from rescale_data.checkpoint.rank_values import PerRank, own_name, source_rank
-from rescale_data.checkpoint.tree import leaves, nested
-from rescale_data.engine.states.state_paths import names_under
+from rescale_data.checkpoint.storage.dcp import Contents
+from rescale_data.checkpoint.tree import leaves
+from rescale_data.state import nest
 
 State: TypeAlias = Mapping[str, Any]
 
 
-def entries_of(state: State, rank: int = 0, saved: Mapping[str, tuple[Any, ...]] | None = None) -> list[Entry]:
+def entries_of(state: State, rank: int = 0, saved: Contents | None = None) -> list[Entry]:
     """The entries of a state, nested mappings included.
 
     Args:
         rank: Whose own values are meant by ``PerRank``.
-        saved: Paths in the checkpoint that is to be loaded, by flattened name.
+        saved: What is in the checkpoint that is to be loaded.
     """
     if not isinstance(cast(object, state), Mapping):
         raise TypeError(f'state maps names to values, {{"model": model, ...}}; it is a {type(state).__name__}.')
     values = _walk(state, ())
     modules = [(path, value) for path, value, _ in values if isinstance(value, nn.Module)]
     return [
-        _own_entry(path, value, rank, saved or {})
-        if isinstance(value, PerRank)
-        else _entry(path, value, holder, modules)
+        _own_entry(path, value, rank, saved) if isinstance(value, PerRank) else _entry(path, value, holder, modules)
         for path, value, holder in values
     ]
 
 
 def plain_of(entries: list[Entry]) -> tuple[dict[str, Any], set[str]]:
     """What DCP saves of the entries, whose tensors may be the live ones; and the names in it that may differ between ranks."""
-    plain = nested((entry.path, entry.plain()) for entry in entries)
+    plain = nest([(entry.path, entry.plain()) for entry in entries])
     refuse_pickled(plain)
     refuse_unfit(plain)
     loose = {place for entry in entries for tensor in entry.loose() if (place := address(tensor))}
@@ -74,9 +73,9 @@ def _has_names(value: Mapping[Any, Any]) -> bool:
     return all(isinstance(key, str) for key in value)
 
 
-def _own_entry(path: Path, own: PerRank, rank: int, saved: Mapping[str, tuple[Any, ...]]) -> Entry:
+def _own_entry(path: Path, own: PerRank, rank: int, saved: Contents | None) -> Entry:
     """A rank's own value, by the rule of its kind, under the rank's name; those of other ranks are not missed."""
-    names = {under[0] for under in names_under(saved, path).values() if under}
+    names = {str(inner[0]) for inner in saved.under(path).paths.values()} if saved else set[str]()
     key = own_name(source_rank(names, rank))
     entry = _entry((*path, key), own.value, vars(own), [], key="value")
     entry.left_out = {".".join((*path, name)) for name in names - {key}}

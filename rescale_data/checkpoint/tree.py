@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -20,25 +22,13 @@ Lost: TypeAlias = Sequence[tuple[Sequence[str | int], Any]]
 
 def tree_of(paths: Mapping[str, tuple[Any, ...]], leaves: Mapping[str, Any], lost: Lost = ()) -> dict[str, Any]:
     """Leaves by flattened name as the nested state they came from; integers in a path are places in a list."""
-    root = nested((paths[name], leaf) for name, leaf in leaves.items())
+    root: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        _put(root, paths[name], leaf)
     for path, _ in (found for found in lost if found[1] == {}):
         _put(root, tuple(path), {})
     for path, key in sorted((found for found in lost if found[1] != {}), key=lambda found: -len(found[0])):
         _rename(root, path, key)
-    return root
-
-
-def nested(values: Iterable[tuple[tuple[Any, ...], Any]]) -> dict[str, Any]:
-    """Values by path as one state."""
-    root: dict[str, Any] = {}
-    for path, value in values:
-        _put(root, path, value)
-    return root
-
-
-def value_at(root: Any, path: Sequence[Any]) -> Any:
-    for key in path:
-        root = root[key]
     return root
 
 
@@ -129,7 +119,7 @@ def _put(root: dict[str, Any], path: tuple[Any, ...], leaf: Any) -> None:
 def _rename(root: dict[str, Any], path: Sequence[str | int], key: Any) -> None:
     """Give the last key of a path its type, where there is one."""
     with contextlib.suppress(KeyError, IndexError, TypeError):
-        inner = value_at(root, path[:-1])
+        inner: Any = functools.reduce(operator.getitem, path[:-1], cast(Any, root))
         inner[key] = inner.pop(path[-1])
 
 

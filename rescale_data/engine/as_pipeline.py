@@ -5,15 +5,12 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from typing import Any
 
 from torch.utils.data import IterableDataset
 
 from rescale_data.engine.recipe import Pipeline
-from rescale_data.nodes.base import BaseNode
 from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.stream_reader import StreamReader
-from rescale_data.shard import Shard
 from rescale_data.sources.dataset import MapStyle, as_source
 from rescale_data.sources.iterable import IterableSource, Shardable
 from rescale_data.sources.source import Source
@@ -48,14 +45,14 @@ def as_pipeline(
         shuffle: See `DataLoader`.
     """
     if isinstance(data, Source | MapStyle | os.PathLike) and not isinstance(data, type | IterableSource):
-        return functools.partial(_read_rows, as_source(data), shuffle)
+        return functools.partial(Reader, as_source(data), shuffle=shuffle, by_global_batch=shuffle is False)
     if shuffle is not True:
         raise TypeError(
             f"shuffle={shuffle!r} with a {type(data).__name__}: only rows of a source or a dataset are shuffled by the loader. "
             f"A pipeline says it where it reads, rd.Reader(source, shard, shuffle=...); streams are read as they come."
         )
     if isinstance(data, IterableSource | Shardable):
-        return functools.partial(_read_streams, data if isinstance(data, IterableSource) else IterableSource(data))
+        return functools.partial(StreamReader, data if isinstance(data, IterableSource) else IterableSource(data))
     if isinstance(data, IterableDataset):
         raise TypeError(
             f"A {type(data).__name__} is an IterableDataset, which no rank can read in part: give rd.IterableSource(function, "
@@ -67,11 +64,3 @@ def as_pipeline(
             f"node, a source, a dataset with __len__ and __getitem__, or an rd.IterableSource of streams."
         )
     return data
-
-
-def _read_streams(source: IterableSource, shard: Shard) -> BaseNode[Any]:
-    return StreamReader(source, shard)
-
-
-def _read_rows(source: Source, shuffle: bool | int, shard: Shard) -> BaseNode[Any]:
-    return Reader(source, shard, shuffle=shuffle, by_global_batch=shuffle is False)

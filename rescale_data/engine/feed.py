@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Container
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -17,7 +18,7 @@ from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.runner import Collate, Exhausted, Runner
 from rescale_data.engine.watch import describe, frames
-from rescale_data.layout.turns import Turns
+from rescale_data.layout.turns import Turn, Turns
 from rescale_data.sources.counts import MAKE_SECONDS, counts, told
 from rescale_data.state import Ints
 
@@ -55,30 +56,35 @@ class InProcess(Feed):
     """Makes each micro batch when it is asked for, in the trainer's process."""
 
     def __init__(self, runner: Runner, collate: Collate | None, *, pin_memory: bool = False) -> None:
-        self._runner, self._collate, self._pin = runner, collate, pin_memory
+        self.runner, self._pin = runner, pin_memory
+        self._draw: Callable[[Turn], MicroBatch] = partial(runner.take, collate=collate)
         self._turns: Turns | None = None
         self._u, self._pads = 0, False
         self._seconds = self._counted = 0.0  # that making took, and of these those that `counts` has
 
     def start(self, leg: Leg, table: Ints, first: int) -> None:
-        self._runner.load(table, leg.histories, leg.layout.owned(leg.rank))
+        self.runner.load(table, leg.histories, leg.layout.owned(leg.rank))
         self._turns, self._u, self._pads = leg.turns(table), first, leg.pads
 
     def take(self) -> MicroBatch:
-        turns, self._turns = self._turns, None  # after an error the rows are past what was delivered
-        if turns is None:
-            raise Exhausted
         started = time.perf_counter()
-        micro_batch = self._make(turns, self._u)
-        if self._pin:
-            micro_batch = micro_batch._replace(batch=pin(micro_batch.batch))
-        self._turns, self._u = turns, self._u + 1
+        micro_batch = self.make(self._u)
+        self._u += 1
         self._seconds += time.perf_counter() - started
         return micro_batch
 
-    def _make(self, turns: Turns, u: int) -> MicroBatch:
-        made = self._runner.take(turns.turn(u), self._collate)
-        return made.with_valid() if self._pads else made
+    def make(self, u: int) -> MicroBatch:
+        """Micro batch u of the leg, behind those that were made; else as `take`."""
+        turns, self._turns = self._turns, None  # after an error the rows are past what was delivered
+        if turns is None:
+            raise Exhausted
+        made = self._draw(turns.turn(u))
+        if self._pads:
+            made = made.with_valid()
+        if self._pin:
+            made = made._replace(batch=pin(made.batch))
+        self._turns = turns
+        return made
 
     def progress(self) -> dict[str, float]:
         seconds = self._seconds
@@ -156,10 +162,7 @@ class Traced(InProcess):
 
     def __init__(self, runner: Runner, shards: Container[int]) -> None:
         super().__init__(runner, None)
-        self._shards = shards
-
-    def _make(self, turns: Turns, u: int) -> MicroBatch:
-        return self._runner.trace(turns.turn(u), self._shards)
+        self._draw = lambda turn: runner.trace(turn, shards)
 
 
 class Ahead:

@@ -9,7 +9,6 @@ Where only reading tells how much is left, it is dealt in rounds (`Rest`), each 
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 
 import numpy as np
@@ -112,8 +111,7 @@ class Legs:
         except DataStateError as error:
             self.unproven = f"Epoch {at.clock.epoch} does not end as it should. {error}"
             raise DataStateError(self.unproven) from None
-        at.ranks.log(
-            logging.INFO,
+        at.ranks.info(
             "Epoch %d: every row was delivered once, or is of the %d samples that are dropped, across all legs of the run.",
             at.clock.epoch,
             int(dropped.sum()),
@@ -144,8 +142,8 @@ def _dealt(at: Position, table: Ints, left: Ints, samples: Ints, *, is_known: bo
 
 def _say_tail(at: Position, num_dropped: int, num_padded: int) -> None:
     if num_dropped or num_padded or at.is_empty:
-        at.ranks.log(  # nothing was taken: it was loaded with another global batch, or is too small
-            logging.WARNING if at.is_empty else logging.INFO,
+        say = at.ranks.warn if at.is_empty else at.ranks.info  # loaded with another global batch, or too small
+        say(
             "Epoch %d ended with less than a global batch of %d samples: %d dropped, %d repeated to fill the last one.",
             at.clock.epoch,
             at.layout.global_batch_size,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -78,7 +77,7 @@ class Opening:
         if k and self._pool is None:
             self._pool = self._pool_of(setup.recipe, num_workers=k)
             if self._pool.forks and setup.ranks.circle is not None and is_in_a_file():
-                setup.ranks.log(logging.WARNING, _FORKS)
+                setup.ranks.warn(_FORKS)
         feed = InProcess(runner, self._collate, pin_memory=self._pin)
         ahead = InThread(feed, self._prefetch_batches) if self._prefetch_batches else feed
         return Stream(setup, runner, self._pool or ahead)

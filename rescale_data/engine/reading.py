@@ -22,7 +22,7 @@ from rescale_data.engine.report import NAMES, Report, report
 from rescale_data.engine.setup import Setup, with_global_batch_size
 from rescale_data.engine.skip import require_countable, skip, steps_from
 from rescale_data.engine.states.load import load_state_dict
-from rescale_data.engine.states.statedict import Sharded, state_dict, whole_shards
+from rescale_data.engine.states.statedict import Sharded, state_dict
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.watch import Watch, describe, waits
 from rescale_data.errors import checks_kinds
@@ -225,10 +225,6 @@ class Reading:
         load_state_dict(self.stream, state)
         self._resumed, self._at_multiple = True, False
         self.invalidate()
-
-    def keep_whole(self) -> None:
-        """Have all rows right on this rank (collective over the dp ranks)."""
-        whole_shards(self.stream)
 
     def move_to(self, stream: Stream, state: Mapping[str, Any]) -> None:
         """Go on with a stream of other ranks; iterators stay valid in the same epoch.

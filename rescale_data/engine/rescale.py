@@ -15,7 +15,7 @@ from rescale_data.engine.opening import Opening
 from rescale_data.engine.ranks.find_ranks import require_mesh
 from rescale_data.engine.reading import Reading
 from rescale_data.engine.setup import Setup
-from rescale_data.engine.states.statedict import header, state_of
+from rescale_data.engine.states.statedict import header, state_of, whole_shards
 from rescale_data.engine.stream import Stream
 from rescale_data.layout.layout import Layout
 from rescale_data.state import Ints
@@ -41,7 +41,7 @@ def rescale(
     if layout is not None:
         opening.require_order(layout)
     if step is None:
-        reading.keep_whole()
+        whole_shards(reading.stream)  # from here on all rows are right on this rank
     if layout is None or not stays(mesh, group):
         return False
     setup = opening.set_up(

@@ -145,8 +145,7 @@ def with_global_batch_size(setup: Setup, global_batch_size: int) -> Setup:
 
 def _warn_if_not_aligned(setup: Setup) -> None:
     if setup.layout.misfit is not None:
-        setup.ranks.log(
-            logging.WARNING,
+        setup.ranks.warn(
             "Not aligned: %s. Nothing is lost or repeated, but the order depends on this topology.",
             setup.layout.misfit,
         )
@@ -170,8 +169,7 @@ def _num_logical_shards(given: int | None, global_batch_size: int, ranks: Ranks)
     if given is not None:
         return given
     default = default_num_logical_shards(global_batch_size)
-    ranks.log(
-        logging.INFO,
+    ranks.info(
         "num_logical_shards=%d (by default), fixed from here on for the whole run: name it if the global batch "
         "may change.",
         default,
@@ -221,8 +219,7 @@ def _check_shards(setup: Setup) -> None:
     if layout.num_logical_shards < 2:
         return
     if find_shard(setup.schema.root) is None:
-        setup.ranks.log(
-            logging.WARNING,
+        setup.ranks.warn(
             "No node of the pipeline says which logical shard it reads: unless your own nodes make use of shard.index, each "
             "of the %d logical shards yields all of the data. Read it with rd.Reader(source, shard), or set `of_shard` in your "
             "node.",
@@ -232,8 +229,7 @@ def _check_shards(setup: Setup) -> None:
     setup.schema.require_same_state(last, layout.num_logical_shards - 1)
     others = Schema(last).sources()
     if any(others.get(path) is not source for path, source in sources.items()):
-        setup.ranks.log(
-            logging.WARNING,
+        setup.ranks.warn(
             "The pipeline makes a new source for each of %d logical shards, which reads every footer and caches every fragment "
             "anew. Make the source once, outside of the pipeline.",
             layout.num_logical_shards,

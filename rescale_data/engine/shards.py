@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -101,7 +100,7 @@ class LogicalShards(BaseNode[list[Any]]):
             return
         if self.stream.ended:
             if asked:
-                self.setup.ranks.log(logging.WARNING, _STALE)
+                self.setup.ranks.warn(_STALE)
             self.stream.move_on()
         elif self.stream.clock.samples != begun:
             self.stream.reset()

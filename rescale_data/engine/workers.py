@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from rescale_data.engine.feed import Feed
+from rescale_data.engine.feed import Feed, InProcess
 from rescale_data.engine.leg import Leg
 from rescale_data.engine.message import Inbox, Message, Part, Slabs
 from rescale_data.engine.micro_batch import MicroBatch
@@ -44,7 +44,6 @@ from rescale_data.engine.recipe import Recipe
 from rescale_data.engine.runner import Collate, Exhausted, Runner
 from rescale_data.engine.schema import Schema
 from rescale_data.engine.watch import Watch, describe
-from rescale_data.layout.turns import Turns
 from rescale_data.sources.counts import MADE, MAKE_SECONDS, counts, told
 from rescale_data.state import Ints
 
@@ -106,9 +105,7 @@ class Worker(Dataset[Any]):
         self.board: Board | None = None
         self._watch: Watch | None = None
         self._say: Callable[[str], None] = _nothing
-        self._runner: Runner | None = None
-        self._turns: Turns | None = None
-        self._pads = False
+        self._feed: InProcess | None = None
         self._told: Ints | None = None  # of a mixture, whose rows are long: the table as the trainer's process has it
         self._slabs = Slabs()
 
@@ -149,25 +146,23 @@ class Worker(Dataset[Any]):
 
     def _begin(self, command: Begin) -> None:
         self._begin_watch()
-        if self._runner is None:
-            self._runner = Runner(self._recipe, Schema(self._recipe.build(0)))  # as in the trainer's process
-        owned, table = command.leg.layout.owned(command.leg.rank), command.table
-        self._runner.load(table, command.leg.histories, owned)
-        self._turns, self._pads = command.leg.turns(table), command.leg.pads
+        if self._feed is None:
+            schema = Schema(self._recipe.build(0))  # as in the trainer's process
+            self._feed = InProcess(Runner(self._recipe, schema), self._collate)
+        self._feed.start(command.leg, command.table, 0)
         # In a deal another worker may have changed a slot that this one changes back.
-        self._told = command.table if command.leg.deal is None and self._runner.schema.is_mixture else None
+        tells_slots = command.leg.deal is None and self._feed.runner.schema.is_mixture
+        self._told = command.table if tells_slots else None
         self._slabs = Slabs()  # messages that nobody received may have held the old ones
 
     def _make(self, u: int) -> MicroBatch | None:
-        if self._runner is None or self._turns is None:
+        if self._feed is None:
             return None
         try:
-            made = self._runner.take(self._turns.turn(u), self._collate)
-            made = made.with_valid() if self._pads else made
-            return made if self._told is None else made.since(self._told)
+            made = self._feed.make(u)
         except Exhausted:
-            self._turns = None  # the rows are past what was delivered: nothing more until the next leg
             return None
+        return made if self._told is None else made.since(self._told)
 
 
 class Commands(Sampler[Any]):

@@ -176,6 +176,11 @@ class Node(Changing, BaseNode[T]):
         self.bind_children()
         self.seek()
 
+    def go_to(self, position: View) -> None:
+        """Go on from a copy of ``position``, kept where this node's own is."""
+        self.position[:] = position
+        self.bind(self.position)
+
     def bind_children(self) -> None:
         """Bind them to their parts of the position."""
         for name, child in self.children.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rescale_data.errors import checks_kinds, require, require_int
@@ -15,33 +14,6 @@ from rescale_data.nodes.reading.picked import PickedDocuments
 from rescale_data.state import Field, Ints
 
 _PIECE, _SHORT = 0, 1
-
-
-@dataclass(frozen=True)
-class Cleaning:
-    """What is left of a document, in one piece or several.
-
-    Args:
-        strip: Tokens that are taken off at both ends.
-        min_length: What is then shorter is left out.
-        max_length: What is longer comes in pieces of so many, the last one of what is left; `None` for one piece.
-    """
-
-    strip: frozenset[int]
-    min_length: int
-    max_length: int | None
-
-    def pieces(self, tokens: Sequence[int]) -> list[slice]:
-        """Where they lie in the document."""
-        start, stop = 0, len(tokens)
-        while start < stop and int(tokens[start]) in self.strip:
-            start += 1
-        while start < stop and int(tokens[stop - 1]) in self.strip:
-            stop -= 1
-        if stop - start < self.min_length:
-            return []
-        step = self.max_length or max(1, stop - start)
-        return [slice(first, min(first + step, stop)) for first in range(start, max(stop, start + 1), step)]
 
 
 class CleanDocuments(Node[dict[str, Any]]):
@@ -91,9 +63,8 @@ class CleanDocuments(Node[dict[str, Any]]):
         super().__init__(source=source)
         self.column = column
         tokens = require_int(**{f"strip[{i}]": token for i, token in enumerate(strip)})
-        self.cleaning = Cleaning(frozenset(tokens), min_length, max_length)
+        self.strip, self.min_length, self.max_length = frozenset(tokens), min_length, max_length
         self._source, self._bound = self.children["source"], Bound(self)
-        self._bound_below = Bound(self._source, type(self).__name__)
 
     def seek(self) -> None:
         self._bookmark = self.bookmark("source")
@@ -123,27 +94,32 @@ class CleanDocuments(Node[dict[str, Any]]):
         return again
 
     def documents(self, column: str) -> Documents | None:
-        inner = self._source.documents(column) if column == self.column else None
-        return None if inner is None else PickedDocuments(inner, self, dropped=_SHORT, piece=_PIECE)
+        if column != self.column:
+            return None
+        inner, bound = self._source.documents(column), Bound(self._source, type(self).__name__)
+        return inner and PickedDocuments(inner, self.pieces, bound, dropped=_SHORT, piece=_PIECE)
 
     def yields_only(self, column: str) -> bool:
         return self._source.yields_only(column)
 
-    def pieces(self, tokens: View) -> list[slice]:
-        return self.cleaning.pieces(tokens)
-
-    def raise_at(self, position: View) -> None:
-        del position  # nothing raises
-
-    def missed(self, num_before: int, position: View, num: int) -> int:
-        return self._bound_below.missed(num_before, position, num)
+    def pieces(self, tokens: Sequence[int]) -> list[slice]:
+        """Where in a document lies what is left of it, in one piece or several."""
+        start, stop = 0, len(tokens)
+        while start < stop and int(tokens[start]) in self.strip:
+            start += 1
+        while start < stop and int(tokens[stop - 1]) in self.strip:
+            stop -= 1
+        if stop - start < self.min_length:
+            return []
+        step = self.max_length or max(1, stop - start)
+        return [slice(first, min(first + step, stop)) for first in range(start, max(stop, start + 1), step)]
 
     def parameters(self) -> dict[str, Any]:
         return {
             "column": self.column,
-            "strip": sorted(self.cleaning.strip),
-            "min_length": self.cleaning.min_length,
-            "max_length": self.cleaning.max_length,
+            "strip": sorted(self.strip),
+            "min_length": self.min_length,
+            "max_length": self.max_length,
         }
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
@@ -157,15 +133,14 @@ class CleanDocuments(Node[dict[str, Any]]):
             if not (self.reread or self.position[_PIECE]):
                 self._source.settle(self._bookmark)
             if self._source.position != self._bookmark:
-                self._source.position[:] = self._bookmark
-                self._source.bind(self._source.position)
+                self._source.go_to(self._bookmark)
             try:
                 self._sample = next(self._source)
             except StopIteration:
                 self._over = True
                 return []
             self._tokens = integers(self._sample, self.column, type(self).__name__, self._source)
-            self._pieces = self.cleaning.pieces(self._tokens.data)
+            self._pieces = self.pieces(self._tokens.data)
             self.position[_SHORT] += not self._pieces
         return self._pieces
 

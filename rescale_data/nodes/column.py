@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from rescale_data.nodes.base import Node, copy_of
-from rescale_data.nodes.guard import add_place
+from rescale_data.nodes.guard import add_place, described
 from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.nodes.reading.spans import EMPTY, Moves, Spans
 from rescale_data.sources.decoded.sizes import size_of
@@ -49,8 +49,7 @@ class ColumnDocuments:
     def read(self, position: memoryview, most: int) -> Spans:
         del most
         if self._ended or self._node.position != position:
-            self._node.position[:] = position
-            self._node.bind(self._node.position)
+            self._node.go_to(position)
         try:
             self._ended = False
             sample = next(self._node)
@@ -96,10 +95,9 @@ def length_of(sample: Any, column: str, node: Node[Any]) -> int:
     try:
         return len(sample[column])
     except (TypeError, LookupError) as cause:
-        given = f"the keys {list(sample)}" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
         error = TypeError(
-            f"WeightedSampler(unit='tokens', column={column!r}) was given a sample with {given}, and under that key "
-            f"nothing that has a length. Yield dicts with the tokens of one document there, or leave such samples out "
+            f"WeightedSampler(unit='tokens', column={column!r}) was given a sample with {described(sample)}, and under that "
+            f"key nothing that has a length. Yield dicts with the tokens of one document there, or leave such samples out "
             f"with rd.Filter."
         )
         add_place(error, "WeightedSampler", node.locate())
@@ -108,10 +106,9 @@ def length_of(sample: Any, column: str, node: Node[Any]) -> int:
 
 def _integers(sample: Any, column: str, reader: str) -> npt.NDArray[Any]:
     if not isinstance(sample, Mapping) or column not in sample:
-        given = f"the keys {list(sample)}" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
         raise ValueError(
-            f"{reader}(column={column!r}) was given a sample with {given}. Yield dicts with the tokens of one document "
-            f"under that key."
+            f"{reader}(column={column!r}) was given a sample with {described(sample)}. Yield dicts with the tokens of one "
+            f"document under that key."
         )
     value: Any = sample[column]
     array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else _array(value)

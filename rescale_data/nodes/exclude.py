@@ -13,6 +13,7 @@ import numpy as np
 from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import BaseNode, Node, View, copy_of
 from rescale_data.nodes.bound import Bound
+from rescale_data.nodes.guard import described
 from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.reading.spans import EMPTY, Moves, Spans
@@ -146,10 +147,9 @@ class Exclude(Node[Any]):
         try:
             return sample[self.column] in self.blocklist.ids
         except (KeyError, TypeError) as error:
-            has = f"the keys {list(sample)}" if isinstance(sample, dict) else f"a {type(sample).__name__}"
             raise ValueError(
-                f"Exclude(ids=, column={self.column!r}) was given {has} in {self._reader.source.locate(row)}. Give as "
-                f"column= the one that holds the ids, a string or an integer in each row."
+                f"Exclude(ids=, column={self.column!r}) was given {described(sample)} in {self._reader.source.locate(row)}. "
+                f"Give as column= the one that holds the ids, a string or an integer in each row."
             ) from error
 
 
@@ -199,7 +199,7 @@ _made: dict[int, tuple[Any, Any, Blocklist]] = {}
 def _blocklist(rows: Any, ids: Any) -> Blocklist:
     known = _made.get(id(rows) ^ id(ids))
     if known is None or known[0] is not rows or known[1] is not ids:
-        known = (rows, ids, Blocklist(_numbers(rows), frozenset(_require_several(ids=ids))))
+        known = (rows, ids, Blocklist(_numbers(rows), frozenset(_require_several("ids", ids))))
         while len(_made) >= _KEPT:
             _made.pop(next(iter(_made)))
         _made[id(rows) ^ id(ids)] = known
@@ -207,14 +207,13 @@ def _blocklist(rows: Any, ids: Any) -> Blocklist:
 
 
 def _numbers(rows: Any) -> Ints:
-    found = np.asarray([*_require_several(rows=rows)])
+    found = np.asarray([*_require_several("rows", rows)])
     if found.size and (found.ndim != 1 or found.dtype.kind not in "iu"):
         raise TypeError(f"Exclude(rows=) holds values of {found.dtype}: give the numbers of rows, ints.")
     return np.unique(found.astype(np.int64))
 
 
-def _require_several(**given: Any) -> Any:
-    for name, value in given.items():
-        if isinstance(value, str | bytes) or not isinstance(value, Collection):
-            raise TypeError(f"Exclude({name}={value!r}): give a list, a set or an array of them.")
-    return next(iter(given.values()))
+def _require_several(name: str, value: Any) -> Any:
+    if isinstance(value, str | bytes) or not isinstance(value, Collection):
+        raise TypeError(f"Exclude({name}={value!r}): give a list, a set or an array of them.")
+    return value

@@ -88,27 +88,23 @@ class Filter(Node[Any]):
         """Where samples consist of that column alone, the predicate is asked without reading them one at a time."""
         if self._guard.skips or not self._source.yields_only(column):
             return None
-        inner = self._source.documents(column)
-        self._column, self._bound_below = column, Bound(self._source, type(self).__name__)
-        return None if inner is None else PickedDocuments(inner, self, dropped=0)
+        inner, self._column = self._source.documents(column), column
+        bound = Bound(self._source, type(self).__name__)
+        return inner and PickedDocuments(inner, self._pieces, bound, dropped=0, raise_at=self._raise_at)
 
     def yields_only(self, column: str) -> bool:
         return self._source.yields_only(column)
 
-    def pieces(self, tokens: View) -> list[slice]:
+    def _pieces(self, tokens: View) -> list[slice]:
         if self.predicate({self._column: np.asarray(tokens)}):
             self._seen[0] += 1
             return [slice(0, len(tokens))]
         self._drop()
         return []
 
-    def raise_at(self, position: View) -> None:
-        self._source.position[:] = position
-        self._source.bind(self._source.position)
+    def _raise_at(self, position: View) -> None:
+        self._source.go_to(position)
         self.next()
-
-    def missed(self, num_before: int, position: View, num: int) -> int:
-        return self._bound_below.missed(num_before, position, num)
 
     def _drop(self) -> None:
         self._seen[1] += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, Literal, NoReturn, TypeAlias
 
@@ -73,6 +73,11 @@ def guard_of(node: Node[Any], on_error: OnError, note: str = "") -> Guard:
 @lru_cache(maxsize=64)
 def _raising(kind: type[Node[Any]], note: str) -> Guard:
     return Guard(kind, "raise", note)
+
+
+def described(sample: object) -> str:
+    """What was given in place of a sample with the column that is wanted, for messages."""
+    return f"the keys {list(sample)}" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
 
 
 def add_place(error: Exception, node: str, where: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -120,7 +120,7 @@ class Reader(Node[Any]):
             self._fetching = Fetching(source, self.source.fragments, owner_of(source), self.rows.width)
         self._pieces = _pieces(self.source)
         if shard.verify:
-            self._proof = self._new_proof()
+            self._proof = Proof(self)
 
     @property
     def rows(self) -> ShardRows:
@@ -195,7 +195,7 @@ class Reader(Node[Any]):
             rows = self.rows
             if self._over or row >= rows.size(epoch):
                 self._finish()
-            plan = rows.kept(epoch, row) or self._plan(epoch, row)
+            plan = rows.kept(epoch, row) or self.plan(epoch, row)
             at = row - plan.first
             self._drawn = int(plan.rows[at])
             try:
@@ -309,10 +309,6 @@ class Reader(Node[Any]):
                 share = self.rows.share(epoch, shard) if self._cuts else None
                 self._fetching.begin(self._column, self.rows.fragments_around(epoch, row, shard), share)
 
-    def size(self, epoch: int) -> int:
-        """Rows of the shard in an epoch."""
-        return self.rows.size(epoch)
-
     def epochs_at(self, rows: Ints, shards: Ints) -> npt.NDArray[np.float64]:
         """``float64[M]``, the epochs that shards have read, with their part of the one they are in."""
         return rows[:, 0] + rows[:, 1] / np.maximum(1, self.rows.sizes(rows[:, 0], shards))
@@ -338,23 +334,8 @@ class Reader(Node[Any]):
 
     def rows_from(self, epoch: int, row: int) -> Ints:
         """Rows of the source that the shard reads from ``row`` of an epoch on, up to the end of a window."""
-        plan = self._plan(epoch, row)
+        plan = self.plan(epoch, row)
         return plan.rows[row - plan.first :]
-
-    def windows(self, epoch: int, row: int) -> Iterator[Ints]:
-        """Rows of the source that the shard reads from ``row`` of an epoch on, those of a window each."""
-        while row < self.rows.size(epoch):
-            first, stop = self.rows.order(epoch).span(row)
-            yield self.rows.around(epoch, row)[row - first :]
-            row = stop
-
-    def window_end(self, epoch: int, row: int) -> int:
-        """The row at which the next window begins."""
-        return self.rows.order(epoch).span(row)[1]
-
-    def rows_soon(self, epoch: int, row: int) -> list[int]:
-        """The two ends of what the next window permutes, if there is one."""
-        return self.rows.ends(epoch, row)
 
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
         if self._guard.skips:
@@ -385,7 +366,8 @@ class Reader(Node[Any]):
             "skipped_rows": float(rows[:, 2].sum()),
         }
 
-    def _plan(self, epoch: int, row: int) -> Plan:
+    def plan(self, epoch: int, row: int) -> Plan:
+        """The rows around ``row``; where they are computed now, those behind them are brought."""
         plan, is_new = self.rows.plan(epoch, row)
         if is_new and self._fetching is not None:
             self._fetch_ahead(self._fetching, epoch, row)
@@ -411,20 +393,6 @@ class Reader(Node[Any]):
             self._over = True
             self.turn(self.position)
         raise StopIteration
-
-    def _new_proof(self) -> Proof:
-        name = f"{self.source.name}, logical shard {self.shard.index} of {self.shard.num_logical_shards}"
-        return Proof(name, self.size, self._sums, self._numbers_owned, self._window_of)
-
-    def _sums(self, epoch: int, row: int) -> tuple[int, memoryview]:
-        plan = self._plan(epoch, row)
-        return plan.first, plan.sums
-
-    def _numbers_owned(self, epoch: int, first: int, stop: int) -> Ints:
-        return self.rows.numbered(epoch, self.rows.owned(epoch, first, stop))
-
-    def _window_of(self, row: int) -> int:
-        return row - row % self.rows.width
 
 
 def _pieces(source: Source) -> PieceSource | None:

@@ -205,8 +205,7 @@ class Shuffle(Node[Any]):
         """Have the source stand at the bookmark."""
         if passes != self._passes or not self._stands or self._source.position != self._bookmark:
             self._let_pass(passes)
-            self._source.position[:] = self._bookmark
-            self._source.bind(self._source.position)
+            self._source.go_to(self._bookmark)
             self._stands = True
 
     def _let_pass(self, passes: bool) -> None:

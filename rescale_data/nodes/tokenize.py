@@ -18,7 +18,7 @@ from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import BaseNode, Node, View, copy_of
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.function import require_function
-from rescale_data.nodes.guard import OnError, guard_of
+from rescale_data.nodes.guard import OnError, described, guard_of
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.tokenized import FIRST_TEXTS, TokenizedDocuments
 from rescale_data.sources.decoded.cache import Made, cache, owner_of
@@ -135,7 +135,7 @@ class Tokenize(Node[dict[str, Any]]):
             return super().skip(num_samples)
         if self._over:  # the source, bound anew, would go on with its next epoch
             raise StopIteration
-        self._rewind(self._bookmark)
+        self._source.go_to(self._bookmark)
         self._at = -1
         try:
             self._source.skip(num_samples)
@@ -195,7 +195,7 @@ class Tokenize(Node[dict[str, Any]]):
     def _load(self, most: int = sys.maxsize) -> Batch:
         """What comes after the sample that was yielded last."""
         if self._source.position != self._bookmark:
-            self._rewind(self._bookmark)
+            self._source.go_to(self._bookmark)
         before = copy_of(self._bookmark)
         samples: list[Any] = []
         after: list[View] = []
@@ -240,9 +240,8 @@ class Tokenize(Node[dict[str, Any]]):
     def _text(self, sample: Any) -> str:
         text = sample.get(self.column) if isinstance(sample, Mapping) else None
         if not isinstance(text, str):
-            given = f"the keys {list(sample)}" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
             raise ValueError(
-                f"Tokenize(column={self.column!r}) was given a sample with {given}, and under that key a "
+                f"Tokenize(column={self.column!r}) was given a sample with {described(sample)}, and under that key a "
                 f"{type(text).__name__}. Yield dicts with a string there."
             )
         return text
@@ -254,15 +253,11 @@ class Tokenize(Node[dict[str, Any]]):
 
     def _locate(self, before: View, then: View) -> str:
         """Where the sample after a position comes from; the source is moved there and on to ``then``."""
-        self._rewind(before)
+        self._source.go_to(before)
         next(self._source)
         where = self._source.locate()
-        self._rewind(then)
+        self._source.go_to(then)
         return where
-
-    def _rewind(self, position: View) -> None:
-        self._source.position[:] = position
-        self._source.bind(self._source.position)
 
     def _fingerprint(self) -> str:
         try:

@@ -72,8 +72,7 @@ class TokenizedDocuments:
 
     def _of_samples(self, position: memoryview, most: int) -> Spans:
         if self._ended or self._node.position != position:
-            self._node.position[:] = position
-            self._node.bind(self._node.position)
+            self._node.go_to(position)
         found = self._node.next_texts(most)
         self._ended = not found
         if not found:

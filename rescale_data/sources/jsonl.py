@@ -14,6 +14,7 @@ import numpy as np
 from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.bad_row import BadRow
 from rescale_data.sources.file_source import Rows
+from rescale_data.sources.files.blocks import CODECS
 from rescale_data.sources.files.ranges import Ranges
 from rescale_data.sources.indexed import IndexedSource, Scan
 from rescale_data.state import Ints
@@ -36,7 +37,8 @@ class JsonlSource(IndexedSource):
     are no rows.
 
     Args:
-        paths: A glob, a folder (``*.jsonl``, ``*.jsonl.gz``, ``*.jsonl.zst`` below it), a file, or a list; local or any URL.
+        paths: A glob, a folder (``*.jsonl`` below it, also with ``.gz``, ``.zst`` or ``.bz2``), a file, or a list; local or
+            any URL.
         columns: Which to keep; a row without one of them is an error. Default: whatever a line holds.
         cache_bytes, storage_options, remote: As of `ParquetSource`.
         index_dir: Where indices are kept, a folder that all ranks share; default beside each file. Needed for URLs.
@@ -59,7 +61,7 @@ class JsonlSource(IndexedSource):
 
     FORMAT: ClassVar[str] = "jsonl"
     SUFFIXES: ClassVar[tuple[str, ...]] = tuple(
-        f".{name}{packed}" for name in ("jsonl", "ndjson") for packed in ("", ".gz", ".zst")
+        f".{name}{packed}" for name in ("jsonl", "ndjson") for packed in ("", *CODECS)
     )
 
     @property
@@ -160,7 +162,8 @@ def _value(value: Any) -> Any:
     if not isinstance(value, list) or not _NUMBERS.issuperset(map(type, value)):
         return value
     array = np.array(value, dtype=None if value else np.int64)
-    return array if array.dtype.kind in "if" else value
+    exact = "f" if float in map(type, value) else "i"  # whole numbers beyond 64 bits stay a list
+    return array if array.dtype.kind == exact else value
 
 
 def find_lines(ranges: Ranges) -> tuple[Ints, Ints]:

@@ -212,6 +212,9 @@ class KnownFiles(ABC):
         except (FileNotFoundError, PermissionError, RemoteError, Explained):
             raise
         except _DAMAGE as error:
+            if isinstance(error, OSError) and error.errno:  # of the machine, such as a full disk, and not of the file
+                error.add_note(f"This was met while {self._files.path(file)} was read.")
+                raise
             raise ValueError(
                 f"{self._files.path(file)} cannot be read as {self.FORMAT}: {error}. It may be half-written or of another "
                 f"format: write it again, or leave it out."

@@ -111,10 +111,12 @@ class ParquetSource(TableSource):
     def _table(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
         handle: _Handle = self._handle(self._index.file_of(fragment))
         number = self._index.place("number", fragment)
+        # Arrow takes the name "a.b" for the field b of a column a, too: select
         if self._files.filesystem is not None:
-            return handle.fetch(number, columns)
+            return handle.fetch(number, columns).select(columns)
         with handle.lock:  # one column in this thread: another's memory would be another's, new to the process
-            return handle.file.read_row_group(number, columns=list(columns), use_threads=len(columns) > 1)
+            found = handle.file.read_row_group(number, columns=list(columns), use_threads=len(columns) > 1)
+        return found.select(columns)
 
     def decode_ahead(self, column: str, fragment: int) -> None:
         """The tokens of a fragment will be asked for soon. It returns at once, and raises nothing."""

@@ -216,7 +216,9 @@ class TableSource(FileSource):
         return list(range(len(footer.rows)))
 
     def _load(self, fragment: int) -> Fragment:
-        decoded = Fragment(self._decode(fragment, self._schema.names))
+        table = self._decode(fragment, self._schema.names)
+        with self._blaming(self._index.file_of(fragment)):
+            decoded = Fragment(table)
         self._release_with(decoded, fragment)
         return decoded
 
@@ -282,7 +284,7 @@ def _difference(first: ArrowSchema, other: ArrowSchema, wanted: Sequence[str], w
 
 
 def _type(schema: ArrowSchema, name: str) -> str:
-    return str(schema.field(name).type) if name in schema.names else "missing"
+    return " and ".join(str(schema.field(i).type) for i in schema.get_all_field_indices(name)) or "missing"
 
 
 def _stay(data: ArrowBuffer) -> None:

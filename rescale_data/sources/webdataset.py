@@ -15,6 +15,7 @@ import numpy.typing as npt
 from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.bad_row import BadRow
 from rescale_data.sources.file_source import Rows
+from rescale_data.sources.files.blocks import CODECS
 from rescale_data.sources.files.ranges import AsFile, Ranges
 from rescale_data.sources.indexed import IndexedSource, Scan
 from rescale_data.state import Ints
@@ -33,7 +34,8 @@ class WebDatasetSource(IndexedSource):
     in an index beside it.
 
     Args:
-        paths: A glob, a folder (``*.tar``, ``*.tar.gz``, ``*.tar.zst`` below it), a file, or a list; local or any URL.
+        paths: A glob, a folder (``*.tar`` below it, also with ``.gz``, ``.zst`` or ``.bz2``), a file, or a list; local or
+            any URL.
         columns: Which to read; default: all that occur. A row without one of them is an error when it is read.
         cache_bytes, storage_options, remote: As of `ParquetSource`.
         index_dir, transcode: As of `JsonlSource`.
@@ -56,7 +58,7 @@ class WebDatasetSource(IndexedSource):
     """
 
     FORMAT: ClassVar[str] = "tar"
-    SUFFIXES: ClassVar[tuple[str, ...]] = (".tar", ".tar.gz", ".tar.zst")
+    SUFFIXES: ClassVar[tuple[str, ...]] = tuple(f".tar{packed}" for packed in ("", *CODECS))
 
     @property
     def columns(self) -> list[str]:
@@ -74,7 +76,12 @@ class WebDatasetSource(IndexedSource):
 
     def _warn_of_holes(self) -> None:
         for file, rows in enumerate(self._index.file_rows):
-            counts = self._index.kind(file)["counts"]
+            counts, links = self._index.kind(file)["counts"], self._index.kind(file).get("links", 0)
+            if links:
+                _log.warning(
+                    "%s: %d members are links and are left out. Write it with tar --dereference --hard-dereference.",
+                    self._files.path(file), links,
+                )  # fmt: skip
             lacking = {name: rows - counts.get(name, 0) for name in self.columns if counts.get(name, 0) < rows}
             if lacking:
                 _log.warning(
@@ -130,19 +137,32 @@ class _Samples:
 
 
 def members(ranges: Ranges) -> Iterator[tuple[str, str, int, int, int]]:
-    """Key, column, and the places of header, data and end of each file in a tar; ``ValueError`` where it is cut off."""
+    """Key, column, and the places of header and data of each file in a tar, with its size, -1 of a link.
+
+    Raises:
+        ValueError: The tar is cut off, or there is something behind its end.
+    """
     try:
         with tarfile.open(fileobj=cast(Any, io.BufferedReader(AsFile(ranges), _READ_BYTES)), mode="r:") as tar:
             for member in tar:
                 named = _NAME.match(member.name)
-                if member.isreg() and named and not member.name.rpartition("/")[2].startswith("__"):
-                    yield named[1], named[2].lower(), member.offset, member.offset_data, member.size
+                if member.issparse():
+                    raise ValueError(f"its member {member.name!r} is stored with holes; write it without --sparse")
+                if not member.isdir() and named and not member.name.rpartition("/")[2].startswith("__"):
+                    size = member.size if member.isreg() else -1
+                    yield named[1], named[2].lower(), member.offset, member.offset_data, size
                 tar.members = []  # pyright: ignore[reportAttributeAccessIssue]  # else it keeps all of them
             end = tar.offset
     except tarfile.TarError as error:
         raise ValueError(str(error)) from error
     if ranges.read(end, 512).to_pybytes() != bytes(512):
         raise ValueError(f"it ends at byte {ranges.size} without the mark of its end")
+    for at in range(end, ranges.size, _READ_BYTES):
+        if ranges.read(at, _READ_BYTES).to_pybytes().strip(b"\0"):
+            raise ValueError(
+                f"there is more behind its end at byte {end}, as where tars were joined by cat: join them by tar "
+                f"--concatenate, or give each as a file"
+            )
 
 
 def _group(found: Iterator[tuple[str, str, int, int, int]]) -> Scan:
@@ -151,7 +171,11 @@ def _group(found: Iterator[tuple[str, str, int, int, int]]) -> Scan:
     starts, first, last = [], [0], 0
     places: list[tuple[int, int, int]] = []
     seen: set[str] = set()
+    links = 0
     for key, column, header, offset, size in found:
+        if size < 0:
+            links += 1
+            continue
         if not keys or key != keys[-1]:
             keys.append(key)
             starts.append(header)
@@ -174,4 +198,6 @@ def _group(found: Iterator[tuple[str, str, int, int, int]]) -> Scan:
         "keys": np.frombuffer(b"".join(encoded), dtype=np.uint8),
         "key_ends": np.cumsum([len(key) for key in encoded], dtype=np.int64),
     }
-    return Scan(np.array([*starts, last], dtype=np.int64), arrays, {"counts": counts})
+    return Scan(
+        np.array([*starts, last], dtype=np.int64), arrays, {"counts": counts, **({"links": links} if links else {})}
+    )

@@ -431,6 +431,8 @@ def test_bad_input(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "m", {"__metadata__": torch.zeros(2)})
     with pytest.raises(ValueError, match="keeps the name __metadata__ for itself"):
         checkpoint.to_safetensors(tmp_path / "m", tmp_path / "st")
+    with pytest.raises(ValueError, match="nothing named 'b'"):  # it is a value, and has no content
+        checkpoint.to_torch_save(tmp_path / "c", tmp_path / "f.pt", name="b")
     with pytest.raises(ValueError, match=r"nothing named 'model'. It holds \['a', 'b'\]"):
         checkpoint.to_torch_save(tmp_path / "c", tmp_path / "f.pt", name="model")
     with pytest.raises(FileNotFoundError):

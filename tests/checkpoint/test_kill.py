@@ -84,9 +84,9 @@ class FusedStore(LocalStore):
         super().rename(old, new)
         self.burn()
 
-    def remove(self, path: str) -> None:
+    def rm_file(self, path: Any) -> None:
         self.burn()
-        super().remove(path)
+        super().rm_file(path)
 
     def remove_folder(self, path: str) -> None:
         self.burn()

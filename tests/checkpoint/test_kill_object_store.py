@@ -40,9 +40,9 @@ class FusedStore(ObjectStore):
         self.burn()
         super().rename(path, new_path)
 
-    def remove(self, path: str) -> None:
+    def rm_file(self, path: Any) -> None:
         self.burn()
-        super().remove(path)
+        super().rm_file(path)
 
     def remove_folder(self, path: str) -> None:
         self.burn()

@@ -164,7 +164,7 @@ def test_a_killed_save_is_no_checkpoint(server: Server, folder: str) -> None:
     checkpoint.save(f"{folder}/step-1", state(1), storage_options=server.options)
     checkpoint.save(f"{folder}/step-2", state(2), storage_options=server.options)
     store, path = open_store(folder, server.options)
-    store.remove(f"{path}/step-2/rescale_data.json")
+    store.rm_file(f"{path}/step-2/rescale_data.json")
     with pytest.raises(ValueError, match="never finished"):
         checkpoint.load(f"{folder}/step-2", state(), storage_options=server.options)
     with CheckpointManager(folder, storage_options=server.options) as manager:
@@ -199,7 +199,7 @@ def test_damage_is_found(server: Server, folder: str) -> None:
     store.write(file, bytes(content))
     with pytest.raises(ValueError, match=r"__0_0\.distcp is not what was saved"):
         checkpoint.load(f"{folder}/c", state(), storage_options=server.options)
-    store.remove(file)
+    store.rm_file(file)
     assert "is missing" in checkpoint.verify(f"{folder}/c", storage_options=server.options)[0]
 
 

@@ -35,7 +35,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 def put(folder: str, *files: str) -> Store:
     store, path = open_store(folder)
     for file in files:
-        store.make_folder(f"{path}/{file}".rpartition("/")[0])
+        store.mkdir(f"{path}/{file}".rpartition("/")[0])
         store.write(f"{path}/{file}", b"precious")
     return store
 
@@ -103,7 +103,7 @@ def test_what_a_killed_deletion_left_is_removed(
     caplog.set_level(logging.INFO, logger="rescale_data")
     checkpoint.save(f"{folder}/step-1", STATE)
     store, path = open_store(folder)
-    store.remove(f"{path}/step-1/rescale_data.json")
+    store.rm_file(f"{path}/step-1/rescale_data.json")
     CheckpointManager(folder).close()
     assert not [name for name in listed(folder) if name.startswith("step")]
     assert "step-1, which a killed save or deletion left" in caplog.text

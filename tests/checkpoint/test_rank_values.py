@@ -117,6 +117,9 @@ def test_a_rank_without_a_value_of_its_own_is_told(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "c", {"w": 1})
     with pytest.raises(ValueError, match=r"missing in the checkpoint: rng.rank-0"):
         checkpoint.load(tmp_path / "c", {"w": 1, "rng": PerRank(torch.zeros(2))})
+    checkpoint.save(tmp_path / "all", {"w": 1, "rng": torch.zeros(2)})  # of all ranks
+    with pytest.raises(ValueError, match=r"missing in the checkpoint: rng.rank-0"):
+        checkpoint.load(tmp_path / "all", {"w": 1, "rng": PerRank(torch.zeros(2))})
 
 
 def test_the_source_of_each_rank() -> None:

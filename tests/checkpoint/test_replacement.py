@@ -19,7 +19,7 @@ from rescale_data.checkpoint.storage.manifest import read_manifest
 from rescale_data.checkpoint.storage.open import open_store
 from rescale_data.checkpoint.storage.store import ObjectStore
 
-CHANGES = ("open_write", "remove", "remove_folder", "rename")
+CHANGES = ("open_write", "rm_file", "remove_folder", "rename")
 
 
 @pytest.fixture
@@ -184,7 +184,7 @@ def test_a_checkpoint_of_before_is_read_and_replaced(url: str) -> None:
     manifest = read_manifest(store, path)
     assert manifest is not None
     files = {".metadata" if name == manifest.metadata else name: record for name, record in manifest.files.items()}
-    store.remove(f"{path}/{manifest.metadata}")
+    store.rm_file(f"{path}/{manifest.metadata}")
     store.write(f"{path}/rescale_data.json", dataclasses.replace(manifest, files=files).to_json())
     assert (loaded(f"{url}/c"), checkpoint.verify(f"{url}/c")) == (1, [])
     checkpoint.save(f"{url}/c", state(2), overwrite=True)

@@ -318,7 +318,7 @@ def test_a_run_that_may_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def refuse(*_: Any) -> None:
         raise PermissionError(13, "read-only")
 
-    for name in ("open_write", "make_folder", "rename", "remove", "remove_folder"):
+    for name in ("open_write", "mkdir", "rename", "rm_file", "remove_folder"):
         monkeypatch.setattr(LocalStore, name, refuse)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     reader, target = RunReader(tmp_path / "run"), {"w": torch.zeros(3)}
@@ -342,7 +342,7 @@ def test_one_folder_without_permission_does_not_stop_all(
         for step in (1, 2, 3):
             manager.save(step, STATE)
     (tmp_path / "step-4").mkdir()
-    names, remove = LocalStore.names, LocalStore.remove
+    names, remove = LocalStore.names, LocalStore.rm_file
 
     def refuse(store: LocalStore, path: str) -> Any:
         if "step-1/" in path or path.endswith("step-4"):
@@ -350,7 +350,7 @@ def test_one_folder_without_permission_does_not_stop_all(
         return remove(store, path) if path.endswith(".json") else names(store, path)
 
     monkeypatch.setattr(LocalStore, "names", refuse)
-    monkeypatch.setattr(LocalStore, "remove", refuse)
+    monkeypatch.setattr(LocalStore, "rm_file", refuse)
     with CheckpointManager(tmp_path, keep_latest=1, async_mode="disabled") as manager:
         assert "step-4 is not removed" in caplog.text
         manager.save(5, STATE)

@@ -80,7 +80,7 @@ def test_fragments_around_are_those_of_the_rows(lengths: list[int], num_shards: 
 @settings(max_examples=25)
 def test_resumes_at_every_position(lengths: list[int], shuffle: bool | int) -> None:
     source, shard = Fragmented(*lengths), Shard(1, 2, seed=4, repeat=False)
-    size = Reader(source, shard).size(0)
+    size = Reader(source, shard).rows.size(0)
     if not size:
         return
     whole = list(itertools.islice(endless(Reader(source, shard, shuffle=shuffle)), 3 * size))

@@ -1,11 +1,13 @@
 """Parquet and Arrow files: the same rows from every layout, nothing read twice, an error for whatever is wrong."""
 
+import errno
 import itertools
 import os
 import pickle
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -66,8 +68,8 @@ def mixed(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return ArrowSource(tmp_path)
 
 
-def save(path: Path, columns: dict[str, Any], max_chunksize: int | None = None) -> None:
-    table = pa.table(columns)
+def save(path: Path, columns: Any, max_chunksize: int | None = None) -> None:
+    table = pa.table(columns) if isinstance(columns, dict) else columns
     if path.suffix == ".parquet":
         pq.write_table(table, path)
     else:
@@ -468,6 +470,28 @@ class TestErrors:
         os.replace(tmp_path / "b.arrow", tmp_path / "a.arrow")
         assert source.row(8999)["row"] == 8999
 
+    @suffixes
+    def test_a_file_that_is_replaced_before_a_worker_opens_it(self, suffix: str, tmp_path: Path) -> None:
+        """What the index knows of the old one would find other rows in the new one."""
+        save(tmp_path / f"a{suffix}", {"row": list(range(90))})
+        sent = pickle.dumps(source_of(tmp_path, suffix))
+        save(tmp_path / f"a{suffix}", {"row": [2**40 + i for i in range(90)], "more": [None] * 90})
+        with pytest.raises(
+            ValueError, match=rf"a{suffix} cannot be read .*it was replaced: it had \d+ bytes .* and has"
+        ):
+            pickle.loads(sent).row(0)
+
+    @suffixes
+    def test_what_is_not_the_fault_of_a_file(
+        self, suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        save(tmp_path / f"a{suffix}", {"row": [1]})
+        full = OSError(errno.ENOSPC, "No space left on device")
+        monkeypatch.setattr(ParquetSource if suffix == ".parquet" else ArrowSource, "_footer", Mock(side_effect=full))
+        with pytest.raises(OSError, match="No space left") as raised:
+            source_of(tmp_path, suffix)
+        assert f"a{suffix} was read" in raised.value.__notes__[0]
+
     def test_a_truncated_stream(self, tmp_path: Path) -> None:
         write("stream", tmp_path, documents([100] * 7))
         path = tmp_path / "000.arrow"
@@ -508,6 +532,23 @@ class TestErrors:
         save(tmp_path / f"b{suffix}", {"text": ["b"], "ids": [[2]]})
         source = source_of(tmp_path, suffix)
         assert [(row["ids"].tolist(), row["text"]) for row in map(source.row, range(2))] == [([1], "a"), ([2], "b")]
+
+    @suffixes
+    def test_columns_of_one_name(self, suffix: str, tmp_path: Path) -> None:
+        twice = pa.Table.from_arrays([pa.array([1]), pa.array([2]), pa.array([3])], ["a", "a", "b"])
+        save(tmp_path / f"a{suffix}", twice)
+        with pytest.raises(ValueError, match=rf"a{suffix} has several columns 'a'"):
+            source_of(tmp_path, suffix)
+        assert source_of(tmp_path, suffix, columns=["b"]).row(0) == {"b": 3}
+        save(tmp_path / f"0{suffix}", {"a": [1], "b": [2]})
+        with pytest.raises(ValueError, match=r"differ in 'a': int64 in .*, int64 and int64 in"):
+            source_of(tmp_path, suffix)
+
+    @suffixes
+    def test_a_dot_in_a_name_is_no_path(self, suffix: str, tmp_path: Path) -> None:
+        save(tmp_path / f"a{suffix}", {"a.b": [1], "a": [{"b": 2}]})
+        assert source_of(tmp_path, suffix, columns=["a.b"]).row(0) == {"a.b": 1}
+        assert source_of(tmp_path, suffix, columns=["a"]).row(0) == {"a": {"b": 2}}
 
     @suffixes
     def test_no_rows(self, suffix: str, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from rescale_data.sources.webdataset import WebDatasetSource
 from rescale_data.testing import assert_source
 from tests.formats import lines, pack, write_jsonl
 
-PACKED = ["", ".gz", ".zst"]
+PACKED = ["", ".gz", ".zst", ".bz2"]
 ROWS: list[dict[str, Any]] = [
     {"text": f"zeile {i} ü\n", "n": i, "ids": list(range(i % 5)), "x": [0.5, i], "meta": {"a": [1, "b"]}, "none": None}
     for i in range(50)
@@ -212,7 +212,7 @@ class TestIndex:
         assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl.gz"]
 
     def test_files_of_several_compressed_parts(self, tmp_path: Path) -> None:
-        for packed in (".gz", ".zst"):
+        for packed in PACKED[1:]:
             path = tmp_path / f"a.jsonl{packed}"
             path.write_bytes(pack(lines(ROWS[:20]), packed) + pack(lines(ROWS[20:]), packed))
             assert rows_of(JsonlSource(path)) == ROWS
@@ -324,7 +324,7 @@ class TestBadData:
         with pytest.raises(ValueError, match="line 1: it is not JSON"):
             JsonlSource(tmp_path).row(0)
 
-    @pytest.mark.parametrize("packed", [".gz", ".zst"])
+    @pytest.mark.parametrize("packed", PACKED[1:])
     @pytest.mark.parametrize("kept", [0, 5, 0.5, -4])
     def test_a_compressed_file_that_was_cut_off(self, packed: str, kept: float, tmp_path: Path) -> None:
         write_jsonl(tmp_path / f"a.jsonl{packed}", ROWS)
@@ -338,3 +338,5 @@ class TestBadData:
     def test_a_number_that_is_too_large_for_an_array(self, tmp_path: Path) -> None:
         (tmp_path / "a.jsonl").write_text(json.dumps({"ids": [2**70, 1]}) + "\n")
         assert JsonlSource(tmp_path).row(0) == {"ids": [2**70, 1]}
+        (tmp_path / "a.jsonl").write_text(json.dumps({"ids": [2**64 - 1, -1]}) + "\n")  # NumPy makes floats of these
+        assert JsonlSource(tmp_path).row(0) == {"ids": [2**64 - 1, -1]}

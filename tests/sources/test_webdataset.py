@@ -16,7 +16,7 @@ from rescale_data.testing import assert_source
 from tests.formats import pack, tar_bytes, write_tar
 
 SAMPLES = [{"jpg": bytes([i]) * (i * 7 % 600), "json": b'{"n": %d}' % i, "cls": b"%d" % (i % 3)} for i in range(40)]
-PACKED = ["", ".gz", ".zst"]
+PACKED = ["", ".gz", ".zst", ".bz2"]
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +117,28 @@ class TestBadData:
             WebDatasetSource(tmp_path)
         (tmp_path / f"a.tar{packed}").write_bytes(b"a,b\n1,2\n" * 500)
         with pytest.raises(ValueError, match=rf"a\.tar{packed} cannot be read"):
+            WebDatasetSource(tmp_path)
+
+    def test_tars_one_behind_the_other(self, packed: str, tmp_path: Path) -> None:
+        (tmp_path / f"a.tar{packed}").write_bytes(pack(2 * tar_bytes([("1.txt", b"a")]), packed))
+        with pytest.raises(ValueError, match=rf"a\.tar{packed} cannot .*more behind its end .*tar --concatenate"):
+            WebDatasetSource(tmp_path)
+
+    def test_what_is_no_file(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        """A link has no bytes of its own, so it makes no row: that is said. Bytes with holes are not read at all."""
+        with tarfile.open(tmp_path / "a.tar", "w") as tar:
+            for name, kind in (("1.txt", tarfile.REGTYPE), ("2.txt", tarfile.LNKTYPE), ("3.txt", tarfile.SYMTYPE)):
+                info = tarfile.TarInfo(name)
+                info.type, info.linkname = kind, "1.txt"
+                tar.addfile(info)
+        source = WebDatasetSource(tmp_path)
+        assert [source.row(i) for i in range(source.num_rows)] == [{"__key__": "1", "txt": b""}]
+        assert "a.tar: 2 members are links and are left out" in caplog.text
+        sparse = tarfile.TarInfo("4.txt")
+        sparse.pax_headers = {"GNU.sparse.map": "0,0", "GNU.sparse.size": "8", "GNU.sparse.numblocks": "1"}
+        with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT) as tar:
+            tar.addfile(sparse)
+        with pytest.raises(ValueError, match=r"a\.tar cannot .*'4\.txt' is stored with holes"):
             WebDatasetSource(tmp_path)
 
     def test_without_samples(self, packed: str, tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ def _write_files(
     """Write everything, the index last, and return the files' names in their order."""
     headers = {file: _header(stored, names) for file, names in files.items()}
     content = {"values": stored.values(), "paths": stored.paths, "lost": stored.lost}
-    store.make_folder(folder)
+    store.mkdir(folder)
     store.write(join(folder, NON_TENSORS), lambda stream: torch.save(content, stream))
     for file, names in files.items():
         tensors = stored.stream(names, budget)

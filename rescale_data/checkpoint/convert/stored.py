@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rescale_data.checkpoint.misfits import describe
+from rescale_data.checkpoint.entry import describe
 from rescale_data.checkpoint.storage.dcp import Contents
 from rescale_data.checkpoint.storage.open import load_values, opened, placeholders
 from rescale_data.checkpoint.storage.progress import Progress
@@ -51,23 +51,18 @@ class StoredCheckpoint(contextlib.ExitStack):
             raise
 
     def _look(self, name: str | None) -> None:
-        self._saved = Contents.of(self._reader.read_metadata())
-        paths = self._saved.paths
-        self._keys = {
-            ".".join(map(str, path[skip:])): key
-            for key, path in paths.items()
-            if (skip := _skip(path, name)) is not None
-        }
-        self._paths = list(paths.values())
+        saved, root = Contents.of(self._reader.read_metadata()), () if name is None else (name,)
+        self._paths, self._saved = list(saved.paths.values()), saved.under(root)
+        self._keys = {".".join(map(str, path)): key for key, path in self._saved.paths.items()}
         if not self._keys:
-            tops = sorted({str(path[0]) for path in paths.values()})
+            tops = sorted({str(path[0]) for path in self._paths})
             raise ValueError(f"The checkpoint {self.folder} holds nothing named {name!r}. It holds {tops}.")
-        saved = {short: self._saved.values[key] for short, key in self._keys.items()}
-        self.paths = {short: paths[key][0 if name is None else 1 :] for short, key in self._keys.items()}
-        self.tensors = {short: tensor for short, tensor in saved.items() if tensor is not None}
+        self.paths = {short: self._saved.paths[key] for short, key in self._keys.items()}
+        found = {short: self._saved.values[key] for short, key in self._keys.items()}
+        self.tensors = {short: tensor for short, tensor in found.items() if tensor is not None}
         lost = self._reader.manifest.lost if self._reader.manifest else ()
-        self.lost: Lost = [(path[skip:], key) for path, key in lost if (skip := _skip(tuple(path), name)) is not None]
-        self._plain = [short for short in saved if short not in self.tensors]
+        self.lost: Lost = [(path[len(root) :], key) for path, key in lost if (*path[:-1][: len(root)],) == root]
+        self._plain = [short for short in found if short not in self.tensors]
         self._progress = Progress(f"Reading {self.folder}", sum(map(self.num_bytes, self.tensors)))
 
     def __exit__(self, *_: object) -> None:
@@ -112,9 +107,3 @@ class StoredCheckpoint(contextlib.ExitStack):
     def _read(self, names: list[str]) -> dict[str, Any]:
         keys = [self._keys[name] for name in names]
         return dict(zip(names, load_values(placeholders(self._saved.values, keys), self._reader).values(), strict=True))
-
-
-def _skip(path: tuple[Any, ...], name: str | None) -> int | None:
-    if name is None:
-        return 0
-    return 1 if len(path) > 1 and path[0] == name else None

@@ -111,9 +111,8 @@ def _shaped(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
 
 def _layout(saved: Contents, path: tuple[str, ...]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What a checkpoint holds of the optimizer that was saved under ``path``: by parameter, and of each group."""
-    start = len(path)
-    inner = {key: of[start:] for key, of in saved.paths.items() if of[:start] == path and len(of) >= start + 3}
-    layout = tree_of(inner, {key: saved.values[key] for key in inner})
+    inner = saved.under(path)
+    layout = tree_of(inner.paths, {name: value for name, value in inner.values.items() if len(inner.paths[name]) > 2})
     groups = layout.get(GROUPS)
     return layout.get("state", {}), groups if isinstance(groups, list) else []
 

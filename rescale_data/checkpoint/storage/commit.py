@@ -83,7 +83,7 @@ def prepare(store: Store, final: str, save_id: str, *, overwrite: bool) -> Works
         return _make_locked(store, final, save_id)
     own = SAVE_ID_PREFIX + save_id
     workspace = Workspace(final=final, working=join(final, own), prefix=f"{own}/", save_id=save_id)
-    store.make_folder(workspace.working)
+    store.mkdir(workspace.working)
     return workspace
 
 
@@ -111,7 +111,7 @@ def _make_locked(store: Store, final: str, save_id: str) -> Workspace:
     own = hidden(name, SAVING, save_id)
     workspace = Workspace(final=final, working=join(folder, own), save_id=save_id)
     while not locks.is_held(workspace.lock):
-        store.make_folder(workspace.working)
+        store.mkdir(workspace.working)
         # Taken away before it was locked: made again.
         with contextlib.suppress(FileNotFoundError, locks.HeldError):
             locks.take(workspace.lock)
@@ -137,7 +137,7 @@ def abandon(store: Store, workspace: Workspace) -> None:
         if not _is_committed(store, workspace):
             store.remove_folder(workspace.working)
             if not store.renames and store.names(final) == [METADATA] and _is_saved_by_us(store, final):
-                store.remove(join(final, METADATA))
+                store.rm_file(join(final, METADATA))
     finally:
         locks.release(workspace.lock)
 

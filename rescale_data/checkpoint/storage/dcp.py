@@ -16,7 +16,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias, cast
+from typing import Any, Self, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -47,6 +47,7 @@ from torch.futures import Future
 
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.storage.progress import Progress
+from rescale_data.checkpoint.storage.values import load_safely
 
 __all__ = ["FileSystemBase", "Metadata", "MetadataIndex", "ReadItem", "WriteItem"]
 UNFINISHED = ".tmp"
@@ -73,6 +74,13 @@ class Contents:
         paths = {name: tuple(known.get(name, (name,))) for name in saved}
         return cls({name: _meta(value) for name, value in saved.items()}, paths, frozenset(saved.keys() - known.keys()))
 
+    def under(self, root: tuple[str, ...]) -> Contents:
+        """What is below a path, with the rest of each value's own."""
+        start = len(root)
+        inner = {name: path for name, path in self.paths.items() if (*map(str, path[:start]),) == root}
+        paths = {name: path[start:] for name, path in inner.items() if len(path) > start}
+        return Contents({name: self.values[name] for name in paths}, paths, self.unplaced)
+
 
 def _meta(saved: Any) -> torch.Tensor | None:
     tensor = isinstance(saved, TensorStorageMetadata)
@@ -89,44 +97,6 @@ def ends_of(metadata: Metadata) -> dict[str, int]:
     for place in cast(dict[Any, Any], metadata.storage_data or {}).values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
     return ends
-
-
-@dataclass
-class Place:
-    """Where in a file a value lies, as DCP's reader asks for it."""
-
-    relative_path: str
-    offset: int
-    length: int
-    transform_descriptors: tuple[str, ...] | None = None
-
-
-Saved: TypeAlias = tuple[torch.Size, torch.dtype, list[tuple[torch.Size, torch.Size]]] | None
-"""A tensor's size and dtype, and the offset and size of each of its pieces; None for a plain value."""
-
-
-def make_metadata(
-    saved: Mapping[str, Saved],
-    paths: Mapping[str, tuple[Any, ...]],
-    places: Mapping[tuple[str, torch.Size | None, int | None], Place],
-    save_id: str | None = None,
-) -> Metadata:
-    """DCP's, with the place of each piece by name, offset and number."""
-    return Metadata(
-        {name: _saved(value) for name, value in saved.items()},
-        planner_data=dict(paths),
-        storage_data={MetadataIndex(*key): place for key, place in places.items()},
-        storage_meta=StorageMeta(save_id=save_id),
-    )
-
-
-def _saved(value: Saved) -> TensorStorageMetadata | BytesStorageMetadata:
-    if value is None:
-        return BytesStorageMetadata()
-    size, dtype, chunks = value
-    return TensorStorageMetadata(
-        TensorProperties(dtype=dtype), size, [ChunkStorageMetadata(*chunk) for chunk in chunks]
-    )
 
 
 class Pieces(torch.Tensor):
@@ -210,12 +180,12 @@ class Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
         try:
-            self.values[name] = torch.load(value, weights_only=not self.trusted)
+            self.values[name] = torch.load(value, weights_only=False) if self.trusted else load_safely(value)
         except Exception as error:
             if self.trusted:
                 raise
             raise ValueError(
-                f"{name} is refused with trusted=False: {error}. Save plain numbers, strings and tensors (item() of numpy's), "
+                f"{name} is refused with trusted=False: {error}. Save plain numbers, strings, tensors and arrays, "
                 f"or give load trusted=True if you would run code from whoever wrote it."
             ) from error
 
@@ -247,7 +217,8 @@ class ValuesReader(FileSystemReader):
     def __init__(self, values: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]]) -> None:
         super().__init__("")
         self._values = values
-        self._metadata = make_metadata({name: _whole(value) for name, value in values.items()}, paths, {})
+        whole = {name: _whole(value) for name, value in values.items()}
+        self._metadata = Metadata(whole, planner_data=dict(paths), storage_data={})
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
@@ -273,9 +244,11 @@ class ValuesReader(FileSystemReader):
         planner.commit_tensor(item, target)
 
 
-def _whole(value: Any) -> Saved:
-    is_tensor = isinstance(value, torch.Tensor)
-    return (value.size(), value.dtype, [(torch.Size([0] * value.dim()), value.size())]) if is_tensor else None
+def _whole(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if not isinstance(value, torch.Tensor):
+        return BytesStorageMetadata()
+    chunk = ChunkStorageMetadata(torch.Size([0] * value.dim()), value.size())
+    return TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.size(), [chunk])
 
 
 def save(

@@ -42,7 +42,7 @@ def reading(store: Store, path: str) -> Generator[None]:
     finally:
         if written:
             with contextlib.suppress(Exception):
-                store.remove(lease)
+                store.rm_file(lease)
 
 
 def is_read(store: Store, path: str) -> bool:
@@ -55,7 +55,7 @@ def is_read(store: Store, path: str) -> bool:
 
 def _write(store: Store, lease: str) -> bool:
     try:
-        store.make_folder(split(lease)[0])
+        store.mkdir(split(lease)[0])
         store.write(lease, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
     except Exception as error:
         logger.debug("No lease on %s: %s. A run that deletes checkpoints there cannot see this reader.", lease, error)
@@ -76,7 +76,7 @@ def _is_alive(store: Store, lease: str) -> bool:
     pid = content.get("pid") if here else None
     if young and (type(pid) is not int or _runs(pid)):
         return True
-    store.remove(lease)
+    store.rm_file(lease)
     return False
 
 

@@ -8,41 +8,27 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 
-from rescale_data.checkpoint.storage.dcp import Metadata, Place, Saved, make_metadata
+from rescale_data.checkpoint.storage import dcp
 from rescale_data.checkpoint.storage.manifest import refuse_to_leave
 
-_PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"}
-_KNOWN: dict[str, set[str]] = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed._shard.sharded_tensor.metadata": {"MEM_FORMAT_ENCODING", "TensorProperties"},  # torch 2.1, 2.2
-    "torch": {"Size", "device"},
-    "torch.serialization": {"_get_layout"},
-    "collections": {"OrderedDict"},
-    "pathlib": _PATHS,
-    "pathlib._local": _PATHS,
-}
+_KNOWN = re.compile(
+    r"torch\.distributed\.(checkpoint\.metadata|checkpoint\.filesystem|_shard\.sharded_tensor\.metadata)\.\w+|"
+    r"pathlib\.(_local\.)?\w*Path|torch\.(Size|device|serialization\._get_layout)|collections\.OrderedDict"
+)
 
 
 class UnknownClassError(ValueError):
     """The metadata names something that DCP's metadata does not need."""
 
 
-def read_metadata(content: bytes, *, trusted: bool = False) -> Metadata:
+def read_metadata(content: bytes, *, trusted: bool = False) -> dcp.Metadata:
     """DCP's metadata.
 
     Args:
@@ -90,7 +76,7 @@ class _Unpickler(pickle.Unpickler):
         if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype):
             return name
         if name not in self._classes:
-            if global_name not in _KNOWN.get(module_name, set()) and name not in _safe_globals():
+            if not _KNOWN.fullmatch(name) and name not in _safe_globals():
                 raise UnknownClassError(
                     f"the metadata names {name}, which DCP's metadata does not need. It is refused with trusted=False. If it "
                     f"is a class of yours, allow it by torch.serialization.add_safe_globals([{global_name}]); pass "
@@ -105,21 +91,21 @@ def _safe_globals() -> set[str]:
     return {f"{entry.__module__}.{entry.__qualname__}" for entry in allowed}
 
 
-def _metadata(read: Any) -> Metadata:
+def _metadata(read: Any) -> dcp.Metadata:
     meta = getattr(read, "storage_meta", None)
-    return make_metadata(
+    return dcp.Metadata(
         {_text(name): _saved(value) for name, value in read.state_dict_metadata.items()},
-        _paths(read.planner_data),
-        {_index(key): _place(place) for key, place in (read.storage_data or {}).items()},
-        getattr(meta, "save_id", None),
+        planner_data=_paths(read.planner_data),
+        storage_data={_index(key): _place(place) for key, place in (read.storage_data or {}).items()},
+        storage_meta=dcp.StorageMeta(save_id=getattr(meta, "save_id", None)),
     )
 
 
-def _saved(value: Any) -> Saved:
+def _saved(value: Any) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
     if not hasattr(value, "chunks"):
-        return None
-    chunks = [(_size(chunk.offsets), _size(chunk.sizes)) for chunk in value.chunks]
-    return _size(value.size), _dtype(value.properties), chunks
+        return dcp.BytesStorageMetadata()
+    chunks = [dcp.ChunkStorageMetadata(_size(chunk.offsets), _size(chunk.sizes)) for chunk in value.chunks]
+    return dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=_dtype(value.properties)), _size(value.size), chunks)
 
 
 def _dtype(properties: Any) -> torch.dtype:
@@ -131,16 +117,24 @@ def _dtype(properties: Any) -> torch.dtype:
     return dtype
 
 
-def _index(key: Any) -> tuple[str, torch.Size | None, int | None]:
+def _index(key: Any) -> dcp.MetadataIndex:
     offset, index = getattr(key, "offset", None), getattr(key, "index", None)  # torch leaves None out
-    return _text(key.fqn), None if offset is None else _size(offset), None if index is None else int(index)
+    return dcp.MetadataIndex(
+        _text(key.fqn), None if offset is None else _size(offset), None if index is None else int(index)
+    )
 
 
-def _place(place: Any) -> Place:
+def _place(place: Any) -> SimpleNamespace:
+    """Where in a file a value lies, as DCP's reader asks for it."""
     name = _text(place.relative_path)
     refuse_to_leave(name)
     transforms = getattr(place, "transform_descriptors", None)
-    return Place(name, int(place.offset), int(place.length), None if transforms is None else tuple(transforms))
+    return SimpleNamespace(
+        relative_path=name,
+        offset=int(place.offset),
+        length=int(place.length),
+        transform_descriptors=None if transforms is None else tuple(transforms),
+    )
 
 
 def _paths(planner_data: Any) -> dict[str, tuple[str | int, ...]]:

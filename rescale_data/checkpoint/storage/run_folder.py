@@ -61,7 +61,7 @@ class RunFolder:
 
     def open_for_writing(self) -> None:
         """Take the folder's lock, which no other process may have, and remove what killed saves left over."""
-        self.store.make_folder(self.path)
+        self.store.mkdir(self.path)
         if not self._take_lock():
             return
         hidden = {of[0] for entry in self.store.names(self.path) if (of := hidden_of(entry))}
@@ -78,7 +78,7 @@ class RunFolder:
         """Delete a checkpoint; False where someone reads it, and it is tried again later. Of a link the link alone goes."""
         path = self.checkpoint(step)
         if self.store.is_link(path):
-            self.store.remove(path)
+            self.store.rm_file(path)
             return True
         if is_read(self.store, path):
             return False
@@ -86,7 +86,7 @@ class RunFolder:
         content = self.store.read(manifest) if self.store.is_file(manifest) else None
         if content is not None:
             remember(self.store, self.path, step, content)
-        self.store.remove(manifest)
+        self.store.rm_file(manifest)
         if is_read(self.store, path):
             if content is not None:
                 self.store.write(manifest, content)
@@ -123,7 +123,7 @@ class RunFolder:
 def remember(store: Store, run: str, step: int, manifest: bytes) -> None:
     """Note the checkpoint of ``step``, which is about to be deleted; never raises."""
     try:
-        store.make_folder(join(run, PRUNED))
+        store.mkdir(join(run, PRUNED))
         store.write(
             join(run, PRUNED, f"step-{step}.json"), json.dumps(_note(step, Manifest.from_json(manifest))).encode()
         )

@@ -134,14 +134,14 @@ class Store(FileSystemBase):
         own = split(path)[1]
         return sorted({name for name in (split(entry)[1] for entry in listed) if name and name != own})
 
-    def make_folder(self, path: str) -> None:
+    def mkdir(self, path: Any) -> None:
         """Nothing in an object store: a folder begins with its first object."""
 
     def rename(self, path: str, new_path: str) -> None:  # type: ignore[override]
         """A file, or where ``renames`` a folder, under a new name."""
         self._files.mv(path, new_path)
 
-    def remove(self, path: str) -> None:
+    def rm_file(self, path: Any) -> None:
         """A file; it may be gone already."""
         with contextlib.suppress(FileNotFoundError):
             self._files.rm_file(path)
@@ -212,18 +212,12 @@ class Store(FileSystemBase):
     def init_path(self, path: StrPath) -> str:
         return os.fspath(path)
 
-    def mkdir(self, path: Any) -> None:
-        self.make_folder(path)
-
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
         return True
 
     def exists(self, path: Any) -> bool:
         return self.is_file(path) or self.is_folder(path)
-
-    def rm_file(self, path: Any) -> None:
-        self.remove(path)
 
 
 class ObjectStore(Store):
@@ -287,7 +281,7 @@ class LocalStore(Store):
     def names(self, path: str) -> list[str]:
         return sorted(os.listdir(path)) if os.path.isdir(path) else []
 
-    def make_folder(self, path: str) -> None:
+    def mkdir(self, path: Any) -> None:
         os.makedirs(path, exist_ok=True)
 
     def is_link(self, path: str) -> bool:
@@ -298,7 +292,7 @@ class LocalStore(Store):
 
     def remove_folder(self, path: str) -> None:
         if self.is_link(path):
-            self.remove(path)
+            self.rm_file(path)
         else:
             shutil.rmtree(path, ignore_errors=True)
 

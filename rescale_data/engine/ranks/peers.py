@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
-import pickle
 import threading
 import time
 import weakref
@@ -150,11 +149,3 @@ def _group(members: list[int], store: Any, timeout: float) -> Any:
     """One for all that is broadcast among the same processes."""
     me = members.index(dist.get_rank())
     return once(None, ("peers", *members), lambda: gloo(f"gloo/{digest(members)}", store, me, len(members), timeout))
-
-
-def picklable(error: Exception) -> Exception:
-    """The error, or what says the same and can be told to another process."""
-    try:
-        return pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")

@@ -68,10 +68,15 @@ class Ranks:
         """The same ranks after a load."""
         return replace(self, leg=self.leg + 1)
 
-    def log(self, level: int, message: str, *values: object) -> None:
+    def warn(self, message: str, *values: object) -> None:
         """Say something once a run: on dp rank 0."""
         if self.rank == 0:
-            _logger.log(level, message, *values)
+            _logger.warning(message, *values)
+
+    def info(self, message: str, *values: object) -> None:
+        """The same of what is as it should be."""
+        if self.rank == 0:
+            _logger.info(message, *values)
 
     def reading(self) -> contextlib.AbstractContextManager[None]:
         """While this rank reads, others may wait for it: that time does not count."""

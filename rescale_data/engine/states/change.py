@@ -8,7 +8,6 @@ before, with the samples and tokens delivered by then, are scalars in the JSON o
 from __future__ import annotations
 
 import json
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -219,8 +218,8 @@ def reform(stream: Stream, saved: Nodes, table: Ints) -> dict[str, History]:
         if history:
             found[name] = history
     if said:
-        stream.ranks.log(
-            logging.WARNING, "Samples have another form than when the state was saved: %s. No token is lost or repeated.",
+        stream.ranks.warn(
+            "Samples have another form than when the state was saved: %s. No token is lost or repeated.",
             "; ".join(said),
         )  # fmt: skip
     return found

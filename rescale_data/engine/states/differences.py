@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Set
 from typing import Any
 
@@ -46,13 +45,12 @@ def say_changes(stream: Stream, saved: Nodes) -> None:
     free = {path_name(path): node.MAY_CHANGE for path, node in stream.schema.root.walk() if path_name(path) in saved}
     settings = _of_parameters(saved, now, free)
     if functions:
-        stream.ranks.log(
-            logging.WARNING,
+        stream.ranks.warn(
             "Functions of the pipeline are not those of the state, by name or source: %s. Give them version=: it is compared.",
             "; ".join(functions),
         )
     if settings:
-        stream.ranks.log(logging.INFO, "Changed since the state was saved: %s.", "; ".join(settings))
+        stream.ranks.info("Changed since the state was saved: %s.", "; ".join(settings))
 
 
 def steps_left_out(stream: Stream, saved: Nodes, step: int) -> list[tuple[int, int]]:

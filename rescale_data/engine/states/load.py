@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -74,8 +73,7 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
     stream.load(table, moved)
     _warn_of_epochs(stream, table)
     if loaded.origin != clock.origin and not stream.is_short():  # that end has its own warning
-        stream.ranks.log(
-            logging.WARNING,
+        stream.ranks.warn(
             "The state was saved with global_batch_size=%d, dp_world_size=%d, micro_batch_size=%d in the middle of a step, or "
             "with another global batch: global batches begin anew at sample %d. loader.step goes on from %d.",
             *_sizes(state),
@@ -155,8 +153,7 @@ def _warn_of_epochs(stream: Stream, table: Ints) -> None:
     ((_, slot),) = readers
     begun = table[table[:, slot + 1] > 0, slot]
     if len(begun) and begun.min() != begun.max():
-        stream.ranks.log(
-            logging.WARNING,
+        stream.ranks.warn(
             "The state is that of an endless stream (repeat=True), whose logical shards are in the epochs %d to %d. With "
             "repeat=False they stay so many apart: an epoch of the loader is one of each shard, in which some rows come twice "
             "and others not at all. Go on with repeat=True, or switch where all are in one epoch.",
@@ -197,8 +194,7 @@ def _join(stream: Stream, growth: Growth, table: Ints) -> dict[str, History]:
     histories = joined(growth, stream.schema, table, partial(_reached, stream, table))
     for path, added in growth.grown.items():
         since = histories[path][-1][0]
-        stream.ranks.log(
-            logging.WARNING,
+        stream.ranks.warn(
             "%d files were added to the source %s since the state was saved (%s): they join at epoch %d, the next that no "
             "logical shard has begun.", len(added), path, ", ".join(added[:3]) + ("" if len(added) <= 3 else ", ..."), since,
         )  # fmt: skip
@@ -226,8 +222,7 @@ def _reached(stream: Stream, table: Ints, histories: Histories, paths: Sequence[
 
 def _begin_next_epoch(stream: Stream, growth: Growth, table: Ints, clock: Clock) -> tuple[Clock, dict[str, History]]:
     histories, left = begin_next_epoch(growth, stream.schema, table)
-    stream.ranks.log(
-        logging.WARNING,
+    stream.ranks.warn(
         "Files were removed or changed since the state was saved (%s): what was left of the epoch, %d rows, is left out, and "
         "all logical shards begin the next one (on_source_change='next_epoch').", "; ".join(growth.changed), left,
     )  # fmt: skip
@@ -238,16 +233,14 @@ def _begin_next_epoch(stream: Stream, growth: Growth, table: Ints, clock: Clock)
 
 def _report(stream: Stream, fitted: Fitted, num_begun_again: int) -> None:
     if fitted.added or fitted.removed:
-        stream.ranks.log(
-            logging.WARNING,
+        stream.ranks.warn(
             "The pipeline has changed since the state was saved. These sources begin with their first row: %s. These are gone, "
             "with their positions: %s.",
             [child.name for child in fitted.added],
             [child.name for child in fitted.removed],
         )
     if num_begun_again:
-        stream.ranks.log(
-            logging.WARNING,
+        stream.ranks.warn(
             "%d of %d logical shards were within a document or window that they cannot go on in without the sources or the "
             "blocklist that are gone: they begin it again, so some documents are repeated. To avoid this for a source give it "
             "weight 0, train on until those windows have passed, and remove it then.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 from rescale_data.errors import DataStateError
@@ -36,9 +36,3 @@ def find(paths: Iterable[Sequence[Any]], name: str | None, where: object) -> Pat
         )
     asked = "" if name is None else f", and none is named {name!r}"
     raise DataStateError(f"The checkpoint {where} holds the data states {sorted(found)}{asked}. Name one of them.")
-
-
-def names_under(paths: Mapping[str, Sequence[Any]], root: Path) -> dict[str, Path]:
-    """Flattened names of the values under a path, each with the rest of its own."""
-    found = {name: tuple(map(str, path)) for name, path in paths.items()}
-    return {name: path[len(root) :] for name, path in found.items() if path[: len(root)] == root}

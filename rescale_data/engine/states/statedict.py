@@ -61,11 +61,6 @@ def state_of(schema: Schema, table: Ints, numbers: Mapping[str, Any]) -> dict[st
     return {"shards": tensors_of(schema, table, stamps), **numbers}
 
 
-def sharded_state_dict(stream: Position) -> dict[str, Any]:
-    """The state, each rank with the rows that it owns where W divides N and none is dealt; else as `state_dict`."""
-    return _in_blocks(stream) if _has_blocks(stream) else state_dict(stream)
-
-
 def local_state_dict(stream: Position) -> dict[str, Any]:
     """The state as this rank knows it, without communication: `whole_state` makes it whole."""
     if stream.ranks.world_size == 1:
@@ -105,7 +100,8 @@ class Sharded:
 
     def state_dict(self) -> dict[str, Any]:
         """`DTensor` rows where W divides N, without communication; else, and at an epoch's end, plain tensors."""
-        return sharded_state_dict(self._save())
+        stream = self._save()
+        return _in_blocks(stream) if _has_blocks(stream) else state_dict(stream)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As `DataLoader.load_state_dict`."""

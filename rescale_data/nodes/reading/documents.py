@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from rescale_data.nodes.reading.fragment_documents import Rows
 from rescale_data.nodes.reading.spans import NOTHING, Moves, Spans
 from rescale_data.sources.source import TextSource
+
+if TYPE_CHECKING:
+    from rescale_data.nodes.reader import Reader
 
 
 class Documents(Protocol):
@@ -57,15 +59,15 @@ class Texts(Protocol):
 class RowTexts:
     """Those of one logical shard; positions are those of its `Reader`, (epoch, row, ...)."""
 
-    def __init__(self, source: TextSource, column: str, rows: Rows) -> None:
-        self._source, self._column, self._rows = source, column, rows
+    def __init__(self, source: TextSource, column: str, reader: Reader) -> None:
+        self._source, self._column, self._reader = source, column, reader
 
     def read(self, position: memoryview, most: int) -> tuple[list[str], Moves]:
         epoch, row = position[0], position[1]
-        if row >= self._rows.size(epoch):
+        if row >= self._reader.rows.size(epoch):
             return [], NOTHING
-        rows = self._rows.rows_from(epoch, row)[:most]
-        return self._source.texts(self._column, rows), self._rows.moves(position, len(rows))
+        rows = self._reader.rows_from(epoch, row)[:most]
+        return self._source.texts(self._column, rows), self._reader.moves(position, len(rows))
 
     def turn(self, position: memoryview) -> None:
-        self._rows.turn(position)
+        self._reader.turn(position)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,59 +14,36 @@ from rescale_data.nodes.reading.block import Block
 from rescale_data.nodes.reading.gather import fragments_of
 from rescale_data.nodes.reading.lent import Lent, copied_from, lent, located
 from rescale_data.nodes.reading.share import ShardShare
-from rescale_data.nodes.reading.spans import EMPTY, Moves, Spans
-from rescale_data.nodes.reading.together import Near
+from rescale_data.nodes.reading.spans import EMPTY, Spans
 from rescale_data.sources.decoded.cache import cache, follows, owner_of
 from rescale_data.sources.decoded.interest import PARTS, beside, room_for_block
 from rescale_data.sources.decoded.pieces import PieceSource
 from rescale_data.sources.source import DecodingSource, TokenSource
 from rescale_data.state import Ints
 
+if TYPE_CHECKING:
+    from rescale_data.nodes.reader import Reader
+
 _LARGER = 4
 _DECODED_AHEAD = 2  # fragments that need room beside, where decoding costs
 
 
-class Rows(Protocol):
-    """The order in which one logical shard reads."""
+@dataclass(frozen=True, slots=True)
+class Near:
+    """Documents that lie at hand.
 
-    @property
-    def key(self) -> tuple[int, int]:
-        """Who reads, in keys of the cache."""
-        ...
+    Args:
+        runs: The epoch of some, the shard's row of the first of these, and how many they are, and so on; none where an
+            epoch has ended and documents of the next one follow.
+        rows: Of the source.
+        which: For each the number of its fragment in ``lent``.
+        lent: The fragments.
+    """
 
-    def size(self, epoch: int) -> int:
-        """Rows of the shard in an epoch."""
-        ...
-
-    def rows_from(self, epoch: int, row: int) -> Ints:
-        """The rows of the source that are read from a row of the shard on: one at least, up to any."""
-        ...
-
-    def windows(self, epoch: int, row: int) -> Iterator[Ints]:
-        """All rows of the source that are left in the epoch, a window at a time."""
-        ...
-
-    def window_end(self, epoch: int, row: int) -> int:
-        """The row of the shard at which the next window begins."""
-        ...
-
-    def share(self, epoch: int) -> ShardShare | None:
-        """Where to find them in fragments that are cut up; `None` where fragments stay whole."""
-        ...
-
-    def rows_soon(self, epoch: int, row: int) -> list[int]:
-        """Some rows of the source that are read soon after those."""
-        ...
-
-    def are_counted(self, epoch: int) -> bool:
-        """Whether each row does nothing to a position but to count up its second slot."""
-        ...
-
-    def moves(self, position: memoryview, num_rows: int) -> Moves:
-        """What each of the next rows does to a position."""
-        ...
-
-    def turn(self, position: memoryview) -> None: ...
+    runs: list[tuple[int, int, int]]
+    rows: Ints
+    which: Ints
+    lent: list[Lent]
 
 
 class FragmentDocuments:
@@ -78,35 +56,35 @@ class FragmentDocuments:
     Args:
         source: The source.
         column: Its column of lists of integers.
-        rows: The order of the shard.
+        reader: The order of the shard, and what reading does to its position.
         num_bytes: About as much is copied at once.
     """
 
     __slots__ = (
-        "_block_key", "_bytes", "_column", "_decoding", "_fragments", "_owner", "_pieces", "_rows", "_share", "_source",
+        "_block_key", "_bytes", "_column", "_decoding", "_fragments", "_owner", "_pieces", "_reader", "_share", "_source",
     )  # fmt: skip
 
-    def __init__(self, source: TokenSource, column: str, rows: Rows, num_bytes: int) -> None:
+    def __init__(self, source: TokenSource, column: str, reader: Reader, num_bytes: int) -> None:
         source.check_tokens(column)
         if source.fragments is None:
             raise TypeError(f"{source.name} can be read a fragment at a time, but says that it has no fragments.")
-        self._source, self._owner, self._column, self._rows = source, owner_of(source), column, rows
+        self._source, self._owner, self._column, self._reader = source, owner_of(source), column, reader
         self._fragments = np.ascontiguousarray(source.fragments, dtype=np.int64)
         self._decoding = source if follows(source, DecodingSource) else None
         self._pieces = source if follows(source, PieceSource) else None
-        self._bytes, self._block_key = num_bytes, (self._owner, "block", *rows.key)
+        self._bytes, self._block_key = num_bytes, (self._owner, "block", *reader.key)
         self._share: ShardShare | None = None
 
     def read(self, position: memoryview, most: int) -> Spans:
         epoch, row = position[0], position[1]
-        if row >= self._rows.size(epoch):
+        if row >= self._reader.rows.size(epoch):
             return EMPTY
         spans = self._of_block(epoch, row, most) or self._found(epoch, row, most)
-        return spans.with_moves(self._rows.moves(position, len(spans)))
+        return spans.with_moves(self._reader.moves(position, len(spans)))
 
     def _found(self, epoch: int, row: int, most: int) -> Spans:
-        self._share = self._rows.share(epoch)
-        rows = self._rows.rows_from(epoch, row)
+        self._share = self._reader.share(epoch)
+        rows = self._reader.rows_from(epoch, row)
         used, which = fragments_of(rows[:most], self._fragments)
         first = self._lend(self._fragment_at(int(rows[0])))
         if self._stay(epoch, row, used, first):
@@ -118,7 +96,7 @@ class FragmentDocuments:
 
     def _block_of(self, epoch: int, row: int, num_rows: int, num_bytes: int) -> Block:
         """Whole windows, as many as that many rows hold, or a part of one."""
-        windows = self._rows.windows(epoch, row)
+        windows = self._reader.rows.windows(epoch, row)
         rows = next(windows)[:num_rows]
         while (more := next(windows, None)) is not None and len(rows) + len(more) <= num_rows:
             rows = np.concatenate([rows, more])
@@ -132,7 +110,7 @@ class FragmentDocuments:
         return EMPTY if block is None else self._take(block, epoch, row, most)
 
     def _take(self, block: Block, epoch: int, row: int, most: int) -> Spans:
-        found = block.take(epoch, row, min(most, self._rows.window_end(epoch, row) - row))
+        found = block.take(epoch, row, min(most, self._reader.rows.order(epoch).span(row)[1] - row))
         if block.nbytes:
             cache().put(self._block_key, block)  # it may take less there now
         else:
@@ -140,27 +118,33 @@ class FragmentDocuments:
         return found
 
     def at_hand(self, position: memoryview, most: int, turns: bool) -> Near | None:
-        """See `Together`."""
+        """Where the next documents lie; `None` where `read` has more to do than to find them.
+
+        Args:
+            turns: Whether those of the next epochs follow.
+        """
         epoch, row, left = position[0], position[1], most
         if self._decoding is not None and (block := cache().get(self._block_key)) is not None and block.has(epoch, row):
             return None
-        self._share = self._rows.share(epoch)
+        self._share = self._reader.share(epoch)
         runs, parts = list[tuple[int, int, int]](), list[Ints]()
-        while left and self._share is None and self._rows.are_counted(epoch):
-            if row < self._rows.size(epoch):
-                parts.append(self._rows.rows_from(epoch, row)[:left])
+        while left and self._share is None and self._reader.are_counted(epoch):
+            if row < self._reader.rows.size(epoch):
+                parts.append(self._reader.rows_from(epoch, row)[:left])
                 runs.append((epoch, row, len(parts[-1])))
                 row, left = row + len(parts[-1]), left - len(parts[-1])
             elif turns and row:
                 after = np.array(position).data
                 after[0], after[1] = epoch, row
-                self._rows.turn(after)
+                self._reader.turn(after)
                 epoch, row = after[0], after[1]
                 runs.append((epoch, row, 0))
             else:
                 break
         if not parts:
             return None
+        if not runs[-1][2]:  # of the epoch behind the last end there are no documents here
+            runs.pop()
         rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
         used, which = fragments_of(rows, self._fragments)
         first = self._lend(self._fragment_at(int(rows[0])))
@@ -175,7 +159,7 @@ class FragmentDocuments:
         if self._decoding is None:
             return self._have_room(len(used), first)
         if self._have_room(2, first):
-            for soon in self._rows.rows_soon(epoch, row):
+            for soon in self._reader.rows.ends(epoch, row):
                 self._decoding.decode_ahead(self._column, self._fragment_at(soon))
         return self._have_room(len(used) + _DECODED_AHEAD, first)
 
@@ -184,7 +168,7 @@ class FragmentDocuments:
         return False
 
     def turn(self, position: memoryview) -> None:
-        self._rows.turn(position)
+        self._reader.turn(position)
 
     def _copied(self, rows: Ints, stops: Sequence[int], passed: DecodingSource | None = None) -> list[Spans]:
         """The same as copies, those up to each stop in arrays of their own.

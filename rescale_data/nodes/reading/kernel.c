@@ -15,7 +15,12 @@
 #define VERSION 2 /* another one for each change of what Python calls: see gather.py */
 
 #if defined(__GNUC__) || defined(__clang__)
-#define PREFETCH(address) __builtin_prefetch((const void*)(address), 0, 2) /* not to the nearest cache, which writing fills */
+/* Not to the nearest cache, which writing fills. Without the second statement, GCC leaves out functions that do this alone. */
+#define PREFETCH(address) \
+  do { \
+    __builtin_prefetch((const void*)(address), 0, 2); \
+    __asm__ volatile(""); \
+  } while (0)
 #else
 #define PREFETCH(address) ((void)(address))
 #endif
@@ -53,15 +58,11 @@ typedef struct {
   int busy, used;
 } Stretch;
 
-/* Copying. Documents lie anywhere, so that no processor foresees the next one: for each line of memory that is copied, one of
-   the next document is asked for, and the rest of it, up to a page, at the end. Where many tokens
-   are copied, wide vectors are written to whole lines. */
+/* Copying. Documents lie anywhere, so that no processor foresees the next one: the first page of each is asked for ahead, of many
+   at once, because to find a page takes about as long for many as for one. Where many tokens are copied, wide vectors are
+   written to whole lines. */
 
-enum { LINE = 64, PAGE = 4096, LONG = 128 };
-
-typedef struct {
-  int64_t address, size;
-} Bytes;
+enum { LINE = 64, PAGE = 4096, LONG = 128, AHEAD = 1 << 15 /* bytes */ };
 
 #define NONE(v) 0 /* which values do not fit */
 #define ABOVE(v) ((uint64_t)(v) > (uint64_t)MAX)
@@ -77,15 +78,14 @@ typedef struct {
     const int64_t step = LINE / sizeof(T); \
     int64_t i = n < head ? n : head; \
     PUT(BAD, 0, i) \
-    for (; i + step <= n; i += step, next.address += LINE, next.size -= LINE) { \
-      if (next.size > 0) PREFETCH(next.address); \
+    for (; i + step <= n; i += step) { \
       PUT(BAD, i, i + step) \
     } \
     PUT(BAD, i, n) \
     break; \
   }
 
-CLONES static int copy_64(int64_t* q, int64_t address, int64_t first, int64_t n, int kind, Bytes next) {
+CLONES static int copy_64(int64_t* __restrict q, int64_t address, int64_t first, int64_t n, int kind) {
   typedef int64_t OUT;
   const int64_t MAX = INT64_MAX, head = n < LONG ? 0 : (int64_t)(-(uintptr_t)q % LINE / sizeof(OUT));
   int wrong = 0;
@@ -93,11 +93,10 @@ CLONES static int copy_64(int64_t* q, int64_t address, int64_t first, int64_t n,
     CASE(I1, int8_t, NONE) CASE(U1, uint8_t, NONE) CASE(I2, int16_t, NONE) CASE(U2, uint16_t, NONE)
     CASE(I4, int32_t, NONE) CASE(U4, uint32_t, NONE) CASE(I8, int64_t, NONE) CASE(U8, uint64_t, ABOVE)
   }
-  for (int64_t size = next.size < PAGE ? next.size : PAGE; size > 0; size -= LINE, next.address += LINE) PREFETCH(next.address);
   return wrong ? TOO_LARGE : DONE;
 }
 
-CLONES static int copy_32(int32_t* q, int64_t address, int64_t first, int64_t n, int kind, Bytes next) {
+CLONES static int copy_32(int32_t* __restrict q, int64_t address, int64_t first, int64_t n, int kind) {
   typedef int32_t OUT;
   const int64_t MIN = INT32_MIN, MAX = INT32_MAX, head = n < LONG ? 0 : (int64_t)(-(uintptr_t)q % LINE / sizeof(OUT));
   int wrong = 0;
@@ -105,7 +104,6 @@ CLONES static int copy_32(int32_t* q, int64_t address, int64_t first, int64_t n,
     CASE(I1, int8_t, NONE) CASE(U1, uint8_t, NONE) CASE(I2, int16_t, NONE) CASE(U2, uint16_t, NONE)
     CASE(I4, int32_t, NONE) CASE(U4, uint32_t, ABOVE) CASE(I8, int64_t, OUTSIDE) CASE(U8, uint64_t, ABOVE)
   }
-  for (int64_t size = next.size < PAGE ? next.size : PAGE; size > 0; size -= LINE, next.address += LINE) PREFETCH(next.address);
   return wrong ? TOO_LARGE : DONE;
 }
 
@@ -115,23 +113,28 @@ static int64_t total_of(const Stretch* s, const Document* d) {
   return d->kind == MARK ? 0 : d->length + (s->bos >= 0) + (s->eos >= 0);
 }
 
-/* What is read of a document from a token on, up to a page of it. */
-static Bytes bytes_of(const Stretch* s, int64_t number, int64_t offset) {
-  static const int64_t widths[] = {1, 1, 2, 2, 4, 4, 8, 8};
-  Bytes found = {0, 0};
-  if (s && number < s->num_documents && s->documents[number].kind != MARK) {
-    const Document* d = &s->documents[number];
-    int64_t size = (d->length - offset) * widths[d->kind];
-    found.address = d->address + offset * widths[d->kind], found.size = size < PAGE ? size : PAGE;
-  }
-  return found;
-}
-
 static void move(int64_t* position, const Move* from, const Move* to) {
   for (; from < to; from++) position[from->slot] = from->value;
 }
 
 static int64_t moves_before(const Stretch* s, int64_t d) { return d ? s->documents[d - 1].moves : 0; }
+
+/* Ask for documents from a token of one on, which hold so many tokens, or for the first of these; the first that was left out. */
+static int64_t ask_for(const Stretch* s, int64_t d, int64_t offset, int64_t num_tokens) {
+  static const int64_t widths[] = {1, 1, 2, 2, 4, 4, 8, 8};
+  for (int64_t asked = 0; d < s->num_documents && num_tokens > 0 && asked < AHEAD; d++, offset = 0) {
+    const Document* found = s->documents + d;
+    num_tokens -= total_of(s, found) - offset;
+    PREFETCH(s->moves + moves_before(s, d));
+    if (found->kind == MARK) continue;
+    const char* from = (const char*)found->address + offset * widths[found->kind];
+    int64_t size = (found->length - offset) * widths[found->kind];
+    size = size < PAGE ? size : PAGE, asked += size;
+    for (int64_t at = 0; at < size; at += LINE) PREFETCH(from + at);
+    if (size > 0) PREFETCH(from + size - 1);
+  }
+  return d;
+}
 
 static void move_to(Stretch* s, int64_t d, int64_t o, int64_t size) {
   int64_t* position = s->position.buf;
@@ -141,7 +144,7 @@ static void move_to(Stretch* s, int64_t d, int64_t o, int64_t size) {
 }
 
 #define DEFINE(BITS) \
-  static void piece_##BITS(const Stretch* s, const Document* d, int64_t o, int64_t n, int##BITS##_t* q, Bytes next, int* status) { \
+  static void piece_##BITS(const Stretch* s, const Document* d, int64_t o, int64_t n, int##BITS##_t* q, int* status) { \
     int64_t begin = s->bos >= 0, body; \
     if (begin && o == 0 && n > 0) { \
       *q++ = (int##BITS##_t)s->bos; \
@@ -150,24 +153,22 @@ static void move_to(Stretch* s, int64_t d, int64_t o, int64_t size) {
     body = begin + d->length - o; \
     if (body > n) body = n; \
     if (body > 0) { \
-      *status |= copy_##BITS(q, d->address, o - begin, body, d->kind, next); \
+      *status |= copy_##BITS(q, d->address, o - begin, body, d->kind); \
       q += body, n -= body; \
     } \
     if (n > 0) *q = (int##BITS##_t)s->eos; \
   } \
   static int sample_##BITS(Stretch* s, const Stretch* below, int##BITS##_t* tokens, int##BITS##_t* labels, int##BITS##_t* ids, \
                            int64_t size) { \
-    const Bytes nothing = {0, 0}; \
-    int64_t d = s->document, o = s->offset, k = 0, id = 0; \
+    int64_t d = s->document, o = s->offset, k = 0, id = 0, asked = d; \
     int status = DONE; \
-    PREFETCH(s->moves + moves_before(s, d)); \
     for (int line = 0; below && line < 4; line++) PREFETCH((const char*)(below->documents + below->document) + line * LINE); \
     while (k < size) { \
+      if (d == asked) asked = ask_for(s, d, o, size - k); \
       int64_t total = total_of(s, s->documents + d), n = total - o; \
       if (n > size - k) n = size - k; \
       if (n > 0) { \
-        Bytes next = k + n < size ? bytes_of(s, d + 1, 0) : below ? bytes_of(below, below->document, below->offset) : nothing; \
-        piece_##BITS(s, s->documents + d, o, n, tokens + k, next, &status); \
+        piece_##BITS(s, s->documents + d, o, n, tokens + k, &status); \
         if (ids) { \
           for (int64_t i = 0; i < n; i++) ids[k + i] = (int##BITS##_t)id; \
           id++; \
@@ -180,7 +181,7 @@ static void move_to(Stretch* s, int64_t d, int64_t o, int64_t size) {
       int64_t next = d, at = o; \
       memcpy(labels, tokens + 1, (size - 1) * sizeof(*tokens)); \
       while (total_of(s, s->documents + next) == at) next++, at = 0; \
-      piece_##BITS(s, s->documents + next, at, 1, labels + size - 1, nothing, &status); \
+      piece_##BITS(s, s->documents + next, at, 1, labels + size - 1, &status); \
     } \
     if (status == DONE) move_to(s, d, o, size); \
     return status; \

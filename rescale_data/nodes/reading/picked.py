@@ -2,50 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import numpy as np
 
+from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.reading.spans import EMPTY, Moves, Spans
 from rescale_data.state import Ints
 
-
-class Picks(Protocol):
-    """The node that keeps and cuts. Its position is ``[own slots | source]``."""
-
-    def pieces(self, tokens: memoryview) -> list[slice]:
-        """What is kept of a document; nothing where it is left out. It may raise."""
-        ...
-
-    def raise_at(self, position: memoryview) -> None:
-        """Raise what `pieces` did for the document at a position of the source, with its place."""
-        ...
-
-    def missed(self, num_before: int, position: memoryview, num: int) -> int:
-        """`Bound.missed`: so many documents more were left out."""
-        ...
+_NUM_OWN = 2  # slots of the node that keeps some
 
 
 class PickedDocuments:
-    """`Documents` of a node that keeps some.
+    """`Documents` of a node that keeps some, whose position is ``[own slots | source]``.
 
     Args:
         documents: Of its source.
-        picks: What is kept of each.
-        dropped: The own slot that counts those that were left out.
+        pieces: What is kept of a document; nothing where it is left out. It may raise.
+        bound: Of how many may be left out.
+        dropped: The own slot that counts these.
         piece: That which says which piece of a document is the next; `None` where each is one piece.
-        num_own: Own slots.
+        raise_at: Raises what ``pieces`` did for the document at a position of the source, with its place.
     """
 
     def __init__(
-        self, documents: Documents, picks: Picks, *, dropped: int, piece: int | None = None, num_own: int = 2
+        self,
+        documents: Documents,
+        pieces: Callable[[memoryview], list[slice]],
+        bound: Bound,
+        *,
+        dropped: int,
+        piece: int | None = None,
+        raise_at: Callable[[memoryview], None] | None = None,
     ) -> None:
-        self._documents, self._picks = documents, picks
-        self._dropped, self._piece, self._num_own = dropped, piece, num_own
+        self._documents, self._pieces_of, self._bound = documents, pieces, bound
+        self._dropped, self._piece, self._raise_at = dropped, piece, raise_at
 
     def read(self, position: memoryview, most: int) -> Spans:
-        self._start = np.array(position[self._num_own :]).data
+        self._start = np.array(position[_NUM_OWN:]).data
         first_piece, self._num_dropped = self._within(position), 0  # dropped before those that are returned
         misses = 0
         while len(spans := self._documents.read(self._start, most)):
@@ -54,14 +49,14 @@ class PickedDocuments:
                 return found[:most]
             first_piece, self._num_dropped = 0, self._num_dropped + num_read
             spans.move(self._start, num_read)
-            misses = self._picks.missed(misses, self._start, num_read)
+            misses = self._bound.missed(misses, self._start, num_read)
         return EMPTY
 
     def settle(self, position: memoryview) -> bool:
-        return bool(self._within(position)) or self._documents.settle(position[self._num_own :])
+        return bool(self._within(position)) or self._documents.settle(position[_NUM_OWN:])
 
     def turn(self, position: memoryview) -> None:
-        source = position[self._num_own :]
+        source = position[_NUM_OWN:]
         source[:] = self._start
         self._documents.turn(source)
         if self._piece is not None:
@@ -76,10 +71,11 @@ class PickedDocuments:
         found: list[list[slice]] = []
         try:
             for view in spans.views():
-                found.append(self._picks.pieces(view))
+                found.append(self._pieces_of(view))
         except Exception:
             if not found:
-                self._picks.raise_at(self._start)
+                if self._raise_at is not None:
+                    self._raise_at(self._start)
                 raise
         return found
 
@@ -100,8 +96,8 @@ class PickedDocuments:
         begin, end = (
             np.array([getattr(place, name) for place in places], dtype=np.int64) for name in ("start", "stop")
         )
-        passed = Moves.between(position[self._num_own :], self._start)
-        below = Moves.join([passed, spans.moves]).grouped(1 + at + (own[:, 1] == 0)).under(self._num_own)
+        passed = Moves.between(position[_NUM_OWN:], self._start)
+        below = Moves.join([passed, spans.moves]).grouped(1 + at + (own[:, 1] == 0)).under(_NUM_OWN)
         picked = Spans(
             spans.arrays,
             spans.array[at],

@@ -8,7 +8,7 @@ Hashing", 1997, on sums of hashes).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,58 +16,48 @@ from rescale_data.errors import DataStateError
 from rescale_data.order import Words, mix
 from rescale_data.state import Ints
 
+if TYPE_CHECKING:
+    from rescale_data.nodes.reader import Reader
+
 _MASK = (1 << 63) - 1  # so that a digest is a number that int64 holds
 _CHUNK = 2**20
 
 
 class Proof:
-    """The digest of one logical shard.
+    """The digest of one logical shard, of what its reader reads."""
 
-    Args:
-        name: Of the shard, for messages.
-        size: Epoch -> rows of the shard.
-        sums: ``(epoch, row)`` -> the first row of the window that ``row`` is in, and the `running_sums` of its rows, in the
-            order in which they are read.
-        owned: ``(epoch, first, stop)`` -> the rows ``first .. stop-1`` that the shard owns, in the order of the source.
-        window_of: The first row of the window that a row is in.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        size: Callable[[int], int],
-        sums: Callable[[int, int], tuple[int, memoryview]],
-        owned: Callable[[int, int, int], Ints],
-        window_of: Callable[[int], int],
-    ) -> None:
-        self._name, self._size = name, size
-        self._sums, self._owned, self._window_of = sums, owned, window_of
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
 
     def read(self, digest: int, epoch: int, row: int, num_rows: int) -> int:
         """The digest after some more rows have been read."""
-        stop = min(row + num_rows, self._size(epoch))
+        stop = min(row + num_rows, self._reader.rows.size(epoch))
         while row < stop:
-            first, sums = self._sums(epoch, row)
+            plan = self._reader.plan(epoch, row)
+            first, sums = plan.first, plan.sums
             until = min(stop - first, len(sums) - 1)
             digest, row = digest + sums[until] - sums[row - first], first + until
         return digest & _MASK
 
     def after_each(self, digest: int, epoch: int, row: int, num_rows: int) -> Ints:
         """``int64[num_rows]``, the digest after each of the next rows, all of one window."""
-        first, sums = self._sums(epoch, row)
-        here = np.asarray(sums)[row - first : row - first + num_rows + 1]
+        plan = self._reader.plan(epoch, row)
+        here = np.asarray(plan.sums)[row - plan.first :][: num_rows + 1]
         return ((here[1:] - here[0] + np.uint64(digest)) & np.uint64(_MASK)).astype(np.int64)
 
     def check(self, epoch: int, row: int, digest: int) -> None:
         """``DataStateError`` if the first ``row`` rows of the epoch are not what was read."""
-        size = self._size(epoch)
-        whole = min(self._window_of(row), size) if row < size else size
-        expected = sum(_sum(self._owned(epoch, a, min(a + _CHUNK, whole))) for a in range(0, whole, _CHUNK))
+        source, shard, rows = self._reader.source, self._reader.shard, self._reader.rows
+        size = rows.size(epoch)
+        whole = row - row % rows.width if row < size else size  # of whole windows, whose order does not matter
+        parts = (rows.owned(epoch, first, min(first + _CHUNK, whole)) for first in range(0, whole, _CHUNK))
+        expected = sum(_sum(rows.numbered(epoch, part)) for part in parts)
         if self.read(expected & _MASK, epoch, whole, row - whole) != digest:
             raise DataStateError(
-                f"{self._name}: the rows that were delivered in epoch {epoch} are not the first {row} of the {size} that "
-                f"it owns: some were lost or repeated since the epoch began. The state, or a node of the pipeline that skips "
-                f"or rewinds its source, is at fault; go back to a checkpoint from before this epoch and report it."
+                f"{source.name}, logical shard {shard.index} of {shard.num_logical_shards}: the rows that were delivered in "
+                f"epoch {epoch} are not the first {row} of the {size} that it owns: some were lost or repeated since the epoch "
+                f"began. The state, or a node of the pipeline that skips or rewinds its source, is at fault; go back to a "
+                f"checkpoint from before this epoch and report it."
             )
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import ref
 
 import numpy as np
@@ -21,17 +21,14 @@ from rescale_data.sources.decoded.cache import Evicted, cache, owner_of
 from rescale_data.sources.source import Source
 from rescale_data.state import Ints
 
+if TYPE_CHECKING:
+    from rescale_data.nodes.reader import Reader
+
 DEFAULT_WINDOW = 1024
 _NO_SUMS = memoryview(b"")
 _ENTRY = 900  # bytes of a plan in the cache beside its numbers, with what its reader keeps as long
 numbers = itertools.count()
 """Of those who read alike."""
-
-
-class Leaving(Protocol):
-    def leave_order(self) -> None:
-        """Keep nothing that can be computed again."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +44,7 @@ class Plan(Evicted):
     first: int
     rows: Ints
     sums: memoryview
-    reader: ref[Leaving] | None
+    reader: ref[Reader] | None
 
     @property
     def nbytes(self) -> int:
@@ -82,7 +79,7 @@ class ShardRows(ShardEpochs):
         shuffle: bool | int,
         by_global_batch: bool = False,
         views: Sequence[View] | None = None,
-        reader: Leaving | None = None,
+        reader: Reader | None = None,
         number: int = -1,
     ) -> None:
         steps = Steps(**_sizes_of(shard, shuffle)) if by_global_batch else None
@@ -149,6 +146,13 @@ class ShardRows(ShardEpochs):
         key = (self._source_key, "few", self.shard.seed, num_rows, number)
         every = np.arange(num_rows, dtype=np.int64)
         return cache().make(key, lambda: encipher(every, num_rows, "full", self.shard.seed, number))
+
+    def windows(self, epoch: int, row: int) -> Iterator[Ints]:
+        """Rows of the source that the shard reads from ``row`` of an epoch on, those of a window each."""
+        while row < self.size(epoch):
+            first, stop = self.order(epoch).span(row)
+            yield self.around(epoch, row)[row - first :]
+            row = stop
 
     def fragments_around(self, epoch: int, row: int, shard: int = -1) -> list[int]:
         """Fragments of the source in which the rows lie that are permuted together around a row of a shard."""

@@ -133,10 +133,12 @@ def _is_list(kind: ArrowType) -> bool:
 
 
 def check_columns(schema: ArrowSchema, columns: Sequence[str], where: str) -> None:
-    """``ValueError`` that names the first missing column, and those that there are."""
+    """``ValueError`` that names the first missing column, and those that there are, or the first that is there twice."""
     for column in columns:
         if column not in schema.names:
             raise ValueError(f"{where} has no column {column!r}. It has {', '.join(map(repr, schema.names))}.")
+        if len(schema.get_all_field_indices(column)) > 1:
+            raise ValueError(f"{where} has several columns {column!r}. Rename them, or give columns=[...] without it.")
 
 
 def chosen_columns(columns: Sequence[str] | None) -> list[str] | None:

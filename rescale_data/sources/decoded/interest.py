@@ -109,9 +109,10 @@ def warn_if_thrashing(sources: Iterable[Described], owned_shards: int, beside: i
     name = known[0].name if len(known) == 1 else f"{len(known)} sources, {known[0].name} among them"
     size = sorted(source.fragment_bytes for source in known)[len(known) // 2]
     _log.warning(
-        "%s: this process visits %d logical shards in turn, whose fragments of about %d bytes, and the order in which they "
-        "read, take %d bytes, and cache_bytes and spill_bytes, which all sources share, are %d. Fragments are then decoded "
-        "again at each visit, up to %d times an epoch (their rows; less under a TokenPacker, which takes many at a visit). "
+        "%s: this process visits %d logical shards in turn, whose fragments of about %d bytes (of Parquet: all columns), and "
+        "the order in which they read, take %d bytes, and cache_bytes and spill_bytes, which all sources share, are %d. "
+        "Fragments are then decoded again at each visit, up to %d times an epoch (their rows; less under a TokenPacker, "
+        "which takes many at a visit). "
         "Give cache_bytes=%d, or spill_dir=, a local folder with as much room, run fewer shards in a process (a smaller "
         "num_logical_shards, more ranks or workers), or write smaller row groups or record batches.",
         name, owned_shards, size, needed, room, times, needed,

@@ -16,7 +16,7 @@ from rescale_data.sources.files.ranges import Mapped, Ranges
 from rescale_data.state import Ints
 
 BLOCK_BYTES = 2**20
-CODECS = {".gz": "gzip", ".zst": "zstd"}
+CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 
 
 @dataclass(frozen=True)

@@ -61,14 +61,20 @@ class Files:
 
     def open(self, file: int) -> ArrowFile:
         """The file, to be read at random."""
-        return pa.OSFile(self.path(file), "rb") if self.filesystem is None else self.ranges(file).whole()
+        return pa.OSFile(self._local(file), "rb") if self.filesystem is None else self.ranges(file).whole()
 
     def ranges(self, file: int) -> Ranges:
         """The same, a range at a time."""
-        path = self.path(file)
         if self.filesystem is None:
-            return Mapped(path)
-        return RemoteFile(self.filesystem, path, self.remote, int(self.sizes[file]), self.stamps[file])
+            return Mapped(self._local(file))
+        return RemoteFile(self.filesystem, self.path(file), self.remote, int(self.sizes[file]), self.stamps[file])
+
+    def _local(self, file: int) -> str:
+        """The path of a file that is still as large as it was listed."""
+        path, listed = self.path(file), int(self.sizes[file])
+        if (size := os.stat(path).st_size) != listed:
+            raise OSError(f"it was replaced: it had {listed} bytes when it was listed and has {size}")
+        return path
 
     def beside(self, path: str) -> Ranges:
         """Another file where these are."""
