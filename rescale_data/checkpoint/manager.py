@@ -98,7 +98,6 @@ class CheckpointManager(RunReader):
             raise ValueError(f"async_mode={async_mode!r}: choose one of 'thread', 'disabled'.")
         self._rules = Retention(keep_latest=keep_latest, keep_every=keep_every, keep_best=keep_best)
         super().__init__(folder, process_group=_own_group(process_group), storage_options=storage_options)
-        self._closed = True
         self._ranks.on_first(self._folder.open_for_writing)
         self._stages = async_mode != "disabled"
         self._stager = Stager()

@@ -20,6 +20,7 @@ from rescale_data.checkpoint.storage.manifest import Manifest, checked_metrics
 from rescale_data.checkpoint.storage.open import open_store, wrong_sizes
 from rescale_data.checkpoint.storage.progress import Progress
 from rescale_data.checkpoint.storage.store import FileRecord, Store, StrPath, split
+from rescale_data.checkpoint.storage.values import warn_of_refused
 from rescale_data.checkpoint.tree import lost_in_names
 from rescale_data.errors import DamagedCheckpointError, checks_kinds
 
@@ -99,6 +100,8 @@ def write(
     workspace = _begin(store, final, ranks, overwrite, step)
     try:
         refuse_disagreement(plain, loose, ranks)
+        if ranks.is_first:
+            warn_of_refused(plain)
         files = _write_files(store, workspace, plain, ranks)
         said: dict[str, Any] = {"step": step, "metrics": metrics or {}, "lost": lost_in_names(plain)}
         ranks.on_first(lambda: _commit(store, workspace, files, world_size=ranks.size, **said))

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from rescale_data.checkpoint.convert.stored import StoredCheckpoint
@@ -231,6 +232,8 @@ def _equal(x: Any, y: Any) -> bool:
         return False
     if isinstance(x, torch.Tensor):
         return (x.dtype, x.shape) == (y.dtype, y.shape) and not _distance(x, y)
+    if isinstance(x, np.ndarray):
+        return (x.dtype, x.shape) == (y.dtype, y.shape) and _equal(x.tolist(), y.tolist())
     if isinstance(x, dict):
         return x.keys() == y.keys() and all(_equal(value, y[key]) for key, value in cast(dict[Any, Any], x).items())
     if isinstance(x, list | tuple):

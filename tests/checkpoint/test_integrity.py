@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import errno
 import os
 import pickle
+import re
 import shutil
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +23,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 from rescale_data import checkpoint
+from rescale_data.checkpoint import CheckpointManager
 from rescale_data.checkpoint.storage.open import open_store
 from rescale_data.checkpoint.storage.store import CheckedStream, LocalStore
 from tests.checkpoint.processes import run
@@ -356,3 +360,52 @@ def test_a_file_in_an_object_store_is_not_taken_for_missing() -> None:
     open_store(url)[0].write(url, b"x")
     with pytest.raises(ValueError, match="Copy it to a local disk first"):
         checkpoint.load(url, {"a": 1})
+
+
+NUMPY = {
+    "number": np.float32(1.5),
+    "flag": np.bool_(True),
+    "text": np.str_("é"),
+    "day": np.datetime64("2026-01-01"),
+    "array": np.arange(6, dtype=">i4").reshape(2, 3),
+    "structured": np.zeros(2, dtype=[("a", "i4"), ("b", "S3")]),
+    "objects": np.array(["a", None, {"b": 2}], dtype=object),
+    "random": np.random.RandomState(3).get_state(),
+}
+
+
+@pytest.mark.parametrize("name", NUMPY)
+def test_what_numpy_makes_is_no_code(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved = {"it": NUMPY[name]}
+    allowed = torch.serialization.get_safe_globals()
+    checkpoint.save(tmp_path / "c", saved)
+    target: dict[str, Any] = {"it": None}
+    checkpoint.load(tmp_path / "c", target)
+    np.testing.assert_equal(target["it"], NUMPY[name])
+    assert type(target["it"]) is type(NUMPY[name])
+    torch.save(saved, tmp_path / "file.pt")
+    checkpoint.from_torch_save(tmp_path / "file.pt", tmp_path / "d")
+    assert torch.serialization.get_safe_globals() == allowed
+    assert "trusted" not in caplog.text
+
+
+def test_a_value_that_a_load_would_refuse_is_named_when_it_is_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run that saves it would learn so when it is started again."""
+    state = {
+        "best": {"when": datetime.datetime(2026, 1, 1)},
+        "hidden": np.array([Payload()]),
+        "betas": ((0.9, 0.99), None),
+    }
+    for step in (1, 2):
+        with CheckpointManager(tmp_path / "run", async_mode="disabled") as manager:
+            manager.save(step, state)
+    assert re.findall(r"(\S+) is a (\S+), which no load takes", caplog.text) == [
+        ("best.when", "datetime"),
+        ("hidden", "ndarray"),
+    ]
+    for name in ("best", "hidden"):
+        with pytest.raises(ValueError, match="is refused with trusted=False"):
+            checkpoint.load(tmp_path / "run" / "step-1", {name: state[name]})
+    assert not os.path.exists("/tmp/rescale_data_was_here")

@@ -27,6 +27,7 @@ from rescale_data.checkpoint.saving import save_alone
 from rescale_data.checkpoint.storage.commit import aside
 from rescale_data.checkpoint.storage.open import mapped_path, open_store
 from rescale_data.checkpoint.storage.store import StrPath
+from rescale_data.checkpoint.storage.values import load_safely
 from rescale_data.checkpoint.tree import tree_of
 from rescale_data.errors import checks_kinds
 
@@ -120,7 +121,7 @@ def map_file(file: str) -> dict[str, Any]:
         ValueError: it is no such file, holds code, or is not a dict.
     """
     try:
-        content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        content = load_safely(file, map_location="cpu", mmap=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # torch seeks before a cut file's start
             raise

@@ -47,6 +47,7 @@ from torch.futures import Future
 
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.storage.progress import Progress
+from rescale_data.checkpoint.storage.values import load_safely
 
 __all__ = ["FileSystemBase", "Metadata", "MetadataIndex", "ReadItem", "WriteItem"]
 UNFINISHED = ".tmp"
@@ -179,12 +180,12 @@ class Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
         try:
-            self.values[name] = torch.load(value, weights_only=not self.trusted)
+            self.values[name] = torch.load(value, weights_only=False) if self.trusted else load_safely(value)
         except Exception as error:
             if self.trusted:
                 raise
             raise ValueError(
-                f"{name} is refused with trusted=False: {error}. Save plain numbers, strings and tensors (item() of numpy's), "
+                f"{name} is refused with trusted=False: {error}. Save plain numbers, strings, tensors and arrays, "
                 f"or give load trusted=True if you would run code from whoever wrote it."
             ) from error
 

@@ -10,7 +10,7 @@ import io
 import pickle
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -124,21 +124,17 @@ def _index(key: Any) -> dcp.MetadataIndex:
     )
 
 
-@dataclass
-class _Place:
+def _place(place: Any) -> SimpleNamespace:
     """Where in a file a value lies, as DCP's reader asks for it."""
-
-    relative_path: str
-    offset: int
-    length: int
-    transform_descriptors: tuple[str, ...] | None = None
-
-
-def _place(place: Any) -> _Place:
     name = _text(place.relative_path)
     refuse_to_leave(name)
     transforms = getattr(place, "transform_descriptors", None)
-    return _Place(name, int(place.offset), int(place.length), None if transforms is None else tuple(transforms))
+    return SimpleNamespace(
+        relative_path=name,
+        offset=int(place.offset),
+        length=int(place.length),
+        transform_descriptors=None if transforms is None else tuple(transforms),
+    )
 
 
 def _paths(planner_data: Any) -> dict[str, tuple[str | int, ...]]:
