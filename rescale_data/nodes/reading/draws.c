@@ -16,7 +16,7 @@ typedef struct {
   Py_ssize_t num;                            /* sources */
   int64_t *shares, *documents, *tokens, *since; /* of each */
   int64_t *arcs, *tree;                      /* lengths, and their sums as a Fenwick tree, from 1 */
-  int64_t grid, all_documents, all_tokens, counted, mean, due, total;
+  int64_t grid, all_documents, all_tokens, counted, mean, low, due, total; /* low: longer by so much is another mean */
 } Arcs;
 
 static wide clip(wide value, wide most) { return value < 0 ? 0 : value > most ? most : value; }
@@ -24,7 +24,8 @@ static wide clip(wide value, wide most) { return value < 0 ? 0 : value > most ? 
 static int64_t arc_of(const Arcs* a, Py_ssize_t i) {
   wide share = a->shares[i], tokens = a->tokens[i];
   if (!share) return 0;
-  wide mean = ((tokens + (wide)PRIOR * a->mean) << FINE) / (a->documents[i] + PRIOR);
+  wide of_all = (tokens + (wide)PRIOR * a->mean) << FINE, documents = a->documents[i] + PRIOR;
+  wide mean = of_all >> 62 ? of_all / documents : (int64_t)of_all / (int64_t)documents; /* which takes less */
   wide behind = share * a->due - ((tokens - a->since[i]) << SHARE);
   wide unit = (wide)(PATIENCE + a->mean / LONG) * a->mean * (share > SMALL ? share : SMALL);
   wide longer = clip(behind, MOST * unit), shorter = clip(-behind, MOST * unit);
@@ -32,15 +33,18 @@ static int64_t arc_of(const Arcs* a, Py_ssize_t i) {
   return arc < 1 ? 1 : (int64_t)arc;
 }
 
-/* Mean and due, of all sources; whether they are others than before. */
+/* Mean and due, of all sources; whether they are others than before. Mostly they are not, which needs no division. */
 static int look(Arcs* a) {
+  const wide tokens = a->all_tokens, documents = a->all_documents;
+  const int is_as_long = a->mean * documents <= tokens && tokens < (a->mean + a->low) * documents;
+  if (is_as_long && a->due <= a->counted && a->counted < a->due + a->mean * a->grid) return 0;
   int64_t mean = a->all_tokens / (a->all_documents < 1 ? 1 : a->all_documents), low = 1;
   mean = mean < 1 ? 1 : mean;
   while (mean / low >= 16) low *= 2;
   mean -= mean % low;
   int64_t due = a->counted - a->counted % (mean * a->grid);
   int changed = mean != a->mean || due != a->due;
-  a->mean = mean, a->due = due;
+  a->mean = mean, a->due = due, a->low = low;
   return changed;
 }
 
@@ -61,8 +65,11 @@ static Py_ssize_t choose(const Arcs* a, uint64_t point) {
   int64_t left = (int64_t)(((unsigned __int128)point * (uint64_t)a->total) >> 64);
   Py_ssize_t at = 0, bit = 1;
   while (bit * 2 <= a->num) bit *= 2;
-  for (; bit; bit >>= 1)
-    if (at + bit <= a->num && a->tree[at + bit] <= left) at += bit, left -= a->tree[at];
+  for (; bit; bit >>= 1) {
+    if (at + bit > a->num) continue;
+    const int64_t passed = a->tree[at + bit], all = -(int64_t)(passed <= left); /* no branch, which nobody could foresee */
+    at += bit & all, left -= passed & all;
+  }
   return at;
 }
 

@@ -33,8 +33,8 @@ class Near:
     """Documents that lie at hand.
 
     Args:
-        runs: The epoch of some, the shard's row of the first of these, and how many they are, and so on; more than one
-            where an epoch ends.
+        runs: The epoch of some, the shard's row of the first of these, and how many they are, and so on; none where an
+            epoch has ended and documents of the next one follow.
         rows: Of the source.
         which: For each the number of its fragment in ``lent``.
         lent: The fragments.
@@ -143,6 +143,8 @@ class FragmentDocuments:
                 break
         if not parts:
             return None
+        if not runs[-1][2]:  # of the epoch behind the last end there are no documents here
+            runs.pop()
         rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
         used, which = fragments_of(rows, self._fragments)
         first = self._lend(self._fragment_at(int(rows[0])))

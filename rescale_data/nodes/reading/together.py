@@ -40,16 +40,18 @@ def read_together(
     return Spans.join(parts, slots), places
 
 
-def _joined(near: Sequence[Near], slots: Sequence[int]) -> Spans:
+def _joined(near: Sequence[Near], first_slots: Sequence[int]) -> Spans:
     """All of them, each of a position that begins at a slot of one row."""
     firsts = np.cumsum([0, *(len(each.lent) for each in near)])
     which = [each.which + first for each, first in zip(near, firsts.tolist(), strict=False)]
     lent = [fragment for each in near for fragment in each.lent]
     spans = located(np.concatenate([each.rows for each in near]), np.concatenate(which), lent)
-    runs = [(slot, *run) for each, slot in zip(near, slots, strict=True) for run in each.runs]
+    runs = [(slot, *run) for each, slot in zip(near, first_slots, strict=True) for run in each.runs]
     slot, epoch, first, num = np.array(runs).T
     row = np.arange(1, len(spans) + 1) + np.repeat(first - np.cumsum(num) + num, num)
-    if len(runs) == len(near):
-        return spans.with_moves(Moves.of(np.repeat(slot + 1, num)[:, None], row[:, None]))
-    slots_of_each = np.repeat(slot, num)[:, None] + np.arange(2)
-    return spans.with_moves(Moves.of(slots_of_each, np.stack([np.repeat(epoch, num), row], axis=1)))
+    moved, ends = np.repeat(slot + 1, num), np.arange(len(spans) + 1)
+    if (turned := np.flatnonzero(num == 0)).size:  # the document behind an epoch's end moves to the next epoch, too
+        behind = (np.cumsum(num) - num)[turned]
+        moved, row = np.insert(moved, behind, slot[turned]), np.insert(row, behind, epoch[turned])
+        ends[1:] += np.cumsum(np.bincount(behind, minlength=len(spans)))
+    return spans.with_moves(Moves(ends, moved, row))
