@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import pickle
 import threading
 from collections.abc import Mapping
 from typing import IO, Any, cast
@@ -13,7 +14,7 @@ import torch
 
 from rescale_data.checkpoint.tree import leaves
 
-_MAKERS = (np.zeros(1).__reduce__()[0], np.float32().__reduce__()[0])  # of arrays and of scalars
+_MAKERS: tuple[Any, ...] = (np.zeros(1).__reduce__()[0], np.float32().__reduce__()[0])  # of arrays and of scalars
 _NUMPY: list[Any] = [
     *((make, f"numpy.{core}.multiarray.{make.__name__}") for make in _MAKERS for core in ("core", "_core")),
     *(np.ndarray, np.dtype, *{type(np.dtype(code)) for code in np.typecodes["All"]}),
@@ -26,6 +27,11 @@ _log = logging.getLogger("rescale_data")
 
 def load_safely(file: str | IO[bytes], **how: Any) -> Any:
     """``torch.load`` that runs no code: it makes what torch takes for safe, and arrays and numbers of NumPy."""
+    try:
+        return torch.load(file, weights_only=True, **how)
+    except pickle.UnpicklingError:  # of NumPy, or code
+        if not isinstance(file, str):
+            file.seek(0)
     with _alone:  # the list of what is safe is the process's
         missing = [item for item in _NUMPY if item not in torch.serialization.get_safe_globals()]
         with torch.serialization.safe_globals(missing):
