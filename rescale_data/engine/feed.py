@@ -185,30 +185,35 @@ class Ahead:
 
     def make(self, count: int, ranks: Ranks) -> int:
         """Have so many in hand, if no shard ends before; how many there are."""
-        while len(self.made) < count and (one := self._make_one(ranks)) is not None:
-            self.made.append(one)
+        while len(self.made) < count and self._make_one(ranks):
+            pass
         return len(self.made)
 
-    def take(self, ranks: Ranks) -> MicroBatch | None:
-        """The oldest, made now where there is none; `None` where the feed has not begun, or a shard has ended."""
-        if self.made:
-            return self.made.popleft()
-        return self._make_one(ranks) if self.is_started else None
+    def next(self, ranks: Ranks) -> MicroBatch | None:
+        """The oldest, made now where there is none; `None` where the feed has not begun, or a shard has ended.
 
-    def _make_one(self, ranks: Ranks) -> MicroBatch | None:
+        It stays in hand: who takes it counts it first, so that Ctrl-C comes before or after the two and not between them.
+        """
+        if self.made or (self.is_started and self._make_one(ranks)):
+            return self.made[0]
+        return None
+
+    def _make_one(self, ranks: Ranks) -> bool:
+        """Make one more; whether there was one."""
         if self._is_exhausted:
-            return None
+            return False
         try:
             if ranks.circle is None:
-                return self.feed.take()
-            with ranks.reading():
-                return self.feed.take()
+                self.made.append(self.feed.take())
+            else:
+                with ranks.reading():
+                    self.made.append(self.feed.take())
         except Exhausted:
             self._is_exhausted = True
-            return None
         except BaseException:
             self.forget()  # the runner is past what was taken: whoever goes on begins from the table
             raise
+        return not self._is_exhausted
 
     def forget(self) -> None:
         """No more is made until `start`."""

@@ -70,11 +70,12 @@ class Stream(Position):
     def go_to(self, standing: Standing, table: Ints) -> None:
         """Go on from here, where another leg or none begins: what was made ahead is of the one before."""
         self.rewind()
-        self.table, self.standing, leg = table, standing, standing.leg
-        self.u, self._calm_until = standing.clock.micro_batch(self.layout), 0
-        self.epoch, self._in_step = standing.clock.epoch, self.layout.gradient_accumulation_steps
+        u, in_step, leg = standing.clock.micro_batch(self.layout), self.layout.gradient_accumulation_steps, standing.leg
         ends_unseen = leg is not None and leg.stop is None and not self.repeat
-        self._agreement = Agreement(self.ranks, self.u, self._in_step) if ends_unseen else None
+        agreement = Agreement(self.ranks, u, in_step) if ends_unseen else None
+        self.table = table  # from here on no call, so that Ctrl-C comes before all of it or after
+        self.standing, self.u, self._calm_until = standing, u, 0
+        self.epoch, self._in_step, self._agreement = standing.clock.epoch, in_step, agreement
 
     def regroup(self, setup: Setup) -> None:
         """Go on with another global batch, as if this moment were saved and loaded (collective); at a step boundary."""
@@ -167,36 +168,43 @@ class Stream(Position):
         leg = self.leg
         ends = leg is not None and leg.deal is not None and leg.stop == self.u + 1
         if not (ends or self.setup.recipe.verify):
-            return self._take()
+            return self._take(or_fail=False)
         u, before = self.u, (self.standing, self.rows.copy(), self._begun, self._agreement, self.ahead.made.copy())
         try:
-            return self._take()
-        except Exception:  # an epoch fails in place of its last micro batch
+            return self._take(or_fail=True)
+        except BaseException:  # an epoch fails, or Ctrl-C comes, in place of its last micro batch
             self.standing, self.rows, self._begun, self._agreement, self.ahead.made = before
             self.u = u
             raise
 
     def _take_one(self) -> MicroBatch:
         """The next micro batch where a step of the main phase goes on or begins."""
-        micro_batch = self.ahead.take(self.ranks)
-        if micro_batch is None:
-            self.peek()
-            micro_batch = self.ahead.made.popleft()
+        micro_batch = self.ahead.next(self.ranks) or self.peek()
         self.rows.add(micro_batch, None if self.u % self._in_step else (self.standing, self.u))
+        taken = self.ahead.made.popleft
         self.u += 1
+        taken()
         return micro_batch
 
-    def _take(self) -> MicroBatch:
+    def _take(self, *, or_fail: bool) -> MicroBatch:
+        """The next micro batch, after which what follows it is found.
+
+        Args:
+            or_fail: Whether an error in ending the epoch comes in its place, and not after it.
+        """
         deal, u = None if self.leg is None else self.leg.deal, self.u
         micro_batch = self._take_one()
         if deal is not None:
             self.standing = replace(self.standing, owners=deal.owners(self.standing.owners, u))
         try:
             self._settle()
-        except Exception as error:
+            if not or_fail:
+                self._conclude()
+        except BaseException as error:  # Ctrl-C, too: it waits until this batch has arrived
             self._failure = error  # of a later micro batch: this one has been delivered
         else:
-            self._conclude()
+            if or_fail:
+                self._conclude()
         return micro_batch
 
     def peek(self) -> MicroBatch:
@@ -260,7 +268,7 @@ class Stream(Position):
     def rewind(self) -> None:
         """Forget what was made and not taken; no more is made until the next is asked for."""
         self.ahead.forget()
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
 
     def through(self, feed_of: Callable[[Feed], Feed]) -> None:
         """Let another feed bring what this one's makes."""

@@ -61,15 +61,15 @@ _made: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 def gloo(name: str, store: Any, me: int, num_members: int, timeout: float) -> Any:
     """A group of gloo's own, which torch does not know."""
-    return ProcessGroupGloo(part(name, store), me, num_members, datetime.timedelta(seconds=timeout))
+    return ProcessGroupGloo(PrefixStore(name, store), me, num_members, datetime.timedelta(seconds=timeout))
 
 
 def part_of_store(name: str, num_members: int, group: dist.ProcessGroup | None) -> Any:
     """A part of the group's (default: the job's) store that the members alone use, and no earlier ones have."""
     owner: Any = dist.group.WORLD if group is None else group
-    store = part(f"rescale_data/{name}", owner.get_group_store())
+    store = PrefixStore(f"rescale_data/{name}", owner.get_group_store())
     joined = store.add("joined", 1)  # a job may begin anew on an old store: each member joins once a time
-    return part(str((joined - 1) // num_members), store)
+    return PrefixStore(str((joined - 1) // num_members), store)
 
 
 def is_in_a_file() -> bool:
@@ -81,13 +81,9 @@ def is_in_a_file() -> bool:
     return isinstance(store, dist.FileStore)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def part(name: str, store: Any) -> Any:
-    return PrefixStore(name, store)
-
-
 def meet(store: Any, me: int, members: Sequence[int], timeout: float, value: str = "") -> str:
     """What all members say, joined by commas; ``RuntimeError`` where some member does not come to where a group is made."""
-    roll_call = RollCall(part("meet", store), me, members)
+    roll_call = RollCall(PrefixStore("meet", store), me, members)
     try:
         return roll_call.wait(roll_call.come("make", value, ",".join, timeout), timeout)
     except Missing as missing:

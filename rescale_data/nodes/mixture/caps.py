@@ -42,6 +42,10 @@ class Cap:
         """The same in another logical shard."""
         return replace(self, limit=part_of(self.unit, self.total, shard, num_logical_shards))
 
+    def limits(self, shards: Iterable[int], num_logical_shards: int) -> Ints:
+        """Of each of the logical shards."""
+        return np.array([part_of(self.unit, self.total, shard, num_logical_shards) for shard in shards])
+
     def drawn(self, position: View) -> int:
         count: int = position[self.slot]
         return max(count, ~count)
@@ -55,11 +59,6 @@ def part_of(unit: str, total: int, shard: int, num_logical_shards: int) -> int:
     if unit == "epochs":
         return total
     return total * (shard + 1) // num_logical_shards - total * shard // num_logical_shards
-
-
-def parts_of(cap: Cap, shards: Iterable[int], num_logical_shards: int) -> Ints:
-    """The same of each of the logical shards."""
-    return np.array([part_of(cap.unit, cap.total, shard, num_logical_shards) for shard in shards])
 
 
 def cap_of(

@@ -9,7 +9,7 @@ import numpy as np
 
 from rescale_data.nodes.base import Node
 from rescale_data.nodes.below import readers_of
-from rescale_data.nodes.mixture.caps import Cap, parts_of
+from rescale_data.nodes.mixture.caps import Cap
 from rescale_data.nodes.mixture.row import MixtureRow
 from rescale_data.state import Ints
 
@@ -43,7 +43,7 @@ def mixture_progress(
             epochs = [reader.epochs_at(rows[:, slot:], shards) for reader, slot in readers]
             found[f"epochs/{name}"] = float(np.mean(epochs))
     for source, cap in caps.items():
-        limits = parts_of(cap, shards.tolist(), num_logical_shards)
+        limits = cap.limits(shards.tolist(), num_logical_shards)
         count = rows[:, cap.slot]
         found[f"capped_shards/{row.names[source]}"] = float((np.maximum(count, ~count) >= limits).sum())
     return found

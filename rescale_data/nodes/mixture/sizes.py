@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
 from rescale_data.nodes.base import Node, View
+from rescale_data.nodes.below import readers_of
 from rescale_data.nodes.mixture.schedule import Pieces, pieces_of
 from rescale_data.nodes.reader import Reader
 
@@ -65,17 +66,15 @@ class Sizes:
 
 
 def _readers(name: str, node: Node[object], start: int, by: Size) -> list[tuple[Reader, int]]:
-    """The readers below, and the slot of the epoch of each."""
-    found: list[tuple[Reader, int]] = []
-    for path, below in node.walk():
-        if below.reads is not None:
-            slots = node.slots_of(path)
-            if not isinstance(below, Reader) or slots is None:
-                raise ValueError(
-                    f"weights={by!r}: the source {name!r} reads {below.reads.name} by a {type(below).__name__}, which does not "
-                    f"know its number of {by}. Give the weights as numbers."
-                )
-            found.append((below, start + slots.start))
+    """`readers_of` a source, which are all that read in it."""
+    found = readers_of(node, start)
+    known = [reader for reader, _ in found]
+    for _, below in node.walk():
+        if below.reads is not None and below not in known:
+            raise ValueError(
+                f"weights={by!r}: the source {name!r} reads {below.reads.name} by a {type(below).__name__}, which does not "
+                f"know its number of {by}. Give the weights as numbers."
+            )
     if not found:
         raise ValueError(
             f"weights={by!r}: nothing is known of the size of the source {name!r}. Give the weights as numbers."

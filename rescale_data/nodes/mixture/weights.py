@@ -10,7 +10,7 @@ import numpy as np
 
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import View
-from rescale_data.nodes.mixture.caps import Cap, parts_of
+from rescale_data.nodes.mixture.caps import Cap
 from rescale_data.nodes.mixture.circle import Arc, Circle
 from rescale_data.nodes.mixture.row import NOW, NUM, MixtureRow
 from rescale_data.nodes.mixture.schedule import Schedule, from_json, mix_of, pieces_of, shares_until
@@ -206,7 +206,7 @@ class MixtureWeights:
             drawn = np.maximum(drawn, ~drawn)
             if cap.unit == "epochs":  # and the one that a reader is in, which its row says
                 drawn = drawn + (rows[:, cap.slot + 1] > 0)
-            limits = parts_of(cap, range(len(rows)), self._shard[1])
+            limits = cap.limits(range(len(rows)), self._shard[1])
             if saved.get("caps", {}).get(name) != cap.given and (drawn > limits).any():
                 total = drawn.max() if cap.unit == "epochs" else drawn.sum()
                 raise DataStateError(

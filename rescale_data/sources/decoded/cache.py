@@ -109,17 +109,13 @@ class Cache:
 
     def put(self, key: Hashable, value: Sized) -> None:
         """Keep ``value`` in place of what was at ``key``."""
-        size = value.nbytes
+        size, is_made = value.nbytes, isinstance(value, Made)
         with self._lock:
             self._pop(key)
-            self._entries[key] = size
-            if isinstance(value, Made):
-                self._made[key] = value
-                self._made_bytes += size
-            else:
-                self._others[key] = value
-            self._of_owner.setdefault(_owner(key), {})[key] = None
+            kept, of_owner = self._made if is_made else self._others, self._of_owner.setdefault(_owner(key), {})
+            self._entries[key], of_owner[key], kept[key] = size, None, value  # no call: Ctrl-C leaves all of it or none
             self.nbytes += size
+            self._made_bytes += size * is_made
             budget = self.budget
             if size > budget // 2:
                 self._large[key] = size

@@ -1,0 +1,128 @@
+"""Ctrl-C, wherever it comes within `next`: who goes on afterwards misses no row and sees none twice."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import rescale_data as rd
+
+BATCH, ROWS = 4, 24
+
+
+class CtrlC:
+    """Raises where Python looks for signals: when a function of the package begins, and when one in C has returned.
+
+    Args:
+        at: At which of these moments.
+    """
+
+    def __init__(self, at: int) -> None:
+        self.left, self.came = at, False
+
+    @contextmanager
+    def pressed(self) -> Generator[None]:
+        gc.disable()  # what it runs may not raise
+        sys.setprofile(self._look)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            gc.enable()
+
+    def _look(self, frame: FrameType, event: str, argument: Any) -> None:
+        del argument
+        if (
+            event not in ("call", "c_return")
+            or frame.f_globals.get("__package__", "").partition(".")[0] != "rescale_data"
+        ):
+            return
+        self.left -= 1
+        if self.left == 0:
+            self.came = True
+            raise KeyboardInterrupt
+
+
+SOURCE = rd.DatasetSource(range(ROWS), name="numbers")
+TWICE = rd.DatasetSource(range(2 * ROWS), name="twice as many")
+
+
+def odd(row: int) -> bool:
+    return row % 2 == 1
+
+
+def known() -> rd.DataLoader:
+    return rd.DataLoader(SOURCE, global_batch_size=BATCH, num_logical_shards=BATCH)
+
+
+def only_reading_tells() -> rd.DataLoader:
+    return rd.DataLoader(
+        lambda shard: rd.Filter(rd.Reader(TWICE, shard), odd), global_batch_size=BATCH, num_logical_shards=BATCH
+    )
+
+
+def go_on_after(ctrl_c: CtrlC, loader: rd.DataLoader, number: int) -> tuple[list[list[int]], int]:
+    """The batches of an epoch, Ctrl-C within a `next`; and how many had been counted when it came and did not arrive."""
+    batches, batch_iterator = [], iter(loader)
+    for _ in range(number):
+        batches.append(next(batch_iterator).tolist())
+    lost = 0
+    try:
+        with ctrl_c.pressed():
+            batch = next(batch_iterator)
+        batches.append(batch.tolist())
+    except KeyboardInterrupt:
+        lost = loader.step - len(batches)
+    while True:
+        try:
+            batches.extend(batch.tolist() for batch in batch_iterator)
+        except KeyboardInterrupt:  # it waited until a batch had arrived
+            continue
+        return batches, lost
+
+
+@pytest.mark.parametrize("make_loader", [known, only_reading_tells])
+@pytest.mark.parametrize("number", [0, 2, ROWS // BATCH - 1], ids=["first", "within", "last"])
+def test_ctrl_c_loses_and_repeats_nothing(make_loader: Callable[[], rd.DataLoader], number: int) -> None:
+    whole = [batch.tolist() for batch in make_loader()]
+    ctrl_c, at, num_lost = CtrlC(1), 1, 0
+    while ctrl_c.came or at == 1:
+        ctrl_c = CtrlC(at)
+        with make_loader() as loader:
+            batches, lost = go_on_after(ctrl_c, loader, number)
+            assert loader.epoch == 1
+            assert loader.step == len(whole)
+        assert batches == whole[:number] + whole[number + lost :]
+        num_lost, at = num_lost + lost, at + 1
+    assert at > 20
+    assert num_lost < 15  # on its way out of `next`, as if it had come right behind
+
+
+def test_ctrl_c_in_a_function_that_reads_ahead() -> None:
+    """Only reading tells where the epoch ends, so that the next batches are made before this one is handed over."""
+    for at in range(1, 2 * ROWS):
+        calls = iter(range(1, 10 * ROWS))
+
+        def keep(row: int, at: int = at, calls: Any = calls) -> bool:
+            if next(calls) == at:
+                raise KeyboardInterrupt
+            return odd(row)
+
+        loader = rd.DataLoader(
+            lambda shard, keep=keep: rd.Filter(rd.Reader(TWICE, shard), keep), global_batch_size=BATCH
+        )
+        rows: Counter[int] = Counter()
+        while loader.epoch == 0:
+            try:
+                for batch in loader:
+                    rows.update(batch.tolist())
+            except KeyboardInterrupt:
+                continue
+        assert rows == Counter(range(1, 2 * ROWS, 2))
