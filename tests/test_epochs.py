@@ -528,6 +528,10 @@ class TestStepsPerEpoch:
         with pytest.raises(ValueError, match=rf"steps_per_epoch={steps}: it is at least 1"):
             loader_of(repeat=True, steps_per_epoch=steps)
 
+    def test_of_more_than_len_counts(self) -> None:
+        with pytest.raises(ValueError, match=r"len\(\) cannot count so many"):
+            loader_of(repeat=True, steps_per_epoch=10**30)
+
     def test_where_the_data_knows_its_epoch(self) -> None:
         with pytest.raises(ValueError, match="steps_per_epoch=5, but the pipeline knows how many samples an epoch has"):
             loader_of(steps_per_epoch=5)

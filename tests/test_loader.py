@@ -894,3 +894,25 @@ def test_a_loader_that_nobody_uses_is_gone_at_once() -> None:
         assert alive() is None
     finally:
         gc.enable()
+
+
+def test_a_thread_within_next_keeps_the_others_out() -> None:
+    """Two at once read the same rows and wrote one table, and the error blamed the pipeline."""
+    asked, may_answer = threading.Event(), threading.Event()
+
+    def slow(row: int) -> int:
+        asked.set()
+        assert may_answer.wait(60)
+        return row
+
+    source = rd.DatasetSource(range(48), name="numbers")
+    loader = rd.DataLoader(lambda shard: rd.Map(rd.Reader(source, shard), slow), global_batch_size=12)
+    batches, first = iter(loader), list[torch.Tensor]()
+    other = threading.Thread(target=lambda: first.append(next(batches)))
+    other.start()
+    assert asked.wait(60)
+    with pytest.raises(RuntimeError, match="Another thread is within next"):
+        next(batches)
+    may_answer.set()
+    other.join()
+    assert sorted(torch.cat([*first, *batches]).tolist()) == list(range(48))

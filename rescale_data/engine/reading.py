@@ -264,11 +264,16 @@ class Reading:
             )
         if self.epoch != batches.epoch:
             raise StopIteration
-        thread, watch = threading.get_ident(), self.watch
-        if watch.thread != thread:
-            watch.start()
-        watch.began = started = time.perf_counter()
+        thread, watch, started = threading.get_ident(), self.watch, time.perf_counter()
+        if watch.began is not None:  # no call from here to the next line, so that two threads do not both come here
+            raise RuntimeError(
+                "Another thread is within next() of this loader: one at a time takes its batches. Let one thread take them and "
+                "fill a queue for the others, or hold a lock around next(); num_workers= makes batches in parallel."
+            )
+        watch.began = started
         try:
+            if watch.thread != thread:
+                watch.start()
             return self._take(batches, thread)
         finally:
             watch.began = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -157,6 +158,8 @@ def require_steps_per_epoch(setup: Setup, steps_per_epoch: int | None) -> int | 
         return None
     if steps_per_epoch < 1:
         raise ValueError(f"steps_per_epoch={steps_per_epoch}: it is at least 1.")
+    if steps_per_epoch * setup.layout.gradient_accumulation_steps > sys.maxsize:
+        raise ValueError(f"steps_per_epoch={steps_per_epoch}: len() cannot count so many. Leave it out for no end.")
     if not setup.recipe.repeat and setup.counts_are_known:
         raise ValueError(
             f"steps_per_epoch={steps_per_epoch}, but the pipeline knows how many samples an epoch has. Leave it out, or give "

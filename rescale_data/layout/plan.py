@@ -12,6 +12,7 @@ from rescale_data.errors import checks_kinds, require, require_int
 from rescale_data.layout.layout import Layout, default_num_logical_shards
 
 _ROWS_OF_A_SCREEN = 24
+_MOST_SAMPLES = 2**32
 _OWN_COLUMNS, _READER_COLUMNS = 3, 3  # of the table: samples, dealt and stamp; epoch, row and skipped
 
 
@@ -160,6 +161,8 @@ def plan(
     workers = _ints(num_workers=num_workers)
     for o in several:
         _check(1, global_batch_size=o, micro_batch_size=1 if micro_batch_size is None else micro_batch_size)
+        if o > _MOST_SAMPLES:
+            raise ValueError(f"global_batch_size={o}: a plan goes through all its divisors, up to {_MOST_SAMPLES}.")
     for k in workers:
         _check(0, num_workers=k)
     if num_logical_shards is None:

@@ -44,6 +44,7 @@ def test_narrowed_to_a_micro_batch_and_workers() -> None:
     ("arguments", "message"),
     [
         ({"global_batch_size": 0}, "global_batch_size=0: it is at least 1"),
+        ({"global_batch_size": 10**25}, "a plan goes through all its divisors, up to 4294967296"),
         ({"global_batch_size": 12, "micro_batch_size": 0}, "micro_batch_size=0: it is at least 1"),
         ({"global_batch_size": 12, "num_logical_shards": -1}, "num_logical_shards=-1: it is at least 1"),
         ({"global_batch_size": 12, "num_workers": -1}, "num_workers=-1: it is at least 0"),
