@@ -97,8 +97,9 @@ class Stream(Position):
         """Count on from where another stream had counted to at this moment."""
         begun = other.begun()
         at = begun if begun is not None and begun.clock.samples == self.clock.samples else other
-        here = self.standing
-        self.standing = replace(at.standing, clock=here.clock, owners=here.owners, leg=here.leg, ended=here.ended)
+        counts = at.standing.dropped_samples, at.standing.padded_samples
+        self.standing = replace(self.standing, dropped_samples=counts[0], padded_samples=counts[1])
+        # all else is as on ranks that join: what these raise, all do
 
     # Which leg it is
 
