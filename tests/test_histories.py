@@ -1,5 +1,6 @@
 """Whatever a trainer does, on whatever ranks: no sample is lost or repeated, no rank waits for ever. See `tests.histories`."""
 
+import functools
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -59,6 +60,26 @@ def test_who_joins_where_an_epoch_ends_sees_the_end_with_the_others(iterator: st
     assert sum(seats.next(books) is not None for _ in range(4)) == 4
     assert set(_ids(books).values()) == {2}
     seats.close()
+
+
+def test_who_stays_counts_empty_epochs_as_who_joins() -> None:
+    """Two in a row are an error: of the new ranks all have seen none."""
+    top, wider = Top(1, 4, 8), Top(2, 4, 8)
+    with_few = functools.partial(_make_dropping, {"f1": 6})
+    seats, books = Seats(with_few, top), Books()
+    assert seats.next(books) is None
+    seats = seats.rescale(wider, with_few, [0, -1], None)
+    assert seats.next(books) is None
+    with pytest.raises(rd.DataStateError, match="Two epochs in a row hold less than one global batch of 8"):
+        seats.next(books)
+    seats.close()
+
+
+def _make_dropping(files: dict[str, int], top: Top, **more: Any) -> rd.DataLoader:
+    pipeline = Pipeline(("Filter", ("Files", False)), files)
+    return rd.DataLoader(
+        pipeline, global_batch_size=top.o, micro_batch_size=top.b, num_logical_shards=8, collate_fn=as_samples, **more
+    )
 
 
 @pytest.mark.parametrize(
