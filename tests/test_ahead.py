@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from typing import Any
 
@@ -148,3 +149,26 @@ def test_what_is_no_number_of_batches_is_refused() -> None:
     for arguments in ({"ahead": -1}, {"ahead": 2, "num_workers": 2}):
         with pytest.raises(ValueError, match=r"it is for num_workers=0, .* workers have prefetch_factor"):
             make(**arguments)
+
+
+@pytest.mark.parametrize("how", [{"prefetch_batches": 2}, {"num_workers": 2}], ids=str)
+@pytest.mark.parametrize("way", ["go on", "begin", "load"])
+def test_a_fork_takes_nothing_of_what_its_parent_reads_ahead(how: dict[str, Any], way: str) -> None:
+    with rd.DataLoader(ROWS, global_batch_size=4, num_logical_shards=8, **how) as loader:
+        batches = iter(loader)
+        expected = [list(batch) for batch in rd.DataLoader(ROWS, global_batch_size=4, num_logical_shards=8)]
+        found = [list(next(batches))]
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                if way == "load":
+                    loader.load_state_dict(loader.state_dict())
+                next(batches if way == "go on" else iter(loader))
+            except RuntimeError as error:
+                code = 0 if "of which this one is a fork" in str(error) else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        found += map(list, batches)
+    assert found == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -177,9 +178,12 @@ class Ahead:
         self.feed = feed
         self.made: deque[MicroBatch] = deque()
         self.is_started = self._is_exhausted = False
+        self._process = 0  # in which the feed has begun
 
     def start(self, leg: Leg, table: Ints, u: int) -> None:
         """Let the feed begin with a micro batch."""
+        self._refuse_fork()
+        self._process = os.getpid()
         self.feed.start(leg, table, u)
         self.is_started = True
 
@@ -202,6 +206,7 @@ class Ahead:
         """Make one more; whether there was one."""
         if self._is_exhausted:
             return False
+        self._refuse_fork()
         try:
             if ranks.circle is None:
                 self.made.append(self.feed.take())
@@ -214,6 +219,13 @@ class Ahead:
             self.forget()  # the runner is past what was taken: whoever goes on begins from the table
             raise
         return not self._is_exhausted
+
+    def _refuse_fork(self) -> None:
+        if self.feed.is_ahead and self._process not in (0, os.getpid()):
+            raise RuntimeError(
+                f"This DataLoader reads ahead in process {self._process}, of which this one is a fork: the workers and threads "
+                f"are not its own. Make another loader here, and load the state into it."
+            )
 
     def forget(self) -> None:
         """No more is made until `start`."""

@@ -477,7 +477,7 @@ class TestErrors:
         sent = pickle.dumps(source_of(tmp_path, suffix))
         save(tmp_path / f"a{suffix}", {"row": [2**40 + i for i in range(90)], "more": [None] * 90})
         with pytest.raises(
-            ValueError, match=rf"a{suffix} cannot be read .*it was replaced: it had \d+ bytes .* and has"
+            ValueError, match=rf"a{suffix} cannot be read .*it has changed: it had \d+ bytes .* and has"
         ):
             pickle.loads(sent).row(0)
 

@@ -63,4 +63,6 @@ def _loads(value: Any) -> bool:
 
 
 def _is_known(value: Any) -> bool:
+    if type(value) is np.ndarray:
+        return value.dtype.kind in "biufc"
     return type(value) in _KNOWN or (type(value) in (tuple, list) and all(map(_is_known, cast("list[Any]", value))))

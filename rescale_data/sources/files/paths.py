@@ -73,7 +73,7 @@ class Files:
         """The path of a file that is still as large as it was listed."""
         path, listed = self.path(file), int(self.sizes[file])
         if (size := os.stat(path).st_size) != listed:
-            raise OSError(f"it was replaced: it had {listed} bytes when it was listed and has {size}")
+            raise OSError(f"it has changed: it had {listed} bytes when it was listed and has {size}")
         return path
 
     def beside(self, path: str) -> Ranges:
