@@ -195,11 +195,9 @@ class ForgetfulStream(Stream):
     """Hands micro batches out, and neither commits their rows nor moves the clock."""
 
     def take(self) -> MicroBatch:
-        micro_batch = self.ahead.take(self.ranks)
-        if micro_batch is None:
+        if self.ahead.next(self.ranks) is None:
             self.peek()
-            return self.ahead.made.popleft()
-        return micro_batch
+        return self.ahead.made.popleft()
 
 
 def forgetful(source: rd.ArrowSource) -> Iterator[Any]:

@@ -182,7 +182,8 @@ class Ahead:
 
     def start(self, leg: Leg, table: Ints, u: int) -> None:
         """Let the feed begin with a micro batch."""
-        self._refuse_fork()
+        if self.feed.is_ahead:
+            self._refuse_fork()
         self._process = os.getpid()
         self.feed.start(leg, table, u)
         self.is_started = True
@@ -206,7 +207,8 @@ class Ahead:
         """Make one more; whether there was one."""
         if self._is_exhausted:
             return False
-        self._refuse_fork()
+        if self.feed.is_ahead:
+            self._refuse_fork()
         try:
             if ranks.circle is None:
                 self.made.append(self.feed.take())
@@ -221,7 +223,7 @@ class Ahead:
         return not self._is_exhausted
 
     def _refuse_fork(self) -> None:
-        if self.feed.is_ahead and self._process not in (0, os.getpid()):
+        if self._process not in (0, os.getpid()):
             raise RuntimeError(
                 f"This DataLoader reads ahead in process {self._process}, of which this one is a fork: the workers and threads "
                 f"are not its own. Make another loader here, and load the state into it."
