@@ -5,13 +5,12 @@ from setuptools import Extension, setup
 setup(
     ext_modules=[
         Extension(
-            f"rescale_data.nodes.reading.{name}",
-            [f"rescale_data/nodes/reading/{name}.c"],
+            "rescale_data.nodes.reading.kernel",
+            ["rescale_data/nodes/reading/kernel.c", "rescale_data/nodes/reading/draws.c"],
             extra_compile_args=["-O3"],
             optional=True,
             py_limited_api=True,
         )
-        for name in ("kernel", "draws")
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

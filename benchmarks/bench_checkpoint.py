@@ -40,7 +40,6 @@ from rescale_data.checkpoint import CheckpointManager
 from rescale_data.checkpoint.entry import compare
 from rescale_data.checkpoint.storage.dcp import Contents, Planner
 from rescale_data.checkpoint.storage.metadata import read_metadata
-from rescale_data.checkpoint.storage.progress import Progress
 
 WIDTH = 2048
 
@@ -181,7 +180,7 @@ def measure_plans(ranks: int, count: int = 200) -> None:
 
     plans, state = [plan(rank) for rank in range(ranks)], {name: torch.zeros(size) for name in names}
     planner = DefaultSavePlanner()  # ours, too
-    load_planners = {"DCP's": DefaultLoadPlanner(), "ours": Planner(state, trusted=False, progress=Progress("Loading"))}
+    load_planners = {"DCP's": DefaultLoadPlanner(), "ours": Planner(state)}
     print(f"\n{ranks} simulated ranks, {count} tensors, {ranks * count} pieces: seconds")
     planner.set_up_planner({}, is_coordinator=True)
     start = time.perf_counter()

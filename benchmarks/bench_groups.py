@@ -40,7 +40,7 @@ def rank(me: int, ranks: int, port: int, switches: dict[str, str]) -> dict[str, 
     together(store, "begin", ranks)
     found: dict[str, float] = {"sockets of the store": sockets()}
     cpu, began = time.process_time(), time.perf_counter()
-    meet(store, me, list(range(ranks)), 300.0)
+    meet(PrefixStore("meet", store), me, list(range(ranks)), 300.0)
     met = time.perf_counter()
     group = ProcessGroupGloo(PrefixStore("gloo", store), me, ranks, WAIT)
     made = time.perf_counter()

@@ -138,7 +138,7 @@ def run(folder: Path, name: str, delay: float, given: argparse.Namespace, **task
         "fork": given.fork,
         "filtered": not given.known,
         "rows": given.rows,
-        "save_timeout": given.save_timeout,
+        "timeout": given.timeout if "vanish" in task else 60.0,
         "go": [],
     }
     hosts = [start(host, task) for host in range(task["hosts"])]
@@ -206,10 +206,9 @@ def work(task: dict[str, Any]) -> None:
     with timed("process group"):
         dist.init_process_group("gloo")
     me = dist.get_rank()
+    rd.DataLoader(pipeline, global_batch_size=GLOBAL_BATCH, dp_world_size=1)  # imports do not count
     with timed("loader"):
-        loader = rd.DataLoader(
-            pipeline, global_batch_size=GLOBAL_BATCH, timeout=60.0, save_timeout=task["save_timeout"]
-        )
+        loader = rd.DataLoader(pipeline, global_batch_size=GLOBAL_BATCH, timeout=task["timeout"])
     if "from" in task:
         with timed("load"):
             dcp.load({"loader": loader}, checkpoint_id=folder / task["from"])
@@ -223,7 +222,7 @@ def work(task: dict[str, Any]) -> None:
         rows += batch["row"].tolist()
         if loader.step == SAVE_AT and "save" in task:
             with timed("state_dict"):
-                loader.full_state_dict()
+                loader.state_dict()
             with timed("save"):
                 dcp.save({"loader": loader}, checkpoint_id=folder / task["save"])
             if "vanish" in task:
@@ -242,7 +241,7 @@ def left_alone(folder: Path, name: str, me: int, loader: Any, seconds: dict[str,
         time.sleep(0.05)
     began = time.perf_counter()
     try:
-        loader.full_state_dict()
+        loader.state_dict()
     except Exception as error:
         seconds["told who is gone"] = time.perf_counter() - began
         return f"{type(error).__name__}: {error}"
@@ -262,7 +261,7 @@ def main() -> None:
     parser.add_argument("--loss", type=float, default=0.0)
     parser.add_argument("--vanish", type=int, help="which host, by default the last")
     parser.add_argument("--rows", type=int, default=1200)
-    parser.add_argument("--save-timeout", type=float, default=5.0)
+    parser.add_argument("--timeout", type=float, default=20.0, help="where a host vanishes")
     parser.add_argument("--fork", action="store_true", help="no torchrun")
     parser.add_argument("--known", action="store_true", help="rows are not filtered: ranks know when an epoch ends")
     parser.add_argument("--short", action="store_true", help="only with the delay")

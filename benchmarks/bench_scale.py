@@ -4,8 +4,8 @@
 
 Requests, bytes and memory of opening a source of Parquet files (32 row groups, 4 columns) as one process sees them, bytes of
 its description in a checkpoint, a coordinator's time for the plans of W ranks that save 60 sources, and requests to the
-job's store for one exchange among W threads that play ranks, all there or one of them gone. It also runs on older commits,
-where exchanges are left out.
+job's store for one meeting among W threads that play ranks, all there or one of them gone. It also runs on older commits,
+where meetings are left out.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def opened(folder: Path, num_files: int) -> dict[str, float]:
     }
     loader = rd.DataLoader(source, global_batch_size=8, num_logical_shards=8)
     state = loader.state_dict()
-    return found | {"its sources in a checkpoint, bytes": float(len(state["sources"]))}
+    return found | {"its sources in a checkpoint, bytes": float(len(state["header"]))}
 
 
 def in_child(work: Callable[[], dict[str, float]]) -> dict[str, float]:
@@ -97,31 +97,30 @@ def in_child(work: Callable[[], dict[str, float]]) -> dict[str, float]:
     return json.loads(found)
 
 
-class CountedStore:
-    """One store of many threads; of each thread's requests all are counted."""
+class CountedStore(dist.Store):
+    """One store of many threads, whose requests are counted."""
 
     def __init__(self, store: Any, asked: Counter[str]) -> None:
+        super().__init__()
         self._store, self._asked = store, asked
 
-    def clone(self) -> CountedStore:
-        return CountedStore(self._store, self._asked)
-
-    def __getattr__(self, name: str) -> Any:
+    def __getattribute__(self, name: str) -> Any:
+        if name not in ("append", "add", "get", "wait", "check", "compare_set"):
+            return super().__getattribute__(name)
         self._asked[name] += 1
         return getattr(self._store, name)
 
 
 def exchange(ranks: int, absent: int) -> tuple[int, float]:
-    """Requests to the store of all ranks for one exchange, and its seconds."""
-    from rescale_data.engine.ranks.rollcall import Missing, RollCall
+    """Requests to the store of all ranks for one meeting, and its seconds."""
+    from rescale_data.engine.ranks.meeting import Missing, arrive
 
     asked: Counter[str] = Counter()
     store: Any = CountedStore(dist.HashStore(), asked)
 
     def come(me: int) -> None:
-        roll_call = RollCall(store, me, range(ranks))
         with contextlib.suppress(Missing):
-            roll_call.wait(roll_call.come("each", "1", ",".join, AWAY), AWAY)
+            arrive(store, me, range(ranks), AWAY)
 
     threads = [threading.Thread(target=come, args=(me,)) for me in range(ranks - absent)]
     began = time.perf_counter()
@@ -167,11 +166,11 @@ def main() -> None:
         for ranks in (8, 64, 512):
             (all_there, seconds), (one_gone, waited) = exchange(ranks, 0), exchange(ranks, 1)
             print(
-                f"{ranks} ranks: an exchange {all_there / ranks:.1f} requests a rank, {seconds:.2f} s; one gone: "
+                f"{ranks} ranks: a meeting {all_there / ranks:.1f} requests a rank, {seconds:.2f} s; one gone: "
                 f"{one_gone / ranks:.1f} requests a rank in {waited:.0f} s"
             )
     except ImportError:  # with PYTHONPATH alone it may find those of what is installed
-        print("exchanges: this commit has other ones")
+        print("meetings: this commit has other ones")
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ def _saving(num_sources: int, rounds: int) -> list[Answer]:
             taken[name].append(_milliseconds(work))
     wall, cpu = ({name: [each[i] for each in times] for name, times in taken.items()} for i in (0, 1))
     copied = _ratios(cpu["state_dict()"], cpu["np.copy of the table"])
-    num_bytes = sum(field.nbytes for field in state["shards"].values()) / MANY_LOGICAL_SHARDS / num_sources
+    num_bytes = state["table"].nbytes / MANY_LOGICAL_SHARDS / num_sources
     with tempfile.TemporaryDirectory() as folder:
         paths = (f"{folder}/{number}" for number in range(3))
         saved = [

@@ -18,6 +18,7 @@ html_theme_options = {"light_css_variables": {"color-brand-primary": "#2f5d8a", 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 
+autodoc_mock_imports = ["lightning", "transformers", "torchtitan", "tyro"]  # the documentation is built without them
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
 default_role = "code"

@@ -202,9 +202,15 @@ def run(leg: Leg, name: str) -> None:
     leg.folder.mkdir()
     started = time.perf_counter()
 
+    shown = ""
+
     def tick() -> None:
+        nonlocal shown
         told = leg.folder / PROGRESS
         text = told.read_text() if told.exists() else "processes start"
+        if text == shown and not sys.stdout.isatty():
+            return  # a file needs no sign of life
+        shown = text
         print(f"  {time.perf_counter() - started:3.0f} s: {text}", flush=True)
 
     run_ranks(leg.world_size, run_rank, leg, tick=tick)

@@ -75,6 +75,7 @@ def template_of(conversations: list[dict[str, Any]]) -> ChatTemplate:
     return ChatTemplate(train([message["content"] for row in conversations[:40] for message in row["messages"]]))
 
 
+# copy from here
 def pipeline(source: rd.Source, template: ChatTemplate, shard: rd.Shard) -> rd.BaseNode[Any]:
     """One logical shard: no ranks in here."""
     rows = rd.Map(rd.Reader(source, shard), template)
@@ -82,6 +83,9 @@ def pipeline(source: rd.Source, template: ChatTemplate, shard: rd.Shard) -> rd.B
         rows, column="tokens", seq_len=SEQ_LEN, window=8, labels=True, long="drop",
         columns={"loss_mask": torch.bool}, payload=["id"],
     )  # fmt: skip
+
+
+# to here
 
 
 def unpacked(sample: dict[str, Any]) -> list[tuple[int, list[int], list[int]]]:
@@ -99,10 +103,12 @@ def run_rank(folder: Path, leg: int, rank: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting{leg}", rank=rank, world_size=world_size)
     conversations = [json.loads(line) for line in (folder / "chats.jsonl").read_text().splitlines()]
+    # copy from here
     loader = rd.DataLoader(
         functools.partial(pipeline, rd.JsonlSource(folder / "chats.jsonl"), template_of(conversations)),
         global_batch_size=GLOBAL_BATCH, num_logical_shards=SHARDS, tail="pad",
     )  # fmt: skip
+    # to here
     if leg:
         dcp.load({"loader": loader}, checkpoint_id=folder / f"checkpoint{leg - 1}")
     came = []

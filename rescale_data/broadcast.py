@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -18,6 +18,7 @@ from rescale_data.engine.ranks.meeting import by_dp_rank, digest
 from rescale_data.engine.ranks.peers import BATCH, RESULT, Peers
 from rescale_data.engine.reading import Batches
 from rescale_data.engine.report import Report
+from rescale_data.engine.setup import require_seconds
 from rescale_data.errors import picklable, require_callable
 from rescale_data.loader import DataLoader
 
@@ -68,14 +69,13 @@ class Broadcast:
         refuse(arguments, 1)
         bound = inspect.signature(DataLoader.__init__).bind(None, open_data, **arguments)
         bound.apply_defaults()
-        if arguments.get("join"):
-            raise ValueError("rd.Broadcast cannot join a run: rescale() and join=True are those of rd.DataLoader.")
         if all(arguments.get(name) is None for name in ("mesh", "group", "dp_rank")):
             raise ValueError(
                 "rd.Broadcast must be told which ranks read different samples: give mesh=mesh['dp'], group=, or dp_rank= and "
                 "dp_world_size= (0 and 1 where all processes are peers)."
             )
         timeout = float(arguments.get("timeout", 300.0))
+        require_seconds(timeout=timeout)
         self._pin = bool(arguments.get("pin_memory", False)) and torch.accelerator.is_available()
         told = {"open_data": _told(open_data)}
         told |= {name: _told(value) for name, value in bound.arguments.items() if name not in ("self", "pipeline")}
@@ -157,13 +157,18 @@ class Broadcast:
         """As `DataLoader.set_epoch`."""
         self._ask("set_epoch", epoch)
 
-    def set_global_batch_size(self, global_batch_size: int) -> None:
-        """As `DataLoader.set_global_batch_size`."""
-        self._ask("set_global_batch_size", global_batch_size)
+    def reopen(self, state: Mapping[str, Any] | None = None, delivered: int = 0, **changed: Any) -> None:
+        """As `DataLoader.reopen`, of the processes that read; which these are, and what they read, stays.
 
-    def exclude_steps(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """As `DataLoader.exclude_steps`."""
-        self._ask("exclude_steps", list(ranges))
+        The state of the first of the peers is the one that counts.
+        """
+        kept = [name for name in ("pipeline", "dp_rank", "dp_world_size") if name in changed]
+        if kept:
+            raise ValueError(f"reopen() of rd.Broadcast cannot change {kept}: give mesh= or group= of the dp ranks.")
+        self._call(
+            f"reopen({_counts(state)}, {delivered}, {_told(changed)})",
+            lambda: self._own.reopen(state, delivered, **changed),
+        )
 
     def reset(self) -> None:
         """As `DataLoader.reset`."""
@@ -191,10 +196,10 @@ class Broadcast:
         """As `DataLoader.state_dict`, equal on all peers of all dp ranks."""
         return self._ask("state_dict")
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], delivered: int = 0) -> None:
         """As `DataLoader.load_state_dict`; the state of the first of the peers is the one that counts."""
-        counts = {name: value for name, value in state_dict.items() if isinstance(value, int | str)}
-        self._call(f"load_state_dict({digest(counts):x})", lambda: self._own.load_state_dict(state_dict))
+        name = f"load_state_dict({_counts(state_dict)}, {delivered})"
+        self._call(name, lambda: self._own.load_state_dict(state_dict, delivered))
 
     # Calls
 
@@ -211,12 +216,12 @@ class Broadcast:
 
     def _call(self, name: str, work: Callable[[], Any], kind: int = RESULT) -> Any:
         """What a call returns on the process that reads, on all of them; a batch on those that receive batches."""
+        self._peers.require_no_fork()
         if not self._reads:
             return self._hear(name)
         try:
-            with self._peers.reading():
-                value = work()
-                said = to_bytes(value if kind == BATCH else (self._read_numbers(), value, None))
+            value = work()
+            said = to_bytes(value if kind == BATCH else (self._read_numbers(), value, None))
         except Exception as error:
             self._say(name, RESULT, to_bytes((self._read_numbers(), None, picklable(error))))
             raise
@@ -295,6 +300,11 @@ def _come_to_the_meeting(dp_rank: Any, dp_world_size: Any, timeout: float) -> No
         return
     if dp_world_size > 1 and 0 <= dp_rank < dp_world_size:  # else the loader says what is wrong
         by_dp_rank(dp_rank, dp_world_size, timeout)
+
+
+def _counts(state: Mapping[str, Any] | None) -> str:
+    """Return a digest of the numbers and strings of a state, which tells it from others."""
+    return f"{digest({name: value for name, value in (state or {}).items() if isinstance(value, int | str)}):x}"
 
 
 def _told(value: Any) -> str:

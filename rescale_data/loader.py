@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from multiprocessing.context import BaseContext
+from collections.abc import Callable, Mapping
+from multiprocessing.context import BaseContext, get_spawning_popen
 from typing import Any, NoReturn, Self
 
 from torch.distributed import ProcessGroup
@@ -11,14 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rescale_data.engine.as_pipeline import as_pipeline, refuse
 from rescale_data.engine.collate import collate
-from rescale_data.engine.opening import Opening
+from rescale_data.engine.opening import open_stream
 from rescale_data.engine.reading import Batches, Reading
 from rescale_data.engine.recipe import Pipeline
 from rescale_data.engine.report import Report
-from rescale_data.engine.rescale import hand_over, rescale
-from rescale_data.engine.setup import Setup, Tail, require_steps_per_epoch
-from rescale_data.engine.states.statedict import Sharded
-from rescale_data.engine.stream import OnSourceChange, Stream
+from rescale_data.engine.setup import Setup, Tail
+from rescale_data.engine.stream import Stream
 from rescale_data.errors import checks_kinds, require_callable
 from rescale_data.sources.dataset import MapStyle
 from rescale_data.sources.iterable import IterableSource
@@ -29,7 +27,7 @@ _READ_AHEAD = (
     "for good what is on its way. Iterate, save, load and ask what reads it (rescale_data.xla.DeviceLoader) in place of the "
     "loader."
 )
-_HAS_LEFT = "This rank has left the loader by rescale(): build one with join=True when it comes back."
+_WHERE = ("mesh", "group", "dp_rank", "dp_world_size")
 
 
 class DataLoader:
@@ -48,11 +46,11 @@ class DataLoader:
         num_logical_shards: N, fixed for the whole run. Default 4 * O; less where that is above 2,048 (`rd.plan`); with
             ``shuffle=False`` O times the number of workers, so name it where they are to change within an epoch.
         mesh: `DeviceMesh` of the data-parallel ranks, several dims counted row-major as one. Default: the whole
-            process group where there is one, else a single rank.
+            process group where there is one, else a single rank. A loader that is built before the process group is an error.
         dp_rank: In place of a mesh, together with ``dp_world_size``: all ranks of the job then build the loader, and no group
-            spans the TP, PP and CP peers that share a dp rank.
-        group: The trainer's own process group of exactly the dp ranks, in their order, which exchanges CPU tensors
-            ("cpu:gloo,cuda:nccl"). Default: one gloo group for all loaders over the same ranks.
+            spans the TP, PP and CP peers that share a dp rank. ``dp_world_size=1`` alone: this process reads all rows.
+        group: A process group of exactly the dp ranks, in their order, in place of a mesh. Tensors never go through it: all
+            loaders over the same ranks share a gloo group of their own.
         num_workers: K worker processes; 0 makes batches in this process.
         seed: Seed of every order.
         repeat: `False`: ``iter(loader)`` ends with the epoch. `True`: it never ends.
@@ -67,20 +65,17 @@ class DataLoader:
         pin_memory: Whether batches arrive in page-locked memory, where there is an accelerator.
         multiprocessing_context: How workers start. The default is safe although this process has used threads.
         slow_after: Seconds after which a wait for a batch is logged once, as a warning: what is read, called or waited for.
-        timeout: Seconds to wait for a worker, or for another rank in a collective; not those in which that rank reads.
-        save_timeout: Seconds to wait for other ranks in `state_dict`; default 60, or ``timeout`` if that is less.
+        timeout: Seconds to wait for a worker, or for another rank in a collective: more than a rank may ever be behind another
+            one, so more than reading two steps takes where data is slowest. At most 2,000,000, 23 days.
         verify: Keep a digest of the rows that each logical shard has delivered, 8 bytes a shard and source in the state, and
             prove at the end of each epoch that every row was delivered once, across all legs of the run: else `DataStateError`.
         steps_per_epoch: Where the data has no epoch, or only reading tells its end: an iterator ends whenever `step` is a
             multiple of this. With ``repeat=False`` the data's own end comes within, and ends none (`progress` has its epochs).
-        on_source_change: Of a state whose files were removed or changed since: "error", or "next_epoch": leave out what was
-            left of the epoch, log how many rows that is, and begin the next one; what an open window has read of that already
-            comes again. Files that were only added join at the next
-            epoch that no logical shard has begun, in either case.
-        join: This rank is new in a run whose other ranks call `rescale` meanwhile: go on where they are.
 
     Raises:
-        ValueError: A topology that does not fit, an epoch without a whole global batch; the message lists what fits.
+        ValueError: A topology that does not fit, an epoch without a whole global batch; the message lists what fits. Or
+            there is no process group yet (``WORLD_SIZE`` is above 1).
+        RuntimeError: At a use: a process group of several ranks has come since.
         TypeError: With workers, a pipeline that does not pickle; a pipeline with state that cannot be a position.
 
     Example:
@@ -123,34 +118,19 @@ class DataLoader:
         multiprocessing_context: str | BaseContext = "forkserver",
         slow_after: float = 10.0,
         timeout: float = 300.0,
-        save_timeout: float | None = None,
         verify: bool = False,
         steps_per_epoch: int | None = None,
-        on_source_change: OnSourceChange = "error",
-        join: bool = False,
     ) -> None:
+        self._given = {name: value for name, value in locals().items() if name != "self"}
         require_callable(collate_fn=collate_fn, worker_init_fn=worker_init_fn)
-        if prefetch_batches < 0 or (prefetch_batches and num_workers):
-            raise ValueError(
-                f"prefetch_batches={prefetch_batches}, num_workers={num_workers}: it is for num_workers=0, 0 or more; workers "
-                f"have prefetch_factor."
-            )
-        if prefetch_factor < 1:
-            raise ValueError(
-                f"prefetch_factor={prefetch_factor}: give the messages that a worker may be ahead, at least 1."
-            )
-        if on_source_change not in ("error", "next_epoch"):
-            raise ValueError(f"on_source_change={on_source_change!r}: give 'error' or 'next_epoch'.")
         if not slow_after > 0:
             raise ValueError(f"slow_after={slow_after!r}: give seconds, more than 0; math.inf for no warning.")
         if shuffle is False and num_logical_shards is None:
             num_logical_shards = global_batch_size * max(num_workers, 1)
         self.collate_fn = collate_fn or collate
-        self._opening = Opening(
+        stream = open_stream(
             as_pipeline(pipeline, shuffle),
-            {"mesh": mesh, "group": group, "dp_rank": dp_rank, "dp_world_size": dp_world_size},
             keeps_order=shuffle is False,
-            micro_batch_size=micro_batch_size,
             collate=collate_fn,
             prefetch_batches=prefetch_batches,
             pin_memory=pin_memory,
@@ -161,84 +141,59 @@ class DataLoader:
                 "slow_after": slow_after,
                 "init_fn": worker_init_fn,
             },
-            seed=seed,
-            repeat=repeat,
-            tail=tail,
-            timeout=timeout,
-            save_timeout=save_timeout,
-            verify=verify,
-            beside={"steps_per_epoch": steps_per_epoch, "on_source_change": on_source_change},
-        )
-        setup = self._opening.set_up(
-            self._opening.where,
+            steps_per_epoch=steps_per_epoch,
+            mesh=mesh,
+            dp_rank=dp_rank,
+            dp_world_size=dp_world_size,
+            group=group,
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
             num_logical_shards=num_logical_shards,
             num_workers=num_workers,
+            seed=seed,
+            repeat=repeat,
+            tail=tail,
+            timeout=timeout,
+            verify=verify,
+            beside={"steps_per_epoch": steps_per_epoch},
         )
-        steps, stream = require_steps_per_epoch(setup, steps_per_epoch), self.stream_of(setup)
-        stream.on_source_change = on_source_change
-        self._reading: Reading | None = Reading(stream, steps_per_epoch=steps, slow_after=slow_after)
-        self._close, self._why_not = self._reading.close, _READ_AHEAD
-        if join:
-            state, stream.meeting = hand_over(setup, None)
-            self._reading.load_state_dict(state)
+        self._reading: Reading | None = Reading(stream, steps_per_epoch=steps_per_epoch, slow_after=slow_after)
+        self._close = self._reading.close
 
-    def stream_of(self, setup: Setup) -> Stream:
-        """What reads in a topology."""
-        return self._opening.stream(setup)
+    def reopen(self, state: Mapping[str, Any] | None = None, delivered: int = 0, **changed: Any) -> None:
+        """Go on with other arguments: a larger global batch, another micro batch, workers, or other ranks.
 
-    # Other ranks
-
-    @checks_kinds
-    def rescale(
-        self,
-        *,
-        mesh: DeviceMesh | None = None,
-        group: ProcessGroup | None = None,
-        micro_batch_size: int | None = None,
-        num_workers: int | None = None,
-        step: int | None = None,
-    ) -> bool:
-        """Go on with other ranks in the same processes, after the same batch; iterators of this loader stay valid.
-
-        Collective over the old ranks, at the end of a step. Those that are new build
-        ``rd.DataLoader(..., mesh=new, join=True)`` meanwhile, with the other arguments as they are here. Nothing is read again,
-        and workers live on as long as their number stays.
-
-        After ranks have died those that live give ``step``. It is then collective over the new ranks alone, and what the dead
-        had delivered is made out again by reading, from the last `state_dict` that all made on.
+        Without ``state`` the ranks stay, all of them call it, and the newest iterator goes on. Other ranks go on from one
+        state: all old ranks call `state_dict`, those that leave then `close`, one sends the state to all new ones, and all load
+        it, those that stay by ``reopen(state, mesh=new)``. Iterators are then invalid, as after `load_state_dict`.
 
         Args:
-            mesh: Of the new ranks; on a rank that leaves, too. Default, without ``group``: as the loader was built, so that
-                one that was given neither has the ranks of the process group that there is now.
-            group: In place of a mesh; what `torch.distributed.new_group` returned on a rank that leaves.
-            micro_batch_size: b; default: as given when the loader was built, else O / W.
-            num_workers: K; default: as it is.
-            step: The number of steps that the model has done. One that has begun, or was the last, is then served again.
-
-        Returns:
-            Whether this rank goes on. If not, the loader is closed.
+            state: Default: that of this moment.
+            delivered: See `load_state_dict`.
+            changed: Arguments of `DataLoader`; the others stay as they are. ``num_logical_shards`` does, also by default, and
+                ``micro_batch_size`` where the ranks stay.
 
         Raises:
-            ValueError: A topology that does not fit; a step that is not complete. Nothing has changed then.
-            TypeError: What is no mesh, no group, no number.
+            ValueError: What does not fit; without ``state``, other ranks, or a step that has begun, and the message says when
+                the next one does. Nothing has changed then.
+            DataStateError: See `load_state_dict`; nothing has changed then.
         """
-        reading = self.reading
-        if rescale(reading, self._opening, self.stream_of, mesh, group, micro_batch_size, num_workers, step):
-            return True
-        reading.invalidate()
-        reading.close()
-        self._reading, self._why_not = None, _HAS_LEFT
-        return False
+        reading = self._held
+        layout = reading.setup.layout
+        kept: dict[str, Any] = {"num_logical_shards": layout.num_logical_shards}
+        kept |= {"micro_batch_size": layout.micro_batch_size} if state is None else {}
+        kept |= dict.fromkeys(_WHERE) if changed.keys() & set(_WHERE) else {}
+        other = DataLoader(**{**self._given, **kept, **changed})
+        reading.reopen(other.give_away(), state, delivered)
+        self._given, self.collate_fn = {**self._given, **changed}, other.collate_fn
 
     # Batches
 
     def __iter__(self) -> Batches:
         """Go on from the position, or with the next epoch where the last batch of this one has been taken.
 
-        After a load of a state that was saved there, or a `rescale` there, the first iterator is empty, once. Older iterators
-        are invalid.
+        After a load of a state that was saved there iterators are empty until ``next`` of one has raised
+        ``StopIteration``. Older iterators are invalid.
         """
         return iter(self.reading)
 
@@ -285,37 +240,14 @@ class DataLoader:
     def skip(self, num_samples: int) -> None:
         """Leave out samples, as if they had been delivered, also over the ends of epochs.
 
-        At a constant cost where the pipeline allows it; whole epochs cost nothing where it knows its number of samples. Where
-        rows must be read for it and that fails, what was skipped until then stays so: load a state before you ask again.
+        At a constant cost where the pipeline allows it; whole epochs cost nothing where it knows its number of samples. Else
+        rows are read for it; where that fails, nothing has moved. The state keeps what was left out, as ranges of samples.
+        Collective over the dp ranks: each of them calls it, with the same number.
 
         Args:
             num_samples: Over all ranks, a multiple of ``W * b``.
         """
         self.reading.skip(num_samples)
-
-    def set_global_batch_size(self, global_batch_size: int) -> None:
-        """Go on with another global batch, in a ramp say; the micro batch stays, and iterators go on.
-
-        As if the state were saved and loaded with the new one; collective over the dp ranks. `rd.plan` names an N that is
-        aligned with several.
-
-        Raises:
-            ValueError: A step has begun, and the message says when the next one does; or this O does not fit.
-        """
-        self.reading.set_global_batch_size(global_batch_size)
-
-    def exclude_steps(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Leave out steps as if they had been delivered: those after which the loss went up, say.
-
-        Their rows count as drawn. The state keeps them, so that the same call in a job that begins again changes nothing.
-
-        Args:
-            ranges: ``(first, stop)``, steps as `step` counts them, the first and the one after the last.
-
-        Raises:
-            ValueError: A range has passed, and the state does not have it. A later load of such a state: `DataStateError`.
-        """
-        self.reading.exclude_steps(ranges)
 
     def reset(self) -> None:
         """Go back to the beginning of the run."""
@@ -332,6 +264,11 @@ class DataLoader:
         self.close()
 
     def __reduce__(self) -> NoReturn:
+        if get_spawning_popen() is not None:
+            raise TypeError(
+                "A DataLoader does not go to another process (torch.multiprocessing.spawn, ddp_spawn): each has its own ranks "
+                "and files. Build it in the function that is spawned, after init_process_group()."
+            )
         raise TypeError(
             "A DataLoader does not pickle. In a checkpoint it is at the top level of the dict, {'model': ..., 'loader': "
             "loader}, where DCP asks it for its state; below that DCP takes it for a value."
@@ -345,9 +282,19 @@ class DataLoader:
 
     @property
     def reading(self) -> Reading:
-        """What reads; ``RuntimeError`` where it was given away, or this rank has left."""
+        """The `Reading` that all calls use.
+
+        Raises:
+            RuntimeError: It was given away, or the process group is younger than the loader.
+        """
+        reading = self._held
+        reading.setup.ranks.require_no_group()
+        return reading
+
+    @property
+    def _held(self) -> Reading:
         if self._reading is None:
-            raise RuntimeError(self._why_not)
+            raise RuntimeError(_READ_AHEAD)
         return self._reading
 
     # Where the run stands
@@ -388,7 +335,7 @@ class DataLoader:
     def progress(self) -> dict[str, float]:
         """Counters for a logger: of the run, of what this rank's shards have drawn, and of what it has waited for and read.
 
-        ``dropped_samples`` and ``padded_samples`` count from when this loader was made or reset.
+        ``dropped_samples`` and ``padded_samples`` count from the beginning of the run; they are in the state.
         """
         return self.reading.progress()
 
@@ -408,32 +355,45 @@ class DataLoader:
         Collective over the dp ranks: all of them call it, before any ``if rank == 0``. It pickles, and loads on any topology.
 
         Returns:
-            ``{"shards": {path: plain tensor with N rows}, ...}``: see docs/design.md, 8.
+            ``{"table": int64[N, columns], "header": str}``: see docs/design.md, 8.
 
         Raises:
             ValueError: Ranks are simulated, see `rescale_data.testing.full_state_dict`.
-            RuntimeError: Another rank did not call it within a minute (within ``timeout``, where that is less).
+            RuntimeError: Another rank did not call it within ``timeout``.
             DataStateError: The ranks stand at different batches.
         """
         return self.reading.state_dict()
 
-    def full_state_dict(self) -> dict[str, Any]:
-        """`state_dict`, by the name it had when that returned the rows of one rank."""
-        return self.state_dict()
+    def local_state_dict(self) -> dict[str, Any]:
+        """The state as this rank knows it, without communication, for snapshots that are taken often and seldom needed.
 
-    @property
-    def sharded(self) -> Sharded:
-        """What to save in place of the loader where all N rows on every rank are too many, or asking all ranks is too often.
-
-        ``dcp.save({"loader": loader.sharded})``: its state holds `DTensor` rows without communication where W divides N. It
-        does not pickle, and loads wherever the loader's own state does.
+        It does not pickle. `rd.whole_state` makes it what `state_dict` would have returned (collective).
         """
-        return self.reading.sharded
+        return self.reading.local_state_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state of any topology, in any form; collective over the dp ranks where it is sharded.
+    @checks_kinds
+    def load_state_dict(self, state_dict: Mapping[str, Any], delivered: int = 0) -> None:
+        """Go on from a state of any topology.
+
+        Collective over the dp ranks where it is one rank's own, and with ``delivered``, for which they read as for `skip`.
+
+        Args:
+            state_dict: What `state_dict` returned, or DCP loaded into it.
+            delivered: Samples that were delivered after the state, over all ranks of the topology that it names, and that are
+                in the model: a multiple of its ``W * b``. They count as served, and the run goes on behind them.
 
         Raises:
             DataStateError: It belongs to another seed, N, dataset or pipeline, or is incomplete. Nothing has changed then.
+            ValueError: ``delivered`` is not a multiple of that, or further than a state can count.
+
+        Example:
+            >>> import rescale_data as rd
+            >>> loader = rd.DataLoader(range(12), shuffle=False, global_batch_size=4)
+            >>> state = loader.state_dict()
+            >>> _ = next(iter(loader))  # and then the process dies
+            >>> loader = rd.DataLoader(range(12), shuffle=False, global_batch_size=4)
+            >>> loader.load_state_dict(state, delivered=4)
+            >>> next(iter(loader))
+            tensor([4, 5, 6, 7])
         """
-        self.reading.load_state_dict(state_dict)
+        self.reading.load_state_dict(state_dict, delivered)

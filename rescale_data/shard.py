@@ -24,7 +24,7 @@ class Shard:
         verify: Whether readers keep a digest of the rows that they have delivered, and prove at an epoch's end that each
             was delivered once.
         global_batch_size: O, samples of an optimizer step over all shards. It may change in a run: whatever depends on it
-            belongs to a node's `parameters`.
+            belongs to a node's `parameters`, and another one is then refused.
         provenance: Whether readers say of each sample, if it is a dict, which row it is (`Reader`).
 
     Raises:

@@ -20,10 +20,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rescale_data.errors import DataStateError
+
 Ints: TypeAlias = npt.NDArray[np.int64]
 
 EPOCH = "epoch"
 """How a field that counts epochs is called."""
+COUNT = (0, 2**48)
+"""The limits of a field that counts rows, tokens, samples or epochs: no run comes to more."""
 _SCALARS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
@@ -36,12 +40,14 @@ class Field:
         dtype: ``torch.int64``, ``float64`` or ``bool`` for numbers; any dtype for tensors.
         shape: ``None`` for a number, else the shape of the tensor.
         counts: Whether it tells what was done on the way and not where the stream stands: rows skipped, a digest.
+        limits: The smallest and the largest value that a run can come to; `None` for any.
     """
 
     path: tuple[str, ...]
     dtype: torch.dtype = torch.int64
     shape: tuple[int, ...] | None = None
     counts: bool = dataclasses.field(default=False, compare=False)
+    limits: tuple[int, int] | None = dataclasses.field(default=None, compare=False)
 
     @property
     def key(self) -> str:
@@ -113,6 +119,27 @@ def decode(field: Field, slots: Sequence[int]) -> Any:
     if field.dtype is torch.float64:
         return struct.unpack("<d", struct.pack("<q", slots[0]))[0]
     return bool(slots[0]) if field.dtype is torch.bool else int(slots[0])
+
+
+def require_limits(fields: Sequence[Field], rows: Ints, what: str) -> None:
+    """``DataStateError`` where a number lies beyond the limits of its field.
+
+    Args:
+        fields: Of the columns of ``rows``, in their order.
+        rows: ``int64[M, slots]``.
+        what: The number ``i`` of a row as it is called, such as ``"logical shard {}"``.
+    """
+    for field, slot in zip(fields, offsets(fields), strict=False):
+        if field.limits is not None:
+            values = rows[:, slot].view(np.float64) if field.dtype is torch.float64 else rows[:, slot]
+            least, most = field.limits
+            is_within = (values >= least) & (values <= most)  # which no NaN is
+            if not is_within.all():
+                at = int(is_within.argmin())
+                raise DataStateError(
+                    f"By the state {field.key!r} of {what.format(at)} is {values[at]}, and a run comes to {least} to {most} "
+                    f"there: the state was changed or damaged. Load another checkpoint."
+                )
 
 
 def flatten(state: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:

@@ -9,11 +9,15 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; child processes inherit it
 
-from hypothesis import settings
+import pytest
+from hypothesis import HealthCheck, settings
 
 from rescale_data.engine.processes import PRELOAD
+from rescale_data.sources.decoded.cache import Cache
+from rescale_data.sources.files import remote
 
-settings.register_profile("reproducible", deadline=None, derandomize=True)
+# `too_slow` measures the machine, and what else runs on it.
+settings.register_profile("reproducible", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", deadline=None, max_examples=1000)  # pytest --hypothesis-profile=explore
 settings.load_profile("reproducible")
 
@@ -27,3 +31,15 @@ PRELOAD += [
     "torch.distributed.pipelining",  # stands for what the first DTensor of a process imports
 ]
 multiprocessing.set_forkserver_preload(PRELOAD)
+
+
+@pytest.fixture(autouse=True)
+def no_pace_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget how fast other tests' requests were answered: a slow one would be made again, which tests that count would see."""
+    monkeypatch.setattr(remote, "_pace", remote.Pace())
+
+
+@pytest.fixture
+def own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the test a cache of its own: the budget of the process's is the largest of all sources that tests left alive."""
+    monkeypatch.setattr("rescale_data.sources.decoded.cache._cache", Cache())

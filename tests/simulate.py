@@ -1,16 +1,15 @@
 """A training run over a chain of topologies, with all ranks of each in one process."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 import rescale_data as rd
-from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES
 from rescale_data.testing import full_state_dict
 from tests.pipelines import plain
+from tests.states import opened
 
 
 class Topology(NamedTuple):
@@ -49,16 +48,14 @@ class Run:
         self.global_batches: list[GlobalBatch] = []
         self.dropped: dict[int, int] = defaultdict(int)  # by epoch
         self._open: list[list[Any]] = []
-        self._begun: tuple[int, Any] = (-1, None)  # the last step that began, and where all shards stood then
 
     def resume(self, topology: Topology, state: dict[str, Any] | None = None) -> None:
         """Build the loaders of a topology, and load a state into them."""
         self.loaders = [self._make(rank, topology) for rank in range(topology.w)]
         for loader in self.loaders if state is not None else []:
             loader.load_state_dict(state)
-        self._begun = (-1, None)
         self.loaded = self.save()
-        if not any(self._open) or state is None or self.loaded["origin"] != state["origin"]:
+        if not any(self._open) or state is None or opened(self.loaded)["origin"] != opened(state)["origin"]:
             self._open = [[] for _ in self.loaders]
         self.iterate()
 
@@ -90,12 +87,10 @@ class Run:
     def _next(self) -> list[Any] | None:
         epoch, dropped = self._lead.epoch, self._lead.progress()["dropped_samples"]
         is_dealt = self._lead.stream.rows_are_dealt
-        begun = self._begun if self._open[0] else (self._lead.step, self._positions())
         batches = [next(iterator, None) for iterator in self._iterators]
         assert len({batch is None for batch in batches}) == 1, "the ranks end an epoch at different micro batches"
         if batches[0] is None:
             return None
-        self._begun = begun
         for rank, (loader, batch) in enumerate(zip(self.loaders, batches, strict=True)):
             self._record(epoch, rank, loader, batch)
         if len(self._open[0]) == len(batches[0]["samples"]) * self._lead.gradient_accumulation_steps:
@@ -103,20 +98,6 @@ class Run:
             self._open = [[] for _ in self.loaders]
         self._count_dropped(epoch, dropped)
         return batches
-
-    def lose_all_but(self, rank: int) -> None:
-        """One rank makes the rows of all others again: as they are, and as they were when the last step began."""
-        stream = self.loaders[rank].stream
-        for step, positions in [self._begun] + ([] if any(self._open) else [(self._lead.step, self._positions())]):
-            if positions is not None:
-                survivor = stream.at_step(step)
-                survivor.make_again(np.flatnonzero(survivor.standing.owners != rank))
-                assert (_positions(survivor.table) == positions).all()
-
-    def _positions(self) -> Any:
-        tables = np.stack([loader.stream.table for loader in self.loaders])
-        newest = tables[:, :, SAMPLES].argmax(axis=0)
-        return _positions(tables[newest, np.arange(len(newest))])
 
     def _record(self, epoch: int, rank: int, loader: rd.DataLoader, batch: Any) -> None:
         samples = batch["samples"]
@@ -132,12 +113,14 @@ class Run:
         self.dropped[epoch] += int(self._lead.progress()["dropped_samples"] - before)
 
 
-def _positions(table: Any) -> Any:
-    return np.delete(table, [column for column in range(FIRST_SLOT) if column != SAMPLES], axis=1)
+def where(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts of a state without how it was come by: K, and what was left out."""
+    return {name: value for name, value in opened(state).items() if name not in ("num_workers", "skipped")}
 
 
 def same_state(one: dict[str, Any], other: dict[str, Any], besides: tuple[str, ...] = ()) -> bool:
-    """Whether two states are equal, tensor by tensor; ``besides`` names keys that may differ."""
+    """True if two states are equal, but for K and what was left out; ``besides`` names keys that may differ, too."""
+    one, other = where(one), where(other)
     if one.keys() != other.keys() or one["shards"].keys() != other["shards"].keys():
         return False
     tables = all(torch.equal(value, other["shards"][key]) for key, value in one["shards"].items())

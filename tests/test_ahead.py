@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import signal
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -12,6 +16,7 @@ import pytest
 import rescale_data as rd
 from rescale_data.testing import full_state_dict
 from tests.simulate import same_state
+from tests.states import closed, opened
 
 ROWS = list(range(72))
 
@@ -56,7 +61,7 @@ def test_a_thread_makes_batches_that_nobody_has_asked_for_yet() -> None:
         next(iter(loader))
         assert rows.enough.wait(60), "two batches behind the first"
         assert all(name.startswith("rescale_data-ahead") for name in rows.threads)
-        assert loader.state_dict()["samples"] == 4
+        assert opened(loader.state_dict())["samples"] == 4
         loader.skip(0)
     rows = Watched()
     with make(rows) as loader:
@@ -73,14 +78,66 @@ def test_an_error_comes_with_its_batch_and_the_batch_comes_after_it() -> None:
     for _ in range(2):
         with pytest.raises(OSError, match="corrupt"):
             next(batches)
-        assert loader.state_dict()["samples"] == 8
+        assert opened(loader.state_dict())["samples"] == 8
     assert listed(batches) == expected[2:]
     assert threads() == []
 
 
-@pytest.mark.parametrize(
-    "end", ["close", "epoch", "load", "reset", "skip", "set_global_batch_size", "error", "garbage"]
-)
+class Held(Watched):
+    """Rows of which one is not read until the test says so."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__()
+        self.row, self.entered, self.go_on = row, threading.Event(), threading.Event()
+
+    def __getitem__(self, row: int) -> int:
+        if row == self.row:
+            self.entered.set()
+            assert self.go_on.wait(60)
+        return super().__getitem__(row)
+
+
+def test_ctrl_c_is_heard_within_a_read(request: pytest.FixtureRequest) -> None:
+    """Whoever goes on waits for that read, misses no row and sees none twice."""
+    request.addfinalizer(functools.partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored under `nohup` and `&`
+    expected = listed(make(ahead=0))
+    rows = Held(expected[2][1])
+    with make(rows) as loader:
+        batches = iter(loader)
+        found = listed([next(batches), next(batches)])
+        interrupt = threading.Thread(target=lambda: rows.entered.wait(60) and os.kill(os.getpid(), signal.SIGINT))
+
+        def is_interrupted() -> None:
+            interrupt.start()
+            next(batches)
+
+        with pytest.raises(KeyboardInterrupt):
+            is_interrupted()
+        interrupt.join()
+        rows.go_on.set()
+        assert found + listed(batches) == expected
+
+
+def test_a_script_that_ends_reads_no_more() -> None:
+    """The batch on its way is made, not all that the thread was let."""
+    script = """if True:
+        import atexit, rescale_data as rd
+        num_read = 0
+        def read(row):
+            global num_read
+            num_read += 1
+            return row
+        pipeline = lambda shard: rd.Map(rd.Reader(range(96), shard), read)
+        loader = rd.DataLoader(pipeline, global_batch_size=4, prefetch_batches=200_000, repeat=True)
+        atexit.register(lambda: print(num_read))
+        next(iter(loader))
+    """
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert 4 <= int(ran.stdout) < 400_000
+
+
+@pytest.mark.parametrize("end", ["close", "epoch", "load", "reset", "skip", "reopen", "error", "garbage"])
 def test_no_thread_is_left_behind(end: str) -> None:
     gc.collect()
     assert threads() == []
@@ -106,8 +163,8 @@ def test_no_thread_is_left_behind(end: str) -> None:
             loader.load_state_dict(loader.state_dict())
         elif end == "skip":
             loader.skip(8)
-        elif end == "set_global_batch_size":
-            loader.set_global_batch_size(8)
+        elif end == "reopen":
+            loader.reopen(global_batch_size=8)
     assert threads() == []
 
 
@@ -116,18 +173,18 @@ def test_a_load_that_is_refused_changes_nothing() -> None:
     batches = iter(loader)
     taken, state = listed([next(batches)]), loader.state_dict()
     with pytest.raises(rd.DataStateError, match="seed"):
-        loader.load_state_dict({**state, "seed": 1})
+        loader.load_state_dict(closed({**opened(state), "seed": 1}))
     assert same_state(state, loader.state_dict())
     assert taken + listed(batches) == listed(make(ahead=0))
 
 
-def test_other_ranks_of_the_same_process_take_over() -> None:
+def test_another_micro_batch() -> None:
     """The thread of the ranks that were; iterators go on."""
     expected = listed(make(ahead=0))
     loader = make()
     batches = iter(loader)
     taken = listed([next(batches)])
-    assert loader.rescale(micro_batch_size=2)
+    loader.reopen(micro_batch_size=2)
     assert len(threads()) == 0
     taken += [[*next(batches).tolist(), *next(batches).tolist()] for _ in expected[1:]]
     assert taken == expected
@@ -152,7 +209,7 @@ def test_what_is_no_number_of_batches_is_refused() -> None:
 
 
 @pytest.mark.parametrize("how", [{"prefetch_batches": 2}, {"num_workers": 2}], ids=str)
-@pytest.mark.parametrize("way", ["go on", "begin", "load"])
+@pytest.mark.parametrize("way", ["go on", "begin", "load", "close"])
 def test_a_fork_takes_nothing_of_what_its_parent_reads_ahead(how: dict[str, Any], way: str) -> None:
     with rd.DataLoader(ROWS, global_batch_size=4, num_logical_shards=8, **how) as loader:
         batches = iter(loader)
@@ -164,6 +221,10 @@ def test_a_fork_takes_nothing_of_what_its_parent_reads_ahead(how: dict[str, Any]
             try:
                 if way == "load":
                     loader.load_state_dict(loader.state_dict())
+                if way == "close":
+                    loader.close()
+                    gc.collect()
+                    os._exit(0)
                 next(batches if way == "go on" else iter(loader))
             except RuntimeError as error:
                 code = 0 if "of which this one is a fork" in str(error) else 2

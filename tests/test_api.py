@@ -40,10 +40,12 @@ def test_importing_starts_no_process_group_thread_or_log() -> None:
 
 PACKAGE = Path(rd.__path__[0])
 FLOORS = [
-    ["errors", "state"],
+    ["errors"],
+    ["state"],
     ["order", "shard"],
     ["rounds"],
     ["layout"],
+    ["lease"],
     ["sources"],
     ["nodes"],
     ["engine"],
@@ -79,6 +81,17 @@ def test_imports_go_down_and_are_public(path: Path) -> None:
         elif parts[0] in ("torch", "torchdata"):
             assert not any(part.startswith("_") for part in parts), name
         assert parts[0] != "torchdata" or path.match("nodes/base.py"), name
+
+
+BELOW_STORAGE = ["tree", "ranks"]
+
+
+@pytest.mark.parametrize("room", [*BELOW_STORAGE, "storage"])
+def test_the_storage_of_checkpoints_imports_nothing_above_it(room: str) -> None:
+    allowed = {"storage", *BELOW_STORAGE} if room == "storage" else {room}
+    paths = [*(PACKAGE / "checkpoint" / room).rglob("*.py"), *(PACKAGE / "checkpoint").glob(f"{room}.py")]
+    names = [name.split(".") for path in paths for name in imports(path)]
+    assert {parts[2] for parts in names if parts[:2] == ["rescale_data", "checkpoint"]} <= allowed
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import traceback
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ import rescale_data as rd
 from rescale_data import checkpoint, testing
 from rescale_data.errors import checks_kinds
 
-WRONG = (None, 5, 1.5, True, "x", [None], {"x": None}, object())
+WRONG = (None, 5, 1.5, math.inf, math.nan, True, "x", [None], {"x": None}, object())
 
 
 def reader() -> rd.Reader:
@@ -39,7 +40,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-MODEL = torch.nn.Linear(1, 1)
 COLUMN: dict[str, Any] = {"column": "tokens", "seq_len": 4, "eos_id": 1}
 CASES: dict[str, Callable[[Path], tuple[Callable[..., Any], dict[str, Any]]]] = {
     "Shard": lambda folder: (rd.Shard, {}),
@@ -67,11 +67,9 @@ CASES: dict[str, Callable[[Path], tuple[Callable[..., Any], dict[str, Any]]]] = 
         rd.LogicalShards,
         {"pipeline": lambda s: rd.Reader(range(64), s), "num_logical_shards": 8, "global_batch_size": 8},
     ),
-    "rescale": lambda folder: (loader().rescale, {}),
+    "reopen": lambda folder: (loader().reopen, {"global_batch_size": 8}),
     "skip": lambda folder: (loader().skip, {"num_samples": 8}),
     "set_epoch": lambda folder: (loader().set_epoch, {"epoch": 0}),
-    "set_global_batch_size": lambda folder: (loader().set_global_batch_size, {"global_batch_size": 8}),
-    "exclude_steps": lambda folder: (loader().exclude_steps, {"ranges": [(1, 2)]}),
     "load_state_dict": lambda folder: (loader().load_state_dict, {"state_dict": loader().state_dict()}),
     "plan": lambda folder: (rd.plan, {"global_batch_size": 8}),
     "pad_collate": lambda folder: (rd.pad_collate, {"pad": {"a": 0}}),
@@ -86,10 +84,6 @@ CASES: dict[str, Callable[[Path], tuple[Callable[..., Any], dict[str, Any]]]] = 
     "CheckpointManager": lambda folder: (
         lambda **given: checkpoint.CheckpointManager(**given).close(),
         {"folder": folder / "run", "keep_latest": 3, "keep_every": None, "keep_best": None, "async_mode": "thread"},
-    ),
-    "full_optimizer_state": lambda folder: (
-        checkpoint.full_optimizer_state,
-        {"model": MODEL, "optimizer": torch.optim.SGD(MODEL.parameters()), "keyed_by": "name"},
     ),
     "full_state_dict": lambda folder: (testing.full_state_dict, {"loaders": [loader()]}),
 }

@@ -183,7 +183,7 @@ def test_ctrl_c_leaves_no_process(whole_group, num_ranks):
             lambda: len(_processes(mark)) >= 2 + 3 * num_ranks
         )  # itself, a tracker, ranks with a server and a worker
         (os.killpg if whole_group else os.kill)(process.pid, signal.SIGINT)
-        said, _ = process.communicate(timeout=30)
+        said, _ = process.communicate(timeout=120)
         assert process.returncode == 130
         assert said.endswith("interrupted; all processes are stopped\n")
         assert "Traceback" not in said
@@ -209,7 +209,7 @@ def _processes(mark: str) -> list[int]:
     return found
 
 
-def _until(condition: Callable[[], bool], seconds: float = 60) -> None:
+def _until(condition: Callable[[], bool], seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

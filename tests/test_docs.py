@@ -1,7 +1,9 @@
 """The code in docs/ runs, and says what the pages say."""
 
+import ast
 import re
 import sys
+import textwrap
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,13 +28,47 @@ def run(page: Path) -> dict[str, Any]:
 CODE = [page.stem for page in sorted(DOCS.glob("*.md")) if "```python" in page.read_text()]
 
 
-@pytest.mark.parametrize("page", [name for name in CODE if name != "published_models"])  # that: tests/trainers
+@pytest.mark.parametrize("page", [name for name in CODE if name not in ("published_models", "trainers")])
 def test_code_of(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Each page stands for itself: its blocks run, in their order, in an empty folder, and check what they show."""
+    """Each page stands for itself: its blocks run, in their order, in an empty folder, and check what they show.
+
+    The two pages that are left out need packages of others: tests/trainers runs what they show.
+    """
     monkeypatch.chdir(tmp_path)
     check = globals().get(f"check_{page}", lambda names, shown: None)
     names = run(DOCS / f"{page}.md")
     check(names, capsys.readouterr().out)
+
+
+def lines_to_copy(example: Path) -> str:
+    """Return the lines of an example that a user copies: the imports that they use, and what stands between its marks."""
+    text = example.read_text()
+    parts = re.findall(r"^ *# copy from here\n(.*?)^ *# to here\n", text, re.DOTALL | re.MULTILINE)
+    parts = [re.sub(r".*# not copied\n|  # fmt: skip", "", part) for part in parts]
+    copied = "\n".join(textwrap.dedent(part).strip("\n") + "\n" for part in parts)
+    return "".join(_imports_for(copied, text)) + "\n" + re.sub(r"\n{3,}", "\n\n", copied)
+
+
+def _imports_for(copied: str, text: str) -> list[str]:
+    """Return the import lines of ``text``, each with those of its names that ``copied`` uses."""
+    lines = []
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            node.names = [each for each in node.names if re.search(rf"\b{each.asname or each.name}\b", copied)]
+            lines += [ast.unparse(node) + "\n"] * bool(node.names)
+    return [
+        line for line in lines if not line.startswith(("from parts.rows", "from parts.watcher", "from mixture_parts"))
+    ]
+
+
+def test_the_page_on_trainers_shows_lines_of_the_examples() -> None:
+    """Each block names its example, which tests/trainers runs; 10 to 30 lines, but for spaces between them."""
+    page = (DOCS / "trainers.md").read_text()
+    blocks = re.findall(r"\]\(\.\./(examples/[\w/]+\.py)\)[^`]*?\n\n```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == page.count("```python") >= 8
+    for name, block in blocks:
+        assert block == lines_to_copy(DOCS.parent / name), f"{name} and docs/trainers.md differ: copy its lines anew"
+        assert 8 <= len([line for line in block.splitlines() if line]) <= 32, name
 
 
 def check_own_source(names: dict[str, Any], shown: str) -> None:

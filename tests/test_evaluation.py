@@ -18,6 +18,8 @@ import rescale_data as rd
 from rescale_data.sources.parquet import ParquetSource
 from rescale_data.testing import full_state_dict
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 
 def loaders_of(data: Any, w: int, b: int, **kwargs: Any) -> list[rd.DataLoader]:
     topology = {"micro_batch_size": b, "dp_world_size": w}

@@ -19,6 +19,7 @@ import rescale_data as rd
 from rescale_data.testing import assert_rescalable, full_state_dict
 from tests.pipelines import Rows, data_for, pipeline_of, rows, tagged
 from tests.simulate import same_state
+from tests.states import closed, opened
 
 ROWS = Rows(100)
 MakeLoader = Callable[..., rd.DataLoader]
@@ -176,7 +177,7 @@ class TestIteration:
         with pytest.raises(OSError, match="cannot read row 7") as raised:
             collections.deque(map(found.append, loader))
         assert any("in the pipeline of logical shard" in note for note in raised.value.__notes__)
-        assert loader.state_dict()["samples"] == len(found) * 4
+        assert opened(loader.state_dict())["samples"] == len(found) * 4
         data.broken = set()
         assert rows_of(found) + rows_of(loader) == rows_of(loader_of(Fragile(48, broken=set())))
 
@@ -279,6 +280,33 @@ class TestWhereTheRunStands:
         assert loader.progress()["dropped_samples"] == 0.0
         assert "Epoch 0 ended with less than a global batch of 12 samples: 4 dropped" in caplog.text
 
+    @pytest.mark.parametrize("tail", ["drop", "pad"])
+    def test_what_ends_of_epochs_did_is_counted_over_all_legs(self, tail: str) -> None:
+        """A leg of each step, on one or two ranks; some of them are skipped."""
+
+        def counts(loader: rd.DataLoader) -> list[float]:
+            return [loader.progress()[name] for name in ("dropped_samples", "padded_samples")]
+
+        def take(loader: rd.DataLoader) -> None:
+            for _ in range(3):
+                assert next(iter(loader), None) is not None or next(iter(loader), None) is not None
+
+        def ranks_of(w: int) -> list[rd.DataLoader]:
+            sizes = {"micro_batch_size": 4 // w, "dp_world_size": w, "tail": tail}
+            return [loader_of(Rows(30), dp_rank=rank, **sizes) for rank in range(w)]
+
+        whole = loader_of(Rows(30), tail=tail)
+        state = whole.state_dict()
+        for leg in range(3 * (2 + (tail == "pad"))):
+            take(whole)
+            ranks = ranks_of(1 + leg % 2)
+            for loader in ranks:
+                loader.load_state_dict(state)
+                loader.skip(12) if leg % 5 == 0 else take(loader)
+                assert counts(loader) == counts(whole)
+            state = full_state_dict(ranks)
+        assert counts(whole) == ([18.0, 0.0] if tail == "drop" else [0.0, 18.0])
+
     @pytest.mark.parametrize("num_rows", [45, 53, 22])
     @pytest.mark.parametrize(("before", "after"), [("pad", "drop"), ("drop", "pad")])
     def test_another_tail_than_was_saved(self, before: str, after: str, num_rows: int) -> None:
@@ -297,9 +325,9 @@ class TestWhereTheRunStands:
             first.load_state_dict(saved.state_dict())
             assert first.batches_left == 0 or first.peek() is not None
             delivered = [*seen, *(row for batch in first for row in real(batch))]
-            dropped = first.progress()["dropped_samples"] + saved.progress()["dropped_samples"]
+            dropped = first.progress()["dropped_samples"]
             assert len(set(delivered)) == len(delivered) == num_rows - dropped
-            assert first.state_dict()["shards"]["samples"].sum() == len(delivered)
+            assert opened(first.state_dict())["shards"]["samples"].sum() == len(delivered)
             assert len({row for batch in first for row in real(batch)}) >= num_rows // 8 * 8
             batch = next(batches, None)
             if batch is None:
@@ -316,7 +344,6 @@ class TestWhereTheRunStands:
             "global_samples", "global_step", "wait_seconds", "filtered_rows", "skipped_rows", "dropped_samples",
             "padded_samples", "rows/Rows", "epoch_min/Rows", "epoch_max/Rows", "wait_p50_seconds", "wait_p99_seconds",
             "batches_ready", "read_bytes", "read_seconds", "transform_seconds", "requests", "request_bytes", "retries",
-            "hedges",
         }  # fmt: skip
         found = [loader.progress() for loader in loaders]
         assert all(progress.keys() == keys for progress in found)
@@ -451,7 +478,7 @@ class TestWhoElseTakesItsBatches:
         reading = loader.give_away()
         with pytest.raises(RuntimeError, match="what reads the loader ahead took its place"):
             next(batches)
-        asked = [loader.state_dict, lambda: loader.sharded, loader.reset, loader.progress, loader.give_away]
+        asked = [loader.state_dict, loader.local_state_dict, loader.reset, loader.progress, loader.give_away]
         asked += [lambda: loader.load_state_dict({}), lambda: iter(loader), lambda: loader.step]
         for ask in asked:
             with pytest.raises(RuntimeError, match=r"DeviceLoader\) in place of the loader"):
@@ -470,7 +497,7 @@ class TestWhoElseTakesItsBatches:
             thread.start()
             thread.join()
             loader.state_dict()
-            loader.full_state_dict()
+            loader.state_dict()
             assert ["prefetch_batches=" in record.getMessage() for record in caplog.records] == [True, True]
             loader.load_state_dict(loader.state_dict())
             caplog.clear()
@@ -486,10 +513,9 @@ class TestState:
             states.append(loader.state_dict())
             if i == 3:
                 break
-        assert [state["samples"] for state in states] == [4, 8, 12, 16]
-        assert [state["shards"]["samples"].sum().item() for state in states] == [4, 8, 12, 16]
-        for tensor in states[-1]["shards"].values():
-            tensor.fill_(77)
+        assert [opened(state)["samples"] for state in states] == [4, 8, 12, 16]
+        assert [opened(state)["shards"]["samples"].sum().item() for state in states] == [4, 8, 12, 16]
+        states[-1]["table"].fill_(77)
         assert rows_of(loader) == EPOCH[4:]
 
     def test_is_copied_in(self) -> None:
@@ -497,8 +523,7 @@ class TestState:
         take(loader, 4)
         state = loader.state_dict()
         other.load_state_dict(state)
-        for tensor in state["shards"].values():
-            tensor.fill_(77)
+        state["table"].fill_(77)
         assert rows_of(other) == EPOCH[4:]
 
     def test_before_the_first_batch(self) -> None:
@@ -550,24 +575,38 @@ class TestState:
             loader.load_state_dict(states[num])
             assert rows_of(loader) == EPOCH[num:]
 
-    def test_full_state_dict_is_the_same_on_one_rank(self) -> None:
+    def test_local_state_dict_is_the_same_on_one_rank(self) -> None:
         loader = loader_of()
         take(loader, 3)
-        assert same_state(loader.state_dict(), loader.full_state_dict())
+        assert same_state(loader.state_dict(), rd.whole_state(loader.local_state_dict()))
 
     @pytest.mark.parametrize(
         "spoil",
         [
-            lambda state: state.pop("samples"),
-            lambda state: state.update(version=99),
-            lambda state: state.update(seed=1),
-            lambda state: state["shards"].pop("row"),
-            lambda state: state["shards"]["stamp"].fill_(3),
-            lambda state: state["shards"].update(row=torch.zeros(24)),
-            lambda state: state["shards"].update(row=torch.zeros(23, dtype=torch.int64)),
-            lambda state: state["shards"].update(row=[0] * 24),
+            lambda state: state.pop("table"),
+            lambda state: state.update(header="{}"),
+            lambda state: state.update(header="no JSON"),
+            lambda state: state.update(header=None),
             *(
-                lambda state, field=field, value=value: state["shards"][field][5:6].fill_(value)
+                lambda state, wrong=wrong: state.update(closed({**opened(state), **wrong}))
+                for wrong in (
+                    {"version": 99},
+                    {"seed": 1},
+                    {"samples": -1},
+                    {"global_batch_size": 0},
+                    {"columns": []},
+                    {"columns": [{"name": 3}]},
+                    {"pipeline": None},
+                    {"skipped": [[3]]},
+                )
+            ),
+            lambda state: state["table"][:, 0].fill_(3),
+            lambda state: state.update(table=torch.zeros(24, 6)),
+            lambda state: state.update(table=torch.zeros(23, 6, dtype=torch.int64)),
+            lambda state: state.update(table=torch.zeros(24, dtype=torch.int64)),
+            lambda state: state.update(table=[0] * 24),
+            *(
+                lambda state, field=field, value=value: opened(state)["shards"][field][5:6].fill_(value)
                 for field, value in (("row", -5), ("row", 10**6), ("epoch", -1), ("samples", -1))
             ),
         ],
@@ -586,7 +625,7 @@ class TestState:
 
     def test_of_simulated_ranks(self) -> None:
         loaders = [loader_of(dp_rank=rank, dp_world_size=3) for rank in range(3)]
-        for method in (rd.DataLoader.state_dict, rd.DataLoader.full_state_dict):
+        for method in (rd.DataLoader.state_dict, rd.DataLoader.local_state_dict):
             with pytest.raises(ValueError, match=r"rescale_data\.testing\.full_state_dict\(loaders\)"):
                 method(loaders[0])
         with pytest.raises(ValueError, match=r"dp ranks \[0, 1\]; give one of each of 3 ranks"):
@@ -595,7 +634,7 @@ class TestState:
         with pytest.raises(ValueError, match="stand at different batches"):
             full_state_dict(loaders)
         take(loaders[1], 1), take(loaders[2], 1)
-        assert full_state_dict(loaders[::-1])["samples"] == 12
+        assert opened(full_state_dict(loaders[::-1]))["samples"] == 12
 
 
 class TestCollate:
@@ -659,7 +698,7 @@ class TestCollate:
         for _ in range(3):
             with pytest.raises(ValueError, match="tail='pad'"):
                 next(iter(loader))
-        assert loader.state_dict()["samples"] == 0
+        assert opened(loader.state_dict())["samples"] == 0
 
     def test_a_stop_iteration_does_not_end_the_loop(self) -> None:
         def search(samples: list[Any]) -> Any:
@@ -719,14 +758,15 @@ class TestTorchdata:
         batch = next(iter(loader))
         assert [len(sample) for sample in batch] == [2] * 4
         own = ["_ended", "epoch", "row", "skipped"]
-        expected = ["begun", "dealt", "samples", *(f"source.{name}" for name in own), "stamp"]
-        assert sorted(loader.state_dict()["shards"]) == expected
+        expected = ["begun", "remainder", "samples", *(f"source.{name}" for name in own), "stamp"]
+        assert sorted(opened(loader.state_dict())["shards"]) == expected
 
     def test_steps_are_counted_anew_in_each_epoch(self) -> None:
         loader = loader_of(Rows(115))
         list(loader)
         state = loader.state_dict()
-        assert (state["samples"], state["origin"], state["step"], state["epoch"]) == (108, 108, 9, 1)
+        counts = opened(state)
+        assert [counts[name] for name in ("samples", "origin", "step", "epoch")] == [108, 108, 9, 1]
 
     def test_an_endless_run_goes_on_from_where_the_end_of_an_epoch_was_dealt(self) -> None:
         """Saved before the first batch of the deal, where the clock alone does not show that there is one."""
@@ -745,11 +785,11 @@ class TestTorchdata:
             if loader.stream.rows_are_dealt:
                 break
         state = loader.state_dict()
-        assert (state["shards"]["dealt"] >= 0).all()
-        assert state["origin"] == state["samples"] == drawn.total()
+        assert (opened(state)["shards"]["remainder"] >= 0).all()
+        assert opened(state)["origin"] == opened(state)["samples"] == drawn.total()
         endless = loader_of(pipeline, repeat=True)
         endless.load_state_dict(state)
-        assert (endless.state_dict()["shards"]["dealt"] == -1).all()
+        assert (opened(endless.state_dict())["shards"]["remainder"] == -1).all()
         for batch in itertools.islice(endless, 60):
             draw(batch)
         assert len(drawn) == 115

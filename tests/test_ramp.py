@@ -1,5 +1,6 @@
-"""`DataLoader.set_global_batch_size`: a ramp in one process is a chain of saves and loads."""
+"""`DataLoader.reopen`: a ramp in one process is a chain of saves and loads."""
 
+import functools
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,10 +16,9 @@ UNKNOWN = sorted(set(PIPELINES) - KNOWN)
 
 
 class Ramp(NamedTuple):
-    """Micro batches taken with one global batch; W and b stay."""
+    """Micro batches taken with one global batch; b stays."""
 
     case: Case
-    w: int
     b: int
     legs: list[tuple[int, int]]
 
@@ -26,22 +26,22 @@ class Ramp(NamedTuple):
 @st.composite
 def ramps(draw: st.DrawFn, kinds: list[str], *, repeat: bool) -> Ramp:
     """Aligned or not; a step need not be complete, and then the ramp waits for it."""
-    w, b = draw(st.integers(1, 3 if repeat else 1)), draw(st.integers(1, 3))
+    b = draw(st.integers(1, 3))
     legs = draw(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9)), min_size=2, max_size=5))
     n, tail = draw(st.sampled_from([5, 12, 24])), draw(st.sampled_from(["drop", "pad"]))
-    return Ramp(Case(draw(st.sampled_from(kinds)), 90, n, repeat, tail), w, b, legs)
+    return Ramp(Case(draw(st.sampled_from(kinds)), 90, n, repeat, tail), b, legs)
 
 
 def play(ramp: Ramp, *, live: bool) -> tuple[Run, list[dict[str, Any]]]:
     """The run, and the states at which the batch changes: in the same loaders, or loaded into new ones."""
     run, states = run_of(ramp.case), []
     for leg, (a, num_micro_batches) in enumerate(ramp.legs):
-        topology = Topology(ramp.w, ramp.b, ramp.w * ramp.b * a)
+        topology = Topology(1, ramp.b, ramp.b * a)
         if not live or not leg:
             run.resume(topology, states[-1] if states else None)
         else:
             for loader in run.loaders:
-                loader.set_global_batch_size(topology.o)
+                loader.reopen(global_batch_size=topology.o)
         run.take(num_micro_batches)
         while (run.loaders[0].stream.clock.samples - run.loaders[0].stream.clock.origin) % topology.o:
             run.take(1)
@@ -81,21 +81,21 @@ def test_within_one_loop_over_the_batches() -> None:
         rows += batch["x"].tolist()
         accumulation.append(loader.gradient_accumulation_steps)
         if len(rows) == 24:
-            loader.set_global_batch_size(12)
+            loader.reopen(global_batch_size=12)
     assert sorted(rows) == list(range(96))
     assert accumulation == [2] * 6 + [3] * 18
-    loader.set_global_batch_size(24)  # after the last batch, before the next epoch
+    loader.reopen(global_batch_size=24)  # after the last batch, before the next epoch
     assert sorted(x for batch in loader for x in batch["x"].tolist()) == list(range(96))
     assert loader.step == 3 + 6 + 4
 
 
-def test_workers_go_on() -> None:
+def test_workers_begin_anew_and_batches_go_on() -> None:
     arguments = {"num_logical_shards": 24, "repeat": True}
     with loader_of(**arguments) as alone, loader_of(**arguments, num_workers=1) as loader:
         batches, expected = iter(loader), iter(alone)
         for o in (8, 12, 4):
-            alone.set_global_batch_size(o)
-            loader.set_global_batch_size(o)
+            alone.reopen(global_batch_size=o)
+            loader.reopen(global_batch_size=o)
             for _ in range(6):
                 assert next(batches)["x"].tolist() == next(expected)["x"].tolist()
 
@@ -104,8 +104,7 @@ def test_other_workers_and_micro_batches_afterwards() -> None:
     loader = loader_of(num_logical_shards=24)
     batches = iter(loader)
     rows = [x for _ in range(2) for x in next(batches)["x"].tolist()]
-    loader.set_global_batch_size(12)
-    loader.rescale(micro_batch_size=6)
+    loader.reopen(global_batch_size=12, micro_batch_size=6, prefetch_batches=2)
     assert (loader.setup.layout.global_batch_size, loader.gradient_accumulation_steps) == (12, 2)
     rows += [x for batch in batches for x in batch["x"].tolist()]
     assert len(rows) == len(set(rows)) == 92  # of 88 that were left 84 are whole global batches
@@ -113,9 +112,9 @@ def test_other_workers_and_micro_batches_afterwards() -> None:
 
 def test_the_order_of_the_dataset_is_that_of_one_global_batch() -> None:
     loader = loader_of(shuffle=False, num_logical_shards=24)
-    with pytest.raises(ValueError, match=r"set_global_batch_size\(12\) with shuffle=False .* global batch of 8"):
-        loader.set_global_batch_size(12)
-    loader.set_global_batch_size(8)
+    with pytest.raises(ValueError, match="root: global_batch_size"):
+        loader.reopen(global_batch_size=12)
+    loader.reopen(global_batch_size=8)
     assert [x for batch in loader for x in batch["x"].tolist()] == list(range(96))
 
 
@@ -125,10 +124,10 @@ def test_off_a_boundary_it_names_the_next_one() -> None:
     for _ in range(3):
         next(batches)
     with pytest.raises(ValueError, match=r"1 of its 2 micro batches .* when loader.step is 2, after 1 more"):
-        loader.set_global_batch_size(12)
+        loader.reopen(global_batch_size=12)
     next(batches)
     assert loader.step == 2
-    loader.set_global_batch_size(12)
+    loader.reopen(global_batch_size=12)
     next(batches)
 
 
@@ -139,7 +138,7 @@ def test_one_that_does_not_fit_changes_nothing(o: Any, message: str) -> None:
     loader = loader_of()
     before = loader.state_dict()
     with pytest.raises((ValueError, TypeError), match=message):
-        loader.set_global_batch_size(o)
+        loader.reopen(global_batch_size=o)
     assert same_state(before, loader.state_dict())
 
 
@@ -157,3 +156,24 @@ def test_a_larger_batch_before_any_batch_of_an_epoch_that_must_be_read(kind: str
         run.iterate()
         check_exactly_once(case, run)
         check_epochs(case, run)
+
+
+def packed(num_rows: int, shard: rd.Shard) -> rd.Node[Any]:
+    documents = rd.DatasetSource([{"tokens": list(range(1 + i * 7 % 13))} for i in range(num_rows)], "documents")
+    return rd.TokenPacker(rd.Reader(documents, shard), column="tokens", seq_len=5, eos_id=None)
+
+
+@pytest.mark.parametrize(("kind", "num_rows"), [("rows", 50), ("packed", 22), ("packed", 44)])
+@pytest.mark.parametrize("num_before", range(1, 15))
+def test_a_trainer_that_counts_iterators_trains_as_many_epochs(kind: str, num_rows: int, num_before: int) -> None:
+    """After the last batch of an epoch, too: whether its end was seen is known to the object, and not to a state."""
+    pipeline = range(num_rows) if kind == "rows" else functools.partial(packed, num_rows)
+    loader = rd.DataLoader(pipeline, global_batch_size=4, micro_batch_size=4, num_logical_shards=8)
+    batches = iter(loader)
+    for _ in range(num_before):
+        next(batches, None)
+    epoch, ended = loader.epoch, loader.reading.ended
+    loader.reopen(micro_batch_size=2)
+    assert loader.epoch == epoch
+    assert next(iter(loader), None) is not None
+    assert loader.epoch == epoch + ended

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 import rescale_data as rd
 from rescale_data.testing import assert_rescalable, full_state_dict
+from tests.states import opened
 
 TOPOLOGIES = [(2, 3, 0), (3, 2, 0), (1, 12, 0), (4, 1, 0), (6, 2, 0)]
 
@@ -102,7 +103,7 @@ def resumed(kind: Kind, change: Callable[[dict[str, Any]], None], **options: Any
     for _ in range(3):
         next(batches)
     state = full_state_dict([first])
-    change(state["shards"])
+    change(opened(state)["shards"])
     second = make()
     second.load_state_dict(state)
     return second
@@ -161,15 +162,15 @@ def test_samples_that_a_deal_leaves_out_are_an_error_though_no_digest_is_wrong(t
     """The position is right, what the state says is left of the epoch is not."""
 
     def leave_out(shards: dict[str, Any]) -> None:
-        shards["dealt"].fill_(6)
+        shards["remainder"].fill_(6)
 
     message = fails(resumed("known", leave_out, tail=tail))
     assert re.search(r"Logical shard \d+ of 12 has more than the \d samples left that are counted as dropped", message)
 
 
 def test_the_digest_is_eight_bytes_a_shard() -> None:
-    with_digest = loader(functools.partial(rows, True), 0, 1, 12, 0).state_dict()["shards"]
-    without = loader(functools.partial(rows, True), 0, 1, 12, 0, verify=False).state_dict()["shards"]
+    with_digest = opened(loader(functools.partial(rows, True), 0, 1, 12, 0).state_dict())["shards"]
+    without = opened(loader(functools.partial(rows, True), 0, 1, 12, 0, verify=False).state_dict())["shards"]
     assert with_digest.keys() - without.keys() == {"digest"}
     assert with_digest["digest"].nbytes == 8 * 48
     assert np.all(with_digest["digest"].numpy() == 0)

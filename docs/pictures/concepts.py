@@ -8,6 +8,7 @@ from __future__ import annotations
 from style import FAINT, INK, RANKS, plt, save
 
 import rescale_data as rd
+from rescale_data.engine.states.codec import read
 
 
 def board(width: float, height: float, size: tuple[float, float]) -> tuple[plt.Figure, plt.Axes]:
@@ -39,7 +40,7 @@ def table() -> None:
     batches = iter(loader)
     for _ in range(5):
         next(batches)
-    shards = loader.state_dict()["shards"]
+    shards = read(loader.state_dict()).values
     names = {"document": "source.row", "token": "offset", "samples": "samples"}
     figure, axes = board(21, 6.5, (9.2, 3))
     for i in range(4):

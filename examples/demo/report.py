@@ -191,19 +191,21 @@ class Shards:
 
 
 def delivered(leg: Leg) -> np.ndarray:
-    """How many samples of each logical shard had been delivered at the end of a leg: one tensor in its checkpoint."""
-    samples = torch.zeros(leg.num_logical_shards, dtype=torch.int64)
-    _load({"loader.shards.samples": samples}, leg)
-    return samples.numpy()
+    """How many samples of each logical shard had been delivered at the end of a leg: a column of the loader's table."""
+    table = torch.zeros(_table(leg).size, dtype=torch.int64)
+    _load({"loader.table": table}, leg)
+    return table[:, 1].numpy()  # stamp, samples, ...
 
 
 def state_bytes(leg: Leg) -> tuple[int, int]:
-    """Bytes of the loader's tensors in a checkpoint, and of the strings that describe its files and its pipeline."""
-    entries = dcp.FileSystemReader(leg.checkpoint).read_metadata().state_dict_metadata
-    tensors = [entry for key, entry in entries.items() if key.startswith("loader.shards.")]
-    texts = {"loader.sources": "", "loader.pipeline": "", "loader.fields": ""}
-    _load(texts, leg)
-    return sum(t.size.numel() * t.properties.dtype.itemsize for t in tensors), sum(map(len, texts.values()))
+    """Bytes of the loader's table in a checkpoint, and of the header that describes its columns, files and pipeline."""
+    text = {"loader.header": ""}
+    _load(text, leg)
+    return _table(leg).size.numel() * 8, len(text["loader.header"])
+
+
+def _table(leg: Leg) -> Any:
+    return dcp.FileSystemReader(leg.checkpoint).read_metadata().state_dict_metadata["loader.table"]
 
 
 def _load(state: dict[str, Any], leg: Leg) -> None:

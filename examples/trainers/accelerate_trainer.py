@@ -26,22 +26,23 @@ NUM_ROWS, GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE, STEPS = 240, 24, 3, 20  # ten ste
 
 
 def train(folder: Path, leg: str, stop: int, resume: str) -> None:
+    # copy from here
     accelerator = Accelerator(cpu=True)
     loader = rd.DataLoader(
         Rows(NUM_ROWS), global_batch_size=GLOBAL_BATCH_SIZE, micro_batch_size=MICRO_BATCH_SIZE,
         num_workers=1 if resume else 0, seed=0,
     )  # fmt: skip
-    torch.manual_seed(0)
-    model: Any = torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, 8), torch.nn.Linear(8, VOCABULARY))
+    torch.manual_seed(0)  # not copied
+    model: Any = torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, 8), torch.nn.Linear(8, VOCABULARY))  # not copied
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     accelerator.register_for_checkpointing(loader)
     if resume:
         accelerator.load_state(resume)
-    record = Record(folder / leg)
+    record = Record(folder / leg)  # not copied
     while loader.step < stop:
         for batch in loader:
             step = loader.step - (loader.batches_left % loader.gradient_accumulation_steps == 0)
-            record(step, batch["row"])
+            record(step, batch["row"])  # not copied
             loss = F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
             accelerator.backward(loss / loader.gradient_accumulation_steps)
             if loader.step > step:  # its last micro batch
@@ -51,6 +52,7 @@ def train(folder: Path, leg: str, stop: int, resume: str) -> None:
                     accelerator.save_state(str(folder / "state"))
             if loader.step == stop:
                 break
+    # to here
     accelerator.end_training()
 
 

@@ -45,40 +45,46 @@ class Rows:
 
 def train(folder: str) -> None:
     """One rank: the same script for every number of ranks, at the start and after each restart."""
+    # copy from here
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Embedding(64, 32), torch.nn.Linear(32, 64))
+    torch.manual_seed(0)  # not copied
+    model = torch.nn.Sequential(torch.nn.Embedding(64, 32), torch.nn.Linear(32, 64))  # not copied
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = rd.DataLoader(
         Rows(), global_batch_size=GLOBAL_BATCH_SIZE, micro_batch_size=micro_batch_size(mesh.size()), mesh=mesh
     )
-    line = Line(folder)
+    line = Line(folder)  # not copied
 
     state = {"model": model, "optimizer": optimizer, "loader": loader}
     with CheckpointManager(f"{folder}/run", keep_latest=2) as manager:
         manager.load_latest(state)
         batches = iter(loader)
         for step in range(loader.step, STEPS):
-            rows: list[int] = []
+            rows: list[int] = []  # not copied
             for _ in range(loader.gradient_accumulation_steps):
                 batch = next(batches)
                 loss = F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
                 (loss / loader.gradient_accumulation_steps).backward()
-                rows += batch["row"].tolist()
+                rows += batch["row"].tolist()  # not copied
             optimizer.step()
             optimizer.zero_grad()
             if (step + 1) % SAVE_EVERY == 0:
                 manager.save(step + 1, state)
-            line.report(step, rows)
+            line.report(step, rows)  # not copied
     dist.destroy_process_group()
+    # to here
 
 
+# copy from here
 def micro_batch_size(world_size: int) -> int:
     """The largest that fits."""
     share = GLOBAL_BATCH_SIZE // world_size
     return max(b for b in range(1, LARGEST_MICRO_BATCH + 1) if share % b == 0)
+
+
+# to here
 
 
 # What follows is the example around it.

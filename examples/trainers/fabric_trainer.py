@@ -37,38 +37,43 @@ def train(folder: Path, leg: str, world_size: int, stop: int) -> None:
     strategy = ModelParallelStrategy(
         shard, data_parallel_size=world_size, tensor_parallel_size=1, process_group_backend="gloo"
     )
+    # copy from here
     fabric = L.Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
     fabric.launch()
-    torch.manual_seed(0)
-    layers = torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, 8), torch.nn.Linear(8, VOCABULARY))
+    torch.manual_seed(0)  # not copied
+    layers = torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, 8), torch.nn.Linear(8, VOCABULARY))  # not copied
     model = fabric.setup_module(layers)
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))
     loader = rd.DataLoader(Rows(NUM_ROWS), micro_batch_size=3, num_workers=int(leg == "second"), **SIZES)
-    record = Record(folder / leg)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader}
-    if leg == "second":
+    if (folder / "checkpoint").exists():
         fabric.load(folder / "checkpoint", state)
-        if state["loader"] is not loader:
+        if state["loader"] is not loader:  # Fabric has put the state of the loader into its place
             loader.load_state_dict(state["loader"])
-    else:
+    # to here
+    if leg == "first":
         try:
             fabric.setup_dataloaders(loader)  # type: ignore[arg-type]
         except TypeError as refused:
             print(refused)
+    record = Record(folder / leg)
+    # copy from here
     batches = iter(loader)
     while loader.step < stop:
+        step = loader.step  # not copied
         for _ in range(loader.gradient_accumulation_steps):
-            step, batch = loader.step, next(batches, None)
+            batch = next(batches, None)
             if batch is None:  # an epoch has ended, on all ranks
                 batches = iter(loader)
                 batch = next(batches)
             batch = fabric.to_device(batch)
-            record(step, batch["row"])
-            fabric.backward(F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten()))
+            record(step, batch["row"])  # not copied
+            loss = F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+            fabric.backward(loss / loader.gradient_accumulation_steps)
         optimizer.step()
         optimizer.zero_grad()
-    if leg == "first":
-        fabric.save(folder / "checkpoint", {"model": model, "optimizer": optimizer, "loader": loader})
+    fabric.save(folder / "checkpoint", {"model": model, "optimizer": optimizer, "loader": loader})
+    # to here
     loader.close()
     fabric.barrier()
     torch.distributed.destroy_process_group()

@@ -24,8 +24,11 @@ NUM_ROWS, GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE = 240, 24, 3  # ten steps an epoch
 EPOCHS = 2
 
 
+# copy from here
 class MyTrainer(DataStateMixin, Trainer):
-    """Records what it trains."""
+    """Your trainer, or any of transformers': the mixin comes first."""
+
+    # to here
 
     record: Record
 
@@ -44,33 +47,37 @@ class StopAt(TrainerCallback):
         control.should_training_stop = state.global_step == self._step
 
 
-def train(folder: Path, leg: str, world_size: int, stop: int, resume: str | None) -> None:
+def train(folder: Path, leg: str, stop: int, resume: str | None) -> None:
+    # copy from here
     arguments = TrainingArguments(
         str(folder), use_cpu=True, num_train_epochs=EPOCHS, per_device_train_batch_size=MICRO_BATCH_SIZE, save_steps=2,
         eval_strategy="steps", eval_steps=3,  # in the middle of an epoch: training goes on where it was
-        gradient_accumulation_steps=GLOBAL_BATCH_SIZE // (world_size * MICRO_BATCH_SIZE), report_to=[], disable_tqdm=True,
+        report_to=[], disable_tqdm=True,
     )  # fmt: skip
-    loader = rd.DataLoader(
+    loader = rd.DataLoader(  # after TrainingArguments, which start the process group
         Rows(NUM_ROWS), global_batch_size=GLOBAL_BATCH_SIZE, micro_batch_size=MICRO_BATCH_SIZE,
         num_workers=1 if resume else 0, seed=0,
     )  # fmt: skip
+    # to here
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
         )
     )
+    # copy from here
     trainer = MyTrainer(model, arguments, train_loader=loader, eval_dataset=Rows(50), callbacks=[StopAt(stop)])
-    trainer.record = Record(folder / leg)
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.record = Record(folder / leg)  # not copied
+    trainer.train(resume_from_checkpoint=resume)  # a folder, or True
+    # to here
 
 
 def main(step: int = 12) -> int:
     """Stop after 14 steps, and go on from the checkpoint of one before: 10 is the end of an epoch, 12 is within one."""
     with tempfile.TemporaryDirectory(prefix="huggingface-") as name:
         folder = Path(name)
-        torchrun(__file__, 4, folder, "first", 4, 14, "")
-        torchrun(__file__, 2, folder, "second", 2, -1, folder / f"checkpoint-{step}")
+        torchrun(__file__, 4, folder, "first", 14, "")
+        torchrun(__file__, 2, folder, "second", -1, folder / f"checkpoint-{step}")
         legs = [read(folder / "first", 4), read(folder / "second", 2)]
     sizes: dict[str, Any] = {"global_batch_size": GLOBAL_BATCH_SIZE, "seed": 0}
     return 0 if compare(legs, NUM_ROWS, EPOCHS * NUM_ROWS // GLOBAL_BATCH_SIZE, **sizes) else 1
@@ -78,7 +85,7 @@ def main(step: int = 12) -> int:
 
 if __name__ == "__main__":
     if len(sys.argv) > 2:
-        folder, leg, world_size, stop, resume = sys.argv[1:]
-        train(Path(folder), leg, int(world_size), int(stop), resume or None)
+        folder, leg, stop, resume = sys.argv[1:]
+        train(Path(folder), leg, int(stop), resume or None)
     else:
         sys.exit(main(*map(int, sys.argv[1:])))

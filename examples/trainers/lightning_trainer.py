@@ -29,8 +29,10 @@ NUM_EVALUATED, EVALUATED_TOGETHER = 50, 12
 NUM_ROWS, GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE = 240, 24, 3  # ten steps an epoch
 EPOCHS = 2
 STRATEGIES: dict[str, Any] = {
-    "ddp": lambda: "ddp",
-    "fsdp2": lambda: ModelParallelStrategy(process_group_backend="gloo"),  # sharded checkpoints
+    "ddp": lambda world_size: "ddp",
+    "fsdp2": lambda world_size: ModelParallelStrategy(  # sharded checkpoints
+        data_parallel_size=world_size, tensor_parallel_size=1, process_group_backend="gloo"
+    ),
 }
 
 
@@ -63,6 +65,7 @@ class Model(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+# copy from here
 class Data(pl.LightningDataModule):
     """Makes the loader when Lightning's process group is there."""
 
@@ -76,20 +79,24 @@ class Data(pl.LightningDataModule):
             num_workers=self._num_workers, seed=0,
         )  # fmt: skip
 
+    # to here
+
     def val_dataloader(self) -> rd.DataLoader:
         """Each row once, in the order of the dataset; a global batch is one micro batch of each rank."""
         return rd.DataLoader(Rows(NUM_EVALUATED), shuffle=False, global_batch_size=EVALUATED_TOGETHER, tail="pad")
 
 
 def train(strategy: str, folder: Path, leg: str, world_size: int, stop: int, resume: str | None) -> None:
+    # copy from here
     trainer = pl.Trainer(
-        accelerator="cpu", devices=world_size, strategy=STRATEGIES[strategy](), max_epochs=EPOCHS, max_steps=stop, logger=False,
-        accumulate_grad_batches=GLOBAL_BATCH_SIZE // (world_size * MICRO_BATCH_SIZE), enable_progress_bar=False,
-        enable_model_summary=False,
+        accelerator="cpu", devices=world_size, strategy=STRATEGIES[strategy](world_size), max_epochs=EPOCHS, max_steps=stop,
+        logger=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[DataState(), ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, filename="{step}")],
     )  # fmt: skip
-    torch.manual_seed(0)
-    trainer.fit(Model(Record(folder / leg)), datamodule=Data(1 if resume else 0), ckpt_path=resume, weights_only=True)
+    torch.manual_seed(0)  # not copied
+    model, data = Model(Record(folder / leg)), Data(1 if resume else 0)  # not copied
+    trainer.fit(model, datamodule=data, ckpt_path=resume, weights_only=True)
+    # to here
 
 
 def main(step: int = 12, strategy: str = "ddp") -> int:

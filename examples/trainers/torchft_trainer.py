@@ -3,8 +3,9 @@
     pip install -c constraints-trainers.txt -e '.[trainers]'
     python examples/trainers/torchft_trainer.py         # half a minute on two cores; exit code 0 only if every row is right
 
-What a user adds to torchft's loop is `regroup`: whenever the replicas have met anew, torch's process group is made of those
-that have met, and the loader goes on at the step that torchft counts. A step that was not committed is served again.
+What a user adds to torchft's loop is `Kept` and `regroup`: whenever the replicas have met anew, torch's process group is made
+of those that have met, and the loader goes on at the step that torchft counts, from a state that one of them has kept. A step
+that was not committed is served again.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from parts.kept import Kept
 from parts.rows import VOCABULARY, Rows, compare
 from torchft import Manager, Optimizer, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
@@ -36,6 +38,7 @@ PATIENCE = timedelta(seconds=60)
 SIZES: dict[str, Any] = {"global_batch_size": GLOBAL_BATCH_SIZE, "seed": 0}
 
 
+# copy from here
 class Replicas(ProcessGroupGloo):
     """torchft's process group, which knows whom it was made of last."""
 
@@ -48,7 +51,7 @@ class Replicas(ProcessGroupGloo):
         self.met = store_addr, rank, world_size
 
 
-def regroup(met: tuple[str, int, int], loader: rd.DataLoader | None, step: int) -> rd.DataLoader:
+def regroup(met: tuple[str, int, int], loader: rd.DataLoader | None, kept: Kept, step: int) -> rd.DataLoader:
     """The loader of the replicas that have met, at the step that all of them do next."""
     address, rank, world_size = met
     if dist.is_initialized():
@@ -56,10 +59,17 @@ def regroup(met: tuple[str, int, int], loader: rd.DataLoader | None, step: int) 
     store = dist.PrefixStore("loader", create_store_client(address, PATIENCE))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=PATIENCE)
     micro_batch_size = 12 // world_size  # gradients are accumulated over two
-    if loader is None:
-        return rd.DataLoader(Rows(NUM_ROWS), micro_batch_size=micro_batch_size, join=step > 0, **SIZES)
-    loader.rescale(step=step, micro_batch_size=micro_batch_size)
+    state, delivered = kept.agreed(step) if step else (None, 0)
+    if loader is not None and step:
+        loader.reopen(state, delivered, micro_batch_size=micro_batch_size)
+        return loader
+    loader = rd.DataLoader(Rows(NUM_ROWS), micro_batch_size=micro_batch_size, **SIZES)
+    if state is not None:
+        loader.load_state_dict(state, delivered)
     return loader
+
+
+# to here
 
 
 def train(replica: int, lighthouse: str, port: int, folder: Path) -> None:
@@ -84,15 +94,16 @@ def train(replica: int, lighthouse: str, port: int, folder: Path) -> None:
         init_sync=False, timeout=PATIENCE, rank=0, world_size=1, store_addr="localhost", store_port=own.port,
         lighthouse_addr=lighthouse, replica_id=f"replica_{replica}", hostname="localhost",
     )  # fmt: skip
-    optimizer, met, loader, batches = Optimizer(manager, adam), replicas.met, None, iter(())
+    optimizer, met, loader, batches, kept = Optimizer(manager, adam), replicas.met, None, iter(()), Kept(every=5)
     meet(launcher, "begin", 4) if replica < 4 else launcher.set("joined", "")
     while manager.current_step() < STEPS:
         optimizer.zero_grad()  # the replicas meet
         step = manager.current_step()
         if replicas.met != met:
             met = replicas.met
-            loader = regroup(met, loader, step)
+            loader = regroup(met, loader, kept, step)
             batches = iter(loader)
+        kept.keep(loader)
         rows: list[int] = []
         for _ in range(loader.gradient_accumulation_steps):
             batch = next(batches, None)

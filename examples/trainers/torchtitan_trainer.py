@@ -44,9 +44,12 @@ class Documents(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"row": torch.tensor(row), "tokens": tokens[:-1], "labels": tokens[1:]}
 
 
+# copy from here
 def pipeline(tokenizer: Any, seq_len: int, shard: rd.Shard) -> rd.BaseNode[Any]:
     return rd.Reader(ROWS, shard)
 
+
+# to here
 
 ROWS = Documents(NUM_ROWS)
 
@@ -74,9 +77,11 @@ def train(folder: Path, leg: str, repeat: bool, stop: int) -> None:
     """As torchtitan's trainer: build, load, then steps of some micro batches, a save every other step."""
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    # copy from here
     config = RescaleDataLoader.Config(
         pipeline=pipeline, global_batch_size=GLOBAL_BATCH_SIZE, num_workers=int(leg == "second"), seed=0, repeat=repeat
     )
+    # to here
     loader = config.build(
         dp_world_size=world_size, dp_rank=rank, tokenizer=None, seq_len=SEQ_LEN, local_batch_size=MICRO_BATCH_SIZE,
         snapshot_every_n_steps=2,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,21 +11,25 @@ from typing import Any
 
 import numpy as np
 
-from rescale_data.audit.replay import Served, State, Stretch, misfit
+from rescale_data.audit.replay import Served, State, Stretch, misfit, skipped_in
 from rescale_data.audit.rows import Course, rows_named
 from rescale_data.checkpoint.data_state import read_data_state
+from rescale_data.checkpoint.storage.claims import find as find_save
 from rescale_data.checkpoint.storage.manifest import METADATA
 from rescale_data.checkpoint.storage.open import open_store
 from rescale_data.checkpoint.storage.run_folder import RunFolder
 from rescale_data.checkpoint.storage.store import StrPath, join
 from rescale_data.engine.as_pipeline import as_pipeline
-from rescale_data.engine.recipe import EXCLUDED_STEPS, Pipeline, path_name
+from rescale_data.engine.recipe import Pipeline, path_name
 from rescale_data.engine.schema import Schema
 from rescale_data.engine.setup import Tail
-from rescale_data.errors import DataStateError, checks_kinds
+from rescale_data.engine.states.codec import read
+from rescale_data.errors import DamagedCheckpointError, DataStateError, checks_kinds
 from rescale_data.nodes.reader import Reader
 from rescale_data.sources.dataset import MapStyle
 from rescale_data.sources.source import Source
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ class Audit:
     @property
     def steps(self) -> tuple[int, int]:
         """The first step that can be looked at, and the one after the last."""
-        return 0, int(self._states[-1]["step"])
+        return 0, self._states[-1].header["step"]
 
     def documents(self, first: int, stop: int) -> Iterator[Served]:
         """The samples of the steps ``first .. stop - 1``, in order of the steps.
@@ -113,8 +117,8 @@ class Audit:
                 f"the newest checkpoint is."
             )
         for stretch in self._stretches():
-            if stretch.first_step < stop and first < int(stretch.after["step"]):
-                yield from stretch.replay(range(int(stretch.after["num_logical_shards"])), first, stop)
+            if stretch.first_step < stop and first < stretch.after.header["step"]:
+                yield from stretch.replay(range(len(stretch.after.table)), first, stop)
 
     def find(self, document: str) -> Found:
         """In which steps a row of a source was served, or the rows of a file.
@@ -154,10 +158,11 @@ class Audit:
         wrong = [misfit(pipeline, after) for pipeline in self._pipelines]
         for pipeline, differs in zip(self._pipelines, wrong, strict=True):
             if not differs:
-                left_out = _excluded(self._states[-1])
+                left_out = skipped_in(self._states[-1])
                 return Stretch(before, after, pipeline, left_out, self._repeat, self._tail, self._num_workers)
         raise DataStateError(
-            f"Up to its checkpoint of step {after['step']} the run had another pipeline: {'; '.join(min(wrong, key=len))}. "
+            f"Up to its checkpoint of step {after.header['step']} the run had another pipeline: "
+            f"{'; '.join(min(wrong, key=len))}. "
             f"Give that one, too."
         )
 
@@ -198,25 +203,28 @@ def _states(run: StrPath, name: str | None, storage_options: Mapping[str, Any] |
     """The data states of a run, in order, one for each place that it has come by."""
     store, folder = open_store(run, storage_options)
     RunFolder.existing(store, folder)
-    paths = [join(folder, entry) for entry in store.names(folder) if store.is_file(join(folder, entry, METADATA))]
+    paths = [join(folder, entry) for entry in store.names(folder) if not entry.startswith(".")]
+    paths = [path for path in paths if find_save(store, path) or store.is_file(join(path, METADATA))]
     found: dict[int, State] = {}
-    why: DataStateError | None = None
+    why: Exception | None = None
     for path in sorted(paths):
         try:
-            state = read_data_state(path, name=name, checksums=False, storage_options=storage_options)
+            state = read(read_data_state(path, name=name, storage_options=storage_options))
         except DataStateError as error:
             why = error
+        except (
+            DamagedCheckpointError,
+            FileNotFoundError,
+        ) as error:  # the stretch around it is replayed from its neighbours
+            logger.warning("The audit goes without the checkpoint %s: %s", path, error)
+            why = error
         else:
-            found[int(state["samples"])] = state
+            found[state.header["samples"]] = state
     if not found:
         raise why or FileNotFoundError(f"No checkpoint in {folder}.")
     states = [found[samples] for samples in sorted(found)]
-    left_out = _excluded(states[-1])  # a checkpoint within is of an attempt that was given up
-    return [state for state in states if not any(first < int(state["step"]) < stop for first, stop in left_out)]
-
-
-def _excluded(state: State) -> list[tuple[int, int]]:
-    return [(first, stop) for first, stop in json.loads(state["pipeline"])[path_name(())].get(EXCLUDED_STEPS, ())]
+    left_out = skipped_in(states[-1])  # a checkpoint within is of an attempt that was given up
+    return [state for state in states if not any(first < state.header["samples"] < stop for first, stop in left_out)]
 
 
 def _num_windows(schema: Schema, path: Sequence[str]) -> int:

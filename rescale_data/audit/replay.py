@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias
 
 import torch
 
 from rescale_data.engine.feed import Traced
 from rescale_data.engine.reading import Reading
-from rescale_data.engine.recipe import EXCLUDED_STEPS, Pipeline, Recipe
+from rescale_data.engine.recipe import OWN_FIELDS, Pipeline, Recipe
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.schema import Schema
 from rescale_data.engine.setup import Tail, set_up
+from rescale_data.engine.states.codec import Saved, read
 from rescale_data.engine.states.differences import differences, without_all, without_functions
 from rescale_data.engine.states.statedict import merged_state_dict
-from rescale_data.engine.states.table import by_field
 from rescale_data.engine.stream import Stream
 from rescale_data.errors import DataStateError
 from rescale_data.layout.layout import Layout
 from rescale_data.nodes.form import BEFORE
 from rescale_data.nodes.reader import Reader
 
-State: TypeAlias = Mapping[str, Any]
-_SIZES = ("global_batch_size", "dp_world_size", "micro_batch_size")
+State: TypeAlias = Saved
 
 
 @dataclass(frozen=True)
@@ -53,26 +51,26 @@ class Stretch:
         before: The state of the first; `None`: the beginning of the run.
         after: That of the second.
         pipeline: Which the run had in between.
-        excluded: The steps that the run leaves out.
+        skipped: What the run has left out, as ranges ``(first, stop)`` of samples.
         repeat, tail, num_workers: Of the loader; the last matters where the run was not aligned.
     """
 
     before: State | None
     after: State
     pipeline: Pipeline
-    excluded: Sequence[tuple[int, int]]
+    skipped: Sequence[tuple[int, int]]
     repeat: bool
     tail: Tail
     num_workers: int
 
     @property
     def first_step(self) -> int:
-        return 0 if self.before is None else int(self.before["step"])
+        return 0 if self.before is None else self.before.header["step"]
 
     def schema(self) -> Schema:
         """Of the pipeline, with the data that the second checkpoint knows."""
-        reading = self._readings(tuple(self.after[name] for name in _SIZES), range(0), together=True)[0]
-        reading.load_state_dict(self.after)
+        reading = self._readings(self.after.sizes, range(0), together=True)[0]
+        reading.load_state_dict(self.after.state)
         return reading.stream.schema
 
     def replay(self, shards: Collection[int], first: int = 0, stop: int | None = None) -> Iterator[Served]:
@@ -81,59 +79,61 @@ class Stretch:
         Raises:
             DataStateError: That is not how the run has come to its second checkpoint.
         """
-        state, drawn = self.before, set(shards)
+        state, drawn = self.before.state if self.before is not None else None, set(shards)
         for sizes, until in self._parts():
             readings = self._readings(sizes, drawn, together=self._is_one(sizes))
-            for reading in readings if state is not None else ():
-                reading.load_state_dict(cast(State, state))
             for reading in readings:
-                reading.stream.schema.exclude_steps(self.excluded)
+                if state is not None:
+                    reading.load_state_dict(state)
                 _skip(reading, first, until)
-            for served in _play(readings, until):
+            for served in _play(readings, until, self.skipped):
                 if stop is not None and served.step >= stop:
                     drawn.clear()
                 elif served.step >= first:
                     yield served
-            state = by_field(merged_state_dict([reading.stream for reading in readings]))
-        if not _is_arrived(cast(State, state), self.after, sorted(drawn)):
+            state = merged_state_dict([reading.stream for reading in readings])
+        if state is None or not _is_arrived(read(state), self.after, sorted(drawn)):
             raise DataStateError(
                 f"Read again from step {self.first_step}, the run does not come to its checkpoint of step "
-                f"{self.after['step']}. Give repeat=, tail= and, if it was not aligned, num_workers= as its loader had them. "
-                f"Else it had another pipeline or data in between, or a checkpoint is of an attempt that was given up."
+                f"{self.after.header['step']}. Give repeat=, tail= and, if it was not aligned, num_workers= as its loader had "
+                f"them. Else it had another pipeline or data in between, or a checkpoint is of an attempt that was given up."
             )
 
     def _parts(self) -> list[tuple[tuple[int, int, int], int]]:
         """O, W and b of the run one after the other, and up to which sample."""
-        after, end = self.after, int(self.after["samples"])
-        now = (int(after["global_batch_size"]), int(after["dp_world_size"]), int(after["micro_batch_size"]))
-        if self.before is None or self.before["global_batch_size"] == now[0]:
+        after, now = self.after.header, self.after.sizes
+        end, before = after["samples"], None if self.before is None else self.before.header
+        if self.before is None or before is None or self.before.sizes[0] == now[0]:
             return [(now, end)]
-        old, begun = int(self.before["global_batch_size"]), (end - int(after["origin"])) % now[0]
-        steps, samples = int(after["step"]) - self.first_step, end - int(self.before["samples"]) - begun
+        old, begun = self.before.sizes[0], (end - after["origin"]) % now[0]
+        steps, samples = after["step"] - self.first_step, end - before["samples"] - begun
         num_old, rest = divmod(samples - steps * now[0], old - now[0])
         if rest or not 0 <= num_old <= steps:
             raise DataStateError(
                 f"Between the steps {self.first_step} and {after['step']} the global batch was {old}, is {now[0]}, and was "
                 f"something else: no checkpoint in between says what."
             )
-        before = (old, int(self.before["dp_world_size"]), int(self.before["micro_batch_size"]))
-        return [(before, int(self.before["samples"]) + num_old * old), (now, end)]
+        return [(self.before.sizes, before["samples"] + num_old * old), (now, end)]
 
     def _is_one(self, sizes: tuple[int, int, int]) -> bool:
         """Whether one rank has the order of all: between whole steps, where the run was aligned."""
-        whole = all(
-            (int(state["samples"]) - int(state["origin"])) % int(state["global_batch_size"]) == 0
-            for state in (self.before, self.after)
-            if state is not None
+        states = [state for state in (self.before, self.after) if state is not None]
+        whole = not any(state.clock.begun(state.sizes[0]) for state in states) and all(
+            any((bound - state.header["samples"]) % state.sizes[0] == 0 for state in states)
+            for bounds in self.skipped
+            for bound in bounds
         )
+        o, w, b = sizes
         layout = Layout(
-            num_logical_shards=int(self.after["num_logical_shards"]),
+            num_logical_shards=len(self.after.table),
+            global_batch_size=o,
+            dp_world_size=w,
+            micro_batch_size=b,
             num_workers=self.num_workers,
-            **dict(zip(_SIZES, sizes, strict=True)),
         )
         return whole and layout.aligned
 
-    def _readings(self, sizes: tuple[int, ...], shards: Container[int], *, together: bool) -> list[Reading]:
+    def _readings(self, sizes: tuple[int, int, int], shards: Container[int], *, together: bool) -> list[Reading]:
         """One of each dp rank of the run, or one of a single rank."""
         o, w, b = (sizes[0], 1, sizes[0]) if together else sizes
         return [self._reading(o, w, b, rank, 0 if together else self.num_workers, shards) for rank in range(w)]
@@ -143,25 +143,30 @@ class Stretch:
             lambda shard: self.pipeline(replace(shard, provenance=True)),
             global_batch_size=o,
             micro_batch_size=b,
-            num_logical_shards=int(self.after["num_logical_shards"]),
+            num_logical_shards=len(self.after.table),
             dp_rank=rank,
             dp_world_size=w,
             num_workers=num_workers,
-            seed=int(self.after["seed"]),
+            seed=self.after.header["seed"],
             repeat=self.repeat,
             tail=self.tail,
-            verify=any(key.rpartition(".")[2] == Reader.PROOF.path[-1] for key in self.after["shards"]),
+            verify=any(key.rpartition(".")[2] == Reader.PROOF.key for key in self.after.values),
         )
         runner = Runner(setup.recipe, setup.schema)
         return Reading(Stream(setup, runner, Traced(runner, shards)))
 
 
+def skipped_in(state: State) -> list[tuple[int, int]]:
+    """Return what a run has left out up to a state, as ranges ``(first, stop)`` of samples."""
+    return list(state.clock.skipped)
+
+
 def misfit(pipeline: Pipeline, state: State) -> list[str]:
     """In which parameters a pipeline is not the one that a state was saved with."""
-    n, seed, o = (int(state[name]) for name in ("num_logical_shards", "seed", "global_batch_size"))
+    n, seed, o = len(state.table), state.header["seed"], state.sizes[0]
     now = Schema(Recipe(pipeline, n, seed, False, global_batch_size=o).build(0)).pipeline
-    pipelines = without_functions(json.loads(state["pipeline"]), now)
-    return differences(*(without_all(each, BEFORE, EXCLUDED_STEPS) for each in pipelines))
+    pipelines = without_functions(state.header["pipeline"], now)
+    return differences(*(without_all(each, BEFORE) for each in pipelines))
 
 
 def _begun(reading: Reading) -> int:
@@ -178,15 +183,19 @@ def _skip(reading: Reading, step: int, until: int) -> None:
         reading.skip(num)
 
 
-def _play(readings: Sequence[Reading], until: int) -> Iterator[Served]:
-    """All samples up to one; those that are not drawn are from nowhere."""
+def _play(readings: Sequence[Reading], until: int, skipped: Sequence[tuple[int, int]]) -> Iterator[Served]:
+    """All samples up to one, but for ranges that the run has left out; those that are not drawn are from nowhere."""
     head = readings[0].stream
     while head.clock.samples < until:
         for reading in readings:
             while reading.is_over():
                 reading.stream.move_on()
-        if head.clock.samples >= until:  # the rest are steps that are left out
-            return
+        at = head.clock.samples
+        stop = next((stop for first, stop in skipped if first <= at < stop), at)
+        if stop > at:
+            for reading in readings:
+                reading.skip(min(stop, until) - at)
+            continue
         for rank, reading in enumerate(readings):
             layout, step = reading.setup.layout, reading.step
             row = rank * layout.global_batch_size // layout.dp_world_size + _begun(reading) // layout.dp_world_size
@@ -197,8 +206,9 @@ def _play(readings: Sequence[Reading], until: int) -> Iterator[Served]:
 
 def _is_arrived(state: State, after: State, shards: Sequence[int]) -> bool:
     """Whether all shards have delivered as many samples, and those that were drawn stand where they should."""
-    there, wanted = state["shards"], after["shards"]
-    counts = bool(torch.equal(there["samples"], wanted["samples"])) and int(state["step"]) == int(after["step"])
+    samples, remainder = (field.key for field in OWN_FIELDS)
+    there, wanted = state.values, after.values
+    counts = torch.equal(there[samples], wanted[samples]) and state.header["step"] == after.header["step"]
     return counts and all(
-        torch.equal(there[key][shards], rows[shards]) for key, rows in wanted.items() if key != "dealt"
+        torch.equal(there[key][shards], rows[shards]) for key, rows in wanted.items() if key != remainder
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from rescale_data.engine.states.codec import Saved
 from rescale_data.nodes.reader import Reader
 from rescale_data.sources.source import FiledSource, Source
 from rescale_data.state import Ints
@@ -56,9 +56,9 @@ class Course:
     num_windows: int
 
     @classmethod
-    def of(cls, states: Sequence[Mapping[str, Any]], path: Sequence[str], num_windows: int) -> Course:
+    def of(cls, states: Sequence[Saved], path: Sequence[str], num_windows: int) -> Course:
         """Of the reader at a path of the pipeline; it may have been added or removed in the course of the run."""
-        n = int(states[-1]["num_logical_shards"])
+        n = len(states[-1].table)
         epochs, rows = (
             [np.zeros(n, dtype=np.int64), *(_field(state, (*path, name), n) for state in states)]
             for name in ("epoch", "row")
@@ -85,6 +85,6 @@ class Course:
                 yield shard, epoch * _ROWS_OF_AN_EPOCH + row
 
 
-def _field(state: Mapping[str, Any], path: Sequence[str], num_shards: int) -> Ints:
-    rows = state["shards"].get(".".join(path))
+def _field(state: Saved, path: Sequence[str], num_shards: int) -> Ints:
+    rows = state.values.get(".".join(path))
     return np.zeros(num_shards, dtype=np.int64) if rows is None else rows.numpy()

@@ -5,12 +5,6 @@ from rescale_data.checkpoint.convert.torch_save import from_torch_save, to_torch
 from rescale_data.checkpoint.data_state import check_checkpoint, load_changed, read_data_state
 from rescale_data.checkpoint.loading import LoadReport, load
 from rescale_data.checkpoint.manager import CheckpointManager, Saving
-from rescale_data.checkpoint.optimizer.full import (
-    full_optimizer_state,
-    load_full_optimizer_state,
-    load_optimizer_stream,
-    stream_optimizer_state,
-)
 from rescale_data.checkpoint.rank_values import PerRank
 from rescale_data.checkpoint.run_reader import RunReader
 from rescale_data.checkpoint.saving import save
@@ -25,14 +19,10 @@ __all__ = [
     "check_checkpoint",
     "from_safetensors",
     "from_torch_save",
-    "full_optimizer_state",
     "load",
     "load_changed",
-    "load_full_optimizer_state",
-    "load_optimizer_stream",
     "read_data_state",
     "save",
-    "stream_optimizer_state",
     "to_safetensors",
     "to_torch_save",
     "verify",

@@ -13,11 +13,8 @@ from rescale_data.checkpoint.storage.dcp import Contents
 from rescale_data.checkpoint.storage.open import load_values, placeholders, read_checkpoint
 from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.tree import tree_of
-from rescale_data.engine.recipe import STRINGS
 from rescale_data.engine.states.check import check
-from rescale_data.engine.states.state_paths import find
-from rescale_data.engine.states.statedict import INTS
-from rescale_data.engine.states.table import by_field
+from rescale_data.engine.states.codec import HEADER, TABLE, find, read_header
 from rescale_data.engine.stream import HasStream
 from rescale_data.errors import checks_kinds, require
 
@@ -27,47 +24,48 @@ Source: TypeAlias = str | os.PathLike[str] | StorageReader
 
 @checks_kinds
 def read_data_state(
-    path: StrPath, *, name: str | None = None, checksums: bool = True, storage_options: Mapping[str, Any] | None = None
+    path: StrPath, *, name: str | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """The state of the data loader that was saved in the checkpoint at ``path``, all N rows of it.
 
-    Runs on one process, whatever saved, and runs no code from the checkpoint: a data state is tensors, integers and strings.
+    Runs on one process, whatever saved, and runs no code from the checkpoint: a data state is a tensor and a string.
 
     Args:
         name: Of the loader in the saved state; default the only one that there is.
 
     Returns:
-        ``{"shards": {field: Tensor[N, ...]}, "samples": int, ...}``, to look into, or for ``loader.load_state_dict()``.
+        ``{"table": int64[N, columns], "header": str}``, for ``loader.load_state_dict()``, or to look into: the header is JSON.
 
     Raises:
         FileNotFoundError: no checkpoint at ``path``.
         ValueError: no data state in it, several and no ``name``, or damaged files.
 
     Example:
-        >>> import tempfile
+        >>> import json, tempfile
         >>> import rescale_data as rd
         >>> from rescale_data import checkpoint
         >>> loader = rd.DataLoader(range(8), global_batch_size=4)
         >>> batch = next(iter(loader))
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     checkpoint.save(f"{folder}/step-1", {"loader": loader})
-        ...     checkpoint.read_data_state(f"{folder}/step-1")["samples"]
+        ...     json.loads(checkpoint.read_data_state(f"{folder}/step-1")["header"])["samples"]
         4
     """
-    how: dict[str, Any] = {"checksums": checksums, "storage_options": storage_options}
-    return read_checkpoint(path, lambda reader: by_field(_DataState(reader, path, name).read()), **how)
+    return read_checkpoint(
+        path, lambda reader: _DataState(reader, path, name).read(TABLE, HEADER), storage_options=storage_options
+    )
 
 
 @checks_kinds
 def check_checkpoint(path: Source, loader: HasStream, key: str | None = None) -> None:
     """Explain why the data state of a DCP checkpoint does not fit a loader; return if it does.
 
-    Reads the checkpoint's metadata and the few numbers and strings of the data state; no tensor, and on this process alone.
+    Reads the checkpoint's metadata and the header of the data state; no tensor, and on this process alone.
 
     Args:
         path: The checkpoint's folder, or a DCP `StorageReader`.
         loader: A `DataLoader`, `LogicalShards` or ``rescale_data.xla.DeviceLoader``.
-        key: Where the loader's state is in the checkpoint, ``"loader"``; default: found by its fields.
+        key: Where the loader's state is in the checkpoint, ``"loader"``; default: the only one that there is.
 
     Raises:
         FileNotFoundError: There is no DCP checkpoint.
@@ -82,12 +80,7 @@ def check_checkpoint(path: Source, loader: HasStream, key: str | None = None) ->
         ...     checkpoint.save(f"{folder}/step-1", {"loader": loader})
         ...     rd.check_checkpoint(f"{folder}/step-1", loader)  # raises if it does not fit
     """
-
-    def explain(state: _DataState) -> None:
-        table = {path[1]: name for name, path in state.saved.paths.items() if len(path) == 2 and path[0] == "shards"}
-        check({field: state.saved.values[name] for field, name in table.items()}, state.read(*INTS, *STRINGS), loader)
-
-    _with_state(path, key, explain)
+    _with_state(path, key, lambda state: check(read_header(state.read(HEADER)[HEADER]), loader))
 
 
 @checks_kinds
@@ -101,7 +94,7 @@ def load_changed(path: Source, loader: Stateful, key: str | None = None) -> None
     Args:
         path: The checkpoint's folder, or a DCP `StorageReader`.
         loader: With the new pipeline; a `DataLoader` or ``rescale_data.xla.DeviceLoader``.
-        key: Where the loader's state is in the checkpoint, ``"loader"``; default: found by its fields.
+        key: Where the loader's state is in the checkpoint, ``"loader"``; default: the only one that there is.
 
     Raises:
         FileNotFoundError: There is no DCP checkpoint.
@@ -121,14 +114,14 @@ def load_changed(path: Source, loader: Stateful, key: str | None = None) -> None
         ...     rd.load_changed(f"{folder}/step-0", loader("web", "code"))
     """
     require(Stateful, "the loader that is to load it", loader=loader)
-    _with_state(path, key, lambda state: loader.load_state_dict(state.read("shards", *INTS, *STRINGS)))
+    _with_state(path, key, lambda state: loader.load_state_dict(state.read(TABLE, HEADER)))
 
 
 def _with_state(path: Source, key: str | None, work: Callable[[_DataState], T]) -> T:
     """What ``work`` makes of the data state in a checkpoint, whose files have their sizes, or behind a reader."""
     if isinstance(path, StorageReader):
         return work(_DataState(path, path, key))
-    return read_checkpoint(path, lambda reader: work(_DataState(reader, path, key)), checksums=False)
+    return read_checkpoint(path, lambda reader: work(_DataState(reader, path, key)))
 
 
 class _DataState:
@@ -140,6 +133,6 @@ class _DataState:
         self.saved = saved.under(find(saved.paths.values(), key, where))
 
     def read(self, *parts: str) -> dict[str, Any]:
-        """What is under these names, default all, as whole tensors on the CPU."""
-        names = {name: path for name, path in self.saved.paths.items() if not parts or path[0] in parts}
+        """What is under these names, as whole tensors on the CPU."""
+        names = {name: path for name, path in self.saved.paths.items() if path[0] in parts}
         return tree_of(names, load_values(placeholders(self.saved.values, names), self._reader))

@@ -87,7 +87,7 @@ def refuse_pickled(state: Any) -> None:
     for path, value in leaves(state):
         if (
             not isinstance(value, torch.Tensor)
-            and (tensor := next(filter(_has_adapter, _inside(value)), None)) is not None
+            and (tensor := next(filter(_has_adapter, inside(value)), None)) is not None
         ):
             raise TypeError(
                 f"{'.'.join(path)} is a {type(value).__name__} with a tensor on {tensor.device}: DCP would pickle it whole, "
@@ -107,7 +107,7 @@ def _has_adapter(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type in _ADAPTERS
 
 
-def _inside(value: Any) -> Iterator[Any]:
+def inside(value: Any) -> Iterator[Any]:
     """What is in a pickled value, as far as it can be seen."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = vars(value)
@@ -115,6 +115,6 @@ def _inside(value: Any) -> Iterator[Any]:
         value = list(cast(Mapping[Any, Any], value).values())
     if isinstance(value, list | tuple | set | frozenset):
         for inner in cast("list[Any]", value):
-            yield from _inside(inner)
+            yield from inside(inner)
     else:
         yield value

@@ -36,7 +36,6 @@ class Entry:
         take: Takes what DCP has loaded.
         whole: Whether a part of it may not be loaded without the rest.
         steady: Gives tensors that only an optimizer's step changes.
-        loose: Gives tensors that may differ between ranks.
         refused: What of the checkpoint does not fit although the names do, and why, by name; known with the placeholder.
         left_out: Names of the checkpoint that are not loaded for that, with all that is under them.
     """
@@ -46,7 +45,6 @@ class Entry:
     take: Callable[[Any], object]
     whole: bool = False
     steady: Callable[[], Iterable[torch.Tensor]] = tuple
-    loose: Callable[[], Iterable[torch.Tensor]] = tuple
     refused: dict[str, str] = field(default_factory=dict[str, str])
     left_out: set[str] = field(default_factory=set[str])
 

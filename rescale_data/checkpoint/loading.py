@@ -1,4 +1,4 @@
-"""Load a checkpoint into a state: checked first, then read, then taken over."""
+"""Load a checkpoint into a state: compared first, then read and checked, then taken over."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.storage import StorageReader
 
-from rescale_data.checkpoint.devices import settle
+from rescale_data.checkpoint.devices import cut, settle
 from rescale_data.checkpoint.entry import KINDS, Entry, Misfits, compare, fitting, of_all_ranks, skipped
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.state import State, entries_of, refuse_unfit
 from rescale_data.checkpoint.storage.dcp import Contents, ValuesReader, flatten
-from rescale_data.checkpoint.storage.open import load_values, mapped_path, open_store, read_checkpoint
+from rescale_data.checkpoint.storage.open import damaged, load_values, mapped_path, open_store, read_checkpoint
 from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.tree import with_loaded
-from rescale_data.engine.states.state_paths import ROWS
-from rescale_data.errors import checks_kinds
+from rescale_data.engine.states.codec import TABLE, data_states
+from rescale_data.errors import DamagedCheckpointError, checks_kinds
 from rescale_data.state import nest
 
 logger = logging.getLogger(__name__)
@@ -59,30 +59,27 @@ def load(
     state: State,
     *,
     strict: bool = True,
-    checksums: bool = True,
-    trusted: bool = False,
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> LoadReport:
     """Load the checkpoint at ``path`` into ``state``, with all ranks.
 
     Modules, optimizers and tensors are loaded in place, a ``Stateful`` by its ``load_state_dict``, plain values are replaced in
-    the dict that holds them. Files and names are checked before anything is loaded. The sharding is that of ``state``,
-    whatever it was in the run that saved.
+    the dict that holds them. Names and the sizes of files are checked before anything is loaded, checksums where a piece is
+    read. The sharding is that of ``state``, whatever it was in the run that saved.
 
     Args:
         path: A checkpoint of ``save``, any DCP folder, or a local file that ``torch.save`` wrote.
         state: As for ``save``. Names of the checkpoint that it leaves out are not loaded, and logged.
         strict: False loads what fits and reports the rest; a ``Stateful``, or an optimizer's state of one parameter, that does
             not fit whole is left as it is.
-        checksums: False compares the sizes of the files alone.
-        trusted: True runs code from the checkpoint where a value needs it: see the README of this module.
         process_group: The ranks that load; default all.
         storage_options: Passed on to fsspec.
 
     Raises:
         FileNotFoundError: no checkpoint at ``path``.
-        ValueError: files are damaged, a value needs code and ``trusted`` is False, names, shapes or dtypes do not fit, or a
+        DamagedCheckpointError: a ``ValueError``; the message says if the state is half loaded. Load another checkpoint over it.
+        ValueError: a value could run code, names, shapes or dtypes do not fit, or a
             tensor is on the meta device, quantized, sparse or nested; the message lists them all.
 
     Example:
@@ -103,14 +100,12 @@ def load(
 
         file = mapped_path(path)
         return _read(ranks.together(lambda: ValuesReader(*flatten(map_file(file)))), file, state, ranks, strict)
-    return read_checkpoint(
-        path,
-        lambda reader: _read(reader, reader.path, state, ranks, strict),
-        ranks,
-        checksums=checksums,
-        trusted=trusted,
-        storage_options=storage_options,
-    )
+    return load_folder(path, state, ranks, strict=strict, storage_options=storage_options)
+
+
+def load_folder(path: StrPath, state: State, ranks: Ranks, *, strict: bool, **how: Any) -> LoadReport:
+    """Load the checkpoint at ``path``, a folder; ``how`` as for ``storage.open.opened``."""
+    return read_checkpoint(path, lambda reader: _read(reader, reader.path, state, ranks, strict), ranks, **how)
 
 
 def _read(reader: StorageReader, path: str, state: State, ranks: Ranks, strict: bool) -> LoadReport:
@@ -126,11 +121,20 @@ def _read(reader: StorageReader, path: str, state: State, ranks: Ranks, strict: 
     if report.not_asked:
         logger.info("%s also holds %s, which the state does not ask for.", path, ", ".join(report.not_asked))
     left = skipped(entries, own)
-    loaded = load_values(fitting(wanted, own, left), reader, ranks, doing=f"Loading {path}")
+    try:
+        loaded = load_values(cut(fitting(wanted, own, left), "to_load"), reader, ranks, doing=f"Loading {path}")
+    except DamagedCheckpointError as error:
+        raise damaged(path, error.problems, _HALF) from error
+    except Exception as error:
+        error.add_note(_HALF)
+        raise
     taken = [(entry, value) for entry, value in zip(entries, live, strict=True) if entry not in left]
     ranks.on_each(lambda: [entry.take(with_loaded(value, loaded, entry.name)) for entry, value in taken])
     settle(live)
     return report
+
+
+_HALF = "The state is half loaded: load another checkpoint, over all of it, before you go on."
 
 
 def _placeholders(entries: list[Entry], reader: StorageReader, saved: Contents) -> tuple[list[Any], dict[str, Any]]:
@@ -146,31 +150,18 @@ def _complaint(path: str, misfits: Misfits, saved: Contents) -> str:
     return (
         f"The checkpoint {path} does not fit the state; nothing was loaded:\n  {listed}\n"
         f"The checkpoint holds {_summary(saved)}.\n"
-        f"Build the state as in the run that saved, or pass strict=False to load what fits.{_hint(misfits)}"
+        f"Build the state as in the run that saved, or pass strict=False to load what fits.{_hint(misfits, saved)}"
     )
 
 
-def _hint(misfits: Misfits) -> str:
-    """Where N or the sources of a mixture have changed, or a wrapper has put a part into the names on one side."""
-    if any(".shards." in name and not name.endswith(f".{ROWS}") for name in misfits["mismatched"]):
+def _hint(misfits: Misfits, saved: Contents) -> str:
+    """The cure where N has changed."""
+    if misfits["mismatched"].keys() & {".".join((*root, TABLE)) for root in data_states(saved.paths.values())}:
         return (
             " num_logical_shards is fixed for a whole run: build the loader with the saved one, the first number of those "
             "shapes (the world size, the workers, the micro batch and the global batch may all change)."
         )
-    tables = [name for name in {**misfits["missing"], **misfits["mismatched"]} if name.endswith(f".shards.{ROWS}")]
-    if tables:
-        return (
-            f" {tables[0]} is a mixture of other sources, or saved by an older release: load without that loader, and give it "
-            f"to rescale_data.load_changed(path, loader)."
-        )
-    asked, saved = misfits["missing"].keys(), misfits["unexpected"].keys()
-    parts = {part for name in {*asked, *saved} for part in name.split(".") if part.startswith("_")}
-    odd = sorted(part for part in parts if {_without(part, n) for n in asked} & {_without(part, n) for n in saved})
-    return f" A wrapper has put {odd[0]} into names: put the module that it wraps into the state." if odd else ""
-
-
-def _without(part: str, name: str) -> str:
-    return ".".join(other for other in name.split(".") if other != part)
+    return ""
 
 
 def _summary(saved: Contents) -> str:

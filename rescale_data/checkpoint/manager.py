@@ -18,6 +18,7 @@ from rescale_data.checkpoint.run_reader import RunReader
 from rescale_data.checkpoint.saving import plain_state, write
 from rescale_data.checkpoint.staging import Staged, Stager
 from rescale_data.checkpoint.state import State, entries_of
+from rescale_data.checkpoint.storage.commit import Ownership
 from rescale_data.checkpoint.storage.manifest import checked_metrics
 from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.errors import checks_kinds
@@ -98,14 +99,22 @@ class CheckpointManager(RunReader):
             raise ValueError(f"async_mode={async_mode!r}: choose one of 'thread', 'disabled'.")
         self._rules = Retention(keep_latest=keep_latest, keep_every=keep_every, keep_best=keep_best)
         super().__init__(folder, process_group=_own_group(process_group), storage_options=storage_options)
-        self._ranks.on_first(self._folder.open_for_writing)
+        self._owner: Ownership | None = None
+        self._ranks.on_first(self._open)
         self._stages = async_mode != "disabled"
         self._stager = Stager()
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
         self._running: Future[None] | None = None
+        self._pruning = _done()
         self._told: set[str] = set()
         self._closed = False
         self.num_waits, self.wait_seconds = 0, 0.0
+        if self._owner is not None:
+            self._pool.submit(self._owner.clean)
+
+    def _open(self) -> None:
+        self._store.mkdir(self._folder.path)
+        self._owner = Ownership(self._store, self._folder.path)
 
     @checks_kinds
     def save(self, step: int, state: State, *, metrics: Mapping[str, float] | None = None) -> Saving:
@@ -121,18 +130,18 @@ class CheckpointManager(RunReader):
         if not self._stages:
             checked = self._ranks.together(lambda: _checked(step, metrics))
             self._idle()  # of deletions
-            self._write(*plain_state(state, self._ranks), step, checked)
+            self._write(plain_state(state, self._ranks), step, checked)
             return Saving(_done(), _done())
         try:
             checked = _checked(step, metrics)
-            staged, copies, loose = self._stager.stage(entries_of(state, self._ranks.rank))
+            staged, copies = self._stager.stage(entries_of(state, self._ranks.rank))
         except Exception as error:
             # The other ranks have begun: this one takes part, so that they fail now and not at a timeout.
             failed = Future[Staged]()
             failed.set_exception(error)
-            self._pool.submit(self._upload, failed.result, set[str](), step, {}).exception()
+            self._pool.submit(self._upload, failed.result, step, {}).exception()
             raise
-        self._running = self._pool.submit(self._upload, copies, loose, step, checked)
+        self._running = self._pool.submit(self._upload, copies, step, checked)
         return Saving(staged, self._running)
 
     def warm_up(self, state: State) -> None:
@@ -172,19 +181,26 @@ class CheckpointManager(RunReader):
 
         Of a step that is a link the link goes, and what it points to stays.
         """
-        self._prepare_load()
-        return self._ranks.on_first(lambda: step in self.steps() and self._folder.delete(step))
+        self.wait()
+        self._idle()
+        return self._ranks.on_first(lambda: self._delete(step))
+
+    def _delete(self, step: int) -> bool:
+        return self._owner is not None and step in self.steps() and self._owner.delete(f"step-{step}") == "gone"
 
     def close(self) -> None:
         """Wait for what runs in the background; raise what it failed with. May be called again."""
         if self._closed:
             return
         with contextlib.ExitStack() as stack:
-            stack.callback(self._folder.close)
+            if self._owner is not None:
+                stack.callback(self._owner.close)
             stack.callback(self._stager.close)
             stack.callback(self._pool.shutdown)
             try:
                 self.wait()
+                if self._owner is not None:
+                    self._pool.submit(self._owner.clean)  # what the lease of a load has covered meanwhile
             finally:
                 self._closed = True
 
@@ -196,26 +212,26 @@ class CheckpointManager(RunReader):
 
     def _prepare_load(self) -> None:
         self.wait()
-        self._idle()
+        self._pruning.exception()  # which would leave alone what the lease of a load covers
 
     def _idle(self) -> None:
         """Return when nothing is done in the background."""
         with contextlib.suppress(RuntimeError):  # the interpreter exits
             self._pool.submit(int).result()
 
-    def _upload(self, copies: Callable[[], Staged], loose: set[str], step: int, metrics: dict[str, float]) -> None:
+    def _upload(self, copies: Callable[[], Staged], step: int, metrics: dict[str, float]) -> None:
         try:
-            self._write(self._ranks.together(copies), loose, step, metrics)
+            self._write(self._ranks.together(copies), step, metrics)
         except BaseException as error:
             logger.error("In the background: %s: %s", type(error).__name__, error)
             raise
 
-    def _write(self, plain: Staged, loose: set[str], step: int, metrics: dict[str, float]) -> None:
+    def _write(self, plain: Staged, step: int, metrics: dict[str, float]) -> None:
         path = self._folder.checkpoint(step)
-        write(self._store, path, plain, self._ranks, loose, overwrite=True, step=step, metrics=metrics)
-        if self._ranks.is_first:
+        write(self._store, path, plain, self._ranks, owner=self._owner, overwrite=True, step=step, metrics=metrics)
+        if self._owner is not None:
             with contextlib.suppress(RuntimeError):  # the interpreter exits: the next run deletes them
-                self._pool.submit(prune, self._folder, self._rules, step, self._told)
+                self._pruning = self._pool.submit(prune, self._owner, self._folder, self._rules, step, self._told)
 
 
 def _checked(step: int, metrics: Mapping[str, float] | None) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Values and ranks: what all ranks hold under one name is one value, and what is each rank's own is said to be.
 
 DCP saves a value that is not sharded from one of the ranks that hold it. Where they differ, the others' is lost without a word.
-So it is an error here, found by digests: one from each rank, and names and digests only where these differ.
+So a plain value that differs is an error here. Ranks compare a digest of all, and those of each only where these differ.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.tree import leaves
 
 _OWN = re.compile(r"rank-(\d+)")
-_COLUMNS = 1021
 
 
 class PerRank:
@@ -53,18 +52,20 @@ def source_rank(saved: Set[str], rank: int) -> int:
     return rank if rank in ranks or not ranks else ranks[rank % len(ranks)]
 
 
-def refuse_disagreement(plain: Mapping[str, Any], loose: Set[str], ranks: Ranks) -> None:
-    """``ValueError`` naming what ranks hold under one name and not with one value; a collective.
+def refuse_disagreement(plain: Mapping[str, Any], ranks: Ranks) -> None:
+    """``ValueError`` naming plain values that ranks hold under one name and that differ; a collective.
 
-    Compared are tensors that are nobody's shards, arrays, numbers, strings, and containers of them.
-
-    Args:
-        loose: Names that may differ: buffers of modules, of which DDP, too, takes one rank's.
+    Compared are arrays, numbers, strings, and tuples, sets and mappings of them and of tensors. Tensors with a name of their
+    own are not: those of replicas are kept equal by what trains them, and their buffers may differ.
     """
     if ranks.size == 1:
         return
-    held = {".".join(path): leaf for path, leaf in leaves(plain, _has_text) if not any(map(_OWN.fullmatch, path))}
-    digests = {name: digest for name, leaf in held.items() if name not in loose and (digest := _digest(leaf))}
+    held = {
+        ".".join(path): leaf
+        for path, leaf in leaves(plain, _has_text)
+        if not (isinstance(leaf, torch.Tensor) or any(map(_OWN.fullmatch, path)))
+    }
+    digests = {name: digest for name, leaf in held.items() if (digest := _digest(leaf))}
     total = hashlib.blake2b(repr(sorted(digests.items())).encode(), digest_size=16).digest()
     totals = ranks.on_each(lambda: total)
     if len(set(totals)) == 1:
@@ -87,7 +88,8 @@ def refuse_disagreement(plain: Mapping[str, Any], loose: Set[str], ranks: Ranks)
 def _digest(value: Any) -> bytes:
     """Eight bytes; none for what is sharded or of a class unknown here."""
     if type(value) in (torch.Tensor, torch.nn.Parameter):
-        return _digest_of_tensor(cast(torch.Tensor, value).detach()) if value.device.type in ("cpu", "cuda") else b""
+        flat = cast(torch.Tensor, value).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return _digest_of_bytes(f"{value.dtype} {value.shape}".encode(), flat.numpy().tobytes())
     if _has_text(value):
         return _digest_of_bytes(repr(value).encode())
     if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
@@ -113,17 +115,3 @@ def _has_text(value: Any) -> bool:
     if type(value) in (list, tuple):
         return all(_has_text(item) for item in cast("list[Any]", value))
     return value is None or type(value) in (bool, int, float, complex, str, bytes)
-
-
-def _digest_of_tensor(tensor: torch.Tensor) -> bytes:
-    """By sums of 64-bit words in many columns, at the speed of memory, on the tensor's device."""
-    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    flat = flat if flat.storage_offset() % 8 == 0 else flat.clone()
-    words = flat[: len(flat) // 8 * 8].view(torch.int64)
-    rows = len(words) // _COLUMNS
-    parts = [words[: rows * _COLUMNS].view(rows, _COLUMNS).sum(0) if rows > 1 else words[: rows * _COLUMNS]]
-    parts += [words[rows * _COLUMNS :], flat[len(words) * 8 :]]
-    digest = hashlib.blake2b(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest_size=8)
-    for part in parts:
-        digest.update(part.cpu().numpy().tobytes())
-    return digest.digest()

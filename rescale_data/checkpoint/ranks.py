@@ -105,8 +105,7 @@ def clear_error(error: BaseException, doing: str) -> BaseException:
     if isinstance(error, OSError) and error.errno is not None:
         cure = _CURES.get(error.errno, "The checkpoints before it are untouched.")
         name = f" ({error.filename})" if error.filename else ""
-        takes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
-        return type(error)(error.errno, f"{doing} failed: {error.strerror}{name}. {cure}{takes}")
+        return type(error)(error.errno, f"{doing} failed: {error.strerror}{name}. {cure}")
     return error
 
 

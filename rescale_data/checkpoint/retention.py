@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
+from rescale_data.checkpoint.storage.commit import Ownership
 from rescale_data.checkpoint.storage.run_folder import RunFolder
+from rescale_data.lease import RENEW_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -65,14 +68,15 @@ def ranked(metrics: Mapping[int, Mapping[str, float]], name: str, mode: str) -> 
     return sorted(scores, key=lambda step: (math.isnan(scores[step]), scores[step], step))
 
 
-def prune(folder: RunFolder, rules: Retention, saved: int, told: set[str]) -> None:
+def prune(owner: Ownership, folder: RunFolder, rules: Retention, saved: int, told: set[str]) -> None:
     """Delete what no rule keeps but for the step that was saved last; never raises.
 
     Args:
         told: What was warned of already; more comes in.
     """
     try:
-        metrics = folder.metrics()
+        steps = owner.steps(folder.named())
+        metrics = owner.metrics(steps) if rules.keep_best else {step: {} for step in steps}
         if (later := sorted(step for step in metrics if step > saved)) and "later" not in told:
             told.add("later")
             logger.warning(_LATER, saved, folder.path, later)
@@ -85,10 +89,32 @@ def prune(folder: RunFolder, rules: Retention, saved: int, told: set[str]) -> No
         return
     for path, step in ((folder.checkpoint(step), step) for step in doomed if step != saved):
         try:
-            if folder.delete(step):
+            if owner.delete(f"step-{step}") == "gone":
                 logger.info("Deleted %s.", path)
         except Exception as error:  # one that cannot be deleted does not keep the others
             logger.warning(_NOT_DELETED, path, error)
+    owner.clean()
+
+
+def delete_steps(folder: RunFolder, steps: list[int], *, wait: bool) -> dict[str, str]:
+    """Delete steps of a run that nobody saves to: by step "deleted", "being read", or "undecided" where one look does not tell.
+
+    Args:
+        wait: Look twice, about a minute apart, at holders of other hosts.
+
+    Raises:
+        ValueError: Somebody saves to the run, or may do so.
+    """
+    owner = Ownership(folder.store, folder.path, wait=wait)
+    try:
+        found = {step: owner.delete(f"step-{step}") for step in steps}
+        while wait and "undecided" in found.values():
+            time.sleep(RENEW_SECONDS)
+            found |= {step: owner.delete(f"step-{step}") for step, seen in found.items() if seen == "undecided"}
+    finally:
+        owner.close()
+    words = {"gone": "deleted", "alive": "being read", "undecided": "undecided"}
+    return {str(step): words[seen] for step, seen in found.items()}
 
 
 _NOT_DELETED = "%s: what no rule keeps was not deleted; the next save tries again: %s"

@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from rescale_data.checkpoint.loading import LoadReport, load
+from rescale_data.checkpoint.loading import LoadReport, load_folder
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.retention import ranked
 from rescale_data.checkpoint.state import State
-from rescale_data.checkpoint.storage.open import open_store
+from rescale_data.checkpoint.storage.open import AbsentError, open_store
 from rescale_data.checkpoint.storage.run_folder import RunFolder
 from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.errors import DamagedCheckpointError, checks_kinds
@@ -61,7 +61,7 @@ class RunReader:
 
     def latest_step(self) -> int | None:
         """The highest step with a committed checkpoint; None where there is none. Any rank may ask."""
-        return max(self.steps(), default=None)
+        return next((step for step, _ in self._folder.saves()), None)
 
     @checks_kinds
     def best_step(self, metric: str, mode: Literal["min", "max"]) -> int | None:
@@ -70,16 +70,12 @@ class RunReader:
             raise ValueError(f'mode={mode!r}: give "min" or "max".')
         return next(iter(ranked(self._folder.metrics(), metric, mode)), None)
 
-    def load(
-        self, step: int, state: State, *, strict: bool = True, checksums: bool = True, trusted: bool = False
-    ) -> LoadReport:
+    def load(self, step: int, state: State, *, strict: bool = True) -> LoadReport:
         """Load the checkpoint of ``step`` into ``state``: ``rescale_data.checkpoint.load``."""
         self._prepare_load()
-        return self._load(step, state, strict=strict, checksums=checksums, trusted=trusted)
+        return self._load(step, state, strict=strict)
 
-    def load_latest(
-        self, state: State, *, strict: bool = True, checksums: bool = True, trusted: bool = False
-    ) -> int | None:
+    def load_latest(self, state: State, *, strict: bool = True) -> int | None:
         """Load the newest checkpoint whose files are in order, and return its step; None where there is no checkpoint.
 
         A damaged checkpoint is passed over with a warning and an error in the log. One that is whole and does not
@@ -89,39 +85,50 @@ class RunReader:
             ValueError: there are checkpoints, and all are damaged; or the newest whole one does not fit.
         """
         self._prepare_load()
-        steps = self._ranks.on_first(self._folder.steps)
-        for step in reversed(steps):
-            try:
-                report = self._load(step, state, strict=strict, checksums=checksums, trusted=trusted)
-            except DamagedCheckpointError as error:
-                self._warn_of_damage(step, error.problems)
-            except FileNotFoundError as error:  # deleted since
-                self._warn_of_damage(step, [str(error)])
-            else:
-                self._warn_of_misfits(step, report)
-                return step
-        if steps:
+        named, before = self._ranks.on_first(self._folder.named), None
+        passed: dict[int, Exception] = {}
+        while named != before:  # retention may have deleted all that were listed while newer ones were saved
+            for step in reversed(named):
+                try:
+                    report = self._load(step, state, strict=strict, foreign=False)
+                except (DamagedCheckpointError, AbsentError) as error:
+                    if not isinstance(
+                        passed.get(step), DamagedCheckpointError
+                    ):  # deleted since, and loaded in part before
+                        passed[step] = error
+                except Exception as error:
+                    for other, why in passed.items():
+                        error.add_note(f"Before that, step {other} was passed over: {why}")
+                    raise
+                else:
+                    if self._ranks.is_first:
+                        self._warn(step, report, {newer: why for newer, why in passed.items() if newer > step})
+                    return step
+            named, before = self._ranks.on_first(self._folder.named), named
+        damaged = {step: str(why) for step, why in passed.items() if isinstance(why, DamagedCheckpointError)}
+        if damaged:
+            listed = "\n".join(damaged.values())
             raise DamagedCheckpointError(
-                f"All checkpoints in {self._folder.path} are damaged: steps {steps}. Nothing was loaded."
+                f"All checkpoints in {self._folder.path} are damaged: steps {sorted(damaged)}.\n{listed}"
             )
         return None
 
     def _load(self, step: int, state: State, **how: bool) -> LoadReport:
-        path, group = self._folder.checkpoint(step), self._ranks.group
-        return load(path, state, process_group=group, storage_options=self._options, **how)
+        path = self._folder.checkpoint(step)
+        return load_folder(path, state, self._ranks, storage_options=self._options, **how)
 
     def _prepare_load(self) -> None:
         """Before a load."""
 
-    def _warn_of_damage(self, step: int, found: list[str]) -> None:
-        listed, path = "\n  ".join(found), self._folder.checkpoint(step)
-        text = f"The checkpoint {path} is damaged and is passed over:\n  {listed}\nFalling back to the checkpoint before it."
-        if self._ranks.is_first:
-            logger.error(text)
-            warnings.warn(text, RuntimeWarning, stacklevel=3)
-
-    def _warn_of_misfits(self, step: int, report: LoadReport) -> None:
-        if self._ranks.is_first and (report.missing or report.unexpected or report.mismatched):
+    def _warn(self, step: int, report: LoadReport, passed: Mapping[int, Exception]) -> None:
+        """Name newer steps that were not loaded in one line of the log, a warning, too, where one is damaged; and misfits."""
+        if passed:
+            listed = "; ".join(f"step {newer}: {' '.join(str(why).split())}" for newer, why in passed.items())
+            text = f"Step {step} of {self._folder.path} was loaded, and newer steps were passed over: {listed}"
+            logger.warning(text)
+            if any(isinstance(why, DamagedCheckpointError) for why in passed.values()):
+                warnings.warn(text, RuntimeWarning, stacklevel=3)
+        if report.missing or report.unexpected or report.mismatched:
             logger.warning(
                 "%s does not fit the state, and was loaded in part. "
                 "Missing in the checkpoint: %s. Not asked for: %s. Different: %s.",

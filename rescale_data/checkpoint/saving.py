@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-import uuid
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,14 +14,14 @@ from rescale_data.checkpoint.rank_values import refuse_disagreement
 from rescale_data.checkpoint.ranks import Ranks, clear_error
 from rescale_data.checkpoint.state import State, entries_of, plain_of
 from rescale_data.checkpoint.storage import dcp
-from rescale_data.checkpoint.storage.commit import SAVE_ID_PREFIX, Workspace, abandon, commit, prepare
-from rescale_data.checkpoint.storage.manifest import Manifest, checked_metrics
+from rescale_data.checkpoint.storage.claims import LONE
+from rescale_data.checkpoint.storage.commit import Ownership, Workspace, prepare
+from rescale_data.checkpoint.storage.manifest import SAVE_ID_PREFIX, Manifest, checked_metrics
 from rescale_data.checkpoint.storage.open import open_store, wrong_sizes
-from rescale_data.checkpoint.storage.progress import Progress
 from rescale_data.checkpoint.storage.store import FileRecord, Store, StrPath, split
 from rescale_data.checkpoint.storage.values import warn_of_refused
 from rescale_data.checkpoint.tree import lost_in_names
-from rescale_data.errors import DamagedCheckpointError, checks_kinds
+from rescale_data.errors import checks_kinds
 
 
 @checks_kinds
@@ -38,9 +37,9 @@ def save(
 ) -> None:
     """Save ``state`` at ``path``, with all ranks, and return when it is committed.
 
-    The folder is a plain DCP checkpoint that ``torch.distributed.checkpoint.load`` reads, and ``rescale_data.json``, which
-    lists every file with its size and checksum. Until the last step nothing is seen at ``path``: a save that fails or is
-    killed leaves what was there.
+    The folder is a plain DCP checkpoint that ``torch.distributed.checkpoint.load`` reads, and a manifest, which lists every
+    file with its size and checksum. Until the manifest is put, ``path`` is what it was: a save that fails or is killed leaves
+    the checkpoint that was there.
 
     Args:
         path: A local folder that does not exist yet, or a URL that fsspec knows (``s3://bucket/run/step-100``).
@@ -54,8 +53,9 @@ def save(
 
     Raises:
         TypeError: ``state`` holds what has no place in a checkpoint.
-        ValueError: ``path`` is taken, ranks differ in it, in ``step`` or in a value that is not ``PerRank``, an optimizer's
-            parameters are in no module of ``state``, or a tensor is on the meta device, quantized, sparse or nested.
+        ValueError: ``path`` is taken, or is a step that its run's newest manager has saved; ranks differ in it, in ``step`` or
+            in a value that is not ``PerRank``, an optimizer's parameters are in no module of ``state``, or a tensor is on the
+            meta device, quantized, sparse or nested.
         OSError: disk full, no permission; the message says what to do.
 
     Example:
@@ -71,12 +71,11 @@ def save(
     ranks = Ranks(process_group)
     store, final = open_store(path, storage_options, to_write=True)
     checked = ranks.together(lambda: checked_metrics(metrics))
-    plain, loose = plain_state(state, ranks)
-    write(store, final, plain, ranks, loose, overwrite=overwrite, step=step, metrics=checked)
+    write(store, final, plain_state(state, ranks), ranks, overwrite=overwrite, step=step, metrics=checked)
 
 
-def plain_state(state: State, ranks: Ranks) -> tuple[dict[str, Any], set[str]]:
-    """What DCP saves of ``state``, and the names in it that may differ between ranks. Its tensors may be the live ones.
+def plain_state(state: State, ranks: Ranks) -> dict[str, Any]:
+    """What DCP saves of ``state``. Its tensors may be the live ones.
 
     An error of one rank is raised on all.
     """
@@ -90,32 +89,42 @@ def write(
     final: str,
     plain: dict[str, Any],
     ranks: Ranks,
-    loose: Set[str] = frozenset(),
     *,
+    owner: Ownership | None = None,
     overwrite: bool = False,
     step: int | None = None,
     metrics: Mapping[str, float] | None = None,
 ) -> None:
-    """Write and commit, or remove what was written and raise why."""
-    workspace = _begin(store, final, ranks, overwrite, step)
+    """Write and commit, or remove what was written and raise why.
+
+    Args:
+        owner: Of the run, on the first rank; default: the checkpoint is a run of its own.
+    """
+    _refuse_different(f"{final}{' (overwrite)' * overwrite}{'' if step is None else f' of step {step}'}", ranks)
+    owners = [] if owner is None else [owner]
     try:
-        refuse_disagreement(plain, loose, ranks)
+        workspace = ranks.on_first(lambda: _begin(store, final, owners, overwrite))
+    except OSError as error:
+        raise clear_error(error, f"Saving {final}") from error
+    try:
+        refuse_disagreement(plain, ranks)
         if ranks.is_first:
             warn_of_refused(plain)
         files = _write_files(store, workspace, plain, ranks)
         said: dict[str, Any] = {"step": step, "metrics": metrics or {}, "lost": lost_in_names(plain)}
-        ranks.on_first(lambda: _commit(store, workspace, files, world_size=ranks.size, **said))
+        ranks.on_first(lambda: _commit(owners[0], workspace, files, world_size=ranks.size, **said))
     except BaseException as error:
         if ranks.is_first:
             with contextlib.suppress(Exception):
-                abandon(store, workspace)
+                owners[0].abandon(workspace)
         raise clear_error(error, f"Saving {final}") from error
+    if owner is None and ranks.is_first:
+        owners[0].clean()
 
 
 def _write_files(store: Store, workspace: Workspace, plain: dict[str, Any], ranks: Ranks) -> dict[str, FileRecord]:
     """The files of all ranks, by name."""
-    progress = Progress(f"Saving {workspace.final}")
-    own = store.recording(progress)
+    own, prefix = store.recording(), f"{workspace.save_id}/"
     dcp.save(
         plain,
         own,
@@ -123,35 +132,43 @@ def _write_files(store: Store, workspace: Workspace, plain: dict[str, Any], rank
         ranks,
         name=workspace.final,
         save_id=SAVE_ID_PREFIX + workspace.save_id,
-        prefix=workspace.prefix,
-        progress=progress,
+        prefix=prefix,
     )
     written = [file for of_rank in ranks.on_each(lambda: own.written) for file in of_rank.items()]
-    return {workspace.prefix + split(path)[1].removesuffix(dcp.UNFINISHED): record for path, record in written}
+    return {prefix + split(path)[1].removesuffix(dcp.UNFINISHED): record for path, record in written}
 
 
-def _commit(store: Store, workspace: Workspace, files: Mapping[str, FileRecord], **said: Any) -> None:
-    versions = {"created": time.time(), "torch": str(torch.__version__)}
-    commit(store, workspace, Manifest(save_id=workspace.save_id, files=files, **versions, **said))
-    if wrong := wrong_sizes(store, workspace.final, files):
+def _commit(owner: Ownership, workspace: Workspace, files: Mapping[str, FileRecord], **said: Any) -> None:
+    if wrong := wrong_sizes(owner.store, workspace.final, files):
         listed = "\n  ".join(wrong.values())
-        raise DamagedCheckpointError(
-            f"{workspace.final} was committed, and something else has changed its files:\n  {listed}\n"
-            f"Does another job write to the same folder?"
+        raise ValueError(
+            f"The files that all ranks wrote are not in {workspace.working}:\n  {listed}\n"
+            f"Give a folder that all ranks share."
         )
+    versions = {"created": time.time(), "torch": str(torch.__version__)}
+    owner.commit(workspace, Manifest(save_id=workspace.save_id, files=files, **versions, **said))
 
 
-def _begin(store: Store, final: str, ranks: Ranks, overwrite: bool, step: int | None) -> Workspace:
-    """The workspace of one save, the same on all ranks."""
-    own = f"{final}{' (overwrite)' * overwrite}{'' if step is None else f' of step {step}'}"
+def _refuse_different(own: str, ranks: Ranks) -> None:
     others = ranks.on_each(lambda: own)
     if len(set(others)) > 1:
         said = ", ".join(sorted(set(others))[:4])
         raise ValueError(f"All ranks save one checkpoint, and they name {len(set(others))}: {said}. Give all the same.")
+
+
+def _begin(store: Store, final: str, owners: list[Ownership], overwrite: bool) -> Workspace:
+    """Begin a save as the owner, which is made where there is none yet."""
+    prepare(store, final, overwrite=overwrite)
+    if owners:
+        return owners[0].begin(split(final)[1])
+    owner = Ownership(store, final, lone=True)
     try:
-        return ranks.on_first(lambda: prepare(store, final, uuid.uuid4().hex, overwrite=overwrite))
-    except OSError as error:
-        raise clear_error(error, f"Saving {final}") from error
+        workspace = owner.begin(LONE)
+    except BaseException:
+        owner.close()
+        raise
+    owners.append(owner)
+    return workspace
 
 
 def save_alone(path: StrPath, plain: dict[str, Any], storage_options: Mapping[str, Any] | None) -> None:

@@ -42,16 +42,15 @@ class Stager:
         # Any optimizer's, since any optimizer may own the parameters; the hook alone does not keep the copies alive.
         self._hook = register_optimizer_step_pre_hook(functools.partial(_wait, pending))
 
-    def stage(self, entries: list[Entry]) -> tuple[Future[None], Callable[[], Staged], set[str]]:
+    def stage(self, entries: list[Entry]) -> tuple[Future[None], Callable[[], Staged]]:
         """Copy the state of ``entries`` as it is now. One at a time: the memory is used again.
 
         Returns:
-            Done when it is copied; what gives the copy; and the names in it that may differ between ranks.
+            Done when it is copied; and what gives the copy.
         """
         steady = {place for entry in entries for tensor in entry.steady() if (place := address(tensor))}
         late: Late = {}
-        live, loose = plain_of(entries)
-        plain = mapped(live, lambda path, leaf: _copy(path, leaf, steady, late))
+        plain = mapped(plain_of(entries), lambda path, leaf: _copy(path, leaf, steady, late))
         done = self._thread.submit(self._copy, late, _asked_for(late))
         self._pending[:] = [done]
 
@@ -59,7 +58,7 @@ class Stager:
             done.result()
             return mapped(plain, lambda path, leaf: late.get(path, leaf))
 
-        return done, copies, loose
+        return done, copies
 
     def _copy(self, late: Late, asked_for: list[torch.Event]) -> None:
         """Put copies in the place of live tensors."""

@@ -12,19 +12,34 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.fsdp import FullyShardedDataParallel
 
-from rescale_data.checkpoint.devices import address, cut, refuse_pickled
+from rescale_data.checkpoint.devices import cut, refuse_pickled
 from rescale_data.checkpoint.entry import Entry, Path
 from rescale_data.checkpoint.optimizer.entry import OptimizerEntry
 from rescale_data.checkpoint.optimizer.named import owner
 from rescale_data.checkpoint.rank_values import PerRank, own_name, source_rank
 from rescale_data.checkpoint.storage.dcp import Contents
 from rescale_data.checkpoint.tree import leaves
+from rescale_data.engine.states.codec import TABLE, with_columns_of
 from rescale_data.state import nest
 
 State: TypeAlias = Mapping[str, Any]
+
+
+class _StatefulEntry(Entry):
+    """The state of any object; that of a loader is loaded also where the columns of its table have changed."""
+
+    def placeholder(self, reader: StorageReader, saved: Contents) -> Any:
+        return with_columns_of(self.plain(), saved.values.get(f"{self.name}.{TABLE}"))
 
 
 def entries_of(state: State, rank: int = 0, saved: Contents | None = None) -> list[Entry]:
@@ -44,14 +59,12 @@ def entries_of(state: State, rank: int = 0, saved: Contents | None = None) -> li
     ]
 
 
-def plain_of(entries: list[Entry]) -> tuple[dict[str, Any], set[str]]:
-    """What DCP saves of the entries, whose tensors may be the live ones; and the names in it that may differ between ranks."""
+def plain_of(entries: list[Entry]) -> dict[str, Any]:
+    """What DCP saves of the entries. Its tensors may be the live ones."""
     plain = nest([(entry.path, entry.plain()) for entry in entries])
     refuse_pickled(plain)
     refuse_unfit(plain)
-    loose = {place for entry in entries for tensor in entry.loose() if (place := address(tensor))}
-    names = {".".join(path) for path, leaf in leaves(plain if loose else {}) if address(leaf) in loose}
-    return cut(plain, "to_save"), names
+    return cut(plain, "to_save")
 
 
 def _walk(state: Mapping[Any, Any], path: Path) -> list[tuple[Path, Any, Mapping[str, Any]]]:
@@ -87,11 +100,18 @@ def _entry(
 ) -> Entry:
     if isinstance(value, nn.Module):
         plain, take = partial(get_model_state_dict, value), partial(set_model_state_dict, value)
-        return Entry(path, plain, take, steady=value.parameters, loose=value.buffers)
+        return Entry(path, plain, take, steady=value.parameters)
     if isinstance(value, torch.optim.Optimizer):
-        return OptimizerEntry(path, owner(".".join(path), value, modules), value)
+        model = owner(".".join(path), value, modules)
+        if not FullyShardedDataParallel.fsdp_modules(model):
+            return OptimizerEntry(path, model, value)
+        # FSDP1 alone knows how its flat parameters are cut: as DCP gives and takes them, all or nothing.
+        plain, take = (
+            partial(of_torch, model, value) for of_torch in (get_optimizer_state_dict, set_optimizer_state_dict)
+        )
+        return Entry(path, plain, take, whole=True)
     if not isinstance(value, torch.Tensor) and isinstance(value, Stateful):  # to ask a protocol takes 20 us
-        return Entry(path, value.state_dict, value.load_state_dict, whole=True)
+        return _StatefulEntry(path, value.state_dict, value.load_state_dict, whole=True)
     _refuse_inside(path, value)
     return Entry(path, lambda: value, lambda loaded: _replace(path, value, holder, key or path[-1], loaded))
 

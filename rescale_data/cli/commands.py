@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 HELP = """Look after checkpoints of rescale_data, local or by URL (s3://bucket/run).
 
-Exit codes: 0 fine, 1 damaged or different, 2 a wrong argument or nothing there."""
+Exit codes: 0 fine, 1 damaged, 2 a wrong argument or nothing there."""
 app = typer.Typer(help=HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 Path = Annotated[str, typer.Argument(help="A checkpoint: a DCP folder, or its URL.")]
@@ -156,25 +156,11 @@ def verify(
 
 
 @app.command()
-def diff(
-    a: Path,
-    b: Path,
-    values: Annotated[bool, typer.Option(help="Compare what tensors contain, and not their shapes alone.")] = True,
-    limit: Annotated[int, typer.Option(min=0, help="Print at most this many.")] = 50,
-    as_json: Json = False,
-) -> None:
-    """Show the names, shapes and values in which the checkpoints A and B differ. Exit code 1 if they do."""
-    from rescale_data.cli import inspect, render
-
-    found = _or_exit(lambda: inspect.differences(a, b, values=values))
-    _out(as_json, found, lambda console: render.show_differences(console, found, limit))
-    raise typer.Exit(1 if found else 0)
-
-
-@app.command()
 def convert(
     source: Annotated[str, typer.Argument(help="A DCP folder or URL, a file of torch.save, or safetensors.")],
-    target: Annotated[str, typer.Argument(help="What to write; it must not exist, except a folder for safetensors.")],
+    target: Annotated[
+        str, typer.Argument(help="What to write; it must not exist, except an empty folder for safetensors.")
+    ],
     to: Annotated[
         Format | None, typer.Option(help="Default: by TARGET's ending, .pt or safetensors, else dcp.")
     ] = None,
@@ -201,19 +187,25 @@ def prune(
         str | None, typer.Option(help="Keep the best by a metric: METRIC:min:COUNT or METRIC:max:COUNT.")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it, say what would be deleted.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait a minute to learn if readers on other hosts live.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Delete the checkpoints in a run's FOLDER that no rule keeps, except those that are being read."""
-    from rescale_data.checkpoint.retention import Retention
+    """Delete the checkpoints in a run's FOLDER that no rule keeps, except those that are, or may be, being read.
+
+    A run that still saves is left to its own manager.
+    """
+    from rescale_data.checkpoint.retention import Retention, delete_steps
     from rescale_data.checkpoint.storage.open import open_store
     from rescale_data.checkpoint.storage.run_folder import RunFolder
 
     rules = _or_exit(lambda: Retention(keep_latest=keep_latest, keep_every=keep_every, keep_best=_best(keep_best)))
     runs = _or_exit(lambda: RunFolder.existing(*open_store(folder)))
     doomed = _or_exit(lambda: _doomed(runs, rules))
-    result = {
-        str(step): ("deleted" if runs.delete(step) else "being read") if yes else "would be deleted" for step in doomed
-    }
+    result = dict.fromkeys(map(str, doomed), "would be deleted")
+    if yes and doomed:
+        result = _or_exit(lambda: delete_steps(runs, doomed, wait=wait))
     lines = [f"step-{step}: {what}" for step, what in result.items()] or ["nothing to delete"]
     _out(as_json, result, lambda console: console.print("\n".join(lines), markup=False))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rescale_data.checkpoint.convert import torch_save
+from rescale_data.checkpoint.storage.manifest import manifest_at
 from rescale_data.checkpoint.storage.open import open_store
 from rescale_data.checkpoint.storage.store import Store, join, split
 
@@ -24,21 +25,27 @@ def convert(source: str, target: str, *, to: str | None, name: str | None, max_s
         return _about(store, source, target, kind, final, [])
     if kind == "dcp" and here.is_file(there) and not source.endswith(".safetensors"):
         torch_save.from_torch_save(source, target, name=name)
-        return _about(store, source, target, kind, final, store.names(final))
+        return _about(store, source, target, kind, final, _files_of(store, final))
     from rescale_data.checkpoint.convert import safetensors
 
     if kind == "dcp":
         safetensors.from_safetensors(source, target, name=name)
-        return _about(store, source, target, kind, final, store.names(final))
+        return _about(store, source, target, kind, final, _files_of(store, final))
     files = safetensors.to_safetensors(source, target, name=name, max_shard_size=max_shard_size)
     return _about(store, source, target, kind, final, files)
+
+
+def _files_of(store: Store, final: str) -> list[str]:
+    """The names of the files of a checkpoint, relative to its folder, or of a folder."""
+    manifest = manifest_at(store, final)
+    return store.names(final) if manifest is None else sorted(manifest.files)
 
 
 def _about(store: Store, source: str, target: str, kind: str, final: str, names: list[str]) -> dict[str, Any]:
     """A target without names is a file itself."""
     paths = [join(final, name) for name in names] or [final]
     num_bytes = sum(store.size(path) for path in paths if store.is_file(path))
-    files = [split(path)[1] for path in paths]
+    files = names or [split(final)[1]]
     return {"source": source, "target": target, "format": kind, "files": files, "bytes": num_bytes}
 
 

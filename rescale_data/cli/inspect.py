@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 
 from rescale_data.checkpoint.convert.stored import StoredCheckpoint
 from rescale_data.checkpoint.data_state import read_data_state
-from rescale_data.checkpoint.storage.manifest import METADATA, read_manifest
+from rescale_data.checkpoint.storage.manifest import METADATA, manifest_at
 from rescale_data.checkpoint.storage.open import open_store, verify
-from rescale_data.checkpoint.storage.run_folder import RunFolder, pruned
+from rescale_data.checkpoint.storage.run_folder import RunFolder
 from rescale_data.checkpoint.storage.store import Store, StrPath, join
+from rescale_data.engine.states.codec import Saved, read
 from rescale_data.errors import DamagedCheckpointError
 from rescale_data.sources.folders import listed_in, num_rows
 
@@ -51,7 +50,7 @@ def summarize(path: StrPath) -> dict[str, Any]:
     """
     store, _ = open_store(path)
     with _opened(path) as stored:
-        data = {name: data_summary(read_data_state(path, name=name, checksums=False)) for name in stored.data_states()}
+        data = {name: data_summary(read(read_data_state(path, name=name))) for name in stored.data_states()}
         return {"checkpoint": _about(store, stored.folder), "entries": _entries(stored), "data": data}
 
 
@@ -62,15 +61,16 @@ def write_page(path: StrPath, html: StrPath) -> str:
         FileNotFoundError: nothing at ``path``, or no folder for ``html``.
         ValueError: damaged files.
     """
-    from rescale_data.cli import page
+    from rescale_data.cli.page import page
 
     store, folder = open_store(path)
     if _about(store, folder) is None and store.names(folder):
-        kept, gone = list_checkpoints(path), pruned(store, folder)
-        text = page.run_page(folder.rpartition("/")[2], kept, gone, _newest(store, folder))
+        checkpoints, newest = list_checkpoints(path), _newest(store, folder)
     else:
-        text = page.checkpoint_page(summarize(path))
-    return str(Path(html).write_text(text, encoding="utf-8") and html)
+        newest = summarize(path)
+        checkpoints = [newest["checkpoint"]]
+    Path(html).write_text(page(folder.rpartition("/")[2], checkpoints, newest), encoding="utf-8")
+    return str(html)
 
 
 def _newest(store: Store, folder: str) -> dict[str, Any] | None:
@@ -85,7 +85,7 @@ def _newest(store: Store, folder: str) -> dict[str, Any] | None:
 def verified(path: StrPath, *, checksums: bool = True) -> dict[str, Any]:
     """``problems`` of a checkpoint's files, and what was ``checked``: ``"checksums"``, or ``"sizes"`` and ``why``."""
     problems = verify(path, checksums=checksums)
-    recorded = read_manifest(*open_store(path)) is not None if not problems else True
+    recorded = manifest_at(*open_store(path)) is not None if not problems else True
     why = "" if recorded else "the checkpoint has no checksums, as another tool wrote it"
     how = {"checked": "checksums"} if checksums and recorded else {"checked": "sizes", "why": why or "as asked for"}
     return {"path": str(path), **how, "problems": problems}
@@ -109,29 +109,28 @@ def _entries(stored: StoredCheckpoint) -> dict[str, dict[str, Any]]:
     return entries
 
 
-def data_summary(state: Mapping[str, Any]) -> dict[str, Any]:
+def data_summary(state: Saved) -> dict[str, Any]:
     """How far a loader is: ``samples``, ``step``, ``epochs`` by source as (lowest, highest), ``shards``: samples of each.
 
     ``rows``: where each shard is in its epoch, by source; ``of_rows``: of how many, on average, where the source knows.
     ``epoch_of``: the epoch of each shard, by source. ``mixture``: shares so far and weights. ``left_out``: rows by reason.
     """
-    shards: Mapping[str, torch.Tensor] = state["shards"]
+    shards, header = state.values, state.header
     epochs = {
         key.removesuffix("epoch").rstrip("."): rows
         for key, rows in shards.items()
         if key.endswith(".epoch") or key == "epoch"
     }
-    plain = {key: value for key, value in state.items() if isinstance(value, int)}
     row = {name: f"{name}.row" if name else "row" for name in epochs}
-    sources = {path.removeprefix("root"): source for path, source in json.loads(state.get("sources", "{}")).items()}
+    sources = {path.removeprefix("root"): source for path, source in header["sources"].items()}
     of_rows = {name: rows for name, source in sources.items() if name in row and (rows := _rows(source))}
     left_out = {key: int(rows.sum()) for key, rows in shards.items() if key.rpartition(".")[2] in LEFT_OUT}
     return {
-        **plain,
-        "steps": plain.get("samples", 0) // max(1, plain.get("global_batch_size", 1)),
+        **{key: value for key, value in header.items() if isinstance(value, int)},
+        "steps": header["samples"] // header["global_batch_size"],
         "epochs": {name: [int(rows.min()), int(rows.max())] for name, rows in epochs.items() if rows.numel()},
-        "shards": [int(n) for n in shards["samples"].flatten()] if "samples" in shards else [],
-        "rows": {name: shards[key].flatten().tolist() for name, key in row.items() if key in shards},
+        "shards": shards["samples"].tolist(),
+        "rows": {name: shards[key].tolist() for name, key in row.items() if key in shards},
         "of_rows": {name: rows / max(1, shards["samples"].numel()) for name, rows in of_rows.items()},
         "epoch_of": {name: rows.flatten().tolist() for name, rows in epochs.items()},
         "mixture": _mixture(shards),
@@ -162,50 +161,15 @@ def _mixture(shards: Mapping[str, torch.Tensor]) -> dict[str, dict[str, float]]:
     return found
 
 
-def differences(a: StrPath, b: StrPath, *, values: bool = True) -> list[dict[str, str]]:
-    """What differs between two checkpoints: one dict a name, with ``name``, ``kind`` and ``detail``.
-
-    Args:
-        values: Compare the content of tensors, too, a bounded number of bytes at a time.
-    """
-    with _opened(a) as left, _opened(b) as right:
-        found = _differences(left, right, values)
-    return sorted(found, key=lambda difference: difference["name"])
-
-
 def _opened(path: StrPath) -> StoredCheckpoint:
-    return StoredCheckpoint(path, name=None, checksums=False, storage_options=None)
-
-
-def _differences(left: StoredCheckpoint, right: StoredCheckpoint, values: bool) -> list[dict[str, str]]:
-    found = [
-        {"name": key, "kind": "only in A", "detail": left.describe(key)} for key in left.paths if key not in right.paths
-    ]
-    found += [
-        {"name": key, "kind": "only in B", "detail": right.describe(key)}
-        for key in right.paths
-        if key not in left.paths
-    ]
-    both = [key for key in left.paths if key in right.paths]
-    odd = [key for key in both if left.describe(key) != right.describe(key)]
-    found += [{"name": key, "kind": "type", "detail": f"{left.describe(key)} | {right.describe(key)}"} for key in odd]
-    plain_left, plain_right = left.values(), right.values()
-    unequal = [key for key in plain_left if key in plain_right and not _equal(plain_left[key], plain_right[key])]
-    found += [
-        {"name": key, "kind": "value", "detail": f"{_short(plain_left[key])} | {_short(plain_right[key])}"}
-        for key in unequal
-    ]
-    same = [key for key in both if key in left.tensors and key not in odd]
-    pairs = zip(same, left.stream(same), right.stream(same), strict=True) if values else ()
-    found += [{"name": key, "kind": "value", "detail": text} for key, x, y in pairs if (text := _distance(x, y))]
-    return found
+    return StoredCheckpoint(path, name=None, storage_options=None)
 
 
 def _about(store: Store, path: str) -> dict[str, Any] | None:
     """Name, step, size, time and metrics; None where there is no checkpoint."""
     name = path.rpartition("/")[2]
     try:
-        manifest = read_manifest(store, path)
+        manifest = manifest_at(store, path)
     except ValueError as error:
         state = "damaged" if isinstance(error, DamagedCheckpointError) else "too new"
         return {"name": name, "state": state, "detail": str(error)}
@@ -224,37 +188,3 @@ def _about(store: Store, path: str) -> dict[str, Any] | None:
         "torch": manifest.torch,
         "metrics": dict(manifest.metrics),
     }
-
-
-def _equal(x: Any, y: Any) -> bool:
-    """Whether two plain values are the same; nan is nan, and a tuple or list may hold tensors."""
-    if type(x) is not type(y):
-        return False
-    if isinstance(x, torch.Tensor):
-        return (x.dtype, x.shape) == (y.dtype, y.shape) and not _distance(x, y)
-    if isinstance(x, np.ndarray):
-        return (x.dtype, x.shape) == (y.dtype, y.shape) and _equal(x.tolist(), y.tolist())
-    if isinstance(x, dict):
-        return x.keys() == y.keys() and all(_equal(value, y[key]) for key, value in cast(dict[Any, Any], x).items())
-    if isinstance(x, list | tuple):
-        return len(x) == len(y) and all(map(_equal, cast("list[Any]", x), y))
-    return bool(x == y or (x != x and y != y))
-
-
-def _distance(x: torch.Tensor, y: torch.Tensor) -> str:
-    """Empty where two tensors are equal, bit by bit or as nan."""
-    if x.dtype is torch.complex32:  # of which torch knows next to nothing
-        x, y = torch.view_as_real(x), torch.view_as_real(y)
-    if torch.equal(x, y):
-        return ""
-    if not (x.is_floating_point() or x.is_complex()):
-        return f"{int((x != y).sum())} of {x.numel()} elements differ"
-    far = (x.double() - y.double()).abs() if x.is_floating_point() else (x - y).abs()
-    if torch.equal(x.isnan(), y.isnan()) and not far.nan_to_num().any():
-        return ""
-    return f"largest difference {far.nan_to_num().max().item():.3g}"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

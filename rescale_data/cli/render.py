@@ -42,16 +42,6 @@ def show_summary(console: Console, summary: Mapping[str, Any]) -> None:
         _show_data(console, name, data)
 
 
-def show_differences(console: Console, differences: Sequence[Mapping[str, str]], limit: int) -> None:
-    table = _table("name", "what", "A | B")
-    for difference in differences[:limit]:
-        table.add_row(*(escape(difference[key]) for key in ("name", "kind", "detail")))
-    if differences:
-        console.print(table)
-    more = len(differences) - limit
-    console.print(f"{len(differences)} differences" + (f", {more} not shown" if more > 0 else ""))
-
-
 def show_plan(console: Console, found: Mapping[str, Any]) -> None:
     table = _table("ranks", "allowed", "same global batches", "micro batches", "workers, with any of these")
     for about in found["ranks"]:

@@ -1,8 +1,7 @@
 """How ranks find, ahead of time, the step at which the first shard of any of them ends.
 
 Each rank makes micro batches ahead and says how many it is sure of; the smallest of these counts is safe for all. The
-next exchange begins one step before that is used up, so that no step waits for the other ranks, only for three requests to
-the store.
+next exchange begins one step before that is used up, so that no step waits for the other ranks.
 
 A rank that fails ahead, in reading or in the proof of an epoch, says so in place of a count: all ranks raise, before the same
 micro batch. Where it is an error that passes, all of them may ask again.
@@ -92,7 +91,7 @@ class Agreement:
                 sure = make_until(u + self._num_steps * self._a)
             except Exception as error:
                 self._failure, sure = error, _FAILED if isinstance(error, DataStateError) else _UNREAD
-            self._pending = self._ranks.least(sure)
+            self._pending = self._ranks.at(u).least(sure)
 
     def _wait(self) -> int:
         pending, self._pending = self._pending, None

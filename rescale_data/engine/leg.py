@@ -14,6 +14,8 @@ from rescale_data.layout.layout import Layout
 from rescale_data.layout.turns import AlignedTurns, BalancedTurns, Turns
 from rescale_data.state import Ints
 
+_SOON = 64  # micro batches of a worker
+
 
 @dataclass(frozen=True, eq=False)
 class Leg:
@@ -45,6 +47,16 @@ class Leg:
         if self.layout.aligned:
             return AlignedTurns(self.layout, self.rank)
         return BalancedTurns(self.layout, self.rank, table[:, SAMPLES])
+
+    def served(self, u: int) -> Ints:
+        """Return the shards that one worker serves, the one that makes micro batch `u`: of a deal those that it serves soon."""
+        workers = self.layout.workers
+        if self.deal is None:
+            return self.layout.served(self.rank, u % workers)
+        soon = range(u, min(u + _SOON * workers, self.deal.num_micro_batches), workers)
+        return np.unique(
+            np.concatenate([np.arange(len(self.deal.left))[self.deal.turn(self.rank, v).index] for v in soon])
+        )
 
     def for_a_worker(self) -> Leg:
         """What it takes to make its micro batches."""
@@ -83,7 +95,6 @@ class Standing:
         ended: Whether the last batch of the epoch was taken.
         since: The sample at which the epoch, or what was loaded of it, began.
         was_empty: Whether nothing was taken of the epoch before.
-        dropped_samples, padded_samples: At the ends of epochs so far.
     """
 
     clock: Clock
@@ -92,5 +103,3 @@ class Standing:
     ended: bool = False
     since: int = 0
     was_empty: bool = False
-    dropped_samples: int = 0
-    padded_samples: int = 0

@@ -43,13 +43,13 @@ class Legs:
         left = None if end is None else end[0]
         if (table[:, DEALT] == UNDEALT).all():
             stop = None if left is None else max(at.layout.last_whole(samples, left, at.u), at.u)
-            return replace(at.standing, leg=_leg(at, at.u, stop, samples, left), owners=at.layout.owners), table
+            return replace(at.standing, leg=_leg(at, at.u, stop, samples, left), owners=at.owners), table
         if left is None and not at.u:  # a round that has not begun: perhaps it was another global batch's
             return self._next_round(at)
         dealt = table[:, DEALT].copy()
         before = samples - Deal(at.layout, dealt, samples, False).delivered(at.u)
         leg = _deal(at, at.u, dealt, before, is_known=left is not None)
-        return replace(at.standing, leg=leg, owners=at.layout.owners), table
+        return replace(at.standing, leg=leg, owners=at.owners), table
 
     def deal(self, at: Position, leg: Leg) -> tuple[Standing, Ints]:
         """Serve what the shards still have to the same ranks: all of it, or, where only reading tells, the next round."""
@@ -75,15 +75,17 @@ class Legs:
         table[:, DEALT] = ENDED
         num_dropped = deal.num_samples - int(delivered.sum())
         _say_tail(at, num_dropped, deal.num_padded)
-        self._rest = None
+        self._rest, clock = None, at.clock.restarted(at.layout.global_batch_size)
         ended = replace(
             at.standing,
-            clock=at.clock.restarted(at.layout.global_batch_size),
+            clock=replace(
+                clock,
+                dropped_samples=clock.dropped_samples + num_dropped,
+                padded_samples=clock.padded_samples + deal.num_padded,
+            ),
             leg=None,
             ended=True,
             was_empty=at.is_empty,
-            dropped_samples=at.standing.dropped_samples + num_dropped,
-            padded_samples=at.standing.padded_samples + deal.num_padded,
         )
         return ended, table
 
@@ -99,7 +101,7 @@ class Legs:
 
     def _the_rest(self, at: Position) -> Rest:
         if self._rest is None:
-            self._rest = Rest(at.layout, at.ranks, at.runner, at.table.shape[1])
+            self._rest = Rest(at)
         return self._rest
 
     def _prove(self, at: Position, dropped: Ints) -> None:
@@ -137,7 +139,7 @@ def _dealt(at: Position, table: Ints, left: Ints, samples: Ints, *, is_known: bo
     """Begin a deal."""
     table[:, DEALT] = left
     clock, leg = at.clock.restarted(at.layout.global_batch_size), _deal(at, 0, left, samples, is_known=is_known)
-    return replace(at.standing, clock=clock, leg=leg, owners=at.layout.owners), table
+    return replace(at.standing, clock=clock, leg=leg, owners=at.owners), table
 
 
 def _say_tail(at: Position, num_dropped: int, num_padded: int) -> None:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from rescale_data.engine.leg import Leg, Standing
-from rescale_data.engine.recipe import SAMPLES
+from rescale_data.engine.recipe import DEALT, SAMPLES, UNDEALT
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.setup import Setup
 from rescale_data.engine.taken import Taken
 from rescale_data.layout.clock import Clock
+from rescale_data.layout.layout import block_of, owners
 from rescale_data.state import Ints
 
 
 class Position:
     """The table of all logical shards, and counts of the run; a `Stream` moves it.
 
-    When a leg begins every rank has all N rows right; within it, those that it owns. Rows of others stay behind, and each says
-    of what sample it is, so that any rank can bring it up to date by reading (`make_again`).
+    When a leg begins every rank has all N rows right; within it, those that it owns.
 
     Args:
         runner: Draws samples beside the feed: to skip and to count.
@@ -28,12 +30,16 @@ class Position:
     def __init__(self, setup: Setup, runner: Runner, standing: Standing, u: int, rows: Taken) -> None:
         self.use(setup)
         self.runner, self.standing, self.u, self.rows = runner, standing, u, rows
-        self._begun: Position | None = None
 
     def use(self, setup: Setup) -> None:
-        """What the run runs with, which other ranks and another global batch change."""
+        """Use this setup from here on.
+
+        Each rank keeps a block of rows right. Where the layout is that of the run before (`delivered`), its ranks served, and
+        those that there are now read.
+        """
         self.setup, self.schema, self.layout, self.ranks = setup, setup.schema, setup.layout, setup.ranks
-        self.repeat = setup.recipe.repeat
+        self.repeat, size = setup.recipe.repeat, (self.ranks.world_size, self.layout.num_logical_shards)
+        self.owned, self.owners = np.array(block_of(self.ranks.rank, *size), dtype=np.int64), owners(*size)
 
     def copy(self) -> Position:
         """The same, which later taking leaves alone."""
@@ -46,13 +52,7 @@ class Position:
     @table.setter
     def table(self, table: Ints) -> None:
         if table is not self.rows.table:
-            self._begun, self.rows = self.begun(), Taken(table)
-
-    def begun(self) -> Position | None:
-        """Where the last step began, but for its table; `None` where it was loaded within one."""
-        if self.rows.began is None:
-            return self._begun
-        return Position(self.setup, self.runner, *self.rows.began, self.rows)
+            self.rows = Taken(table)
 
     @property
     def leg(self) -> Leg | None:
@@ -90,29 +90,35 @@ class Position:
             "global_step": float(self.step),
             "filtered_rows": 0.0,
             "skipped_rows": 0.0,
-            "dropped_samples": float(self.standing.dropped_samples),
-            "padded_samples": float(self.standing.padded_samples),
+            "dropped_samples": float(self.clock.dropped_samples),
+            "padded_samples": float(self.clock.padded_samples),
         }
-        owned = np.array(self.layout.owned(self.ranks.rank), dtype=np.int64)
-        return {**counts, **self.schema.progress(self.table, owned)}
+        return {**counts, **self.schema.progress(self.table, self.owned)}
+
+    # Where it goes on
+
+    def go_to(self, standing: Standing, table: Ints) -> None:
+        """Go on from here, where another leg or none begins."""
+        self.table = table
+        self.standing, self.u = standing, standing.clock.micro_batch(self.layout)
+
+    def move_on(self) -> None:
+        """Begin the next epoch, if the last micro batch of this one was taken."""
+        if self.ended:
+            self.table[:, DEALT] = UNDEALT
+            clock = self.clock.next_epoch(self.layout.global_batch_size)
+            self.go_to(replace(self.standing, clock=clock, ended=False, since=clock.samples), self.table)
 
     def is_short(self) -> bool:
         """Whether what is known to be left of the epoch will be dropped."""
         end = None if self.repeat or self.ended else self.schema.epoch_end(self.table)
         return end is not None and self.setup.tail == "drop" and int(end[0].sum()) < self.layout.global_batch_size
 
-    # The rows of other ranks
+    # The rows of all ranks
 
     def whole(self) -> Ints:
-        """The table with all rows right (collective as a state is); those of others are then of this moment."""
-        whole = self.ranks.saving.merge(self.table, self.standing.owners)
-        if not self.rows_are_dealt:  # else workers tell what they change of rows as these were when the leg began
-            self.table = whole
-        return whole
-
-    def make_again(self, shards: Ints) -> None:
-        """Bring rows of other ranks up to date by reading, from the sample that they are of."""
-        self.move(shards, self.reached(self.u))
+        """Return the table with all rows right (collective as a state is)."""
+        return self.ranks.saving.merge(self.table, self.standing.owners)
 
     def reached(self, u: int) -> Ints:
         """Samples that each of the N shards has delivered before micro batch u of the leg, whoever served them."""
@@ -120,7 +126,6 @@ class Position:
 
     def move(self, shards: Ints, reached: Ints) -> None:
         """Bring rows to where their shards have delivered so many samples."""
-        self.rows.keep(shards)
         self.runner.load(self.table, self.schema.histories)
         for shard in shards.tolist():
             self.runner.skip(shard, int(reached[shard] - self.table[shard, SAMPLES]))

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.reduction import ForkingPickler
@@ -82,26 +82,6 @@ def require_pickle(worker: object, **given: object) -> None:
             raise TypeError(f"Worker processes cannot import the {name} from an interactive session. {cures}")
 
 
-def patiently(answers: Iterator[Any], num_looks: int) -> Iterator[Any]:
-    """Torch's answers, each asked for again when its timeout ends: only then torch looks whether the workers live.
-
-    It would hear of a child process that dies, but workers are children of a fork server.
-    """
-    looks = 0
-    while True:
-        try:
-            answer = next(answers)
-        except StopIteration:
-            return
-        except RuntimeError as error:
-            looks += 1
-            if looks == num_looks or not is_timeout(error):
-                raise
-        else:
-            looks = 0
-            yield answer
-
-
 def is_timeout(error: BaseException) -> bool:
     return "DataLoader timed out" in str(error)
 
@@ -115,11 +95,21 @@ def is_death(error: BaseException) -> bool:
 
 
 class Board:
-    """What workers tell without a message, in memory that both sides see: a line of counts and one of text for each."""
+    """Memory that the trainer and its workers see: a line of counts and one of text for each worker, and the wanted leg."""
 
     def __init__(self, num_workers: int) -> None:
+        self._leg = torch.zeros(1, dtype=torch.int64, device="cpu").share_memory_()
         self.counts = torch.zeros(num_workers, len(FIELDS), dtype=torch.float64, device="cpu").share_memory_()
         self._texts = torch.zeros(num_workers, _TEXT_BYTES, dtype=torch.uint8, device="cpu").share_memory_()
+
+    @property
+    def leg(self) -> int:
+        """The number of the wanted leg: workers drop commands of other legs."""
+        return int(self._leg.item())
+
+    @leg.setter
+    def leg(self, number: int) -> None:
+        self._leg.fill_(number)
 
     def line(self, worker: int) -> Any:
         """``float64[FIELDS]``, a view."""

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -19,10 +19,10 @@ import numpy as np
 
 from rescale_data.engine.position import Position
 from rescale_data.engine.report import NAMES, Report, report
-from rescale_data.engine.setup import Setup, with_global_batch_size
-from rescale_data.engine.skip import require_countable, skip, steps_from
+from rescale_data.engine.setup import Setup
+from rescale_data.engine.skip import require_countable
 from rescale_data.engine.states.load import load_state_dict
-from rescale_data.engine.states.statedict import Sharded, state_dict
+from rescale_data.engine.states.statedict import local_state_dict, state_dict
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.watch import Watch, describe, waits
 from rescale_data.errors import checks_kinds
@@ -75,7 +75,6 @@ class Reading:
     def __iter__(self) -> Batches:
         if self.ended and not self._resumed:
             self._move_on()
-        self._resumed = False
         self.is_over()
         self.invalidate()
         return Batches(self.epoch, self._num_iterators, self._next)
@@ -94,11 +93,7 @@ class Reading:
             left = (self._steps - self.step % self._steps) * in_step - self._begun
         else:
             left = self._known(self.stream.num_micro_batches_left() if self.setup.counts_are_known else None)
-        at, end = self.step + (self._begun > 0), self.step + (self._begun + left) // in_step
-        gone = {
-            step for first, stop in self.stream.schema.excluded_steps for step in range(max(first, at), min(stop, end))
-        }
-        return left - len(gone) * in_step
+        return left
 
     @property
     def _begun(self) -> int:
@@ -134,7 +129,7 @@ class Reading:
         n, stop = self.setup.layout.num_logical_shards, self.stream.clock.samples + num_samples
         require_countable(f"skip(num_samples={num_samples})", stop, n)
         if num_samples:
-            skip(self.stream, num_samples // whole)
+            self.stream.skip(num_samples // whole)
             self._resumed, self._at_multiple = False, self._is_multiple()
 
     @checks_kinds
@@ -149,29 +144,6 @@ class Reading:
                 f"set_epoch({epoch}): the loader is in epoch {at}, and moves on to {at + 1} when its last batch has been "
                 f"taken. Count the trainer's epochs from loader.epoch, or load the state that was saved with that count."
             )
-
-    @checks_kinds
-    def set_global_batch_size(self, global_batch_size: int) -> None:
-        in_step, begun = self.setup.layout.gradient_accumulation_steps, self._begun
-        if begun:
-            raise ValueError(
-                f"set_global_batch_size({global_batch_size}) within a step: {begun} of its {in_step} micro batches have been "
-                f"taken. Call it when loader.step is {self.step + 1}, after {in_step - begun} more."
-            )
-        changed = with_global_batch_size(self.setup, global_batch_size)
-        if changed.layout != self.setup.layout:
-            self.stream.regroup(changed)
-
-    def exclude_steps(self, ranges: Iterable[tuple[int, int]]) -> None:
-        schema, at = self.stream.schema, self.step + (self._begun > 0)
-        schema.exclude_steps([*schema.excluded_steps, *steps_from(at, self.stream, ranges)])
-
-    def _leave_out(self) -> None:
-        """Go behind the steps that are left out, as if they had been delivered."""
-        for first, stop in self.stream.schema.excluded_steps:
-            if first <= self.step < stop and not self._begun and not self.ended:
-                skip(self.stream, (stop - self.step) * self.setup.layout.gradient_accumulation_steps)
-                self._resumed, self._at_multiple = False, self._is_multiple()
 
     def reset(self) -> None:
         self.stream.reset()
@@ -216,28 +188,48 @@ class Reading:
     def state_dict(self) -> dict[str, Any]:
         return state_dict(self._standing())
 
-    @property
-    def sharded(self) -> Sharded:
-        return Sharded(self._standing, self.load_state_dict)
+    def local_state_dict(self) -> dict[str, Any]:
+        return local_state_dict(self._standing())
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], delivered: int = 0) -> None:
         self.stream.rewind()
-        load_state_dict(self.stream, state)
+        load_state_dict(self.stream, state, delivered)
         self._resumed, self._at_multiple = True, False
         self.invalidate()
 
-    def move_to(self, stream: Stream, state: Mapping[str, Any]) -> None:
-        """Go on with a stream of other ranks; iterators stay valid in the same epoch.
+    def reopen(self, other: Reading, state: Mapping[str, Any] | None, delivered: int) -> None:
+        """Go on with what another one reads, from a state or, as the same ranks, from here; else nothing has changed."""
+        if state is None:
+            if delivered:
+                raise ValueError(f"reopen(delivered={delivered}): samples that came after a state, so give that, too.")
+            self._require_same_ranks(other)
+            self._require_whole_step(other)
+        other.load_state_dict(self.state_dict() if state is None else state, delivered)
+        self.close()
+        self.stream, self._steps, self.watch.seconds = other.stream, other._steps, other.watch.seconds
+        if state is None:
+            self._at_multiple = self._at_multiple and self._is_multiple()
+        else:
+            self._resumed, self._at_multiple = True, False
+            self.invalidate()
 
-        A new iterator at an epoch's end is empty, as it is for who joins: some ranks would be an epoch ahead of others.
-        """
-        self.stream.rewind()
-        stream.on_source_change = self.stream.on_source_change
-        load_state_dict(stream, state)
-        stream.follow(self.stream)
-        self._at_multiple = self._at_multiple and stream.clock.samples == self.stream.clock.samples
-        self.stream = stream
-        self._resumed = stream.ended and self._steps is None
+    def _require_same_ranks(self, other: Reading) -> None:
+        was, now = self.stream.ranks, other.stream.ranks
+        if (was.rank, was.world_size, was.circle) != (now.rank, now.world_size, now.circle):
+            raise ValueError(
+                f"reopen() as rank {now.rank} of {now.world_size}, which was rank {was.rank} of {was.world_size} of other "
+                f"processes or an earlier process group: give state=, one state_dict() of the old ranks, the same on all new "
+                f"ones."
+            )
+
+    def _require_whole_step(self, other: Reading) -> None:
+        was, now, begun = self.setup.layout, other.setup.layout, self._begun
+        if begun and (was.global_batch_size, was.micro_batch_size) != (now.global_batch_size, now.micro_batch_size):
+            in_step = was.gradient_accumulation_steps
+            raise ValueError(
+                f"reopen() within a step, with another global batch or micro batch: {begun} of its {in_step} micro batches "
+                f"have been taken. Call it when loader.step is {self.step + 1}, after {in_step - begun} more."
+            )
 
     def invalidate(self) -> None:
         """The iterators that there are give no more batches: who reads has changed, or from where."""
@@ -262,6 +254,7 @@ class Reading:
                 "This iterator is no longer valid: a newer iter(loader), a reset, a load or what reads the loader ahead took "
                 "its place. Use the newest."
             )
+        self.stream.ranks.require_no_group()
         if self.epoch != batches.epoch:
             raise StopIteration
         thread, watch, started = threading.get_ident(), self.watch, time.perf_counter()
@@ -283,13 +276,11 @@ class Reading:
 
     def _take(self, batches: Batches, thread: int) -> Any:
         stream = self.stream
-        if not stream.is_calm or self._steps is not None or stream.schema.excluded_steps:
-            if self.is_over():
-                self._move_on()
-                raise StopIteration
-            if self.epoch != batches.epoch:  # it ended within steps that are left out
-                raise StopIteration
+        if (not stream.is_calm or self._steps is not None) and self.is_over():
+            self._move_on()
+            raise StopIteration
         micro_batch = stream.take()
+        self._resumed = False
         if self._steps is not None:
             self._at_multiple = self._is_multiple()
         self._last_taken = (batches.number, thread)
@@ -298,7 +289,6 @@ class Reading:
 
     def is_over(self) -> bool:
         """Whether no batch is left in the epoch, which is planned where it has not begun."""
-        self._leave_out()
         if self._steps is None:
             return self.stream.begin() is None
         while not self._at_multiple and self.stream.begin() is None:

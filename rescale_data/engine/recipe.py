@@ -19,18 +19,12 @@ Histories: TypeAlias = Mapping[str, History]
 a packer, what form its samples had (`rescale_data.nodes.form.History`)."""
 
 SAMPLES, DEALT, FIRST_SLOT = 0, 1, 2  # columns of the table: two of the loader's own, then the slots of the pipeline
-OWN_FIELDS = (Field(("samples",)), Field(("dealt",)))
+OWN_FIELDS = (Field(("samples",), limits=(0, 2**62)), Field(("remainder",), limits=(-2, 2**62)))
 STAMP = Field(("stamp",))
 MOST_STAMPED = 1 << 62
 """No stamp of a row, `samples` times N and the shard, is as large."""
 UNDEALT, ENDED = -1, -2
 """In DEALT: nothing is dealt; the last batch of the epoch was taken, and the rows begin the next."""
-EXCLUDED_STEPS = "excluded_steps"
-"""Beside the parameters of the root: steps that are left out, ``[[first, stop], ...]``."""
-IN_STEP = "in_step"
-"""Beside them, where a state of the middle of a step was loaded on other ranks and saved again before a batch: true."""
-STRINGS = ("sources", "pipeline", "fields")
-"""What `Schema` says in JSON, part of a state under these names."""
 
 
 @dataclass(frozen=True)

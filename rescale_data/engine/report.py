@@ -20,7 +20,6 @@ NAMES = (
     "requests",
     "request_bytes",
     "retries",
-    "hedges",
 )
 
 

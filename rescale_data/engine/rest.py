@@ -11,10 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from rescale_data.engine.agreement import together
-from rescale_data.engine.ranks.ranks import Ranks
+from rescale_data.engine.position import Position
 from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES, Histories
-from rescale_data.engine.runner import Runner
-from rescale_data.layout.layout import Layout
 from rescale_data.state import Ints
 
 STEPS_OF_A_ROUND = 4
@@ -25,15 +23,15 @@ class Rest:
     """The rest of one epoch.
 
     Args:
-        runner: Draws samples to count them.
-        num_columns: Of the table.
+        at: A position in it, whose runner draws samples to count them.
     """
 
-    def __init__(self, layout: Layout, ranks: Ranks, runner: Runner, num_columns: int) -> None:
-        self._layout, self._ranks, self._runner = layout, ranks, runner
+    def __init__(self, at: Position) -> None:
+        self._ranks, self._runner, self._global_batch_size = at.ranks, at.runner, at.layout.global_batch_size
+        self._owned, self._owners = at.owned.tolist(), at.owners
         self._table: Ints | None = None  # whole, of a look that has not ended
         self._ahead = 0
-        self._ends = np.full((layout.num_logical_shards, 1 + num_columns - FIRST_SLOT), _UNKNOWN, dtype=np.int64)
+        self._ends = np.full((len(at.table), 1 + at.table.shape[1] - FIRST_SLOT), _UNKNOWN, dtype=np.int64)
 
     def look(self, table: Ints, owners: Ints, histories: Histories) -> tuple[Ints, Ints]:
         """The table with all rows, and samples of each shard to deal next: ``int64[N]``, less than a global batch in all
@@ -49,7 +47,7 @@ class Rest:
             self._table = self._ranks.merge(table, owners)
         table = self._table
         self._runner.load(table, histories)
-        enough, seen = STEPS_OF_A_ROUND * self._layout.global_batch_size, 0
+        enough, seen = STEPS_OF_A_ROUND * self._global_batch_size, 0
         self._ahead = self._ahead or -(-enough // len(table))
         while True:
             ahead = self._ahead
@@ -74,12 +72,12 @@ class Rest:
 
         def find() -> Ints:
             ends = self._ends.copy()
-            with self._ranks.reading():
-                for shard in self._layout.owned(self._ranks.rank):
-                    if ends[shard, 0] == _UNKNOWN:
-                        count, slots = self._runner.look_ahead(shard, ahead - seen)
-                        if slots is not None:
-                            ends[shard] = [samples[shard] + seen + count, *slots]
+            for shard in self._owned:
+                if ends[shard, 0] == _UNKNOWN:
+                    count, slots = self._runner.look_ahead(shard, ahead - seen)
+                    if slots is not None:
+                        ends[shard] = [samples[shard] + seen + count, *slots]
             return ends
 
-        self._ends = self._ranks.merge(together(self._ranks, find), self._layout.owners)
+        ranks = self._ranks.at(int(samples.sum()), ahead)
+        self._ends = ranks.merge(together(ranks, find), self._owners)

@@ -46,22 +46,23 @@ class Runner:
         self._samples = self.table[:, SAMPLES]  # a view
         self._visits: dict[int, _Visit] = {}  # of turns that come again
 
-    def load(self, table: Ints, histories: Histories, owned: range | None = None) -> None:
+    def load(self, table: Ints, histories: Histories) -> None:
         """Go on from a table.
 
         Args:
             table: A copy of which is kept.
             histories: Of what the sources consist.
-            owned: The shards that will be served; without, the sources are not told to read ahead.
         """
         if histories != self._histories:
             self._histories, self._built = histories, {}
             self.schema.adopt(histories)
-        if owned is not None:
-            serve(self.schema.sources().values(), owned)
-            self.schema.prepare(table, np.array(owned, dtype=np.int64))
         self.table[:] = table
         self._live, self._visits = [None] * len(table), {}
+
+    def serve(self, shards: Ints) -> None:
+        """Tell the sources that this process reads `shards` from here on: they begin to read ahead, and share out the cache."""
+        serve(self.schema.sources().values(), shards.tolist())
+        self.schema.prepare(self.table, shards)
 
     def take(self, turn: Turn, collate: Collate | None) -> MicroBatch:
         """One micro batch.

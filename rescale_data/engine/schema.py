@@ -11,9 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from rescale_data.engine.recipe import (
-    EXCLUDED_STEPS,
     FIRST_SLOT,
-    IN_STEP,
     OWN_FIELDS,
     SAMPLES,
     STAMP,
@@ -55,7 +53,6 @@ class Schema:
         self.group = max(node.group for _, node in root.walk())
         self.is_mixture = any(node.CHILDREN_MAY_CHANGE or len(node.children) > 1 for _, node in root.walk())
         self.histories: Histories = {}
-        self.excluded_steps: list[tuple[int, int]] = []
         self._sources_json: str | None = None
         self._pipeline_json: str | None = None
         self.fields = (*OWN_FIELDS, *root.fields)
@@ -160,12 +157,6 @@ class Schema:
         self.histories = histories
         adopt(self.root, histories)
 
-    def exclude_steps(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """From now on these steps are left out."""
-        steps = sorted(set(ranges))
-        if steps != self.excluded_steps:
-            self.excluded_steps, self._pipeline_json = steps, None
-
     def slots_at(self, table: Ints, path: tuple[str, ...]) -> Ints | None:
         """The slots of the node at ``path``, a view; `None` where it lives inside a foreign node."""
         return self.root.columns(table[:, FIRST_SLOT:], path)
@@ -210,8 +201,6 @@ class Schema:
             for path, node in self.root.walk():
                 if node.reads is None and (forms := self.histories.get(path_name(path))):
                     nodes[path_name(path)][BEFORE] = forms
-            if self.excluded_steps:
-                nodes[path_name(())][EXCLUDED_STEPS] = self.excluded_steps
             self._pipeline_json = to_json(nodes)
         return self._pipeline_json
 
@@ -220,17 +209,20 @@ class Schema:
         """The parameters of each node, as JSON has them."""
         return json.loads(self.pipeline_json)
 
-    def pipeline_json_at(self, *, in_step: bool) -> str:
-        """As in a state of that moment."""
-        if not in_step:
-            return self.pipeline_json
-        nodes, root = self.pipeline, path_name(())
-        return to_json({**nodes, root: {**nodes[root], IN_STEP: True}})
-
     @cached_property
-    def fields_json(self) -> str:
-        """In the order of the slots."""
-        return json.dumps({f.key: f.describe() for f in (*self.fields, STAMP)}, separators=(",", ":"))
+    def columns_json(self) -> str:
+        """In the order of the table."""
+        return to_json([{"name": field.key, **field.describe()} for field in (STAMP, *self.fields)])
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The columns of the table of a state, as JSON has them, by name."""
+        return by_name(json.loads(self.columns_json))
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The JSON that stands in the header of a state: what the columns, the parameters and the sources are."""
+        return {"columns": self.columns_json, "pipeline": self.pipeline_json, "sources": self.sources_json}
 
 
 def _seeds(node: Node[Any]) -> list[int]:
@@ -261,6 +253,11 @@ def adopt(root: Node[Any], histories: Histories) -> None:
 
 def to_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=operator.index)
+
+
+def by_name(columns: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The columns of a table, dtype and shape of each, by name."""
+    return {about["name"]: {"dtype": about["dtype"], "shape": about["shape"]} for about in columns}
 
 
 def as_json(value: Any) -> Any:

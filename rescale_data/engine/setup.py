@@ -21,13 +21,14 @@ from rescale_data.engine.schema import Schema
 from rescale_data.layout.layout import Layout, default_num_logical_shards
 from rescale_data.nodes.below import find_shard
 from rescale_data.nodes.reader import Reader
-from rescale_data.sources.decoded.cache import owner_of
+from rescale_data.sources.decoded.cache import by_owner, owner_of
 from rescale_data.sources.decoded.interest import warn_if_thrashing
 
 Tail: TypeAlias = Literal["drop", "pad"]
 
+_MOST_SECONDS = 2_000_000
 _FEW_ROWS, _EVEN_ROWS = 8, 20  # a shard; from the second on, rows of an endless stream come equally often within 5 %
-_warned: set[int] = set()
+_warned: dict[int, bool] = by_owner()
 _log = logging.getLogger("rescale_data")
 
 
@@ -65,7 +66,6 @@ def set_up(
     tail: Tail = "drop",
     group: ProcessGroup | None = None,
     timeout: float = 300.0,
-    save_timeout: float | None = None,
     verify: bool = False,
     beside: Mapping[str, Any] = MappingProxyType({}),
 ) -> Setup:
@@ -78,11 +78,8 @@ def set_up(
         raise ValueError(f"tail={tail!r}: give 'drop' or 'pad'.")
     if global_batch_size < 1:
         raise ValueError(f"global_batch_size={global_batch_size}: it is at least 1, the samples of one optimizer step.")
-    for name, seconds in (("timeout", timeout), ("save_timeout", 1.0 if save_timeout is None else save_timeout)):
-        if not seconds > 0:
-            raise ValueError(f"{name}={seconds!r}: give the seconds to wait for a worker or another rank, more than 0.")
-    save_timeout = min(timeout, 60.0) if save_timeout is None else save_timeout
-    ranks = find_ranks(mesh, dp_rank, dp_world_size, group, timeout, save_timeout)
+    require_seconds(timeout=timeout)
+    ranks = find_ranks(mesh, dp_rank, dp_world_size, group, timeout)
     if micro_batch_size is None:
         micro_batch_size = max(1, global_batch_size // ranks.world_size)
     layout = Layout(
@@ -98,7 +95,7 @@ def set_up(
     setup = Setup(recipe, schema, layout, ranks, tail)
     _check_epoch(setup)
     _check_shards(setup)
-    ranks.require_same(
+    ranks = ranks.built(
         {
             "global_batch_size": global_batch_size,
             "micro_batch_size": layout.micro_batch_size,
@@ -114,34 +111,17 @@ def set_up(
         }
     )
     _warn_if_not_aligned(setup)
-    return setup
+    return replace(setup, ranks=ranks)
 
 
-def with_global_batch_size(setup: Setup, global_batch_size: int) -> Setup:
-    """The same with another O, refused where it cannot run (collective where there is a process group)."""
-    if setup.ranks.simulated and not setup.recipe.repeat:
-        raise ValueError(
-            f"set_global_batch_size({global_batch_size}) with repeat=False needs what all {setup.ranks.world_size} dp ranks "
-            f"have left of the epoch, but there is no process group (dp_rank= and dp_world_size= were given). Start it, use "
-            f"repeat=True, or load full_state_dict(loaders) into loaders with the new global batch."
-        )
-    in_step = [node for _, node in setup.schema.root.walk() if isinstance(node, Reader) and node.rows.steps]
-    if in_step and global_batch_size != setup.layout.global_batch_size:
-        raise ValueError(
-            f"set_global_batch_size({global_batch_size}) with shuffle=False (by_global_batch=True): which rows a logical shard "
-            f"reads follows from the global batch of {setup.layout.global_batch_size}, and for another one is another order."
-        )
-    if setup.schema.group > 1 and global_batch_size != setup.layout.global_batch_size:
-        raise ValueError(
-            f"set_global_batch_size({global_batch_size}) of a mixture with group={setup.schema.group}: its groups lie as the "
-            f"global batch does. Save when all logical shards have delivered as many samples, every "
-            f"{setup.layout.num_tracks} steps, and load into a loader that is built with the new one."
-        )
-    changed = replace(setup, layout=replace(setup.layout, global_batch_size=global_batch_size))
-    _check_epoch(changed)
-    setup.ranks.require_same({"global_batch_size": global_batch_size})
-    _warn_if_not_aligned(changed)
-    return changed
+def require_seconds(**given: float) -> None:
+    """``ValueError`` where a time to wait is not a number of seconds that sockets and process groups of torch can count."""
+    for name, seconds in given.items():
+        if not 0 < seconds <= _MOST_SECONDS:
+            raise ValueError(
+                f"{name}={seconds!r}: give the seconds to wait for a worker or another rank, more than 0, at most "
+                f"{_MOST_SECONDS:,} (23 days)."
+            )
 
 
 def _warn_if_not_aligned(setup: Setup) -> None:
@@ -152,10 +132,10 @@ def _warn_if_not_aligned(setup: Setup) -> None:
         )
 
 
-def require_steps_per_epoch(setup: Setup, steps_per_epoch: int | None) -> int | None:
-    """Steps of an epoch; ``ValueError`` where the data itself knows its epoch."""
+def require_steps_per_epoch(setup: Setup, steps_per_epoch: int | None) -> None:
+    """``ValueError`` where an epoch cannot have so many steps, or the data itself knows its epoch."""
     if steps_per_epoch is None:
-        return None
+        return
     if steps_per_epoch < 1:
         raise ValueError(f"steps_per_epoch={steps_per_epoch}: it is at least 1.")
     if steps_per_epoch * setup.layout.gradient_accumulation_steps > sys.maxsize:
@@ -165,7 +145,6 @@ def require_steps_per_epoch(setup: Setup, steps_per_epoch: int | None) -> int | 
             f"steps_per_epoch={steps_per_epoch}, but the pipeline knows how many samples an epoch has. Leave it out, or give "
             f"repeat=True."
         )
-    return steps_per_epoch
 
 
 def _num_logical_shards(given: int | None, global_batch_size: int, ranks: Ranks) -> int:
@@ -244,7 +223,7 @@ def _warn_if_small(readers: Iterable[Reader]) -> None:
     small = [each for each in readers if each.repeat and _is_small(each) and owner_of(each.source) not in _warned]
     if not small:
         return
-    _warned.update(owner_of(each.source) for each in small)
+    _warned.update((owner_of(each.source), True) for each in small)
     least = min(small, key=lambda each: each.source.num_rows)
     name, rows, num_shards = least.source.name, least.source.num_rows, least.shard.num_logical_shards
     _log.warning(

@@ -92,6 +92,7 @@ class LogicalShards(BaseNode[list[Any]]):
     def reset(self, initial_state: Mapping[str, Any] | None = None) -> None:
         """Go on from a state; without one begin again, or, at the end of an epoch, go on with the next."""
         super().reset(None)
+        self.setup.ranks.require_no_group()
         begun, self._begun = self._begun, -1
         asked, self._asked = self._asked, None
         if initial_state is not None:
@@ -107,8 +108,10 @@ class LogicalShards(BaseNode[list[Any]]):
         self._begun = self.stream.clock.samples
 
     def next(self) -> list[Any]:
+        self.setup.ranks.require_no_group()
         return self.stream.take().batch
 
     def get_state(self) -> dict[str, Any]:
+        self.setup.ranks.require_no_group()
         self._asked = None if self._asked is None else True
         return local_state_dict(self.stream)

@@ -1,17 +1,28 @@
-"""Leaving out micro batches, over the ends of epochs, and steps that were asked for ahead of time."""
+"""Micro batches that a run passes without giving them to anybody: the trainer leaves them out, or they were delivered before.
+
+Positions move here as they move by taking, over the ends of epochs. Who serves is arithmetic (`Layout`, `Deal`); each rank
+reads for its own block of logical shards, so that the ranks which served may be others than those that read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import fields, replace
+from functools import partial
 
 import numpy as np
 
-from rescale_data.engine.leg import Standing
-from rescale_data.engine.recipe import MOST_STAMPED
-from rescale_data.engine.stream import Stream
-from rescale_data.errors import require, require_int
+from rescale_data.engine.agreement import together
+from rescale_data.engine.leg import Leg, Standing
+from rescale_data.engine.legs import Legs
+from rescale_data.engine.position import Position
+from rescale_data.engine.recipe import MOST_STAMPED, SAMPLES
 from rescale_data.layout.clock import Clock
 from rescale_data.state import Ints
+
+_MANY = 1 << 40  # samples: more than a shard has left of any epoch
+_STEPS_AT_ONCE = 16
+"""So many steps are read before ranks compare whether an epoch has ended, where only reading tells."""
+_COUNTS = [each.name for each in fields(Clock) if each.name != "skipped"]
 
 
 def require_countable(what: str, num_samples: int, num_logical_shards: int) -> None:
@@ -24,79 +35,94 @@ def require_countable(what: str, num_samples: int, num_logical_shards: int) -> N
         )
 
 
-def skip(stream: Stream, num_micro_batches: int) -> None:
-    """Leave them out as if they had been taken."""
+def skip(at: Position, legs: Legs, num_micro_batches: int) -> None:
+    """Move a position, of which nothing is made ahead, by so many micro batches (collective where only reading finds ends)."""
     begins: list[tuple[int, Ints]] = []  # of epochs: micro batches left to skip, and where the run stands
+    verify = at.setup.recipe.verify
     while num_micro_batches:
-        verify = stream.setup.recipe.verify
-        whole_epochs = stream.ended and not verify
-        stream.move_on()
-        if whole_epochs:
-            begins = [*begins[-2:], (num_micro_batches, _numbers(stream))]
-            num_micro_batches = _skip_epochs(stream, begins)
-        leg = stream.begin()
+        if at.ended:
+            at.move_on()
+            begins = [*begins[-2:], (num_micro_batches, _numbers(at))]
+            num_micro_batches = num_micro_batches if verify else _skip_epochs(at, begins)
+        if at.leg is None:
+            at.go_to(*legs.first(at))
+        _settle(at, legs)
+        leg, first = at.leg, at.u
         if leg is None:
             continue
-        here = num_micro_batches if leg.stop is None else min(num_micro_batches, leg.stop - stream.u)
-        if leg.left is None and not stream.repeat:  # only reading tells where the epoch ends
-            here = 1
-            stream.take()
+        here = num_micro_batches if leg.stop is None else min(num_micro_batches, leg.stop - first)
+        if leg.stop is None and not at.repeat:
+            _read_until(at, leg, first + min(here, _STEPS_AT_ONCE * at.layout.gradient_accumulation_steps))
         else:
-            left = leg.left_at(stream.u)
-            stream.pass_by(here, reads=left is None or num_micro_batches < left or verify)
-        num_micro_batches -= here
+            left = leg.left_at(first)
+            if left is None or num_micro_batches < left or verify:  # else nothing of the epoch is delivered after these
+                together(at.ranks, partial(at.move, at.owned, at.reached(first + here)))
+                at.standing = replace(at.standing, owners=at.owners)
+            at.u = first + here
+        num_micro_batches -= at.u - first
+        _settle(at, legs)
 
 
-def _skip_epochs(stream: Stream, begins: list[tuple[int, Ints]]) -> int:
+def _settle(at: Position, legs: Legs) -> None:
+    """Find the leg of the next micro batch; where there is none, end the epoch."""
+    while (leg := at.leg) is not None and leg.stop == at.u and not leg.is_last:
+        at.go_to(*legs.deal(at, leg))
+    if leg is not None and leg.deal is not None and leg.stop == at.u:
+        at.go_to(*legs.end(at, leg.deal))
+
+
+def _read_until(at: Position, leg: Leg, u: int) -> None:
+    """Move to a micro batch of a main phase, or to where that ends, which only reading tells (collective)."""
+    layout, samples, table = at.layout, at.reached(at.u), at.table.copy()
+    step_end = (u // layout.gradient_accumulation_steps + 1) * layout.gradient_accumulation_steps
+    until, beyond = at.reached(u), at.reached(step_end)
+
+    def find() -> int:
+        left = np.full(len(table), _MANY)
+        at.runner.load(table, leg.histories)
+        for shard in at.owned.tolist():
+            count, end = at.runner.look_ahead(shard, int(until[shard] - samples[shard]))
+            table[shard] = at.runner.table[shard]
+            if end is None:  # this is all that is needed, but whether the next step is there
+                more, end = at.runner.look_ahead(shard, int(beyond[shard] - until[shard]))
+                count += more
+            if end is not None:
+                left[shard] = count
+        return max(at.u, layout.last_whole(samples, left, at.u))
+
+    stop = at.ranks.extremes(together(at.ranks, find))[0]
+    if stop > u:
+        table[at.owned, SAMPLES] = until[at.owned]
+        at.table, at.u = table, u
+        return
+    together(at.ranks, partial(at.move, at.owned, at.reached(stop)))
+    at.u, at.standing = stop, replace(at.standing, leg=replace(leg, stop=stop))
+
+
+def _skip_epochs(at: Position, begins: list[tuple[int, Ints]]) -> int:
     """Leave out whole epochs after two that moved the run by the same; the micro batches that are then left to skip, not 0."""
     num_micro_batches, now = begins[-1]
-    whole_steps = (
-        stream.layout.aligned or stream.setup.tail == "pad"
-    )  # else what is dropped depends on the epochs before
-    if len(begins) < 3 or not whole_steps or not stream.schema.epochs_are_alike(stream.table):
+    whole_steps = at.layout.aligned or at.setup.tail == "pad"  # else what is dropped depends on the epochs before
+    if len(begins) < 3 or not whole_steps or not at.schema.epochs_are_alike(at.table):
         return num_micro_batches
     (_, first), (before, second), _ = begins
     if (now - second != second - first).any():
         return num_micro_batches
     size = before - num_micro_batches
     epochs = (num_micro_batches - 1) // size  # the last of them ends where its last batch does
-    _set(stream, now + epochs * (now - second))
+    _set(at, now + epochs * (now - second))
     return num_micro_batches - epochs * size
 
 
-def _numbers(stream: Stream) -> Ints:
+def _numbers(at: Position) -> Ints:
     """All numbers of a run that is at the beginning of an epoch."""
-    clock, counts = stream.clock, stream.standing
-    numbers = [clock.samples, clock.origin, clock.step, clock.epoch, counts.dropped_samples, counts.padded_samples]
-    return np.concatenate([stream.table.flatten(), np.array(numbers, dtype=np.int64)])
+    counts = [getattr(at.clock, name) for name in _COUNTS]
+    return np.concatenate([at.table.flatten(), np.array(counts, dtype=np.int64)])
 
 
-def _set(stream: Stream, numbers: Ints) -> None:
-    samples, origin, step, epoch, dropped, padded = numbers[-6:].tolist()
-    clock, counts = Clock(samples=samples, origin=origin, step=step, epoch=epoch), (dropped, padded)
-    was_empty = stream.standing.was_empty
-    standing = Standing(clock, stream.layout.owners, None, False, samples, was_empty, *counts)
-    stream.go_to(standing, numbers[:-6].reshape(stream.table.shape))
-
-
-def steps_from(at: int, stream: Stream, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """What `DataLoader.exclude_steps` is given, checked, at a step of the run."""
-    require(Iterable, "a list of (first, stop), such as [(3, 5)]", ranges=ranges)
-    given = [*map(_steps, ranges)]
-    for first, stop in given:
-        what = f"exclude_steps([({first}, {stop})])"
-        if not 0 <= first < stop:
-            raise ValueError(f"{what}: give the first step, and the one after the last.")
-        if first < at and (first, stop) not in stream.schema.excluded_steps:
-            raise ValueError(f"{what}: the loader is at step {at}. Load a state from before.")
-        require_countable(what, (stop + 1) * stream.layout.global_batch_size, stream.layout.num_logical_shards)
-    return given
-
-
-def _steps(given: object) -> tuple[int, int]:
-    if not isinstance(given, list | tuple) or len(given) != 2:  # pyright: ignore[reportUnknownArgumentType]
-        raise TypeError(
-            f"exclude_steps takes a list of (first, stop), such as [(3, 5)], and was given {given!r} in it."
-        )
-    first, stop = require_int(first=given[0], stop=given[1])
-    return first, stop
+def _set(at: Position, numbers: Ints) -> None:
+    table, counts = numbers[: at.table.size], numbers[at.table.size :].tolist()
+    clock = replace(at.clock, **dict(zip(_COUNTS, counts, strict=True)))
+    at.go_to(
+        Standing(clock, at.owners, None, False, clock.samples, at.standing.was_empty), table.reshape(at.table.shape)
+    )

@@ -5,9 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
-
-import numpy as np
+from typing import Protocol, runtime_checkable
 
 from rescale_data.engine.agreement import Agreement
 from rescale_data.engine.feed import Ahead, Feed
@@ -15,16 +13,15 @@ from rescale_data.engine.leg import Leg, Standing
 from rescale_data.engine.legs import Legs
 from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.position import Position
-from rescale_data.engine.recipe import DEALT, ENDED, UNDEALT
+from rescale_data.engine.recipe import DEALT, ENDED
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.setup import Setup
+from rescale_data.engine.skip import skip
 from rescale_data.engine.taken import Taken
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
+from rescale_data.layout.layout import owners
 from rescale_data.state import Ints
-
-OnSourceChange: TypeAlias = Literal["error", "next_epoch"]
-"""What to do with a state whose files were removed or changed."""
 
 
 @runtime_checkable
@@ -43,12 +40,11 @@ class Stream(Position):
         feed: Makes the micro batches.
     """
 
-    on_source_change: OnSourceChange = "error"
-    meeting = 0
-    """How often the ranks of the run have met before these did."""
-
     def __init__(self, setup: Setup, runner: Runner, feed: Feed) -> None:
-        self.ahead, beginning = Ahead(feed), Standing(Clock(), setup.layout.owners)
+        self.ahead, beginning = (
+            Ahead(feed),
+            Standing(Clock(), owners(setup.ranks.world_size, setup.layout.num_logical_shards)),
+        )
         super().__init__(setup, runner, beginning, 0, Taken(setup.schema.fresh_table(setup.layout.num_logical_shards)))
         self.load(self.table, Clock())
 
@@ -56,16 +52,14 @@ class Stream(Position):
         """Go back to the beginning of the run, with the data that there is now."""
         self.rewind()
         self.schema.adopt({})
-        self.standing = replace(self.standing, dropped_samples=0, padded_samples=0)
         self.load(self.schema.fresh_table(self.layout.num_logical_shards), Clock())
 
     def load(self, table: Ints, clock: Clock) -> None:
         """Go on from a table in which all N rows are right."""
         self.use(replace(self.setup, ranks=self.ranks.next_leg))
-        self.rows, self._begun, self._legs, self._size = Taken(table), None, Legs(), None
+        self.rows, self._legs, self._size = Taken(table), Legs(), None
         ended = bool((table[:, DEALT] == ENDED).all())
-        counts = self.standing.dropped_samples, self.standing.padded_samples
-        self.go_to(Standing(clock, self.layout.owners, None, ended, clock.samples, False, *counts), table)
+        self.go_to(Standing(clock, self.owners, None, ended, clock.samples), table)
 
     def go_to(self, standing: Standing, table: Ints) -> None:
         """Go on from here, where another leg or none begins: what was made ahead is of the one before."""
@@ -77,29 +71,9 @@ class Stream(Position):
         self.standing, self.u, self._calm_until = standing, u, 0
         self.epoch, self._in_step, self._agreement = standing.clock.epoch, in_step, agreement
 
-    def regroup(self, setup: Setup) -> None:
-        """Go on with another global batch, as if this moment were saved and loaded (collective); at a step boundary."""
-        table, clock, now = self.ranks.merge(self.table, self.standing.owners), self.clock, self.layout
-        loaded = clock.loaded((now.global_batch_size, now.dp_world_size, now.micro_batch_size), setup.layout)
-        if loaded != clock and not self.ended:
-            table[:, DEALT] = UNDEALT
-        self.use(setup)
-        self.load(table, loaded)
-
     def move_on(self) -> None:
-        """Begin the next epoch, if the last micro batch of this one was taken."""
-        if self.ended:
-            self.table[:, DEALT] = UNDEALT
-            clock, self._size = self.clock.next_epoch(self.layout.global_batch_size), None
-            self.go_to(replace(self.standing, clock=clock, ended=False, since=clock.samples), self.table)
-
-    def follow(self, other: Stream) -> None:
-        """Count on from where another stream had counted to at this moment."""
-        begun = other.begun()
-        at = begun if begun is not None and begun.clock.samples == self.clock.samples else other
-        counts = at.standing.dropped_samples, at.standing.padded_samples
-        self.standing = replace(self.standing, dropped_samples=counts[0], padded_samples=counts[1])
-        # all else is as on ranks that join: what these raise, all do
+        self._size = None if self.ended else self._size
+        super().move_on()
 
     # Which leg it is
 
@@ -165,23 +139,25 @@ class Stream(Position):
         """The next micro batch; from here on the state says that it was delivered."""
         if self.u + 1 < self._calm_until:
             return self._take_one()
-        self.peek()
+        visited = self.peek().visited
         leg = self.leg
         ends = leg is not None and leg.deal is not None and leg.stop == self.u + 1
         if not (ends or self.setup.recipe.verify):
             return self._take(or_fail=False)
-        u, before = self.u, (self.standing, self.rows.copy(), self._begun, self._agreement, self.ahead.made.copy())
+        undo, u = self.rows.undoing(visited), self.u
+        before = self.standing, self.rows, self._agreement, self.ahead.made.copy()
         try:
             return self._take(or_fail=True)
         except BaseException:  # an epoch fails, or Ctrl-C comes, in place of its last micro batch
-            self.standing, self.rows, self._begun, self._agreement, self.ahead.made = before
+            undo()
+            self.standing, self.rows, self._agreement, self.ahead.made = before
             self.u = u
             raise
 
     def _take_one(self) -> MicroBatch:
         """The next micro batch where a step of the main phase goes on or begins."""
-        micro_batch = self.ahead.next(self.ranks) or self.peek()
-        self.rows.add(micro_batch, None if self.u % self._in_step else (self.standing, self.u))
+        micro_batch = self.ahead.next() or self.peek()
+        self.rows.add(micro_batch)
         taken = self.ahead.made.popleft
         self.u += 1
         taken()
@@ -219,38 +195,16 @@ class Stream(Position):
             )
         return self.ahead.made[0]
 
-    def pass_by(self, num_micro_batches: int, *, reads: bool) -> None:
-        """Leave out micro batches of this leg, as if they had been taken.
-
-        Args:
-            reads: Whether rows are moved; else nothing of the epoch is delivered after these.
-        """
-        u = self.u + num_micro_batches
-        if reads:
-            self.move(np.array(self.layout.owned(self.ranks.rank), dtype=np.int64), self.reached(u))
-            self.standing = replace(self.standing, owners=self.layout.owners)
+    def skip(self, num_micro_batches: int) -> None:
+        """Leave out micro batches as if they had been taken, also over ends of epochs; if reading fails, nothing has moved."""
+        if self._legs.unproven:
+            raise DataStateError(self._legs.unproven)
         self.rewind()
-        self.u = u
-        self._settle()
-        self._conclude()
-
-    def at_step(self, step: int) -> Position:
-        """Where a step began: the next one, or the last; ``ValueError`` where it is another."""
-        self.rewind()
-        taken, begun = self.u % self._in_step, self.begun()
-        if step == self.step and not taken:
-            return self
-        if begun is not None and step == begun.step:
-            return Position(begun.setup, begun.runner, begun.standing, begun.u, Taken(begun.rows.at_step()))
-        raise ValueError(
-            f"step={step}: this rank has taken {taken} micro batches of step {self.step}, and can go on where a step begins "
-            f"that it has not completed, or completed last. Give the number of steps that the model has done, or load a "
-            f"checkpoint."
-        )
-
-    def move(self, shards: Ints, reached: Ints) -> None:
-        self.rewind()
-        super().move(shards, reached)
+        before, legs, at = self.clock.samples, Legs(), self.copy()
+        skip(at, legs, num_micro_batches)
+        clock = at.clock.left_out(before)
+        self._legs, self._size = legs, self._size if clock.epoch == self.epoch else None
+        self.go_to(replace(at.standing, clock=clock), at.table)
 
     # Making ahead
 
@@ -264,7 +218,7 @@ class Stream(Position):
     def _make_until(self, u: int) -> int:
         """Make micro batches up to u, if no shard ends before; the first that is not made."""
         self.start()
-        return self.u + self.ahead.make(u - self.u, self.ranks)
+        return self.u + self.ahead.make(u - self.u)
 
     def rewind(self) -> None:
         """Forget what was made and not taken; no more is made until the next is asked for."""

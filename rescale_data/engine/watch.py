@@ -7,6 +7,7 @@ function of this package that is at work tells what it does, and for whom.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -41,6 +42,7 @@ class Watch:
         clock: In seconds.
 
     Attributes:
+        seconds: As given.
         began: When the work began; `None` while there is none. Whoever works sets it, for nothing else is cheap enough.
         said: Whether something was said; whoever works may take it back.
         thread: The one that is looked at; 0 before `start`.
@@ -53,31 +55,33 @@ class Watch:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.began: float | None = None
-        self._seconds, self._say, self._clock = seconds, say, clock
+        self.seconds, self._say, self._clock = seconds, say, clock
         self.thread, self.said, self._told = 0, False, -1.0
         self._stopped = threading.Event()
         self._looks: threading.Thread | None = None
+        self._process = 0  # whose thread looks
 
     def start(self) -> None:
         """Look at this thread from now on, every so often, in the background."""
         if not self.thread:
             self._stopped = threading.Event()
-            given = weakref.ref(self), min(1.0, max(0.01, self._seconds / 4)), self._stopped
-            self._looks = threading.Thread(target=_look, args=given, daemon=True, name="rescale_data-watch")
-            self._looks.start()
+            given = weakref.ref(self), min(1.0, max(0.01, self.seconds / 4)), self._stopped
+            looks = threading.Thread(target=_look, args=given, daemon=True, name="rescale_data-watch")
+            looks.start()
+            self._looks, self._process = looks, os.getpid()  # after the start, which Ctrl-C may keep from coming about
         self.thread = threading.get_ident()
 
     def stop(self) -> None:
         """Look no more, until the next start."""
         self.thread = 0
-        self._stopped.set()
-        if self._looks is not None:
+        if self._looks is not None and self._process == os.getpid():  # a fork has no thread
+            self._stopped.set()
             self._looks.join(1.0)  # it may just be telling something
 
     def look(self) -> None:
         """Say it, if the work takes long and it has not been said."""
         began = self.began
-        if began is None or began == self._told or self._clock() - began < self._seconds:
+        if began is None or began == self._told or self._clock() - began < self.seconds:
             return
         self._told, self.said = began, True
         self._say(self._clock() - began, frames().get(self.thread))

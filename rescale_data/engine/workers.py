@@ -1,10 +1,13 @@
 """Micro batches from worker processes: torch's DataLoader as the pool, our commands as its sampler.
 
 torch deals the items of a sampler to its workers in turn, beginning with worker 0, and hands the results back in that
-order. The items here are commands. Each leg is one pass over them, in live workers:
+order. The items here are commands, without an end; each leg has these:
 
-    Begin, ..., Begin,   micro batches u0, u0+K, u0+2K, ...   u0+1, u0+1+K, ...   ...
-      one a worker       n of one worker in one message       of the next worker
+    Begin, ..., Begin,   micro batches u0, u0+K, u0+2K, ...   u0+1, u0+1+K, ...   ...   None, None, ...
+      one a worker       n of one worker in one message       of the next worker        nothing to do
+
+When a leg begins, workers see in shared memory that what is left of the one before is not wanted, and answer that at once, but
+for a micro batch that they are within. These answers are received, and dropped, before any of the new leg.
 
 A message carries, with each micro batch, the rows of the table that it advanced; of a mixture, whose rows are long, the slots.
 So the trainer's process knows exactly where the batches it has received leave every shard, and workers are never asked for
@@ -13,12 +16,13 @@ state.
 
 from __future__ import annotations
 
-import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -37,7 +41,6 @@ from rescale_data.engine.processes import (
     context_of,
     is_death,
     is_timeout,
-    patiently,
     require_pickle,
 )
 from rescale_data.engine.recipe import Recipe
@@ -57,21 +60,23 @@ class Begin:
     """Go on in a leg.
 
     Args:
+        number: Of the leg, in the life of a pool.
         shards: Whose positions are told: those that the rank may serve in this leg.
         rows: The row of the table of each.
         num_logical_shards: N.
     """
 
+    number: int
     leg: Leg
     shards: slice
     rows: Ints
     num_logical_shards: int
 
     @classmethod
-    def of(cls, leg: Leg, table: Ints) -> Begin:
+    def of(cls, number: int, leg: Leg, table: Ints) -> Begin:
         owned = leg.layout.owned(leg.rank) if leg.deal is None else range(len(table))
         shards = slice(owned.start, owned.stop)
-        return cls(leg.for_a_worker(), shards, table[shards].copy(), len(table))
+        return cls(number, leg.for_a_worker(), shards, table[shards].copy(), len(table))
 
     @property
     def table(self) -> Ints:
@@ -91,10 +96,15 @@ class Make:
 
 @dataclass(frozen=True)
 class Made:
-    """A packed micro batch for each that was asked for, `None` from where a shard had no sample left."""
+    """A packed micro batch for each that was asked for, `None` from where a shard had no sample left; fewer before an error,
+    which is the next answer."""
 
     message: Message
     seconds: float
+
+
+_OF_PARENTS: list[Iterator[Any]] = []
+"""Kept in a forked child: where it is collected, torch's iterator ends the workers, and they are the parent's."""
 
 
 class Worker(Dataset[Any]):
@@ -103,22 +113,44 @@ class Worker(Dataset[Any]):
     def __init__(self, recipe: Recipe, collate: Collate | None, slow_after: float) -> None:
         self._recipe, self._collate, self._slow_after = recipe, collate, slow_after
         self.board: Board | None = None
+        self._leg = 0
+        self._failure: Exception | None = None
         self._watch: Watch | None = None
         self._say: Callable[[str], None] = _nothing
         self._feed: InProcess | None = None
         self._told: Ints | None = None  # of a mixture, whose rows are long: the table as the trainer's process has it
         self._slabs = Slabs()
 
-    def __getitem__(self, command: Begin | Make) -> Made | None:
+    def __getitem__(self, command: Begin | Make | None) -> Made | None:
         if isinstance(command, Begin):
-            return self._begin(command)
+            self._leg, self._failure = command.number, None
+        if not self._is_wanted:
+            return None
+        if self._failure is not None:
+            raise self._failure
+        if not isinstance(command, Make):
+            return None if command is None else self._begin(command)
         started = time.perf_counter()
-        message = self._slabs.pack(command.slab, [self._make_watched(u) for u in command.micro_batches])
+        made: list[MicroBatch | None] = []
+        try:
+            for u in command.micro_batches:
+                made.append(self._make_watched(u))
+        except Exception as error:
+            if not made:
+                raise
+            self._failure = error
+        message = self._slabs.pack(command.slab, made)
         seconds = time.perf_counter() - started
         counts().add(MAKE_SECONDS, seconds)
         return Made(message, seconds)
 
+    @property
+    def _is_wanted(self) -> bool:
+        return self.board is None or self.board.leg == self._leg
+
     def _make_watched(self, u: int) -> MicroBatch | None:
+        if not self._is_wanted:
+            return None
         watch = self._watch
         if watch is None:
             return self._make(u)
@@ -166,7 +198,7 @@ class Worker(Dataset[Any]):
 
 
 class Commands(Sampler[Any]):
-    """The commands of the current leg.
+    """The commands of one leg after the other, and `None` where there is nothing to do.
 
     Torch keeps ``prefetch_factor`` commands of a worker in flight, and issues one more when a message of it is taken. A
     message is taken when all of the one before have been unpacked, so one slab more than that is enough.
@@ -174,18 +206,24 @@ class Commands(Sampler[Any]):
 
     def __init__(self, num_workers: int, prefetch_factor: int) -> None:
         self._k, self._num_slabs = num_workers, prefetch_factor + 1
-        self.begin: Begin | None = None
-        self.first = 0
+        self._leg: Iterator[Begin | Make | None] = iter(())
+        self.num_issued = 0
         self.per_message = 1
 
-    def __iter__(self) -> Iterator[Begin | Make]:
-        begin = self.begin
-        if begin is None:
-            return
-        for _ in range(self._k):
-            yield begin
-        u, stop = self.first, sys.maxsize if begin.leg.stop is None else begin.leg.stop
-        slab = 0
+    def begin(self, begin: Begin, u: int) -> None:
+        """Leave out what is left of the leg before, and begin another one with micro batch u."""
+        self._leg = self._of_leg(begin, u)
+
+    def __iter__(self) -> Iterator[Begin | Make | None]:
+        while True:
+            command = next(self._leg, None)
+            self.num_issued += 1
+            yield command
+
+    def _of_leg(self, begin: Begin, u: int) -> Iterator[Begin | Make | None]:
+        yield from [None] * (-self.num_issued % self._k)  # each leg begins with worker 0
+        yield from [begin] * self._k
+        stop, slab = sys.maxsize if begin.leg.stop is None else begin.leg.stop, 0
         while u < stop:
             n = self.per_message
             for first in range(u, min(u + self._k, stop)):
@@ -224,46 +262,60 @@ class Pool(Feed):
         worker = Worker(recipe, collate, slow_after)
         require_pickle(worker, pipeline=recipe.pipeline, collate_fn=collate, worker_init_fn=init_fn)
         self._worker, self._board = worker, Board(num_workers)
-        self._due = self._taken = 0  # the worker that is waited for, and batches of this leg
+        self._num_received = self._taken = 0  # answers, and batches of this leg
         self._k = self.num_workers = num_workers
-        self._commands = Commands(num_workers, prefetch_factor)
+        commands = self._commands = Commands(num_workers, prefetch_factor)
         # Without a generator of its own torch seeds workers with a number that it draws from the trainer's.
         generator = torch.Generator("cpu").manual_seed(torch.initial_seed())
         start_method = context_of(context)
         self.forks = start_method.get_start_method() == "fork"
-        self._timeout, self._num_looks = timeout, math.ceil(timeout / LOOK_SECONDS)
-        self._new_loader: Callable[[], DataLoader[Any]] = lambda: DataLoader(
-            worker,
-            batch_size=None,
-            sampler=self._commands,
-            num_workers=num_workers,
-            collate_fn=_as_it_is,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=True,
-            multiprocessing_context=start_method,
-            timeout=timeout / self._num_looks,
-            generator=generator,
-            worker_init_fn=partial(begin_worker, init_fn),
+        self._timeout = timeout
+        self._new_answers: Callable[[], Iterator[Any]] = lambda: iter(
+            DataLoader(
+                worker,
+                batch_size=None,
+                sampler=commands,
+                num_workers=num_workers,
+                collate_fn=_as_it_is,
+                prefetch_factor=prefetch_factor,
+                multiprocessing_context=start_method,
+                timeout=min(LOOK_SECONDS, timeout),
+                generator=generator,
+                worker_init_fn=partial(begin_worker, init_fn),
+            )
         )
-        self._loader: DataLoader[Any] | None = None
+        self._answers: Iterator[Any] | None = None
+        self._process = os.getpid()
         self._pin = pin_memory
         self._inboxes: list[Inbox] = []
         self._made: Iterator[MicroBatch | None] = iter(())
 
     def start(self, leg: Leg, table: Ints, first: int) -> None:
-        self._made, self._due, self._taken = iter(()), 0, 0
-        self._commands.begin, self._commands.first = Begin.of(leg, table), first
-        if self._loader is None:
-            self._worker.board = self._board
-            self._loader = self._new_loader()
+        self._made, self._taken = iter(()), 0
         self._inboxes = [Inbox(self._pin) for _ in range(self._k)]
+        begin = Begin.of(self._board.leg + 1, leg, table)
+        self._board.leg = begin.number
+        num_before = self._commands.num_issued - self._num_received
+        self._commands.begin(begin, first)
         try:
-            with torch.device("cpu"):  # of the generator, by which torch draws
-                answers = iter(self._loader)
+            if not self._drop(num_before):
+                self._worker.board, self._board.leg = self._board, begin.number
+                self._commands.begin(begin, first)
+                with torch.device("cpu"):  # of the generator, by which torch draws
+                    self._answers, self._process = self._new_answers(), os.getpid()
         except BaseException:
-            self.close()  # torch waits here for its workers, and does not take them up again where that was interrupted
+            self.close()
             raise
-        self._made = self._receive(patiently(answers, self._num_looks))
+        self._made = islice(self._receive(), None if leg.stop is None else leg.stop - first)
+
+    def _drop(self, num_before: int) -> bool:
+        """Receive the answers to commands of earlier legs; True if there are workers, which are then in the new leg."""
+        try:
+            for _ in range(num_before):
+                self._answer()
+        except Exception:  # of a leg that nobody wants any more: its pipeline failed, or a worker died or hangs
+            self.close()
+        return self._answers is not None
 
     def take(self) -> MicroBatch:
         try:
@@ -293,36 +345,58 @@ class Pool(Feed):
 
     def doing(self) -> str:
         silent = "which does not say what it is about: it is starting, has ended, or is stopped"
-        return f"waiting for worker {self._due}, {self._board.read(self._due) or silent}"
+        worker = self._num_received % self._k
+        return f"waiting for worker {worker}, {self._board.read(worker) or silent}"
 
     def close(self) -> None:
         """Stop the worker processes; what they have counted is this process's from here on."""
         self._made = iter(())
-        if self._loader is None:
+        if self._answers is None:
             return
-        self._loader = None
+        if self._process != os.getpid():
+            _OF_PARENTS.append(self._answers)
+            self._answers = None
+            return
+        self._board.leg += 1
+        self._answers, self._num_received, self._commands.num_issued = None, 0, 0
         for field, value in enumerate(self._board.counts.sum(dim=0).tolist()):
             counts().add(field, 0 if field == MADE else value)
         self._board, self._taken = Board(self._k), 0
 
-    def _receive(self, answers: Iterator[Any]) -> Iterator[MicroBatch | None]:
-        for _ in range(self._k):
-            next(answers)
-        for made in answers:
-            yield from self._round(made, answers)
-            self._due = 0
+    def _answer(self) -> Made | None:
+        """The next answer. Torch looks only when its timeout ends whether workers live, so it is asked again until ours does.
 
-    def _round(self, made: Made, answers: Iterator[Made]) -> Iterator[MicroBatch | None]:
+        It would hear of a child process that dies, but workers are children of a fork server.
+        """
+        asked = time.monotonic()
+        while self._answers is not None:
+            try:
+                answer = next(self._answers)
+            except RuntimeError as error:
+                if not is_timeout(error) or time.monotonic() - asked >= self._timeout:
+                    raise
+            else:
+                self._num_received += 1
+                return answer
+        return None
+
+    def _receive(self) -> Iterator[MicroBatch | None]:
+        while self._answers is not None:
+            made = self._answer()
+            if made is not None:
+                yield from self._round(made)
+
+    def _round(self, made: Made) -> Iterator[MicroBatch | None]:
         """The micro batches of one message of each worker, in the order of u; messages are awaited when they are due."""
         received = [self._open(0, made)]
         for i in range(len(received[0])):
             for worker in range(self._k):
                 if worker == len(received):
-                    self._due = worker
-                    due = next(answers, None)
+                    due = self._answer()
                     received.append([] if due is None else self._open(worker, due))
-                if i < len(received[worker]):
-                    yield self._inboxes[worker].unpack(*received[worker][i])
+                while i >= len(received[worker]):
+                    self._answer()  # until that of this worker raises why it made no more
+                yield self._inboxes[worker].unpack(*received[worker][i])
 
     def _open(self, worker: int, made: Made) -> list[tuple[torch.Tensor, Part]]:
         parts = made.message.parts

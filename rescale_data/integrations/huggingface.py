@@ -6,6 +6,7 @@ this is needed: ``accelerator.register_for_checkpointing(loader)``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
+from rescale_data.engine.collate import collate
 from rescale_data.loader import DataLoader
 
 FILE = "rescale_data.pt"
@@ -23,11 +25,14 @@ class DataStateMixin(Trainer):
     """`Trainer` with the data order in its checkpoints: ``class MyTrainer(DataStateMixin, Trainer)``, or use it as it is.
 
     Args:
-        train_loader: What is trained from, in place of ``train_dataset``. Its micro batch is the loader's
-            (``per_device_train_batch_size`` only counts in the trainer's logs).
+        train_loader: What is trained from, in place of ``train_dataset``; built after ``TrainingArguments``, which start the
+            process group. Its micro batch is the loader's (``per_device_train_batch_size`` only counts in the trainer's logs),
+            and so is ``gradient_accumulation_steps``: leave it out. With DeepSpeed, and where you give it, it is compared.
 
     Raises:
-        ValueError: Another accumulation than the loader's, or batches that accelerate would split or send around.
+        ValueError: Another accumulation or another number of data-parallel ranks than the loader's; batches that accelerate
+            would split or send around; ``dataloader_num_workers=`` that is not the loader's; or a packer with ``labels=True``,
+            whose labels are shifted, without ``collate_fn=causal_lm_batch``.
         FileNotFoundError: A checkpoint without the state of the data.
 
     Example:
@@ -37,7 +42,11 @@ class DataStateMixin(Trainer):
     def __init__(self, *args: Any, train_loader: DataLoader, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._train_loader = train_loader
-        _require_fit(self.args, train_loader)
+        if self.args.gradient_accumulation_steps == 1 and not self.is_deepspeed_enabled:
+            self.args.gradient_accumulation_steps = train_loader.gradient_accumulation_steps
+        num_ranks = self.args.world_size // (self.get_tp_size() * self.get_cp_size() * self.get_sp_size())
+        _require_fit(self.args, train_loader, num_ranks)
+        _require_labels_that_are_not_shifted(train_loader)
         self.args.ignore_data_skip = True  # the loader stands where it stood: nothing is to be read again
         self.add_callback(_SaveDataState(train_loader))
 
@@ -56,6 +65,11 @@ class _SaveDataState(TrainerCallback):
     def __init__(self, loader: DataLoader) -> None:
         self._loader = loader
 
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Correct the epoch that is logged: after a resume within an epoch the trainer counts its steps from 0."""
+        with contextlib.suppress(TypeError):  # a loader without ``len`` has no epochs
+            state.epoch = state.global_step * self._loader.gradient_accumulation_steps / len(self._loader)
+
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         data_state = self._loader.state_dict()  # collective: this hook runs on all ranks
         if args.should_save:
@@ -64,11 +78,22 @@ class _SaveDataState(TrainerCallback):
             os.replace(folder / f"{FILE}.tmp", folder / FILE)
 
 
-def _require_fit(args: TrainingArguments, loader: DataLoader) -> None:
+def _require_fit(args: TrainingArguments, loader: DataLoader, num_ranks: int) -> None:
+    loader_ranks = loader.setup.layout.dp_world_size
+    if num_ranks != loader_ranks:
+        raise ValueError(
+            f"The trainer has {num_ranks} data-parallel ranks, but the loader deals its rows to {loader_ranks}. Build it after "
+            f"TrainingArguments() without dp_world_size=, or with mesh= of the data-parallel ranks."
+        )
     if args.gradient_accumulation_steps != loader.gradient_accumulation_steps:
         raise ValueError(
             f"TrainingArguments(gradient_accumulation_steps={args.gradient_accumulation_steps}), but the loader makes a global "
             f"batch of {loader.gradient_accumulation_steps} micro batches a rank. Give that, or another micro_batch_size."
+        )
+    if args.dataloader_num_workers not in (0, loader.setup.layout.num_workers):
+        raise ValueError(
+            f"TrainingArguments(dataloader_num_workers={args.dataloader_num_workers}), but the loader has "
+            f"{loader.setup.layout.num_workers} workers. Give rd.DataLoader(num_workers=) the same, or leave the argument out."
         )
     for name in ("split_batches", "dispatch_batches"):
         if getattr(args.accelerator_config, name, None):
@@ -76,6 +101,16 @@ def _require_fit(args: TrainingArguments, loader: DataLoader) -> None:
                 f"accelerator_config has {name}=True: accelerate would deal the batches of one rank to all. Each rank has "
                 f"its own from rd.DataLoader; leave {name} out."
             )
+
+
+def _require_labels_that_are_not_shifted(loader: DataLoader) -> None:
+    is_shifted = any(getattr(node, "labels", False) for _, node in loader.setup.schema.root.walk())
+    if is_shifted and loader.collate_fn is collate:
+        raise ValueError(
+            "The packer has labels=True, so labels[t] is the token after tokens[t]. Models of transformers shift labels "
+            "themselves, and would learn the token after the next. Give rd.DataLoader(collate_fn=causal_lm_batch), from "
+            "rescale_data.integrations.causal_lm."
+        )
 
 
 def _read(checkpoint: Path) -> dict[str, Any]:

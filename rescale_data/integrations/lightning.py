@@ -10,22 +10,26 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.strategies import DeepSpeedStrategy
 
-from rescale_data.engine.recipe import ENDED, UNDEALT
+from rescale_data.engine.states.codec import Saved, epoch_left, is_state, read
 from rescale_data.loader import DataLoader
 
 
 class DataState(pl.Callback):
     """Resumes a `rescale_data.DataLoader` with `Trainer.fit(ckpt_path=...)`, on any number of ranks.
 
-    Give the loader to Lightning as it is, and ``accumulate_grad_batches=loader.gradient_accumulation_steps``. Build it where
-    Lightning's process group is there: in ``train_dataloader()`` of a module or a data module.
+    Build the loader in ``train_dataloader()`` of a module or a data module, where Lightning's process group is there, and leave
+    ``Trainer(accumulate_grad_batches=)`` out: it is set to the loader's. Lightning has no such number with manual optimization,
+    and DeepSpeed takes it too early: there, and where you give it, it is compared. A schedule that asks for
+    ``trainer.estimated_stepping_batches`` needs it before this callback can know it: give it then.
 
     Validation and test loaders may be ours, too (``shuffle=False, tail="pad"``): each evaluation begins with the first row.
 
     Raises:
-        ValueError: Another accumulation than the loader's; a loader without ``len``, of which Lightning would read a batch
-            ahead of what a checkpoint says; ``limit_train_batches`` or ``overfit_batches``, which cut an epoch short.
+        ValueError: Another accumulation or another number of data-parallel ranks than the loader's; a loader without ``len``,
+            of which Lightning would read a batch ahead of what a checkpoint says; ``limit_train_batches`` or
+            ``overfit_batches``, which cut an epoch short.
 
     Example:
         >>> trainer = pl.Trainer(accelerator="cpu", callbacks=[DataState()], logger=False, enable_checkpointing=False)
@@ -33,23 +37,23 @@ class DataState(pl.Callback):
 
     def __init__(self) -> None:
         self._loaded: list[dict[str, Any]] = []
+        self._was_asked = False  # for the number of batches, before accumulation could be set
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """See if ``configure_optimizers`` has asked for the number of batches, which makes the loader."""
+        self._was_asked = trainer.train_dataloader is not None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Look at what Lightning was told, and load what it has not: it leaves loaders new whose epoch it takes for over."""
         pairs = zip(_loaders(trainer.train_dataloader), self._loaded, strict=False)
-        behind = [(loader, state) for loader, state in pairs if loader.step != state["step"]]
+        behind = [(loader, state) for loader, state in pairs if loader.step != read(state).header["step"]]
         for loader, state in behind:
             loader.load_state_dict(state)
         if behind:
             iter(trainer.fit_loop._data_fetcher)  # Lightning has iterators of these already  # pyright: ignore
-        self._loaded = []
         for loader in _loaders(trainer.train_dataloader):
-            steps = loader.gradient_accumulation_steps
-            if trainer.accumulate_grad_batches != steps:
-                raise ValueError(
-                    f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}), but the loader makes a global batch "
-                    f"of {steps} micro batches a rank. Give accumulate_grad_batches={steps} or another micro_batch_size."
-                )
+            _require_ranks(trainer, loader)
+            self._accumulate(trainer, pl_module, loader.gradient_accumulation_steps)
             try:
                 len(loader)
             except TypeError as error:
@@ -62,6 +66,22 @@ class DataState(pl.Callback):
                     f"Lightning ends an epoch after {trainer.num_training_batches} of its {len(loader)} batches "
                     f"(limit_train_batches or overfit_batches). Give rd.DataLoader(steps_per_epoch=...) in their place."
                 )
+        for state in self._loaded[:1]:  # a batch has one of each loader
+            _recount(trainer.fit_loop.epoch_loop.batch_progress.current, read(state), trainer.accumulate_grad_batches)
+        self._loaded = []
+
+    def _accumulate(self, trainer: pl.Trainer, pl_module: pl.LightningModule, steps: int) -> None:
+        """Set Lightning's accumulation where it may be set and the user has not; else compare it with the loader's."""
+        is_free = pl_module.automatic_optimization and not isinstance(trainer.strategy, DeepSpeedStrategy)
+        if trainer.accumulate_grad_batches == 1 and is_free and not self._was_asked:
+            trainer.accumulate_grad_batches = steps
+        if trainer.accumulate_grad_batches != steps:
+            raise ValueError(
+                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}), but the loader makes a global batch of "
+                f"{steps} micro batches a rank. Give accumulate_grad_batches={steps} or another micro_batch_size (it cannot "
+                f"be set later than trainer.estimated_stepping_batches is asked for, nor with DeepSpeed; with manual "
+                f"optimization it is 1)."
+            )
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Each evaluation begins with the first row, also after one that was cut short (Lightning's sanity check)."""
@@ -74,14 +94,10 @@ class DataState(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Count the micro batches of the epoch as this topology does, and begin the next epoch where one was at its end."""
-        fit_loop = checkpoint["loops"]["fit_loop"]
-        self._loaded = states = [
-            state for state in fit_loop["state_dict"].get("combined_loader", []) if _is_ours(state)
-        ]
-        for state in states:
-            _leave_ended_epoch(state)
-            _recount(fit_loop, _accumulation(state), trainer.accumulate_grad_batches)
+        """Keep the loaders' states for when training begins, and begin the next epoch where one was at its end."""
+        states = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
+        states[:] = [epoch_left(state) if is_state(state) else state for state in states]
+        self._loaded = [state for state in states if is_state(state)]
 
 
 def _loaders(dataloaders: Any) -> Iterator[DataLoader]:
@@ -101,33 +117,26 @@ def _begin_again(dataloaders: Any) -> None:
         loader.reset()
 
 
-def _is_ours(state: Any) -> bool:
-    return isinstance(state, Mapping) and {"shards", "global_batch_size", "dp_world_size", "micro_batch_size"} <= set(
-        state
-    )
+def _require_ranks(trainer: pl.Trainer, loader: DataLoader) -> None:
+    num_ranks = (trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
+    loader_ranks = loader.setup.layout.dp_world_size
+    if num_ranks != loader_ranks:
+        raise ValueError(
+            f"Lightning trains on {num_ranks} data-parallel ranks, but the loader deals its rows to {loader_ranks}. Build it "
+            f"in train_dataloader() without dp_world_size=, or with mesh= of the data-parallel ranks."
+        )
 
 
-def _accumulation(state: Mapping[str, Any]) -> int:
-    return int(state["global_batch_size"]) // (int(state["dp_world_size"]) * int(state["micro_batch_size"]))
-
-
-def _leave_ended_epoch(state: dict[str, Any]) -> None:
-    """Lightning has counted an epoch whose last batch is taken; the loader's empty iterator would be a second one."""
-    dealt = state["shards"]["dealt"]
-    if bool((dealt == ENDED).all()):
-        state["epoch"] += 1
-        dealt.fill_(UNDEALT)
-
-
-def _recount(fit_loop: dict[str, Any], saved: int, now: int) -> None:
-    """Counts of micro batches in the present epoch; in a save at a batch's end "completed" lags by one, and stays so."""
-    current = fit_loop["epoch_loop.batch_progress"]["current"]
-    steps, begun = divmod(current["ready"], saved)
+def _recount(current: Any, state: Saved, now: int) -> None:
+    """Count the micro batches of the epoch as this topology does; "completed", one less in some saves, stays one less."""
+    o, w, b = state.sizes
+    saved = o // (w * b)
+    steps, begun = divmod(current.ready, saved)
     if begun and saved != now:
         raise ValueError(
             f"The checkpoint was saved after {begun} of {saved} micro batches of a step, and the loader now makes {now}. "
             f"Lightning counts micro batches: resume it once with {saved}, or from a checkpoint at the end of a step."
         )
-    more = steps * now + begun - current["ready"]
+    more = steps * now + begun - current.ready
     for name in ("ready", "started", "processed", "completed"):
-        current[name] += more
+        setattr(current, name, getattr(current, name) + more)

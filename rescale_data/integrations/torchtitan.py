@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import torch
 import tyro
 
+from rescale_data.integrations.causal_lm import positions
 from rescale_data.loader import DataLoader
 from rescale_data.nodes.base import BaseNode
 
@@ -86,8 +87,4 @@ def _positions(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """``int64[b, seq_len]``, counted from the beginning of each document where the batch says where that is."""
     if "positions" in batch:
         return batch["positions"]
-    here = torch.arange(batch["tokens"].shape[1]).expand_as(batch["tokens"])
-    if "doc_ids" not in batch:
-        return here
-    begins = batch["doc_ids"].diff(dim=1, prepend=batch["doc_ids"][:, :1]) != 0
-    return here - (here * begins).cummax(dim=1).values
+    return positions(batch.get("doc_ids", torch.zeros_like(batch["tokens"])))

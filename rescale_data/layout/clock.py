@@ -17,6 +17,8 @@ class Clock:
         step: Whole global batches delivered before `origin`.
         epoch: Epochs that have ended (``repeat=False``).
         in_step: Whether `origin` lies in the middle of a step that other ranks began, and nothing was delivered since.
+        dropped_samples, padded_samples: What the ends of epochs have dropped, and repeated to fill a last batch.
+        skipped: What was left out (`DataLoader.skip`), as ranges ``(first, stop)`` of samples, ascending.
     """
 
     samples: int = 0
@@ -24,6 +26,9 @@ class Clock:
     step: int = 0
     epoch: int = 0
     in_step: bool = False
+    dropped_samples: int = 0
+    padded_samples: int = 0
+    skipped: tuple[tuple[int, int], ...] = ()
 
     def micro_batch(self, layout: Layout) -> int:
         """u, the next micro batch of every rank."""
@@ -48,6 +53,13 @@ class Clock:
 
     def next_epoch(self, global_batch_size: int) -> Clock:
         return replace(self.restarted(global_batch_size), epoch=self.epoch + 1)
+
+    def left_out(self, first: int) -> Clock:
+        """The same moment, where the samples from ``first`` on were left out."""
+        ranges = self.skipped
+        if ranges and ranges[-1][1] == first:
+            ranges, first = ranges[:-1], ranges[-1][0]
+        return replace(self, skipped=(*ranges, (first, self.samples)))
 
     def loaded(self, saved: tuple[int, int, int], layout: Layout) -> Clock:
         """The clock after a load: `origin` stays where the order can be kept, else it is now.

@@ -149,18 +149,20 @@ class Layout:
 
     def owned(self, rank: int, worker: int | None = None) -> range:
         """The contiguous block of shards of a rank, or, where the layout is not aligned, of one of its workers."""
-        n, w = self.num_logical_shards, self.dp_world_size
-        start, stop = rank * n // w, (rank + 1) * n // w
+        block = block_of(rank, self.dp_world_size, self.num_logical_shards)
         if worker is None:
-            return range(start, stop)
-        size, k = stop - start, self.workers
-        return range(start + worker * size // k, start + (worker + 1) * size // k)
+            return block
+        size, k = len(block), self.workers
+        return range(block.start + worker * size // k, block.start + (worker + 1) * size // k)
 
-    @property
-    def owners(self) -> Ints:
-        """The rank that owns each shard: ``int64[N]``."""
-        shards = np.arange(self.num_logical_shards, dtype=np.int64)
-        return ((shards + 1) * self.dp_world_size - 1) // self.num_logical_shards
+    def served(self, rank: int, worker: int) -> Ints:
+        """The shards, ascending, from which a rank's micro batches u with ``u % K == worker`` come."""
+        if not self.aligned:
+            return np.array(self.owned(rank, worker), dtype=np.int64)
+        t, m = np.divmod(np.arange(worker, self.period, self.workers), self.gradient_accumulation_steps)
+        first = rank * self.global_batch_size // self.dp_world_size + m[:, None] * self.micro_batch_size
+        rows = first + np.arange(self.micro_batch_size)
+        return np.unique(rows // self.samples_per_visit * self.num_tracks + t[:, None])
 
     def delivered(self, samples: Ints, first: int, stop: int) -> Ints:
         """Samples that each shard delivers in the micro batches ``first .. stop-1``.
@@ -219,6 +221,16 @@ class Layout:
         )
         begun = np.clip(m * self.micro_batch_size - row, 0, c) * (track == t % g)
         return (t - track + g - 1) // g * c + begun
+
+
+def block_of(rank: int, world_size: int, num_logical_shards: int) -> range:
+    """Return the contiguous block of logical shards that a rank owns."""
+    return range(rank * num_logical_shards // world_size, (rank + 1) * num_logical_shards // world_size)
+
+
+def owners(world_size: int, num_logical_shards: int) -> Ints:
+    """Return the rank that owns each logical shard: ``int64[N]``."""
+    return ((np.arange(num_logical_shards, dtype=np.int64) + 1) * world_size - 1) // num_logical_shards
 
 
 def _is_aligned(

@@ -136,7 +136,7 @@ def plan(
     """Which topologies are aligned, so that a run may rescale between them without a change of order.
 
     Args:
-        global_batch_size: O; several, of a ramp (`DataLoader.set_global_batch_size`), for what is aligned with all of them.
+        global_batch_size: O; several, of a ramp (`DataLoader.reopen`), for what is aligned with all of them.
         micro_batch_size: b; default: every one that fits.
         num_logical_shards: N; default as in `DataLoader`: 4 * O, at most about 2,048. Of several O, the one of which most
             topologies are aligned with all: give it to `DataLoader`.

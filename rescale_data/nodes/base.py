@@ -35,7 +35,7 @@ from rescale_data.nodes.reading.documents import Documents, Texts
 from rescale_data.nodes.tray import Columns, Tray
 from rescale_data.shard import Shard
 from rescale_data.sources.source import Described
-from rescale_data.state import Field, Ints, decode, encode, flatten, joined, nest, offsets, place_slots
+from rescale_data.state import Field, Ints, decode, encode, flatten, joined, nest, offsets, place_slots, require_limits
 
 __all__ = [
     "BaseNode",
@@ -176,6 +176,11 @@ class Node(Changing, BaseNode[T]):
         self.bind_children()
         self.seek()
 
+    def bind_once(self) -> None:
+        """Go on from the position of this node if it has not been bound yet."""
+        if not self.is_bound:
+            self.bind(self.position)
+
     def go_to(self, position: View) -> None:
         """Go on from a copy of ``position``, kept where this node's own is."""
         self.position[:] = position
@@ -208,7 +213,9 @@ class Node(Changing, BaseNode[T]):
         values = dict(initial_state or {})
         ended = bool(values.pop(_ENDED, False))
         if initial_state is not None:
-            self.position[:] = self.encode(values)
+            position = self.encode(values)
+            require_limits(self.fields, np.asarray(position)[None], f"a {type(self).__name__}")
+            self.position[:] = position
         elif not self._ended:
             self.next_epoch(self.position)
         self.bind(self.position)
@@ -224,8 +231,7 @@ class Node(Changing, BaseNode[T]):
     def __next__(self) -> T:
         if self._ended:
             raise StopIteration
-        if not self.is_bound:
-            self.bind(self.position)
+        self.bind_once()
         try:
             return self.next()
         except StopIteration:
@@ -244,6 +250,14 @@ class Node(Changing, BaseNode[T]):
             position[slot] = first[slot]
         for name, child in self.children.items():
             child.next_epoch(position[self._slots(name)], is_drawn=is_drawn and len(self.children) == 1)
+
+    def place(self) -> list[int]:
+        """Return the slots of a position that tell the next sample from all others of the run, to key random numbers with.
+
+        They hold the same values whichever sources come and go between legs.
+        """
+        below = [self._slots(name).start + slot for name, child in self.children.items() for slot in child.place()]
+        return [*place_slots(self.own_fields()), *below]
 
     def decode(self, position: View) -> dict[str, Any]:
         """The nested state that a row stands for."""
@@ -278,6 +292,7 @@ class Node(Changing, BaseNode[T]):
     def skip(self, num_samples: int) -> None:
         """Leave out the next samples, as if they had been drawn."""
         if self.one_for_one:
+            self.bind_once()
             return self.children["source"].skip(num_samples)
         for _ in range(num_samples):
             next(self)
@@ -335,10 +350,11 @@ class Node(Changing, BaseNode[T]):
         del column
         return None
 
-    def yields_only(self, column: str) -> bool:
-        """Whether samples are dicts of this token column alone, so that `documents` leaves nothing out."""
+    def dtype_of(self, column: str) -> np.dtype[Any] | None:
+        """The dtype of a token column where samples are dicts of that column alone, so that `documents` leaves nothing out;
+        `None` where they are not, or where it differs."""
         del column
-        return False
+        return None
 
     def parameters(self) -> dict[str, Any]:
         """Whatever changes the order or the content of the samples, JSON values by name; checked when a state is loaded."""

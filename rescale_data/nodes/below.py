@@ -30,6 +30,15 @@ def shard_of(node: Node[Any], given: Shard | None) -> Shard:
     return found
 
 
+def num_below(node: Node[Any], kind: type[Node[Any]]) -> int:
+    """Count the nodes of a kind below a node, without those below a mixture, which may come and go between legs."""
+    found = [(path, below) for path, below in node.walk() if path]
+    mixtures = [path for path, below in node.walk() if below.CHILDREN_MAY_CHANGE]
+    return sum(
+        isinstance(below, kind) and not any(path[: len(above)] == above for above in mixtures) for path, below in found
+    )
+
+
 def source_names(node: Node[Any]) -> list[str]:
     """The sources that are read below, by their names, each once."""
     return sorted({below.reads.name for _, below in node.walk() if below.reads is not None})

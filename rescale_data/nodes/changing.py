@@ -6,7 +6,7 @@ within a document   it goes on as it began, and the change waits; unless what it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from rescale_data.state import Ints
@@ -65,14 +65,11 @@ class Changing:
         """What `adopt` is told of the parameters that there were, to go on within what was begun with them; kept in states.
 
         Args:
-            saved: The `parameters` of this node in the state, and what this returned before it, as "before".
+            saved: The `parameters` of this node in the state, and what this returned before it, as "earlier".
             rows: ``int64[N, slots]``, the positions of all logical shards in it.
         """
         del saved, rows
         return ()
-
-    def check_saved(self, keys: Set[str]) -> None:
-        """``DataStateError`` where a state has these fields for this node, which are of an order that there is no more."""
 
     def stand_for(self, shard: int) -> None:
         """`settle` is asked for positions of another logical shard than that of this node."""

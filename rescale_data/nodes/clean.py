@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
+
 from rescale_data.errors import checks_kinds, require, require_int
 from rescale_data.nodes.base import BaseNode, Node, View
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.column import integers
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.reading.picked import PickedDocuments
-from rescale_data.state import Field, Ints
+from rescale_data.nodes.reading.spans import Spans
+from rescale_data.state import COUNT, Field, Ints
 
 _PIECE, _SHORT = 0, 1
 
@@ -41,7 +44,10 @@ class CleanDocuments(Node[dict[str, Any]]):
         [[5, 6]]
     """
 
-    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("piece",)), Field(("short",), counts=True))
+    FIELDS: ClassVar[tuple[Field, ...]] = (
+        Field(("piece",), limits=COUNT),
+        Field(("short",), counts=True, limits=COUNT),
+    )
     READS_AHEAD: ClassVar[bool] = True
     within = _PIECE
 
@@ -97,10 +103,13 @@ class CleanDocuments(Node[dict[str, Any]]):
         if column != self.column:
             return None
         inner, bound = self._source.documents(column), Bound(self._source, type(self).__name__)
-        return inner and PickedDocuments(inner, self.pieces, bound, dropped=_SHORT, piece=_PIECE)
+        return inner and PickedDocuments(inner, self._all_pieces, bound, dropped=_SHORT, piece=_PIECE)
 
-    def yields_only(self, column: str) -> bool:
-        return self._source.yields_only(column)
+    def dtype_of(self, column: str) -> np.dtype[Any] | None:
+        return self._source.dtype_of(column)
+
+    def _all_pieces(self, spans: Spans) -> list[list[slice]]:
+        return [self.pieces(view) for view in spans.views()]
 
     def pieces(self, tokens: Sequence[int]) -> list[slice]:
         """Where in a document lies what is left of it, in one piece or several."""

@@ -46,6 +46,8 @@ class ColumnDocuments:
             below.reread = True
         self._ended = False
 
+    is_costly = True
+
     def read(self, position: memoryview, most: int) -> Spans:
         del most
         if self._ended or self._node.position != position:

@@ -17,7 +17,7 @@ from rescale_data.nodes.guard import described
 from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.reading.spans import EMPTY, Moves, Spans
-from rescale_data.state import Field, Ints
+from rescale_data.state import COUNT, Field, Ints
 
 _BLOCKED, _LIST, _NUM_OWN = 0, 1, 2
 _KEPT = 16
@@ -65,7 +65,10 @@ class Exclude(Node[Any]):
         [10, 12]
     """
 
-    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("blocked",), counts=True), Field(("list",), counts=True))
+    FIELDS: ClassVar[tuple[Field, ...]] = (
+        Field(("blocked",), counts=True, limits=COUNT),
+        Field(("list",), counts=True),
+    )
     MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"blocklist"})
 
     @checks_kinds
@@ -86,10 +89,19 @@ class Exclude(Node[Any]):
                 f"{source.source.num_rows - 1}, numbered over all files in their order."
             )
         self._bound = Bound(self)
+        source.before_row = lambda: self.pass_blocked(self.position)
+
+    def initial(self) -> View:
+        row = super().initial()
+        row[_LIST] = self.blocklist.digest  # also where a first window begins, which a node above reads again
+        return row
 
     def next(self) -> Any:
-        self.pass_blocked(self.position)
-        return next(self._reader)
+        while True:
+            sample = next(self._reader)
+            if not self.blocklist.ids or not self._has_listed_id(sample, self._reader.locate()):
+                return sample
+            self.position[_BLOCKED] += 1  # it could not be read when its id was looked up
 
     def documents(self, column: str) -> Documents | None:
         inner = None if self.blocklist.ids else self._reader.documents(column)
@@ -138,17 +150,25 @@ class Exclude(Node[Any]):
         if not self.blocklist.ids:
             return int(blocked.argmin()) if not blocked.all() else len(rows)
         for number, row in enumerate(rows.tolist()):
-            if not blocked[number] and not self._has_listed_id(row):
+            if not blocked[number] and not self._is_found_by_id(row):
                 return number
         return len(rows)
 
-    def _has_listed_id(self, row: int) -> bool:
-        sample = self._reader.source.row(row)
+    def _is_found_by_id(self, row: int) -> bool:
+        """True if a row of the source has an id on the list; a row that cannot be read is left to the reader."""
+        source = self._reader.source
+        try:
+            sample = source.row(row)
+        except Exception:
+            return False  # the reader names the row, or leaves it out
+        return self._has_listed_id(sample, source.locate(row))
+
+    def _has_listed_id(self, sample: Any, where: str) -> bool:
         try:
             return sample[self.column] in self.blocklist.ids
         except (KeyError, TypeError) as error:
             raise ValueError(
-                f"Exclude(ids=, column={self.column!r}) was given {described(sample)} in {self._reader.source.locate(row)}. "
+                f"Exclude(ids=, column={self.column!r}) was given {described(sample)} in {where}. "
                 f"Give as column= the one that holds the ids, a string or an integer in each row."
             ) from error
 
@@ -160,7 +180,7 @@ class ExcludedDocuments:
     """
 
     def __init__(self, node: Exclude, documents: Documents) -> None:
-        self._node, self._documents = node, documents
+        self._node, self._documents, self.is_costly = node, documents, documents.is_costly
 
     def read(self, position: memoryview, most: int) -> Spans:
         at = copy_of(position)

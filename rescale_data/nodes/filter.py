@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,16 +14,51 @@ import numpy as np
 from rescale_data.nodes.base import BaseNode, Node, View
 from rescale_data.nodes.below import source_names
 from rescale_data.nodes.bound import Bound
+from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.function import identity
 from rescale_data.nodes.guard import OnError, guard_of
 from rescale_data.nodes.reading.documents import Documents
+from rescale_data.nodes.reading.gather import Around, joined
 from rescale_data.nodes.reading.picked import PickedDocuments
-from rescale_data.state import Field, Ints
+from rescale_data.nodes.reading.spans import Spans
+from rescale_data.state import COUNT, Field, Ints
 
 _LOOK_AFTER = 1000
 _log = logging.getLogger("rescale_data")
 _seen: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, False])
 """By predicate, in this process: kept, dropped, and whether that was said."""
+
+
+class _WrittenError(Exception):
+    """The predicate has changed a sample, and what it wrote is yielded."""
+
+
+class FilteredDocuments:
+    """The documents of a `Filter` in blocks, as long as that is what its samples are.
+
+    From the first block on that cannot be read, for which the predicate raises, or into which it writes, the samples are read
+    one at a time: a null is the predicate's to judge, an error names its row, and what was written is yielded.
+    """
+
+    is_costly = True
+
+    def __init__(self, node: Filter, column: str, blocks: Documents) -> None:
+        self._node, self._column, self._documents = node, column, blocks
+        self._in_blocks = True
+
+    def read(self, position: View, most: int) -> Spans:
+        if self._in_blocks:
+            try:
+                return self._documents.read(position, most)
+            except Exception:
+                self._documents, self._in_blocks = ColumnDocuments(self._node, self._column, "Filter"), False
+        return self._documents.read(position, most)
+
+    def settle(self, position: View) -> bool:
+        return self._documents.settle(position)
+
+    def turn(self, position: View) -> None:
+        self._documents.turn(position)
 
 
 class Filter(Node[Any]):
@@ -45,7 +82,10 @@ class Filter(Node[Any]):
         [0, 2, 4]
     """
 
-    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("filtered",), counts=True), Field(("skipped",), counts=True))
+    FIELDS: ClassVar[tuple[Field, ...]] = (
+        Field(("filtered",), counts=True, limits=COUNT),
+        Field(("skipped",), counts=True, limits=COUNT),
+    )
 
     def __init__(
         self,
@@ -64,7 +104,6 @@ class Filter(Node[Any]):
             f"{getattr(predicate, '__qualname__', type(predicate).__name__)} over {', '.join(source_names(self))}"
         )
         self._seen = _seen[self._name]
-        self._column: str | None = None  # where documents come in blocks
 
     def next(self) -> Any:
         misses = 0
@@ -86,25 +125,41 @@ class Filter(Node[Any]):
 
     def documents(self, column: str) -> Documents | None:
         """Where samples consist of that column alone, the predicate is asked without reading them one at a time."""
-        if self._guard.skips or not self._source.yields_only(column):
+        dtype = self.dtype_of(column)
+        inner = None if self._guard.skips or dtype is None else self._source.documents(column)
+        if inner is None or dtype is None:
             return None
-        inner, self._column = self._source.documents(column), column
         bound = Bound(self._source, type(self).__name__)
-        return inner and PickedDocuments(inner, self._pieces, bound, dropped=0, raise_at=self._raise_at)
+        return FilteredDocuments(
+            self, column, PickedDocuments(inner, partial(self._pieces, column, dtype), bound, dropped=0)
+        )
 
-    def yields_only(self, column: str) -> bool:
-        return self._source.yields_only(column)
+    def dtype_of(self, column: str) -> np.dtype[Any] | None:
+        return self._source.dtype_of(column)
 
-    def _pieces(self, tokens: View) -> list[slice]:
-        if self.predicate({self._column: np.asarray(tokens)}):
-            self._seen[0] += 1
-            return [slice(0, len(tokens))]
-        self._drop()
-        return []
-
-    def _raise_at(self, position: View) -> None:
-        self._source.go_to(position)
-        self.next()
+    def _pieces(self, column: str, dtype: np.dtype[Any], spans: Spans) -> list[list[slice]]:
+        """Ask the predicate of documents, each a copy as a sample holds it, up to one for which it raises."""
+        tokens, ends = joined(spans, Around(None, None, dtype))
+        copies, found = tokens.astype(dtype), list[list[slice]]()
+        for start, stop in pairwise(ends.tolist()):
+            sample = {column: copies[start:stop]}
+            given = sample[column]
+            try:
+                stays = bool(self.predicate(sample))
+            except Exception:
+                if not found:
+                    raise
+                break
+            if sample.get(column) is not given:
+                raise _WrittenError
+            found.append([slice(0, stop - start)] if stays else [])
+        if not np.array_equal(copies, tokens):
+            raise _WrittenError
+        for pieces in found:
+            self._seen[0] += len(pieces)
+            if not pieces:
+                self._drop()
+        return found
 
     def _drop(self) -> None:
         self._seen[1] += 1

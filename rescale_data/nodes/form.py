@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 from rescale_data.errors import DataStateError
 from rescale_data.state import Ints
 
-BEFORE = "before"
+BEFORE = "earlier"
 """Beside the parameters of a node in a state: what it has to know of earlier ones."""
 _DIGIT = 21
 MOST = 2**_DIGIT - 1
@@ -23,6 +23,12 @@ LASTING = ("seq_len", "max_documents", "limits")
 History: TypeAlias = Sequence[tuple[int, Mapping[str, Any]]]
 """``(samples, {"seq_len": ..., "tokens": ..., "shards": N, ...})``, oldest first: up to which sample of the run a form held,
 and how many tokens all logical shards had delivered by then."""
+
+
+CHANGED = (
+    "The state is within a window of samples that has fewer than it says: the state was changed or damaged, or the data is not "
+    "what it was when the state was saved. Load another checkpoint."
+)
 
 
 def num_tokens(history: History, samples: Ints, seq_len: int) -> float:
@@ -48,6 +54,8 @@ def stages(emitted: int, history: History, now: Stage) -> Iterator[Stage]:
     for back in (2, 1):
         num_emitted = emitted >> (back * _DIGIT) & MOST
         if num_emitted:
+            if back > len(history):
+                raise DataStateError(CHANGED)
             form = history[-back][1]
             yield Stage(form["seq_len"], form["max_documents"], form.get("limits", {}), num_emitted)
     yield now

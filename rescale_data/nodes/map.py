@@ -9,20 +9,20 @@ import numpy as np
 
 from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import BaseNode, Node
-from rescale_data.nodes.below import shard_of
+from rescale_data.nodes.below import num_below, shard_of
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.function import identity
 from rescale_data.nodes.guard import OnError, guard_of
 from rescale_data.nodes.provenance import carried
 from rescale_data.order import generator
 from rescale_data.shard import Shard
-from rescale_data.state import Field, Ints, place_slots
+from rescale_data.state import COUNT, Field, Ints
 
 
 class OfEach(Node[Any]):
     """One sample for each of its source, or none: what `Map` and `RandomMap` share."""
 
-    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("skipped",), counts=True),)
+    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("skipped",), counts=True, limits=COUNT),)
     _beside: Any = None
     """Of a class whose ``fn`` is given something beside the sample: makes it, before that is drawn."""
 
@@ -89,15 +89,15 @@ class Map(OfEach):
 class RandomMap(OfEach):
     """``fn(sample, rng)`` of each sample: augmentation that is the same at any topology and after any resume.
 
-    The generator is made anew for each sample, from the seed, the logical shard and the position of the source (epoch and
-    row, not what was counted on the way) at the sample: nothing random is state. Its raw stream is the same in every
-    version of NumPy; what the methods of `numpy.random.Generator` make of it may change with NumPy.
+    The generator is made anew for each sample, from the seed, the logical shard and the position of the source at the sample:
+    epoch and row, over a mixture the number of the draw, not what was counted on the way. Nothing random is state. Its raw
+    stream is the same in every version of NumPy; what the methods of `numpy.random.Generator` make of it may change with NumPy.
 
     Args:
         source: A node.
         fn: From a sample and a `numpy.random.Generator` to a sample. It draws from nothing else.
         label: Tells this node from others that see the same positions, as in the branches of a mixture, which else draw
-            alike. One RandomMap over another is told apart by itself.
+            alike. One RandomMap over another is told apart by itself, but where a mixture is between them.
         shard: Default: that of the `Reader` below.
         on_error: As in `Map`.
         version: As in `Filter`.
@@ -127,9 +127,8 @@ class RandomMap(OfEach):
         super().__init__(source, fn, on_error, version)
         self.label = label
         shard = shard_of(self, shard)
-        depth = sum(isinstance(node, RandomMap) for _, node in self._source.walk())
-        self._key = (shard.seed, shard.index, depth)
-        self._slots_of_place = place_slots(self._source.fields)
+        self._key = (shard.seed, shard.index, num_below(self, RandomMap))
+        self._slots_of_place = self._source.place()
 
     def _beside(self) -> np.random.Generator:
         position = self._source.position

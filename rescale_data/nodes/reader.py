@@ -36,7 +36,7 @@ from rescale_data.sources.source import (
     TextSource,
     TokenSource,
 )
-from rescale_data.state import Field, Ints
+from rescale_data.state import COUNT, Field, Ints
 
 __all__ = ["DEFAULT_WINDOW", "Reader"]
 
@@ -72,10 +72,16 @@ class Reader(Node[Any]):
         ['c', 'd']
     """
 
-    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("epoch",)), Field(("row",)), Field(("skipped",), counts=True))
+    FIELDS: ClassVar[tuple[Field, ...]] = (
+        Field(("epoch",), limits=(0, 2**62)),
+        Field(("row",), limits=COUNT),
+        Field(("skipped",), counts=True, limits=COUNT),
+    )
     PROOF: ClassVar[Field] = Field(("digest",), counts=True)
     """What is kept in addition where `Shard.verify` asks for it."""
     repeats_itself = True
+    before_row: Callable[[], object] | None = None
+    """Set by `Exclude`: moves the position of this reader behind blocked rows, before each row that is read."""
 
     # Not of each reader: an instance of more than 30 attributes takes 1.3 KB more (CPython), and there may be many.
     _chunks: Chunks | None = None
@@ -191,6 +197,8 @@ class Reader(Node[Any]):
     def next(self) -> Any:
         position = self.position
         while True:
+            if self.before_row is not None and not self._over:
+                self.before_row()
             epoch, row = position[0], position[1]
             rows = self.rows
             if self._over or row >= rows.size(epoch):
@@ -214,8 +222,10 @@ class Reader(Node[Any]):
             return with_provenance(value, self.locate()) if says else value
 
     def skip(self, num_samples: int) -> None:
+        if self._guard.skips:  # only reading tells which rows are samples
+            return super().skip(num_samples)
         if not num_samples:
-            return
+            return None
         epoch, row = self.position[0], self.position[1]
         stop = row + num_samples
         if self._over or (stop > self.rows.size(epoch) and stop > self.rows.end_of(epoch, self.shard.index)[0]):
@@ -225,7 +235,7 @@ class Reader(Node[Any]):
             self.position[1], num_samples = 0, stop - before
             if self._proof is not None:
                 self.position[3] = 0
-        self.advance(self.position, num_samples)
+        return self.advance(self.position, num_samples)
 
     def advance(self, position: View, num_rows: int) -> None:
         """Write into a position where to go on after so many rows more."""
@@ -287,16 +297,18 @@ class Reader(Node[Any]):
         if self._guard.skips or self.provenance:
             return None
         self._column = column
-        num_bytes = block_bytes(self.source.cache_bytes, self.shard.num_logical_shards)
-        return FragmentDocuments(self.source, column, self, num_bytes)
+        here = len(shards_of(owner_of(self.source), self.shard.num_logical_shards))
+        return FragmentDocuments(self.source, column, self, block_bytes(self.source.cache_bytes, here))
 
     def texts(self, column: str) -> Texts | None:
         if self._guard.skips or self.provenance or not follows(self.source, TextSource):
             return None
         return RowTexts(self.source, column, self)
 
-    def yields_only(self, column: str) -> bool:
-        return follows(self.source, ColumnSource) and self.source.columns == [column] and not self.provenance
+    def dtype_of(self, column: str) -> np.dtype[Any] | None:
+        source = self.source
+        is_alone = follows(source, ColumnSource) and source.columns == [column] and not self.provenance
+        return source.token_dtype(column) if is_alone and follows(source, TokenSource) else None
 
     def prepare(self, rows: Ints, shards: Ints) -> None:
         if self._fetching is None:

@@ -6,15 +6,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rescale_data.errors import checks_kinds
+from rescale_data.errors import DataStateError, checks_kinds
 from rescale_data.nodes.base import BaseNode, Node, View, copy_of
-from rescale_data.nodes.below import shard_of
+from rescale_data.nodes.below import num_below, shard_of
+from rescale_data.nodes.form import CHANGED
 from rescale_data.nodes.tray import Tray
 from rescale_data.order import permutation
 from rescale_data.shard import Shard
 from rescale_data.sources.decoded.cache import Made, cache, owner_of
 from rescale_data.sources.decoded.sizes import size_of
-from rescale_data.state import Field, Ints, place_slots
+from rescale_data.state import COUNT, Field, Ints
 
 _EMITTED = 0
 
@@ -61,7 +62,7 @@ class Shuffle(Node[Any]):
         [0, 1, 2, 3, 4, 6, 7, 5]
     """
 
-    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("emitted",)),)
+    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("emitted",), limits=COUNT),)
     READS_AHEAD: ClassVar[bool] = True
     repeats_itself = True
     within = _EMITTED
@@ -75,9 +76,8 @@ class Shuffle(Node[Any]):
         self._source = self.children["source"]
         self.writes = self._source.writes
         shard = shard_of(self, shard)
-        depth = sum(isinstance(node, Shuffle) for _, node in self._source.walk())
-        self._shard, self._order_key = shard.index, (shard.seed, shard.index, depth)
-        self._places = place_slots(self._source.fields)
+        self._shard, self._order_key = shard.index, (shard.seed, shard.index, num_below(self, Shuffle))
+        self._places = self._source.place()
         self._changes = any(node.MAY_CHANGE for _, node in self._source.walk())
         self._below = [node for _, node in self._source.walk() if node.reads is None and not node.reread]
         self._key = (owner_of(self), "window")
@@ -105,6 +105,7 @@ class Shuffle(Node[Any]):
 
     def skip(self, num_samples: int) -> None:
         """Whole windows as the node below skips them, where it knows how many samples are left."""
+        self.bind_once()
         while num_samples:
             whole = 0 if self.position[_EMITTED] or self._over else min(num_samples, self._left()) // self.window
             if whole and not self._is_pending():
@@ -137,6 +138,8 @@ class Shuffle(Node[Any]):
         window: Window | None = cache().get(self._key) if self._read else None
         if window is None:
             window = self._make()
+            if self.position[_EMITTED] >= len(window):
+                raise DataStateError(CHANGED)
             cache().put(self._key, window)
             self._read = True
         number = self.position[_EMITTED]

@@ -15,7 +15,7 @@ from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.provenance import with_provenance
 from rescale_data.shard import Shard, require_shard
 from rescale_data.sources.iterable import IterableSource, Stateful, stateful
-from rescale_data.state import Field, Ints
+from rescale_data.state import COUNT, Field, Ints
 
 _log = logging.getLogger("rescale_data")
 _warned: set[str] = set()
@@ -44,7 +44,11 @@ class StreamReader(Node[Any]):
         ['a', 'b', 'c', 'd']
     """
 
-    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("epoch",)), Field(("stream",)), Field(("count",)))
+    FIELDS: ClassVar[tuple[Field, ...]] = (
+        Field(("epoch",), limits=(0, 2**62)),
+        Field(("stream",), limits=COUNT),
+        Field(("count",), limits=COUNT),
+    )
 
     def __init__(self, source: IterableSource, shard: Shard) -> None:
         require_shard(shard, self)
@@ -67,7 +71,11 @@ class StreamReader(Node[Any]):
     def own_fields(self) -> tuple[Field, ...]:
         if self.source.keeps != "state":
             return self.FIELDS
-        return (*self.FIELDS, Field(("length",)), Field(("state",), torch.uint8, (self.source.state_bytes,)))
+        return (
+            *self.FIELDS,
+            Field(("length",), limits=COUNT),
+            Field(("state",), torch.uint8, (self.source.state_bytes,)),
+        )
 
     def seek(self) -> None:
         self._rows, self._over = None, False

@@ -22,7 +22,7 @@ from rescale_data.nodes.guard import OnError, described, guard_of
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.tokenized import FIRST_TEXTS, TokenizedDocuments
 from rescale_data.sources.decoded.cache import Made, cache, owner_of
-from rescale_data.state import Field, Ints
+from rescale_data.state import COUNT, Field, Ints
 
 Tokenizer: TypeAlias = Callable[[list[str]], Sequence[Any]]
 Tokens: TypeAlias = npt.NDArray[np.integer[Any]]
@@ -44,10 +44,10 @@ class Batch(Made):
     """Samples that were made together, or why there is none, each with the position of the source after it.
 
     Args:
-        before: The position of the source before the first of them.
+        where: The place of each sample, for messages.
     """
 
-    before: View
+    where: list[str]
     entries: list[tuple[dict[str, Any] | _Mark, View]]
     nbytes: int
 
@@ -86,7 +86,7 @@ class Tokenize(Node[dict[str, Any]]):
         [97, 98, 99]
     """
 
-    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("skipped",), counts=True),)
+    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("skipped",), counts=True, limits=COUNT),)
     READS_AHEAD: ClassVar[bool] = True
     repeats_itself = True
 
@@ -133,6 +133,7 @@ class Tokenize(Node[dict[str, Any]]):
     def skip(self, num_samples: int) -> None:
         if self._guard.skips:
             return super().skip(num_samples)
+        self.bind_once()
         if self._over:  # the source, bound anew, would go on with its next epoch
             raise StopIteration
         self._source.go_to(self._bookmark)
@@ -149,6 +150,9 @@ class Tokenize(Node[dict[str, Any]]):
     def settle(self, position: View) -> bool:
         return self._source.settle(position[self._slots("source")])
 
+    def pass_blocked(self, position: View) -> None:
+        self._source.pass_blocked(position[self._slots("source")])
+
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
         return None if self._guard.skips else self.epoch_end_of_source(rows, shards)
 
@@ -157,10 +161,7 @@ class Tokenize(Node[dict[str, Any]]):
 
     def locate(self) -> str:
         batch: Batch | None = cache().get(self._key) if self._at > 0 else None
-        if batch is None or batch.entries[self._at - 1][0] is _Mark.END:
-            return ""
-        before = batch.entries[self._at - 2][1] if self._at > 1 else batch.before
-        return self._locate(before, copy_of(self._source.position))
+        return "" if batch is None or self._at > len(batch.where) else batch.where[self._at - 1]
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         return {"skipped_rows": float(rows[:, 0].sum())}
@@ -196,36 +197,35 @@ class Tokenize(Node[dict[str, Any]]):
         """What comes after the sample that was yielded last."""
         if self._source.position != self._bookmark:
             self._source.go_to(self._bookmark)
-        before = copy_of(self._bookmark)
-        samples: list[Any] = []
+        samples, where = list[Any](), list[str]()
         after: list[View] = []
         while len(after) < min(most, self._num_texts) and len(samples) == len(after):
             with suppress(StopIteration):
                 samples.append(next(self._source))
+                where.append(self._source.locate())
             after.append(copy_of(self._source.position))
         self._num_texts = min(2 * self._num_texts, self.batch_size)
-        tokens = self._tokenize(samples, after)
+        tokens = self._tokenize(samples, where)
         made = [self._sample(*pair) for pair in zip(samples, tokens, strict=True)]
         entries = list(zip([*made, _Mark.END], after, strict=False))
-        return Batch(before, entries, sum(_BYTES_OF_A_SAMPLE + ids.nbytes for ids in tokens if ids is not None))
+        return Batch(where, entries, sum(_BYTES_OF_A_SAMPLE + ids.nbytes for ids in tokens if ids is not None))
 
-    def _tokenize(self, samples: list[Any], after: list[View]) -> list[Tokens | None]:
+    def _tokenize(self, samples: list[Any], where: list[str]) -> list[Tokens | None]:
         try:
             found = self._tokens(samples)
         except Exception:
-            return self._one_by_one(samples, after)
+            return self._one_by_one(samples, where)
         return _as_many(found, len(samples))
 
-    def _one_by_one(self, samples: list[Any], after: list[View]) -> list[Tokens | None]:
+    def _one_by_one(self, samples: list[Any], where: list[str]) -> list[Tokens | None]:
         """To find which of the samples cannot be tokenized."""
         found: list[Tokens | None] = []
         num_failed = self.position[0]
-        for i, sample in enumerate(samples):
+        for sample, place in zip(samples, where, strict=True):
             try:
                 tokens = self._tokens([sample])
             except Exception as error:
-                where = self._locate(after[i - 1] if i else self._bookmark, after[len(samples) - 1])
-                instead = self._guard.caught(error, where, num_failed)
+                instead = self._guard.caught(error, place, num_failed)
                 num_failed += instead is None
                 found.append(None if instead is None else _integers(instead))
                 continue
@@ -250,14 +250,6 @@ class Tokenize(Node[dict[str, Any]]):
         if tokens is None:
             return _Mark.FAILED
         return {**{key: value for key, value in sample.items() if key != self.column}, self.into: tokens}
-
-    def _locate(self, before: View, then: View) -> str:
-        """Where the sample after a position comes from; the source is moved there and on to ``then``."""
-        self._source.go_to(before)
-        next(self._source)
-        where = self._source.locate()
-        self._source.go_to(then)
-        return where
 
     def _fingerprint(self) -> str:
         try:

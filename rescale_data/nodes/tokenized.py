@@ -34,6 +34,8 @@ class TokenizedDocuments:
         self._num_texts = FIRST_TEXTS
         self._behind: View | None = None  # what was read last, where texts are read
 
+    is_costly = True
+
     def read(self, position: memoryview, most: int) -> Spans:
         found = None
         if self._texts is not None:

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from rescale_data.errors import checks_kinds
 from rescale_data.sources import ipc
-from rescale_data.sources.arrow_types import ArrowBuffer, ArrowExpression, ArrowSchema, ArrowTable
+from rescale_data.sources.arrow_types import ArrowArray, ArrowBuffer, ArrowExpression, ArrowSchema, ArrowTable
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES, handles, owner_of
 from rescale_data.sources.decoded.place import Place
 from rescale_data.sources.documents import document_table, one_row_each
@@ -149,6 +149,15 @@ class ArrowSource(TableSource):
         return found
 
     def _table(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
+        """Columns of a fragment, whose offsets lie within their buffers: Arrow does not look, and reads what is there."""
+        table, known = self._columns_of(fragment, columns), self._handle(self._index.file_of(fragment)).sound
+        if (fragment, *columns) not in known:
+            for column in table.columns:
+                _as_bytes(column).validate(full=True)
+            known.add((fragment, *columns))
+        return table
+
+    def _columns_of(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
         file = self._index.file_of(fragment)
         if self._needs_reader(file, columns):
             return self._read_columns(file, self._batches(fragment), columns)
@@ -188,11 +197,17 @@ class ArrowSource(TableSource):
 
 @dataclass(frozen=True)
 class _Opened:
-    """A file, the table of its record batches where that costs nothing, and what was found out about columns of fragments."""
+    """A file, the table of its record batches where that costs nothing, and what was found out about columns of fragments.
+
+    Args:
+        places: Where they lie.
+        sound: Fragments with some columns that were checked.
+    """
 
     ranges: Ranges
     table: ipc.FooterTable | None
     places: dict[tuple[str, int], Place | None] = field(default_factory=dict[tuple[str, int], Place | None])
+    sound: set[tuple[int | str, ...]] = field(default_factory=set[tuple[int | str, ...]])
 
 
 def _read_messages(data: ArrowBuffer, schema: ArrowSchema, blocks: ipc.Blocks) -> ArrowTable:
@@ -200,6 +215,12 @@ def _read_messages(data: ArrowBuffer, schema: ArrowSchema, blocks: ipc.Blocks) -
     places = zip((blocks.offset - blocks.offset[0]).tolist(), (blocks.metadata + blocks.body).tolist(), strict=True)
     messages = [pa.ipc.read_message(data.slice(start, length)) for start, length in places]
     return pa.Table.from_batches([pa.ipc.read_record_batch(message, schema) for message in messages])
+
+
+def _as_bytes(column: ArrowArray) -> ArrowArray:
+    """The same column, without a copy; of texts the bytes, of which one row may be no text, and that row alone is bad."""
+    kind = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}.get(column.type)
+    return column if kind is None else column.cast(kind)
 
 
 def _joints(blocks: ipc.Blocks) -> Ints:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 import re
 from typing import Any
 
@@ -15,7 +17,7 @@ from rescale_data.sources.fragments import Footer
 from rescale_data.state import Ints
 
 _MATCH = "match"
-_QUOTED, _BY_NUMBER, _CALLED = re.compile(r'"[^"]*"'), re.compile(r"FieldPath\(\d"), re.compile(r"(\w+) ?\(")
+_QUOTED, _CALLED = re.compile(r'"[^"]*"'), re.compile(r"(\w+) ?\(")
 
 
 class Condition:
@@ -26,12 +28,22 @@ class Condition:
             raise TypeError(
                 f"filter={expression!r}: give an expression, such as pyarrow.compute.field('lang') == 'de'."
             )
-        if _BY_NUMBER.search(_QUOTED.sub("", str(expression))):
-            raise ValueError(f"filter={expression}: name the columns that it asks for, and do not number them.")
+        try:
+            serialized = pickle.dumps(expression, protocol=5)
+        except pa.ArrowNotImplementedError as error:
+            raise ValueError(
+                f"filter={expression} cannot be serialized ({error}): name the columns that it asks for, do not number them."
+            ) from None
         self.expression = expression
+        self._digest = hashlib.blake2b(serialized, digest_size=8).hexdigest()
 
     def __str__(self) -> str:
         return str(self.expression)
+
+    @property
+    def identity(self) -> str:
+        """The expression as text, which Arrow shortens, with a digest of all of it as Arrow serializes it."""
+        return f"{self} [{self._digest}]"
 
     def columns(self, schema: ArrowSchema) -> list[str]:
         """Those that it asks for; ``ValueError`` where they are not there, or cannot be asked that."""

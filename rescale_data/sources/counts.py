@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-FIELDS = READ_BYTES, REQUESTS, REQUEST_BYTES, RETRIES, HEDGES, READ_SECONDS, MAKE_SECONDS, MADE = range(8)
+FIELDS = READ_BYTES, REQUESTS, REQUEST_BYTES, RETRIES, READ_SECONDS, MAKE_SECONDS, MADE = range(7)
 """Bytes of fragments as they are in memory; requests for files behind URLs, all attempts, the bytes that they brought, and how
-many were made again after an error and after a stall; seconds in which a batch waited for files and their decoding, and was
+many were made again after an error or a stall; seconds in which a batch waited for files and their decoding, and was
 made, these included; batches that a worker has made in its leg."""
 BACKGROUND = "rescale_data_"
 """How names of threads begin that read ahead: no batch waits for them."""
@@ -74,7 +74,6 @@ def told(values: Any) -> dict[str, float]:
         "requests": float(values[REQUESTS]),
         "request_bytes": float(values[REQUEST_BYTES]),
         "retries": float(values[RETRIES]),
-        "hedges": float(values[HEDGES]),
     }
 
 

@@ -112,6 +112,22 @@ class FileSource(KnownFiles):
         cache().forget(key)
         return brought.data
 
+    def _brought(self, what: str, file: int, fetch: Callable[[], ArrowBuffer], *, soon: bool = True) -> ArrowBuffer:
+        """Return what says where the fragments of a file are; of a remote one the cache keeps it when the file is long closed.
+
+        Args:
+            soon: Whether the file is about to be read; else it is kept where that of all files takes little.
+        """
+        if self._files.filesystem is None:
+            return fetch()
+        key = (owner_of(self), what, file)
+        with cache().alone(key):
+            kept: Brought | None = cache().get(key)
+            found = Brought(fetch()) if kept is None else kept
+            if soon or found.nbytes * len(self._files.names) <= self.cache_bytes // 16:
+                self._keep(key, found)
+        return found.data
+
     def _bytes_key(self, fragment: int) -> tuple[Any, ...]:
         return (owner_of(self), "bytes", fragment)
 

@@ -3,7 +3,10 @@
     <folder>/<what is indexed>-<listing>.rdindex        listing: a digest of names, sizes and times of the files
 
 It is never changed: other files have another one, for which only those files are read that the last one does not name. Whoever
-opens the source maps it. Processes that find none make it together, some files a part, each part by whoever comes first.
+opens the source maps it. Processes that find none make it together, some files a part, each part by whoever comes first. A part
+is named by the names, sizes and times of its files: what a killed process leaves is right for whoever finds it.
+
+A local file with the bytes of the last index and another time, as on a host to which files were copied, counts as the same.
 """
 
 from __future__ import annotations
@@ -28,9 +31,10 @@ from rescale_data.sources.fragments import Footer, Fragments, gather
 
 Read: TypeAlias = Callable[[Sequence[int]], list[Footer]]
 
-VERSION = 1
+_VERSION = 2
 PART_FILES = 32
 _SUFFIX, _OLD, _PARTS = ".rdindex", ".rdindex.old", ".parts"
+_PROBES = "probes"
 _SHOWN = 5
 _log = logging.getLogger("rescale_data")
 
@@ -49,6 +53,11 @@ class IndexFolder:
     about: Mapping[str, Any]
     given: Sequence[str]
 
+    @property
+    def _about(self) -> dict[str, Any]:
+        """What is indexed, and by which version of this module: others make an index of their own."""
+        return {"version": _VERSION, **self.about}
+
     def open(self, files: Files, read: Read) -> str:
         """The index of these files, made where there is none.
 
@@ -65,7 +74,7 @@ class IndexFolder:
         return path
 
     def path(self, files: Files) -> str:
-        return os.path.join(self.folder, f"{_digest(self.about)}-{_listing_digest(files)}{_SUFFIX}")
+        return os.path.join(self.folder, f"{_digest(self._about)}-{_listing_digest(files)}{_SUFFIX}")
 
     def all(self) -> Iterator[Bundle]:
         """Whatever index lies there, also put aside, the newest first."""
@@ -75,16 +84,16 @@ class IndexFolder:
 
     def earlier(self) -> Iterator[str]:
         """The indices of this source, the newest first."""
-        return self._found(f"{_digest(self.about)}-", (_SUFFIX,))
+        return self._found(f"{_digest(self._about)}-", (_SUFFIX,))
 
     def _found(self, begin: str, suffixes: tuple[str, ...]) -> Iterator[str]:
         try:
-            found = [entry for entry in os.scandir(self.folder) if entry.name.startswith(begin)]
+            entries = [entry for entry in os.scandir(self.folder) if entry.name.startswith(begin)]
         except OSError:
             return
+        found = [entry for entry in entries if entry.name.endswith(suffixes)]  # others make something: that may be gone
         for entry in sorted(found, key=lambda entry: entry.stat().st_mtime_ns, reverse=True):
-            if entry.name.endswith(suffixes):
-                yield entry.path
+            yield entry.path
 
     def load(self, path: str) -> Bundle:
         """An index, mapped; ``ValueError`` where it is not one of this source."""
@@ -92,15 +101,8 @@ class IndexFolder:
             bundle = Bundle(path)
         except ValueError as error:
             raise ValueError(f"{error}: it was cut short, or is none. Delete it, and it is made anew.") from None
-        version = bundle.facts.get("version", 0)
-        if version > VERSION:
-            raise ValueError(
-                f"{path} is an index of version {version}, and this one knows {VERSION}: upgrade rescale_data."
-            )
-        if bundle.facts.get("about") != json.loads(json.dumps(self.about)):
-            raise ValueError(
-                f"{path} is an index of {bundle.facts.get('about')}, not of {dict(self.about)}. Delete it."
-            )
+        if bundle.facts.get("about") != json.loads(json.dumps(self._about)):
+            raise ValueError(f"{path} is an index of {bundle.facts.get('about')}, not of {self._about}. Delete it.")
         if bundle.facts.get("listing", "") not in os.path.basename(path):
             raise ValueError(f"{path} is an index of other files, under a name that is not its own. Delete it.")
         return bundle
@@ -109,31 +111,42 @@ class IndexFolder:
         known = self._known(files)
         os.makedirs(self.folder, exist_ok=True)
         todo = [file for file, name in enumerate(files.names) if name not in known]
-        parts = [todo[at : at + PART_FILES] for at in range(0, len(todo), PART_FILES)]
         _log.info("%s: %d of %d files are read for its index, %s", files.root, len(todo), len(files.names), path)
-        if len(parts) > 1:
-            _make_parts(path, parts, read)
+        parts: dict[str, Sequence[int]] = {}
+        if len(todo) > PART_FILES:
+            chunks = (todo[at : at + PART_FILES] for at in range(0, len(todo), PART_FILES))
+            parts = {os.path.join(path + _PARTS, _listing_digest(files.some(chunk))): chunk for chunk in chunks}
 
         def write(aside: str) -> None:
-            read_now = read(todo) if len(parts) <= 1 else _read_parts(path, len(parts))
+            read_now = [footer for part in parts for footer in _footers(part)] if parts else read(todo)
             found = {**known, **dict(zip((files.names[file] for file in todo), read_now, strict=True))}
             self._write(aside, files, gather([found[name] for name in files.names]))
 
-        make_once(path, lambda: os.path.exists(path), write)
+        try:
+            _make_parts(path, parts, read)
+            make_once(path, lambda: os.path.exists(path), write)
+        except (FileNotFoundError, FileExistsError):
+            if not os.path.exists(path):  # else somebody has made the whole of it, and cleared the parts away
+                raise
         shutil.rmtree(path + _PARTS, ignore_errors=True)
 
     def _known(self, files: Files) -> dict[str, Footer]:
-        """What the last index of the same paths says; ``ValueError`` where a file of it has changed since."""
+        """Return what the last index of the same paths says of `files`; ``ValueError`` where one has changed since."""
         for path in self.earlier():
             bundle = self.load(path)
             if bundle.facts["given"] != list(self.given):
                 continue
             then, fragments = listed(bundle, files), Fragments.of(bundle)
             old = {name: file for file, name in enumerate(then.names)}
-            now = {
-                name: (size, stamp) for name, size, stamp in zip(files.names, files.sizes, files.stamps, strict=True)
-            }
-            stale = [n for n, f in old.items() if n in now and now[n] != (int(then.sizes[f]), then.stamps[f])]
+            now = {name: file for file, name in enumerate(files.names)}
+            both = [(now[name], file) for name, file in old.items() if name in now]
+            probes = Strings(bundle, _PROBES)
+            stale = [
+                files.names[f]
+                for f, g in both
+                if files.sizes[f] != then.sizes[g]
+                or (files.stamps[f] != then.stamps[g] and not files.is_copy(f, probes[g]))
+            ]
             if stale:
                 raise ValueError(
                     f"{_some(stale)} below {files.root} changed since the index {path} was made. Restore what was there, or "
@@ -145,9 +158,9 @@ class IndexFolder:
         return {}
 
     def _write(self, path: str, files: Files, index: Fragments) -> None:
-        facts: dict[str, Any] = {"version": VERSION, "about": self.about, "given": list(self.given)}
+        facts: dict[str, Any] = {"about": self._about, "given": list(self.given)}
         facts |= {"listing": _listing_digest(files), "kinds": list(index.kinds)}
-        write_bundle(path, facts, {**index.arrays(), **_listing(files)})
+        write_bundle(path, facts, {**index.arrays(), **_listing(files), **string_arrays(_PROBES, files.probes())})
 
 
 def listed(bundle: Bundle, files: Files) -> Files:
@@ -160,39 +173,39 @@ def _listing(files: Files) -> dict[str, Any]:
     return {**string_arrays("names", files.names), "sizes": sizes, **string_arrays("stamps", files.stamps)}
 
 
-def _make_parts(path: str, parts: Sequence[Sequence[int]], read: Read) -> None:
+def _make_parts(path: str, parts: Mapping[str, Sequence[int]], read: Read) -> None:
     """Read files until all parts are there: first those that nobody has begun, then those that nobody has finished."""
-    folder = path + _PARTS
-    os.makedirs(folder, exist_ok=True)
-    mixed = random.sample(range(len(parts)), len(parts))
+    mixed = random.sample(list(parts), len(parts))
+    if mixed:
+        os.makedirs(path + _PARTS, exist_ok=True)
+    for wait in (False, True):
+        for part in mixed:
+
+            def write(aside: str, files: Sequence[int] = parts[part]) -> None:
+                index = gather(read(files))
+                write_bundle(aside, {"kinds": list(index.kinds)}, index.arrays())
+
+            make_once(part, lambda part=part: os.path.exists(path) or _is_whole(part), write, wait=wait)
+
+
+def _is_whole(part: str) -> bool:
     try:
-        for wait in (False, True):
-            for part in mixed:
-                name = os.path.join(folder, str(part))
-
-                def write(aside: str, files: Sequence[int] = parts[part]) -> None:
-                    index = gather(read(files))
-                    write_bundle(aside, {"kinds": list(index.kinds)}, index.arrays())
-
-                make_once(name, lambda name=name: os.path.exists(path) or os.path.exists(name), write, wait=wait)
-    except FileNotFoundError:
-        if not os.path.exists(path):  # else somebody has made the whole of it, and cleared its parts away
-            raise
+        Bundle(part)
+    except (FileNotFoundError, ValueError):
+        return False
+    return True
 
 
-def _read_parts(path: str, num_parts: int) -> list[Footer]:
-    found: list[Footer] = []
-    for part in range(num_parts):
-        index = Fragments.of(Bundle(os.path.join(path + _PARTS, str(part))))
-        found += [index.footer(file) for file in range(len(index.files) - 1)]
-    return found
+def _footers(part: str) -> list[Footer]:
+    index = Fragments.of(Bundle(part))
+    return [index.footer(file) for file in range(len(index.files) - 1)]
 
 
 def parts_done(folder: str) -> int:
     """Of all indices that are being made in a folder."""
     try:
         making = [entry.path for entry in os.scandir(folder) if entry.name.endswith(_PARTS)]
-        return sum(entry.name.isdigit() for path in making for entry in os.scandir(path))
+        return sum("." not in entry.name for path in making for entry in os.scandir(path))
     except FileNotFoundError:  # not begun, or just done
         return 0
 

@@ -29,7 +29,7 @@ from rescale_data.state import Ints
 
 FRAGMENT_ROWS = 1024
 FRAGMENT_BYTES = 2**22
-_VERSION = 1
+_VERSION = 2
 _log = logging.getLogger("rescale_data")
 
 
@@ -86,11 +86,12 @@ class IndexedSource(FileSource):
             "version": _VERSION,
             "format": self.FORMAT,
             "size": int(self._files.sizes[file]),
-            "stamp": self._files.stamps[file],
         }
         try:
             make_once(
-                path, lambda: _is_good(path, copy, facts), lambda aside: self._write_index(file, copy, aside, facts)
+                path,
+                lambda: self._is_good(file, path, copy, facts),
+                lambda aside: self._write_index(file, copy, aside, facts),
             )
         except PermissionError as error:
             raise PermissionError(
@@ -149,9 +150,20 @@ class IndexedSource(FileSource):
             )
         return index.removesuffix(".rdindex") + ".rdblocks"
 
+    def _is_good(self, file: int, path: str, copy: str | None, facts: Mapping[str, Any]) -> bool:
+        """True if the index is of the file as it is now, and the copy that it speaks of is there."""
+        try:
+            known = Bundle(path).facts
+            whole = copy is None or os.path.getsize(copy) == known["copy"]
+        except (OSError, ValueError, KeyError):
+            return False
+        if not whole or any(known.get(name) != value for name, value in facts.items()):
+            return False
+        return known["stamp"] == self._files.stamps[file] or self._files.is_copy(file, known["probe"])
+
     def _write_index(self, file: int, copy: str | None, aside: str, facts: Mapping[str, Any]) -> None:
         arrays: dict[str, npt.NDArray[Any]] = {}
-        facts = dict(facts)
+        facts = {**facts, "stamp": self._files.stamps[file], "probe": self._files.probe(file)}
         if copy is None:
             ranges = self._files.ranges(file)
         else:
@@ -180,14 +192,3 @@ class IndexedSource(FileSource):
 
         write_aside(copy, write)
         return tables[0]
-
-
-def _is_good(path: str, copy: str | None, facts: Mapping[str, Any]) -> bool:
-    """Whether the index is that of the file as it is now, and the copy that it speaks of is there."""
-    try:
-        known = Bundle(path).facts
-        whole = copy is None or os.path.getsize(copy) == known["copy"]
-    except (OSError, ValueError, KeyError):
-        return False
-    known = {"format": facts["format"], **known}  # older ones do not say it
-    return whole and all(known.get(name) == value for name, value in facts.items())

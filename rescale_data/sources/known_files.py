@@ -29,7 +29,7 @@ HIDDEN = ".rescale_data"
 """The folder, beside local files, for what is kept of them."""
 
 _OPENING_THREADS = 16
-_DAMAGE = (OSError, ValueError, IndexError, struct.error, pa.ArrowException)
+_DAMAGE = (OSError, ValueError, LookupError, OverflowError, struct.error, pa.ArrowException)
 
 
 class Explained(ValueError):

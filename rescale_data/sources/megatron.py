@@ -69,13 +69,13 @@ class MegatronSource(FileSource):
             )
         super()._accept()
 
-    def check_tokens(self, column: str) -> None:
+    def token_dtype(self, column: str) -> np.dtype[Any]:
         if column != COLUMN:
             raise ValueError(f"{self.name} has no column {column!r}. A MegatronSource has {COLUMN!r}.")
+        return np.dtype(self._index.kinds[0]["dtype"])
 
     def num_tokens(self, column: str | None, fragments: Ints | None = None) -> int:
-        self.check_tokens(column or COLUMN)
-        nbytes, dtype = self._index.places["length"], np.dtype(self._index.kinds[0]["dtype"])
+        nbytes, dtype = self._index.places["length"], self.token_dtype(column or COLUMN)
         return int((nbytes if fragments is None else nbytes[fragments]).sum()) // dtype.itemsize
 
     def tokens(self, column: str, fragment: int) -> Tokens:
@@ -88,7 +88,7 @@ class MegatronSource(FileSource):
         super().prepare(None, fragment, share)
 
     def _footer(self, file: int) -> Footer:
-        index = _Index(open_index(self._files, file))
+        index = _Index(self._brought("index", file, lambda: open_index(self._files, file), soon=False))
         starts = index.starts(0, index.num_documents)
         if int(starts[-1]) != self._files.sizes[file]:
             raise ValueError(
@@ -100,7 +100,8 @@ class MegatronSource(FileSource):
         return Footer(np.diff(cuts), *spans(starts[cuts]), {"dtype": index.dtype.str})
 
     def _open(self, file: int) -> _Opened:
-        return _Opened(self._files.ranges(file), _Index(open_index(self._files, file)))
+        index = self._brought("index", file, lambda: open_index(self._files, file))
+        return _Opened(self._files.ranges(file), _Index(index))
 
     def _extent(self, fragment: int) -> tuple[int, int]:
         return self._span(fragment)

@@ -15,8 +15,7 @@ from pyarrow import dataset
 
 from rescale_data.sources.arrow_types import ArrowBuffer, ArrowFile, ArrowTable
 from rescale_data.sources.decoded.ahead import ahead
-from rescale_data.sources.decoded.cache import cache, owner_of
-from rescale_data.sources.file_source import Brought
+from rescale_data.sources.decoded.cache import cache
 from rescale_data.sources.files.ranges import Ranges
 from rescale_data.sources.fragments import Footer
 from rescale_data.sources.tables import TableSource, schema_kind
@@ -100,13 +99,7 @@ class ParquetSource(TableSource):
         Args:
             soon: Whether the file is about to be read; else it is kept where those of all files take little.
         """
-        key = (owner_of(self), "footer", file)
-        with cache().alone(key):
-            kept: Brought | None = cache().get(key)
-            tail = Brought(_tail_of(self._files.ranges(file))) if kept is None else kept
-            if soon or tail.nbytes * len(self._files.names) <= self.cache_bytes // 16:
-                self._keep(key, tail)
-        return tail.data
+        return self._brought("footer", file, lambda: _tail_of(self._files.ranges(file)), soon=soon)
 
     def _table(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
         handle: _Handle = self._handle(self._index.file_of(fragment))

@@ -200,8 +200,9 @@ class TokenSource(Source, Protocol):
         """The byte budget of what this process keeps decoded."""
         ...
 
-    def check_tokens(self, column: str) -> None:
-        """``ValueError`` where there is no such column, ``TypeError`` where it does not hold lists of integers."""
+    def token_dtype(self, column: str) -> np.dtype[Any]:
+        """The dtype of a column in each row; ``ValueError`` where there is no such column, ``TypeError`` where it does not hold
+        lists of integers."""
         ...
 
     def tokens(self, column: str, fragment: int) -> Tokens:

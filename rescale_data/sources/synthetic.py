@@ -86,9 +86,10 @@ class SyntheticSource:
     def locate(self, index: int) -> str:
         return f"synthetic row {index}"
 
-    def check_tokens(self, column: str) -> None:
+    def token_dtype(self, column: str) -> np.dtype[Any]:
         if column != COLUMN:
             raise ValueError(f"A SyntheticSource has no column {column!r}. It has {COLUMN!r}.")
+        return np.dtype(np.int32)
 
     def tokens(self, column: str, fragment: int) -> Tokens:
         del column  # there is one

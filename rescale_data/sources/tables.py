@@ -71,7 +71,7 @@ class TableSource(FileSource):
         """The columns of a row, in their order."""
         return list(self._schema.names)
 
-    def check_tokens(self, column: str) -> None:
+    def token_dtype(self, column: str) -> np.dtype[Any]:
         check_columns(self._schema, [column], f"{self.name} (columns={self._schema.names})")
         kind = self._schema.field(column).type
         if not is_token_list(kind):
@@ -80,6 +80,7 @@ class TableSource(FileSource):
                 f"Tokenize it in the pipeline (torchdata.nodes.Mapper over rd.Reader), or name another column of "
                 f"{self._schema.names}."
             )
+        return np.dtype(kind.value_type.to_pandas_dtype())
 
     def tokens(self, column: str, fragment: int) -> Tokens:
         key, load = self._key(fragment, column), partial(self._load_tokens, column)
@@ -175,7 +176,7 @@ class TableSource(FileSource):
         return {**super().manifest(), **self._indexed_with()}
 
     def _indexed_with(self) -> Mapping[str, Any]:
-        return {} if self._condition is None else {"filter": str(self._condition)}
+        return {} if self._condition is None else {"filter": self._condition.identity}
 
     @property
     def _must_index(self) -> bool:
@@ -203,7 +204,7 @@ class TableSource(FileSource):
             raise ValueError(f"{self._files.path(file)}: {error}") from None
         with self._blaming(file):
             alone = copy.copy(self)
-            alone._condition, alone._files = None, self._files.only(file)
+            alone._condition, alone._files = None, self._files.some([file])
             alone._set(gather([footer]))
             alone._schemas = [FileSchema(_schema_of(footer.kind))]
             tell = condition.bounds_tell(self._shown(_schema_of(footer.kind)), used)

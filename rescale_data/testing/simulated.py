@@ -21,25 +21,27 @@ MakeLoader: TypeAlias = Callable[[int, int, int, int], DataLoader]
 
 
 def full_state_dict(loaders: Sequence[DataLoader | LogicalShards]) -> dict[str, Any]:
-    """The state that the loaders of all dp ranks would save together, with plain tensors of all N rows.
+    """The state that the loaders of all dp ranks would save together, with all N rows.
 
     Args:
         loaders: One of each simulated rank, in any order, all at the same batch.
 
     Raises:
-        ValueError: A rank is missing, or the loaders stand at different batches.
+        ValueError: A rank is missing, there are none, or the loaders stand at different batches.
 
     Example:
         >>> import rescale_data as rd
         >>> from rescale_data import testing
         >>> loaders = [rd.DataLoader(range(16), global_batch_size=4, dp_rank=rank, dp_world_size=2) for rank in range(2)]
         >>> batches = [next(iter(loader)) for loader in loaders]
-        >>> testing.full_state_dict(loaders)["samples"]
-        4
+        >>> testing.full_state_dict(loaders)["table"].shape
+        torch.Size([16, 6])
     """
     words = "a list of the loaders of all simulated ranks"
     require(Sequence, words, loaders=loaders)
-    require(HasStream, words, **{f"loaders[{i}]": loader for i, loader in enumerate(loaders or [None])})
+    if not loaders:
+        raise ValueError(f"loaders is empty: give {words}.")
+    require(HasStream, words, **{f"loaders[{i}]": loader for i, loader in enumerate(loaders)})
     return merged_state_dict([loader.stream for loader in loaders])
 
 

@@ -110,13 +110,16 @@ def _check_places(source: Source, rows: list[int]) -> None:
 def _check_tokens(source: Source, column: str, first: Mapping[int, Any]) -> None:
     if not isinstance(source, TokenSource) or source.fragments is None:
         raise AssertionError(f"it has no tokens(column, fragment) to read {column!r} with")
-    source.check_tokens(column)
+    dtype = source.token_dtype(column)
     for index, row in first.items():
         fragment = int(np.searchsorted(source.fragments, index, side="right")) - 1
         tokens, at = source.tokens(column, fragment), index - int(source.fragments[fragment])
         found = tokens.values[tokens.offsets[at] : tokens.offsets[at + 1]]
         held = found.tolist() == row[column].tolist()
         _require(held, f"tokens({column!r}, {fragment}) are not those of row({index})")
+        _require(
+            row[column].dtype == dtype, f"token_dtype({column!r}) is {dtype}, row({index}) has {row[column].dtype}"
+        )
 
 
 def _check_readers(source: Source) -> None:

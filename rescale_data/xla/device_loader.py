@@ -21,8 +21,6 @@ from torch_xla.core import xla_model
 from rescale_data.engine.feed import InThread
 from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.reading import Batches
-from rescale_data.engine.setup import Setup
-from rescale_data.engine.stream import Stream
 from rescale_data.errors import require_int
 from rescale_data.loader import DataLoader
 from rescale_data.xla.hosts import warn_if_hosts_share_samples
@@ -61,19 +59,19 @@ class DeviceLoader(DataLoader):
         if read_ahead < 1:
             raise ValueError(f"read_ahead={read_ahead}: one batch at least is on its way.")
         warn_if_hosts_share_samples(loader.setup.ranks.world_size)
-        reading = loader.give_away()
-        vars(self).update(vars(loader), _reading=reading)
+        vars(self).update(vars(loader), _reading=loader.give_away())
         sharding = dict(input_sharding) if isinstance(input_sharding, Mapping) else input_sharding
         self._send = partial(_to_device, torch_xla.device() if device is None else device, sharding)
         self._read_ahead = read_ahead
-        self._send_from(reading.stream)
+        self._send_ahead()
 
-    def stream_of(self, setup: Setup) -> Stream:
-        stream = super().stream_of(setup)
-        self._send_from(stream)
-        return stream
+    def reopen(self, state: Mapping[str, Any] | None = None, delivered: int = 0, **changed: Any) -> None:
+        """As `DataLoader.reopen`; the device and what is sent ahead stay."""
+        super().reopen(state, delivered, **changed)
+        self._send_ahead()
 
-    def _send_from(self, stream: Stream) -> None:
+    def _send_ahead(self) -> None:
+        stream = self.stream
         send = partial(self._send, stream.ranks)
         stream.through(lambda feed: InThread(feed, self._read_ahead, send))
 

@@ -1,5 +1,6 @@
 """`Audit`: what it says of a run is what the run has seen, whatever happened between its checkpoints."""
 
+import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -79,9 +80,7 @@ class Recorded:
     def __init__(self, folder: Any, **arguments: Any) -> None:
         self.folder, self.arguments, self.seen, self.state = folder, arguments, Seen(), None
 
-    def leg(
-        self, pipeline: Any, leg: Leg, excluded: Any = (), change: Callable[[rd.DataLoader], None] | None = None
-    ) -> None:
+    def leg(self, pipeline: Any, leg: Leg, change: Callable[[rd.DataLoader], None] | None = None) -> None:
         sizes = {"global_batch_size": leg.w * leg.b * leg.a, "micro_batch_size": leg.b, "num_logical_shards": N}
         loaders = [
             rd.DataLoader(pipeline, dp_rank=r, dp_world_size=leg.w, **sizes, **self.arguments) for r in range(leg.w)
@@ -89,7 +88,6 @@ class Recorded:
         for loader in loaders:
             if self.state is not None:
                 loader.load_state_dict(self.state)
-            loader.exclude_steps(excluded)
         for _ in range(leg.steps):
             self._step(loaders)
             for loader in loaders if change is not None else ():
@@ -160,8 +158,13 @@ def test_over_ends_of_epochs(kind: str, parts: list[Leg], tail: Any) -> None:
 def test_served_blocked_and_filtered_rows_are_the_source_and_left_out_steps_are_not_served() -> None:
     with TemporaryDirectory() as folder:
         run, blocked = Recorded(folder, repeat=False, tail="pad"), [4, 5, 60]
-        for steps, excluded in ((2, ()), (3, [(5, 7)]), (2, [(5, 7)]), (3, ())):
-            run.leg(partial(rows, blocked=blocked), Leg(1, 1, 4, steps), excluded)
+
+        def leave_out(loader: rd.DataLoader) -> None:
+            if loader.step == 5:
+                loader.skip(2 * 4)
+
+        for steps in (2, 3, 2, 3):
+            run.leg(partial(rows, blocked=blocked), Leg(1, 1, 4, steps), leave_out)
         audit = rd.Audit(folder, partial(rows, blocked=blocked), tail="pad")
         check(run, audit, [1, 30, 70])
         assert {step for step, _ in run.seen} == {*range(12)} - {5, 6}
@@ -180,10 +183,10 @@ def test_a_ramp_in_the_same_process_and_another_form_after_it() -> None:
 
         def ramp(loader: rd.DataLoader) -> None:
             if loader.step == 6:
-                loader.set_global_batch_size(12)
+                loader.reopen(global_batch_size=12)
 
         run.leg(cut, Leg(2, 1, 3, 4))
-        run.leg(cut, Leg(2, 1, 3, 5), change=ramp)
+        run.leg(cut, Leg(1, 2, 3, 5), ramp)
         longer = partial(cut, seq_len=40)
         run.leg(longer, Leg(2, 1, 6, 3))
         check(run, rd.Audit(folder, cut, longer, repeat=True), [1, 2, 30, 70])
@@ -301,7 +304,22 @@ def test_of_a_run_without_the_state_of_a_loader(tmp_path: Path) -> None:
     with pytest.raises(rd.DataStateError, match="no data state"):
         rd.Audit(tmp_path / "run", cut)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match="No checkpoint"):
+    with pytest.raises(FileNotFoundError, match="or an empty one"):
         rd.Audit(tmp_path / "empty", cut)
     with pytest.raises(ValueError, match="Give the pipeline"):
         rd.Audit(tmp_path / "run")
+
+
+def test_one_damaged_step_or_leftover_stops_no_question(tmp_path: Path) -> None:
+    """The segment around the damaged step is replayed between its neighbours."""
+    loader = rd.DataLoader(rows, global_batch_size=4)
+    batches = iter(loader)
+    for step in (2, 4, 6):
+        next(batches), next(batches)
+        checkpoint.save(tmp_path / f"step-{step}", {"loader": loader})
+    whole = list(rd.Audit(tmp_path, rows).documents(0, 6))
+    shutil.copytree(tmp_path / "step-2", tmp_path / f".step-1.deleted-{'0' * 32}")
+    for path in (tmp_path / "step-4").rglob("*.distcp"):
+        path.write_bytes(path.read_bytes()[:-1])
+    (tmp_path / "step-6" / ".metadata").unlink()  # stock DCP's copy, which a kill may leave out
+    assert list(rd.Audit(tmp_path, rows).documents(0, 6)) == whole

@@ -3,26 +3,49 @@
 from __future__ import annotations
 
 import http.client
+import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, NamedTuple
 
 BUCKET = "bucket"
 Fault = Callable[[str, str], str | None]
-"""``(method, path)`` to ``"503"``, ``"cut"``, ``"stall"`` or None."""
+"""``(method, path)`` to one of `FAULTS`, or None."""
+FAULTS = ("403", "404", "500", "503", "reset", "cut", "short", "stall")
+"""Ways in which a request fails: an answer of that status; a connection that is reset, or closed within the upload; an answer
+that ends in its middle; none at all."""
+_CODES = {"403": "AccessDenied", "404": "NoSuchKey", "500": "InternalError", "503": "SlowDown"}
+
+
+class Request(NamedTuple):
+    """A request that reached the proxy."""
+
+    method: str
+    path: str
+    """With its query."""
+    range: str
+    """The header of that name, or nothing."""
 
 
 class _Proxy(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     target: tuple[str, int]
-    fault: Fault = staticmethod(lambda method, path: None)
+    fault: Callable[[Request], str | None] = staticmethod(lambda request: None)
+    sent: Callable[[int], object] = staticmethod(lambda num_bytes: None)
     released = threading.Event()
 
     def handle_any(self) -> None:
         length = int(self.headers.get("Content-Length", 0))
-        fault = type(self).fault(self.command, self.path)
+        fault = type(self).fault(Request(self.command, self.path, self.headers.get("Range", "")))
+        if fault == "reset":
+            self.close_connection = True
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.shutdown(socket.SHUT_RD)
+            self.connection.close()
+            return
         if fault == "cut":
             self.rfile.read(length // 2)
             self.close_connection = True
@@ -33,17 +56,17 @@ class _Proxy(BaseHTTPRequestHandler):
             type(self).released.wait(60)
             self.close_connection = True
             return
-        if fault == "503":
-            self._answer(503, {}, b"<Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>")
+        if fault in _CODES:
+            self._answer(int(fault), {}, f"<Error><Code>{_CODES[fault]}</Code><Message>No.</Message></Error>".encode())
             return
         server = http.client.HTTPConnection(*self.target)
         server.request(self.command, self.path, body, dict(self.headers.items()))
         answer = server.getresponse()
-        self._answer(answer.status, dict(answer.getheaders()), answer.read())
+        self._answer(answer.status, dict(answer.getheaders()), answer.read(), is_short=fault == "short")
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_any
 
-    def _answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
+    def _answer(self, status: int, headers: dict[str, str], body: bytes, *, is_short: bool = False) -> None:
         self.send_response(status)
         for name, value in headers.items():
             if name.lower() not in ("transfer-encoding", "connection", "content-length", "server", "date"):
@@ -52,22 +75,39 @@ class _Proxy(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(length))
         self.end_headers()
         if self.command != "HEAD":
+            body = body[: len(body) // 2] if is_short else body
             self.wfile.write(body)
+            type(self).sent(len(body))
+        self.close_connection |= is_short
 
     def log_message(self, format: str, *args: Any) -> None: ...
 
 
 class Server:
-    """``options`` go to fsspec; ``fault`` decides what happens to each request."""
+    """``options`` go to fsspec; ``fault`` decides what happens to each request.
+
+    with server.recording() as requests:
+        operation()
+    with server.failing(requests[3], "503"):  # as often as the client makes it
+        operation()
+    """
 
     def __init__(self, target: tuple[str, int]) -> None:
+        self._lock = threading.Lock()
+        self._logs: list[list[Request]] = []
+        self._fault: Callable[[Request], str | None] = lambda request: None
+        self.sent_bytes = 0
+        """Bytes of bodies that were sent to clients."""
         self.handler = type("Proxy", (_Proxy,), {"target": target, "released": threading.Event()})
+        self.handler.fault = staticmethod(self._receive)
+        self.handler.sent = staticmethod(self._count)
         self.proxy = ThreadingHTTPServer(("127.0.0.1", 0), self.handler)
         self.proxy.daemon_threads = True
         threading.Thread(target=self.proxy.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self.proxy.server_address[1]}"
         self.requests: list[tuple[str, str]] = []
-        self.set_fault(lambda method, path: None)
+        self.patience = 60.0
+        """Seconds after which a client gives a request up; on a busy machine any may take seconds."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -77,18 +117,54 @@ class Server:
             "client_kwargs": {"endpoint_url": self.url, "region_name": "us-east-1"},
             "config_kwargs": {
                 "retries": {"max_attempts": 3, "mode": "standard"},
-                "read_timeout": 2,
-                "connect_timeout": 2,
+                "read_timeout": self.patience,
+                "connect_timeout": self.patience,
             },
             "default_block_size": 5 * 2**20,
         }
 
     def set_fault(self, fault: Fault) -> None:
-        def recorded(method: str, path: str) -> str | None:
-            self.requests.append((method, path))
-            return fault(method, path)
+        self._fault = lambda request: fault(request.method, request.path)
 
-        self.handler.fault = staticmethod(recorded)
+    @contextmanager
+    def recording(self) -> Iterator[list[Request]]:
+        """Yield the list to which the requests of the block are added."""
+        log: list[Request] = []
+        self._logs.append(log)
+        try:
+            yield log
+        finally:
+            self._logs = [each for each in self._logs if each is not log]
+
+    @contextmanager
+    def failing(self, request: Request, fault: str, after: int = 0) -> Iterator[None]:
+        """Let `request` fail in one of `FAULTS` each time that it is made within the block, but for the first `after` times."""
+        before, left = self._fault, [after]
+
+        def decide(made: Request) -> str | None:
+            if made != request:
+                return None
+            left[0] -= 1
+            return fault if left[0] < 0 else None
+
+        self._fault = decide
+        try:
+            yield
+        finally:
+            self._fault = before
+            self.handler.released.set()  # whoever still waits
+            self.handler.released = threading.Event()
+
+    def _receive(self, request: Request) -> str | None:
+        with self._lock:
+            self.requests.append((request.method, request.path))
+            for log in self._logs:
+                log.append(request)
+            return self._fault(request)
+
+    def _count(self, num_bytes: int) -> None:
+        with self._lock:
+            self.sent_bytes += num_bytes
 
 
 @contextmanager

@@ -22,15 +22,11 @@ class StandInLoader:
     def advance(self, steps: int = 1) -> None:
         self.step += steps
 
-    def rows(self) -> dict[str, torch.Tensor]:
-        shard = torch.arange(self.n)
-        return {
-            "source.row": shard * 1000 + self.step,
-            "source.epoch": torch.zeros(self.n, dtype=torch.int64) + self.step // 10,
-            "samples": torch.full((self.n,), self.step),
-            "stamp": torch.full((self.n,), self.step * self.o),
-            "mix.weight": torch.full((self.n, 2), self.step / 8, dtype=torch.float64),
-        }
+    def table(self) -> torch.Tensor:
+        shard, count = torch.arange(self.n), torch.full((self.n,), self.step)
+        return torch.stack(
+            [-1 - self.step * self.o * self.n - shard, count, count * 0 - 1, count // 10, shard * 1000 + count], 1
+        )
 
     def _sharded(self, rows: torch.Tensor) -> torch.Tensor:
         if self.mesh is None or self.n % self.mesh.size():
@@ -40,28 +36,33 @@ class StandInLoader:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "shards": {path: self._sharded(rows) for path, rows in self.rows().items()},
+        names = ("stamp", "samples", "remainder", "source.epoch", "source.row")
+        header = {
             "samples": self.step * self.o,
             "origin": 0,
             "global_batch_size": self.o,
             "micro_batch_size": 1,
             "dp_world_size": 1 if self.mesh is None else self.mesh.size(),
             "num_logical_shards": self.n,
+            "num_workers": 0,
             "seed": 7,
             "version": 1,
             "step": self.step,
             "epoch": self.step // 10,
-            "sources": json.dumps({"source": {"0": {"files": [["part-0.parquet", 1234, 100]]}}}),
-            "pipeline": json.dumps({"source": {"shuffle": 16}}),
-            "fields": json.dumps({"source.row": {"dtype": "int64", "shape": []}}),
+            "in_step": False,
+            "dropped_samples": 0,
+            "padded_samples": 0,
+            "skipped": [],
+            "columns": [{"name": name, "dtype": "int64", "shape": []} for name in names],
+            "sources": {"source": {"files": [["part-0.parquet", 1234, 100]]}},
+            "pipeline": {"source": {"shuffle": 16}},
         }
+        return {"table": self._sharded(self.table()), "header": json.dumps(header)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.loaded = state_dict
-        self.step = int(state_dict["step"])
-        wanted = self.rows()
-        for path, rows in state_dict["shards"].items():
-            whole = rows.full_tensor() if isinstance(rows, DTensor) else rows
-            if not torch.equal(whole, wanted[path]):
-                raise ValueError(f"{path} is not that of step {self.step}: {whole}")
+        self.step = json.loads(state_dict["header"])["step"]
+        table = state_dict["table"]
+        whole = table.full_tensor() if isinstance(table, DTensor) else table
+        if not torch.equal(whole, self.table()):
+            raise ValueError(f"The table is not that of step {self.step}: {whole}")

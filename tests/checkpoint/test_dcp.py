@@ -15,7 +15,6 @@ from rescale_data import checkpoint
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.storage.dcp import Contents, FilesReader, Pieces, ValuesReader, flatten, load
 from rescale_data.checkpoint.storage.metadata import read_metadata
-from rescale_data.checkpoint.storage.progress import Progress
 from rescale_data.checkpoint.storage.store import LocalStore
 
 STATE: dict[str, Any] = {
@@ -84,7 +83,7 @@ def test_names_are_those_that_dcp_gives() -> None:
 
 
 def loaded(reader: FilesReader | ValuesReader, **values: Any) -> dict[str, Any]:
-    load(values, reader, Ranks.alone(), trusted=False, progress=Progress("Loading"))
+    load(values, reader, Ranks.alone())
     return values
 
 

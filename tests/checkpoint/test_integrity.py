@@ -24,10 +24,16 @@ from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager
+from rescale_data.checkpoint.storage.claims import LONE
+from rescale_data.checkpoint.storage.commit import Ownership
 from rescale_data.checkpoint.storage.open import open_store
 from rescale_data.checkpoint.storage.store import CheckedStream, LocalStore
+from rescale_data.checkpoint.storage.values import Memory
+from rescale_data.errors import DamagedCheckpointError
+from tests.checkpoint.files import data, manifest
 from tests.checkpoint.processes import run
 from tests.checkpoint.stand_in import StandInLoader
+from tests.states import opened
 
 
 def state(step: int = 0) -> dict[str, Any]:
@@ -47,13 +53,13 @@ def truncate(file: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "truncated": (lambda c: truncate(c / "__0_0.distcp"), "__0_0.distcp has"),
-    "missing": (lambda c: (c / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
-    "empty": (lambda c: (c / "__0_0.distcp").write_bytes(b""), "__0_0.distcp has 0 bytes"),
-    "a bit of the metadata": (lambda c: flip(c / ".metadata", 40), ".metadata is not what was saved"),
-    "no metadata": (lambda c: (c / ".metadata").unlink(), ".metadata is missing"),
-    "a bit of the manifest": (lambda c: flip(c / "rescale_data.json", 60), "rescale_data.json is damaged"),
-    "no manifest": (lambda c: (c / "rescale_data.json").unlink(), "never finished"),
+    "truncated": (lambda c: truncate(data(c) / "__0_0.distcp"), "__0_0.distcp has"),
+    "missing": (lambda c: (data(c) / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+    "empty": (lambda c: (data(c) / "__0_0.distcp").write_bytes(b""), "__0_0.distcp has 0 bytes"),
+    "a bit of the metadata": (lambda c: flip(data(c) / ".metadata", 40), ".metadata is not what was saved"),
+    "no metadata": (lambda c: (data(c) / ".metadata").unlink(), ".metadata is missing"),
+    "a bit of the manifest": (lambda c: flip(manifest(c), 60), ".json is damaged"),
+    "no manifest": (lambda c: manifest(c).unlink(), "never finished"),
 }
 
 
@@ -76,11 +82,13 @@ def test_damage_is_an_error_with_the_files_name(tmp_path: Path, how: str) -> Non
 def test_hazard_every_flipped_bit_is_found(tmp_path: Path) -> None:
     """Stock DCP loads a flipped byte in a tensor or a pickled number without a word."""
     checkpoint.save(tmp_path / "c", {"weights": torch.zeros(40), "number": 1000})
-    file = tmp_path / "c" / "__0_0.distcp"
+    file = data(tmp_path / "c") / "__0_0.distcp"
     silent = 0
     for at in range(0, file.stat().st_size, 7):
         flip(file, at)
         assert checkpoint.verify(tmp_path / "c") != [], f"byte {at}"
+        with pytest.raises(DamagedCheckpointError, match="The state is half loaded"):
+            checkpoint.load(tmp_path / "c", {"weights": torch.ones(40), "number": 0})
         got = {"weights": torch.ones(40), "number": 0}
         try:
             dcp.load(got, checkpoint_id=tmp_path / "c")
@@ -92,10 +100,39 @@ def test_hazard_every_flipped_bit_is_found(tmp_path: Path) -> None:
     assert checkpoint.verify(tmp_path / "c") == []
 
 
+def test_the_step_before_is_loaded_over_all_that_a_damaged_one_left(tmp_path: Path) -> None:
+    for step in (1, 2):
+        checkpoint.save(
+            tmp_path / f"step-{step}", {"a": torch.full((300,), step), "z": torch.full((300,), step), "n": step}
+        )
+    flip(data(tmp_path / "step-2") / "__0_0.distcp", 7000)
+    target = {"a": torch.zeros(300, dtype=torch.int64), "z": torch.zeros(300, dtype=torch.int64), "n": 0}
+    with pytest.raises(DamagedCheckpointError, match="half loaded"):
+        checkpoint.load(tmp_path / "step-2", target)
+    assert sum(int(target[name].sum()) for name in "az") == 600, "one of two"
+    with pytest.warns(RuntimeWarning, match="passed over"):
+        assert checkpoint.RunReader(tmp_path).load_latest(target) == 1
+    assert [int(target["a"].sum()), int(target["z"].sum()), target["n"]] == [300, 300, 1]
+    flip(data(tmp_path / "step-1") / "__0_0.distcp", 7000)
+    with pytest.raises(DamagedCheckpointError, match=r"steps \[1, 2\].*\n(.*\n)*The state is half loaded"):
+        checkpoint.RunReader(tmp_path).load_latest(target)
+
+
+def test_a_state_that_is_half_loaded_is_told_though_the_step_before_does_not_fit(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "step-1", {"a": torch.ones(3)})
+    checkpoint.save(tmp_path / "step-2", {"a": torch.ones(300)})
+    flip(data(tmp_path / "step-2") / "__0_0.distcp", 100)
+    with pytest.raises(ValueError, match="does not fit the state") as found:
+        checkpoint.RunReader(tmp_path).load_latest({"a": torch.zeros(300)})
+    (note,) = found.value.__notes__
+    assert "step 2 was passed over" in note
+    assert "The state is half loaded" in note
+
+
 def test_hazard_a_file_of_another_step(tmp_path: Path) -> None:
     for step in (1, 2):
         checkpoint.save(tmp_path / str(step), state(step))
-    shutil.copy(tmp_path / "1" / "__0_0.distcp", tmp_path / "2" / "__0_0.distcp")
+    shutil.copy(data(tmp_path / "1") / "__0_0.distcp", data(tmp_path / "2") / "__0_0.distcp")
     mixed = {"weights": torch.zeros(300), "number": 0}
     dcp.load(mixed, checkpoint_id=tmp_path / "2")
     assert mixed["number"] == 1, "the hazard: stock DCP takes it"
@@ -106,7 +143,7 @@ def test_hazard_a_file_of_another_step(tmp_path: Path) -> None:
 def save_and_load_damaged(path: str) -> str:
     checkpoint.save(path, {"rank": {str(dist.get_rank()): torch.full((100,), dist.get_rank())}})
     if dist.get_rank() == 0:
-        flip(Path(path) / "__2_0.distcp", 700)
+        flip(data(Path(path)) / "__2_0.distcp", 700)
     dist.barrier()
     try:
         checkpoint.load(path, {"rank": {str(dist.get_rank()): torch.zeros(100, dtype=torch.int64)}})
@@ -121,13 +158,13 @@ def test_all_ranks_raise_the_same_error(tmp_path: Path) -> None:
     assert "__2_0.distcp is not what was saved" in texts[0]
 
 
-def test_sizes_are_checked_even_without_checksums(tmp_path: Path) -> None:
+def test_sizes_are_checked_before_anything_is_read(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "c", state(1))
-    flip(tmp_path / "c" / "__0_0.distcp", 3000)
+    flip(data(tmp_path / "c") / "__0_0.distcp", 3000)
     assert checkpoint.verify(tmp_path / "c", checksums=False) == []
-    truncate(tmp_path / "c" / "__0_0.distcp")
-    with pytest.raises(ValueError, match="were saved"):
-        checkpoint.load(tmp_path / "c", state(), checksums=False)
+    truncate(data(tmp_path / "c") / "__0_0.distcp")
+    with pytest.raises(ValueError, match=r"were saved.*\n.*Nothing was loaded"):
+        checkpoint.load(tmp_path / "c", state())
 
 
 def test_a_stock_folder_with_a_short_file(tmp_path: Path) -> None:
@@ -146,6 +183,11 @@ def test_nothing_there(tmp_path: Path) -> None:
         for call in (lambda p: checkpoint.load(p, state()), checkpoint.read_data_state, checkpoint.verify):
             with pytest.raises(FileNotFoundError, match="No checkpoint at"):
                 call(path)
+    checkpoint.save(tmp_path / "c", state(1))
+    for file in (manifest(tmp_path / "c"), tmp_path / "c" / ".metadata"):
+        file.unlink()
+    with pytest.raises(FileNotFoundError, match=r"No checkpoint at .*: it holds \['1-\w+-1'\]\.$"):
+        checkpoint.load(tmp_path / "c", state())
     with pytest.raises(TypeError, match="str or os"):
         checkpoint.load(3, state())  # type: ignore[arg-type]
 
@@ -155,7 +197,7 @@ def test_a_taken_path(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="overwrite=True"):
         checkpoint.save(tmp_path / "c", state(2))
     checkpoint.save(tmp_path / "c", state(3), overwrite=True)
-    assert checkpoint.read_data_state(tmp_path / "c")["step"] == 3
+    assert opened(checkpoint.read_data_state(tmp_path / "c"))["step"] == 3
     (tmp_path / "file").write_text("x")
     with pytest.raises(ValueError, match="is a file"):
         checkpoint.save(tmp_path / "file", state())
@@ -178,14 +220,14 @@ def test_files_are_whole_and_synced_before_the_commit(tmp_path: Path, monkeypatc
         fsync(file)
 
     def watched_replace(old: str, new: str) -> None:
-        at_commit.extend([dict(synced)] if os.path.isdir(old) else [])
+        at_commit.extend([dict(synced)] if os.path.basename(new).startswith("rescale_data-") else [])
         replace(old, new)
 
     monkeypatch.setattr(os, "fsync", watched_fsync)
     monkeypatch.setattr(os, "replace", watched_replace)
     checkpoint.save(tmp_path / "c", state())
     (found,) = at_commit
-    for file in (tmp_path / "c").iterdir():
+    for file in data(tmp_path / "c").iterdir():
         assert found[".metadata.tmp" if file.name == ".metadata" else file.name] == file.stat().st_size
 
 
@@ -203,20 +245,38 @@ def test_small_tensors_are_gathered_before_they_are_checked(tmp_path: Path, monk
     assert len(sizes) < 310  # torch flushes after each
 
 
+def test_pieces_are_read_into_memory_that_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [400 + number % 2 for number in range(50)] + [10_000, 3, 0, 10_001, 9_999]
+    state = {f"w{number:02}": torch.randn(size) for number, size in enumerate(sizes)} | {"tuple": (torch.ones(7), 1)}
+    checkpoint.save(tmp_path / "c", state)
+    taken: list[int] = []
+    empty = Memory.empty
+    monkeypatch.setattr(Memory, "empty", lambda size: taken.append(size) or empty(size))
+    target: dict[str, Any] = {name: torch.zeros_like(state[name]) for name in state if name[0] == "w"} | {"tuple": None}
+    checkpoint.load(tmp_path / "c", target)
+    assert len(taken) < 12
+    for name, value in state.items():
+        assert (
+            torch.equal(torch.as_tensor(target[name][0]), value[0])
+            if name == "tuple"
+            else torch.equal(target[name], value)
+        )
+
+
 class BrokenStore(LocalStore):
     """A disk that fails at one of its writes, as DCP's streams meet it."""
 
     number = errno.ENOSPC
 
     def open_write(self, path: str) -> BinaryIO:
-        if path.endswith(self.at):
+        if self.at in path:
             raise OSError(self.number, os.strerror(self.number), path)
         return super().open_write(path)
 
     at = ".distcp"
 
 
-@pytest.mark.parametrize("at", [".distcp", ".metadata.tmp", "rescale_data.json"])
+@pytest.mark.parametrize("at", [".distcp", ".metadata.tmp", "rescale_data-"])
 @pytest.mark.parametrize(("number", "words"), [(errno.ENOSPC, "disk is full"), (errno.EACCES, "No permission")])
 def test_a_failing_disk_leaves_the_checkpoint_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, number: int, words: str
@@ -229,7 +289,6 @@ def test_a_failing_disk_leaves_the_checkpoint_before(
         with pytest.raises(OSError, match=words) as caught:
             checkpoint.save(tmp_path / "c", state(2), overwrite=True)
     assert caught.value.errno == number
-    assert os.listdir(tmp_path) == ["c"], "nothing is left over"
     target = state()
     checkpoint.load(tmp_path / "c", target)
     assert target["number"] == 1
@@ -244,30 +303,15 @@ def test_hazard_a_killed_save_into_an_old_folder_is_not_a_mix(tmp_path: Path) ->
     dcp.load(got, checkpoint_id=tmp_path / "stock-1")
     assert got["b"] == 2, "the hazard: files of step 2 under the metadata of step 1"
     checkpoint.save(tmp_path / "c", state(1))
-    store = LocalStore()
-    from rescale_data.checkpoint.storage import commit, locks
-
-    workspace = commit.prepare(store, str(tmp_path / "c"), "1" * 32, overwrite=True)
+    owner = Ownership(LocalStore(), str(tmp_path / "c"), lone=True)
+    workspace = owner.begin(LONE)
     shutil.copy(tmp_path / "stock-2" / "__0_0.distcp", workspace.working)
-    with pytest.raises(ValueError, match="is being saved by this process"):
+    with pytest.raises(ValueError, match="is held by this process"):
         checkpoint.save(tmp_path / "c", state(3), overwrite=True)
-    locks.release(f"{workspace.working}/rescale_data.json")  # a kill does
-    assert checkpoint.read_data_state(tmp_path / "c")["step"] == 1, "what is written aside is not seen"
+    del owner  # a kill does
+    assert opened(checkpoint.read_data_state(tmp_path / "c"))["step"] == 1, "what is written aside is not seen"
     checkpoint.save(tmp_path / "c", state(3), overwrite=True)
-    assert os.listdir(tmp_path / "c").count("rescale_data.json") == 1
-    assert not [name for name in os.listdir(tmp_path) if "saving" in name], "the killed save's files are gone"
-
-
-def test_a_kill_between_the_two_renames_of_a_replacement(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "c", state(1))
-    os.rename(tmp_path / "c", tmp_path / f".c.replaced-{'1' * 32}")
-    assert checkpoint.read_data_state(tmp_path / "c")["step"] == 1
-    target = state()
-    checkpoint.load(tmp_path / "c", target)
-    assert target["number"] == 1
-    with pytest.raises(ValueError, match="overwrite=True"):
-        checkpoint.save(tmp_path / "c", state(2))
-    assert os.listdir(tmp_path) == ["c"], "given back"
+    assert not os.path.exists(workspace.working), "the killed save's files are gone"
 
 
 class Payload:
@@ -280,8 +324,8 @@ def test_untrusted_metadata_runs_no_code(tmp_path: Path) -> None:
     metadata = pickle.loads((tmp_path / "c" / ".metadata").read_bytes())
     metadata.planner_data = {"a": Payload()}
     (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match=r"posix.system.*trusted=False"):
-        checkpoint.load(tmp_path / "c", {"a": torch.ones(2)}, trusted=False)
+    with pytest.raises(ValueError, match=r"posix.system.*could run code"):
+        checkpoint.load(tmp_path / "c", {"a": torch.ones(2)})
     with pytest.raises(ValueError, match=r"posix.system"):
         checkpoint.read_data_state(tmp_path / "c")
     assert not os.path.exists("/tmp/rescale_data_was_here")
@@ -290,11 +334,11 @@ def test_untrusted_metadata_runs_no_code(tmp_path: Path) -> None:
 def test_untrusted_values_run_no_code(tmp_path: Path) -> None:
     dcp.save({"a": Payload(), "b": {"c": 3}}, checkpoint_id=tmp_path / "c")
     os.path.exists("/tmp/rescale_data_was_here") and os.unlink("/tmp/rescale_data_was_here")
-    with pytest.raises(ValueError, match="a is refused with trusted=False"):
-        checkpoint.load(tmp_path / "c", {"a": None, "b": {"c": 0}}, trusted=False)
+    with pytest.raises(ValueError, match=r"a is refused: .*could run code"):
+        checkpoint.load(tmp_path / "c", {"a": None, "b": {"c": 0}})
     assert not os.path.exists("/tmp/rescale_data_was_here")
     target: dict[str, Any] = {"b": {"c": 0}}
-    checkpoint.load(tmp_path / "c", target, trusted=False)
+    checkpoint.load(tmp_path / "c", target)
     assert target["b"]["c"] == 3
 
 
@@ -306,7 +350,7 @@ def test_untrusted_loads_what_we_save(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "c", {"model": model, "optimizer": optimizer, **state(4)})
     other = nn.Linear(3, 2).to(torch.bfloat16)
     target = {"model": other, "optimizer": torch.optim.AdamW(other.parameters()), **state()}
-    checkpoint.load(tmp_path / "c", target, trusted=False)
+    checkpoint.load(tmp_path / "c", target)
     assert target["loader"].step == 4
     assert torch.equal(other.weight, model.weight)
 
@@ -386,7 +430,7 @@ def test_what_numpy_makes_is_no_code(name: str, tmp_path: Path, caplog: pytest.L
     torch.save(saved, tmp_path / "file.pt")
     checkpoint.from_torch_save(tmp_path / "file.pt", tmp_path / "d")
     assert set(torch.serialization.get_safe_globals()) == allowed
-    assert "trusted" not in caplog.text
+    assert "no load takes" not in caplog.text
 
 
 def test_a_value_that_a_load_would_refuse_is_named_when_it_is_saved(
@@ -406,6 +450,6 @@ def test_a_value_that_a_load_would_refuse_is_named_when_it_is_saved(
         ("hidden", "ndarray"),
     ]
     for name in ("best", "hidden"):
-        with pytest.raises(ValueError, match="is refused with trusted=False"):
+        with pytest.raises(ValueError, match="is refused: "):
             checkpoint.load(tmp_path / "run" / "step-1", {name: state[name]})
     assert not os.path.exists("/tmp/rescale_data_was_here")

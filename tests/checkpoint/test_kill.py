@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from rescale_data.checkpoint import CheckpointManager
 from rescale_data.checkpoint.storage import open as opening
-from rescale_data.checkpoint.storage.commit import hidden_of
+from rescale_data.checkpoint.storage.claims import save_of
 from rescale_data.checkpoint.storage.store import LocalStore
 from tests.checkpoint.processes import context, start
 from tests.checkpoint.stand_in import StandInLoader
@@ -43,7 +43,8 @@ def check(folder: Path, at_least: int) -> int:
     assert found >= at_least
     assert target["loader"].step == target["step"] == found
     assert (target["weights"] == found).all()
-    assert not [name for name in os.listdir(folder) if hidden_of(name)]
+    for step in folder.glob("step-*"):
+        assert sum(save_of(name) is not None for name in os.listdir(step)) in (0, 2), "a manifest and its data"
     return found
 
 
@@ -97,7 +98,7 @@ class FusedStore(LocalStore):
         super().sync_folder(path)
 
 
-FUSE = 90
+FUSE = 200
 """Operations of four steps, of which two are saved twice, and of the deletions: all are struck."""
 
 
@@ -114,9 +115,9 @@ def save_with_a_fuse(folder: str, mode: Any, first: int, fuse: int, out: Connect
                 out.send(step)
 
 
-@pytest.mark.parametrize(("mode", "kills"), [("disabled", FUSE), ("thread", 30)])
+@pytest.mark.parametrize(("mode", "kills"), [("disabled", FUSE // 2), ("thread", 30)])
 def test_a_hundred_kills_at_random_operations(tmp_path: Path, mode: str, kills: int) -> None:
-    """Without a thread, at each of them."""
+    """Without a thread, at half of them."""
     committed, survived = 0, 0
     for fuse in random.Random(kills).sample(range(FUSE), kills):
         ours, theirs = context.Pipe(duplex=False)
@@ -160,7 +161,7 @@ def end(processes: list[Any]) -> int:
     an hour. That is one kill in 1,500; three in a test mean that our ranks wait for each other.
     """
     for process in processes:
-        process.join(20)
+        process.join(120)
     stuck = [process for process in processes if process.exitcode is None]
     for process in stuck:
         process.kill()
@@ -168,6 +169,7 @@ def end(processes: list[Any]) -> int:
     return len(stuck)
 
 
+@pytest.mark.timeout(600)  # a rank that is stuck is waited for
 @pytest.mark.parametrize("mode", ["thread", "disabled"])
 def test_kills_of_one_rank_or_all(tmp_path: Path, mode: str) -> None:
     rng, committed, stuck = random.Random(KILLS), 0, 0

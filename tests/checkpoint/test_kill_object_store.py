@@ -60,13 +60,14 @@ def save_with_a_fuse(folder: str, options: Any, mode: Any, first: int, victim: i
                 reports.send(step)
 
 
+@pytest.mark.timeout(600)  # a rank that is stuck is waited for
 def test_kills_at_random_requests() -> None:
     rng, folder, committed, killed, stuck = random.Random(KILLS), f"s3://{BUCKET}/{uuid.uuid4().hex}", 0, 0, 0
     with serving() as server:
         for round_ in range(KILLS // 8):
             # Each rank in each mode, after a first round that commits.
             victim, mode = ((0, "thread"), (0, "disabled"), (1, "thread"), (1, "disabled"))[(round_ - 1) % 4]
-            fuse = rng.randrange(3 if victim else 24) if committed else 10**9
+            fuse = rng.randrange(3 if victim else 40) if committed else 10**9
             ours, theirs = context.Pipe(duplex=False)
             arguments = (folder, server.options, mode, committed + 1, victim, fuse, theirs)
             processes, _ = start(2, save_with_a_fuse, *arguments)

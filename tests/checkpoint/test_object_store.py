@@ -23,10 +23,12 @@ pytest.importorskip("moto", reason="needs the extra s3")
 
 import rescale_data as rd
 from rescale_data import checkpoint
-from rescale_data.checkpoint import CheckpointManager
-from rescale_data.checkpoint.storage.lease import reading
+from rescale_data.checkpoint import CheckpointManager, RunReader
+from rescale_data.checkpoint.storage.claims import find
 from rescale_data.checkpoint.storage.open import open_store
+from rescale_data.checkpoint.storage.readers import reading
 from tests.checkpoint.object_server import BUCKET, Fault, Server, serving
+from tests.states import opened
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +62,7 @@ def test_a_round_trip_and_stock_dcp(server: Server, folder: str, monkeypatch: py
     target = state()
     checkpoint.load(f"{folder}/c", target, storage_options=server.options)
     assert (target["step"], target["loader"].step, target["weights"].unique().tolist()) == (3, 3, [3.0])
-    assert checkpoint.read_data_state(f"{folder}/c", storage_options=server.options)["step"] == 3
+    assert opened(checkpoint.read_data_state(f"{folder}/c", storage_options=server.options))["step"] == 3
     assert checkpoint.verify(f"{folder}/c", storage_options=server.options) == []
     for name, value in (
         ("ENDPOINT_URL", server.url),
@@ -73,7 +75,11 @@ def test_a_round_trip_and_stock_dcp(server: Server, folder: str, monkeypatch: py
     dcp.load(stock, checkpoint_id=f"{folder}/c")
     assert (stock["step"], stock["loader"].step) == (3, 3)
     writes = [path for method, path in server.requests if method == "PUT"]
-    assert "rescale_data.json" in writes[-1], "the commit object is written last"
+    order = [next(i for i, path in enumerate(writes) if part in path) for part in ("__0_0", "/rescale_data-")]
+    assert order == sorted(order), "the manifest is put after the data"
+    assert "c/.metadata" in [path for path in writes if "lease" not in path][-1], (
+        "and stock DCP's copy after the look at the claims"
+    )
 
 
 def test_no_file_is_synced_machine_wide(server: Server, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +101,7 @@ def save_on_ranks(folder: str, options: dict[str, Any], mode: Any) -> list[int]:
 def test_ranks_save_and_retention_deletes(server: Server, folder: str, mode: str) -> None:
     assert run(2, save_on_ranks, folder, server.options, mode) == [[3, 4], [3, 4]]
     store, path = open_store(folder, server.options)
-    assert store.names(path) in ([".pruned", "step-3", "step-4"], [".leases", ".pruned", "step-3", "step-4"])
+    assert [name for name in store.names(path) if name != ".leases"] == [".claims", "step-3", "step-4"]
 
 
 def first(times: int, fault: str, at: str, method: str = "PUT") -> Fault:
@@ -106,8 +112,11 @@ def first(times: int, fault: str, at: str, method: str = "PUT") -> Fault:
 
 @pytest.mark.parametrize("fault", ["503", "cut", "stall"])
 @pytest.mark.parametrize("size", [3_000_000])
-def test_a_passing_fault_is_retried(server: Server, folder: str, fault: str, size: int) -> None:
+def test_a_passing_fault_is_retried(
+    server: Server, folder: str, fault: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``size`` makes it a multipart upload, which is cut in the middle."""
+    monkeypatch.setattr(server, "patience", 2.0 if fault == "stall" else server.patience)
     server.set_fault(first(1, fault, ".distcp"))
     checkpoint.save(f"{folder}/c", state(2, size), storage_options=server.options)
     target = state(0, size)
@@ -116,9 +125,9 @@ def test_a_passing_fault_is_retried(server: Server, folder: str, fault: str, siz
     assert target["weights"].unique().tolist() == [2.0]
 
 
-@pytest.mark.parametrize(("fault", "at"), [("503", ".distcp"), ("cut", "rescale_data.json")])
+@pytest.mark.parametrize(("fault", "at"), [("503", ".distcp"), ("cut", "/rescale_data-")])
 def test_a_lasting_fault_leaves_the_checkpoint_before(server: Server, folder: str, fault: str, at: str) -> None:
-    options = server.options | {"config_kwargs": {"retries": {"max_attempts": 1}, "read_timeout": 1}}
+    options = server.options | {"config_kwargs": {"retries": {"max_attempts": 1}, "read_timeout": 60}}
     with CheckpointManager(folder, storage_options=options) as manager:
         manager.save(1, state(1))
         manager.wait()
@@ -135,17 +144,17 @@ def test_a_lasting_fault_leaves_the_checkpoint_before(server: Server, folder: st
 
 
 def test_a_replacement_is_not_committed_before_its_end(server: Server, folder: str) -> None:
-    options = server.options | {"config_kwargs": {"retries": {"max_attempts": 1}, "read_timeout": 1}}
+    options = server.options | {"config_kwargs": {"retries": {"max_attempts": 1}, "read_timeout": 60}}
     checkpoint.save(f"{folder}/c", state(1), storage_options=options)
     with pytest.raises(ValueError, match="overwrite=True"):
         checkpoint.save(f"{folder}/c", state(2), storage_options=options)
-    server.set_fault(first(10**9, "cut", "rescale_data.json"))
+    server.set_fault(first(10**9, "cut", "/rescale_data-"))
     with pytest.raises(Exception, match=r"Connection|Saving|failed"):
         checkpoint.save(f"{folder}/c", state(2), overwrite=True, storage_options=options)
     server.set_fault(lambda method, path: None)
-    assert checkpoint.read_data_state(f"{folder}/c", storage_options=options)["step"] == 1
+    assert opened(checkpoint.read_data_state(f"{folder}/c", storage_options=options))["step"] == 1
     checkpoint.save(f"{folder}/c", state(3), overwrite=True, storage_options=options)
-    assert checkpoint.read_data_state(f"{folder}/c", storage_options=options)["step"] == 3
+    assert opened(checkpoint.read_data_state(f"{folder}/c", storage_options=options))["step"] == 3
 
 
 def test_a_replacement_of_another_tools_checkpoint(server: Server, folder: str) -> None:
@@ -155,25 +164,8 @@ def test_a_replacement_of_another_tools_checkpoint(server: Server, folder: str) 
     with pytest.raises(ValueError, match="overwrite=True"):
         checkpoint.save(f"{folder}/c", state(1), storage_options=server.options)
     checkpoint.save(f"{folder}/c", state(1), overwrite=True, storage_options=server.options)
-    assert not [name for name in store.names(f"{path}/c") if name.endswith(".distcp")]
+    assert "__0_0.distcp" in store.names(f"{path}/c"), "what no claim of the folder made is nobody's to remove"
     assert checkpoint.verify(f"{folder}/c", storage_options=server.options) == []
-
-
-def test_a_killed_save_is_no_checkpoint(server: Server, folder: str) -> None:
-    """A kill before the commit object: everything is there but the manifest."""
-    checkpoint.save(f"{folder}/step-1", state(1), storage_options=server.options)
-    checkpoint.save(f"{folder}/step-2", state(2), storage_options=server.options)
-    store, path = open_store(folder, server.options)
-    store.rm_file(f"{path}/step-2/rescale_data.json")
-    with pytest.raises(ValueError, match="never finished"):
-        checkpoint.load(f"{folder}/step-2", state(), storage_options=server.options)
-    with CheckpointManager(folder, storage_options=server.options) as manager:
-        assert manager.steps() == [1]
-        assert manager.load_latest(state()) == 1
-        assert store.is_file(f"{path}/step-2/.metadata"), "younger than a day: another job may be saving it"
-        manager.save(2, state(22))
-        manager.wait()
-        assert manager.steps() == [1, 2]
 
 
 def test_what_is_read_elsewhere_is_not_deleted(server: Server, folder: str) -> None:
@@ -192,7 +184,9 @@ def test_what_is_read_elsewhere_is_not_deleted(server: Server, folder: str) -> N
 def test_damage_is_found(server: Server, folder: str) -> None:
     checkpoint.save(f"{folder}/c", state(1), storage_options=server.options)
     store, path = open_store(folder, server.options)
-    [own] = [name for name in store.names(f"{path}/c") if name.startswith("rescale_data-")]
+    save = find(store, f"{path}/c")
+    assert save is not None
+    own = save.folder
     file = f"{path}/c/{own}/__0_0.distcp"
     content = bytearray(store.read(file))
     content[2000] ^= 4
@@ -201,6 +195,23 @@ def test_damage_is_found(server: Server, folder: str) -> None:
         checkpoint.load(f"{folder}/c", state(), storage_options=server.options)
     store.rm_file(file)
     assert "is missing" in checkpoint.verify(f"{folder}/c", storage_options=server.options)[0]
+
+
+@pytest.mark.parametrize("fault", ["503", "cut"])
+def test_a_store_that_cannot_answer_is_an_error_and_never_no_checkpoint(
+    server: Server, folder: str, fault: str
+) -> None:
+    options = server.options | {"config_kwargs": {"retries": {"max_attempts": 1}, "read_timeout": 60}}
+    for step in (1, 2):
+        checkpoint.save(f"{folder}/step-{step}", state(step), storage_options=options)
+    server.set_fault(lambda method, path: fault if "step-2" in path else None)
+    with pytest.raises(Exception, match=r"Service Unavailable|Reduce|onnection|Errno 16"):
+        RunReader(folder, storage_options=options).load_latest(state())
+
+
+def test_cached_listings_are_refused(folder: str) -> None:
+    with pytest.raises(ValueError, match="use_listings_cache=True would hide"):
+        RunReader(folder, storage_options={"use_listings_cache": True})
 
 
 def test_an_unknown_scheme() -> None:

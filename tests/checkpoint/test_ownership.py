@@ -1,9 +1,10 @@
-"""A manager removes what killed saves and deletions of ours left, and nothing else."""
+"""A manager removes what a claim of its own folder made and does not count, and nothing else."""
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from rescale_data import checkpoint
-from rescale_data.checkpoint import CheckpointManager
-from rescale_data.checkpoint.storage.commit import hidden, hidden_of
+from rescale_data import lease as leases
+from rescale_data.checkpoint import CheckpointManager, RunReader
+from rescale_data.checkpoint.storage import claims, commit
+from rescale_data.checkpoint.storage.claims import LONE, Claims, Owner, Save, counted
+from rescale_data.checkpoint.storage.commit import Ownership, SupersededError, UndecidedError
+from rescale_data.checkpoint.storage.manifest import Manifest
 from rescale_data.checkpoint.storage.open import open_store
-from rescale_data.checkpoint.storage.store import LocalStore, ObjectStore, Store
+from rescale_data.checkpoint.storage.store import Store
 
 STATE = {"a": torch.ones(3), "b": 1}
-ID = "0123456789abcdef" * 2
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -42,12 +46,14 @@ def put(folder: str, *files: str) -> Store:
 
 def listed(folder: str) -> dict[str, list[str]]:
     store, path = open_store(folder)
-    return {name: store.names(f"{path}/{name}") for name in store.names(path) if not name.startswith(".writer")}
+    return {name: store.names(f"{path}/{name}") for name in store.names(path) if name.startswith("step-")}
 
 
-def old(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is in an object store is from long ago."""
-    monkeypatch.setattr(ObjectStore, "modified", lambda *_: 0.0)
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on this is a process in another container, which cannot see the ones before."""
+    process = leases.this_process() | {"namespace": "pid:[1]"}
+    for module in (commit, leases):
+        monkeypatch.setattr(module, "this_process", lambda: process)
 
 
 FOREIGN = {
@@ -56,24 +62,24 @@ FOREIGN = {
     "a save that another tool began": ["__0_0.distcp", "__1_0.distcp"],
     "metadata that nobody can read": [".metadata", "__0_0.distcp"],
     "a folder that is named as if": ["rescale_data-mine/notes.txt"],
+    "a copy that still runs": ["7-0123abcd-1/__0_0.distcp"],
 }
 
 
 @pytest.mark.parametrize("what", FOREIGN)
-def test_a_folder_that_is_not_ours_stays(folder: str, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    old(monkeypatch)
+def test_a_folder_that_is_not_ours_stays(folder: str, what: str) -> None:
     put(folder, *(f"step-7/{file}" for file in FOREIGN[what]))
     before = listed(folder)
-    with CheckpointManager(folder, async_mode="disabled") as manager:
-        assert manager.load_latest(dict(STATE)) is None
+    for _ in range(2):
+        with CheckpointManager(folder, async_mode="disabled") as manager:
+            assert manager.load_latest(dict(STATE)) is None
     assert listed(folder) == before
-    with pytest.raises(ValueError, match=r"is no checkpoint|already holds"):
-        checkpoint.save(f"{folder}/step-7", STATE)
-    assert listed(folder) == before
+    if what != "a copy that still runs":
+        with pytest.raises(ValueError, match=r"is no checkpoint|already holds"):
+            checkpoint.save(f"{folder}/step-7", STATE)
 
 
-def test_a_checkpoint_of_another_tool_stays(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    old(monkeypatch)
+def test_a_checkpoint_of_another_tool_stays(folder: str) -> None:
     dcp.save(dict(STATE), checkpoint_id=f"{folder}/step-7")
     before = listed(folder)
     CheckpointManager(folder).close()
@@ -82,68 +88,347 @@ def test_a_checkpoint_of_another_tool_stays(folder: str, monkeypatch: pytest.Mon
     assert listed(folder) == before
 
 
-def test_an_empty_folder_and_files_beside_ours_stay(tmp_path: Path) -> None:
-    for step in (1, 2):
-        checkpoint.save(tmp_path / f"step-{step}", STATE)
-        (tmp_path / f"step-{step}" / "rescale_data.json").unlink()
-    (tmp_path / "step-2" / "notes.txt").write_text("mine")
-    (tmp_path / "step-3").mkdir()
-    (tmp_path / ".step-4.saving-plans").mkdir()
-    (tmp_path / hidden("final", "saving", ID)).mkdir()
-    CheckpointManager(tmp_path).close()
-    kept = [".final.saving-" + ID, ".step-4.saving-plans", ".writer.lock", "step-2", "step-3"]
-    assert sorted(os.listdir(tmp_path)) == kept, "what is being saved beside the run's steps is not the manager's"
+@pytest.mark.parametrize("left_out", ["manifest", "data"])
+def test_a_copy_that_is_not_whole_stays(tmp_path: Path, left_out: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Also one that brings the claims of the run it is a copy of."""
+    with CheckpointManager(tmp_path / "run", async_mode="disabled") as manager:
+        manager.save(4, STATE)
+        manager.save(5, STATE)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    for path in (tmp_path / "copy" / "step-5").glob("rescale_data-*" if left_out == "manifest" else "*/*.distcp"):
+        path.unlink()
+    before = listed(str(tmp_path / "copy"))
+    with CheckpointManager(tmp_path / "copy") as manager:
+        assert manager.load_latest(dict(STATE)) == 4 if left_out == "manifest" else True
+    assert listed(str(tmp_path / "copy")) == before
+    if left_out == "manifest":
+        assert "newer steps were passed over: step 5: " in caplog.text
+        stock = {"a": torch.zeros(3), "b": 0}
+        dcp.load(stock, checkpoint_id=tmp_path / "copy" / "step-5")
+        assert stock["b"] == 1
 
 
-def test_what_a_killed_deletion_left_is_removed(
-    folder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_step_that_somebody_copied_counts(tmp_path: Path) -> None:
+    for run, step in (("a", 100), ("b", 50)):
+        with CheckpointManager(tmp_path / run, async_mode="disabled") as manager:
+            manager.save(step, {"n": step})
+    with CheckpointManager(tmp_path / "b", keep_latest=None, async_mode="disabled") as manager:
+        shutil.copytree(tmp_path / "a" / "step-100", tmp_path / "b" / "step-100")
+        target = {"n": 0}
+        assert manager.load_latest(target) == target["n"] == 100
+        manager.save(100, {"n": 101})
+        assert manager.load_latest(target) == 100
+        assert target["n"] == 101
+        manager.save(200, STATE)
+        assert manager.delete(100)
+        assert manager.steps() == [50, 200]
+    assert not (tmp_path / "b" / "step-100").exists()
+
+
+@pytest.mark.parametrize("ended", ["closed", "killed"])
+def test_a_step_that_was_taken_away_and_put_back_stays(
+    tmp_path: Path, ended: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without its manifest the checkpoint is ours by its save id."""
-    old(monkeypatch)
-    caplog.set_level(logging.INFO, logger="rescale_data")
-    checkpoint.save(f"{folder}/step-1", STATE)
+    """It does not count there; copied to another folder it does."""
+    run, away = tmp_path / "run", tmp_path / "away"
+    first = CheckpointManager(run, async_mode="disabled")
+    first.save(100, {"n": 100})
+    first.save(150, {"n": 150})
+    if ended == "closed":
+        first.close()
+    else:
+        elsewhere(monkeypatch)
+    shutil.move(run / "step-100", away)
+    with CheckpointManager(run, async_mode="disabled") as manager:
+        manager.save(200, {"n": 200})
+    shutil.move(away, run / "step-100")
+    before = sorted(run.glob("step-100/**/*"))
+    for step in (300, 400):
+        with CheckpointManager(run, keep_latest=1, async_mode="disabled") as manager:
+            manager.save(step, {"n": step})
+    assert RunReader(run).steps() == [400]
+    assert sorted(run.glob("step-100/**/*")) == before
+    with pytest.raises(ValueError, match="copy it to another folder"):
+        checkpoint.load(run / "step-100", {"n": 0})
+    shutil.copytree(run / "step-100", tmp_path / "other" / "step-100")
+    target = {"n": 0}
+    assert RunReader(tmp_path / "other").load_latest(target) == target["n"] == 100
+
+
+def test_a_copy_of_a_folder_that_is_open_is_another_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with CheckpointManager(tmp_path / "run", async_mode="disabled") as manager:
+        manager.save(1, {"n": 1})
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        with CheckpointManager(tmp_path / "copy", async_mode="disabled") as other:
+            assert f"as {tmp_path / 'run'}, which did not close it" in caplog.text
+            other.save(2, {"n": 20})
+        manager.save(2, {"n": 2})
+    for name, expected in (("run", 2), ("copy", 20)):
+        target = {"n": 0}
+        assert RunReader(tmp_path / name).load_latest(target) == 2
+        assert target["n"] == expected
+
+
+def test_a_checkpoint_is_no_folder_for_a_run(folder: str) -> None:
+    """Claims of a run in there would say that the checkpoint does not count."""
+    checkpoint.save(folder, STATE)
+    with pytest.raises(ValueError, match="is a checkpoint itself; give the folder of the run"):
+        CheckpointManager(folder)
+    assert checkpoint.verify(folder) == []
+
+
+def test_a_step_of_a_manager_is_its_own(folder: str) -> None:
+    """Another save would stand below it, and count when the next owner has opened the run."""
+    with CheckpointManager(folder, async_mode="disabled") as manager:
+        manager.save(1, {"n": 1})
+    before = listed(folder)
+    with pytest.raises(ValueError, match="step that the manager of its run has saved"):
+        checkpoint.save(f"{folder}/step-1", {"n": 2}, overwrite=True)
+    assert listed(folder) == before
+    CheckpointManager(folder).close()
+    checkpoint.save(f"{folder}/step-1", {"n": 3}, overwrite=True)  # that has not saved it
+    target = {"n": 0}
+    assert RunReader(folder).load_latest(target) == 1
+    assert target == {"n": 3}
+
+
+def test_nothing_of_a_deleted_step_stays(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deleting owner and the one after it were killed before they removed it."""
+    with monkeypatch.context() as patched:
+        patched.setattr(Ownership, "clean", lambda _: None)
+        with CheckpointManager(folder, async_mode="disabled") as manager:
+            manager.save(1, STATE)
+            manager.save(2, STATE)
+            assert manager.delete(1)
+        CheckpointManager(folder).close()
+    assert ".metadata" in listed(folder)["step-1"]
+    CheckpointManager(folder).close()
+    assert list(listed(folder)) == ["step-2"]
+
+
+def test_metrics_are_read_once(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with CheckpointManager(folder, keep_latest=None, async_mode="disabled") as manager:
+        for step in range(4):
+            manager.save(step, STATE, metrics={"loss": step} if step % 2 else None)
+        manager.wait()
+    read = list[str]()
+    metrics_of = commit.metrics_of
+    monkeypatch.setattr(
+        commit, "metrics_of", lambda store, path, save: read.append(path) or metrics_of(store, path, save)
+    )
     store, path = open_store(folder)
-    store.rm_file(f"{path}/step-1/rescale_data.json")
+    owner = Ownership(store, path)
+    for _ in range(3):
+        assert owner.steps(range(5)) == [0, 1, 2, 3]
+        assert owner.metrics(range(4)) == {0: {}, 1: {"loss": 1}, 2: {}, 3: {"loss": 3}}
+    assert len(read) == 4
+    owner.close()
+    with CheckpointManager(folder, keep_latest=2, async_mode="disabled") as manager:
+        manager.save(4, STATE)
+    assert listed(folder).keys() == {"step-3", "step-4"}
+    assert len(read) == 4, "no rule asks for them"
+
+
+def test_what_a_killed_save_left_is_removed_by_the_next_owner(folder: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="rescale_data")
+    store, path = open_store(folder)
+    killed = Ownership(store, path)
+    killed.close.detach()
+    workspace = killed.begin("step-1")
+    store.write(f"{workspace.working}/__0_0.distcp", b"half")
+    with pytest.raises(ValueError, match="is held by this process"):
+        CheckpointManager(folder)
+    killed._claim["holder"]["start"] = "0"  # as of a process that has ended
+    killed._put_claim()
+    caplog.clear()
     CheckpointManager(folder).close()
-    assert not [name for name in listed(folder) if name.startswith("step")]
-    assert "step-1, which a killed save or deletion left" in caplog.text
+    assert listed(folder) == {}
+    assert "step-1 what was deleted, replaced or never finished" in caplog.text
+    assert "did not close it" not in caplog.text, "it is known to be dead"
 
 
-def test_a_deletion_takes_the_folder_away_before_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a kill leaves a name of ours, however far the deletion has come."""
-    removed: list[str] = []
-    monkeypatch.setattr(LocalStore, "remove_folder", lambda _, path: removed.append(os.path.basename(path)))
-    with CheckpointManager(tmp_path, keep_latest=1, async_mode="disabled") as manager:
+def test_an_owner_that_may_live_elsewhere_is_superseded_with_a_warning(
+    folder: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"n": 100}
+    with CheckpointManager(folder, async_mode="disabled") as zombie:
+        zombie.save(100, state)
+        elsewhere(monkeypatch)
+        with CheckpointManager(folder, async_mode="disabled") as successor:
+            assert f"process {os.getpid()} on" in caplog.text
+            assert "If it still runs, its saves here fail from now on" in caplog.text
+            with pytest.raises(ValueError, match="may not save there any more"):
+                zombie.save(110, {"n": 110})
+            assert list(listed(folder)) == ["step-100"], "its data are not written"
+            assert successor.load_latest(state) == 100, "its step never stands above a history that goes on from 100"
+            successor.save(105, {"n": 105})
+        assert RunReader(folder).load_latest(state) == state["n"] == 105
+
+
+def test_pruning_leaves_a_run_that_saves_to_its_manager(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with CheckpointManager(folder, async_mode="disabled") as manager:
+        elsewhere(monkeypatch)
+        with pytest.raises(UndecidedError, match="Try again with --wait"):
+            Ownership(*open_store(folder), wait=False)
         manager.save(1, STATE)
-        manager.save(2, STATE)
-        manager._idle()
-        assert manager.steps() == [2]
-    [left] = [name for name in removed if hidden_of(name) == ("step-1", "deleted")]
-    (tmp_path / left / ".metadata").unlink()
-    monkeypatch.undo()
-    CheckpointManager(tmp_path).close()
-    assert sorted(os.listdir(tmp_path)) == [".pruned", ".writer.lock", "step-2"]
+    Ownership(*open_store(folder), wait=False).close()
 
 
-def test_what_a_killed_first_save_left_in_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = f"memory://{tmp_path.name}/killed"
-    put(folder, f"step-1/rescale_data-{ID}/__0_0.distcp")
+def test_a_step_that_is_replaced_while_it_is_looked_for_is_found(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the listing of the step and that of the claims it was replaced, and another owner opened the run."""
+    manager = CheckpointManager(folder, async_mode="disabled")
+    manager.save(1, {"n": 1})
+    read, steps = (
+        Claims.read,
+        [lambda: manager.save(1, {"n": 2}), manager.close, lambda: CheckpointManager(folder).close()],
+    )
+
+    def late(*given: Any, **named: Any) -> Claims:
+        while steps:
+            steps.pop(0)()
+        return read(*given, **named)
+
+    monkeypatch.setattr(Claims, "read", late)
+    target = {"n": 0}
+    assert RunReader(folder).load_latest(target) == 1
+    assert target == {"n": 2}
+
+
+def test_a_save_that_fails_takes_no_claim_from_who_reads(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its claim was listed before it failed, and is read afterwards."""
+    checkpoint.save(f"{folder}/c", {"n": 1})
+    owner = Ownership(*open_store(f"{folder}/c"), lone=True)
+    read, failing = claims.read_claim, [owner.begin(LONE)]
+
+    def late(*given: Any) -> dict[str, Any]:
+        while failing:
+            owner.abandon(failing.pop())
+        return read(*given)
+
+    monkeypatch.setattr(claims, "read_claim", late)
+    target = {"n": 0}
+    checkpoint.load(f"{folder}/c", target)
+    assert target == {"n": 1}
+
+
+def test_who_was_superseded_stays_so_though_the_newer_save_fails(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Ownership(*open_store(f"{folder}/c", to_write=True), lone=True)
+    workspace = first.begin(LONE)
+    elsewhere(monkeypatch)
+    second = Ownership(first.store, first.path, lone=True)
+    failing = second.begin(LONE)
+    with pytest.raises(SupersededError):
+        first.commit(workspace, Manifest(save_id=workspace.save_id))
+    second.abandon(failing)
+    with pytest.raises(SupersededError):
+        first.look()
+    assert claims.find(first.store, first.path) is None
+
+
+def test_a_newer_claim_that_is_removed_while_it_is_read_supersedes_nobody(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, gone = Ownership(*open_store(f"{folder}/c", to_write=True), lone=True), [Owner(9, "0" * 8)]
+    monkeypatch.setattr(claims, "owners", lambda *_: [owner.owner, *(gone.pop() for _ in gone[:])])
+    owner.look()
+    assert not gone
+
+
+def test_a_claim_that_is_removed_while_it_is_read_is_in_nobodys_way(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Ownership(*open_store(f"{folder}/c", to_write=True), lone=True)
+    owners, read, failing = claims.owners, claims.read_claim, [first.begin(LONE)]
+
+    def late(*given: Any) -> dict[str, Any]:
+        while failing:
+            first.abandon(failing.pop())
+        return read(*given)
+
+    for module in (claims, commit):
+        monkeypatch.setattr(module, "read_claim", late)
+    second = Ownership(first.store, first.path, lone=True)
+    assert owners(first.store, first.path) == [second.owner]
+    failing.append(second.begin(LONE))
+    first = second
+    assert Claims.read(second.store, second.path).known == []
+
+
+def test_a_claim_that_is_listed_and_cannot_be_read_is_an_error(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.save(f"{folder}/c", STATE)
+
+    def lost(*_: Any) -> Any:
+        raise FileNotFoundError("a 404")
+
+    monkeypatch.setattr(claims, "read_claim", lost)
+    with pytest.raises(FileNotFoundError, match="a 404"):
+        checkpoint.load(f"{folder}/c", dict(STATE))
+
+
+@pytest.mark.parametrize("lose", [".json", ".metadata"])
+def test_an_answer_that_is_lost(folder: str, lose: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store did what it was asked for, and says that it did not."""
+    store, lost = type(open_store(folder)[0]), list[str]()
+    put = store.put
+
+    def losing(self: Store, path: str, content: bytes) -> None:
+        put(self, path, content)
+        name = path.rpartition("/")[2]
+        if name.endswith(lose) and (lose == ".metadata" or name.startswith("rescale_data-")) and not lost:
+            lost.append(path)
+            raise ConnectionError("the answer is lost")
+
+    checkpoint.save(f"{folder}/c", {"n": 1})
+    monkeypatch.setattr(store, "put", losing)
+    checkpoint.save(f"{folder}/c", {"n": 2}, overwrite=True)
+    assert lost
+    target = {"n": 0}
+    checkpoint.load(f"{folder}/c", target)
+    assert target == {"n": 2}
+
+
+def test_a_failing_save_leaves_what_was_there(folder: str) -> None:
+    with pytest.raises(Exception, match="pickle"):
+        checkpoint.save(f"{folder}/c", {"n": lambda: 1})
+    assert not [name for name in open_store(folder)[0].names(open_store(f"{folder}/c")[1]) if name != ".claims"]
+    checkpoint.save(f"{folder}/c", {"n": 1})
+    before = {"n": 0}
+    with pytest.raises(Exception, match="pickle"):
+        checkpoint.save(f"{folder}/c", {"n": lambda: 1}, overwrite=True)
+    checkpoint.load(f"{folder}/c", before)
+    assert before == {"n": 1}
+    assert checkpoint.verify(f"{folder}/c") == []
+
+
+def test_stock_dcp_gets_its_copy_from_the_next_owner(folder: str) -> None:
+    """Where a kill came between the look at the claims and the copy."""
+    with CheckpointManager(folder, async_mode="disabled") as manager:
+        manager.save(1, {"n": 1})
+        store, path = open_store(folder)
+        old = store.read(f"{path}/step-1/.metadata")
+        manager.save(1, {"n": 2, "more": 3})
+    store.put(f"{path}/step-1/.metadata", old)
     CheckpointManager(folder).close()
-    assert "step-1" in listed(folder), "younger than a day: another job may be saving it"
-    old(monkeypatch)
-    CheckpointManager(folder).close()
-    assert "step-1" not in listed(folder)
+    stock: dict[str, Any] = {"n": 0, "more": 0}
+    dcp.load(stock, checkpoint_id=f"{folder}/step-1")
+    assert stock == {"n": 2, "more": 3}
 
 
-@pytest.mark.parametrize(
-    ("entry", "of"),
-    [
-        (f".step-1.saving-{ID}", ("step-1", "saving")),
-        (f".a.b.deleted-{ID}", ("a.b", "deleted")),
-        (f"step-1.saving-{ID}", None),
-        (".step-1.saving-77", None),
-        (f".step-1.moved-{ID}", None),
-    ],
-)
-def test_names_of_ours(entry: str, of: Any) -> None:
-    assert hidden_of(entry) == of
+def test_what_counts() -> None:
+    old, new, stranger = Owner(1, "00000000"), Owner(2, "00000000"), Owner(9, "ffffffff")
+    saves = [Save(old, 1), Save(old, 2), Save(new, 1), Save(stranger, 1)]
+    claims = Claims(known=[old, new], newest=new, accepts={"step-1": Save(old, 1).folder})
+
+    def of(*found: Save) -> Save | None:
+        return counted([save.manifest for save in found], (claims, "step-1"))
+
+    assert of(*saves) == Save(new, 1), "the newest owner's own stands above all"
+    assert of(*saves[:2]) == Save(old, 1), "what a zombie did later does not count"
+    assert of(saves[1]) is None
+    assert of(*saves[:2], saves[3]) == Save(stranger, 1)
+    deletion = Save(new, 2, is_deletion=True)
+    assert of(*saves, deletion) == deletion
+    assert counted([save.manifest for save in saves]) == Save(stranger, 1), "without any claim the highest"
+    for save in (*saves, deletion):
+        assert Save.of_manifest(save.manifest) == save
+        assert Save.of_folder(save.folder) == save._replace(is_deletion=False)

@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager, PerRank
-from rescale_data.checkpoint.rank_values import _digest_of_tensor, source_rank
+from rescale_data.checkpoint.rank_values import source_rank
 from tests.checkpoint.processes import run
 from tests.checkpoint.stand_in import StandInLoader
 
@@ -32,8 +30,6 @@ def disagree(folder: str) -> list[str]:
     rank = dist.get_rank()
     norm = nn.BatchNorm1d(2)
     norm.running_mean.fill_(rank)  # type: ignore[union-attr]
-    odd = nn.Linear(2, 2)
-    nn.init.constant_(odd.weight, rank)
     same = {
         "w": torch.arange(5000.0),
         "epoch": 3,
@@ -43,10 +39,8 @@ def disagree(folder: str) -> list[str]:
     }
     states: dict[str, dict[str, Any]] = {
         "same": same,
-        "tensor": same | {"w": torch.randperm(5000, generator=torch.Generator().manual_seed(rank))},
         "number": same | {"epoch": 3 + rank},
         "nested": same | {"extra": {"seeds": [1, rank]}},
-        "parameter": same | {"norm": odd},
         "array": same | {"numpy": {"state": np.random.RandomState(rank).get_state()}},
         "tuple": same | {"rng": (torch.full((2,), rank), "cpu")},
         "set": same | {"seen": ({"rows": {rank, 7}},)},
@@ -57,7 +51,7 @@ def disagree(folder: str) -> list[str]:
     with CheckpointManager(f"{folder}/run") as manager:
         manager.save(5 + rank, {"w": torch.ones(2)})
         found.append(said(manager.wait))
-        manager.save(7, {"w": torch.full((2,), rank)})
+        manager.save(7, {"w": torch.ones(2), "seed": rank})
         found.append(said(manager.wait))
         manager.save(8, {"w": torch.ones(2)})
     return [*found, str(manager.steps())]
@@ -68,18 +62,16 @@ def test_ranks_that_disagree_are_an_error_on_all(tmp_path: Path) -> None:
     assert first == second
     words = [
         "saved",
-        "w, on ranks 0 and 1",
-        "epoch, on",
+        "epoch, on ranks 0 and 1",
         "extra.seeds, on",
-        "norm.weight, on",
         "numpy.state, on",
         "rng, on",
         "seen, on",
         "step of step 1. Give",
         *["they name 2"] * 2,
-        "w, on",
+        "seed, on",
     ]
-    assert [word in text for word, text in zip(words, first[:-1], strict=True)] == [True] * 12, first
+    assert [word in text for word, text in zip(words, first[:-1], strict=True)] == [True] * 10, first
     assert first[-1] == "[8]"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run", "same"]
 
@@ -125,20 +117,3 @@ def test_a_rank_without_a_value_of_its_own_is_told(tmp_path: Path) -> None:
 def test_the_source_of_each_rank() -> None:
     assert [source_rank({"rank-0", "rank-1", "x"}, rank) for rank in range(5)] == [0, 1, 0, 1, 0]
     assert source_rank(set(), 3) == 3
-
-
-@given(
-    size=st.integers(0, 20_000), dtype=st.sampled_from([torch.float32, torch.bool, torch.int64, torch.bfloat16]),
-    offset=st.integers(0, 3), data=st.data(),
-)  # fmt: skip
-def test_a_digest_tells_one_changed_element_and_nothing_of_the_memory(
-    size: int, dtype: torch.dtype, offset: int, data: Any
-) -> None:
-    tensor = torch.randint(0, 2, (size + offset,), generator=torch.Generator().manual_seed(size)).to(dtype)[offset:]
-    assert _digest_of_tensor(tensor) == _digest_of_tensor(tensor.clone())
-    assert _digest_of_tensor(tensor) != _digest_of_tensor(tensor.to(torch.float64))
-    if size:
-        other = tensor.clone()
-        at = data.draw(st.integers(0, size - 1))
-        other[at] = 1 - other[at].to(torch.int64)
-        assert _digest_of_tensor(tensor) != _digest_of_tensor(other)

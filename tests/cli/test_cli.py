@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
-import re
 import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from tests.checkpoint.files import data
 from tests.checkpoint.stand_in import StandInLoader
 
 pytest.importorskip("typer", reason="needs the extra cli")
@@ -90,49 +88,20 @@ def test_show_of_a_loader_with_a_single_source(tmp_path: Path) -> None:
 
 def test_verify(run_folder: Path) -> None:
     assert "whole" in call("verify", run_folder / "step-5")
-    file = run_folder / "step-5" / "__0_0.distcp"
+    file = data(run_folder / "step-5") / "__0_0.distcp"
     content = bytearray(file.read_bytes())
     content[99] ^= 1
     file.write_bytes(content)
     assert call("verify", run_folder / "step-5", "--sizes-only") == "sizes only: as asked for\n"
-    assert "not what was saved" in call("verify", run_folder / "step-5", code=1).replace("\n", " ")
+    assert "not what was saved" in " ".join(call("verify", run_folder / "step-5", code=1).split())
     assert len(json.loads(call("verify", run_folder / "step-5", "--json", code=1))["problems"]) == 1
     call("verify", run_folder / "none", code=2)
-
-
-def test_diff(run_folder: Path) -> None:
-    call("diff", run_folder / "step-5", run_folder / "step-5")
-    found = {
-        d["name"]: d for d in json.loads(call("diff", run_folder / "step-0", run_folder / "step-5", "--json", code=1))
-    }
-    assert found["optimizer.state.weight.exp_avg"]["kind"] == "only in B"
-    assert found["loader.step"] == {"name": "loader.step", "kind": "value", "detail": "0 | 5"}
-    assert found["loader.shards.samples"]["detail"] == "12 of 12 elements differ"
-    assert found["model.weight"]["detail"].startswith("largest difference")
-    assert "not shown" in call("diff", run_folder / "step-0", run_folder / "step-5", "--limit", 2, code=1)
-    assert "model.weight" not in call("diff", run_folder / "step-5", run_folder / "step-10", "--no-values", code=1)
-
-
-def test_a_checkpoint_does_not_differ_from_itself(tmp_path: Path) -> None:
-    state: dict[str, Any] = {
-        "nan": math.nan,
-        "tuple": (1, [math.nan, torch.tensor([math.nan, 2])]),
-        "half": torch.tensor([1 + 2j, 3]).to(torch.complex32),
-        "array": np.array([math.nan, 2.0]),
-    }
-    save(tmp_path / "a", state)
-    call("diff", tmp_path / "a", tmp_path / "a")
-    save(
-        tmp_path / "b", {"nan": 1.0, "tuple": (1, [math.nan, {"a": 1}]), "half": state["half"] * 2, "array": np.ones(2)}
-    )
-    found = json.loads(call("diff", tmp_path / "a", tmp_path / "b", "--json", code=1))
-    assert [difference["name"] for difference in found] == ["array", "half", "nan", "tuple"]
 
 
 def test_convert(run_folder: Path, tmp_path: Path) -> None:
     call("convert", run_folder / "step-10", tmp_path / "f.pt")
     call("convert", tmp_path / "f.pt", tmp_path / "back")
-    call("diff", run_folder / "step-10", tmp_path / "back")
+    assert summary_of(tmp_path / "back") == summary_of(run_folder / "step-10")
     call("convert", run_folder / "step-10", tmp_path / "st", "--to", "safetensors", "--name", "model")
     call("convert", tmp_path / "st", tmp_path / "model", "--name", "model")
     load(tmp_path / "model", {"model": nn.Linear(4, 3)})
@@ -145,9 +114,9 @@ def test_convert(run_folder: Path, tmp_path: Path) -> None:
 
 def test_values_that_only_code_could_read(tmp_path: Path) -> None:
     save(tmp_path / "c", {"a": datetime.date(2026, 1, 1)})
-    for command in (("diff", tmp_path / "c"), ("convert", tmp_path / "f.pt"), ("convert", tmp_path / "st/safetensors")):
+    for command in (("convert", tmp_path / "f.pt"), ("convert", tmp_path / "st/safetensors")):
         text = call(command[0], tmp_path / "c", command[1], code=2).replace("\n", " ")
-        assert "a is refused with trusted=False" in text
+        assert "a is refused: " in text
         assert "Save plain numbers, strings, tensors and arrays" in text
 
 
@@ -188,7 +157,6 @@ def test_what_is_no_checkpoint_is_told_with_the_cure(run_folder: Path, tmp_path:
         text = call(command, run_folder, code=2).replace("\n", "")
         assert f"folder of a run: give one of its checkpoints, {run_folder / 'step-20'}." in text
     assert "There is nothing at this path" in call("convert", tmp_path / "none", tmp_path / "out", code=2)
-    assert "--limit" in call("diff", run_folder / "step-5", run_folder / "step-10", "--limit", -1, code=2)
 
 
 def test_index_of_another_format(tmp_path: Path) -> None:
@@ -215,14 +183,14 @@ def test_the_word_in_a_path_is_no_damage(run_folder: Path) -> None:
     (run_folder / "damaged").mkdir()
     for command in ("verify", "show"):
         assert "No checkpoint" in call(command, run_folder / "damaged", code=2)
-    (run_folder / "step-5" / "__0_0.distcp").unlink()
+    (data(run_folder / "step-5") / "__0_0.distcp").unlink()
     for command in ("verify", "show"):
         call(command, run_folder / "step-5", code=1)
 
 
 def test_help_says_what_each_command_does() -> None:
     text = call("--help")
-    assert all(command in text for command in ("ls", "show", "verify", "diff", "convert", "prune"))
+    assert all(command in text for command in ("ls", "show", "verify", "convert", "prune"))
     assert "Exit codes" in text
     assert "--keep-best" in call("prune", "--help")
     call("nonsense", code=2)
@@ -246,14 +214,14 @@ def test_picture_and_size() -> None:
 def test_verify_of_a_checkpoint_without_checksums_says_so(tmp_path: Path) -> None:
     """A flipped byte of a plain DCP checkpoint cannot be seen: it is not called whole."""
     dcp.save({"w": torch.ones(1000)}, checkpoint_id=tmp_path / "c", no_dist=True)
-    data = next((tmp_path / "c").glob("*.distcp"))
-    content = bytearray(data.read_bytes())
+    file = next((tmp_path / "c").rglob("*.distcp"))
+    content = bytearray(file.read_bytes())
     content[-99] ^= 1
-    data.write_bytes(content)
+    file.write_bytes(content)
     assert "sizes only: the checkpoint has no checksums" in call("verify", tmp_path / "c")
     said = json.loads(call("verify", tmp_path / "c", "--json"))
     assert (said["checked"], said["problems"]) == ("sizes", [])
-    data.write_bytes(content[:-200])
+    file.write_bytes(content[:-200])
     assert json.loads(call("verify", tmp_path / "c", "--json", code=1))["problems"]
 
 
@@ -294,32 +262,17 @@ def test_show_as_a_page(run_folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_page_of_a_run(run_folder: Path, tmp_path: Path) -> None:
-    """Kept and pruned steps in time, sizes and metrics, and what the newest checkpoint that can be read holds."""
+    """Its checkpoints with sizes and metrics, and what the newest one that can be read holds."""
     target = tmp_path / "page.html"
     call("prune", run_folder, "--keep-latest", 1, "--keep-every", 10, "--yes")
     call("show", run_folder, "--html", target)
     text = target.read_text()
     assert "3 checkpoints" in text
-    assert "2 pruned" in text
-    assert text.count("<circle") == 3 * 5  # steps over time, sizes, val_loss
-    assert text.count("class=gone") == 3 * 2
-    assert "<title>5: 2.5, pruned</title>" in text
+    assert text.count("<td>committed</td>") == 3
     assert "80 samples, 20 global batches" in text
-    (run_folder / "step-20" / "__0_0.distcp").unlink()
+    (data(run_folder / "step-20") / "__0_0.distcp").unlink()
     call("show", run_folder, "--html", target)
     assert "In step-10" in target.read_text()
-
-
-def test_a_metric_that_is_not_finite_is_left_out_of_the_picture(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path / "run", async_mode="disabled") as manager:
-        for step, loss in enumerate([math.nan, 0.5, math.inf, 0.25]):
-            manager.save(step, {"a": 1}, metrics={"<loss>": loss, "none": math.nan})
-    call("show", tmp_path / "run", "--html", tmp_path / "page.html")
-    text = (tmp_path / "page.html").read_text()
-    assert "2 values are not finite" in text
-    assert "No number to draw" in text
-    assert "&lt;loss&gt; by step" in text
-    assert "nan" not in "".join(re.findall(r'(?:cx|cy|points)="[^"]*"', text))
 
 
 def summary_of(checkpoint: Path) -> dict[str, Any]:

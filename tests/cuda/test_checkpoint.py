@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -139,9 +139,14 @@ def test_what_was_saved_on_a_gpu_is_loaded_on_the_cpu_and_back(tmp_path: Path) -
 def test_an_optimizers_full_state_goes_over_the_host(tmp_path: Path, how: str) -> None:
     training = Training(how=how)
     training.step()
-    full = checkpoint.full_optimizer_state(training.model, training.optimizer)
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    gathered = {
+        "model": get_model_state_dict(training.model, options=whole),
+        "optimizer": get_optimizer_state_dict(training.model, training.optimizer, options=whole),
+    }
+    torch.save(gathered, tmp_path / "whole.pt")
     other = Training(how=how)
-    checkpoint.load_full_optimizer_state(other.model, other.optimizer, full)
+    checkpoint.load(tmp_path / "whole.pt", {"model": other.model, "optimizer": other.optimizer})
     for name, value in get_optimizer_state_dict(other.model, other.optimizer)["state"].items():
         for key, tensor in value.items():
             want = get_optimizer_state_dict(training.model, training.optimizer)["state"][name][key]

@@ -103,10 +103,10 @@ def test_the_loop_that_goes_on_during_a_save_takes_the_same_batches(checkpoints:
 
 
 def test_the_state_is_small(checkpoints: Any) -> None:
-    """R5: integers, at most 64 bytes a logical shard, one key a field, and one copy of each row."""
+    """R5: one tensor of at most 64 bytes a logical shard, one copy of each row, and one string beside it."""
     entries = dcp.FileSystemReader(checkpoints[0] / "plain").read_metadata().state_dict_metadata
-    fields = {name: entry for name, entry in entries.items() if name.startswith("loader.shards.")}
-    assert {tuple(entry.size) for entry in fields.values()} == {(DATA.n,)}
-    assert sum(entry.properties.dtype.itemsize for entry in fields.values()) <= 64
-    for entry in fields.values():
-        assert [(chunk.offsets[0], chunk.sizes[0]) for chunk in entry.chunks] == [(0, DATA.n)]
+    assert {name for name in entries if name.startswith("loader.")} == {"loader.table", "loader.header"}
+    table = entries["loader.table"]
+    assert table.size[0] == DATA.n
+    assert table.size[1] * table.properties.dtype.itemsize <= 64
+    assert [tuple(chunk.sizes) for chunk in table.chunks] == [tuple(table.size)]

@@ -22,6 +22,7 @@ from tests.distributed.legs import (
 )
 from tests.distributed.ranks import run_ranks
 from tests.pipelines import Rows, plain
+from tests.states import opened
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -105,7 +106,7 @@ def _wrong(shard: int) -> Seen:
     first, loader = (data.loader(12, 2, verify=True, timeout=60, prefetch_batches=ahead) for ahead in (0, 2))
     take(first, first.gradient_accumulation_steps)
     state = first.state_dict()
-    state["shards"][next(key for key in state["shards"] if key.endswith("row"))][shard] += 1
+    opened(state)["shards"][next(key for key in opened(state)["shards"] if key.endswith("row"))][shard] += 1
     loader.load_state_dict(state)
     taken, said = [], []
     for _ in range(2):
@@ -123,7 +124,7 @@ def _ramp() -> Seen:
     before = take(live, 2 * live.gradient_accumulation_steps)
     again.load_state_dict(live.state_dict())
     for loader in (live, again):
-        loader.set_global_batch_size(24)
+        loader.reopen(global_batch_size=24)
     return Seen(take_epoch(live), {0: (before, take_epoch(again))}, 0, 0)
 
 

@@ -21,7 +21,7 @@ def _possible() -> bool:
 @pytest.mark.skipif(not _possible(), reason="network namespaces cannot be made here without rights")
 def test_a_host_vanishes_and_the_others_go_on_without_it() -> None:
     """Its cable is pulled, so that no connection ends; who is gone is said, and no row is read twice or lost."""
-    few = ["--inside", "--fork", "--short", "--hosts", "3", "--delay", "0.002", "--rows", "400", "--save-timeout", "1"]
+    few = ["--inside", "--fork", "--short", "--hosts", "3", "--delay", "0.002", "--rows", "400", "--timeout", "5"]
     found = subprocess.run(
         [*OWN, sys.executable, SCRIPT, *few], capture_output=True, text=True, timeout=240, check=False
     )

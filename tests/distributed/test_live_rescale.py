@@ -1,7 +1,5 @@
 """The same loader on 4 ranks, then 3, then 4, in live processes: every global batch is that of a run that never stopped."""
 
-import itertools
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import rescale_data as rd
 from tests.distributed.ranks import run_ranks
+from tests.states import opened
 
 GLOBAL_BATCH_SIZE, STEPS = 24, 15
 LEGS = [(4, 3, 5), (3, 4, 10), (4, 6, STEPS)]
@@ -38,42 +37,51 @@ def loader_of(k: int, **kwargs: Any) -> rd.DataLoader:
     )
 
 
-Found = dict[int, list[Any]]
+def go_on(loader: rd.DataLoader | None, k: int, w: int, b: int, was_w: int, mesh: DeviceMesh) -> rd.DataLoader | None:
+    """What a user writes: the loader of the new ranks, from one state that all of them load; `None` on a rank that is none."""
+    me, states = dist.get_rank(), [None]
+    if me < was_w:
+        assert loader is not None
+        states = [loader.state_dict()]
+        if me >= w:
+            loader.close()
+    dist.broadcast_object_list(states)
+    if me >= w:
+        return None
+    if me < was_w:
+        assert loader is not None
+        loader.reopen(states[0], mesh=mesh, micro_batch_size=b, num_workers=k)
+        return loader
+    loader = loader_of(k, mesh=mesh, micro_batch_size=b)
+    loader.load_state_dict(states[0])
+    return loader
 
 
 def live(k: int, other_k: int) -> dict[str, Any]:
     """One rank of four: the last leaves after the first leg and comes back for the third."""
-    me, found = dist.get_rank(), {"rows": {}, "refused": "", "left": "", "pids": []}
+    found: dict[str, Any] = {"rows": {}, "refused": ""}
     meshes = {w: DeviceMesh("cpu", list(range(w))) for w in (4, 3)}
-    loader, batches = loader_of(k, mesh=meshes[4], micro_batch_size=3), iter(())
+    loader: rd.DataLoader | None = loader_of(k, mesh=meshes[4], micro_batch_size=3)
     for number, (w, b, stop) in enumerate(LEGS):
         if number:
-            if me < LEGS[number - 1][0]:
-                stayed = loader.rescale(mesh=meshes[w], micro_batch_size=b, num_workers=other_k if number == 1 else k)
-                assert stayed == (me < w)
-            elif me < w:
-                loader, batches = loader_of(k, mesh=meshes[w], micro_batch_size=b, join=True), iter(())
-        if me >= w:
-            with pytest.raises(RuntimeError) as error:
-                next(iter(loader))
-            found["left"] = str(error.value)
-            continue
-        while loader.step < stop:
+            loader = go_on(loader, other_k if number == 1 else k, w, b, LEGS[number - 1][0], meshes[w])
+        batches = iter(())
+        while loader is not None and loader.step < stop:
             rows: list[int] = []
             step, a = loader.step, loader.gradient_accumulation_steps
-            for m in range(a):
+            for _ in range(a):
                 batch = next(batches, None)
                 while batch is None:  # the end of an epoch, or the first batch
                     batches = iter(loader)
                     batch = next(batches, None)
                 rows += batch.tolist()
-                if m + 1 < a and not found["refused"]:
-                    with pytest.raises(ValueError) as refused:
-                        loader.rescale(mesh=meshes[3])
-                    found["refused"] = str(refused.value)
             found["rows"][step] = rows
-        found["pids"].append(os.getpid())
-    loader.close()
+        if number == 0 and loader is not None:
+            with pytest.raises(ValueError) as refused:
+                loader.reopen(mesh=meshes[3], micro_batch_size=4)
+            found["refused"] = str(refused.value)
+    if loader is not None:
+        loader.close()
     return found
 
 
@@ -91,6 +99,34 @@ def test_four_ranks_then_three_then_four(k: int, other_k: int, tmp_path: Path) -
     expected = uninterrupted()
     assert [[row for rank in ranks for row in rank["rows"].get(step, [])] for step in range(STEPS)] == expected
     assert sum(len(rank["rows"]) for rank in ranks) == 3 * STEPS + 10
-    assert "This rank has left the loader by rescale()" in ranks[3]["left"]
-    assert "call it when all gradient_accumulation_steps=2 micro batches have been taken" in ranks[0]["refused"]
-    assert len(set(itertools.chain.from_iterable(rank["pids"] for rank in ranks))) == 4
+    assert all("give state=, one state_dict() of the old ranks" in rank["refused"] for rank in ranks[:3])
+    assert "mesh holds the ranks [0, 1, 2]" in ranks[3]["refused"]
+
+
+def leave() -> list[Any]:
+    """One of two ranks leaves, the other goes on alone."""
+    loader = rd.DataLoader(range(96), global_batch_size=8, micro_batch_size=4, timeout=3.0)
+    batches = iter(loader)
+    rows = next(batches).tolist()
+    state = loader.state_dict()
+    if dist.get_rank():
+        loader.close()
+        with pytest.raises(RuntimeError, match="A state is made by all dp ranks together") as error:
+            loader.state_dict()
+        dist.barrier()
+        return [rows, str(error.value)]
+    loader.reopen(state, dp_world_size=1)
+    with pytest.raises(RuntimeError, match="no longer valid"):
+        next(batches)
+    for batch in loader:
+        rows += batch.tolist()
+    assert loader.setup.layout.micro_batch_size == 4
+    dist.barrier()
+    return [rows, opened(loader.state_dict())["samples"]]
+
+
+def test_a_state_of_a_loader_that_others_went_on_from_is_refused(tmp_path: Path) -> None:
+    (alone, samples), (left, said) = run_ranks(2, tmp_path, leave)
+    assert sorted(alone + left) == list(range(96))
+    assert samples == 96
+    assert "the ranks [0] did not come to it in time" in said

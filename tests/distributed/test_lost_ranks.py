@@ -1,40 +1,27 @@
 """Ranks that die, or go another way in the program: an error on the others, soon, that names them."""
 
-import functools
+import itertools
 import os
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-import rescale_data as rd
+from rescale_data.engine.ranks import circle, meeting
 from tests.distributed.legs import Data, take, take_epoch
 from tests.distributed.ranks import run_ranks
-from tests.pipelines import Rows, as_samples, skewed
+from tests.states import opened
 
-TIMEOUT = 5.0
+TIMEOUT, LONG = 5.0, 60.0
 UNEVEN = Data("rows", 100, 7)
 PACKED = Data("packed", 200, 12, repeat=False)
 
 
-class SlowRow(Rows):
-    """One row takes longer than ranks wait for each other: the first, which the first shard has."""
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if index == 0:
-            time.sleep(1.5 * TIMEOUT)
-        return super().__getitem__(index)
-
-
 def on_3_ranks() -> list[str]:
     """What each failure says, on the ranks that see it."""
-    slow = rd.DataLoader(
-        functools.partial(skewed, SlowRow(30)), global_batch_size=6, timeout=TIMEOUT, collate_fn=as_samples
-    )
-    assert len(take_epoch(slow)) == 3  # 20 of 30 rows are kept
-    saved, packed = (data.loader(12, 2, timeout=TIMEOUT) for data in (UNEVEN, PACKED))
+    UNEVEN.loader(12, 2)  # ranks that started at different times have met
+    saved, packed = (data.loader(12, 2, timeout=seconds) for data, seconds in ((UNEVEN, TIMEOUT), (PACKED, LONG)))
     take(saved, 1)
     dist.barrier()
     said = [] if dist.get_rank() == 1 else [_failure(saved.state_dict)]
@@ -55,9 +42,30 @@ def test_a_rank_that_does_not_join_and_one_that_dies_are_named(tmp_path: Path) -
     found = run_ranks(3, tmp_path, on_3_ranks)
     assert found[1] is None
     for rank in (0, 2):
-        assert len(found[rank]) == 2
-        for said in found[rank]:
+        for said, seconds in zip(found[rank], (TIMEOUT, LONG), strict=True):
             assert (
-                f"A collective of the data loader failed on rank {rank} after at most 5 s, because the ranks [1] did"
+                f"A collective of the data loader failed on rank {rank} after at most {seconds:g} s, because the ranks [1] did"
                 in said
             )
+
+
+def late_at_a_save() -> list[Any]:
+    """What rank 0 is told, whose clock runs a minute ahead whenever it looks, and two saves after it."""
+    loader, said = UNEVEN.loader(12, 2, timeout=60.0), ""
+    take(loader, 1)
+    before = opened(loader.state_dict())["shards"]["samples"].tolist()
+    if dist.get_rank() == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            ahead = itertools.count(0, 61)
+            patch.setattr(meeting, "_LOOK", 0.1)
+            for each in (circle, meeting):
+                patch.setattr(each, "monotonic", lambda: next(ahead))
+            said = _failure(loader.state_dict)
+    dist.barrier()
+    return [said, *(opened(loader.state_dict())["shards"]["samples"].tolist() == before for _ in range(2))]
+
+
+def test_a_rank_that_is_late_at_a_save_is_named_and_the_next_save_is_whole(tmp_path: Path) -> None:
+    (said, *after), others = run_ranks(2, tmp_path, late_at_a_save)
+    assert "failed on rank 0 after at most 60 s, because the ranks [1] did not come to it" in said
+    assert (after, others) == ([True, True], ["", True, True])

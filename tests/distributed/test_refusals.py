@@ -6,16 +6,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 import rescale_data as rd
+from rescale_data import checkpoint
 from rescale_data.engine.states.statedict import local_state_dict
 from rescale_data.state import Field
 from tests.distributed.legs import Data, take
 from tests.distributed.ranks import run_ranks
+from tests.states import opened
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -38,21 +39,9 @@ def on_2_ranks(folder: Path) -> dict[str, str]:
     said: dict[str, str] = {}
     loader = ROWS.loader(O, 6)
     take(loader, 2)
-    if rank == 0:
-        dcp.save({"loader": loader.sharded}, checkpoint_id=folder / "rank 0 alone", no_dist=True)
-    dist.barrier()
-
-    saves: dict[str, Any] = {"loader": loader.sharded} if rank == 0 else {}
-    said["a rank without its loader"] = _said(
-        lambda: dcp.save(saves, checkpoint_id=folder / "lost"), CheckpointException
-    )
-
     dcp.save({"loader": loader}, checkpoint_id=folder / "whole")
     if rank == 1:
         take(loader, 1)
-    dcp.save({"loader": loader.sharded}, checkpoint_id=folder / "different steps")
-    for name in ("rank 0 alone", "different steps"):
-        said[name] = _said(functools.partial(_load, ROWS.loader(O, 6), folder / name), rd.DataStateError)
 
     uneven = UNEVEN.loader(O, 6)
     take(uneven, 1 + rank)
@@ -79,10 +68,6 @@ def _load(loader: rd.DataLoader, path: Path) -> None:
     dcp.load({"loader": loader}, checkpoint_id=path)
 
 
-VOLUMES = ["tensor-volume: 24 chunks-volume: 12"] if torch.__version__ >= "2.13" else []
-"""Torch 2.9 and 2.11 log them, and leave them out of the error."""
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, str]]]:
     folder = tmp_path_factory.mktemp("refusals")
@@ -92,41 +77,18 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        (
-            "rank 0 alone",
-            ["The rows of 12 of 24 logical shards (the first: [12, 13, 14, 15, 16])", "some rank did not save"],
-        ),
-        ("a rank without its loader", ["Failed to validate global plan", *VOLUMES]),
-        ("different steps", ["are not of sample", "ranks saved at different steps"]),
         ("different steps, made whole", ["The ranks save at different batches", "others between 12 and 24"]),
         ("different steps, pickled", ["The ranks save at different batches", "others between 12 and 24"]),
         ("different steps, saved", ["The ranks save at different batches"]),
         ("different steps, loaded", ["are not of sample"]),
-        ("another N", ["Size mismatch between saved torch.Size([24]) and current: torch.Size([48])"]),
-        ("another field", ["Missing key in checkpoint state_dict: loader.shards."]),
+        ("another N", ["Size mismatch between saved torch.Size([24, 6]) and current: torch.Size([48, 6])"]),
+        ("another field", ["Size mismatch between saved torch.Size([24, 6]) and current: torch.Size([24, 8])"]),
         ("another seed", ["The state was saved with seed=7, the loader has seed=8. Another seed is another order"]),
     ],
 )
 def test_all_ranks_are_told(ranks: Any, name: str, parts: list[str]) -> None:
     for rank in ranks[1]:
         assert all(part in rank[name] for part in parts), rank[name]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        (
-            "rank 0 alone",
-            r"The rows of 12 of 24 logical shards \(the first: \[12, 13, 14, 15, 16\]\) are not of sample 24",
-        ),
-        ("different steps", r"The rows of (12|24) of 24 logical shards .* ranks saved at different steps"),
-    ],
-)
-def test_one_process_is_told_too(ranks: Any, name: str, message: str) -> None:
-    loader = ROWS.loader(O)
-    with pytest.raises(rd.DataStateError, match=message):
-        _load(loader, ranks[0] / name)
-    assert loader.step == 0  # nothing has changed
 
 
 # A checkpoint of another run: what `check_checkpoint` says
@@ -206,11 +168,13 @@ def test_another_parameter(tmp_path: Path) -> None:
 
 
 def test_a_field_too_many(tmp_path: Path) -> None:
-    """DCP reads on without a word, we do not."""
+    """DCP says that shapes differ, we say of what."""
     dcp.save({"loader": loader_of(Counted, 2)}, checkpoint_id=tmp_path)
     with pytest.raises(rd.DataStateError, match=r"The fields differ.*count was saved and is not there now"):
         rd.check_checkpoint(tmp_path, loader_of(Scaled, 2))
     with pytest.raises(rd.DataStateError, match=r"The fields differ.*count"):
+        checkpoint.load(tmp_path, {"loader": loader_of(Scaled, 2)})
+    with pytest.raises(CheckpointException, match=r"Size mismatch between saved .* for loader.table"):
         _load(loader_of(Scaled, 2), tmp_path)
 
 
@@ -244,7 +208,7 @@ def test_a_row_with_another_stamp() -> None:
     loader = ROWS.loader(O)
     take(loader, 2)
     state = loader.state_dict()
-    state["shards"]["stamp"][5] -= 12 * 24
+    opened(state)["shards"]["stamp"][5] -= 12 * 24
     with pytest.raises(
         rd.DataStateError, match=r"The rows of 1 of 24 logical shards \(the first: \[5\]\) are not of sample 24"
     ):

@@ -63,7 +63,7 @@ def play(chain: Chain, groups: list[Any]) -> tuple[list[list[Taken]], int, float
             if state is not None:
                 loader.load_state_dict(state)
             legs[-1] += take(loader, leg.micro_batches) if len(legs) < len(chain.legs) else take_epoch(loader)
-            state, dropped, epoch = loader.state_dict(), dropped + loader.progress()["dropped_samples"], loader.epoch
+            state, dropped, epoch = loader.state_dict(), loader.progress()["dropped_samples"], loader.epoch
             loader.close()
         box = [state, dropped, epoch]
         dist.broadcast_object_list(box)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SECONDS = 60.0  # a fork server and two workers start and end within this on a busy machine
+SECONDS = 120.0  # a fork server and two workers start and end within this on a busy machine
 
 TRAINER = """
 import multiprocessing, signal, sys

@@ -14,34 +14,24 @@ from rescale_data.engine.taken import Taken
 
 SHARDS, COLUMNS = 12, 3
 TURNS = [slice(first, SHARDS, 3) for first in range(3)]
-acts = st.sampled_from(
-    ["step", "read", "write", "at_step", "slice", "slice", "slice", "bytes", "bytes", "index", "slots"]
-)
+acts = st.sampled_from(["read", "undo", "slice", "slice", "slice", "bytes", "bytes", "index", "slots"])
 
 
 @given(st.lists(st.tuples(acts, st.integers(0, 2)), max_size=30))
 def test_it_is_the_table_that_is_written_at_once(done: list[tuple[str, int]]) -> None:
     table = np.arange(SHARDS * COLUMNS, dtype=np.int64).reshape(SHARDS, COLUMNS)
-    taken, at_step, value = Taken(table.copy()), table.copy(), 100
-    began: tuple[int, bool] | None = None
+    taken, value = Taken(table.copy()), 100
     for act, number in done:
         value += 100
-        if act == "step":
-            began = (value, True)
-        elif act == "read":
+        if act == "read":
             assert (taken.table == table).all()
-        elif act == "write":  # what a load of other rows does
-            shards = np.array([number, 7 + number])
-            taken.keep(shards)
-            taken.table[shards] = table[shards] = value
-        elif act == "at_step":
-            assert (taken.at_step() == at_step).all()
+        elif act == "undo":
+            undo = taken.undoing(TURNS[number])
+            taken.add(_made("slice", number, value, table.copy()))
+            undo()
         else:
-            at_step = table.copy() if began is not None else at_step
-            taken.add(_made(act, number, value, table), began)
-            began = None
+            taken.add(_made(act, number, value, table))
     assert (taken.table == table).all()
-    assert (taken.at_step() == at_step).all()
 
 
 def _made(kind: str, number: int, value: int, table: np.ndarray) -> MicroBatch:

@@ -132,7 +132,7 @@ def test_a_worker_is_named_and_what_it_is_about(tmp_path: Path, caplog: Any) -> 
     try:
         loader.start()
         deadline = time.monotonic() + 60
-        while "until_exists" not in loader._opening._pool._board.read(0):  # type: ignore[union-attr]
+        while "until_exists" not in loader.stream.ahead.feed._board.read(0):  # type: ignore[union-attr]
             assert time.monotonic() < deadline
         release = threading.Thread(target=lambda: heard.wait(60) and go_on.touch())
         release.start()
@@ -145,7 +145,7 @@ def test_a_worker_is_named_and_what_it_is_about(tmp_path: Path, caplog: Any) -> 
     assert "waiting for worker 0, in a function of the user's, until_exists (" in lines[0]
     assert "logical shard 0, last row drawn" in lines[0]
     list(loader)
-    assert loader._opening._pool._board.read(0) == ""  # type: ignore[union-attr]
+    assert loader.stream.ahead.feed._board.read(0) == ""  # type: ignore[union-attr]
     told = loader.progress()
     assert told["transform_seconds"] > 0
     assert told["batches_ready"] == 0
@@ -231,3 +231,18 @@ def test_the_thread_of_prefetch_batches_is_looked_at(caplog: Any) -> None:
     blocks = Blocks()
     (said,) = said_of(rd.DataLoader(Dataset(blocks), global_batch_size=4, prefetch_batches=2), blocks, caplog)
     assert "waiting for the thread ahead, reading, Dataset.__getitem__ (" in said
+
+
+def test_a_watch_that_ctrl_c_kept_from_starting_can_be_stopped_and_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    watch = Watch(1.0, lambda *_: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            watch.start()
+    watch.stop()
+    watch.start()
+    assert watch.thread == threading.get_ident()
+    watch.stop()

@@ -10,6 +10,7 @@ import torch
 from rescale_data.engine.recipe import Recipe
 from rescale_data.engine.schema import adopt
 from tests.nodes.resume import plain
+from tests.simulate import where
 
 
 class Failure(AssertionError):
@@ -129,7 +130,8 @@ def check_blocked(books: Books, reference: Reference, repeat: bool, lists: list[
 
 
 def same_state(one: Mapping[str, Any], other: Mapping[str, Any], besides: tuple[str, ...] = ()) -> str:
-    """In what two states differ; empty where in nothing."""
+    """In what two states differ, but for K and what was left out; empty where in nothing."""
+    one, other = where(one), where(other)
     if one.keys() != other.keys() or one["shards"].keys() != other["shards"].keys():
         return "keys"
     for key, value in one["shards"].items():

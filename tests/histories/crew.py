@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 
-import rescale_data.engine.rescale as rescale_module
 import rescale_data.engine.setup as setup_module
 import rescale_data.engine.workers as workers_module
 from rescale_data.engine.ranks.circle import Call
@@ -83,14 +82,11 @@ class InThread:
     """What `Ranks` asks of a circle."""
 
     def __init__(self, hub: Hub, me: int) -> None:
-        self.hub, self.me, self.turns, self.num_loaders, self.roll_call = hub, me, Counter[str](), 0, self
-
-    def reading(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+        self.hub, self.me, self.turns, self.num_loaders = hub, me, Counter[Any](), 0
 
     def _put(self, call: Call, value: Any) -> Any:
-        self.turns[call.name] += 1
-        key = call.name, self.turns[call.name]
+        self.turns[call.name, call.leg] += 1
+        key = call.name, call.leg, self.turns[call.name, call.leg]
         self.hub.put(key, self.me, value)
         return key
 
@@ -103,20 +99,9 @@ class InThread:
         return torch.stack(self.hub.wait(self._put(call, tensor.clone())))
 
 
-class Block(torch.Tensor):
-    """In place of a `DTensor`: one rank's rows."""
-
-
 @dataclass(frozen=True)
 class ThreadRanks(Ranks):
-    def shard(self, tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
-        assert len(tensor) * self.world_size == num_rows
-        return tensor.clone().as_subclass(Block)
-
-    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, Block):
-            return tensor
-        return self._gather(tensor.as_subclass(torch.Tensor)).flatten(0, 1)
+    """Ranks that are threads of one process."""
 
 
 class InOneProcess:
@@ -125,6 +110,8 @@ class InOneProcess:
     def __init__(self, worker: Any, *, sampler: Any, num_workers: int, prefetch_factor: int, **_: Any) -> None:
         given = pickle.dumps(worker)
         self.workers = [pickle.loads(given) for _ in range(num_workers)]
+        for copied in self.workers:
+            copied.board = worker.board  # memory that processes share
         self.sampler, self.ahead = sampler, num_workers * prefetch_factor
 
     def __iter__(self) -> Iterator[Any]:
@@ -154,7 +141,6 @@ class Process:
     def __init__(self) -> None:
         self.todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.circle: InThread | None = None
-        self.leaves, self.new_w = False, 1
         threading.Thread(target=self._work, daemon=True).start()
 
     def _work(self) -> None:
@@ -213,14 +199,13 @@ class Crew:
         self.processes = []
 
 
-def _find_ranks(mesh: Any, dp_rank: Any, dp_world_size: Any, group: Any, timeout: float, save: float) -> Ranks:
+def _find_ranks(mesh: Any, dp_rank: Any, dp_world_size: Any, group: Any, timeout: float) -> Ranks:
     circle = _here.process.circle
     if circle is None:
         return Ranks()
-    circle.num_loaders += 1
     mesh: Any = object()
     w = circle.hub.w
-    return ThreadRanks(circle.me, w, circle, mesh, timeout, save, circle.num_loaders)  # type: ignore[arg-type]
+    return ThreadRanks(circle.me, w, circle, mesh, timeout)  # type: ignore[arg-type]
 
 
 def _take(self: Stream) -> Any:
@@ -242,7 +227,5 @@ def in_threads() -> Iterator[None]:
         patch.setattr(setup_module, "find_ranks", _find_ranks)
         patch.setattr(workers_module, "DataLoader", InOneProcess)
         patch.setattr(workers_module, "require_pickle", lambda *_, **__: None)
-        patch.setattr(rescale_module, "_world_size", lambda _: _here.process.new_w)
-        patch.setattr(rescale_module, "stays", lambda *_: not _here.process.leaves)
         patch.setattr(Stream, "take", _take)
         yield

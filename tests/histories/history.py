@@ -4,12 +4,10 @@ History(random.Random(7)).play()      raises `Failure`, or an error of the loade
 """
 
 import copy
-import json
 import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import rescale_data as rd
@@ -19,6 +17,7 @@ from rescale_data.testing.epochs import check_epochs
 from tests.histories.books import Books, Failure, Reference, check_blocked, comparable, require, same_state
 from tests.histories.plans import Files, Pipeline, as_samples, group_of, numbers_in, plan_of
 from tests.histories.ranks import Seat, Seats, Top, again
+from tests.states import opened
 
 TOPOLOGY = ("global_batch_size", "dp_world_size", "micro_batch_size")
 LOSSY = ("drop", "Mapper", "Mix", "Stock", "Map-skip", "Batcher')", "-cut", "Filter", "Tokenize", "Clean", "Blocked")
@@ -171,7 +170,7 @@ class History:
                 "leg",
                 self.now,
                 self.prefetch,
-                "" if state is None else {k: state[k] for k in ("samples", "origin", "step", "epoch")},
+                "" if state is None else {k: opened(state)[k] for k in ("samples", "origin", "step", "epoch")},
                 form,
             )
             self.seats = Seats(self.make, self.now)
@@ -186,7 +185,7 @@ class History:
                 self.to_the_end()
             _fails_in[0] = 0
             self.complete()
-            form = r.choice(["plain", "pickle", "torch", "sharded"])
+            form = r.choice(["plain", "pickle", "torch", "local"])
             state = self.seats.state(form)
             difference = same_state(state, self.seats.state())
             require(not difference, f"two states in a row differ in {difference}")
@@ -196,7 +195,7 @@ class History:
             if self.saves and r.random() < 0.15:
                 state, form, books, files, number = r.choice(self.saves)
                 self.books.go_back_to(books)
-                self.say("back to", state["samples"])
+                self.say("back to", opened(state)["samples"])
             self.change()
             self.changes = ["files"] * (files != self.files) + ["blocklist"] * (number != self.number)
         self.check_batches()
@@ -228,7 +227,7 @@ class History:
             if r.random() < 0.1:
                 self.seats.take(r.randint(1, 3), Books())
             for _ in range(1 + (r.random() < 0.1)):
-                self.seats.load(state, r.choice(["plain", "sharded"]))
+                self.seats.load(state)
             self.check_load(state)
             self._refer()
         if r.random() < 0.3:
@@ -252,30 +251,30 @@ class History:
         self.reference = Reference(recipe, copy.deepcopy(histories))
 
     def check_load(self, saved: dict[str, Any], *, blocked_then: bool = True) -> None:
-        top, loaded = self.now, self.seats.state()
+        top, state, saved = self.now, self.seats.state(), opened(copy.deepcopy(saved))
+        loaded = opened(state)
         was, now = tuple(saved[key] for key in TOPOLOGY), (top.o, top.w, top.b)
         at_step = (saved["samples"] - saved["origin"]) % was[0] == 0 and top.o == was[0]
         besides = (
             *TOPOLOGY,
             "sources",
-            *(("pipeline",) if self.changes or self.excluded else ()),
+            *(("pipeline",) if self.changes else ()),
         )  # folded where it can be
         # what was dealt may be blocked
-        anew = blocked_then and "blocklist" in self.changes and (saved["shards"]["dealt"] >= 0).any()
+        anew = blocked_then and "blocklist" in self.changes and (saved["shards"]["remainder"] >= 0).any()
         if not anew and (at_step or now == was or saved["samples"] == saved["origin"]):
             difference = same_state(saved, loaded, besides)
         else:
             require(loaded["origin"] == loaded["samples"] == saved["samples"], "origin after a load")
             self.books.open = []
-            saved = copy.deepcopy(saved)
-            if not (saved["shards"]["dealt"] == ENDED).all():
-                saved["shards"]["dealt"].fill_(UNDEALT)
-            difference = same_state(saved, loaded, (*besides, "origin", "pipeline"))
+            if not (saved["shards"]["remainder"] == ENDED).all():
+                saved["shards"]["remainder"].fill_(UNDEALT)
+            difference = same_state(saved, loaded, (*besides, "origin", "in_step"))
         require(not difference, f"a load changed {difference}")
         if loaded["origin"] != saved["origin"] or self.changes or was[0] != top.o:
             begun = (loaded["samples"] - loaded["origin"]) % top.o
             self.books.segments.append(
-                (len(self.books.batches), copy.deepcopy(loaded), None if begun else self.pipeline, top.o)
+                (len(self.books.batches), copy.deepcopy(state), None if begun else self.pipeline, top.o)
             )
 
     # What a trainer does
@@ -284,7 +283,7 @@ class History:
         r = self.r
         actions = {
             self.take: 45, self.ask: 12, self.iterate: 5, self.to_the_end: 10, self.skip: 8, self.set_epoch: 5, self.save: 5,
-            self.load_live: 3, self.ramp: 4, self.exclude: 4, self.rescale: 8, self.die: 4,
+            self.load_live: 3, self.ramp: 4, self.rescale: 8, self.die: 4,
         }  # fmt: skip
         action = r.choices(list(actions), list(actions.values()))[0]
         may_fail = self.faults and action in (self.take, self.to_the_end, self.iterate)
@@ -295,7 +294,6 @@ class History:
             self.failed = self.seats
 
     def next(self) -> Any:
-        self.leave_out()
         return self.seats.next(self.books, self.number)
 
     def take(self, num: int | None = None) -> None:
@@ -309,12 +307,7 @@ class History:
                 require(empty < 3, "three empty iterators")
 
     def iterate(self) -> None:
-        if (
-            self.seats.lead.ended and self.excluded
-        ):  # what is left out first in the next epoch would be so within `iter`
-            return
         self.say("iter")
-        self.leave_out()
         self.seats.left = None
         self.seats.iterate(self.books)
 
@@ -328,7 +321,6 @@ class History:
         raise Failure("an epoch without an end")
 
     def ask(self) -> None:
-        self.leave_out()
         _fails_in[0] = 0
         kind, before = self.r.randrange(5), self.seats.mark()
 
@@ -349,7 +341,7 @@ class History:
             self.seats.same(peek, "peek")
         elif kind == 1:
             self.seats.all(lambda seat: seat.loader.progress())
-        elif kind == 2 and self.seats.begun and not self.excluded:
+        elif kind == 2 and self.seats.begun:
             self.seats.left = self.seats.same(left, "batches_left")
         elif kind == 3:
             self.seats.all(lambda seat: again(seat.loader.start))
@@ -369,7 +361,7 @@ class History:
         seats.tally(self.books, before, moved=True)
 
     def save(self) -> None:
-        form = self.r.choice(["plain", "pickle", "sharded"])
+        form = self.r.choice(["plain", "pickle", "local"])
         self.complete()
         self.say("save", form)
         self.check()
@@ -380,7 +372,7 @@ class History:
         if not same:
             return
         state, _, books, _, _ = self.r.choice(same)
-        self.say("load live", state["samples"], [state[key] for key in TOPOLOGY])
+        self.say("load live", opened(state)["samples"], [opened(state)[key] for key in TOPOLOGY])
         self.books.go_back_to(books)
         self.seats.load(state)
         self.check_load(state, blocked_then=False)
@@ -396,49 +388,44 @@ class History:
         return (clock.samples - clock.origin) % self.now.o != 0
 
     def ramp(self) -> None:
+        """Another global batch, and other workers, on the same ranks."""
         if self.in_step or self.group > 1:
             return
-        o = self.micro * self.r.randint(1, 4)
-        if self.aligned:
-            here = self.now.w, self.now.b, self.now.k
-            fits = {(p.dp_world_size, p.micro_batch_size, p.num_workers) for p in self.aligned_tops(o)}
-            if here not in fits:
-                return
-            self.o = o
-        self.say("ramp to", o)
+        o, k = self.micro * self.r.randint(1, 4), self.r.choice([self.now.k, self.now.k, 0, 1, 2])
+        fits = {(p.dp_world_size, p.micro_batch_size, p.num_workers) for p in self.aligned_tops(o)}
+        if (self.aligned and (self.now.w, self.now.b, k) not in fits) or self.now.w * max(k, 1) > self.n:
+            return
+        self.o = o if self.aligned else self.o
+        self.say("ramp to", o, k)
         before, state = self.seats.mark(), self.seats.state()
-        self.seats.all(lambda seat: seat.loader.set_global_batch_size(o))
+        changed = {"global_batch_size": o, "num_workers": k, "prefetch_batches": 0 if k else self.prefetch}
+        self.seats.all(lambda seat: seat.loader.reopen(**changed))
         self.seats.tally(self.books, before)
         self.seats.left = None
         if o != self.now.o:
-            self.now = self.seats.top = self.now._replace(o=o)
             self.books.open = []
             self.books.segments.append((len(self.books.batches), state, self.pipeline, o))
+        self.now = self.seats.top = self.now._replace(o=o, k=k)
 
     # As if it had been taken: the same is taken by others
 
     def shadow(self, state: dict[str, Any], num: int) -> Seats:
         """Others at the same place that take what is left out, into the books."""
         state = copy.deepcopy(state)
-        nodes = json.loads(state["pipeline"])
-        nodes["root"].pop("excluded_steps", None)
-        state["pipeline"] = json.dumps(nodes, sort_keys=True, separators=(",", ":"))
         shadow = Seats(self.make, self.now._replace(ahead=0))
         shadow.steps = self.steps is not None
         shadow.load(state)
         for seat, real in zip(shadow.seats, self.seats.seats, strict=True):
-            seat.loader.stream.follow(real.stream)
             seat.loader.reading._resumed = False
             seat.loader.reading._at_multiple = real.ended and self.steps is not None
         shadow.take(num, self.books, self.number)
         return shadow
 
     def _compare(self, shadow: Seats, what: str) -> None:
-        besides = ("sources", *(("pipeline",) if self.excluded else ()))  # what is over is folded by a load
-        difference = same_state(shadow.state(), self.seats.state(), besides)
+        difference = same_state(shadow.state(), self.seats.state(), ("sources",))  # what is over is folded by a load
         require(not difference, f"{what} is not as taking: {difference}")
         counts = [
-            (each.stream.standing.dropped_samples, each.stream.standing.padded_samples, each.loader.epoch)
+            (each.stream.clock.dropped_samples, each.stream.clock.padded_samples, each.loader.epoch)
             for each in (shadow.lead, self.seats.lead)
         ]
         require(counts[0] == counts[1], f"{what} counts otherwise: taken {counts[0]}, {counts[1]}")
@@ -447,8 +434,6 @@ class History:
     def skip(self) -> None:
         r = self.r
         num = r.choice([1, 2, 5, r.randint(1, 30)] + ([20] if self.repeat else []))
-        if self.excluded:
-            return
         if self.failed is self.seats:  # an error that is still to come would end a skip half way
             return
         self.say("skip", num)
@@ -456,37 +441,6 @@ class History:
         self.seats.all(lambda seat: seat.loader.skip(num * self.micro))
         self.seats.begun, self.seats.left = False, None
         self._compare(shadow, f"skip({num})")
-
-    @property
-    def excluded(self) -> list[tuple[int, int]]:
-        return self.seats.lead.stream.schema.excluded_steps
-
-    def exclude(self) -> None:
-        if self.now.ahead or (self.seats.lead.ended and not self.seats.begun):
-            return
-        seats, self.no_ahead = self.seats, True
-        after = max((stop + 1 for _, stop in self.excluded), default=0)
-        first = max(seats.lead.loader.step + self.in_step, after) + self.r.randint(0, 4)
-        steps = (first, first + self.r.randint(1, 4))
-        self.say("exclude steps", steps)
-        seats.all(lambda seat: seat.loader.exclude_steps([steps]))
-        seats.left = None
-
-    def leave_out(self) -> None:
-        """Where the next step is one that is left out, others take it."""
-        seats = self.seats
-        while not self.in_step and not seats.lead.ended:
-            step = seats.lead.loader.step
-            here = [stop for first, stop in self.excluded if first <= step < stop]
-            if not here:
-                return
-            _fails_in[0] = 0
-            self.say("leaves out the steps", step, "to", max(here))
-            shadow = self.shadow(seats.state(), (max(here) - step) * self.now.o // self.micro)
-            for those in (seats, shadow):  # asked whether the data's own epoch is over, too
-                those.all(lambda seat: again(seat.loader.reading.is_over))
-            self._compare(shadow, "leaving out steps")
-            seats.begun = False
 
     # Other ranks
 
@@ -506,33 +460,27 @@ class History:
         self.r.shuffle(order)
         self.say("rescale", top, order)
         before, epoch, step = self.seats.state(), self.seats.lead.loader.epoch, self.seats.lead.loader.step
-        self._go_on(top, order, None, self.seats.mark()[1])
+        self._go_on(top, order, before)
         require(
             (epoch, step) == (self.seats.lead.loader.epoch, self.seats.lead.loader.step), "epoch or step by rescale"
         )
         difference = same_state(before, self.seats.state(), (*TOPOLOGY, "sources"))
         require(not difference, f"a rescale changed {difference}")
 
-    def _go_on(self, top: Top, order: list[int], step: int | None, dropped: int) -> None:
-        self.seats = self.seats.rescale(top, self.make, order, step)
+    def _go_on(self, top: Top, order: list[int], state: dict[str, Any], delivered: int = 0) -> None:
+        self.seats = self.seats.rescale(top, self.make, order, state, delivered)
         self.now = top
-        for seat in self.seats.seats:
-            stream = seat.loader.stream
-            stream.standing = replace(stream.standing, dropped_samples=dropped)
 
     def die(self) -> None:
-        """Ranks die within a step, others go on where it began."""
-        if self.now.ahead or self.excluded or self.changes:
+        """Ranks die within a step; others go on behind the steps that were committed since the last state."""
+        if self.now.ahead:
             return
         while self.in_step:
             self.take(1)
-        a, step, tally = self.now.o // self.micro, self.seats.lead.loader.step, self.seats.mark()
-        begun, taken, epoch = self.books.copy(), self.r.randint(0, a), self.seats.lead.loader.epoch
-        self.take(taken)
-        dropped = self.books.dropped[tally[0]] - begun.dropped[tally[0]]
-        if taken == a and self.r.random() < 0.5:
-            step, begun, tally, epoch = step + 1, self.books.copy(), self.seats.mark(), self.seats.lead.loader.epoch
-            dropped = 0
+        a, steps, state = self.now.o // self.micro, self.r.randint(0, 4), self.seats.state()
+        self.take(a * steps)
+        committed, step = self.books.copy(), self.seats.lead.loader.step
+        self.take(self.r.randint(0, a))
         lives = self.r.sample(range(self.now.w), self.r.randint(1, self.now.w))
         widths = [w for w in range(len(lives), 5) if self.now.o % w == 0 and w <= self.n]
         if not widths:
@@ -545,18 +493,10 @@ class History:
         if not fits:
             return
         top = Top(w, self.r.choice(fits), self.now.o)
-        self.say("dies", top, order, "at step", step, "taken", taken, "of", a)
-        self.books.go_back_to(begun)
+        self.say("dies", top, order, "at step", step, "state", opened(state)["step"])
+        self.books.go_back_to(committed)
         self.reference.forget()
-        self._go_on(top, order, step, tally[1])
-        if self.seats.lead.data_epoch > tally[0]:  # this step is the first of an epoch: the end of the one before stays
-            self.books.dropped[tally[0]] += dropped
-            self.books.counts = self.books.counts and not (dropped and self.steps)
-        self.seats.begun = self.seats.begun and epoch == self.seats.lead.loader.epoch
-        if w > len(lives) and self.seats.lead.ended and self.steps:
-            # for who joins the next epoch of steps has begun: a state says not whether the end was seen
-            self.seats.all(lambda seat: seat.ended and seat.loader.set_epoch(seat.loader.epoch + 1))
-            self.seats.begun = False
+        self._go_on(top, order, state, steps * self.now.o)
         require(step == self.seats.lead.loader.step, "step after a death")
 
     # What has to hold
@@ -609,10 +549,7 @@ class History:
             self.pipeline = pipeline
             alone, mine = Seats(self.make, Top(1, o, o)), Books()
             if state is not None:
-                state = copy.deepcopy(state)
-                nodes = json.loads(state["pipeline"])
-                nodes["root"].pop("excluded_steps", None)
-                alone.load({**state, "pipeline": json.dumps(nodes, sort_keys=True, separators=(",", ":"))})
+                alone.load(copy.deepcopy(state))
             alone.take(end - begin, mine)
             alone.close()
             for i, (x, y) in enumerate(zip(books.batches[begin:end], mine.batches, strict=True)):

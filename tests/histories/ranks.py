@@ -9,7 +9,7 @@ import torch
 
 import rescale_data as rd
 from tests.histories.books import Books, Failure, require, same_state
-from tests.histories.crew import Block, Crew, run
+from tests.histories.crew import Crew
 from tests.histories.plans import as_samples, split
 
 RETRIES = 6
@@ -73,8 +73,6 @@ class Seat:
 
     def next(self) -> Any:
         """``(batch, micro batch, epoch, is_dealt)``, or `None`."""
-        if self._batches is None:  # it has joined
-            self.iterate()
         self.stream.taken = []
         batch = again(lambda: next(self._batches, None))
         return None if batch is None else (batch, *self.stream.taken[0])
@@ -108,9 +106,10 @@ class Seats:
     # States
 
     def state(self, form: str = "plain") -> dict[str, Any]:
-        if form == "sharded":
-            return _joined(self.all(lambda seat: seat.loader.sharded.state_dict()))
-        states = self.all(lambda seat: seat.loader.state_dict())
+        if form == "local":
+            states = self.all(lambda seat: rd.whole_state(seat.loader.local_state_dict()))
+        else:
+            states = self.all(lambda seat: seat.loader.state_dict())
         for other in states[1:]:
             difference = same_state(states[0], other)
             require(not difference, f"states of ranks differ in {difference}")
@@ -124,25 +123,14 @@ class Seats:
             return torch.load(file, weights_only=True)
         return state
 
-    def load(self, state: dict[str, Any], form: str = "plain") -> None:
-        def load(seat: Seat) -> None:
-            mine = copy.deepcopy(state)
-            if form == "sharded":
-                into = seat.loader.sharded.state_dict()
-                mine["shards"] = {
-                    key: _part(value, state["shards"][key], seat) for key, value in into["shards"].items()
-                }
-                seat.loader.sharded.load_state_dict(mine)
-            else:
-                seat.loader.load_state_dict(mine)
-
-        self.all(load)
+    def load(self, state: dict[str, Any]) -> None:
+        self.all(lambda seat: seat.loader.load_state_dict(copy.deepcopy(state)))
         self.begun, self.left = False, None
 
     # Batches
 
     def mark(self) -> tuple[int, int]:
-        return self.lead.data_epoch, self.lead.stream.standing.dropped_samples
+        return self.lead.data_epoch, self.lead.stream.clock.dropped_samples
 
     def tally(self, books: Books, before: tuple[int, int], *, moved: bool = False) -> None:
         """What was dropped in one call is of the epoch that ended in it; ``moved``: the loader went on to the next then."""
@@ -210,57 +198,23 @@ class Seats:
 
     # Other ranks
 
-    def rescale(self, top: Top, make: Any, order: list[int], step: int | None = None) -> "Seats":
-        """Go on with others: ``order`` has the old rank of each new one, -1 for one that joins."""
-        stay = {old: new for new, old in enumerate(order) if old >= 0}
+    def rescale(self, top: Top, make: Any, order: list[int], state: dict[str, Any], delivered: int = 0) -> "Seats":
+        """Go on from a state with others: ``order`` has the old rank of each new one, -1 for one that is new."""
         old = self.crew.processes
-        crew = Crew(0)
+        self.all(lambda seat: self.seats.index(seat) in order or seat.loader.close())
         crew = Crew(top.w, [old[i] if i >= 0 else Crew(1).processes[0] for i in order])
-        crew.enter()
-        for i, process in enumerate(old):
-            process.leaves, process.new_w = i not in stay, top.w  # type: ignore[attr-defined]
-        for process in crew.processes:
-            process.new_w = top.w  # type: ignore[attr-defined]
+        Crew(0, [process for i, process in enumerate(old) if i not in order]).close()
+        changed = {"micro_batch_size": top.b, "num_workers": top.k, "prefetch_batches": 0}
+
+        def go_on(rank: int) -> Seat:
+            if order[rank] < 0:
+                seat = Seat(make(top), 0)
+                seat.loader.load_state_dict(copy.deepcopy(state), delivered)
+            else:
+                seat = self.seats[order[rank]]
+                seat.loader.reopen(copy.deepcopy(state), delivered, **changed)
+            return seat
+
         new = Seats(None, top, crew)
-        went = {"micro_batch_size": top.b, "num_workers": top.k, "step": step}
-        calls: list[Any] = []
-        for i, process in enumerate(old):
-            if i in stay or step is None:
-                calls.append((process, lambda i=i: self.seats[i].loader.rescale(**went)))
-        num_old = len(calls)
-        for i, process in zip(order, crew.processes, strict=True):
-            if i < 0:
-                calls.append((process, lambda: Seat(make(top, join=True), 0)))
-        found = run(calls)
-        require(sum(map(bool, found[:num_old])) == len(stay), "who goes on")
-        joined = iter(found[num_old:])
-        new.seats = [self.seats[i] if i >= 0 else next(joined) for i in order]
-        for i, process in enumerate(old):
-            if i not in stay:
-                process.leaves = False  # type: ignore[attr-defined]
-                Crew(1, [process]).close()
-        new.begun, new.steps, new.left = self.begun, self.steps, None
+        new.seats, new.steps = crew.all(go_on), self.steps
         return new
-
-
-def _joined(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """What DCP has on disk of the states of all ranks."""
-    shards = {key: [state["shards"][key] for state in states] for key in states[0]["shards"]}
-    whole = {
-        key: torch.cat([each.as_subclass(torch.Tensor) for each in values])
-        if isinstance(values[0], Block)
-        else values[0]
-        for key, values in shards.items()
-    }
-    for state in states[1:]:
-        difference = same_state({**state, "shards": {}}, {**states[0], "shards": {}})
-        require(not difference, f"sharded states differ in {difference}")
-    return {**states[0], "shards": {key: value.clone() for key, value in whole.items()}}
-
-
-def _part(into: torch.Tensor, whole: torch.Tensor, seat: Seat) -> torch.Tensor:
-    """What DCP writes into a rank's tensor."""
-    if not isinstance(into, Block):
-        return whole.clone()
-    first = seat.stream.ranks.rank * len(into)
-    return whole[first : first + len(into)].clone().as_subclass(Block)

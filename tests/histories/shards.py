@@ -13,6 +13,7 @@ from tests.histories.history import History, fail_in
 from tests.histories.plans import Pipeline
 from tests.histories.ranks import Top
 from tests.nodes.resume import plain
+from tests.states import opened
 
 
 class Pair:
@@ -45,7 +46,7 @@ class Pair:
 
 def _shards_in(state: Any) -> Any:
     """That of `LogicalShards`, whatever is above it."""
-    if not isinstance(state, dict) or "shards" in state:
+    if not isinstance(state, dict) or "table" in state:
         return state if isinstance(state, dict) else None
     return next((found for value in state.values() if (found := _shards_in(value))), None)
 
@@ -63,7 +64,7 @@ class UnderTorchdata(History):
             make = (Pipeline(self.plan, self.files, self.lists[-1]),), given
             crew = Crew(top.w)
             pairs = crew.all(lambda _, *it: Pair(*it), make, top, above)
-            self.say("leg", top, "" if state is None else _shards_in(state)["samples"])
+            self.say("leg", top, "" if state is None else opened(_shards_in(state))["samples"])
             if state is not None:
                 crew.all(lambda i, of, saved: of[i].load(saved), pairs, state)
             state = self._leg(crew, pairs, above)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rescale_data.layout.balance import Fewest, feasible_picks, water_fill
 from rescale_data.layout.layout import Layout
-from rescale_data.layout.turns import BalancedTurns
+from rescale_data.layout.turns import AlignedTurns, BalancedTurns
 from tests.layout.test_layout import assert_visits, layouts
 
 counts = st.lists(st.integers(0, 15), min_size=1, max_size=8)
@@ -72,3 +72,17 @@ def test_each_worker_serves_its_own_block_in_that_order(layout: Layout, data: st
             block = layout.owned(rank, worker)
             own = samples[block.start : block.stop].tolist()
             assert shards == [block.start + shard for shard in picked(own, 3 * b)]
+
+
+@given(layouts())
+def test_what_a_worker_serves_is_what_its_micro_batches_come_from(layout: Layout) -> None:
+    for rank in range(layout.dp_world_size):
+        here: list[int] = []
+        for worker in range(layout.workers):
+            served = layout.served(rank, worker).tolist()
+            here += served
+            if layout.aligned:
+                turns = AlignedTurns(layout, rank)
+                micro_batches = range(worker, 2 * layout.period, layout.workers)
+                assert served == sorted({shard for u in micro_batches for shard in turns.turn(u).shards})
+        assert sorted(here) == list(layout.owned(rank))  # each shard has one worker

@@ -36,11 +36,11 @@ def loader(pipeline: Any, rank: int = 0, world_size: int = 1, *, repeat: bool = 
     )
 
 
-def rows(blocked: set[int], *, by_id: bool = False, keep: int = 1) -> Any:
+def rows(blocked: set[int], *, by_id: bool = False, keep: int = 1, source: Any = DOCUMENTS) -> Any:
     listed: Any = {"ids": {f"d{i}" for i in blocked}} if by_id else {"rows": blocked}
 
     def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
-        left = rd.Exclude(rd.Reader(DOCUMENTS, shard), **listed)
+        left = rd.Exclude(rd.Reader(source, shard, on_error="raise" if source is DOCUMENTS else "skip"), **listed)
         return rd.Map(
             rd.Filter(left, lambda row: int(row["id"][1:]) % keep == 0), lambda row: {"n": int(row["id"][1:])}
         )
@@ -48,19 +48,38 @@ def rows(blocked: set[int], *, by_id: bool = False, keep: int = 1) -> Any:
     return pipeline
 
 
-@given(rows_of, st.booleans(), st.sampled_from([1, 3]))
+class Unreadable(list[Any]):
+    """Rows of which some cannot be read."""
+
+    bad: frozenset[int] = frozenset()
+
+    def __getitem__(self, index: Any) -> Any:
+        if index in self.bad:
+            raise ValueError(f"row {index} cannot be read")
+        return super().__getitem__(index)
+
+
+@given(rows_of, rows_of, st.booleans(), st.sampled_from([1, 3]))
 @some
-def test_served_blocked_and_filtered_rows_are_the_source(blocked: set[int], by_id: bool, keep: int) -> None:
-    if len(blocked) > NUM - 4 * BATCH * keep:
+def test_served_blocked_unreadable_and_filtered_rows_are_the_source(
+    blocked: set[int], bad: set[int], by_id: bool, keep: int
+) -> None:
+    """Also behind a row that cannot be read no blocked row is served; one whose id cannot be looked up is unreadable."""
+    if len(blocked | bad) > NUM - 4 * BATCH * keep:
         return
+    rows_in_doubt = Unreadable({"id": f"d{i}"} for i in range(NUM))
+    rows_in_doubt.bad = frozenset(bad)
+    source = rd.DatasetSource(rows_in_doubt, name="documents")
     found: list[int] = []
-    with loader(rows(blocked, by_id=by_id, keep=keep)) as run:
+    with loader(rows(blocked, by_id=by_id, keep=keep, source=source)) as run:
         for batch in run:
             found += batch["n"][batch["valid"]].tolist()
         counts = run.progress()
-    assert Counter(found) == Counter(i for i in range(NUM) if i not in blocked and i % keep == 0)
-    assert counts["blocked_rows"] == len(blocked)
-    assert counts["filtered_rows"] == NUM - len(blocked) - len(found)
+    assert Counter(found) == Counter(i for i in range(NUM) if i not in blocked | bad and i % keep == 0)
+    num_unreadable = len(bad) if by_id else len(bad - blocked)
+    assert counts["skipped_rows"] == num_unreadable
+    assert counts["blocked_rows"] == len(blocked | bad) - num_unreadable
+    assert counts["filtered_rows"] == NUM - len(blocked | bad) - len(found)
 
 
 @given(

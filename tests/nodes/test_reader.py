@@ -129,25 +129,6 @@ def test_after_the_last_row_the_position_still_belongs_to_the_epoch() -> None:
     assert reader.get_state() == {"epoch": 0, "row": 3, "skipped": 0}
 
 
-@pytest.mark.parametrize("shuffle", [False, True, 4])
-def test_skip_is_as_if_drawn(shuffle: bool | int) -> None:
-    source = Fragmented(7, 2, 9)
-    whole = epoch_of(Reader(source, Shard(), shuffle=shuffle))
-    for num in range(18):
-        reader = Reader(source, Shard(), shuffle=shuffle)
-        reader.reset(None)
-        reader.skip(num)
-        assert epoch_of(reader) == whole[num:]
-
-
-def test_skip_past_the_end_ends_the_epoch() -> None:
-    reader = Reader(Fragmented(3), Shard())
-    reader.reset(None)
-    with pytest.raises(StopIteration):
-        reader.skip(4)
-    assert reader.get_state() == {"epoch": 1, "row": 0, "skipped": 0}
-
-
 def test_epoch_end_tells_what_reading_would() -> None:
     source = Fragmented(7, 2, 8)
     shards = np.arange(5)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torchdata import nodes
 
 import rescale_data as rd
-from rescale_data.engine.states.table import by_field
 from rescale_data.sources.decoded.cache import cache
 from tests.nodes.resume import endless
+from tests.states import opened
 
 DOCUMENTS = {
     name: rd.DatasetSource(
@@ -60,7 +60,7 @@ def test_weights_change_below_a_packer(legs: list[tuple[int, float]], window: in
         draw(loader, num)
         state = loader.state_dict()
     draw(loader, window + 10)
-    while (shards := by_field(loader.state_dict())["shards"])["emitted"].item():
+    while (shards := opened(loader.state_dict())["shards"])["emitted"].item():
         draw(loader, 1)
     assert shards["source.source.weight.a"].item() == weight
     wanted: Counter[int] = Counter()

@@ -19,6 +19,8 @@ from tests.nodes.resume import endless
 from tests.nodes.zoo import by_letters
 from tests.pipelines import plain as as_values
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 TEXTS = [{"id": i, "text": f"{i:02d}" * (1 + i % 5)} for i in range(30)]
 
 

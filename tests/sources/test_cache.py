@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rescale_data.sources.decoded import cache as decoded_cache
 from rescale_data.sources.decoded.cache import Cache, Evicted, Handles, Held, cache, owner_of
 from rescale_data.sources.decoded.interest import warn_if_thrashing
 
@@ -107,6 +108,24 @@ def test_entries_go_with_their_owner() -> None:
     del owner
     gc.collect()
     assert cache().get(key) is None
+
+
+def test_two_threads_that_ask_at_once_get_one_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources, of_other = [Budget(1)], list[int]()
+
+    class Numbers:
+        """The other thread asks before this one has its number."""
+
+        def __next__(self) -> int:
+            monkeypatch.undo()
+            of_other.append(owner_of(sources[0]))
+            return next(numbers)
+
+    numbers = decoded_cache._owners
+    monkeypatch.setattr(decoded_cache, "_owners", Numbers())
+    assert [owner_of(sources[0])] == of_other
+    sources.clear()
+    gc.collect()  # one finalizer: a second one would fail
 
 
 def test_a_value_is_told_that_there_was_no_room() -> None:
@@ -237,7 +256,7 @@ def test_a_source_that_goes_waits_for_no_file_that_is_being_opened() -> None:
     def opener() -> object:
         thread = threading.Thread(target=files.drop, args=(1,), daemon=True)
         thread.start()
-        thread.join(20)
+        thread.join(120)
         assert not thread.is_alive()
         return object()
 

@@ -132,4 +132,4 @@ class TestSynthetic:
 
     def test_another_column(self) -> None:
         with pytest.raises(ValueError, match="It has 'tokens'"):
-            SyntheticSource(3).check_tokens("text")
+            SyntheticSource(3).token_dtype("text")

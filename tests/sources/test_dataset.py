@@ -20,6 +20,8 @@ from rescale_data.sources.decoded.cache import cache
 from rescale_data.sources.source import Source
 from rescale_data.testing import assert_rescalable, assert_source
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 
 class Squares:
     _fingerprint = "abc"
@@ -121,6 +123,12 @@ class TestMany:
         reader = Reader(source, Shard(), shuffle=False, on_error="skip")
         assert [row["i"] for row in reader] == [i for i in range(30) if i not in (7, 11)]
         assert reader.get_state()["skipped"] == 2
+
+    def test_a_row_that_raises_costs_one_more_read_of_those_beside_it(self) -> None:
+        dataset = Fetching(200, broken=(70, 77, 150))
+        reader = Reader(DatasetSource(dataset, batch_rows=64), Shard(), shuffle=False, on_error="skip")
+        assert [row["i"] for row in reader] == [i for i in range(200) if i not in (70, 77, 150)]
+        assert max(Counter(i for asked in dataset.asked for i in asked).values()) == 2
 
     def test_of_nothing(self) -> None:
         with pytest.raises(ValueError, match="batch_rows=0"):

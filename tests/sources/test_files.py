@@ -31,6 +31,8 @@ from rescale_data.sources.source import TokenSource
 from tests.corpus import LAYOUTS, documents, write
 from tests.formats import write_megatron
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 FILE_LAYOUTS = [layout for layout in LAYOUTS if layout != "dataset"]
 ROWS: list[dict[str, Any]] = [
     {"ids": [1, 2, 3], "text": "ä", "raw": b"\0x", "n": 1, "x": 0.5, "pair": [1.0, 2.0], "meta": {"a": [1], "b": None}},
@@ -375,7 +377,6 @@ class TestMemory:
         kwargs = {"document_per_batch": True} if layout == "document_per_batch" else {}
         del values
         source = (ParquetSource if layout == "parquet" else ArrowSource)(tmp_path, cache_bytes=2**23, **kwargs)
-        cache().clear()
         source.tokens("tokens", 0)
         before = _resident()
         peak = before
@@ -433,14 +434,14 @@ class TestErrors:
         with pytest.raises(ValueError, match=f"a{suffix} has no column 'tokens'. It has 'ids', 'text'"):
             source_of(tmp_path, suffix, columns=["tokens"])
         with pytest.raises(ValueError, match="no column 'tokens'"):
-            source_of(tmp_path, suffix).check_tokens("tokens")
+            source_of(tmp_path, suffix).token_dtype("tokens")
 
     @suffixes
     @pytest.mark.parametrize("column", ["text", "x", "n"])
     def test_a_column_that_is_not_tokens(self, suffix: str, column: str, tmp_path: Path) -> None:
         save(tmp_path / f"a{suffix}", {"text": ["a"], "x": [[0.5]], "n": [1]})
         with pytest.raises(TypeError, match=f"column '{column}' .* is of type .*, which is not tokens"):
-            source_of(tmp_path, suffix).check_tokens(column)
+            source_of(tmp_path, suffix).token_dtype(column)
 
     @suffixes
     @pytest.mark.parametrize("kept", [0, 3, 100, 0.5, -1, -8])

@@ -1,6 +1,7 @@
 """Sources of which an expression chooses the rows: as if only these had been written."""
 
 import os
+import pickle
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -213,6 +214,30 @@ def test_is_part_of_what_a_checkpoint_compares(tmp_path: Path) -> None:
         loader_of(open_it(filter=pc.field("n") < 6), 0, 1, 12, 0).load_state_dict(state)
     with pytest.raises(rd.DataStateError, match="filter"):
         loader_of(open_it(), 0, 1, 12, 0).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (pc.field("n").isin([*range(40)]), pc.field("n").isin([*range(20), 77, *range(21, 40)])),
+        (pc.field("n").isin(["a" * 300 + "b" + "a" * 300]), pc.field("n").isin(["a" * 300 + "c" + "a" * 300])),
+        (pc.field("n") == pa.scalar(0.1, pa.float32()), pc.field("n") == pa.scalar(0.1)),
+    ],
+)
+def test_filters_of_one_text_are_told_apart(one: Any, other: Any) -> None:
+    assert str(one) == str(other)
+    assert Condition(one).identity != Condition(other).identity
+    assert Condition(one).identity == Condition(pickle.loads(pickle.dumps(one))).identity
+
+
+def test_a_blocklist_with_another_id_in_its_middle_is_applied(tmp_path: Path) -> None:
+    """The index of the first one lies in the same folder."""
+    write(tmp_path, "parquet", [table_of([*range(100)])], 20)
+    for left_out in (50, 52, 50):
+        condition = ~pc.field("n").isin([i for i in range(100) if i % 2 or i == left_out])
+        source = rd.ParquetSource(tmp_path, filter=condition)
+        kept = [source.row(i)["n"] for i in range(source.num_rows)]
+        assert kept == [i for i in range(0, 100, 2) if i != left_out]
 
 
 def test_files_that_are_added_join(tmp_path: Path) -> None:

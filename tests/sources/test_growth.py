@@ -1,7 +1,6 @@
 """Data that grows, moves, shrinks and changes between the legs of a run."""
 
 import itertools
-import json
 import logging
 import os
 import shutil
@@ -15,10 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import rescale_data as rd
-from rescale_data.engine.states.table import by_field
 from rescale_data.sources.folders import fold, num_rows
 from rescale_data.testing import assert_rescalable, full_state_dict
 from tests.formats import write_jsonl
+from tests.states import opened
 
 SHARDS, BATCH = 6, 6
 
@@ -73,7 +72,7 @@ def leg(
             seen.update(loader.stream.take().batch["x"].tolist())
     state = full_state_dict(loaders)
     [loader.close() for loader in loaders]
-    return seen, state, state["shards"]["epoch"].tolist()
+    return seen, state, opened(state)["shards"]["epoch"].tolist()
 
 
 @pytest.fixture(params=["parquet", "jsonl"])
@@ -121,8 +120,8 @@ def test_added_files_rescale(kind: str, data: Path) -> None:
     for world in (2, 3, 6):
         found, again, _ = leg(source, state, 9, world, repeat=True)
         assert found == expected
-        assert {k: v.tolist() for k, v in again["shards"].items()} == {
-            k: v.tolist() for k, v in merged["shards"].items()
+        assert {k: v.tolist() for k, v in opened(again)["shards"].items()} == {
+            k: v.tolist() for k, v in opened(merged)["shards"].items()
         }
 
 
@@ -182,7 +181,7 @@ class TestDigests:
         return leg(source_of(folder, "parquet"), None, 4, repeat=True)[1]
 
     def test_a_state_has_no_list(self, folder: Path) -> None:
-        (saved,) = json.loads(self.state(folder)["sources"]).values()
+        (saved,) = opened(self.state(folder))["sources"].values()
         assert [(name, files, rows) for name, files, _, rows in saved["folders"]] == [("x", 2, 60), ("y", 2, 60)]
         assert "files" not in saved
 
@@ -213,7 +212,6 @@ class TestDigests:
         with pytest.raises(rd.DataStateError, match=said) as error:
             leg(source, state, 1)
         assert "folders: x" not in str(error.value)
-        assert sum(leg(source, state, 3, on_source_change="next_epoch")[0].values()) == 18
 
     @pytest.mark.parametrize("steps", [6, 17])
     def test_the_index_of_then_is_needed_until_all_shards_are_past_it(self, folder: Path, steps: int) -> None:
@@ -228,7 +226,7 @@ class TestDigests:
         else:
             found, state, _ = leg(source_of(folder, "parquet"), state, 20, repeat=True)
             assert found == expected
-            assert "by_epoch" not in state["sources"]
+            assert "by_epoch" not in opened(state)["sources"]
 
     def test_of_very_many_folders_there_is_one_digest(self) -> None:
         for count, folders in ((64, 64), (65, 1)):
@@ -322,128 +320,8 @@ class TestChanges:
     def test_are_errors(self, kind: str, data: Path, change: str) -> None:
         state = leg(source_of(data, kind), None, 4)[1]
         self.make(change, kind, data)
-        with pytest.raises(rd.DataStateError, match=rf"d\.{kind}.*on_source_change='next_epoch'"):
+        with pytest.raises(rd.DataStateError, match=rf"d\.{kind}.*restore the files, or begin a new run"):
             leg(source_of(data, kind), state, 1)
-
-    @pytest.mark.parametrize("change", ["removed", "changed"])
-    @pytest.mark.parametrize("repeat", [False, True])
-    def test_begin_the_next_epoch(
-        self, kind: str, data: Path, change: str, repeat: bool, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        state = leg(source_of(data, kind), None, 4, repeat=repeat)[1]
-        self.make(change, kind, data)
-        write(data, kind, "e", range(300, 312))
-        source = source_of(data, kind)
-        with caplog.at_level(logging.WARNING, "rescale_data"):
-            seen, state, _ = leg(source, state, source.num_rows // BATCH, repeat=repeat, on_source_change="next_epoch")
-        assert f"d.{kind}" in caplog.text
-        assert "36 rows, is left out" in caplog.text
-        assert seen == Counter([*range(30), *(range(30, 54) if change == "changed" else ()), *range(300, 312)])
-        assert sum(leg(source, state, 3, repeat=repeat)[0].values()) == 18
-
-    @pytest.mark.parametrize("num_rows", [4, 15, 20, 60])
-    def test_all_rows_are_delivered_or_counted_as_left_out(
-        self, kind: str, tmp_path: Path, num_rows: int, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        """Logical shards of an endless stream stand in different epochs; of few rows most shards have none."""
-        for name, part in {"a": range(num_rows - 2), "b": range(num_rows - 2, num_rows)}.items():
-            write(tmp_path, kind, name, part)
-        states = [leg(source_of(tmp_path, kind), None, steps, repeat=True)[1] for steps in range(1, 12)]
-        (tmp_path / f"b.{kind}").unlink()
-        for steps, state in enumerate(states, start=1):
-            caplog.clear()
-            loader = make_loader(source_of(tmp_path, kind), 0, 1, 6, repeat=True, on_source_change="next_epoch")
-            loader.load_state_dict(state)
-            (since,) = set(loader.state_dict()["shards"]["epoch"].tolist())
-            assert f"{since * num_rows - steps * BATCH} rows, is left out" in caplog.text
-
-    def test_schedules_and_caps_of_a_mixture_go_on(self, kind: str, tmp_path: Path) -> None:
-        """They count what was drawn in the run; each source begins its own next epoch, also the one whose files stayed."""
-        for name, part in {"a": range(20), "b": range(20, 40)}.items():
-            write(tmp_path, kind, name, part)
-        other = rd.DatasetSource([{"x": 1000 + i} for i in range(600)], name="other")
-        schedule = rd.Schedule([(0, {"files": 1, "other": 1}), (60, {"files": 3, "other": 1})])
-
-        def loader() -> rd.DataLoader:
-            source = source_of(tmp_path, kind)
-
-            def pipeline(shard: rd.Shard) -> Any:
-                nodes = {"files": rd.Reader(source, shard), "other": rd.Reader(other, shard)}
-                return rd.WeightedSampler(nodes, schedule, caps={"other": {"samples": 48}})
-
-            return make_loader(source, 0, 1, 6, pipeline=pipeline, repeat=True, on_source_change="next_epoch")
-
-        def num_other(loader: rd.DataLoader, steps: int) -> int:
-            return sum(int((batch["x"] >= 1000).sum()) for batch in itertools.islice(loader, steps))
-
-        first = loader()
-        assert 40 <= num_other(first, 20) <= 50
-        (tmp_path / f"b.{kind}").unlink()
-        second = loader()
-        before = first.progress()["drawn_samples/other"]
-        second.load_state_dict(first.state_dict())
-        assert {*by_field(second.state_dict())["shards"]["other.epoch"].tolist()} == {1}
-        assert second.progress()["drawn_samples/other"] == before
-        assert num_other(second, 1) <= 3
-        num_other(second, 20)
-        assert second.progress()["drawn_samples/other"] == 48
-
-    def test_a_source_of_a_mixture_that_has_ended_is_not_left_out(self, kind: str, tmp_path: Path) -> None:
-        """Nor one that has not begun."""
-        for name, part in {"a": range(40), "b": range(40, 80)}.items():
-            write(tmp_path, kind, name, part)
-        others = [rd.DatasetSource([{"x": first + i} for i in range(12)], name=str(first)) for first in (1000, 2000)]
-
-        def loader() -> rd.DataLoader:
-            source = source_of(tmp_path, kind)
-
-            def pipeline(shard: rd.Shard) -> Any:
-                readers = [rd.Reader(each, shard) for each in (source, *others)]
-                schedule = rd.Schedule([(0, dict(zip("fgh", (2, 1, 0), strict=True))), (66, dict.fromkeys("fgh", 1))])
-                return rd.WeightedSampler(dict(zip("fgh", readers, strict=True)), schedule, stop="all")
-
-            return make_loader(source, 0, 1, 6, pipeline=pipeline, repeat=True, on_source_change="next_epoch")
-
-        first = loader()
-        seen = Counter(x for batch in itertools.islice(first, 11) for x in batch["x"].tolist())
-        assert sum(x >= 1000 for x in seen) == 12
-        (tmp_path / f"b.{kind}").unlink()
-        second = loader()
-        second.load_state_dict(first.state_dict())
-        now = by_field(second.state_dict())["shards"]
-        assert {name: {*now[f"{name}.epoch"].tolist()} for name in "fgh"} == {"f": {1}, "g": {1}, "h": {0}}
-
-    def test_groups_of_a_mixture_stay_whole(self, kind: str, tmp_path: Path) -> None:
-        """Also where not all logical shards have delivered as many samples; another global batch, at the next round."""
-        for name, part in {"a": range(40), "b": range(40, 80)}.items():
-            write(tmp_path, kind, name, part)
-        other = rd.DatasetSource([{"x": 1000 + i} for i in range(600)], name="other")
-
-        def loader(size: int = 6) -> rd.DataLoader:
-            source = source_of(tmp_path, kind)
-
-            def pipeline(shard: rd.Shard) -> Any:
-                nodes = {"files": rd.Reader(source, shard), "other": rd.Reader(other, shard)}
-                return rd.WeightedSampler(nodes, {"files": 1, "other": 1}, group=3)
-
-            return rd.DataLoader(
-                pipeline, global_batch_size=size, num_logical_shards=12, repeat=True, on_source_change="next_epoch"
-            )
-
-        first = loader()
-        next(iter(first))
-        (tmp_path / f"b.{kind}").unlink()
-        second = loader()
-        second.load_state_dict(first.state_dict())
-        for batch in itertools.islice(second, 11):
-            assert set((batch["x"].reshape(2, 3) >= 1000).sum(dim=1).tolist()) <= {0, 3}
-        third = loader(12)
-        with pytest.raises(rd.DataStateError, match=r"is of step 12,.* to step 13, save there"):
-            third.load_state_dict(second.state_dict())
-        next(iter(second))
-        third.load_state_dict(second.state_dict())
-        for batch in itertools.islice(third, 12):
-            assert set((batch["x"].reshape(4, 3) >= 1000).sum(dim=1).tolist()) <= {0, 3}
 
     def make(self, change: str, kind: str, data: Path) -> None:
         file = data / f"d.{kind}"
@@ -454,10 +332,6 @@ class TestChanges:
             write(data, kind, "d", range(30, 54))
             os.utime(file, ns=(later, later))
 
-    def test_an_unknown_answer(self, kind: str, data: Path) -> None:
-        with pytest.raises(ValueError, match="on_source_change='ignore'"):
-            make_loader(source_of(data, kind), 0, 1, 6, on_source_change="ignore")
-
 
 def test_another_source_is_an_error(kind: str, data: Path) -> None:
     state = leg(source_of(data, kind), None, 4)[1]
@@ -465,20 +339,30 @@ def test_another_source_is_an_error(kind: str, data: Path) -> None:
         make_loader(rd.SyntheticSource(60), 0, 1, 6).load_state_dict(state)
 
 
-def test_what_joins_while_an_epoch_is_dealt_from_its_first_step(kind: str, tmp_path: Path) -> None:
-    """Fewer rows than logical shards: the deal is planned, so they join at the epoch after it."""
-    write(tmp_path, kind, "b", range(4))
-    first = make_loader(source_of(tmp_path, kind), 0, 1, BATCH, tail="pad")
-    assert sum(1 for _ in first) == 1
-    iter(first)
-    first.peek()  # plans the next epoch
+def ids(batches: Any) -> set[int]:
+    return {i for batch in batches for i in batch["x"][batch["valid"]].tolist()}
+
+
+@pytest.mark.parametrize("num_taken", [0, 1])
+@pytest.mark.parametrize("asks", [iter, lambda loader: iter(loader) and loader.peek(), rd.DataLoader.start])
+def test_an_epoch_that_is_planned_has_begun_with_its_first_batch(
+    kind: str, tmp_path: Path, asks: Any, num_taken: int
+) -> None:
+    """With fewer rows than a global batch an epoch is dealt as soon as it is asked for."""
+    write(tmp_path, kind, "b", range(5))
+
+    def loader() -> rd.DataLoader:
+        return rd.DataLoader(source_of(tmp_path, kind), global_batch_size=8, micro_batch_size=4, tail="pad")
+
+    first = loader()
+    assert ids(first) == {*range(5)}
+    asks(first)
+    seen = ids(next(first_batches) for _ in range(num_taken)) if (first_batches := iter(first)) else set()
     state = first.state_dict()
     write(tmp_path, kind, "c", range(100, 130))
-    second = make_loader(source_of(tmp_path, kind), 0, 1, BATCH, tail="pad")
+    second = loader()
     second.load_state_dict(state)
-    epochs = {}
-    while second.epoch < 3:
-        epoch = second.epoch
-        epochs[epoch] = {i for batch in second for i in batch["x"].tolist()}
-    assert epochs[1] == {*range(4)}
-    assert epochs[2] == {*range(4), *range(100, 130)}
+    assert second.epoch == 1
+    joined = {*range(5), *range(100, 130)}
+    assert seen | ids(second) == ({*range(5)} if num_taken else joined)
+    assert ids(second) == joined

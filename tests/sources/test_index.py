@@ -161,6 +161,47 @@ def test_a_file_that_has_changed_is_named(tmp_path: Path) -> None:
         make()
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_copy_with_another_time_is_the_same_file(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As on a host to which the files were copied, and which shares the index."""
+    open_it = partial(type(make_source(kind, tmp_path / "data")), tmp_path / "data", index_dir=tmp_path / "index")
+    made = open_it()
+    rows = [repr(made.row(i)) for i in range(made.num_rows)]
+    before = {path: path.read_bytes() for path in (tmp_path / "index").rglob("*") if path.is_file()}
+    for file in (tmp_path / "data").glob("[!.]*"):
+        os.utime(file, ns=(1, 1))
+    with caplog.at_level(logging.WARNING, "rescale_data"):
+        for _ in range(2):
+            again = open_it()
+            assert [repr(again.row(i)) for i in range(made.num_rows)] == rows
+    assert sum("other times than when their index was made" in message for message in caplog.messages) == 1
+    assert again.manifest() == made.manifest()
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_parts_of_a_killed_process_are_of_their_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other files are to be read by whoever comes next: nothing may be taken for what it is not."""
+    monkeypatch.setattr(indexing, "PART_FILES", 2)
+    for name in ("a", "b"):
+        write(tmp_path / "data", name)
+    make = partial(rd.ParquetSource, tmp_path / "data", index_dir=tmp_path / "index")
+    make()
+    for i in range(4):
+        pq.write_table(pa.table({"x": [1000 + i]}), tmp_path / "data" / f"z{i}.parquet")
+    with monkeypatch.context() as patch:
+        patch.setattr(indexing.IndexFolder, "_write", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            make()
+    next((tmp_path / "index").glob("*.rdindex")).unlink()
+    source = make()
+    assert [len(source.rows_of_file(f"{name}.parquet")) for name in ("a", "b", "z0", "z3")] == [20, 20, 1, 1]
+    assert [source.row(i)["x"] for i in (0, 39, 40, 43)] == [0, 19, 1000, 1003]
+
+
+def _interrupted(*args: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def test_parts_are_shared_out_and_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What another process has read is not read again, and who dies in the middle leaves its parts."""
     monkeypatch.setattr(indexing, "PART_FILES", 2)
@@ -240,13 +281,13 @@ class TestBadIndices:
         with pytest.raises(ValueError, match="is an index of other files"):
             rd.ParquetSource(tmp_path / "data", index_dir=tmp_path / "index")
 
-    def test_of_a_newer_version(self, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        made.unlink()
-        with monkeypatch.context() as patch:
-            patch.setattr(indexing, "VERSION", 9)
-            rd.ParquetSource(tmp_path / "data", index_dir=tmp_path / "index")
-        with pytest.raises(ValueError, match="is an index of version 9, and this one knows 1"):
-            rd.ParquetSource(tmp_path / "data", index_dir=tmp_path / "index")
+    def test_of_another_version_is_left_alone(
+        self, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(indexing, "_VERSION", 9)
+        assert rd.ParquetSource(tmp_path / "data", index_dir=tmp_path / "index").num_rows == 20
+        assert made.exists()
+        assert len(list((tmp_path / "index").iterdir())) == 2
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])

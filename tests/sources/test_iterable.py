@@ -119,7 +119,7 @@ def test_what_cannot_be_resumed_is_refused_when_it_is_saved() -> None:
     source = rd.IterableSource([iter(list(numbers(i))) for i in range(6)], name="queue")
     loader = make_loader(source, 0, 1, 4, 0)
     next(iter(loader))
-    for save in (loader.state_dict, loader.full_state_dict, lambda: full_state_dict([loader])):
+    for save in (loader.state_dict, loader.local_state_dict, lambda: full_state_dict([loader])):
         with pytest.raises(
             rd.DataStateError, match="queue cannot be saved: its streams are iterators that can be read once"
         ):

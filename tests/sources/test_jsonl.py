@@ -190,9 +190,7 @@ class TestIndex:
         assert not [path for path in tmp_path.iterdir() if path.suffix in (".tmp", ".claim")]
 
     def test_the_claim_of_a_dead_process_is_taken_over(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from rescale_data.sources.files import once
-
-        monkeypatch.setattr(once, "_DEAD_SECONDS", 0.2)
+        monkeypatch.setattr("rescale_data.lease.DEAD_SECONDS", 0.2)
         write_jsonl(tmp_path / "a.jsonl", ROWS)
         (tmp_path / ".a.jsonl.rdindex.claim").touch()
         assert JsonlSource(tmp_path).num_rows == 50

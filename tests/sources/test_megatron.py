@@ -107,4 +107,4 @@ class TestBadData:
 
     def test_another_column(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="no column 'text'"):
-            MegatronSource(write_megatron(tmp_path / "a", DOCS)).check_tokens("text")
+            MegatronSource(write_megatron(tmp_path / "a", DOCS)).token_dtype("text")

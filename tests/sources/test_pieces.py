@@ -1,5 +1,6 @@
 """One process that serves many shards of large fragments: each is decoded once an epoch, within the bounds."""
 
+import fcntl
 import gc
 import itertools
 import os
@@ -26,6 +27,8 @@ from rescale_data.sources.decoded.interest import serve
 from rescale_data.sources.decoded.spill import Spill
 from rescale_data.sources.parquet import ParquetSource
 from tests.corpus import fragment_order
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 NUM_ROWS, GROUP = 1200, 300
 
@@ -196,8 +199,23 @@ class TestSpill:
         assert spill.get((1, 18)).to_pybytes() == bytes([18]) * 30
         spill.put("large", pa.py_buffer(bytes(101)))
         assert spill.get("large") is None
-        spill.drop(1)
-        assert spill.nbytes == 0
+
+    def test_another_process_may_sweep_before_the_folder_is_locked(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        lock, swept = fcntl.flock, []
+
+        def sweep_first(fd: int, how: int) -> None:
+            if how == fcntl.LOCK_EX and not swept:
+                swept.append(fd)
+                spilling._sweep(str(tmp_path))
+            lock(fd, how)
+
+        monkeypatch.setattr(spilling.fcntl, "flock", sweep_first)
+        spill = Spill(str(tmp_path), 100)
+        spill.put(0, pa.py_buffer(b"abc"))
+        assert spill.get(0).to_pybytes() == b"abc"
+        assert swept
 
     def test_what_is_mapped_outlives_its_deletion(self, tmp_path: Path) -> None:
         spill = Spill(str(tmp_path), 100)

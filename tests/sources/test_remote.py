@@ -28,11 +28,12 @@ from rescale_data.sources.decoded.ahead import far_ahead
 from rescale_data.sources.decoded.cache import Cache, Handles, cache
 from rescale_data.sources.files import remote
 from rescale_data.sources.files.disk_cache import DiskCache
-from rescale_data.sources.files.gate import Gate
 from rescale_data.sources.files.paths import find
 from rescale_data.sources.files.remote import RemoteError, RemoteFile
 from rescale_data.testing import assert_rescalable
 from tests.sources.test_rescalable import DOCS, loader_of, make_source, packed
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 FORMATS = ["parquet", "arrow", "jsonl", "tar", "megatron"]
 
@@ -57,7 +58,7 @@ class Flaky(LocalFileSystem):
             kind.most_at_once = max(kind.at_once, kind.most_at_once)
             failure = kind.failures.pop(0) if kind.failures else None
             kind.lock.notify_all()
-            kind.lock.wait_for(lambda: kind.most_at_once >= kind.together, timeout=3)
+            kind.lock.wait_for(lambda: kind.most_at_once >= kind.together, timeout=60)
             kind.at_once -= 1
         if failure is not None:
             raise failure
@@ -65,10 +66,10 @@ class Flaky(LocalFileSystem):
 
 
 @pytest.fixture(autouse=True)
-def flaky(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def flaky(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     fsspec.register_implementation("flaky", Flaky, clobber=True)
-    slowed_by_no_other_test = partial(Gate, folder=str(tmp_path_factory.mktemp("gate")))
-    monkeypatch.setattr(remote, "_gate", slowed_by_no_other_test)
+    monkeypatch.setattr(remote, "_PAUSE", 0.001)
+    remote._slots.cache_clear()
     Flaky.together, Flaky.failures, Flaky.requests, Flaky.most_at_once = 1, [], 0, 0
     yield
     Flaky.together, Flaky.failures = 1, []
@@ -104,7 +105,7 @@ def test_what_was_brought_is_kept_once(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_requests_that_fail_are_made_again(kind: str, tmp_path: Path) -> None:
-    remote = rd.Remote(backoff_seconds=0.001, retries=2, read_ahead=False)
+    remote = rd.Remote(retries=2, read_ahead=False)
     Flaky.failures = [ConnectionResetError("reset by peer"), TimeoutError()]
     source = far(kind, tmp_path, remote=remote)
     cache().clear()
@@ -145,13 +146,13 @@ class TestListing:
     @pytest.mark.parametrize("end", ["data", "data/b", "x.bin"])
     def test_is_tried_again(self, failing: list[str], tmp_path: Path, given: str, end: str) -> None:
         failing.append(end)
-        found = find(f"flaky://{tmp_path}/{given}", ("bin",), None, rd.Remote(backoff_seconds=0.001))
+        found = find(f"flaky://{tmp_path}/{given}", ("bin",), None, rd.Remote())
         assert found.names == ("a/x.bin", "b/x.bin")
 
     def test_a_folder_that_cannot_be_listed(self, failing: list[str], tmp_path: Path) -> None:
         failing += ["data/b"] * 10
         with pytest.raises(RemoteError, match=r"flaky://.*data could not be read in 3 attempts.*503"):
-            find(f"flaky://{tmp_path}/data", ("bin",), None, rd.Remote(backoff_seconds=0.001, retries=2))
+            find(f"flaky://{tmp_path}/data", ("bin",), None, rd.Remote(retries=2))
 
     def test_a_glob_goes_no_deeper_than_it_says(self, failing: list[str], tmp_path: Path) -> None:
         (tmp_path / "data" / "top.bin").write_bytes(b"x")
@@ -166,7 +167,7 @@ class TestListing:
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_the_error_when_retries_are_spent(kind: str, tmp_path: Path) -> None:
-    source = far(kind, tmp_path, remote=rd.Remote(backoff_seconds=0.001, retries=2))
+    source = far(kind, tmp_path, remote=rd.Remote(retries=2))
     cache().clear()
     Flaky.failures = [OSError("503 slow down")] * 50
     with pytest.raises(
@@ -195,7 +196,7 @@ def test_a_short_answer_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "x").write_bytes(bytes(range(100)))
     answers = [b"too short", bytes(range(10, 100))]
     monkeypatch.setattr(Flaky, "cat_file", lambda *_, **__: answers.pop(0))
-    file = RemoteFile(Flaky(), str(tmp_path / "x"), rd.Remote(backoff_seconds=0.001), 100)
+    file = RemoteFile(Flaky(), str(tmp_path / "x"), rd.Remote(), 100)
     assert file.read(10, 5).to_pybytes() == bytes(range(10, 15))
     assert not answers
 
@@ -208,7 +209,10 @@ def test_small_reads_near_each_other_are_one_request(tmp_path: Path) -> None:
     assert file.read(255_990, 50).size == 10
 
 
-@pytest.mark.parametrize("bad", [{"retries": -1}, {"backoff_seconds": -1.0}, {"cache_dir_bytes": 0}])
+@pytest.mark.parametrize(
+    "bad",
+    [{"retries": -1}, {"timeout": 0.0}, {"timeout": float("inf")}, {"max_requests": 0}, {"cache_dir_bytes": 0}],
+)
 def test_options_out_of_range(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         rd.Remote(**bad)
@@ -227,7 +231,7 @@ class TestAhead:
     @pytest.mark.parametrize("pack", [False, True])
     def test_many_requests_are_under_way(self, pack: bool, tmp_path: Path) -> None:
         self.write(tmp_path / "data")
-        source = rd.ParquetSource(f"flaky://{tmp_path}/data", remote=rd.Remote(hedge_after=None))
+        source = rd.ParquetSource(f"flaky://{tmp_path}/data", remote=rd.Remote())
         assert Flaky.requests == 4
         Flaky.together, Flaky.most_at_once = 6, 0
         pipeline = partial(_packed if pack else _rows, source=source)
@@ -244,7 +248,7 @@ class TestAhead:
         """Logical shards take turns, and more files than stay open with them: a row group costs one request."""
         self.write(tmp_path / "data")
         make_index = partial(rd.ParquetSource, f"flaky://{tmp_path}/data", index_dir=tmp_path / "index")
-        options = rd.Remote(read_ahead=read_ahead, hedge_after=None)
+        options = rd.Remote(read_ahead=read_ahead)
         for source, footers in (
             (make_index(remote=options), 4),
             (pickle.loads(pickle.dumps(make_index(remote=options))), 4),
@@ -259,7 +263,7 @@ class TestAhead:
     @pytest.mark.parametrize("kind", FORMATS)
     @pytest.mark.parametrize("read_ahead", [True, False])
     def test_fetches_nothing_twice(self, kind: str, read_ahead: bool, tmp_path: Path) -> None:
-        source = far(kind, tmp_path, remote=rd.Remote(read_ahead=read_ahead, hedge_after=None))
+        source = far(kind, tmp_path, remote=rd.Remote(read_ahead=read_ahead))
         cache().clear()
         ranges: list[tuple[Any, ...]] = []
         with pytest.MonkeyPatch.context() as patch:
@@ -316,7 +320,7 @@ class TestOnce:
     @pytest.mark.parametrize("work", ["footer", "row", "tokens", "piece"])
     def test_two_threads_ask_for_it_once(self, work: str, both_lack: Callable[..., list[Any]], tmp_path: Path) -> None:
         TestAhead().write(tmp_path / "data")
-        source = rd.ParquetSource(f"flaky://{tmp_path}/data", remote=rd.Remote(hedge_after=None))
+        source = rd.ParquetSource(f"flaky://{tmp_path}/data", remote=rd.Remote())
         source.row(150)  # the footer is there
         share = ShardRows(source, rd.Shard(index=0, num_logical_shards=2), shuffle=64).share(0)
         works = {
@@ -337,7 +341,7 @@ class TestOnce:
         self, column: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         TestAhead().write(tmp_path / "data")
-        source = rd.ParquetSource(f"flaky://{tmp_path}/data", remote=rd.Remote(hedge_after=None))
+        source = rd.ParquetSource(f"flaky://{tmp_path}/data", remote=rd.Remote())
         source.row(150)
         Flaky.requests = 0
         read = partial(source.tokens, "tokens", 0) if column else partial(source.row, 0)
@@ -377,19 +381,19 @@ class Slow(LocalFileSystem):
         if begun:
             print("asked", flush=True)
             one.set()
-            leaving.wait(20)
+            leaving.wait()
             raise OSError("503 slow down")
         return super().cat_file(path, start, end, **kwargs)
 
 begun, one = False, threading.Event()
 fsspec.register_implementation("slow", Slow)
-source = rd.ParquetSource("slow://{tmp_path}/x.parquet", remote=rd.Remote(backoff_seconds=20))
+source = rd.ParquetSource("slow://{tmp_path}/x.parquet")
 begun = True
 for fragment in range(100):
     source.prepare(None, fragment)
 one.wait()
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
     assert 1 <= done.stdout.count("asked") <= 16
 
 

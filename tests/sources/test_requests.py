@@ -1,10 +1,12 @@
-"""Requests that stall are made again, and are bounded on a machine; past the deadline there is an error."""
+"""Each attempt of a request has a time of its own; what stalls is made again; a process makes so many at once."""
 
 import multiprocessing
+import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,12 +17,20 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 import rescale_data as rd
-from rescale_data.sources.counts import HEDGES, REQUESTS, RETRIES, counts
+from rescale_data.sources.counts import REQUESTS, RETRIES, counts
 from rescale_data.sources.files import remote
 from rescale_data.sources.files.disk_cache import DiskCache
-from rescale_data.sources.files.gate import Gate, recovered
-from rescale_data.sources.files.hedge import Hedge
-from rescale_data.sources.files.remote import RemoteError, attempt
+from rescale_data.sources.files.remote import Pace, RemoteError, Slots, attempt
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pauses between attempts, and nothing known of how long answers take but that they are soon there."""
+    pace = Pace()
+    pace._took.extend([1e-9] * 100)
+    monkeypatch.setattr(remote, "_pace", pace)
+    monkeypatch.setattr(remote, "_PAUSE", 0.001)
+    remote._slots.cache_clear()
 
 
 class Stalls:
@@ -38,22 +48,33 @@ class Stalls:
         return 7
 
 
-def test_one_that_stalls_is_made_again_and_few_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, request, before = Gate(4, "", str(tmp_path)), Stalls(1000), counts().values.copy()
-    monkeypatch.setattr(remote, "_gate", lambda limit, asked: gate)
-    monkeypatch.setattr(remote, "_hedge", Hedge())
-    took = []
-    for _ in range(2000):
-        started = time.monotonic()
-        assert attempt(rd.Remote(), "s3://bucket/x", request, 0.2) == 7
-        took.append(time.monotonic() - started)
+def test_one_that_stalls_is_made_again_and_few_others() -> None:
+    request, before = Stalls(1000), counts().values.copy()
+    assert [attempt(rd.Remote(), "s3://bucket/x", request, 0) for _ in range(2000)] == [7] * 2000
     request.go_on.set()
-    assert max(took) < 30  # the stall would be 60
-    assert request.made <= 2000 * 1.02 + 1
+    assert 2002 <= request.made <= 2000 * 1.02 + 1
     told = counts().values - before
     assert told[REQUESTS] == request.made
-    assert told[HEDGES] == request.made - 2000 >= 2
-    assert told[RETRIES] == 0
+    assert told[RETRIES] == request.made - 2000
+
+
+def test_all_that_stall_together_are_made_again() -> None:
+    """Connections that die at one moment: each is tried again, however many they are."""
+    made, lock, go_on = Counter[int](), threading.Lock(), threading.Event()
+
+    def request(key: int) -> int:
+        with lock:
+            made[key] += 1
+            is_first = made[key] == 1
+        if is_first:
+            go_on.wait(60)
+        return key
+
+    with ThreadPoolExecutor(8) as pool:
+        found = pool.map(lambda key: attempt(rd.Remote(), "s3://bucket/x", lambda: request(key), 0), range(8))
+        assert list(found) == [*range(8)]
+    go_on.set()
+    assert min(made[key] for key in range(8)) >= 2
 
 
 class Far(LocalFileSystem):
@@ -71,135 +92,139 @@ class Far(LocalFileSystem):
 def test_no_batch_of_a_source_waits_for_a_request_that_stalls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     proxy, before = Stalls(150), counts().values.copy()
     monkeypatch.setattr(Far, "proxy", proxy)
-    monkeypatch.setattr(remote, "_gate", partial(Gate, folder=str(tmp_path / "gate")))
-    monkeypatch.setattr(remote, "_hedge", Hedge())
     monkeypatch.setattr(remote, "_SMALL", 1)  # else neighbouring row groups are one request
     fsspec.register_implementation("stalling", Far, clobber=True)
     pq.write_table(pa.table({"x": list(range(800))}), tmp_path / "x.parquet", row_group_size=2)
-    options = rd.Remote(hedge_after=0.2, read_ahead=False, max_requests=8)
-    source = rd.ParquetSource(f"stalling://{tmp_path}/x.parquet", remote=options)
+    source = rd.ParquetSource(f"stalling://{tmp_path}/x.parquet", remote=rd.Remote(read_ahead=False, max_requests=8))
     loader = rd.DataLoader(source, shuffle=False, global_batch_size=8, collate_fn=list)
-    rows, waits = [], []
-    batches = iter(loader)
-    for _ in range(100):
-        started = time.monotonic()
-        rows += [int(sample["x"]) for sample in next(batches)]
-        waits.append(time.monotonic() - started)
+    assert [int(sample["x"]) for batch in loader for sample in batch] == list(range(800))
     proxy.go_on.set()
-    told = counts().values - before
-    assert rows == list(range(800))
-    assert max(waits) < 30  # the stall would be 60
     assert proxy.made // 150 >= 2
-    assert proxy.made // 150 <= told[HEDGES] <= 1 + proxy.made * 0.02
-    assert told[RETRIES] == 0
+    assert (counts().values - before)[RETRIES] >= proxy.made // 150
 
 
-def test_it_is_late_when_nearly_all_others_were_faster() -> None:
-    hedge = Hedge()
-    assert hedge.delay(3.0) == 3.0
-    hedge._took.extend([0.1] * 995 + [9.0] * 5)
-    assert hedge.delay(3.0) == 0.1
-    hedge._took.extend([2.0] * 1000)
-    assert hedge.delay(0.5) == 2.0  # a slow network is no stall
+def test_it_is_late_when_nearly_all_others_were_far_faster() -> None:
+    pace, mb = Pace(), 2**20
+    assert pace.limit(0) == 5.0
+    assert pace.limit(60 * mb) == 65.0
+    for _ in range(995):
+        pace.add(mb, 0.4)
+    for _ in range(5):
+        pace.add(mb, 100.0)
+    assert pace.limit(mb) == pytest.approx(4.0)
+    assert pace.limit(9 * mb) == pytest.approx(20.0)  # large ones have more time
+    for _ in range(1000):
+        pace.add(0, 3.0)
+    assert pace.limit(0) == pytest.approx(30.0)  # a slow network is no stall
 
 
-def test_without_a_second_request_the_deadline_holds() -> None:
+def test_each_attempt_has_a_time_and_the_error_says_all(monkeypatch: pytest.MonkeyPatch) -> None:
     request = Stalls(1)
-    given = rd.Remote(deadline_seconds=0.3, hedge_after=None, retries=9)
-    with pytest.raises(RemoteError, match=r"s3://bucket/x could not be read in 1 attempts over 0\.\d s.*no answer"):
-        attempt(given, "s3://bucket/x", request)
+    with pytest.raises(
+        RemoteError, match=r"^s3://bucket/x, bytes 3 to 4 could not be read in 4 attempts .*no answer in 0\.1 s"
+    ):
+        attempt(rd.Remote(timeout=0.1, retries=3), "s3://bucket/x", request, 2, ", bytes 3 to 4")
+    while request.made < 4:  # the last may not have begun
+        time.sleep(0.001)
     request.go_on.set()
 
 
-def test_errors_of_both_are_errors() -> None:
-    def fails() -> int:
-        raise FileNotFoundError("gone")
-
-    with pytest.raises(FileNotFoundError, match="gone"):
-        Hedge().call(fails, 0.1, 5.0)
-
-
-def test_the_second_may_succeed_where_the_first_fails_late() -> None:
-    begun, lock = [0], threading.Lock()
-    second_has_begun = threading.Event()
+def test_a_later_attempt_has_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+    monkeypatch.setattr(remote, "_first", lambda answers, seconds: given.append(seconds) or answers[-1].result())
 
     def work() -> int:
-        with lock:
-            begun[0] += 1
-            mine = begun[0]
-        if mine == 1:
-            second_has_begun.wait(10)
+        raise OSError("reset")
+
+    for num_bytes in (0, None):
+        with pytest.raises(RemoteError, match="reset"):
+            attempt(rd.Remote(timeout=5.0, retries=4), "s3://bucket/x", work, num_bytes)
+    assert given == [0.25, 0.5, 1.0, 2.0, 5.0] + [50.0] * 5
+
+
+def test_a_slow_answer_that_comes_after_all_is_taken() -> None:
+    """A link that is slower than what was learnt: attempts that were given up go on, and the first whole answer counts."""
+    made, go_on, never = list[int](), threading.Event(), threading.Event()
+
+    def request() -> int:
+        made.append(number := len(made))
+        if number:
+            go_on.set()
+            never.wait(60)
+        go_on.wait(60)
+        return number
+
+    assert attempt(rd.Remote(timeout=30.0, retries=1), "s3://bucket/x", request, 0) == 0
+    never.set()
+    assert len(made) == 2
+    assert max(remote._pace._took) >= 0.25 / 2**20  # as long as the first took, not the second
+
+
+def test_an_attempt_that_was_given_up_and_fails_is_not_counted() -> None:
+    made, failed = list[int](), threading.Event()
+
+    def request() -> int:
+        made.append(number := len(made))
+        if not number:
+            failed.wait(60)
             raise OSError("reset")
-        second_has_begun.set()
-        time.sleep(0.05)
-        return mine
+        failed.set()
+        return number
 
-    assert Hedge().call(work, 0.01, 10.0) == 2
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"hedge_after": 5.0, "deadline_seconds": 4.0}, r"hedge_after=5\.0, deadline_seconds=4\.0"),
-        ({"hedge_after": 0.0}, r"hedge_after=0\.0"),
-        ({"deadline_seconds": 0.0}, r"deadline_seconds=0\.0"),
-        ({"max_requests": 0}, "max_requests=0"),
-    ],
-)
-def test_bad_values(given: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        rd.Remote(**given)
+    assert attempt(rd.Remote(timeout=30.0, retries=1), "s3://bucket/x", request, 0) == 1
 
 
-def enter(folder: str, at_once: Any, most: Any) -> None:
-    gate = Gate(3, folder)
-    for _ in range(10):
-        with gate.enter():
-            with at_once.get_lock():
-                at_once.value += 1
-                most.value = max(most.value, at_once.value)
+@pytest.mark.parametrize("kind", [FileNotFoundError, PermissionError, KeyError])
+def test_what_does_not_pass_is_raised_at_once_and_names_the_file(kind: type[Exception]) -> None:
+    def fails() -> int:
+        raise kind("Forbidden")
+
+    with pytest.raises(kind) as found:
+        attempt(rd.Remote(), "s3://bucket/x", fails, 0, ", bytes 3 to 4")
+    said = [str(found.value), *getattr(found.value, "__notes__", [])]
+    assert "s3://bucket/x, bytes 3 to 4" in " ".join(said)
+
+
+def test_a_process_makes_so_many_at_once() -> None:
+    slots, most, at_once, lock = Slots(3), 0, 0, threading.Lock()
+
+    def work(_: int) -> None:
+        nonlocal most, at_once
+        with slots.one():
+            with lock:
+                at_once += 1
+                most = max(most, at_once)
             time.sleep(0.002)
-            with at_once.get_lock():
-                at_once.value -= 1
+            with lock:
+                at_once -= 1
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(40)))
+    assert 1 <= most <= 3
 
 
-def test_a_machine_makes_so_many_at_once(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    at_once, most = context.Value("i", 0), context.Value("i", 0)
-    processes = [context.Process(target=enter, args=(str(tmp_path), at_once, most)) for _ in range(8)]
-    [process.start() for process in processes]
-    [process.join() for process in processes]
-    assert [process.exitcode for process in processes] == [0] * 8
-    assert 1 <= most.value <= 3
+def test_fewer_after_slow_down_and_more_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(remote.time, "monotonic", lambda: now[0])
+    slots = Slots(64)
+    assert slots.limit == 64
+    slots.slow_down(now[0])
+    assert slots.limit == 32
+    slots.slow_down(now[0] - 1)  # it was under way when that happened, and counts with it
+    assert slots.limit == 32
+    slots.slow_down(now[0])
+    assert slots.limit == 16
+    limits = []
+    for seconds in (30, 15, 15, 10**9):
+        now[0] += seconds
+        limits.append(slots.limit)
+    assert limits == [32, 45, 64, 64]
+    for _ in range(20):
+        slots.slow_down(now[0])
+    assert slots.limit == 1
 
 
-def test_fewer_after_slow_down_and_more_again_later(tmp_path: Path) -> None:
-    gate, other = (Gate(64, "s3://a", str(tmp_path)) for _ in range(2))
-    assert other.limit == 64
-    gate.slow_down(time.time())
-    assert other.limit == 32
-    gate.slow_down(time.time())
-    assert other.limit == 16
-    assert [recovered(16, 64, seconds) for seconds in (0, 30, 45, 60, 10**9)] == [16, 32, 45, 64, 64]
-    assert recovered(16, 64, -5) == 16  # a clock that went back
-
-
-def test_requests_that_are_refused_together_count_once(tmp_path: Path) -> None:
-    gate = Gate(64, "s3://a", str(tmp_path))
-    with gate.enter() as one, gate.enter() as two, gate.enter() as three:
-        for since in (two, one, three):
-            gate.slow_down(since)
-    assert gate.limit == 32
-
-
-def test_a_bucket_that_asks_to_slow_down_slows_no_other(tmp_path: Path) -> None:
-    Gate(64, "s3://a", str(tmp_path)).slow_down(time.time())
-    assert Gate(64, "s3://b", str(tmp_path)).limit == 64
-    assert Gate(16, "s3://a", str(tmp_path)).limit == 16
-
-
-def test_an_answer_that_asks_to_slow_down_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_gate", partial(Gate, folder=str(tmp_path)))
+def test_an_answer_that_asks_to_slow_down_is_heard() -> None:
     answers: list[Any] = [OSError("An error occurred (SlowDown): Please reduce your request rate."), None]
 
     def work() -> int:
@@ -208,9 +233,73 @@ def test_an_answer_that_asks_to_slow_down_is_heard(tmp_path: Path, monkeypatch: 
             raise answer
         return 3
 
-    assert attempt(rd.Remote(backoff_seconds=0.0, max_requests=8), "s3://bucket/x", work) == 3
-    assert Gate(8, "s3://bucket", str(tmp_path)).limit == 4
-    assert Gate(8, "s3://other", str(tmp_path)).limit == 8
+    assert attempt(rd.Remote(max_requests=8), "s3://bucket/x", work, 0) == 3
+    assert remote._slots(8, "s3://bucket").limit == 4
+    assert remote._slots(8, "s3://other").limit == 8
+
+
+def test_nothing_is_held_over_a_fork() -> None:
+    """A child that is forked while the only slot is taken, and the lock of a range, makes requests of its own."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    def request() -> int:
+        inside.set()
+        go_on.wait(60)
+        return 1
+
+    given = rd.Remote(max_requests=1, timeout=60.0)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(attempt, given, "s3://bucket/x", request, 2**40)
+        inside.wait()
+        child = multiprocessing.get_context("fork").Process(target=attempt, args=(given, "s3://bucket/x", int, 0))
+        child.start()
+        child.join(60)
+        go_on.set()
+        assert answer.result() == 1
+    assert child.exitcode == 0
+
+
+def test_a_childs_life_does_not_lengthen_a_lock(tmp_path: Path) -> None:
+    """Forked while a range is fetched: the parent's lock is its own, and gone with the request."""
+    cache, inside, go_on = DiskCache(str(tmp_path), 2**20), threading.Event(), threading.Event()
+
+    def fetch() -> bytes:
+        inside.set()
+        go_on.wait(60)
+        return b"abc"
+
+    reader, writer = os.pipe()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(cache.read, "range", 3, fetch)
+        inside.wait()
+        child = os.fork()
+        if not child:
+            os.close(writer)
+            os.read(reader, 1)  # until the test has ended
+            os._exit(0)
+        os.close(reader)
+        go_on.set()
+        assert answer.result() == b"abc"
+    with cache._alone(cache._path("range")):  # the child would hold it
+        pass
+    os.close(writer)
+    os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("bad", ["a folder of another user", "a file"])
+def test_without_a_folder_for_locks_ranges_are_kept_all_the_same(
+    bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locks = tmp_path / "locks"
+    monkeypatch.setattr("rescale_data.sources.files.disk_cache._LOCKS", str(locks))
+    if bad == "a file":
+        locks.touch()
+    else:
+        locks.mkdir()
+        monkeypatch.setattr(os, "getuid", lambda: locks.stat().st_uid + 1)
+    cache = DiskCache(str(tmp_path / "cache"), 2**20)
+    assert [cache.read("range", 3, lambda: b"abc") for _ in range(2)] == [b"abc"] * 2
+    assert not locks.is_dir() or not list(locks.iterdir())
 
 
 def test_ranks_do_not_begin_together(monkeypatch: pytest.MonkeyPatch) -> None:

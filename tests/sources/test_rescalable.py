@@ -18,6 +18,7 @@ import rescale_data as rd
 from rescale_data.sources import arrow, indexed, megatron
 from rescale_data.testing import assert_rescalable, full_state_dict
 from tests.formats import write_jsonl, write_megatron, write_tar
+from tests.states import opened
 
 DOCS = [[1000 * i + j for j in range(i % 11 + 1)] for i in range(200)]
 FORMATS = ["parquet", "arrow", "jsonl", "jsonl.gz", "tar", "megatron", "synthetic", "dataset"]
@@ -177,7 +178,7 @@ def test_worker_processes(sources: Any, kind: str) -> None:
 def test_state_is_small_and_the_same_in_every_format(sources: Any, kind: str) -> None:
     loader = loader_of(partial(packed, source=sources[kind], kind=kind), 0, 1, 4, 0)
     next(iter(loader))
-    shards = loader.state_dict()["shards"]
+    shards = opened(loader.state_dict())["shards"]
     assert sum(tensor.numel() * tensor.element_size() for tensor in shards.values()) <= 64 * 24
     assert all(isinstance(tensor, torch.Tensor) and len(tensor) == 24 for tensor in shards.values())
 

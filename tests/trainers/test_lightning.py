@@ -48,3 +48,30 @@ def test_saved_after_a_fit(epochs: int, steps: int, more: int, tmp_path: Path) -
     rest = rows_of(tmp_path / "a.ckpt", 3, resume=True)
     assert len(rest) == more
     assert [*begun, *rest] == whole[: len(begun) + more]
+
+
+def test_two_loaders_that_go_on_with_another_micro_batch(tmp_path: Path) -> None:
+    """Lightning counts the micro batches of both as one."""
+    from rescale_data.integrations.lightning import DataState
+
+    def fit(micro_batch_size: int, steps: int, path: Path | None) -> tuple[Any, list[list[int]]]:
+        sizes = {"global_batch_size": 8, "micro_batch_size": micro_batch_size, "num_logical_shards": 8}
+        loaders = [rd.DataLoader(ROWS[:48], seed=seed, **sizes) for seed in range(2)]
+        model, rows = Model(), list[list[int]]()
+
+        def step(batches: Any, batch_idx: int) -> torch.Tensor:
+            rows.append([batch["row"].tolist() for batch in batches])
+            return model.layer(batches[0]["x"]).pow(2).mean()
+
+        model.training_step = step  # type: ignore[method-assign,assignment]
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = pl.Trainer(accelerator="cpu", callbacks=[DataState()], max_steps=steps, max_epochs=5, **quiet)
+        trainer.fit(model, loaders, ckpt_path=path)
+        return trainer, rows
+
+    fit(4, 3, None)[0].save_checkpoint(tmp_path / "a.ckpt")
+    for micro_batch_size in (2, 8):
+        trainer, rows = fit(micro_batch_size, 9, tmp_path / "a.ckpt")
+        assert trainer.global_step == 9
+        assert len(rows) == 6 * 8 // micro_batch_size
+        assert trainer.fit_loop.epoch_loop.batch_progress.current.ready == 3 * 8 // micro_batch_size

@@ -1,5 +1,6 @@
 """What the trainers' modules refuse: a trainer that was told otherwise than the loader."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,27 @@ def loader_of(**kwargs: Any) -> rd.DataLoader:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"gradient_accumulation_steps": 1}, "steps=1.*the loader makes a global batch of 2 micro batches a rank"),
+        ({"gradient_accumulation_steps": 4}, "steps=4.*the loader makes a global batch of 2 micro batches a rank"),
+        ({"dataloader_num_workers": 3}, r"num_workers=3\), but the loader has 0 workers\. Give rd\.DataLoader"),
         ({"accelerator_config": {"split_batches": True}}, "split_batches=True: .* leave split_batches out"),
         ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True: .* leave dispatch_batches out"),
     ],
 )
 def test_hugging_face(arguments: dict[str, Any], says: str, tmp_path: Path) -> None:
-    module = pytest.importorskip("rescale_data.integrations.huggingface")
-    given = {"gradient_accumulation_steps": 2, "use_cpu": True, "report_to": [], **arguments}
     with pytest.raises(ValueError, match=says):
-        module.DataStateMixin(
-            torch.nn.Linear(1, 1), module.TrainingArguments(str(tmp_path), **given), train_loader=loader_of()
-        )
+        hugging_face_trainer(tmp_path, loader_of(), **arguments)
+
+
+def hugging_face_trainer(folder: Path, loader: rd.DataLoader, **arguments: Any) -> Any:
+    module = pytest.importorskip("rescale_data.integrations.huggingface")
+    given = module.TrainingArguments(str(folder), use_cpu=True, report_to=[], **arguments)
+    return module.DataStateMixin(torch.nn.Linear(1, 1), given, train_loader=loader)
+
+
+def test_hugging_face_has_the_accumulation_and_the_ranks_of_the_loader(tmp_path: Path) -> None:
+    assert hugging_face_trainer(tmp_path, loader_of()).args.gradient_accumulation_steps == 2
+    with pytest.raises(ValueError, match="has 1 data-parallel ranks, but the loader deals its rows to 2"):
+        hugging_face_trainer(tmp_path, loader_of(dp_rank=0, dp_world_size=2))
 
 
 def test_hugging_face_checkpoint_without_the_data(tmp_path: Path) -> None:
@@ -43,21 +53,53 @@ def test_hugging_face_checkpoint_without_the_data(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "kwargs", "says"),
     [
-        ({"accumulate_grad_batches": 1}, {}, r"Give accumulate_grad_batches=2 or another micro_batch_size"),
+        ({"accumulate_grad_batches": 4}, {}, r"Give accumulate_grad_batches=2 or another micro_batch_size"),
+        ({}, {"dp_rank": 0, "dp_world_size": 2}, r"on 1 data-parallel ranks, but the loader deals its rows to 2"),
         ({"limit_train_batches": 3}, {}, r"after 3 of its 8 batches .* Give rd\.DataLoader\(steps_per_epoch"),
         ({}, {"repeat": True}, r"reads a batch ahead.* Give rd\.DataLoader\(steps_per_epoch=\.\.\.\)"),
     ],
 )
 def test_lightning(arguments: dict[str, Any], kwargs: dict[str, Any], says: str) -> None:
+    trainer, model = lightning(**arguments)
+    with pytest.raises(ValueError, match=says):
+        trainer.fit(model, loader_of(**kwargs))
+
+
+def lightning(**arguments: Any) -> tuple[Any, Any]:
     module = pytest.importorskip("rescale_data.integrations.lightning")
-    given = {"accumulate_grad_batches": 2, "max_steps": 2, **arguments}
     trainer = module.pl.Trainer(
         accelerator="cpu", devices=1, callbacks=[module.DataState()], logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, **given,
+        enable_progress_bar=False, enable_model_summary=False, max_steps=2, **arguments,
     )  # fmt: skip
     model = module.pl.LightningModule()
     model.layer = torch.nn.Linear(1, 1)
-    model.training_step = lambda batch, index: model.layer(batch[:, None].float()).sum()
+    model.training_step = lambda batch, batch_idx: model.layer(batch[:, None].float()).sum()
     model.configure_optimizers = lambda: torch.optim.SGD(model.parameters())
-    with pytest.raises(ValueError, match=says):
-        trainer.fit(model, loader_of(**kwargs))
+    return trainer, model
+
+
+def test_lightning_has_the_accumulation_of_the_loader() -> None:
+    trainer, model = lightning()
+    loader = loader_of()
+    trainer.fit(model, loader)
+    assert (trainer.accumulate_grad_batches, trainer.global_step, loader.step) == (2, 2, 2)
+
+
+def test_lightning_does_not_count_steps_before_it_knows_the_accumulation() -> None:
+    for given, says in ((1, "cannot be set later than trainer.estimated_stepping_batches"), (2, "")):
+        trainer, model = lightning(accumulate_grad_batches=given, max_epochs=1)
+
+        def configure(trainer: Any = trainer, model: Any = model) -> torch.optim.Optimizer:
+            assert trainer.estimated_stepping_batches == 2  # max_steps
+            return torch.optim.SGD(model.parameters())
+
+        model.configure_optimizers = configure
+        with pytest.raises(ValueError, match=says) if says else contextlib.nullcontext():
+            trainer.fit(model, loader_of())
+
+
+def test_lightning_compares_with_manual_optimization() -> None:
+    trainer, model = lightning()
+    model.automatic_optimization = False
+    with pytest.raises(ValueError, match="with manual optimization it is 1"):
+        trainer.fit(model, loader_of())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -20,13 +21,15 @@ import torch
 
 from rescale_data.checkpoint.convert.stored import BUDGET, StoredCheckpoint
 from rescale_data.checkpoint.convert.torch_save import as_buffer, map_file
+from rescale_data.checkpoint.devices import inside
 from rescale_data.checkpoint.saving import save_alone
-from rescale_data.checkpoint.storage.commit import aside
 from rescale_data.checkpoint.storage.manifest import METADATA
 from rescale_data.checkpoint.storage.open import mapped_path, open_store
-from rescale_data.checkpoint.storage.store import Store, StrPath, join
+from rescale_data.checkpoint.storage.store import Store, StrPath, aside, join
 from rescale_data.checkpoint.tree import tree_of
 from rescale_data.errors import checks_kinds
+
+logger = logging.getLogger(__name__)
 
 NON_TENSORS = "non_tensors.pt"
 INDEX = "model.safetensors.index.json"
@@ -43,17 +46,19 @@ def to_safetensors(
     max_shard_size: int | str = "5GB",
     name: str | None = None,
     budget: int = BUDGET,
-    checksums: bool = True,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Write a DCP folder as safetensors files, and return their names. Call it on one rank.
 
-    A folder that is new, or empty, appears when it is whole. Into any other, and into an object store, the files come one by
-    one and the index last; ``from_safetensors`` refuses what was not finished.
+    What is no tensor is in ``non_tensors.pt``. A tensor within a tuple is a part of such a value: a warning names it, and that
+    file is among the names that are returned.
+
+    The folder appears when it is whole. In an object store the files come one by one and the index last;
+    ``from_safetensors`` refuses what was not finished.
 
     Args:
         path: Of the checkpoint.
-        folder: A local path or a URL; made if there is none, without safetensors of before.
+        folder: A local path or a URL; made if there is none, else empty.
         max_shard_size: Bytes of a file, ``"5GB"`` or ``"500MiB"``; a larger tensor has a file of its own.
         name: Of one top-level entry, without its name: ``"model"`` makes what other tools expect.
         budget: Bytes in memory at once, or the largest tensor and its largest stored piece.
@@ -62,7 +67,7 @@ def to_safetensors(
     Raises:
         FileNotFoundError: no checkpoint at ``path``.
         ValueError: damaged files, nothing named ``name``, a size that cannot be read, a dtype or a name that the format cannot
-            have, or ``folder`` holds safetensors already.
+            have, or ``folder`` holds anything already.
 
     Example:
         >>> import tempfile
@@ -77,13 +82,18 @@ def to_safetensors(
     store, final = open_store(folder, storage_options, to_write=True)
     _refuse_used(store, final)
     with (
-        StoredCheckpoint(path, name=name, checksums=checksums, storage_options=storage_options) as stored,
+        StoredCheckpoint(path, name=name, storage_options=storage_options) as stored,
         aside(store, final) as working,
     ):
-        names = _write_files(store, working, stored, _files(stored, limit), budget)
+        values = stored.values()
+        names = _write_files(store, working, stored, values, _files(stored, limit), budget)
         if working != final:
-            _move(store, working, final, names)
-    return [name for name in names if name.endswith(".safetensors")]
+            store.rename(working, final)
+    if hidden := [
+        key for key, value in values.items() if any(isinstance(leaf, torch.Tensor) for leaf in inside(value))
+    ]:
+        logger.warning("Tensors within tuples are in %s, and in no safetensors: %s.", NON_TENSORS, ", ".join(hidden))
+    return [name for name in names if name.endswith(".safetensors") or (name == NON_TENSORS and hidden)]
 
 
 @checks_kinds
@@ -208,8 +218,7 @@ def _refuse_used(store: Store, folder: str) -> None:
         raise ValueError(
             f"{folder} is the name of a file. Give a folder (and --to safetensors): its files are named model*.safetensors."
         )
-    used = [name for name in store.names(folder) if name in (INDEX, NON_TENSORS) or name.endswith(".safetensors")]
-    if used:
+    if used := store.names(folder):
         raise ValueError(f"{folder} holds {used[0]} already. Give another folder, or remove the files first.")
 
 
@@ -222,11 +231,16 @@ def _files(stored: StoredCheckpoint, limit: int) -> dict[str, list[str]]:
 
 
 def _write_files(
-    store: Store, folder: str, stored: StoredCheckpoint, files: Mapping[str, list[str]], budget: int
+    store: Store,
+    folder: str,
+    stored: StoredCheckpoint,
+    values: dict[str, Any],
+    files: Mapping[str, list[str]],
+    budget: int,
 ) -> list[str]:
     """Write everything, the index last, and return the files' names in their order."""
     headers = {file: _header(stored, names) for file, names in files.items()}
-    content = {"values": stored.values(), "paths": stored.paths, "lost": stored.lost}
+    content = {"values": values, "paths": stored.paths, "lost": stored.lost}
     store.mkdir(folder)
     store.write(join(folder, NON_TENSORS), lambda stream: torch.save(content, stream))
     for file, names in files.items():
@@ -271,13 +285,3 @@ def _write(header: bytes, tensors: Iterable[torch.Tensor], stream: BinaryIO) -> 
     stream.write(header)
     for tensor in tensors:
         stream.write(as_buffer(tensor))
-
-
-def _move(store: Store, working: str, final: str, names: list[str]) -> None:
-    """Give the files their folder: by one step where it is new or empty, else one by one in this order."""
-    if not store.names(final):
-        store.rename(working, final)
-        return
-    for name in names:
-        store.rename(join(working, name), join(final, name))
-    store.sync_folder(final)

@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 
-from rescale_data.checkpoint.entry import describe
 from rescale_data.checkpoint.storage.dcp import Contents
 from rescale_data.checkpoint.storage.open import load_values, opened, placeholders
-from rescale_data.checkpoint.storage.progress import Progress
 from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.tree import Lost
-from rescale_data.engine.states.state_paths import data_states
+from rescale_data.engine.states.codec import data_states
 
 BUDGET = 256 << 20
 
@@ -25,7 +23,6 @@ class StoredCheckpoint(contextlib.ExitStack):
     Args:
         path: Of the folder.
         name: Of one top-level entry, which is then all that there is, without its name; default everything.
-        checksums: Verify the files first; their sizes are verified in any case.
 
     Attributes:
         tensors: On the meta device, by flattened name.
@@ -38,11 +35,9 @@ class StoredCheckpoint(contextlib.ExitStack):
         ValueError: damaged files, or nothing named ``name``.
     """
 
-    def __init__(
-        self, path: StrPath, *, name: str | None, checksums: bool, storage_options: Mapping[str, Any] | None
-    ) -> None:
+    def __init__(self, path: StrPath, *, name: str | None, storage_options: Mapping[str, Any] | None) -> None:
         super().__init__()
-        self._reader = self.enter_context(opened(path, checksums=checksums, storage_options=storage_options))
+        self._reader = self.enter_context(opened(path, storage_options=storage_options))
         self.folder = self._reader.path
         try:
             self._look(name)
@@ -63,7 +58,6 @@ class StoredCheckpoint(contextlib.ExitStack):
         lost = self._reader.manifest.lost if self._reader.manifest else ()
         self.lost: Lost = [(path[len(root) :], key) for path, key in lost if (*path[:-1][: len(root)],) == root]
         self._plain = [short for short in found if short not in self.tensors]
-        self._progress = Progress(f"Reading {self.folder}", sum(map(self.num_bytes, self.tensors)))
 
     def __exit__(self, *_: object) -> None:
         super().__exit__(None, None, None)  # an error in here is no error of the reader
@@ -76,13 +70,8 @@ class StoredCheckpoint(contextlib.ExitStack):
         """The tensors of ``names`` in order, read in batches of at most ``budget`` bytes, or of one tensor."""
         for batch in self.batches(names, budget):
             read = self._read(batch)
-            self._progress.add(sum(map(self.num_bytes, batch)))
             for name in batch:
                 yield read.pop(name)
-
-    def describe(self, name: str) -> str:
-        """``"a float32 tensor of shape [3]"`` or ``"a plain value"``."""
-        return describe(self.tensors.get(name))
 
     def data_states(self) -> list[str]:
         """Names of the loaders whose states are in the checkpoint."""

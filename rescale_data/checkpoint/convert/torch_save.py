@@ -24,10 +24,9 @@ from torch.serialization import skip_data
 
 from rescale_data.checkpoint.convert.stored import BUDGET, StoredCheckpoint
 from rescale_data.checkpoint.saving import save_alone
-from rescale_data.checkpoint.storage.commit import aside
 from rescale_data.checkpoint.storage.open import mapped_path, open_store
-from rescale_data.checkpoint.storage.store import StrPath
-from rescale_data.checkpoint.storage.values import load_safely
+from rescale_data.checkpoint.storage.store import StrPath, aside
+from rescale_data.checkpoint.storage.values import Memory, load_safely
 from rescale_data.checkpoint.tree import tree_of
 from rescale_data.errors import checks_kinds
 
@@ -43,7 +42,6 @@ def to_torch_save(
     *,
     name: str | None = None,
     budget: int = BUDGET,
-    checksums: bool = True,
     storage_options: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a DCP folder as one file that ``torch.load(file, mmap=True, weights_only=True)`` reads.
@@ -73,7 +71,7 @@ def to_torch_save(
     """
     store, final = open_store(file, storage_options, to_write=True)
     with (
-        StoredCheckpoint(path, name=name, checksums=checksums, storage_options=storage_options) as stored,
+        StoredCheckpoint(path, name=name, storage_options=storage_options) as stored,
         aside(store, final) as working,
     ):
         content = TorchFile({key: (tensor.shape, tensor.dtype) for key, tensor in stored.tensors.items()})
@@ -121,7 +119,7 @@ def map_file(file: str) -> dict[str, Any]:
         ValueError: it is no such file, holds code, or is not a dict.
     """
     try:
-        content = load_safely(file, map_location="cpu", mmap=True)
+        content = load_safely(Memory.of_file(file))
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # torch seeks before a cut file's start
             raise

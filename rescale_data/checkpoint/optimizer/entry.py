@@ -55,9 +55,9 @@ class OptimizerEntry(Entry):
         if not self.groups:
             return {"state": {}, GROUPS: [{"params": names} for names in self.target.groups]}
         states: dict[str, Any] = {}
-        for name in (name for name in self.states if name not in self._kept and self.target.has(name)):
+        for name in (name for name in self.states if name not in self._kept and name in self.target.parameters):
             room, misfits = self.target.room(name, self.states[name])
-            if misfits and not self.target.flat:  # what is flat belongs together, and is compared with all else
+            if misfits:
                 self._kept.add(name)
                 self.refused |= {f"{self.name}.state.{name}.{entry}": text for entry, text in misfits.items()}
             else:
@@ -118,6 +118,6 @@ def _layout(saved: Contents, path: tuple[str, ...]) -> tuple[dict[str, Any], lis
 
 
 _BY_NUMBER = (
-    "by number and not by name in the checkpoint, as torch.optim.Optimizer.state_dict() makes it. Read the file with "
-    "torch.load and give this part of it to checkpoint.load_full_optimizer_state"
+    "by number and not by name in the checkpoint, as torch.optim.Optimizer.state_dict() makes it. Give this part of it to "
+    "load_state_dict of the optimizer of the same model without wrapping, save that one, and load it"
 )

@@ -1,7 +1,7 @@
 """An optimizer that is about to be loaded: the tensors for what was saved, what of it does not fit, and then all of it at once.
 
-Saved groups and entries come from a checkpoint's metadata or from a stream. Parameters that have no state there (unused,
-frozen, never stepped) are left without one: nothing here steps an optimizer, but what FSDP1 and torch_xla need.
+Parameters that have no state in the checkpoint (unused, frozen, never stepped) are left without one: nothing here steps an
+optimizer, but what torch_xla needs.
 """
 
 from __future__ import annotations
@@ -16,15 +16,7 @@ from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
 from rescale_data.checkpoint.devices import first_state
-from rescale_data.checkpoint.optimizer.named import (
-    GROUPS,
-    flat_state,
-    is_flat,
-    named_state,
-    names_of,
-    parameters_of,
-    set_flat_state,
-)
+from rescale_data.checkpoint.optimizer.named import GROUPS, named_state, names_of, parameters_of
 from rescale_data.checkpoint.tree import keys_of, mapped
 
 Names = Sequence[str]
@@ -35,14 +27,13 @@ class Target:
 
     Attributes:
         current: Its state by name, live.
-        parameters: By name; none where FSDP1 keeps them in flat pieces.
+        parameters: By name.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
+    def __init__(self, model: nn.Module, optimizer: optim.Optimizer) -> None:
+        self.optimizer = optimizer
         self.current = named_state(model, optimizer)
-        self.flat = is_flat(model)
-        self.parameters = {} if self.flat else dict(zip(names_of(self.current), parameters_of(optimizer), strict=True))
+        self.parameters = dict(zip(names_of(self.current), parameters_of(optimizer), strict=True))
         self.groups: list[Names] = [group["params"] for group in self.current[GROUPS]]
         self.numbers: list[int | None] = [None] * len(self.groups)
 
@@ -66,9 +57,6 @@ class Target:
             f"{'; '.join(alone[:4])}. Group the parameters as in the run that saved"
         )
 
-    def has(self, name: str) -> bool:
-        return name in (self._flat if self.flat else self.parameters)
-
     def unmatched(self) -> set[str]:
         """Parameters of groups that no saved group matches."""
         return {name for n, names in enumerate(self.groups) if self._lacks(n) for name in names}
@@ -82,19 +70,16 @@ class Target:
         Returns:
             The same with room for each tensor; and why that is not the parameter's, by its place in the entries.
         """
-        live, misfits = self._live(name), dict[str, str]()
+        parameter, misfits = self.parameters[name], dict[str, str]()
+        live = self.optimizer.state.get(parameter) or self._first.get(parameter, {})
 
         def place(path: tuple[Any, ...], leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            old: Any = live.get(path[0])
-            if self.flat:
-                text = "" if hasattr(old, "size") and old.size() == leaf.shape else _UNMAPPED.format(list(leaf.shape))
-            else:
-                text = misfit(self.optimizer, self.parameters[name], old, leaf.shape)
-            if text:
+            old = live.get(path[0])
+            if text := misfit(self.optimizer, parameter, old, leaf.shape):
                 misfits[".".join(map(str, path))] = text
-            return old if self.flat or text else empty_like_saved(self.parameters[name], old, leaf)
+            return old if text else empty_like_saved(parameter, old, leaf)
 
         return mapped(saved, place), misfits
 
@@ -104,9 +89,6 @@ class Target:
         merged = [
             {**group, **new, "params": group["params"]} for group, new in zip(self.current[GROUPS], values, strict=True)
         ]
-        if self.flat:
-            set_flat_state(self.model, self.optimizer, {"state": dict(states), GROUPS: merged})
-            return
         index = {name: number for number, name in enumerate(self.parameters)}
         by_index = {index[name]: keys_of(self.current["state"].get(name), new) for name, new in states.items()}
         numbered = [{**group, "params": [index[name] for name in group["params"]]} for group in merged]
@@ -121,52 +103,23 @@ class Target:
     def _lacks(self, group: int) -> bool:
         return self.numbers[group] is None
 
-    def _live(self, name: str) -> Mapping[str, Any]:
-        """Entries of a parameter as they are, or where a library alone knows their sharding as they will be."""
-        if self.flat:
-            return self._flat.get(name, {})
-        parameter = self.parameters[name]
-        return self.optimizer.state.get(parameter) or self._first.get(parameter, {})
-
-    @functools.cached_property
-    def _flat(self) -> dict[str, Any]:
-        return flat_state(self.model, self.optimizer)["state"]
-
     @functools.cached_property
     def _first(self) -> Mapping[torch.Tensor, dict[str, Any]]:
+        """State of parameters that have none, where a device alone knows how it will be sharded."""
         return first_state(self.optimizer, parameters_of(self.optimizer))
-
-
-_UNMAPPED = "has the shape {}, which FSDP1 cannot map on its parameter"
 
 
 def _some(names: Names) -> str:
     return f"{list(names[:3])}{' ...' if len(names) > 3 else ''}"
 
 
-_LIKE_PARAMETERS = (
-    optim.ASGD,
-    optim.Adadelta,
-    optim.Adagrad,
-    optim.Adam,
-    optim.AdamW,
-    optim.Adamax,
-    optim.Muon,
-    optim.NAdam,
-    optim.RAdam,
-    optim.RMSprop,
-    optim.Rprop,
-    optim.SGD,
-    optim.SparseAdam,
-)
-"""torch's optimizers whose tensors are of the shape and dtype of their parameter, or without dimension."""
+def is_like_parameters(optimizer: optim.Optimizer) -> bool:
+    """True for torch's optimizers whose tensors are of the shape and dtype of their parameter, or without dimension."""
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+    return is_torchs and not isinstance(optimizer, optim.Adafactor | optim.LBFGS)
 
 
-def is_like_parameters(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer) in _LIKE_PARAMETERS
-
-
-def misfit(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, live: Any, shape: torch.Size) -> str:
+def misfit(optimizer: optim.Optimizer, parameter: torch.Tensor, live: Any, shape: torch.Size) -> str:
     """Why a saved tensor of this shape is not the parameter's; else nothing.
 
     Args:
@@ -207,7 +160,7 @@ def as_saved(current: Any, saved: Any) -> Any:
     return current
 
 
-def lacking(optimizer: torch.optim.Optimizer, keys: set[str]) -> list[str]:
+def lacking(optimizer: optim.Optimizer, keys: set[str]) -> list[str]:
     """The numbers that the optimizer is built with and a group with these keys does not have: it is another optimizer's.
 
     Flags do not count: torch adds some from release to release.

@@ -1,302 +1,459 @@
-"""How a checkpoint comes to exist: written aside, then committed; and what is provably ours, and so may be removed.
+"""How checkpoints come and go: one owner a folder, puts and listings alone, on disks and in buckets alike.
 
-    local folder    .step-100.saving-<id>/  --rename-->  step-100/
-    object store    step-100/rescale_data-<id>/...  --one request-->  step-100/rescale_data.json
+    open     put a claim ── list the run ── put what it accepts ── look at the claims
+    save     data into a folder of the save's own ── put the manifest ── put the claim ── look at the claims ── copy .metadata
+    remove   list what does not count ── look at the claims ── look at the leases of readers
 
-A kill at any moment leaves the checkpoint that was, or the checkpoint that will be; never a mix of the two, or neither.
-In an object store step-100/.metadata is stock DCP's copy: put before a first manifest, and after one that replaces another.
-
-What a kill leaves is known by a name that nobody else gives, or by the save id in its metadata:
-
-    .step-100.saving-<id>/        a save; the process that writes it holds the lock of its manifest's file
-    .step-100.replaced-<id>/      a checkpoint that a save was about to replace
-    .step-100.deleted-<id>/       a deletion
-    step-100/                     no manifest, and DCP's files with a save id of ours: a deletion
-    step-100/rescale_data-<id>/   object store: the files of a save
+Whoever sees a newer claim raises. Nobody has to be known dead: what a zombie adds does not count, and it removes nothing. A
+kill at any moment leaves the checkpoint that was or the one that will be. Only what a claim of this folder made is removed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
-import re
+import os
 import time
 import uuid
-from collections.abc import Collection, Generator
+import weakref
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from rescale_data.checkpoint.storage import locks
-from rescale_data.checkpoint.storage.dcp import Metadata, save_id_of
-from rescale_data.checkpoint.storage.lease import is_read
-from rescale_data.checkpoint.storage.manifest import MANIFEST, METADATA, Manifest, read_manifest
-from rescale_data.checkpoint.storage.metadata import read_metadata
+from rescale_data.checkpoint.storage.claims import (
+    CLAIMS,
+    LONE,
+    STEP,
+    UNFINISHED,
+    Claims,
+    Owner,
+    Save,
+    counted,
+    find,
+    home,
+    put_claim,
+    read_claim,
+    remove_claim,
+    save_of,
+    with_owners,
+)
+from rescale_data.checkpoint.storage.manifest import METADATA, Manifest, read_manifest
+from rescale_data.checkpoint.storage.readers import LEASES, Readers, covering
 from rescale_data.checkpoint.storage.store import Store, join, split
+from rescale_data.lease import RENEW_SECONDS, Lease, Seen, is_running, this_process
 
 logger = logging.getLogger(__name__)
 
-SAVING = "saving"
-REPLACED = "replaced"
-DELETED = "deleted"
-# DCP keeps a save id in its metadata: ours says that a folder without a manifest was never finished.
-SAVE_ID_PREFIX = "rescale_data-"
-_HIDDEN = re.compile(rf"\.(.+)\.({SAVING}|{REPLACED}|{DELETED})-[0-9a-f]{{32}}")
-_OWN_FOLDER = re.compile(rf"{SAVE_ID_PREFIX}[0-9a-f]{{32}}")
-# Where there are no locks, what was not committed is taken for abandoned after this long, in seconds.
-ABANDONED = 24 * 3600.0
+_held = set[Owner]()
+"""Owners of this process that have not ended, whatever their claims say: the last put of one may have failed."""
 
 
-def hidden(name: str, kind: str, save_id: str) -> str:
-    """The name beside the checkpoint ``name`` of what is written or taken away."""
-    return f".{name}.{kind}-{save_id}"
+class SupersededError(ValueError):
+    """Somebody has opened the folder after this owner, who may neither save nor remove anything in it any more."""
 
 
-def hidden_of(entry: str) -> tuple[str, str] | None:
-    """The checkpoint's name and the kind that a hidden name of ours was made from; None for any other name."""
-    match = _HIDDEN.fullmatch(entry)
-    return (match[1], match[2]) if match else None
+class UndecidedError(ValueError):
+    """One look does not tell if the last owner of a folder is still there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workspace:
-    """Where the save with this id writes what is going to be ``final``, until it is committed.
+    """The folder that the data of one save go to.
 
     Args:
-        prefix: What the names of data files begin with, once the checkpoint is committed.
+        final: The folder of the checkpoint.
+        save_id: The name of the data's folder in there.
     """
 
     final: str
-    working: str
-    prefix: str = ""
     save_id: str
 
     @property
-    def lock(self) -> str:
-        """The file whose lock keeps others from taking a local folder for a leftover: that of its manifest."""
-        return join(self.working, MANIFEST)
+    def working(self) -> str:
+        return join(self.final, self.save_id)
 
 
-def prepare(store: Store, final: str, save_id: str, *, overwrite: bool) -> Workspace:
-    """Check that ``final`` may be written, remove what earlier saves to it left over, and make the workspace."""
-    remove_leftovers(store, final)
-    _refuse_unless_free(store, final, overwrite)
-    if store.renames:
-        return _make_locked(store, final, save_id)
-    own = SAVE_ID_PREFIX + save_id
-    workspace = Workspace(final=final, working=join(final, own), prefix=f"{own}/", save_id=save_id)
-    store.mkdir(workspace.working)
-    return workspace
+class Ownership:
+    """The right to save and remove checkpoints in a folder: of a run, or with ``lone`` of one checkpoint alone.
+
+    Args:
+        wait: For who is no trainer, and does not supersede an owner that is still there: True looks twice, False once.
+
+    Raises:
+        ValueError: The last owner lives on this host, or ``wait`` is given and it lives elsewhere; or a checkpoint lies at
+            ``path`` itself.
+        UndecidedError: ``wait`` is False, and one look does not tell.
+        SupersededError: Somebody else has opened the folder in the meantime, or saves this step of a run.
+    """
+
+    def __init__(self, store: Store, path: str, *, lone: bool = False, wait: bool | None = None) -> None:
+        self.store, self.path, self._lone = store, path, lone
+        self._readers = Readers(store, home(path)[0] if lone else path)
+        self._count, self._lease, self._put_begun = 0, list[Lease](), set[str]()
+        self._found: dict[Owner, dict[str, Any]] = {}
+        self._metrics: dict[Save, dict[str, float]] = {}
+        saves = [save for save in map(Save.of_manifest, store.names(path)) if save]
+        if saves and not lone:
+            raise ValueError(f"{path} is a checkpoint itself; give the folder of the run, {split(path)[0]}.")
+        if saves and home(path)[1] != LONE:
+            newest = Claims.read(store, home(path)[0]).newest
+            if any(save.owner == newest for save in saves):
+                raise _of_manager(path)
+        known = with_owners(store, path, lambda known: self._supersede(known, wait))
+        numbers = [owner.number for owner in known] + [save.owner.number for save in saves]
+        self.owner = Owner(1 + max(numbers, default=0), uuid.uuid4().hex[:8])
+        self._claim: dict[str, Any] = {
+            "holder": this_process(),
+            "url": path,
+            "closed": False,
+            "accepts": None,
+            "saved": 0,
+        }
+        self.close = weakref.finalize(self, _close, store, path, self.owner, self._claim, self._lease)
+        self.close.atexit = False
+        _held.add(self.owner)
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> None:
+        self.store.mkdir(join(self.path, CLAIMS))
+        self._put_claim()
+        self._claims = Claims.read(self.store, self.path, without=self.owner)
+        steps = [LONE] if self._lone else filter(STEP.fullmatch, self.store.names(self.path))
+        names = {name: self.store.names(self._place(name)) for name in steps}
+        self.saves = {
+            name: save for name, of in names.items() if (save := self._counted(name, of) or self._deletion(of))
+        }
+        """The save or deletion that counts, by the name of the step."""
+        self._to_sweep = {name for name, of in names.items() if self._obsolete(of, self.saves.get(name))}
+        self._to_mend = {name for name, save in self.saves.items() if not save.is_deletion}
+        self._claim["accepts"] = {name: self.saves[name].folder for name in sorted(self._to_mend)}
+        self._put_claim()
+        self.look()
+        self._claims = Claims(known=self._claims.known, newest=self.owner, accepts=self._claim["accepts"])
+        if not self._lone:
+            self.store.mkdir(join(self.path, LEASES))
+            self._lease.append(Lease(self.store.files, self._lease_of(self.owner), {"owner": str(self.owner)}))
+
+    def look(self) -> None:
+        """Raise `SupersededError` if there is a newer claim."""
+        with_owners(self.store, self.path, self._refuse_newer)
+
+    def _refuse_newer(self, known: list[Owner]) -> None:
+        newest = max(known, default=self.owner)
+        if newest > self.owner:
+            who = _name(read_claim(self.store, self.path, newest)["holder"])
+            raise SupersededError(
+                f"{self.path} was opened for writing by {who} after this process had opened it (claim {newest} after "
+                f"{self.owner}): this process may not save there any more. End the job that should not run, or give it "
+                f"another folder."
+            )
+
+    def begin(self, name: str) -> Workspace:
+        """Make the folder for the data of a new save of a step.
+
+        Raises:
+            SupersededError: Somebody else owns the folder, who would find the data there.
+        """
+        self.look()
+        workspace = Workspace(final=self._place(name), save_id=self._next().folder)
+        self.store.mkdir(workspace.working)
+        return workspace
+
+    def commit(self, workspace: Workspace, manifest: Manifest) -> None:
+        """Make a save the checkpoint of its step. All other files are written.
+
+        Raises:
+            SupersededError: Somebody else owns the folder; the save does not count, or will not for long.
+        """
+        store, final, save = self.store, workspace.final, Save(self.owner, int(workspace.save_id.rpartition("-")[2]))
+        for folder in (workspace.working, final, split(final)[0]):
+            store.sync_folder(folder)
+        self._put_begun.add(save.folder)
+        _put_twice(store, join(final, save.manifest), manifest.to_json())
+        self._claim["closed"] = self._lone  # by the same request
+        self._put_claim()
+        self.look()
+        if self._lone and find(store, final) != save:
+            raise _of_manager(final)
+        self._done(LONE if self._lone else split(final)[1], save)
+        with _logged(f"{final} is saved, and stock DCP's copy of its metadata is not"):
+            store.put(join(final, METADATA), store.read(join(workspace.working, METADATA)))
+
+    def abandon(self, workspace: Workspace) -> None:
+        """Remove the data of a save, unless its manifest may have been put: an answer may be lost on its way."""
+        self._claim["closed"] = False  # the put that says so may have failed
+        try:
+            if workspace.save_id not in self._put_begun:
+                self.store.remove_folder(workspace.working)
+                # Where there is a checkpoint somebody may read the claim, and another owner was told that it is superseded.
+                if self._lone and LONE not in self.saves and len(self._claims.known) == 1:
+                    remove_claim(self.store, self.path, self.owner)
+                    self.close.detach()
+                    _held.discard(self.owner)
+                self.store.remove_empty(workspace.final)
+        finally:
+            if self._lone:
+                self.close()
+
+    def delete(self, name: str) -> Seen:
+        """Delete a step; of a link the link alone goes.
+
+        Returns:
+            "gone" if it is deleted; "alive" or "undecided" if somebody reads it, or may do so, and it is left.
+        """
+        final = self._place(name)
+        if self.store.is_link(final):
+            self.look()
+            self.store.rm_file(final)
+            self.saves.pop(name, None)
+            return "gone"
+        if (seen := covering(self._readers.look(), self._covered(name))) != "gone":
+            return seen
+        save = self._next()._replace(is_deletion=True)
+        _put_twice(self.store, join(final, save.manifest), Manifest(save_id=save.folder).to_json())
+        self._claim["accepts"].pop(name, None)
+        self._put_claim()
+        self.look()
+        self._done(name, save)
+        self.clean()
+        return "gone"
+
+    def _done(self, name: str, save: Save) -> None:
+        self.saves[name] = save
+        self._claim["saved"] = save.turn  # put with the next claim: nobody who is superseded before says so
+        self._to_sweep.add(name)
+
+    def clean(self) -> None:
+        """Remove what does not count, but for what somebody reads, and give stock DCP its copies. Never raises."""
+        for name in sorted(self._to_mend):
+            with _logged(f"Stock DCP's copy of the metadata of {self._place(name)} was not looked at"):
+                self._mend_metadata(name)
+                self._to_mend.discard(name)
+        for name in sorted(self._to_sweep):
+            with _logged(f"What does not count in {self._place(name)} was not removed"):
+                if self._sweep(name):
+                    self._to_sweep.discard(name)
+
+    def steps(self, named: Iterable[int]) -> list[int]:
+        """Those of the steps that have a checkpoint, also one that was copied here since the folder was opened."""
+        found: list[int] = []
+        for name, step in ((f"step-{step}", step) for step in named):
+            if name not in self.saves and (save := self._counted(name, self.store.names(self._place(name)))):
+                self.saves[name] = save
+            if name in self.saves and not self.saves[name].is_deletion:
+                found.append(step)
+        return found
+
+    def metrics(self, steps: Iterable[int]) -> dict[int, dict[str, float]]:
+        """Metrics of these ``steps()``; a damaged manifest counts as one without metrics."""
+        saves = {step: self.saves[f"step-{step}"] for step in steps}
+        for step, save in saves.items():
+            if save not in self._metrics:
+                self._metrics[save] = metrics_of(self.store, self._place(f"step-{step}"), save)
+        self._metrics = {save: self._metrics[save] for save in saves.values()}
+        return {step: self._metrics[save] for step, save in saves.items()}
+
+    def _sweep(self, name: str) -> bool:
+        """Return True if nothing is left that does not count."""
+        final, save, step = self._place(name), self.saves.get(name), self._covered(name)
+        deletion = save if save is not None and save.is_deletion else None
+        obsolete = self._obsolete(self.store.names(final), save)
+        self.look()
+        leases = self._readers.look()
+        unread = [entry for entry in obsolete if covering(leases, step, save_of(entry)) == "gone"]
+        if deletion and len(unread) < len(obsolete):
+            return False
+        # Stock DCP's copy first, so that it names nothing that is gone; the deletion last.
+        for entry in sorted(
+            unread, key=lambda entry: (entry != METADATA, deletion is not None and entry == deletion.manifest)
+        ):
+            self.store.remove_folder(join(final, entry))
+        if unread:
+            logger.info("Removed from %s what was deleted, replaced or never finished.", final)
+        self.store.remove_empty(final)
+        if deletion:
+            del self.saves[name]
+        return len(unread) == len(obsolete)
+
+    def _obsolete(self, names: list[str], save: Save | None) -> list[str]:
+        """What may be removed of the names in the folder of a step whose checkpoint is `save`; if it is deleted, all."""
+        if save is not None and save.is_deletion:
+            return list(names)
+        return [name for name in names if (other := save_of(name)) and self._is_obsolete(other, save, names)]
+
+    def _is_obsolete(self, other: Save, save: Save | None, names: list[str]) -> bool:
+        if other.owner == self.owner:  # the manifest of a save that failed may still come, below a later one
+            return save is not None and save.owner == self.owner and other.turn < save.turn
+        claim = self._claim_of(other.owner)
+        if claim.get("url") != self.path:
+            return False
+        if save is not None:
+            return other.folder != save.folder
+        # Nobody's but where its owner was told of it: then somebody has taken the step away and put it back.
+        return other.manifest not in names or other.turn > claim["saved"]
+
+    def _deletion(self, names: list[str]) -> Save | None:
+        """The deletion that an earlier owner began in the folder of a step where nothing counts."""
+        for save in map(Save.of_manifest, names):
+            if save and save.is_deletion and self._claim_of(save.owner).get("url") == self.path:
+                return save
+        return None
+
+    def _claim_of(self, owner: Owner) -> dict[str, Any]:
+        """The claim of an owner; its URL is another one where this folder is a copy. Empty where there is none."""
+        if owner not in self._found and owner in self._claims.known:
+            self._found[owner] = read_claim(self.store, self.path, owner)
+        return self._found.get(owner, {})
+
+    def _mend_metadata(self, name: str) -> None:
+        final, save = self._place(name), self.saves.get(name)
+        if save is None or save.is_deletion or self._claim_of(save.owner).get("url") != self.path:
+            return
+        own, copy = self.store.read(join(final, save.folder, METADATA)), join(final, METADATA)
+        with contextlib.suppress(FileNotFoundError):
+            if self.store.read(copy) == own:
+                return
+        self.store.put(copy, own)
+
+    def _supersede(self, known: list[Owner], wait: bool | None) -> list[Owner]:
+        """Refuse to take the folder from a process of this host; warn of any other that has not closed it."""
+        if not known:
+            return known
+        last = known[-1]
+        said = read_claim(self.store, self.path, last)
+        is_own, who = said["holder"] == this_process(), _name(said["holder"])
+        if is_own and last in _held:
+            gc.collect()  # a manager that was dropped may wait for that
+            who = "this process"
+        running = not said["closed"] and (last in _held if is_own else is_running(said["holder"]))
+        if running is None and wait is not None:
+            running = self._is_there(last, wait=wait)
+        if running and wait is None and said["url"] != self.path:  # this is a copy of its folder, or another mount
+            running, who = None, f"{who} as {said['url']}"
+        if running:
+            raise ValueError(
+                f"{self.path} is held by {who}, which saves to it. End that first (a CheckpointManager of this process by "
+                f"close()), or give this run another folder; to read the checkpoints there use RunReader."
+            )
+        if running is None:
+            logger.warning(
+                "%s was opened for writing by %s, which did not close it. If it still runs, its saves here fail from now on.",
+                self.path,
+                who,
+            )
+        return known
+
+    def _is_there(self, owner: Owner, *, wait: bool) -> bool:
+        while (seen := self._readers.watch.look(self._lease_of(owner))[0]) == "undecided":
+            if not wait:
+                raise UndecidedError(
+                    f"One look does not tell if the owner {owner} of {self.path} still runs. Try again with --wait, which "
+                    f"looks twice, about a minute apart."
+                )
+            time.sleep(RENEW_SECONDS)
+        return seen == "alive"
+
+    def _put_claim(self) -> None:
+        put_claim(self.store, self.path, self.owner, self._claim)
+
+    def _counted(self, name: str, names: list[str]) -> Save | None:
+        views = [(self._claims, name)]
+        if not self._lone and CLAIMS in names:
+            views.append((Claims.read(self.store, self._place(name)), LONE))
+        return counted(names, *views)
+
+    def _place(self, name: str) -> str:
+        return self.path if self._lone else join(self.path, name)
+
+    def _covered(self, name: str) -> str:
+        return home(self.path)[1] if self._lone else name
+
+    def _lease_of(self, owner: Owner) -> str:
+        return join(self.path, LEASES, f"{owner}.json")
+
+    def _next(self) -> Save:
+        self._count += 1
+        return Save(self.owner, self._count)
+
+
+def prepare(store: Store, final: str, *, overwrite: bool) -> None:
+    """Raise `ValueError` unless a checkpoint may be saved at `final`; a link becomes a folder of links to what is in there."""
+    if not (store.is_link(final) and overwrite):
+        if store.is_file(final):
+            raise ValueError(f"{final} is a file; a checkpoint is a folder. Give another path, or move the file away.")
+        names = store.names(final)
+        if any(name == METADATA or ((save := Save.of_manifest(name)) and not save.is_deletion) for name in names):
+            if not overwrite:
+                raise ValueError(
+                    f"{final} already holds a checkpoint. Give another path, or overwrite=True to replace it."
+                )
+        elif others := [name for name in names if not _is_own(name)]:
+            raise ValueError(f"{final} holds {others[:3]} and is no checkpoint; it is not replaced. Give another path.")
+    if store.is_link(final):
+        _unlink(store, final)
+
+
+def _is_own(name: str) -> bool:
+    return save_of(name) is not None or name in (CLAIMS, LEASES) or UNFINISHED.search(name) is not None
+
+
+def metrics_of(store: Store, path: str, save: Save) -> dict[str, float]:
+    """The metrics in the manifest of a save; none where it is damaged."""
+    with contextlib.suppress(ValueError):
+        return dict(read_manifest(store, path, save).metrics)
+    return {}
+
+
+def _unlink(store: Store, link: str) -> None:
+    target, aside = os.path.realpath(link), f"{link}.{uuid.uuid4().hex[:12]}.tmp"
+    store.mkdir(aside)
+    for name in store.names(target):
+        if name not in (CLAIMS, LEASES):
+            os.symlink(join(target, name), join(aside, name))
+    store.rm_file(link)
+    store.rename(aside, link)
+
+
+def _put_twice(store: Store, path: str, content: bytes) -> None:
+    """Put a file with a name of its own; again if that fails, since only the answer may be lost."""
+    try:
+        store.put(path, content)
+    except Exception as error:
+        logger.info("%s is put again: %s", path, error)
+        store.put(path, content)
+
+
+def _of_manager(path: str) -> SupersededError:
+    return SupersededError(
+        f"{path} is a step that the manager of its run has saved: another save of it does not count. Give another path."
+    )
+
+
+def _name(holder: dict[str, Any]) -> str:
+    return f"process {holder.get('pid')} on {holder.get('host')}"
+
+
+def _close(store: Store, path: str, owner: Owner, claim: dict[str, Any], leases: list[Lease]) -> None:
+    """Say in a claim that its owner has ended, which spares the next one a question."""
+    if claim["holder"]["pid"] != os.getpid():
+        return  # a forked child
+    _held.discard(owner)
+    for lease in leases:
+        lease.release()
+    if not claim["closed"]:
+        claim["closed"] = True
+        with contextlib.suppress(Exception):
+            put_claim(store, path, owner, claim)
 
 
 @contextlib.contextmanager
-def aside(store: Store, final: str) -> Generator[str]:
-    """The path to write to in place of ``final``, a file or a folder, and to rename; what is there in the end is removed.
-
-    In an object store it is ``final``: an object appears when it is whole.
-    """
-    if not store.renames:
-        yield final
-        return
-    remove_leftovers(store, final)
-    workspace = _make_locked(store, final, uuid.uuid4().hex)
+def _logged(failed: str) -> Generator[None]:
     try:
-        yield join(workspace.working, "out")
-        store.sync_folder(split(final)[0])
-    finally:
-        abandon(store, workspace)
-
-
-def _make_locked(store: Store, final: str, save_id: str) -> Workspace:
-    """Make a workspace beside ``final``, with its lock."""
-    folder, name = split(final)
-    own = hidden(name, SAVING, save_id)
-    workspace = Workspace(final=final, working=join(folder, own), save_id=save_id)
-    while not locks.is_held(workspace.lock):
-        store.mkdir(workspace.working)
-        # Taken away before it was locked: made again.
-        with contextlib.suppress(FileNotFoundError, locks.HeldError):
-            locks.take(workspace.lock)
-            if not store.is_file(workspace.lock):
-                locks.release(workspace.lock)
-    for entry in store.names(folder):
-        others = hidden_of(entry) == (name, SAVING) and entry != own
-        if others and (who := locks.holder(join(folder, entry, MANIFEST))):
-            abandon(store, workspace)
-            raise ValueError(f"{final} is being saved by {who}. Wait until that has ended, or give another path.")
-    return workspace
-
-
-def commit(store: Store, workspace: Workspace, manifest: Manifest) -> None:
-    """Make the checkpoint exist. All other files are written and synced."""
-    (_rename if store.renames else _switch)(store, workspace, manifest)
-
-
-def abandon(store: Store, workspace: Workspace) -> None:
-    """Remove what a failed save wrote, unless it was committed after all: an answer may be lost on its way."""
-    final = workspace.final
-    try:
-        if not _is_committed(store, workspace):
-            store.remove_folder(workspace.working)
-            if not store.renames and store.names(final) == [METADATA] and _is_saved_by_us(store, final):
-                store.rm_file(join(final, METADATA))
-    finally:
-        locks.release(workspace.lock)
-
-
-def _is_committed(store: Store, workspace: Workspace) -> bool:
-    manifest = None if store.renames else read_manifest(store, workspace.final)
-    return manifest is not None and manifest.save_id == workspace.save_id
-
-
-def erase(store: Store, final: str) -> None:
-    """Remove a checkpoint whose manifest is gone, or a link. A kill leaves what is found to be ours and removed later."""
-    if store.renames:
-        take_away(store, final)
-    else:
-        # The metadata last: it says whose the data files are.
-        _remove_all_but(store, final, {METADATA})
-        store.remove_folder(final)
-
-
-def take_away(store: Store, path: str) -> None:
-    """Remove a local folder, or a link to one, under another name: who writes into it fails, and commits nothing."""
-    folder, name = split(path)
-    of = hidden_of(name)
-    aside = join(folder, hidden(of[0] if of else name, DELETED, uuid.uuid4().hex))
-    store.rename(path, aside)
-    store.remove_folder(aside)
-
-
-def remove_leftovers(store: Store, final: str) -> None:
-    """Remove what killed saves and deletions of ``final`` left, and give back the checkpoint that one was about to replace."""
-    folder, name = split(final)
-    for entry in store.names(folder) if store.renames else []:
-        of, path = hidden_of(entry), join(folder, entry)
-        if of is None or of[0] != name or not _is_dead(store, join(folder, hidden(name, SAVING, entry[-32:]))):
-            continue
-        with contextlib.suppress(FileNotFoundError):  # somebody else removes it
-            if of[1] == REPLACED and not (store.exists(final) or store.is_link(final)):
-                store.rename(path, final)
-            else:
-                take_away(store, path)
-                logger.info("Removed %s, which a killed save or deletion left.", path)
-
-
-def _is_dead(store: Store, workspace: str) -> bool:
-    """Whether nobody writes into a workspace, or it is gone."""
-    who = locks.holder(join(workspace, MANIFEST))
-    return who == "" or (who is None and age(store, workspace) > ABANDONED)
-
-
-def clear(store: Store, final: str) -> None:
-    """Remove what is left of killed saves in a checkpoint, or of one that is ours, not committed, and nobody's just now."""
-    if store.is_file(join(final, MANIFEST)):
-        _remove_abandoned_files(store, final)
-    elif store.is_link(final) or not is_remainder(store, final) or is_read(store, final):
-        return
-    elif store.renames or age(store, final) > ABANDONED:
-        erase(store, final)
-        logger.info("Removed %s, which a killed save or deletion left.", final)
-
-
-def _remove_abandoned_files(store: Store, final: str) -> None:
-    """In an object store, of killed saves, and of what one of them has just replaced."""
-    own = [] if store.renames else [name for name in store.names(final) if _OWN_FOLDER.fullmatch(name)]
-    manifest = read_manifest(store, final) if len(own) > 1 else None
-    for name in own:
-        path = join(final, name)
-        if manifest is not None and name != SAVE_ID_PREFIX + manifest.save_id and age(store, path) > ABANDONED:
-            if manifest.metadata != METADATA:
-                store.write(join(final, METADATA), store.read(join(final, manifest.metadata)))
-            store.remove_folder(path)
-            logger.info("Removed %s, which a killed save left.", path)
-
-
-def age(store: Store, path: str) -> float:
-    """Seconds since the last change of a file in a folder, or in a folder in there."""
-    folders = [path, *(join(path, name) for name in store.names(path))]
-    files = [file for folder in folders for name in store.names(folder) if store.is_file(file := join(folder, name))]
-    return time.time() - max((store.modified(file) for file in files), default=0.0)
-
-
-def is_remainder(store: Store, path: str) -> bool:
-    """Whether a folder holds what a killed save or deletion of ours left there, and nothing else."""
-    names = store.names(path)
-    others = [name for name in names if not _OWN_FOLDER.fullmatch(name)]
-    if not others:
-        return bool(names)
-    known = METADATA in others and all(name == METADATA or name.endswith(".distcp") for name in others)
-    return known and _is_saved_by_us(store, path)
-
-
-def _is_saved_by_us(store: Store, path: str) -> bool:
-    try:
-        return is_ours(read_metadata(store.read(join(path, METADATA))))
-    except Exception:  # whatever it is that cannot be read, it is not provably ours
-        return False
-
-
-def is_ours(metadata: Metadata) -> bool:
-    return save_id_of(metadata).startswith(SAVE_ID_PREFIX)
-
-
-def replaced_by_a_killed_save(store: Store, path: str) -> str | None:
-    """Where the checkpoint of ``path`` is, if a kill struck between the two renames of a replacement."""
-    folder, name = split(path)
-    if not store.renames or store.exists(path):
-        return None
-    aside = [entry for entry in store.names(folder) if hidden_of(entry) == (name, REPLACED)]
-    return join(folder, aside[-1]) if aside else None
-
-
-def _refuse_unless_free(store: Store, final: str, overwrite: bool) -> None:
-    if store.is_link(final) and overwrite:
-        return  # a link is replaced, and what it points to stays
-    if store.is_file(final):
-        raise ValueError(f"{final} is a file; a checkpoint is a folder. Give another path, or move the file away.")
-    names = store.names(final)
-    if not names or (not store.renames and is_remainder(store, final)):
-        return
-    if not {MANIFEST, METADATA} & set(names):
-        raise ValueError(f"{final} holds {names[:3]} and is no checkpoint; it is not replaced. Give another path.")
-    if not overwrite:
-        raise ValueError(f"{final} already holds a checkpoint. Give another path, or overwrite=True to replace it.")
-
-
-def _rename(store: Store, workspace: Workspace, manifest: Manifest) -> None:
-    # Into the file whose lock this process holds.
-    store.write(workspace.lock, manifest.to_json())
-    store.sync_folder(workspace.working)
-    folder, name = split(workspace.final)
-    replaced = join(folder, hidden(name, REPLACED, workspace.save_id))
-    if store.is_link(workspace.final) or store.names(workspace.final):
-        store.rename(workspace.final, replaced)
-    store.rename(workspace.working, workspace.final)
-    store.sync_folder(folder)
-    store.remove_folder(replaced)
-    locks.release(workspace.lock)
-
-
-def _switch(store: Store, workspace: Workspace, manifest: Manifest) -> None:
-    """Put the manifest and stock DCP's copy of the metadata, and remove the files of the checkpoint before."""
-    final = workspace.final
-    copy, metadata = join(final, METADATA), store.read(join(workspace.working, METADATA))
-    is_first = not store.is_file(copy)
-    if is_first:
-        store.write(copy, metadata)
-    try:
-        store.write(join(final, MANIFEST), manifest.to_json())
-    except Exception:
-        if not _is_committed(store, workspace):  # else the answer alone was lost
-            raise
-    try:
-        if not is_first:
-            store.write(copy, metadata)
-        _remove_all_but(store, final, {METADATA, MANIFEST, split(workspace.working)[1]})
+        yield
     except Exception as error:
-        logger.warning("%s is saved, and not all files of the save before it were replaced: %s", final, error)
-
-
-def _remove_all_but(store: Store, folder: str, kept: Collection[str]) -> None:
-    for name in store.names(folder):
-        if name not in kept:
-            store.remove_folder(join(folder, name))
+        logger.warning("%s: %s", failed, error)

@@ -12,8 +12,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
-import math
+import itertools
+import operator
 import warnings
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self, cast
@@ -35,8 +37,6 @@ from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
     ReadItem,
-    SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
 )
@@ -46,12 +46,14 @@ from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
 from rescale_data.checkpoint.ranks import Ranks
-from rescale_data.checkpoint.storage.progress import Progress
-from rescale_data.checkpoint.storage.values import load_safely
+from rescale_data.checkpoint.storage.values import Memory, load_safely
+from rescale_data.errors import DamagedCheckpointError
 
 __all__ = ["FileSystemBase", "Metadata", "MetadataIndex", "ReadItem", "WriteItem"]
 UNFINISHED = ".tmp"
 """What DCP puts after the name of the metadata's file until it is written."""
+_ALIGNED = 64
+"""Records in a file of torch.save begin at multiples of this."""
 
 
 @dataclass(frozen=True)
@@ -162,9 +164,9 @@ class Planner(DefaultLoadPlanner):
     They are flat already: DCP's own way to flatten a state keeps its tensors alive until a garbage collection (torch 2.9).
     """
 
-    def __init__(self, values: dict[str, Any], *, trusted: bool, progress: Progress) -> None:
+    def __init__(self, values: dict[str, Any]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.values, self.trusted, self.progress = values, trusted, progress
+        self.values = values
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -172,38 +174,132 @@ class Planner(DefaultLoadPlanner):
         super().set_up_planner(self.values, metadata, is_coordinator)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        self.progress.add(math.prod(read_item.lengths) * tensor.element_size())
         target = self.values[read_item.dest_index.fqn]
         if isinstance(target, Pieces):
             target.commit(read_item, tensor)
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO | Memory) -> None:
         name = read_item.dest_index.fqn
         try:
-            self.values[name] = torch.load(value, weights_only=False) if self.trusted else load_safely(value)
+            self.values[name] = load_safely(value if isinstance(value, Memory) else Memory.of(value.read()))
         except Exception as error:
-            if self.trusted:
-                raise
             raise ValueError(
-                f"{name} is refused with trusted=False: {error}. Save plain numbers, strings, tensors and arrays, "
-                f"or give load trusted=True if you would run code from whoever wrote it."
+                f"{name} is refused: {error}. Save plain numbers, strings, tensors and arrays in its place."
             ) from error
 
 
-def load(values: dict[str, Any], reader: StorageReader, ranks: Ranks, *, trusted: bool, progress: Progress) -> None:
+def load(values: dict[str, Any], reader: StorageReader, ranks: Ranks) -> None:
     """Load into tensors, and replace plain values; by flattened name. All ranks call it, each with its own names."""
     _no_news(ranks)
-    planner = Planner(values, trusted=trusted, progress=progress)
+    planner = Planner(values)
     load_state({}, storage_reader=reader, planner=planner, process_group=ranks.group, no_dist=not ranks.distributed)
 
 
+def _put(item: ReadItem, whole: torch.Tensor, planner: LoadPlanner) -> None:
+    """Give a plan the rows of a saved tensor, or piece of one, that it asks for."""
+    rows = tuple(slice(start, start + n) for start, n in zip(item.storage_offsets, item.lengths, strict=True))
+    part, target = whole[rows], planner.resolve_tensor(item).detach()
+    if (part.shape, part.dtype) != (target.shape, target.dtype):
+        name, is_, asked = (
+            item.storage_index.fqn,
+            f"{part.dtype} {list(part.shape)}",
+            f"{target.dtype} {list(target.shape)}",
+        )
+        raise DamagedCheckpointError(f"{name} is {is_} in its file, and {asked} in the metadata")
+    target.copy_(part)
+    planner.commit_tensor(item, target)
+
+
+def _done() -> Future[None]:
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
+
+
 class FilesReader(FileSystemReader):
-    """Reads DCP's files from a folder of a file system; a subclass reads the metadata."""
+    """Reads DCP's files from a folder of a file system, each piece once, and checked; a subclass reads the metadata.
+
+    Attributes:
+        check: Is called before each file that is read.
+    """
 
     def __init__(self, files: FileSystemBase, path: str) -> None:
         super().__init__(path)
         self.fs: FileSystemBase = files
         self.path: str = path
+        self.check: Callable[[], object] = lambda: None
+
+    def crc32s(self, name: str) -> str:
+        """Return the checksums of the pieces of a file, as `FileRecord` has them; empty where there are none."""
+        return ""
+
+    @functools.cached_property
+    def pieces(self) -> dict[str, dict[tuple[int, int], int | None]]:
+        """The checksum of each piece, by file and then by (offset, size), in the order of offsets."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for place in cast(dict[Any, Any], self.read_metadata().storage_data).values():
+            found.setdefault(place.relative_path, []).append((place.offset, place.length))
+        return {name: _with_checksums(name, sorted(places), self.crc32s(name)) for name, places in found.items()}
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        places = [self.storage_data[item.storage_index] for item in plan.items]
+        if any(place.transform_descriptors for place in places):  # another tool has compressed them
+            return super().read_data(plan, planner)
+        wanted = sorted((place.relative_path, place.offset, place.length, n) for n, place in enumerate(places))
+        room = Memory.empty(0)  # tensors are copied out of it; fresh pages for each would take longer than all else
+        for name, of_file in itertools.groupby(wanted, operator.itemgetter(0)):
+            self.check()
+            with self.fs.create_stream(self.fs.concat_path(self.path, name), "rb") as stream:
+                for (start, size), same in itertools.groupby(of_file, operator.itemgetter(1, 2)):
+                    items = [plan.items[n] for *_, n in same]
+                    is_kept = items[0].type is LoadItemType.BYTE_IO
+                    crc32 = self.pieces[name][start, size]
+                    room = room if is_kept else _room(room, size)
+                    memory = read_piece(stream, name, start, size, crc32, None if is_kept else room)
+                    self._give(memory, items, planner)
+        return _done()
+
+    def _give(self, memory: Memory, items: list[ReadItem], planner: LoadPlanner) -> None:
+        if items[0].type is LoadItemType.BYTE_IO:
+            planner.load_bytes(items[0], cast(io.BytesIO, memory))
+            return
+        whole = load_safely(memory)
+        for item in items:
+            _put(item, whole, planner)
+
+
+def read_piece(stream: Any, name: str, start: int, size: int, crc32: int | None, room: Memory | None = None) -> Memory:
+    """Return a piece of a file; ``DamagedCheckpointError`` where it is not what was saved.
+
+    Args:
+        room: Memory that it is read into, at its end: there an archive is found, whatever lies before it. Default fresh memory.
+    """
+    memory = Memory.empty(size) if room is None else room
+    piece = memoryview(memory)[len(memory) - size :]
+    stream.seek(start)
+    if (got := stream.readinto(piece)) != size:
+        raise DamagedCheckpointError(f"{name} ends {size - got} bytes too early, at {start + got}")
+    if crc32 not in (None, zlib.crc32(piece)):
+        raise DamagedCheckpointError(
+            f"{name} is not what was saved: its bytes {start} to {start + size} have another checksum"
+        )
+    return memory
+
+
+def _room(used: Memory, size: int) -> Memory:
+    """Return memory at whose end a piece is aligned as it is in its file: what was used before, or other."""
+    return used if len(used) >= size and (len(used) - size) % _ALIGNED == 0 else Memory.empty(size)
+
+
+def _with_checksums(name: str, places: list[tuple[int, int]], crc32s: str) -> dict[tuple[int, int], int | None]:
+    if not crc32s:
+        return dict.fromkeys(places)
+    numbers = [int(crc32s[at : at + 8], 16) for at in range(0, len(crc32s), 8)]
+    if len(numbers) != len(places):
+        raise DamagedCheckpointError(
+            f"{name} has {len(places)} pieces in the metadata and {len(numbers)} in the manifest"
+        )
+    return dict(zip(places, numbers, strict=True))
 
 
 class ValuesReader(FileSystemReader):
@@ -211,8 +307,6 @@ class ValuesReader(FileSystemReader):
 
     Tensors may be views of anything, and are copied row by row where they are asked for.
     """
-
-    trusted = True  # they are here already
 
     def __init__(self, values: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]]) -> None:
         super().__init__("")
@@ -225,23 +319,12 @@ class ValuesReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
-            self._read(item, planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _read(self, item: ReadItem, planner: LoadPlanner) -> None:
-        value = self._values[item.storage_index.fqn]
-        if item.type is LoadItemType.BYTE_IO:
-            buffer = io.BytesIO()
-            torch.save(value, buffer)
-            buffer.seek(0)
-            planner.load_bytes(item, buffer)
-            return
-        rows = tuple(slice(start, start + n) for start, n in zip(item.storage_offsets, item.lengths, strict=True))
-        target = planner.resolve_tensor(item).detach()
-        target.copy_(value[rows])
-        planner.commit_tensor(item, target)
+            value = self._values[item.storage_index.fqn]
+            if item.type is LoadItemType.BYTE_IO:
+                cast(Planner, planner).values[item.dest_index.fqn] = value
+            else:
+                _put(item, value, planner)
+        return _done()
 
 
 def _whole(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
@@ -260,7 +343,6 @@ def save(
     name: str,
     save_id: str,
     prefix: str,
-    progress: Progress,
 ) -> None:
     """Write DCP's files into the folder at ``path``, and its metadata last.
 
@@ -269,27 +351,19 @@ def save(
         prefix: What the metadata puts before the names of its files.
     """
     _no_news(ranks)
-    writer = _Writer(files, path, StorageMeta(checkpoint_id=name, save_id=save_id), prefix, progress)
+    writer = _Writer(files, path, StorageMeta(checkpoint_id=name, save_id=save_id), prefix)
     save_state(plain, storage_writer=writer, process_group=ranks.group, no_dist=not ranks.distributed)
 
 
 class _Writer(FileSystemWriter):
-    def __init__(self, files: FileSystemBase, path: str, meta: StorageMeta, prefix: str, progress: Progress) -> None:
+    def __init__(self, files: FileSystemBase, path: str, meta: StorageMeta, prefix: str) -> None:
         super().__init__(path, sync_files=False, overwrite=True)  # the file system does
         self.fs: FileSystemBase = files
         self.path: str = path
-        self._meta, self._prefix, self._progress = meta, prefix, progress
+        self._meta, self._prefix = meta, prefix
 
     def storage_meta(self) -> StorageMeta:
         return self._meta
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        self._progress.total = _num_bytes(plan)
-        try:
-            return super().write_data(plan, planner)
-        except OSError as error:
-            error.add_note(f"{self._progress.total:,} bytes were to be written by this rank.")
-            raise
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, [[_under(self._prefix, result) for result in of] for of in results])
@@ -300,12 +374,6 @@ def _under(prefix: str, result: WriteResult) -> WriteResult:
     return dataclasses.replace(
         result, storage_data=dataclasses.replace(place, relative_path=prefix + place.relative_path)
     )
-
-
-def _num_bytes(plan: SavePlan) -> int:
-    """Of the tensors of a plan; what is pickled is not known before."""
-    pieces = [item.tensor_data for item in plan.items if item.tensor_data is not None]
-    return sum(math.prod(piece.chunk.sizes) * piece.properties.dtype.itemsize for piece in pieces)
 
 
 def _no_news(ranks: Ranks) -> None:

@@ -8,13 +8,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rescale_data.checkpoint.storage.store import FileRecord, Store, join, split
+from rescale_data.checkpoint.storage.claims import Save, find
+from rescale_data.checkpoint.storage.store import FileRecord, Store, join
 from rescale_data.checkpoint.tree import Lost
 from rescale_data.errors import DamagedCheckpointError
 
-MANIFEST = "rescale_data.json"
 METADATA = ".metadata"
 FORMAT = "rescale_data checkpoint"
+SAVE_ID_PREFIX = "rescale_data-"
+"""DCP keeps a save id in its metadata: ours says that a folder without a manifest is not whole."""
 VERSION = 1
 
 
@@ -49,12 +51,10 @@ class Manifest:
     @property
     def metadata(self) -> str:
         """The file of DCP's metadata."""
-        return next((name for name in self.files if split(name)[1] == METADATA), METADATA)
+        return f"{self.save_id}/{METADATA}"
 
     def to_json(self) -> bytes:
         content: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        if not self.lost:
-            del content["lost"]
         content["crc32"] = _checksum(content)
         return json.dumps(content, indent=1, sort_keys=True).encode() + b"\n"
 
@@ -71,9 +71,12 @@ class Manifest:
             raise ValueError("its content does not match its checksum")
         del content["version"]
         files = {name: FileRecord(**record) for name, record in content.pop("files").items()}
-        for name in files:
+        manifest = cls(files=files, **content)
+        for name in (*files, manifest.metadata):
             refuse_to_leave(name)
-        return cls(files=files, **content)
+        if files and manifest.metadata not in files:  # that of a deletion has no files
+            raise ValueError(f"it lacks its file {manifest.metadata!r}")
+        return manifest
 
 
 def refuse_to_leave(name: str) -> None:
@@ -82,13 +85,10 @@ def refuse_to_leave(name: str) -> None:
         raise ValueError(f"it names the file {name!r}, outside of the folder")
 
 
-def read_manifest(store: Store, path: str) -> Manifest | None:
-    """The manifest of the checkpoint at ``path``; None where there is none; ``ValueError`` where it is damaged or too new."""
-    name = join(path, MANIFEST)
-    try:
-        text = store.read(name)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+def read_manifest(store: Store, path: str, save: Save) -> Manifest:
+    """The manifest of a save in the checkpoint at ``path``; ``ValueError`` where it is damaged or too new."""
+    name = join(path, save.manifest)
+    text = store.read(name)
     try:
         return Manifest.from_json(text)
     except NewerError as error:
@@ -97,6 +97,12 @@ def read_manifest(store: Store, path: str) -> Manifest | None:
         raise DamagedCheckpointError(
             f"{name} is damaged: {error}. Load another checkpoint, or delete this one."
         ) from error
+
+
+def manifest_at(store: Store, path: str) -> Manifest | None:
+    """The manifest of the checkpoint at ``path``; None where there is none."""
+    save = find(store, path)
+    return None if save is None else read_manifest(store, path, save)
 
 
 def checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:

@@ -6,10 +6,8 @@ the classes of any torch are read, also those of 2.1, and no byte of the file re
 
 from __future__ import annotations
 
-import io
-import pickle
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,139 +15,126 @@ import torch
 
 from rescale_data.checkpoint.storage import dcp
 from rescale_data.checkpoint.storage.manifest import refuse_to_leave
+from rescale_data.checkpoint.storage.records import (
+    Kind,
+    Record,
+    RecordUnpickler,
+    UnknownClassError,
+    allowed_by_user,
+    checked,
+    counts,
+    dtype_of,
+)
 
 _KNOWN = re.compile(
     r"torch\.distributed\.(checkpoint\.metadata|checkpoint\.filesystem|_shard\.sharded_tensor\.metadata)\.\w+|"
-    r"pathlib\.(_local\.)?\w*Path|torch\.(Size|device|serialization\._get_layout)|collections\.OrderedDict"
+    r"pathlib\.(_local\.)?\w*Path|torch\.(device|serialization\._get_layout)"
 )
 
 
-class UnknownClassError(ValueError):
-    """The metadata names something that DCP's metadata does not need."""
-
-
-def read_metadata(content: bytes, *, trusted: bool = False) -> dcp.Metadata:
-    """DCP's metadata.
-
-    Args:
-        trusted: Where it names unknown classes, import and run them, as ``pickle`` does. Without that, classes that
-            ``torch.serialization.add_safe_globals`` was given are read as records, too.
-    """
+def read_metadata(content: bytes) -> dcp.Metadata:
+    """Return DCP's metadata; classes that ``torch.serialization.add_safe_globals`` was given are read as records, too."""
     try:
-        try:
-            read = _Unpickler(io.BytesIO(content)).load()
-        except UnknownClassError:
-            if not trusted:
-                raise
-            read = pickle.loads(content)
-        return _metadata(read)
-    except UnknownClassError:
-        raise
+        return _metadata(_Unpickler(content, _is_known).load())
+    except UnknownClassError as error:
+        raise UnknownClassError(_UNKNOWN.format(error, str(error).rpartition(".")[2])) from error
     except Exception as error:  # what a changed byte makes of a pickle is not to be foreseen
         raise ValueError(f"its DCP metadata is damaged: {type(error).__name__}: {error}") from error
 
 
-class _Record:
-    """An object of the pickle: what was given to its class, and its state. It does nothing."""
-
-    args: tuple[Any, ...]
-    state: Any
-
-    def __new__(cls, *args: Any, **_: Any) -> _Record:
-        record = super().__new__(cls)
-        record.args, record.state = args, None
-        return record
-
-    def __setstate__(self, state: Any) -> None:
-        vars(self).update(cast(Mapping[str, Any], state) if isinstance(state, dict) else {"state": state})
+_UNKNOWN = (
+    "the metadata names {0}, which DCP's metadata does not need, and is refused: it could run code. If it is a class of "
+    "yours, allow it by torch.serialization.add_safe_globals([{1}])."
+)
 
 
-class _Unpickler(pickle.Unpickler):
-    """Makes records of all classes, each of a class of this unpickler alone: a pickle may set attributes of classes, too."""
+def _is_known(name: str) -> bool:
+    return bool(_KNOWN.fullmatch(name)) or dtype_of(name) is not None or name in allowed_by_user()
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self._classes: dict[str, Any] = {}
+
+class _Unpickler(RecordUnpickler):
+    """Makes of what there are many, without a step of Python each, what has no other state than a dict."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        name = f"{module_name}.{global_name}"
-        if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype):
-            return name
-        if name not in self._classes:
-            if not _KNOWN.fullmatch(name) and name not in _safe_globals():
-                raise UnknownClassError(
-                    f"the metadata names {name}, which DCP's metadata does not need. It is refused with trusted=False. If it "
-                    f"is a class of yours, allow it by torch.serialization.add_safe_globals([{global_name}]); pass "
-                    f"trusted=True only if you would run code from whoever wrote the checkpoint."
-                )
-            self._classes[name] = type(global_name, (_Record,), {})
-        return dict if name == "collections.OrderedDict" else self._classes[name]
+        if f"{module_name}.{global_name}" in _PLAIN:
+            return _PLAIN[f"{module_name}.{global_name}"]
+        return super().find_class(module_name, global_name)
 
 
-def _safe_globals() -> set[str]:
-    allowed = [entry[0] if isinstance(entry, tuple) else entry for entry in torch.serialization.get_safe_globals()]
-    return {f"{entry.__module__}.{entry.__qualname__}" for entry in allowed}
+_PLAIN: dict[str, Any] = {
+    "torch.Size": torch.Size,
+    "collections.OrderedDict": dict,
+    **{
+        f"torch.distributed.checkpoint.{module}.{name}": Kind(name, (), {})
+        for module, name in (
+            ("metadata", "ChunkStorageMetadata"),
+            ("metadata", "MetadataIndex"),
+            ("filesystem", "_StorageInfo"),
+        )
+    },
+}
 
 
 def _metadata(read: Any) -> dcp.Metadata:
-    meta = getattr(read, "storage_meta", None)
+    given = _fields(read)
+    meta = _fields(given.get("storage_meta"))
     return dcp.Metadata(
-        {_text(name): _saved(value) for name, value in read.state_dict_metadata.items()},
-        planner_data=_paths(read.planner_data),
-        storage_data={_index(key): _place(place) for key, place in (read.storage_data or {}).items()},
-        storage_meta=dcp.StorageMeta(save_id=getattr(meta, "save_id", None)),
+        {checked(name, str): _saved(value) for name, value in given["state_dict_metadata"].items()},
+        planner_data=_paths(given.get("planner_data")),
+        storage_data={_index(vars(key)): _place(vars(place)) for key, place in (given["storage_data"] or {}).items()},
+        storage_meta=dcp.StorageMeta(save_id=meta.get("save_id")),
     )
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass that became a record."""
+    state = record.state if isinstance(record, Record) else getattr(record, "__dict__", {})
+    return cast("dict[str, Any]", state) if isinstance(state, dict) else {}
 
 
 def _saved(value: Any) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
-    if not hasattr(value, "chunks"):
+    given = _fields(value)
+    if "chunks" not in given:
         return dcp.BytesStorageMetadata()
-    chunks = [dcp.ChunkStorageMetadata(_size(chunk.offsets), _size(chunk.sizes)) for chunk in value.chunks]
-    return dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=_dtype(value.properties)), _size(value.size), chunks)
+    chunks = [
+        dcp.ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in map(vars, given["chunks"])
+    ]
+    return dcp.TensorStorageMetadata(_properties(given["properties"]), _size(given["size"]), chunks)
 
 
-def _dtype(properties: Any) -> torch.dtype:
-    state = getattr(properties, "state", None)
-    found = state[0] if isinstance(state, tuple) else properties.dtype
-    dtype = getattr(torch, found.removeprefix("torch.")) if isinstance(found, str) else found
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{found!r} is no dtype")
-    return dtype
+def _properties(properties: Any) -> dcp.TensorProperties:
+    state: Any = getattr(properties, "state", None)
+    found = cast("tuple[Any, ...]", state)[0] if isinstance(state, tuple) else _fields(properties)["dtype"]
+    dtype = dtype_of(found.stands_for) if isinstance(found, Kind) else found
+    return dcp.TensorProperties(dtype=checked(dtype, torch.dtype))
 
 
-def _index(key: Any) -> dcp.MetadataIndex:
-    offset, index = getattr(key, "offset", None), getattr(key, "index", None)  # torch leaves None out
+def _index(key: Mapping[str, Any]) -> dcp.MetadataIndex:
+    offset, index = key.get("offset"), key.get("index")  # torch leaves None out
     return dcp.MetadataIndex(
-        _text(key.fqn), None if offset is None else _size(offset), None if index is None else int(index)
+        checked(key["fqn"], str), None if offset is None else _size(offset), None if index is None else int(index)
     )
 
 
-def _place(place: Any) -> SimpleNamespace:
+def _place(place: Mapping[str, Any]) -> SimpleNamespace:
     """Where in a file a value lies, as DCP's reader asks for it."""
-    name = _text(place.relative_path)
+    name = checked(place["relative_path"], str)
     refuse_to_leave(name)
-    transforms = getattr(place, "transform_descriptors", None)
+    transforms = place.get("transform_descriptors")
     return SimpleNamespace(
         relative_path=name,
-        offset=int(place.offset),
-        length=int(place.length),
-        transform_descriptors=None if transforms is None else tuple(transforms),
+        offset=int(place["offset"]),
+        length=int(place["length"]),
+        transform_descriptors=None if transforms is None else tuple(checked(t, str) for t in transforms),
     )
 
 
 def _paths(planner_data: Any) -> dict[str, tuple[str | int, ...]]:
     return {
-        _text(name): tuple(key if type(key) is int else _text(key) for key in path)
+        checked(name, str): tuple(key if type(key) is int else checked(key, str) for key in path)
         for name, path in (planner_data or {}).items()
     }
 
 
 def _size(value: Any) -> torch.Size:
-    numbers = value.args[0] if isinstance(value, _Record) else value
-    return torch.Size([int(number) for number in cast(Iterable[Any], numbers)])
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no name")
-    return value
+    return value if type(value) is torch.Size else torch.Size(counts(value))

@@ -7,67 +7,72 @@ import re
 import zlib
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeVar, cast
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.storage import StorageReader
 
-from rescale_data.checkpoint.devices import cut
 from rescale_data.checkpoint.ranks import Ranks, clear_error
 from rescale_data.checkpoint.storage import dcp
-from rescale_data.checkpoint.storage.commit import is_ours, replaced_by_a_killed_save
-from rescale_data.checkpoint.storage.lease import STEP, reading
-from rescale_data.checkpoint.storage.manifest import MANIFEST, METADATA, Manifest, NewerError, read_manifest
-from rescale_data.checkpoint.storage.metadata import UnknownClassError, read_metadata
-from rescale_data.checkpoint.storage.progress import Progress
+from rescale_data.checkpoint.storage.claims import STEP, Save, find, save_of
+from rescale_data.checkpoint.storage.manifest import METADATA, SAVE_ID_PREFIX, Manifest, NewerError, read_manifest
+from rescale_data.checkpoint.storage.metadata import read_metadata
+from rescale_data.checkpoint.storage.readers import reading
+from rescale_data.checkpoint.storage.records import UnknownClassError
 from rescale_data.checkpoint.storage.store import FileRecord, LocalStore, ObjectStore, Store, StrPath, join, split
 from rescale_data.errors import DamagedCheckpointError, checks_kinds
+from rescale_data.lease import Lease
 
 T = TypeVar("T")
-_BLOCK = 4 << 20
+
+
+class AbsentError(FileNotFoundError):
+    """There is no checkpoint at a path that counts, as listings say: no request failed."""
 
 
 class ReplacedError(ValueError):
-    """While it was read the checkpoint at a path was replaced or deleted."""
-
-    def __str__(self) -> str:
-        return f"{super().__str__()} was replaced or deleted while it was read. Start again."
+    """While it was read without a lease the checkpoint at a path was replaced or deleted."""
 
 
 class CheckpointReader(dcp.FilesReader):
     """Reads a DCP folder, and its metadata without trusting it.
 
     Args:
-        trusted: True runs what its metadata names, where that is not known.
+        save: The save that is the checkpoint at ``path``; None for a folder of another tool.
 
     Attributes:
-        manifest: Of the checkpoint that is read, so that it is seen when another takes its place.
+        manifest: Of the checkpoint that is read.
     """
 
-    def __init__(self, store: Store, path: str, *, trusted: bool = False) -> None:
+    def __init__(self, store: Store, path: str, save: Save | None) -> None:
         super().__init__(store, path)
-        self.store, self.trusted = store, trusted
+        self.store, self.save = store, save
         self.manifest: Manifest | None = None
         self._metadata: dcp.Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         if self._metadata is None:
             name = self.manifest.metadata if self.manifest else METADATA
+            content = self.store.read(join(self.path, name))
+            if (known := self.crc32s(name)) and known != f"{zlib.crc32(content):08x}":
+                raise damaged(self.path, [f"{name} is not what was saved: it has another checksum"])
             try:
-                self._metadata = read_metadata(self.store.read(join(self.path, name)), trusted=self.trusted)
+                self._metadata = read_metadata(content)
             except ValueError as error:
                 raise type(error)(f"{self.path} cannot be read: {error}") from error
         return self._metadata
 
+    def crc32s(self, name: str) -> str:
+        record = self.manifest.files.get(name) if self.manifest else None
+        return record.crc32s if record else ""
+
     def is_replaced(self) -> bool:
-        """Whether another checkpoint was saved here, or this one was taken away, since the reader was made."""
-        try:
-            manifest = read_manifest(self.store, self.path)
-        except (OSError, ValueError):
-            return False
-        return self.manifest is not None and (manifest is None or manifest.save_id != self.manifest.save_id)
+        """True if another save is the checkpoint by now, or none."""
+        with suppress(OSError, ValueError):
+            return find(self.store, self.path) != self.save
+        return False
 
 
 def open_store(
@@ -84,9 +89,10 @@ def open_store(
     text = os.fspath(path)
     if not isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):
         raise ValueError(f"{text!r} was a URL: pathlib has taken one of its slashes. Give a URL as a str.")
-    if "://" in text and not text.startswith("file://"):
+    protocol, _, rest = text.rpartition("://")
+    if protocol not in ("", "file", "local"):
         return ObjectStore(text, storage_options), text.rstrip("/")
-    found = os.path.abspath(text.removeprefix("file://"))
+    found = os.path.abspath(rest)
     if to_write:
         folder, name = split(found)
         return LocalStore(), join(os.path.realpath(folder), name)
@@ -108,37 +114,43 @@ def opened(
     path: StrPath,
     ranks: Ranks | None = None,
     *,
-    checksums: bool,
-    trusted: bool = False,
+    foreign: bool = True,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Generator[CheckpointReader]:
-    """A reader of the checkpoint at ``path``, whose files are in order; it has a lease while this is entered.
+    """A reader of the checkpoint at ``path``, whose files have their sizes; rank 0 has a lease while this is entered.
+
+    Args:
+        foreign: False for checkpoints that have a manifest alone.
 
     Raises:
-        FileNotFoundError: no checkpoint at ``path``.
+        AbsentError: a ``FileNotFoundError``: no checkpoint at ``path``.
         DamagedCheckpointError: a ``ValueError`` that names every file that is not what was saved.
         ReplacedError: another checkpoint took its place: ``read_checkpoint`` reads that one.
     """
     ranks = ranks or Ranks.alone()
-    store, asked = open_store(path, storage_options)
-    folder = ranks.on_first(lambda: replaced_by_a_killed_save(store, asked) or asked)
-    with reading(store, folder) if ranks.is_first else nullcontext():
-        reader = CheckpointReader(store, folder, trusted=trusted)
+    store, folder = open_store(path, storage_options)
+    with ExitStack() as stack:
+        leases: list[Lease] = []
+
+        def begin() -> Save | None:
+            lease, save = stack.enter_context(reading(store, folder))
+            leases.extend([lease] if lease else [])
+            return save
+
+        save = ranks.on_first(begin)
+        if save is None and not foreign:
+            raise AbsentError(f"No checkpoint at {folder}: it has no manifest that counts.")
+        reader = CheckpointReader(store, folder, save)
+        if leases:
+            reader.check = leases[0].check
         try:
-            if found := problems(reader, ranks, checksums=checksums):
-                listed = "\n  ".join(found)
-                raise DamagedCheckpointError(
-                    f"The checkpoint {folder} is damaged:\n  {listed}\nNothing was loaded. Load an earlier checkpoint.",
-                    found,
-                )
+            reader.manifest, wrong = ranks.on_first(lambda: _expected(reader))
+            if wrong:
+                raise damaged(folder, wrong)
             yield reader
-        except ReplacedError:
-            raise
         except Exception as error:
-            absent = isinstance(error, FileNotFoundError)
-            if ranks.on_first(lambda: reader.is_replaced() or (absent and store.is_file(join(asked, MANIFEST)))):
-                # Or it was looked for between two renames, and is there now.
-                raise ReplacedError(asked) from error
+            if ranks.on_first(reader.is_replaced):
+                raise ReplacedError(f"{folder} was replaced or deleted while it was read. Start again.") from error
             raise
 
 
@@ -172,9 +184,17 @@ def verify(path: StrPath, *, checksums: bool = True, storage_options: Mapping[st
     """
 
     try:
-        return read_checkpoint(path, lambda _: list[str](), checksums=checksums, storage_options=storage_options)
+        return read_checkpoint(path, _unlike if checksums else lambda _: list[str](), storage_options=storage_options)
     except DamagedCheckpointError as error:
         return error.problems
+
+
+def damaged(
+    path: str, problems: list[str], became: str = "Nothing was loaded. Load an earlier checkpoint."
+) -> Exception:
+    """The error that lists what is wrong with a checkpoint."""
+    listed = "\n  ".join(problems)
+    return DamagedCheckpointError(f"The checkpoint {path} is damaged:\n  {listed}\n{became}", problems)
 
 
 def load_values(
@@ -182,20 +202,18 @@ def load_values(
 ) -> dict[str, Any]:
     """What a reader has under these flattened names: tensors are loaded in place, all else is in what is returned.
 
-    An error says what was being done, or that another checkpoint took the place of this one.
+    An error says what was being done.
 
     Args:
+        values: Tensors that DCP knows: those of a device with an adapter are ``cut`` before.
         ranks: That call it together, each with its own names; default this process alone.
     """
     ranks = ranks or Ranks.alone()
-    values = cut(values, "to_load")
     try:
         if values or ranks.distributed:
-            dcp.load(values, reader, ranks, trusted=getattr(reader, "trusted", False), progress=Progress(doing))
+            dcp.load(values, reader, ranks)
     except (Exception, CheckpointException) as error:
-        _refuse_replaced(reader, ranks)
         raise clear_error(error, doing) from error
-    _refuse_replaced(reader, ranks)
     return values
 
 
@@ -204,35 +222,20 @@ def placeholders(saved: Mapping[str, torch.Tensor | None], names: Iterable[str])
     return {name: None if (tensor := saved[name]) is None else torch.empty_like(tensor, device="cpu") for name in names}
 
 
-def _refuse_replaced(reader: StorageReader, ranks: Ranks) -> None:
-    if isinstance(reader, CheckpointReader) and ranks.on_first(reader.is_replaced):
-        raise ReplacedError(reader.path)
-
-
-def problems(reader: CheckpointReader, ranks: Ranks, *, checksums: bool) -> list[str]:
-    """What is wrong, one sentence a file, on every rank, with the files dealt over all of them; and the reader's manifest."""
-    reader.manifest, files, wrong = ranks.on_first(lambda: _expected(reader))
-    if not checksums or reader.manifest is None:
-        return wrong
-    mine = {name: files[name] for name in sorted(files)[ranks.rank :: ranks.size]}
-    return [*wrong, *(problem for found in ranks.on_each(lambda: _unlike(reader, mine)) for problem in found)]
-
-
-def _expected(reader: CheckpointReader) -> tuple[Manifest | None, Mapping[str, FileRecord], list[str]]:
-    """The manifest, the files that have their sizes, and what is wrong with all else.
+def _expected(reader: CheckpointReader) -> tuple[Manifest | None, list[str]]:
+    """The manifest, and what is wrong with the sizes of files.
 
     Of a checkpoint of another tool there is no manifest, and the files are at least as long as its metadata tells.
     """
     store, path = reader.store, reader.path
     try:
-        manifest = read_manifest(store, path)
+        manifest = None if reader.save is None else read_manifest(store, path, reader.save)
         files = manifest.files if manifest else _files_of_another_tool(reader)
     except (NewerError, UnknownClassError):
         raise
     except ValueError as error:
-        return None, {}, [str(error)]
-    wrong = wrong_sizes(store, path, files, exact=manifest is not None)
-    return manifest, {name: record for name, record in files.items() if name not in wrong}, list(wrong.values())
+        return None, [str(error)]
+    return manifest, list(wrong_sizes(store, path, files, exact=manifest is not None).values())
 
 
 def _files_of_another_tool(reader: CheckpointReader) -> dict[str, FileRecord]:
@@ -246,13 +249,18 @@ def _files_of_another_tool(reader: CheckpointReader) -> dict[str, FileRecord]:
         names = [name for name in store.names(path) if name[0] != "."]
         here = f"it holds {names[:5]}" if store.exists(path) else "there is nothing at this path"
         newest_first = sorted(names, key=lambda name: (bool(STEP.fullmatch(name)), len(name), name), reverse=True)
-        run = next((name for name in newest_first if store.is_file(join(path, name, METADATA))), None)
+        steps = (name for name in newest_first if save_of(name) is None)  # a save's data alone are no checkpoint
+        run = next((name for name in steps if store.is_file(join(path, name, METADATA))), None)
         cure = f" It is the folder of a run: give one of its checkpoints, {join(path, run)}." if run else ""
-        raise FileNotFoundError(f"No checkpoint at {path}: {here}.{cure}")
+        raise AbsentError(f"No checkpoint at {path}: {here}.{cure}")
     metadata = reader.read_metadata()
-    if is_ours(metadata):
-        raise ValueError(f"{path} has no {MANIFEST}: its save or its deletion was never finished. It is not loaded.")
-    return {name: FileRecord(end, 0) for name, end in dcp.ends_of(metadata).items()}
+    if dcp.save_id_of(metadata).startswith(SAVE_ID_PREFIX):
+        raise ValueError(
+            f"{path} has no manifest that counts: it is a copy that was never finished or left it out, a save that was "
+            f"superseded, or a step that was deleted here or taken away, and put back. It is not loaded: copy it to another "
+            f"folder, where it counts if it is whole."
+        )
+    return {name: FileRecord(end) for name, end in dcp.ends_of(metadata).items()}
 
 
 def wrong_sizes(store: Store, path: str, files: Mapping[str, FileRecord], *, exact: bool = True) -> dict[str, str]:
@@ -273,28 +281,21 @@ def wrong_sizes(store: Store, path: str, files: Mapping[str, FileRecord], *, exa
     return wrong
 
 
-def _unlike(reader: CheckpointReader, files: Mapping[str, FileRecord]) -> list[str]:
-    """What is wrong with these files' content, on this process alone."""
-    progress = Progress(f"Checking {reader.path}", sum(record.size for record in files.values()))
+def _unlike(reader: CheckpointReader) -> list[str]:
+    """What is wrong with the content of files, one sentence a file."""
+    files = reader.pieces
+
+    def problem(name: str) -> str | None:
+        room = dcp.Memory.empty(max(size for _, size in files[name]))
+        try:
+            with reader.store.open_read(join(reader.path, name)) as stream:
+                for (start, size), crc32 in files[name].items():
+                    dcp.read_piece(stream, name, start, size, crc32, room)
+        except OSError as error:
+            return f"{name} cannot be read: {error}"
+        except DamagedCheckpointError as error:
+            return str(error)
+        return None
+
     with ThreadPoolExecutor(max_workers=4) as pool:
-        found = [
-            pool.submit(_problem, reader.store, join(reader.path, name), of, progress) for name, of in files.items()
-        ]
-        return [problem for future in found if (problem := future.result())]
-
-
-def _problem(store: Store, file: str, record: FileRecord, progress: Progress) -> str | None:
-    crc32, left = 0, record.size
-    try:
-        with store.open_read(file) as stream:
-            # No further than the size says: a device has none, and no end.
-            while block := stream.read(min(_BLOCK, left)):
-                crc32, left = zlib.crc32(block, crc32), left - len(block)
-                progress.add(len(block))
-    except OSError as error:
-        return f"{file} cannot be read: {error}"
-    return (
-        None
-        if crc32 == record.crc32
-        else f"{file} is not what was saved: its {record.size} bytes have another checksum"
-    )
+        return [*filter(None, pool.map(problem, files))]

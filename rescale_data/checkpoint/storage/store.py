@@ -11,7 +11,7 @@ import errno
 import io
 import os
 import shutil
-import stat
+import uuid
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping
@@ -24,31 +24,36 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from rescale_data.checkpoint.storage.dcp import FileSystemBase
-from rescale_data.checkpoint.storage.progress import Progress
 
 StrPath: TypeAlias = str | os.PathLike[str]
 _BUFFER = 1 << 20
+_NOT_FOUND = (FileNotFoundError, NotADirectoryError)
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file held when it was written: ``size`` in bytes and the CRC-32 of its content."""
+    """A file as it was written.
+
+    Args:
+        size: In bytes.
+        crc32s: The CRC-32 of each of its pieces in their order, four bytes each, in hexadecimal.
+    """
 
     size: int
-    crc32: int
+    crc32s: str = ""
 
 
 class CheckedStream(io.RawIOBase):
-    """Counts what goes into a file on its way, with a CRC-32.
+    """Counts what goes into a file on its way, with a CRC-32 of each piece.
 
     Attributes:
         error: What the system said when a write failed: torch's own writer of tensors makes another error of it.
     """
 
-    def __init__(self, raw: BinaryIO, progress: Progress) -> None:
-        self.raw, self.progress = raw, progress
-        self.record = FileRecord(0, 0)
+    def __init__(self, raw: BinaryIO) -> None:
+        self.raw = raw
         self.error: OSError | None = None
+        self._size, self._start, self._crc32, self._crc32s = 0, 0, 0, bytearray()
 
     def writable(self) -> bool:
         return True
@@ -59,12 +64,34 @@ class CheckedStream(io.RawIOBase):
         except OSError as error:
             self.error = error
             raise
-        self.record = FileRecord(self.record.size + len(data), zlib.crc32(data, self.record.crc32))
-        self.progress.add(len(data))
+        self._size, self._crc32 = self._size + len(data), zlib.crc32(data, self._crc32)
         return len(data)
 
     def tell(self) -> int:
-        return self.record.size
+        return self._size
+
+    def end_piece(self) -> None:
+        """Begin a new piece, if anything was written into this one."""
+        if self._size > self._start:
+            self._crc32s += self._crc32.to_bytes(4, "big")
+            self._start, self._crc32 = self._size, 0
+
+    def record(self) -> FileRecord:
+        self.end_piece()
+        return FileRecord(self._size, self._crc32s.hex())
+
+
+class _PieceWriter(io.BufferedWriter):
+    """Ends a piece where it is asked how far it is: DCP asks before and after each."""
+
+    def __init__(self, checked: CheckedStream) -> None:
+        super().__init__(checked, _BUFFER)  # torch writes a small tensor in some 40 parts
+        self._checked = checked
+
+    def tell(self) -> int:
+        self.flush()
+        self._checked.end_piece()
+        return super().tell()
 
 
 class Store(FileSystemBase):
@@ -74,23 +101,22 @@ class Store(FileSystemBase):
         files: The file system.
 
     Attributes:
-        renames: Whether a whole folder gets its name in one atomic step. Where it does not (object stores) a checkpoint
-            is committed by the object that is written last.
+        files: The file system of fsspec.
+        renames: True if files and folders can be renamed in one atomic step; object stores cannot.
         written: The record of each file that DCP has written, by path.
-        progress: Is told what DCP writes.
     """
 
     renames: bool
 
     def __init__(self, files: AbstractFileSystem) -> None:
+        self.files = files
         self._files: Any = files
         self.written: dict[str, FileRecord] = {}
-        self.progress = Progress("Writing")
 
-    def recording(self, progress: Progress) -> Self:
+    def recording(self) -> Self:
         """The same, for one save."""
         own = copy.copy(self)
-        own.written, own.progress = {}, progress
+        own.written = {}
         return own
 
     def open_read(self, path: str) -> BinaryIO:
@@ -105,10 +131,11 @@ class Store(FileSystemBase):
         """Give up a file that ``open_write`` began; errors on the way are swallowed, the first one counts."""
 
     def is_file(self, path: str) -> bool:
-        return bool(self._files.isfile(path))
-
-    def is_folder(self, path: str) -> bool:
-        return bool(self.names(path))
+        """True if ``path`` is a file. Every error but "not found" is raised: fsspec's own ``isfile`` calls it False."""
+        try:
+            return self._files.info(path)["type"] == "file"
+        except _NOT_FOUND:
+            return False
 
     def size(self, path: str) -> int:
         """Bytes of a file; ``FileNotFoundError`` where there is none."""
@@ -116,20 +143,16 @@ class Store(FileSystemBase):
 
     def sizes(self, path: str) -> dict[str, int]:
         """Bytes of each file directly in a folder, by name; empty where there is no folder."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with contextlib.suppress(*_NOT_FOUND):
             listed = cast("list[dict[str, Any]]", self._files.ls(path, detail=True))
             return {split(entry["name"])[1]: int(entry["size"]) for entry in listed if entry["type"] == "file"}
         return {}
-
-    def modified(self, path: str) -> float:
-        """Seconds since the epoch of a file's last change."""
-        return float(self._files.modified(path).timestamp())
 
     def names(self, path: str) -> list[str]:
         """Names directly in a folder, sorted; empty where there is no folder."""
         try:
             listed = cast(list[str], self._files.ls(path, detail=False))
-        except (FileNotFoundError, NotADirectoryError):
+        except _NOT_FOUND:
             return []
         own = split(path)[1]
         return sorted({name for name in (split(entry)[1] for entry in listed) if name and name != own})
@@ -147,9 +170,12 @@ class Store(FileSystemBase):
             self._files.rm_file(path)
 
     def remove_folder(self, path: str) -> None:
-        """A folder with all that is in it; it may be gone already. A link goes, and what it points to stays."""
+        """A file, or a folder with all that is in it; it may be gone already. A link goes, what it points to stays."""
         with contextlib.suppress(FileNotFoundError):
             self._files.rm(path, recursive=True)
+
+    def remove_empty(self, path: str) -> None:
+        """A folder, if nothing is left in it; nothing in an object store."""
 
     def is_link(self, path: str) -> bool:
         """Whether something else is found under this name than what lies there."""
@@ -164,6 +190,10 @@ class Store(FileSystemBase):
     def read(self, path: str) -> bytes:
         with self.open_read(path) as stream:
             return stream.read()
+
+    def put(self, path: str, content: bytes) -> None:
+        """A small file, new or in place of another one, by one step that nobody sees half done."""
+        self.write(path, content)
 
     def write(self, path: str, content: bytes | Callable[[BinaryIO], object]) -> None:
         """A file with this content, or what a function writes into it; whole and synced, or none."""
@@ -193,9 +223,8 @@ class Store(FileSystemBase):
                 yield cast(io.IOBase, raw)
             return
         with self._new_file(path) as raw:
-            checked = CheckedStream(raw, self.progress)
-            # torch writes a small tensor in some 40 pieces.
-            stream = io.BufferedWriter(checked, _BUFFER)
+            checked = CheckedStream(raw)
+            stream = _PieceWriter(checked)
             try:
                 yield stream
                 stream.close()
@@ -204,7 +233,7 @@ class Store(FileSystemBase):
                 if checked.error is None or checked.error is error:
                     raise
                 raise checked.error from error
-        self.written[path] = checked.record
+        self.written[path] = checked.record()
 
     def concat_path(self, path: Any, suffix: str) -> str:
         return join(path, suffix)
@@ -217,7 +246,7 @@ class Store(FileSystemBase):
         return True
 
     def exists(self, path: Any) -> bool:
-        return self.is_file(path) or self.is_folder(path)
+        return self.is_file(path) or bool(self.names(path))
 
 
 class ObjectStore(Store):
@@ -230,6 +259,10 @@ class ObjectStore(Store):
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
         options = {"use_listings_cache": False, **(storage_options or {})}
+        if options["use_listings_cache"]:
+            raise ValueError(
+                "use_listings_cache=True would hide what other jobs save. Leave it out of storage_options."
+            )
         try:
             super().__init__(fsspec.core.url_to_fs(url, **options)[0])
         except (ValueError, ImportError) as error:
@@ -237,6 +270,9 @@ class ObjectStore(Store):
                 f"{url!r} cannot be opened: {error}. "
                 f"Install the fsspec package for it (s3fs, gcsfs, adlfs), or give a local path."
             ) from error
+
+    def read(self, path: str) -> bytes:
+        return bytes(self._files.cat_file(path))  # by one request: a claim may be put again in the meantime
 
     def discard(self, stream: BinaryIO, path: str) -> None:
         # close() would commit the part that was written: abort the upload, and mark the file as closed.
@@ -255,8 +291,7 @@ class LocalStore(Store):
         super().__init__(LocalFileSystem())
 
     def open_read(self, path: str) -> BinaryIO:
-        mode = os.stat(path).st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a device has no end, and a pipe no beginning
+        if self._files.info(path)["type"] == "other":  # a device has no end, and a pipe no beginning
             raise OSError(errno.EINVAL, "It is neither a file nor a folder", path)
         return open(path, "rb")
 
@@ -269,20 +304,28 @@ class LocalStore(Store):
         with contextlib.suppress(OSError):
             os.unlink(path)
 
-    def is_folder(self, path: str) -> bool:
-        return os.path.isdir(path)
-
     def sizes(self, path: str) -> dict[str, int]:
-        if not os.path.isdir(path):
-            return {}
-        with os.scandir(path) as entries:
+        with contextlib.suppress(*_NOT_FOUND), os.scandir(path) as entries:
             return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+        return {}
 
     def names(self, path: str) -> list[str]:
-        return sorted(os.listdir(path)) if os.path.isdir(path) else []
+        with contextlib.suppress(*_NOT_FOUND):
+            return sorted(os.listdir(path))
+        return []
 
     def mkdir(self, path: Any) -> None:
         os.makedirs(path, exist_ok=True)
+
+    def put(self, path: str, content: bytes) -> None:
+        aside = f"{path}.{uuid.uuid4().hex[:12]}.tmp"
+        self.write(aside, content)
+        self.rename(aside, path)
+        self.sync_folder(split(path)[0])
+
+    def remove_empty(self, path: str) -> None:
+        with contextlib.suppress(OSError):
+            os.rmdir(path)
 
     def is_link(self, path: str) -> bool:
         return os.path.islink(path)
@@ -291,7 +334,7 @@ class LocalStore(Store):
         os.replace(path, new_path)
 
     def remove_folder(self, path: str) -> None:
-        if self.is_link(path):
+        if self.is_link(path) or self.is_file(path):
             self.rm_file(path)
         else:
             shutil.rmtree(path, ignore_errors=True)
@@ -305,6 +348,25 @@ class LocalStore(Store):
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+@contextmanager
+def aside(store: Store, final: str) -> Generator[str]:
+    """The path to write to in place of ``final``, a file or a folder, and to rename; what is there in the end is removed.
+
+    In an object store it is ``final``: an object appears when it is whole.
+    """
+    if not store.renames:
+        yield final
+        return
+    folder, name = split(final)
+    working = join(folder, f".{name}.{uuid.uuid4().hex[:12]}.tmp")
+    store.mkdir(working)
+    try:
+        yield join(working, "out")
+        store.sync_folder(folder)
+    finally:
+        store.remove_folder(working)
 
 
 def join(folder: str, *names: str) -> str:

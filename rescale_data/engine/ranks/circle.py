@@ -1,121 +1,208 @@
-"""`Circle`: a fixed set of processes, and the calls that they make together, each one once all have come to it (`RollCall`)."""
+"""`Circle`: a fixed set of processes, which exchange tensors over a gloo group of their own."""
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-from collections.abc import Callable, Generator, Sequence
+import os
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
-from rescale_data.engine.ranks.rollcall import Missing, RollCall
+from rescale_data.engine.ranks.meeting import Missing, arrive, digest, gloo, in_a_thread, meet, within
 from rescale_data.state import Ints
 
-_SECONDS_AFTER_A_FAILURE = 10.0  # within which those that live say so
+_SECONDS_AFTER_A_FAILURE = 10.0
+"""Time in which each process that saw an exchange fail says so; those that do not are missing."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One kind of exchange.
+
+    Args:
+        name: The same on all processes. Exchanges of other names may go on at the same time.
+        seconds: How long to wait for other processes.
+        cure: Ends the message about processes that did not come.
+        leg: Exchanges of one name in another leg are others.
+    """
+
+    name: str
+    seconds: float
+    cure: str
+    leg: int = 0
+
+    @property
+    def tag(self) -> int:
+        """Of its messages: keeps exchanges of several threads and loaders apart."""
+        return digest((self.name, self.leg)) % (1 << 31)
 
 
 class Circle:
     """A fixed set of processes, shared by all loaders of this process over it.
 
+    The first exchange makes the group, in a meeting that names who does not come. A group in which an exchange fails is broken
+    for good: those that see it fail find out who is missing, and the next exchange makes another group. A process that was in
+    no exchange at that time notices when it comes to one, and makes the new group with the others.
+
     Args:
-        group: Of exactly these processes.
         store: A part of a store that is theirs alone.
         me: Index of this process.
         names: Their ranks in the job, for messages.
+
+    Attributes:
+        num_loaders: Loaders that all processes have built, those included that failed.
     """
 
-    def __init__(self, group: Any, store: Any, me: int, names: Sequence[int]) -> None:
-        self._group, self._me, self._names = group, me, list(names)
-        self.roll_call = RollCall(store, me, names)
+    def __init__(self, store: Any, me: int, names: Sequence[int]) -> None:
+        self._store, self._me, self._names, self._process = store, me, list(names), os.getpid()
         self.num_loaders = 0
-        self._broken: str | None = None
+        self._group: _Group | None = None
+        self._making = threading.Lock()
 
     def agree(self, call: Call, values: Sequence[int], decide: Callable[[Ints], Ints]) -> Callable[[], Ints]:
-        """Say a few integers; the result, called, waits for what follows from those of all.
+        """Send a few integers; the result, called, waits for those of all and returns what follows from them.
 
         Args:
-            decide: ``int64[W, len(values)] -> int64[any]``, run on one process.
+            decide: ``int64[W, len(values)] -> int64[any]``, the same on every process.
         """
-        text = " ".join(map(str, values))
-        with call.errors(self._names[self._me]):
-            coming = self.roll_call.come(call.name, text, lambda texts: _text(decide(_table(texts))), call.seconds)
-
-        def result() -> Ints:
-            with call.errors(self._names[self._me]):
-                return _table([self.roll_call.wait(coming, call.seconds, call.is_reading)])[0]
-
-        return result
+        result = self._begin(call, torch.tensor(values, dtype=torch.int64, device="cpu"))
+        return lambda: decide(result().numpy())
 
     def gather(self, call: Call, tensor: torch.Tensor) -> torch.Tensor:
         """Tensors of one shape, stacked, one of each process."""
-        with call.errors(self._names[self._me]):
-            coming = self.roll_call.come(call.name, "", self.roll_call.ticket, call.seconds)
-            ticket = int(self.roll_call.wait(coming, call.seconds, call.is_reading))
-            with self.roll_call.in_turn(ticket, call.seconds):
-                if self._broken is not None:
-                    raise RuntimeError(self._broken)
-                gathered = torch.empty((len(self._names), *tensor.shape), dtype=tensor.dtype, device="cpu")
-                work = self._group.allgather([list(gathered)], [tensor.contiguous()])
-                try:
-                    work.wait(datetime.timedelta(seconds=call.seconds))
-                except RuntimeError as error:
-                    self._broken = str(error)
-                    self._find_lost(coming.base)
+        return self._begin(call, tensor)()
+
+    def _begin(self, call: Call, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Send a tensor to all; the result, called, waits for the tensors of all."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"this process was forked from the rank {self._process}, and is none: build a loader in it"
+            )
+        group = self._find_group(call)
+        exchange = group.begin(call, tensor)
+
+        def result() -> torch.Tensor:
+            try:
+                return group.end(exchange, call.seconds)
+            except BaseException as error:
+                exchange.works.clear()
+                self._give_up(group)
+                if not isinstance(error, RuntimeError | dist.DistError):
                     raise
-        return gathered
+                missing = self._find_missing(group.number, call)
+                if missing is None or self._names[self._me] not in missing:
+                    raise self._failure(call, missing, str(error)) from error
+            return self._begin(call, tensor)()  # the others gave this group up before this process came to the exchange
 
-    def _find_lost(self, name: str) -> None:
-        """`Missing` where some process does not say that it too saw an exchange fail."""
-        seconds = _SECONDS_AFTER_A_FAILURE
-        self.roll_call.wait(self.roll_call.come(f"{name}/lost", "", lambda _: "", seconds), seconds)
+        return result
 
+    def _find_group(self, call: Call) -> _Group:
+        def find() -> _Group:
+            with self._making:
+                if self._group is None:
+                    _, number = meet(self._store, self._me, self._names, call.seconds)
+                    try:
+                        self._group = _Group(self._store, number, self._me, len(self._names), call.seconds)
+                    except (RuntimeError, dist.DistError):
+                        raise Missing(self._find_missing(number, call)) from None
+                return self._group
 
-@dataclass(frozen=True)
-class Call:
-    """One kind of thing that processes do together.
-
-    Args:
-        name: The same on all of them.
-        seconds: How long to wait for a process that does nothing.
-        is_reading: Whether a process may be reading before it comes, which does not count.
-        cure: Ends the message about processes that did not come.
-    """
-
-    name: str
-    seconds: float
-    is_reading: bool
-    cure: str
-
-    @contextlib.contextmanager
-    def errors(self, rank: int) -> Generator[None]:
-        """Whatever goes wrong as a ``RuntimeError`` that names who is missing."""
+        group = self._group
         try:
-            yield
+            return within(3 * call.seconds + 20, find) if group is None else group
         except Missing as missing:
-            raise self._failure(rank, missing.ranks, "it did not begin") from None
-        except (RuntimeError, dist.DistError) as error:
-            raise self._failure(rank, [], str(error)) from error
+            raise self._failure(call, missing.ranks, "it did not begin") from missing.__cause__
 
-    def _failure(self, rank: int, missing: list[int] | None, reason: str) -> RuntimeError:
+    def _give_up(self, group: _Group) -> None:
+        group.close()
+        if self._group is group:
+            self._group = None
+
+    def _find_missing(self, number: int, call: Call) -> list[int] | None:
+        """The ranks that do not say that they too saw a group fail in this call; `None` where the store cannot be asked."""
+        seconds, mine = min(_SECONDS_AFTER_A_FAILURE, call.seconds), str(call.tag)
+        store = PrefixStore(f"lost/{number}", self._store)
+        try:
+            tags = within(2 * seconds + 10, lambda: arrive(store, self._me, self._names, seconds, mine))
+        except Missing as missing:
+            return missing.ranks
+        me = self._names[self._me]  # another thread of it may have seen another exchange fail
+        return [rank for rank, tag in zip(self._names, tags, strict=True) if tag != mine and rank != me]
+
+    def _failure(self, call: Call, missing: list[int] | None, reason: str) -> RuntimeError:
         if missing is None:
             who = "and the process that holds the store (rank 0 of the job) cannot be reached either"
         elif missing:
-            who = f"because the ranks {missing} did not come to it, or died in it"
+            who = f"because the ranks {missing} did not come to it in time, or died in it"
         else:
-            who = "although all ranks came: the network failed"
+            who = "although all ranks came: some came as others gave up, or the network failed"
         return RuntimeError(
-            f"A collective of the data loader failed on rank {rank} after at most {self.seconds:g} s, {who}. {self.cure} "
-            f"({reason})"
+            f"A collective of the data loader failed on rank {self._names[self._me]} after at most {call.seconds:g} s, {who}. "
+            f"{call.cure} ({reason})"
         )
 
 
-def _text(values: Ints) -> str:
-    return " ".join(map(str, values.tolist()))
+@dataclass(eq=False)
+class _Exchange:
+    """One exchange that has begun: what was sent, where the others' tensors go, and gloo's handles (or why there are none)."""
+
+    sent: torch.Tensor
+    gathered: torch.Tensor
+    works: list[Any]
+    error: RuntimeError | dist.DistError | None = None
 
 
-def _table(texts: Sequence[str]) -> Ints:
-    return np.array([text.split() for text in texts], dtype=np.int64)
+class _Group:
+    """One gloo group of all processes of a circle.
+
+    Args:
+        number: Of the meeting that it follows, the same on all processes.
+        seconds: How long to wait for connections.
+    """
+
+    def __init__(self, store: Any, number: int, me: int, size: int, seconds: float) -> None:
+        self.number, self._me, self._size = number, me, size
+        self._gloo: Any = gloo(f"gloo/{number}", store, me, size, seconds)
+        self._begun: set[_Exchange] = set()  # gloo writes to memory of exchanges that nobody waits for any more, too
+
+    def begin(self, call: Call, tensor: torch.Tensor) -> _Exchange:
+        """Send to all others, and receive from them."""
+        gathered = torch.empty((self._size, *tensor.shape), dtype=tensor.dtype, device="cpu")
+        exchange = _Exchange(tensor.contiguous(), gathered, [])
+        gathered[self._me] = exchange.sent
+        others = [index for index in range(self._size) if index != self._me]
+        group = self._gloo
+        if group is None:
+            exchange.error = RuntimeError("another thread has found the network of this exchange broken")
+            return exchange
+        self._begun.add(exchange)
+        try:
+            exchange.works += [group.recv([gathered[index]], index, call.tag) for index in others]
+            exchange.works += [group.send([exchange.sent], index, call.tag) for index in others]
+        except (RuntimeError, dist.DistError) as error:
+            exchange.error = error
+        return exchange
+
+    def end(self, exchange: _Exchange, seconds: float) -> torch.Tensor:
+        if exchange.error is not None:
+            raise exchange.error
+        works, until = list(exchange.works), monotonic() + seconds
+
+        def wait() -> None:
+            for work in works:
+                work.wait(datetime.timedelta(seconds=max(0.001, until - monotonic())))
+
+        in_a_thread(wait)
+        self._begun.discard(exchange)
+        return exchange.gathered
+
+    def close(self) -> None:
+        """Let go of the connections, which tells the other processes."""
+        self._gloo = None
+        self._begun.clear()

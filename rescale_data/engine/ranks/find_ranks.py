@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from typing import Any
+import os
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from rescale_data.engine.ranks.circle import Circle
-from rescale_data.engine.ranks.meeting import by_dp_rank, digest, gloo, meet, once, part_of_store
-from rescale_data.engine.ranks.ranks import Ranks
+from rescale_data.engine.ranks.meeting import by_dp_rank, digest, once, part_of_store
+from rescale_data.engine.ranks.ranks import BUILD_LATER, Ranks
 
 _logger = logging.getLogger("rescale_data")
 _MODEL_DIMS = {"tp", "tensor", "tensor_parallel", "pp", "pipeline", "cp", "context", "sp", "ep", "expert"}
@@ -22,23 +23,28 @@ def find_ranks(
     dp_world_size: int | None,
     group: dist.ProcessGroup | None,
     timeout: float,
-    save_timeout: float,
 ) -> Ranks:
     """The ranks that the arguments of a loader name (collective where there is a process group).
 
     Args:
         mesh: Mesh of the data-parallel ranks; several dims count row-major as one.
         dp_rank: In place of a mesh, together with ``dp_world_size``.
-        group: Of exactly these ranks in their order, and able to exchange CPU tensors; without, one is made.
+        group: Of exactly these ranks in their order.
+
+    Raises:
+        ValueError: The arguments contradict each other, or name ranks that a process group has yet to connect.
     """
+    if dp_world_size == 1 and dp_rank is None:
+        dp_rank = 0
     _require_arguments(mesh, dp_rank, dp_world_size, group)
-    distributed = dist.is_available() and dist.is_initialized()
-    if (
-        not distributed
-        or (dp_world_size == 1 and group is None)
-        or (dp_rank is not None and dist.get_world_size() == 1)
-    ):
-        return Ranks(dp_rank or 0, dp_world_size or 1)
+    if dp_world_size == 1 and group is None:
+        return Ranks()
+    if not (dist.is_available() and dist.is_initialized()):
+        if dp_rank is None:
+            _require_one_process(mesh, group)
+        return Ranks(dp_rank or 0, dp_world_size or 1, found_alone=True)
+    if dist.get_world_size() == 1 and mesh is None and group is None:
+        return Ranks(dp_rank or 0, dp_world_size or 1, found_alone=True)
     if dp_rank is not None and dp_world_size is not None and group is None:
         members = by_dp_rank(dp_rank, dp_world_size, timeout)
     else:
@@ -51,15 +57,31 @@ def find_ranks(
         )
     if len(members) == 1:
         return Ranks()
-    if group is not None and "cpu:" not in dist.get_backend_config(group):
+    circle = once(group, ("circle", *members), lambda: _new_circle(members, group))
+    return Ranks(me, len(members), circle, timeout)
+
+
+def _require_one_process(mesh: object, group: object) -> None:
+    """Refuse, or warn of, what says that this job has several processes, although there is no process group."""
+    given = "mesh=" if mesh is not None else "group=" if group is not None else ""
+    if given:
+        raise ValueError(f"{given} was given, but there is no process group (any more). {BUILD_LATER}")
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise ValueError(
-            f"group= has the backend {dist.get_backend_config(group)!r} and exchanges no CPU tensors, which the loader does. "
-            f"Give a group with one for them, 'cpu:gloo,cuda:nccl', or mesh= of the same ranks: the loader then makes its own."
+            f"The loader is built before the process group (WORLD_SIZE={os.environ['WORLD_SIZE']}), so every rank would read "
+            f"all rows. {BUILD_LATER}"
         )
-    circle = once(group, ("circle", *members), lambda: _new_circle(members, group, timeout))
-    circle.num_loaders += 1
-    named = _mesh(members, mesh, group)
-    return Ranks(me, len(members), circle, named, timeout, save_timeout, circle.num_loaders)
+    for name in ("OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS"):
+        if "WORLD_SIZE" not in os.environ and int(os.environ.get(name) or 1) > 1:
+            _warn_once(
+                f"The loader is built without a process group, although {name}={os.environ[name]}: this process reads all "
+                f"rows. {BUILD_LATER}"
+            )
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    _logger.warning(message)
 
 
 def _require_arguments(mesh: object, dp_rank: int | None, dp_world_size: int | None, group: object) -> None:
@@ -120,21 +142,6 @@ def _of_mesh(mesh: DeviceMesh) -> list[int]:
     return mesh.mesh.flatten().tolist()
 
 
-def _mesh(members: list[int], mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> DeviceMesh | None:
-    """The members as a CPU mesh over a group that torch knows."""
-    if group is None and members == list(range(dist.get_world_size())):
-        group = dist.group.WORLD
-    if group is None and mesh is not None and mesh.ndim == 1:
-        group = mesh.get_group()
-    if group is None or dist.get_process_group_ranks(group) != members:
-        return None
-    return DeviceMesh.from_group(group, "cpu", mesh=members, mesh_dim_names=("dp",))
-
-
-def _new_circle(members: list[int], group: dist.ProcessGroup | None, timeout: float) -> Circle:
-    me, store = members.index(dist.get_rank()), part_of_store(f"circle/{digest(members)}", len(members), group)
-    exchanges: Any = group
-    if exchanges is None:
-        meet(store, me, members, timeout)
-        exchanges = gloo("gloo", store, me, len(members), timeout)
-    return Circle(exchanges, store, me, members)
+def _new_circle(members: list[int], group: dist.ProcessGroup | None) -> Circle:
+    me = members.index(dist.get_rank())
+    return Circle(part_of_store(f"circle/{digest(members)}", group), me, members)

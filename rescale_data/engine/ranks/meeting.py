@@ -1,19 +1,133 @@
-"""Processes meet in the job's store before there is a group of them: by name, so that who does not come is known."""
+"""Processes meet in the job's store before there is a group of them, by name, so that who does not come is known."""
 
 from __future__ import annotations
 
 import datetime
 import hashlib
+import threading
 from collections.abc import Callable, Hashable, Sequence
+from queue import Empty, SimpleQueue
+from time import monotonic
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
-from rescale_data.engine.ranks.rollcall import Missing, RollCall
-
 T = TypeVar("T")
+
+_LOOK = 2.0
+"""Seconds between looks for the verdict."""
+
+
+class Missing(Exception):
+    """Some ranks did not come in time; `None` where the store cannot be asked."""
+
+    def __init__(self, ranks: list[int] | None) -> None:
+        super().__init__(ranks)
+        self.ranks = ranks
+
+
+def meet(store: Any, me: int, names: Sequence[int], seconds: float, value: str = "") -> tuple[list[str], int]:
+    """Wait until all members have come to the attempt that is under way; one that failed is followed by the next.
+
+    Args:
+        store: A part of a store that these meetings alone use.
+        me: Index of this process.
+        names: The ranks of all members in the job, for messages.
+
+    Returns:
+        What each member says, and the number of the attempt, which no other meeting in this store has.
+
+    Raises:
+        Missing: Some member did not come. All members that came are told the same.
+    """
+    number = store.compare_set("attempt", "", "0").decode()
+    try:
+        return arrive(PrefixStore(number, store), me, names, seconds, value), int(number)
+    finally:
+        store.compare_set("attempt", number, str(int(number) + 1))
+
+
+def arrive(store: Any, me: int, names: Sequence[int], seconds: float, value: str = "") -> list[str]:
+    """Wait until all members have come to the one meeting in this part of a store, and return what each of them says.
+
+    The last one that comes writes what all have said as the verdict. The first whose time is over looks who is missing, and
+    writes these as the verdict. The first verdict holds, also for a member that comes later.
+
+    Raises:
+        Missing: As in `meet`.
+    """
+    store.append("came", f"{me} {value}\n")
+    if store.add("count", 1) >= len(names):
+        _decide(store, len(names), is_over=False)
+    until, is_over = monotonic() + seconds, False
+    while not _appears(store, "verdict", min(_LOOK, seconds / 4)):
+        if monotonic() >= until:
+            if store.add("looks", 1) == 1 or is_over:  # the one that looked first may have died since
+                _decide(store, len(names), is_over=True)
+            is_over = True
+    kind, *lines = store.get("verdict").decode().splitlines()
+    if kind == "missing":
+        raise Missing([names[int(index)] for index in lines])
+    return [said for _, said in sorted(_came(lines).items())]
+
+
+def _decide(store: Any, num_members: int, *, is_over: bool) -> None:
+    text = store.get("came").decode()
+    missing = sorted({*range(num_members)} - {*_came(text.splitlines())})
+    if is_over:
+        store.compare_set("verdict", "", "\n".join(["missing", *map(str, missing)]))
+    elif not missing:
+        store.compare_set("verdict", "", f"all\n{text}")
+
+
+def _came(lines: Sequence[str]) -> dict[int, str]:
+    """What the members that have come say, by index."""
+    return {int(index): said for index, _, said in (line.partition(" ") for line in lines)}
+
+
+def _appears(store: Any, key: str, seconds: float) -> bool:
+    try:
+        store.wait([key], datetime.timedelta(seconds=seconds))
+    except (RuntimeError, dist.DistError):
+        return store.check([key])  # which fails too where the store is gone
+    return True
+
+
+def within(seconds: float, work: Callable[[], T]) -> T:
+    """Return ``work()``, or raise `Missing` without ranks where the store fails, or has not answered in time.
+
+    The host of a store may vanish without a word. A request to it then waits as long as the kernel believes in the connection,
+    a quarter of an hour; so a thread of its own does the work, and it is that thread which is left waiting.
+    """
+    try:
+        return in_a_thread(work, seconds)
+    except Empty:
+        raise Missing(None) from None
+    except (RuntimeError, dist.DistError) as error:
+        raise Missing(None) from error
+
+
+def in_a_thread(work: Callable[[], T], seconds: float | None = None) -> T:
+    """Return ``work()``, done in a thread: while this one waits, signal handlers and Ctrl-C run.
+
+    Raises:
+        Empty: It has taken so many seconds. The thread goes on.
+    """
+    results: SimpleQueue[tuple[Any, Exception | None]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            results.put((work(), None))
+        except Exception as error:
+            results.put((None, error))
+
+    threading.Thread(target=run, daemon=True, name="rescale_data-store").start()
+    value, error = results.get(timeout=seconds)
+    if error is not None:
+        raise error
+    return value
 
 
 def by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[int]:
@@ -23,11 +137,8 @@ def by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[int]:
 
 def _meet_by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[int]:
     me, everyone = dist.get_rank(), list(range(dist.get_world_size()))
-    store = part_of_store("dp", len(everyone), None)
-    given = [
-        tuple(map(int, text.split()))
-        for text in meet(store, me, everyone, timeout, f"{dp_rank} {dp_world_size}").split(",")
-    ]
+    said, _ = meet_in_job("dp", everyone, timeout, f"{dp_rank} {dp_world_size}")
+    given = [tuple(map(int, text.split())) for text in said]
     sizes = sorted({size for _, size in given})
     if len(sizes) > 1:
         raise ValueError(f"The ranks built their loaders with different dp_world_size: {sizes}. All need the same.")
@@ -64,12 +175,10 @@ def gloo(name: str, store: Any, me: int, num_members: int, timeout: float) -> An
     return ProcessGroupGloo(PrefixStore(name, store), me, num_members, datetime.timedelta(seconds=timeout))
 
 
-def part_of_store(name: str, num_members: int, group: dist.ProcessGroup | None) -> Any:
-    """A part of the group's (default: the job's) store that the members alone use, and no earlier ones have."""
+def part_of_store(name: str, group: dist.ProcessGroup | None) -> Any:
+    """A part of the group's (default: the job's) store."""
     owner: Any = dist.group.WORLD if group is None else group
-    store = PrefixStore(f"rescale_data/{name}", owner.get_group_store())
-    joined = store.add("joined", 1)  # a job may begin anew on an old store: each member joins once a time
-    return PrefixStore(str((joined - 1) // num_members), store)
+    return PrefixStore(f"rescale_data/{name}", owner.get_group_store())
 
 
 def is_in_a_file() -> bool:
@@ -81,16 +190,29 @@ def is_in_a_file() -> bool:
     return isinstance(store, dist.FileStore)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def meet(store: Any, me: int, members: Sequence[int], timeout: float, value: str = "") -> str:
-    """What all members say, joined by commas; ``RuntimeError`` where some member does not come to where a group is made."""
-    roll_call = RollCall(PrefixStore("meet", store), me, members)
+def meet_in_job(name: str, members: Sequence[int], timeout: float, value: str = "") -> tuple[list[str], Any]:
+    """Wait for all members, ranks of the job, to come to the meeting of this name, which may be held again.
+
+    Returns:
+        What they say, and a part of the store that this meeting alone uses.
+
+    Raises:
+        RuntimeError: Some member does not come. The next call is to the next attempt.
+    """
+    store, me = part_of_store(name, None), members.index(dist.get_rank())
     try:
-        return roll_call.wait(roll_call.come("make", value, ",".join, timeout), timeout)
+        said, number = within(2 * timeout, lambda: meet(store, me, members, timeout, value))
     except Missing as missing:
+        if missing.ranks is None:
+            raise RuntimeError(
+                "The process that holds the job's store (rank 0) cannot be reached, so no data loader can be built. Start the "
+                "job again."
+            ) from missing.__cause__
         raise RuntimeError(
             f"The ranks {missing.ranks} did not build the data loader that rank {members[me]} builds, within "
             f"timeout={timeout:g} s. All ranks of mesh= build it (default: all of the job)."
         ) from None
+    return said, PrefixStore(str(number), store)
 
 
 def digest(value: Any) -> int:

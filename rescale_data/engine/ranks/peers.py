@@ -3,18 +3,14 @@
 every call    header to all: what was called, where the run is, how many bytes follow
 a batch       its bytes to those that receive batches
 all else      what it returned or raised, to all
-a long read   every so often a header that says so: the time in which the first one reads does not count
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import itertools
-import threading
-import time
-import weakref
-from collections.abc import Generator, Sequence
+import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +18,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import BroadcastOptions
 
 from rescale_data.engine.message import Bytes, from_bytes
-from rescale_data.engine.ranks.meeting import digest, gloo, meet, once, part_of_store
+from rescale_data.engine.ranks.meeting import digest, gloo, meet_in_job, once
 
 _numbers = itertools.count()
-READS, BATCH, RESULT = range(3)
+BATCH, RESULT = range(2)
 NUM_COUNTS = 4
 """That a header holds beside the kind and the size of what follows."""
 
@@ -45,7 +41,7 @@ class Peers:
         members: Their ranks in the job.
         receives: Whether this one is to have batches; the first always does.
         settings: What must be the same on all of them, by name.
-        timeout: Seconds that one of them may keep the others waiting.
+        timeout: Seconds that one of them may keep the others waiting, those included in which the first one reads.
 
     Raises:
         ValueError: Some setting differs; on all of them.
@@ -53,35 +49,27 @@ class Peers:
 
     def __init__(self, members: Sequence[int], receives: bool, settings: dict[str, str], timeout: float) -> None:
         self.rank, self._members, self._timeout = dist.get_rank(), list(members), timeout
+        self._process = os.getpid()
         self.me = self._members.index(self.rank)
-        store = part_of_store(f"peers/{digest(self._members)}", len(members), None)
         mine = [str(int(receives)), str(next(_numbers)), *(f"{digest(setting):x}" for setting in settings.values())]
-        words = [text.split() for text in meet(store, self.me, members, timeout, " ".join(mine)).split(",")]
+        said, store = meet_in_job(f"peers/{digest(self._members)}", members, timeout, " ".join(mine))
+        words = [text.split() for text in said]
         _require_same(settings, [given[2:] for given in words], members)
         self._number = words[0][1]  # as the first one counts: tells apart what it reads for training and for validation
         receivers = [rank for rank, mine in zip(members, words, strict=True) if mine[0] == "1" or rank == members[0]]
         self.receives = self.rank in receivers
         self._all = _group(self._members, store, timeout)
         self._receivers = _group(receivers, store, timeout) if self.receives else None
-        self._began: float | None = None  # since when the first one reads
-        self._lock = threading.Lock()
         self._broken: str | None = None
-        if self.me == 0 and len(members) > 1:
-            threading.Thread(target=_say_that_it_reads, args=(weakref.ref(self), timeout / 8), daemon=True).start()
 
     def digest_of(self, call: str) -> int:
         """The same on all of them, and of no other `Peers`."""
         return digest((self._number, call))
 
-    @contextlib.contextmanager
-    def reading(self) -> Generator[None]:
-        """While the first one is at work on a call."""
-        self._began = time.monotonic()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._began = None
+    def require_no_fork(self) -> None:
+        """Raise `RuntimeError` in a forked child: it would send on its parent's connections, and a lock may have been held."""
+        if len(self._members) > 1 and os.getpid() != self._process:
+            raise RuntimeError(f"this process was forked from the rank {self.rank}, and is none: build a loader in it")
 
     def say(self, kind: int, counts: Sequence[int], said: Bytes) -> None:
         """From the first one to the others, with ``NUM_COUNTS`` counts."""
@@ -91,22 +79,14 @@ class Peers:
 
     def hear(self, pin_memory: bool) -> Heard:
         """What the first one says next."""
-        header = torch.full((3 + NUM_COUNTS,), READS, device="cpu")
-        while header[0] == READS:
-            self._exchange(self._all, header)
+        header = torch.zeros(3 + NUM_COUNTS, dtype=torch.int64, device="cpu")
+        self._exchange(self._all, header)
         kind, size, start, *counts = header.tolist()
         if kind == BATCH and not self.receives:
             return Heard(kind, counts, None)
         body = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin_memory and kind == BATCH)
         self._exchange(self._receivers if kind == BATCH else self._all, body)
         return Heard(kind, counts, from_bytes(body, start))
-
-    def say_if_reading(self) -> None:
-        with self._lock:
-            if self._began is not None and time.monotonic() - self._began > self._timeout / 4:
-                self._began = time.monotonic()
-                with contextlib.suppress(RuntimeError):  # whoever reads hears of it with what it has read
-                    self._exchange(self._all, torch.tensor([READS, 0, 0, *[0] * NUM_COUNTS], device="cpu"))
 
     def _exchange(self, group: Any, tensor: torch.Tensor) -> None:
         if group is None or group.size() == 1:
@@ -126,13 +106,6 @@ class Peers:
                 f"of a dp rank make the same calls of rd.Broadcast, in the same order. ({error})"
             )
             raise RuntimeError(self._broken) from error
-
-
-def _say_that_it_reads(of: weakref.ref[Peers], pause: float) -> None:
-    while (peers := of()) is not None:
-        peers.say_if_reading()
-        del peers
-        time.sleep(pause)
 
 
 def _require_same(settings: dict[str, str], said: list[list[str]], members: Sequence[int]) -> None:

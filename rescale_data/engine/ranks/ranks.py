@@ -5,27 +5,30 @@ Every collective is one all-gather on the CPU, among exactly these ranks, once a
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+import torch.distributed as dist
 
 from rescale_data.engine.ranks.circle import Call, Circle
 from rescale_data.engine.ranks.meeting import digest
 from rescale_data.state import Ints
 
 _logger = logging.getLogger("rescale_data")
+BUILD_LATER = (
+    "Build it after torch.distributed.init_process_group(): with Lightning in train_dataloader() of the module or of a "
+    "DataModule, with Hugging Face after TrainingArguments(), with accelerate after Accelerator(), with Ray in the function "
+    "that each worker runs. For one rank that reads all rows give dp_world_size=1."
+)
+"""The cure for a loader that is older than its process group."""
+_BUILD_ON_ALL = "All ranks of mesh= build the loader (default: all of the job), with the same arguments."
 _RESTART = "State that was saved is whole; restart from it."
 _CALL_ON_ALL = "A state is made by all dp ranks together: call it on every rank, before `if rank == 0`."
-
-_FREE = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -36,22 +39,31 @@ class Ranks:
         rank: Data-parallel rank, ``0 <= rank < world_size``.
         world_size: W.
         circle: The processes of these ranks, in their order; `None` without a process group, and for a single rank.
-        mesh: One-dimensional CPU mesh of the ranks, only to name them; `None` where torch has no group of just these.
-        timeout: Seconds that a rank which does nothing may keep the others waiting.
-        save_timeout: The same for a state.
-        loader: Tells the loaders of a process apart.
+        timeout: Seconds that a rank may keep the others waiting.
+        loader: Tells the loaders of a process apart; the same number on all ranks (`built`).
         leg: Tells apart what a loader exchanges before a load and after it: ranks may have stood at different batches.
+        found_alone: True if there was no process group of several ranks, and no argument said that one rank is meant.
     """
 
     rank: int = 0
     world_size: int = 1
     circle: Circle | None = None
-    mesh: DeviceMesh | None = None
     timeout: float = 300.0
-    save_timeout: float = 60.0
     loader: int = 0
     leg: int = 0
+    found_alone: bool = False
     _saves: bool = False
+    _loads: bool = False
+    _place: tuple[int, ...] = ()
+    _agreed_leg: list[int] = field(default_factory=list[int])
+
+    def require_no_group(self) -> None:
+        """``RuntimeError`` if a process group of several ranks has come since the loader was built without one."""
+        if self.found_alone and dist.is_initialized() and dist.get_world_size() > 1:
+            raise RuntimeError(
+                f"The loader was built before the process group of {dist.get_world_size()} ranks: as rank {self.rank} of "
+                f"{self.world_size}, so rows would come several times or never. {BUILD_LATER}"
+            )
 
     @property
     def simulated(self) -> bool:
@@ -60,13 +72,22 @@ class Ranks:
 
     @property
     def saving(self) -> Ranks:
-        """The same ranks for what all of them call to have a state: a rank that calls alone is told so, and soon."""
+        """The same ranks for what all of them call to have a state: a rank that calls alone is told the cure."""
         return replace(self, _saves=True)
+
+    @property
+    def loading(self) -> Ranks:
+        """The same ranks within a load, which may have failed on some of them before: its exchanges go by no leg."""
+        return replace(self, _loads=True)
+
+    def at(self, *place: int) -> Ranks:
+        """The same ranks at a place of the run: an exchange is never one with that of a rank which is at another place."""
+        return replace(self, _place=place)
 
     @property
     def next_leg(self) -> Ranks:
         """The same ranks after a load."""
-        return replace(self, leg=self.leg + 1)
+        return replace(self, leg=max(self.leg, *self._agreed_leg, 0) + 1, _agreed_leg=[])
 
     def warn(self, message: str, *values: object) -> None:
         """Say something once a run: on dp rank 0."""
@@ -77,10 +98,6 @@ class Ranks:
         """The same of what is as it should be."""
         if self.rank == 0:
             _logger.info(message, *values)
-
-    def reading(self) -> contextlib.AbstractContextManager[None]:
-        """While this rank reads, others may wait for it: that time does not count."""
-        return _FREE if self.circle is None else self.circle.roll_call.reading()
 
     def merge(self, table: Ints, owner: Ints) -> Ints:
         """The table with each row as the rank has it that owns it (collective); where there is but one rank, the table itself.
@@ -123,7 +140,7 @@ class Ranks:
         return self._gather(torch.tensor(values, dtype=torch.float64, device="cpu"), "numbers").numpy()
 
     def least(self, value: int) -> Callable[[], int]:
-        """Say a value ahead of time; the result, called, waits for the smallest of all ranks' values (collective)."""
+        """Send a value ahead of time; the result, called, waits for the smallest of all ranks' values (collective)."""
         finish = self._agree("sure", [value], lambda values: values.min(axis=0))
         return lambda: int(finish()[0])
 
@@ -132,34 +149,36 @@ class Ranks:
         low, high = self._agree("extremes", [value], lambda values: np.array([values.min(), values.max()]))().tolist()
         return low, high
 
-    def require_same(self, what: dict[str, Any]) -> None:
+    def require_same(self, what: dict[str, Any], did: str = "built their loaders") -> None:
         """``ValueError`` on every rank where some value differs between ranks, which names it (collective)."""
-        digests = self._gather(torch.tensor([digest(value) for value in what.values()], device="cpu"), "same")
-        differing = [name for name, values in zip(what, digests.T, strict=True) if (values != values[0]).any()]
-        if differing:
-            given = {name: what[name] for name in differing}
+        same = self._agree("same", [digest(value) for value in what.values()], _are_same)()
+        self._require(what, same, did)
+
+    def built(self, what: dict[str, Any]) -> Ranks:
+        """The ranks of a loader that all of them build, with its number (collective).
+
+        Some rank may have failed at earlier ones: the number is the largest that any rank has come to.
+
+        Args:
+            what: The arguments by name, which must be the same on all ranks: else ``ValueError`` on each of them.
+        """
+        circle = self.circle
+        if circle is None:
+            return self
+        values = [circle.num_loaders + 1, *map(digest, what.values())]
+        call = Call("build", self.timeout, _BUILD_ON_ALL)
+        number, *same = circle.agree(call, values, lambda of: np.append(of[:, 0].max(), _are_same(of[:, 1:])))()
+        circle.num_loaders = int(number)
+        self._require(what, same)
+        return replace(self, loader=circle.num_loaders)
+
+    def _require(self, what: dict[str, Any], are_same: Iterable[Any], did: str = "built their loaders") -> None:
+        given = {name: what[name] for name, is_same in zip(what, are_same, strict=True) if not is_same}
+        if given:
             raise ValueError(
-                f"The ranks built their loaders with different {', '.join(differing)}; dp rank {self.rank} has {given}. "
+                f"The ranks {did} with different {', '.join(given)}; dp rank {self.rank} has {given}. "
                 f"All ranks need the same arguments and the same files."
             )
-
-    def shard(self, tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """This rank's block of rows as a `DTensor` over all ranks; ``num_rows`` is a multiple of W."""
-        if self.mesh is None:
-            raise ValueError("These ranks have no mesh.")
-        shape = (num_rows, *tensor.shape[1:])
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            tensor, self.mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride
-        )
-
-    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All rows of what `shard` made, or of any other `DTensor` (collective); a plain tensor as it is."""
-        if not isinstance(tensor, DTensor):
-            return tensor
-        if tensor.device_mesh is not self.mesh:
-            return tensor.full_tensor()
-        return self._gather(tensor.to_local()).flatten(0, 1)
 
     def _gather(self, tensor: torch.Tensor, what: str = "rows") -> torch.Tensor:
         return tensor[None] if self.circle is None else self.circle.gather(self._call(what), tensor)
@@ -171,6 +190,20 @@ class Ranks:
         return self.circle.agree(self._call(what), values, decide)
 
     def _call(self, what: str) -> Call:
-        seconds, cure = (self.save_timeout, _CALL_ON_ALL) if self._saves else (self.timeout, _RESTART)
-        name = f"save/{what}/{self.loader}" if self._saves else f"read/{what}/{self.loader}.{self.leg}"
-        return Call(name, seconds, not self._saves, cure)
+        if self._saves:
+            return Call(f"save/{what}/{self.loader}", self.timeout, _CALL_ON_ALL)
+        if self._loads:
+            return Call(f"load/{what}/{self.loader}", self.timeout, _RESTART)
+        return Call(f"read/{what}/{self.loader}/{self._place}", self.timeout, _RESTART, self._number_of_leg())
+
+    def _number_of_leg(self) -> int:
+        """The largest `leg` of all ranks: a load may have failed on some of them, and only these have loaded again."""
+        if self.leg > 1 and not self._agreed_leg and self.circle is not None:
+            call = Call(f"read/leg/{self.loader}", self.timeout, _RESTART)
+            self._agreed_leg.append(int(self.circle.agree(call, [self.leg], lambda legs: legs.max(axis=0))()[0]))
+        return self._agreed_leg[0] if self._agreed_leg else self.leg
+
+
+def _are_same(values: Ints) -> Ints:
+    """1 for each column of `values` that has one value, 0 for others."""
+    return (values == values[0]).all(axis=0).astype(np.int64)

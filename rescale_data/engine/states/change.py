@@ -2,7 +2,7 @@
 samples: a longer ``seq_len``, labels, another dtype (`Node.FORM`).
 
 What a state says is first made into what the pipeline of now would have said, and then compared like any other. The forms
-before, with the samples and tokens delivered by then, are scalars in the JSON of a state, under "before".
+before, with the samples and tokens delivered by then, are numbers in the header of a state.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rescale_data.engine.recipe import EXCLUDED_STEPS, FIRST_SLOT, IN_STEP, SAMPLES, History, path_name
-from rescale_data.engine.schema import Nodes, Schema
+from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES, History, path_name
+from rescale_data.engine.schema import Nodes, Schema, by_name
 from rescale_data.engine.states.differences import without
 from rescale_data.engine.states.growth import Growth
 from rescale_data.engine.stream import Stream
@@ -52,46 +52,37 @@ class Fitted:
     """What a state says, its table aside, as the pipeline of now would have said it.
 
     Args:
-        fields, pipeline, sources: As JSON has them; sources are `None` where they are those of now.
+        columns, pipeline, sources: As JSON has them; sources are `None` where they are those of now.
         added, removed: The children that have come and gone. Those that have come have delivered nothing.
         growth: What has become of the data.
     """
 
-    fields: Mapping[str, Any]
+    columns: Mapping[str, Any]
     pipeline: Nodes
     sources: Mapping[str, Any] | None
     added: list[Changed]
     removed: list[Changed]
-    growth: Growth = field(default_factory=lambda: Growth({}, {}, []))
+    growth: Growth = field(default_factory=lambda: Growth({}, {}))
 
 
-def fit(schema: Schema, state: Mapping[str, Any]) -> Fitted:
+def fit(schema: Schema, header: Mapping[str, Any]) -> Fitted:
     """Take children that are gone out of what a state says, and put in those that are new; what differs otherwise stays."""
-    fields, pipeline = json.loads(state["fields"]), json.loads(state["pipeline"])
-    for path, node in schema.root.walk():
-        if type(node).check_saved is not Node.check_saved:
-            above = "".join(f"{name}." for name in path)
-            node.check_saved({key.removeprefix(above) for key in fields if key.startswith(above)})
-    removed, added = _changes(schema, pipeline)
+    removed, added = _changes(schema, header["pipeline"])
 
     def merged(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
         kept = {key: value for key, value in saved.items() if not any(change.has(key) for change in removed)}
         return {**kept, **{key: value for key, value in now.items() if any(change.has(key) for change in added)}}
 
-    sources = None
-    if (
-        state["sources"] != schema.sources_json
-    ):  # it is the rule that they are equal, and the list of all files may be long
-        now = json.loads(schema.sources_json)
-        sources = merged(json.loads(state["sources"]), now)
+    columns, sources = merged(by_name(header["columns"]), schema.columns), None
+    if header["sources"] != (now := json.loads(schema.sources_json)):
+        sources = merged(header["sources"], now)
         sources = None if sources == now else sources
-    fields = merged(fields, json.loads(schema.fields_json))
-    return Fitted(fields, merged(pipeline, schema.pipeline), sources, added, removed)
+    return Fitted(columns, merged(header["pipeline"], schema.pipeline), sources, added, removed)
 
 
 def lasting(schema: Schema, pipeline: Nodes) -> Nodes:
     """A pipeline's parameters without those that may change, and without the form of its samples."""
-    free: defaultdict[str, set[str]] = defaultdict(set, {path_name(()): {EXCLUDED_STEPS, IN_STEP}})
+    free: defaultdict[str, set[str]] = defaultdict(set)
     for path, node in schema.root.walk():
         may_change = node.MAY_CHANGE if _is_settled(schema.root, path) else frozenset[str]()
         form = node.FORM if _is_drawn_once(schema.root, path) else frozenset[str]()

@@ -1,75 +1,53 @@
 """Whether a state fits a loader: what is compared when it is loaded, and of a checkpoint before anything is.
 
-A plain ``dcp.load`` finds another number of logical shards ("Size mismatch between saved ... and current ...") and a field
-that was added ("Missing key in checkpoint state_dict: ...") by itself, before our code runs, and in words that tell nobody
-what to do; so `check` reads the metadata alone.
+A plain ``dcp.load`` finds another number of logical shards, or of columns, by itself ("Size mismatch between saved ... and
+current ..."), before our code runs, and in words that tell nobody what to do; so `check` reads the header alone.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from rescale_data.engine.recipe import STAMP
 from rescale_data.engine.states.change import Fitted, fit, fixed_by_others, lasting
+from rescale_data.engine.states.codec import fields_in
 from rescale_data.engine.states.differences import differences, without_functions
-from rescale_data.engine.states.growth import compare, refuse_changes
-from rescale_data.engine.states.table import BY_FIELD, IN_ONE, stored, version_of
+from rescale_data.engine.states.growth import compare
 from rescale_data.engine.stream import HasStream, Stream
 from rescale_data.errors import DataStateError, require
+from rescale_data.state import offsets
 
-_READS = (1, BY_FIELD, IN_ONE)
 
-
-def check(saved: Mapping[str, Any], head: Mapping[str, Any], loader: HasStream) -> None:
-    """``DataStateError`` where a data state does not fit the loader, or ``dcp.load`` refuses what `load_changed` takes.
-
-    Args:
-        saved: The table's tensors; those on the meta device will do.
-        head: The state without its table.
-    """
+def check(header: Mapping[str, Any], loader: HasStream) -> None:
+    """``DataStateError`` where a data state does not fit the loader, or ``dcp.load`` refuses what `load_changed` takes."""
     require(HasStream, "the loader that is to load it", loader=loader)
-    schema, n = loader.stream.schema, loader.stream.layout.num_logical_shards
-    fitted = require_fit(loader.stream, head)
-    found = {key: (tuple(value.shape), value.dtype) for key, value in saved.items() if isinstance(value, torch.Tensor)}
-    wanted = (STAMP, *stored(version_of(schema), schema.fields))
-    if all(found.get(field.key) == ((n, *(field.shape or ())), field.dtype) for field in wanted):
+    fitted = require_fit(loader.stream, header)
+    if offsets(fields_in(header))[-1] == loader.stream.table.shape[1] + 1:
         return
     added, removed = ([child.name for child in children] for children in (fitted.added, fitted.removed))
-    differs = f"{added} are new and {removed} gone" if added or removed else "it was saved by an older rescale_data"
     raise DataStateError(
-        f"The checkpoint keeps the table of the sources in another shape than the loader does: {differs}. dcp.load refuses "
-        f'that ("Missing key in checkpoint state_dict" or "Size mismatch"). Leave the loader out of the dict that dcp.load is '
-        f"given, and call rescale_data.load_changed(path, loader): new sources begin with their first row, the others go on."
+        f"The checkpoint keeps the table of the sources in another shape than the loader does: {added} are new and {removed} "
+        f'gone. dcp.load refuses that ("Size mismatch"). Leave the loader out of the dict that dcp.load is given, and call '
+        f"rescale_data.load_changed(path, loader): new sources begin with their first row, the others go on."
     )
 
 
-def require_fit(stream: Stream, saved: Mapping[str, Any]) -> Fitted:
-    """``DataStateError`` where a state belongs to another run: format, N, seed, fields, sources or pipeline.
+def require_fit(stream: Stream, header: Mapping[str, Any]) -> Fitted:
+    """``DataStateError`` where a state belongs to another run: N, seed, columns, sources or pipeline.
 
     Returns:
         The state as the pipeline of now would have saved it.
     """
     now = {"num_logical_shards": stream.layout.num_logical_shards, "seed": stream.setup.recipe.seed}
-    if saved["version"] not in _READS:
-        raise DataStateError(
-            f"The state has format version {saved['version']}, this rescale_data reads the versions {_READS}. Load it with the "
-            f"release that saved it."
-        )
     for name, cure in _FIXED.items():
-        if saved[name] != now[name]:
+        if header[name] != now[name]:
             raise DataStateError(
-                f"The state was saved with {name}={saved[name]}, the loader has {name}={now[name]}. {cure}"
+                f"The state was saved with {name}={header[name]}, the loader has {name}={now[name]}. {cure}"
             )
-    schema, fitted = stream.schema, fit(stream.schema, saved)
-    _require_same("fields", fitted.fields, json.loads(schema.fields_json))
+    schema, fitted = stream.schema, fit(stream.schema, header)
+    _require_same("fields", fitted.columns, schema.columns)
     growth = compare(schema, fitted.sources)
-    if stream.on_source_change == "error":
-        refuse_changes(growth)
     pipelines = without_functions(fitted.pipeline, schema.pipeline)
     _require_same("pipeline", *(lasting(schema, each) for each in pipelines), fixed=fixed_by_others(schema))
     return replace(fitted, growth=growth)

@@ -6,10 +6,9 @@ import json
 from collections.abc import Mapping, Set
 from typing import Any
 
-from rescale_data.engine.recipe import EXCLUDED_STEPS, path_name
+from rescale_data.engine.recipe import path_name
 from rescale_data.engine.schema import Nodes
 from rescale_data.engine.stream import Stream
-from rescale_data.errors import DataStateError
 from rescale_data.nodes.function import CODE, VERSION
 
 _SHOWN = 5
@@ -51,18 +50,6 @@ def say_changes(stream: Stream, saved: Nodes) -> None:
         )
     if settings:
         stream.ranks.info("Changed since the state was saved: %s.", "; ".join(settings))
-
-
-def steps_left_out(stream: Stream, saved: Nodes, step: int) -> list[tuple[int, int]]:
-    """Those of the state and those of the loader; ``DataStateError`` where some of the loader's have passed."""
-    before = [(int(first), int(stop)) for first, stop in saved[path_name(())].get(EXCLUDED_STEPS, ())]
-    late = [each for each in stream.schema.excluded_steps if each not in before and each[0] < step]
-    if late:
-        raise DataStateError(
-            f"The state is that of step {step}: the steps {late} were to be left out and have passed. Load an older "
-            f"checkpoint, or leave them out of exclude_steps()."
-        )
-    return [*before, *stream.schema.excluded_steps]
 
 
 def _compare(path: str, saved: Any, now: Any) -> list[str]:

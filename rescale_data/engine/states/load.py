@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from rescale_data.engine.agreement import together
 from rescale_data.engine.group import require_whole_round
-from rescale_data.engine.ranks.ranks import Ranks
-from rescale_data.engine.recipe import (
-    DEALT,
-    ENDED,
-    EXCLUDED_STEPS,
-    FIRST_SLOT,
-    IN_STEP,
-    SAMPLES,
-    STRINGS,
-    UNDEALT,
-    Histories,
-    History,
-    path_name,
-)
+from rescale_data.engine.leg import Standing
+from rescale_data.engine.legs import Legs
+from rescale_data.engine.position import Position
+from rescale_data.engine.recipe import DEALT, ENDED, FIRST_SLOT, SAMPLES, UNDEALT, Histories, History
 from rescale_data.engine.schema import Nodes, Schema
+from rescale_data.engine.skip import require_countable, skip
 from rescale_data.engine.states.change import (
     Fitted,
     check_changes,
@@ -35,68 +25,57 @@ from rescale_data.engine.states.change import (
     settle,
 )
 from rescale_data.engine.states.check import require_fit
-from rescale_data.engine.states.differences import say_changes, steps_left_out, without_all
-from rescale_data.engine.states.growth import Growth, begin_next_epoch, joined, needed
-from rescale_data.engine.states.statedict import INTS, RankRows
-from rescale_data.engine.states.table import is_dealt, table_of
+from rescale_data.engine.states.codec import Saved, is_dealt, read, table_of
+from rescale_data.engine.states.differences import say_changes, without_all, without_functions
+from rescale_data.engine.states.growth import Growth, joined, needed
+from rescale_data.engine.states.statedict import whole_state
 from rescale_data.engine.stream import Stream
+from rescale_data.engine.taken import Taken
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
+from rescale_data.layout.layout import Layout
 from rescale_data.nodes.below import readers_of
 from rescale_data.nodes.form import BEFORE
-from rescale_data.state import Ints
+from rescale_data.state import Ints, require_limits
 
 
-def load_state_dict(stream: Stream, state: Mapping[str, Any]) -> None:
-    """Go on from a state in either form; ``DataStateError`` where it does not fit, and then nothing has changed."""
-    _require_state(state)
-    shards, fitted, clock = _whole(stream.ranks, state["shards"]), require_fit(stream, state), _clock(state)
-    pipelines = json.loads(state["pipeline"]), stream.schema.pipeline
-    changed = _differ(*pipelines, EXCLUDED_STEPS, IN_STEP)
-    table = table_of(stream.schema, {**state, "shards": shards}, fitted.added)
+def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0) -> None:
+    """Go on from a state in either form; ``DataStateError`` where it does not fit, and then nothing has changed.
+
+    Args:
+        delivered: Samples that were delivered after it, by the topology that it names.
+    """
+    saved = read(whole_state(state))
+    fitted, clock = require_fit(stream, saved.header), saved.clock
+    changed = saved.header["pipeline"] != stream.schema.pipeline
+    table = table_of(stream.schema, saved, fitted.added)
     was_dealt = is_dealt(table)
     _require_one_end(table)
-    _require_rows(stream.schema, table, bounded=not fitted.growth.changed)
+    _require_rows(stream.schema, table)
+    if delivered:
+        _refuse_changes(stream.schema, fitted, delivered)
+        clock, table = _deliver(stream, saved, clock, table, fitted.growth.histories, delivered)
+        was_dealt = is_dealt(table)
     forms = _change(stream, fitted.pipeline, table) if changed else {}
-    loaded = _place(stream, clock, table, _sizes(state), was_dealt=was_dealt)
-    excluded = steps_left_out(stream, fitted.pipeline, loaded.global_step(stream.layout.global_batch_size))
+    loaded = _place(stream, stream.layout, clock, table, saved.sizes, was_dealt=was_dealt)
     moved, histories = loaded, fitted.growth.histories
-    if fitted.growth.changed:
-        moved, histories = _begin_next_epoch(stream, fitted.growth, table, loaded)
-    elif fitted.growth.grown:
+    if fitted.growth.grown:
         histories = _join(stream, fitted.growth, table)
-    stream.schema.exclude_steps(excluded)  # from here on nothing is refused
-    stream.schema.adopt({**needed(histories, stream.schema, table), **forms})
-    begun_again = settle(stream.schema, table) if changed or fitted.growth.changed else 0
+        if was_dealt and not is_dealt(table):
+            moved = loaded.restarted(stream.layout.global_batch_size)
+    stream.schema.adopt({**needed(histories, stream.schema, table), **forms})  # from here on nothing is refused
     if changed:
-        _report(stream, fitted, begun_again)
+        _report(stream, fitted, settle(stream.schema, table))
     stream.load(table, moved)
     _warn_of_epochs(stream, table)
     if loaded.origin != clock.origin and not stream.is_short():  # that end has its own warning
         stream.ranks.warn(
             "The state was saved with global_batch_size=%d, dp_world_size=%d, micro_batch_size=%d in the middle of a step, or "
             "with another global batch: global batches begin anew at sample %d. loader.step goes on from %d.",
-            *_sizes(state),
+            *saved.sizes,
             loaded.samples,
             loaded.step,
         )
-
-
-def _require_state(state: Mapping[str, Any]) -> None:
-    if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(
-            f"The state is a {type(state).__name__}. Give what loader.state_dict() returned, or DCP loaded into it."
-        )
-    missing = sorted({"shards", *INTS, *STRINGS} - set(state))
-    if missing:
-        raise DataStateError(
-            f"The state lacks {missing}. Give what loader.state_dict() returned, or DCP loaded into it."
-        )
-
-
-def _sizes(state: Mapping[str, Any]) -> tuple[int, int, int]:
-    """O, W and b of the save."""
-    return int(state["global_batch_size"]), int(state["dp_world_size"]), int(state["micro_batch_size"])
 
 
 def _change(stream: Stream, saved: Nodes, table: Ints) -> dict[str, History]:
@@ -104,14 +83,59 @@ def _change(stream: Stream, saved: Nodes, table: Ints) -> dict[str, History]:
     say_changes(stream, saved)
     check_changes(stream.schema, saved, table)
     forms = {**reform(stream, saved, table), **earlier(stream.schema, saved, table)}
-    if _differ(saved, stream.schema.pipeline, BEFORE, EXCLUDED_STEPS, IN_STEP):
+    if _differ(saved, stream.schema.pipeline, BEFORE):
         table[:, DEALT][table[:, DEALT] != ENDED] = UNDEALT  # what was dealt are samples of the pipeline before
     return forms
 
 
-def _place(stream: Stream, clock: Clock, table: Ints, saved: tuple[int, int, int], *, was_dealt: bool) -> Clock:
+def _refuse_changes(schema: Schema, fitted: Fitted, delivered: int) -> None:
+    """``DataStateError`` where the pipeline is not the one that delivered those samples."""
+    if _differ(*without_functions(fitted.pipeline, schema.pipeline), BEFORE):
+        raise DataStateError(
+            f"load_state_dict(state, delivered={delivered}): the pipeline has changed since the state was saved, "
+            f"and what was delivered after it was not of this pipeline. Build the loader as it was then, load the state, save, "
+            f"and load that with the change."
+        )
+
+
+def _deliver(
+    stream: Stream, saved: Saved, clock: Clock, table: Ints, histories: Histories, num_samples: int
+) -> tuple[Clock, Ints]:
+    """Return where the topology of a state stands after so many samples more (collective where rows are read for it)."""
+    setup, schema, n = stream.setup, stream.schema, len(table)
+    (o, w, b), k = saved.sizes, saved.header["num_workers"]
+    layout = Layout(num_logical_shards=n, global_batch_size=o, dp_world_size=w, micro_batch_size=b, num_workers=k)
+    whole = layout.micro_step_samples
+    if num_samples < 0 or num_samples % whole:
+        raise ValueError(
+            f"load_state_dict(state, delivered={num_samples}): give a multiple of {whole}, dp_world_size={w} times "
+            f"micro_batch_size={b} of the state: samples over all ranks that served."
+        )
+    require_countable(f"load_state_dict(state, delivered={num_samples})", clock.samples + num_samples, n)
+    clock = _place(stream, layout, clock, table, (o, w, b), was_dealt=is_dealt(table))
+    ended = bool((table[:, DEALT] == ENDED).all())
+    standing = Standing(clock, stream.owners, None, ended, clock.samples)
+    ranks = setup.ranks.loading
+    counts = {name: value for name, value in saved.header.items() if isinstance(value, int)}
+    ranks.require_same({"delivered": num_samples, **counts}, "loaded states")
+    at = Position(
+        replace(setup, layout=layout, ranks=ranks), stream.runner, standing, clock.micro_batch(layout), Taken(table)
+    )
+    at.owned = np.arange(n) if stream.ranks.simulated else at.owned
+    before = schema.histories
+    schema.adopt(needed({path: list(history) for path, history in histories.items()}, schema, table))
+    try:
+        skip(at, Legs(), num_samples // whole)
+        return at.clock, ranks.merge(at.table, at.standing.owners)
+    finally:
+        schema.adopt(before)
+
+
+def _place(
+    stream: Stream, layout: Layout, clock: Clock, table: Ints, saved: tuple[int, int, int], *, was_dealt: bool
+) -> Clock:
     """Where the run goes on in its steps; what is dealt in the table goes where it does not hold there."""
-    loaded = clock.loaded(saved, stream.layout)
+    loaded = clock.loaded(saved, layout)
     require_whole_round(stream.schema, table, clock, loaded, saved[0])
     if was_dealt and not is_dealt(table):
         loaded = clock.restarted(saved[0])
@@ -132,11 +156,12 @@ def _require_one_end(table: Ints) -> None:
         )
 
 
-def _require_rows(schema: Schema, table: Ints, *, bounded: bool) -> None:
-    """``DataStateError`` of a reader that stands where its source, unless it has changed since, has no row."""
+def _require_rows(schema: Schema, table: Ints) -> None:
+    """``DataStateError`` of numbers that no run comes to, and of a reader that stands where its source has no row."""
+    require_limits(schema.fields, table, "logical shard {}")
     for reader, slot in readers_of(schema.root, FIRST_SLOT):
         epoch, row = table[:, slot], table[:, slot + 1]
-        wrong = (epoch < 0) | (row < 0) | ((row > reader.source.num_rows) & bounded) | (table[:, SAMPLES] < 0)
+        wrong = row > reader.source.num_rows
         if wrong.any():
             at, source = int(wrong.argmax()), reader.source
             raise DataStateError(
@@ -167,29 +192,6 @@ def _differ(saved: Nodes, now: Nodes, *apart: str) -> bool:
     return without_all(saved, *apart) != without_all(now, *apart)
 
 
-def _whole(ranks: Ranks, shards: Any) -> dict[str, torch.Tensor]:
-    """The table with all rows (collective where it is that of one rank)."""
-    if isinstance(shards, RankRows):
-        return shards.whole()
-    if not isinstance(shards, Mapping):
-        raise DataStateError(
-            f"'shards' of the state is a {type(shards).__name__}, not a dict of tensors. Give what loader.state_dict() "
-            f"returned."
-        )
-    for value in shards.values():
-        if not isinstance(value, torch.Tensor):
-            raise DataStateError(f"A field of the state is a {type(value).__name__}, not a tensor.")
-    return {key: ranks.whole(value) for key, value in shards.items()}
-
-
-def _clock(state: Mapping[str, Any]) -> Clock:
-    """Format version 1 has, under "step", the steps before `origin`."""
-    counts = {name: int(state[name]) for name in ("samples", "origin", "step", "epoch")}
-    if state["version"] > 1:
-        counts["step"] -= (counts["samples"] - counts["origin"]) // int(state["global_batch_size"])
-    return Clock(**counts, in_step=IN_STEP in json.loads(state["pipeline"])[path_name(())])
-
-
 def _join(stream: Stream, growth: Growth, table: Ints) -> dict[str, History]:
     histories = joined(growth, stream.schema, table, partial(_reached, stream, table))
     for path, added in growth.grown.items():
@@ -204,11 +206,11 @@ def _join(stream: Stream, growth: Growth, table: Ints) -> dict[str, History]:
 def _reached(stream: Stream, table: Ints, histories: Histories, paths: Sequence[str]) -> list[int]:
     """Of each of these sources the last epoch that is read again to go on within windows and documents that have begun; -1:
     none is (collective where something has begun)."""
-    begun, ranks = stream.schema.begun(table), stream.ranks
+    begun, ranks = stream.schema.begun(table), stream.ranks.loading
 
     def farthest() -> list[int]:
         found = [[-1] * len(paths)]
-        for shard in range(len(table)) if ranks.simulated else stream.layout.owned(ranks.rank):
+        for shard in range(len(table)) if ranks.simulated else stream.owned.tolist():
             if nodes := [node for node, rows in begun.items() if rows[shard]]:
                 row = table[shard : shard + 1, FIRST_SLOT:]
                 of_shard = stream.runner.farthest(shard, row, histories, nodes)
@@ -218,17 +220,6 @@ def _reached(stream: Stream, table: Ints, histories: Histories, paths: Sequence[
     if not any(rows.any() for rows in begun.values()):
         return farthest()
     return ranks.each(together(ranks, farthest)).max(axis=0).tolist()
-
-
-def _begin_next_epoch(stream: Stream, growth: Growth, table: Ints, clock: Clock) -> tuple[Clock, dict[str, History]]:
-    histories, left = begin_next_epoch(growth, stream.schema, table)
-    stream.ranks.warn(
-        "Files were removed or changed since the state was saved (%s): what was left of the epoch, %d rows, is left out, and "
-        "all logical shards begin the next one (on_source_change='next_epoch').", "; ".join(growth.changed), left,
-    )  # fmt: skip
-    if not stream.repeat:
-        table[:, DEALT] = ENDED
-    return clock.restarted(stream.layout.global_batch_size), histories
 
 
 def _report(stream: Stream, fitted: Fitted, num_begun_again: int) -> None:

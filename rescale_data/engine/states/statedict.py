@@ -1,64 +1,40 @@
-"""A stream's state as the nested dict that goes into a checkpoint.
+"""A stream's state: whole, or as one rank knows it.
 
-    {"shards": {name: a tensor with N rows}, counts of the run: int, "sources", "pipeline", "fields": JSON strings}
-
-The shapes on disk depend on N alone. In memory a table is one of these, and all of them load into each other:
-
-    whole     plain tensors with all rows, equal on every rank (collective): what anybody may keep
-    sharded   a `DTensor` over the dp mesh where W divides N, without communication; whole elsewhere
+    whole     all rows, equal on every rank (collective): what anybody may keep, and plain DCP saves
     local     `RankRows`, which `whole_state` makes whole: never any communication
 
-The tensors are those of `table.py`. Source: docs/design.md, 8.
+Its format is that of `codec.py`. Source: docs/design.md, 8.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
 
 from rescale_data.engine.position import Position
-from rescale_data.engine.recipe import MOST_STAMPED, SAMPLES, STAMP
-from rescale_data.engine.schema import Schema
-from rescale_data.engine.states.table import is_dealt, stamps_of, tensors_of, version_of
+from rescale_data.engine.ranks.meeting import digest
+from rescale_data.engine.recipe import MOST_STAMPED, SAMPLES
+from rescale_data.engine.states.codec import HEADER, TABLE, encode, header_of
 from rescale_data.engine.stream import Stream
 from rescale_data.errors import DataStateError
-from rescale_data.state import Ints
 
 _OF_NONE = -MOST_STAMPED  # the stamp of a row that is nobody's
-INTS = (
-    "samples",
-    "origin",
-    "step",
-    "epoch",
-    "global_batch_size",
-    "micro_batch_size",
-    "dp_world_size",
-    "num_logical_shards",
-    "seed",
-    "version",
-)
 
 
 def state_dict(stream: Position) -> dict[str, Any]:
-    """The state with plain tensors of all N rows (collective over the dp ranks).
+    """The state with all N rows (collective over the dp ranks).
 
     Where the ranks stand at different batches it is one to load into, as `dcp.load` does, and cannot be kept (`Apart`).
     """
     apart = _find_apart(stream)
-    state = state_of(stream.schema, stream.table if apart else stream.whole(), header(stream))
+    state = encode(stream.table if apart else stream.whole(), stream.clock.samples, header_of(stream))
     if apart:
-        state["shards"][STAMP.key].fill_(_OF_NONE)
-        state["samples"] = Apart(stream.clock.samples, apart)
+        state[TABLE][:, 0] = _OF_NONE
+        state[HEADER] = Apart(state[HEADER], apart)
     return state
-
-
-def state_of(schema: Schema, table: Ints, numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a whole table, and of its `header`."""
-    stamps = stamps_of(range(len(table)), int(numbers["samples"]), len(table))
-    return {"shards": tensors_of(schema, table, stamps), **numbers}
 
 
 def local_state_dict(stream: Position) -> dict[str, Any]:
@@ -67,15 +43,15 @@ def local_state_dict(stream: Position) -> dict[str, Any]:
         return state_dict(stream)
     _refuse_simulated(stream)
     _require_saveable(stream)
-    return {"shards": RankRows(stream.copy()), **header(stream)}
+    return {TABLE: RankRows(stream.copy()), HEADER: header_of(stream)}
 
 
-def whole_shards(stream: Position) -> dict[str, torch.Tensor]:
-    """The table with all rows right (collective); ``DataStateError`` where the ranks stand at different batches."""
+def whole_table(stream: Position) -> torch.Tensor:
+    """The table of a state (collective); ``DataStateError`` where the ranks stand at different batches."""
     state = state_dict(stream)
-    if isinstance(state["samples"], Apart):
-        state["samples"].refuse()
-    return state["shards"]
+    if isinstance(state[HEADER], Apart):
+        state[HEADER].refuse()
+    return state[TABLE]
 
 
 class RankRows:
@@ -84,44 +60,30 @@ class RankRows:
     def __init__(self, at: Position) -> None:
         self._at = at
 
-    def whole(self) -> dict[str, torch.Tensor]:
-        """The table with all rows right (collective)."""
-        return whole_shards(self._at)
+    def whole(self) -> torch.Tensor:
+        """The table of a state with all rows right (collective)."""
+        return whole_table(self._at)
 
     def __reduce__(self) -> NoReturn:
-        _refuse_pickle()
-
-
-class Sharded:
-    """A loader as something to save, whose state keeps each rank's rows with that rank (``loader.sharded``)."""
-
-    def __init__(self, save: Callable[[], Position], load: Callable[[Mapping[str, Any]], None]) -> None:
-        self._save, self._load = save, load
-
-    def state_dict(self) -> dict[str, Any]:
-        """`DTensor` rows where W divides N, without communication; else, and at an epoch's end, plain tensors."""
-        stream = self._save()
-        return _in_blocks(stream) if _has_blocks(stream) else state_dict(stream)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As `DataLoader.load_state_dict`."""
-        self._load(state_dict)
-
-    def __reduce__(self) -> NoReturn:
-        _refuse_pickle()
+        raise TypeError(
+            "This state of a data loader holds the rows of one dp rank, and pickles on none: loaded on the others they would "
+            "be taken for theirs. Keep loader.state_dict(), which is whole (all ranks call it), or rd.whole_state(state) of "
+            "loader.local_state_dict() and of nodes above rd.LogicalShards."
+        )
 
 
 def whole_state(state: Any) -> Any:
-    """Make the states of `LogicalShards` in a state whole (collective over the dp ranks; call it in the main thread).
+    """Make the states of one rank in a state whole (collective over the dp ranks; call it in the main thread).
 
     A `LogicalShards` gives the rows of its own rank alone, because nodes of torchdata ask for its state in threads. What this
     returns is the same on every rank, pickles, and loads on any topology.
 
     Args:
-        state: Of a `LogicalShards`, or of anything above it, as ``torchdata.nodes.Loader.state_dict()``. Not changed.
+        state: Of a `LogicalShards`, of anything above it, as ``torchdata.nodes.Loader.state_dict()``, or what
+            `DataLoader.local_state_dict` returned. Not changed.
 
     Returns:
-        The same with plain tensors of all N rows.
+        The same with all N rows.
 
     Raises:
         DataStateError: The ranks stand at different batches.
@@ -131,8 +93,8 @@ def whole_state(state: Any) -> Any:
         >>> source = rd.SyntheticSource(64, length=8)
         >>> sizes = {"num_logical_shards": 4, "global_batch_size": 4}
         >>> shards = rd.LogicalShards(lambda shard: rd.Reader(source, shard), **sizes, repeat=False)
-        >>> rd.whole_state({"root": shards.state_dict()})["root"]["shards"]["samples"]
-        tensor([0, 0, 0, 0])
+        >>> rd.whole_state({"root": shards.state_dict()})["root"]["table"].shape
+        torch.Size([4, 6])
     """
     if not isinstance(state, Mapping):
         return state
@@ -150,41 +112,20 @@ def merged_state_dict(streams: Sequence[Stream]) -> dict[str, Any]:
         raise ValueError(
             f"The loaders are those of the dp ranks {given}; give one of each of {first.ranks.world_size} ranks."
         )
-    if any(header(stream) != header(first) for stream in streams):
+    if any(header_of(stream) != header_of(first) for stream in streams):
         raise ValueError("The loaders of the dp ranks stand at different batches. Take the same number from each.")
     tables = np.stack([stream.table for stream in streams])
     newest = tables[:, :, SAMPLES].argmax(axis=0)
-    whole = tables[newest, np.arange(len(newest))]
-    return state_of(first.schema, whole, header(first))
+    return encode(tables[newest, np.arange(len(newest))], first.clock.samples, header_of(first))
 
 
-def header(stream: Position) -> dict[str, Any]:
-    """All of the state but the table: the same on every rank."""
-    layout, clock, schema = stream.layout, stream.clock, stream.schema
-    return {
-        "samples": clock.samples,
-        "origin": clock.origin,
-        "step": stream.step,
-        "epoch": clock.epoch,
-        "global_batch_size": layout.global_batch_size,
-        "micro_batch_size": layout.micro_batch_size,
-        "dp_world_size": layout.dp_world_size,
-        "num_logical_shards": layout.num_logical_shards,
-        "seed": stream.setup.recipe.seed,
-        "version": version_of(schema),
-        "sources": schema.sources_json,
-        "pipeline": schema.pipeline_json_at(in_step=clock.in_step),
-        "fields": schema.fields_json,
-    }
-
-
-class Apart(int):
-    """The sample at which this rank stands, and others do not: whoever pickles it, as all do that save, is told so."""
+class Apart(str):
+    """The header of a state where ranks stand at different samples: whoever pickles it, as all do that save, is told so."""
 
     why: str
 
-    def __new__(cls, samples: int, why: str) -> Apart:
-        apart = super().__new__(cls, samples)
+    def __new__(cls, header: str, why: str) -> Apart:
+        apart = super().__new__(cls, header)
         apart.why = why
         return apart
 
@@ -202,9 +143,15 @@ def _find_apart(stream: Position) -> str:
     """
     _refuse_simulated(stream)
     _require_saveable(stream)
-    first, last = stream.ranks.saving.extremes(stream.clock.samples)
-    if first == last:
+    stands = stream.ranks.saving.each([stream.clock.samples, digest(stream.clock.skipped)])
+    (first, one), (last, other) = stands.min(axis=0).tolist(), stands.max(axis=0).tolist()
+    if first == last and one == other:
         return ""
+    if first == last:
+        return (
+            f"The ranks save after {first} samples, of which they have not left out the same: dp rank {stream.ranks.rank} "
+            f"{stream.clock.skipped}. Call skip() on all ranks, with the same number."
+        )
     return (
         f"The ranks save at different batches, which no state can describe: dp rank {stream.ranks.rank} after "
         f"{stream.clock.samples} samples, others between {first} and {last}. Save on all ranks after the same batch."
@@ -223,27 +170,3 @@ def _refuse_simulated(stream: Position) -> None:
             f"state_dict() needs the rows of all {stream.ranks.world_size} dp ranks, but there is no process group (dp_rank= "
             f"and dp_world_size= were given). Use rescale_data.testing.full_state_dict(loaders) with the loaders of all ranks."
         )
-
-
-def _has_blocks(stream: Position) -> bool:
-    divides = stream.layout.num_logical_shards % stream.ranks.world_size == 0
-    return stream.ranks.mesh is not None and divides and not is_dealt(stream.table)
-
-
-def _in_blocks(stream: Position) -> dict[str, Any]:
-    _require_saveable(stream)
-    block, n = stream.layout.owned(stream.ranks.rank), stream.layout.num_logical_shards
-    stamps = stamps_of(block, stream.clock.samples, n)
-    shards = tensors_of(stream.schema, stream.table[block.start : block.stop], stamps)
-    sharded = {key: stream.ranks.shard(rows, n) for key, rows in shards.items()}
-    for tensor in sharded.values():  # pickle asks the object before its class, and torch.save is pickle
-        cast(Any, tensor).__reduce_ex__ = _refuse_pickle
-    return {"shards": sharded, **header(stream)}
-
-
-def _refuse_pickle(*_: object) -> NoReturn:
-    raise TypeError(
-        "This state of a data loader holds the rows of one dp rank, and pickles on none: loaded on the others they would be "
-        "taken for theirs. Keep loader.state_dict(), which is whole (all ranks call it), or rd.whole_state(state) of nodes "
-        "above rd.LogicalShards; loader.sharded goes through torch.distributed.checkpoint alone."
-    )

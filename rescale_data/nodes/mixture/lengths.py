@@ -5,23 +5,21 @@ of its documents so far in this logical shard, and longer where the source is be
 All of it follows from counts, in integers: a last bit that differs between processors would be another order.
 
 What belongs to all sources, the mean length and the tokens so far, counts in steps. So a draw changes the arc of its own
-source alone, most of the time, and costs the logarithm of their number.
+source alone, most of the time, and costs the logarithm of their number. A source that rests counts for nothing: it may be left
+out between legs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import mul
 
 import numpy as np
 
 from rescale_data.nodes.mixture.circle import TURN, shares
+from rescale_data.nodes.reading.gather import kernel
 from rescale_data.order import Words
 from rescale_data.state import Ints
-
-try:
-    from rescale_data.nodes.reading import draws
-except ImportError:  # built without a compiler
-    draws = None
 
 ENOUGH = 1 << 62
 """More than any source has."""
@@ -48,15 +46,23 @@ class TokenArcs:
     def __init__(
         self, weights: tuple[float, ...], documents: Sequence[int], tokens: Sequence[int], since: Sequence[int]
     ) -> None:
-        self._shares, self._since = shares(weights, 1 << _SHARE), list(since)
-        self._grid = _STEP * sum(share > 0 for share in self._shares)
-        self._count(documents, tokens)
+        self._shares = shares(weights, 1 << _SHARE)
+        goes = [share > 0 for share in self._shares]
+        self._grid = _STEP * sum(goes)
+        documents, going, self._since = ([*map(mul, goes, counts)] for counts in (documents, tokens, since))
+        self._resting = sum(tokens) - sum(going)
+        self._count(documents, going)
 
     def _count(self, documents: Sequence[int], tokens: Sequence[int]) -> None:
         self.documents, self.tokens = list(documents), list(tokens)
-        self._all_documents, self.num_tokens = sum(documents), sum(tokens)
-        self._counted = self.num_tokens - sum(self._since)
+        self._all_documents, self._all_tokens = sum(documents), sum(tokens)
+        self._counted = self._all_tokens - sum(self._since)
         self._rebuild()
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all sources, also of those that rest."""
+        return self._all_tokens + self._resting
 
     def choose(self, point: int) -> int:
         """The source in whose arc a point falls."""
@@ -94,8 +100,9 @@ class TokenArcs:
             The number of the next draw, and the source whose length is missing for it, or -1.
         """
         missing = -2
-        if draws is not None:
-            first, missing = draws.run(points, chosen, first, numbers, lengths, turn_at)
+        if kernel is not None:
+            going_at = -1 if turn_at < 0 else max(0, turn_at - self._resting)
+            first, missing = kernel.run(points, chosen, first, numbers, lengths, going_at)
         if missing > -2:
             return first, missing
         self._count(*numbers[1:3].tolist())  # without a compiler, or of documents that are very long
@@ -125,7 +132,7 @@ class TokenArcs:
         self.documents[source] += 1
         self.tokens[source] += length
         self._all_documents += 1
-        self.num_tokens += length
+        self._all_tokens += length
         self._counted += length
         if self._shared() != (self._mean, self._due):
             self._rebuild()
@@ -134,7 +141,7 @@ class TokenArcs:
 
     def _shared(self) -> tuple[int, int]:
         """The mean length of all documents, to an eighth of it, and the tokens that count, to a multiple of that."""
-        mean = max(1, self.num_tokens // max(1, self._all_documents))
+        mean = max(1, self._all_tokens // max(1, self._all_documents))
         coarse = max(0, mean.bit_length() - 4)
         mean = mean >> coarse << coarse
         step = mean * self._grid

@@ -12,7 +12,7 @@ from rescale_data.nodes.mixture.circle import Arcs
 from rescale_data.nodes.mixture.draws import MixtureDraws
 from rescale_data.nodes.mixture.ends import SILENT_EPOCHS
 from rescale_data.nodes.mixture.lengths import TokenArcs
-from rescale_data.nodes.mixture.supply import Supply
+from rescale_data.nodes.mixture.supply import Kept, Supply
 from rescale_data.nodes.mixture.weights import MixtureWeights
 from rescale_data.nodes.mixture.woven import woven
 from rescale_data.nodes.reading.documents import Documents
@@ -56,7 +56,8 @@ class MixedDocuments:
         room: Callable[[], int],
     ) -> None:
         self._mixture, self._column, self._repeats, self._by_tokens = mixture, column, repeats, by_tokens
-        self._num_sources = len(documents)
+        self._num_sources, self.is_costly = len(documents), any(each.is_costly for each in documents)
+        self._kept: dict[int, Kept | MixedDocuments] = {}
         self._num, self._reads, self._room = _FIRST, 0, room
         self._enough = max(_READS, 4 * len(documents))
         self._second = max(_SECOND, _AT_ONCE * sum([isinstance(each, FragmentDocuments) for each in documents]))
@@ -68,11 +69,21 @@ class MixedDocuments:
         self._together, self._places = EMPTY, _NOWHERE
 
     def _of(self, source: int) -> Documents:
-        return self._mixture.sources.documents(source, self._column)
+        found = self._kept.get(source) or self._mixture.sources.documents(source, self._column)
+        if found.is_costly and source not in self._kept:
+            found = self._kept[source] = found if isinstance(found, MixedDocuments) else Kept(found)
+        return found
+
+    def begin_at(self, position: View) -> None:
+        """What lies before a position is not read again: costly documents behind it are kept."""
+        for source, kept in self._kept.items():
+            kept.begin_at(position[self._mixture.slots_of(source)])
 
     def read(self, position: View, most: int, points: Words | None = None) -> Spans:
         """`Documents.read`; ``points`` are those of the next draws, where a mixture above says them."""
         self._after = copy_of(position)
+        if points is None:
+            self.begin_at(position)
         num_silent: Counter[int] = Counter()
         while True:
             self._rule = rule = self._mixture.rule_at(self._after)
@@ -188,7 +199,7 @@ class MixedDocuments:
                 break
             count = int(counts[missing])
             more = (len(points) - num) * parts[missing]  # about as many, and some to spare
-            most = count + 1 + int(more + more**0.5)
+            most = count + max(1, int(more)) if self._of(missing).is_costly else count + 1 + int(more + more**0.5)
             self._have(missing, most, most)
             if self._supplies[missing].num == count:
                 break
@@ -262,6 +273,8 @@ class MixedDocuments:
 
 class AtPoints:
     """The documents of a mixture in a mixture, drawn at the points that the one above says."""
+
+    is_costly = True
 
     def __init__(self, documents: MixedDocuments, points: Words) -> None:
         self._documents, self._points = documents, points

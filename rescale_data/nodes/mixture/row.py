@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Literal, TypeAlias
@@ -10,9 +10,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 import torch
 
-from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import View
-from rescale_data.state import Field, Ints
+from rescale_data.state import COUNT, Field, Ints
 
 Unit: TypeAlias = Literal["samples", "tokens"]
 
@@ -50,10 +49,8 @@ class MixtureRow:
         """What has been drawn in each of ``int64[M, slots]``, in the mixture's unit."""
         return rows[:, self.tokens].sum(axis=1) if self.unit == "tokens" else rows[:, NUM]
 
-    def begin_epoch(self, rows: Ints, *, together: bool) -> None:
-        """No source has ended yet in ``int64[M, slots]``; ``together``: the draws of all go on from the farthest."""
-        if together:
-            rows[:, NUM] = rows[:, NUM].max()
+    def begin_epoch(self, rows: Ints) -> None:
+        """Say in ``int64[M, slots]`` that no source has ended yet."""
         drawn = rows[:, self.drawn]
         drawn[:] = np.maximum(drawn, ~drawn)
 
@@ -68,17 +65,10 @@ class MixtureRow:
 
 @lru_cache(maxsize=64)
 def _fields(names: tuple[str, ...], unit: Unit) -> tuple[Field, ...]:
-    kinds = [Field((_DRAWN,), counts=True), Field((_WEIGHT,), torch.float64)]
+    drawn = ~COUNT[1], COUNT[1]  # the complement where a source has ended
+    weight = 0, 2**1000  # of as many sources as there may be, the sum is a number
+    kinds = [Field((_DRAWN,), counts=True, limits=drawn), Field((_WEIGHT,), torch.float64, limits=weight)]
     if unit == "tokens":
-        kinds += [Field((_TOKENS,), counts=True), Field((_SINCE,), counts=True)]
-    own = (Field((_DRAWS,), counts=True), Field((_MIX,)))
+        kinds += [Field((kind,), counts=True, limits=COUNT) for kind in (_TOKENS, _SINCE)]
+    own = (Field((_DRAWS,), counts=True, limits=COUNT), Field((_MIX,)))
     return (*own, *(replace(kind, path=(*kind.path, name)) for kind in kinds for name in names))
-
-
-def check_saved(keys: Set[str]) -> None:
-    """``DataStateError`` where a state has the fields of a mixture that drew by another rule."""
-    if _DRAWS not in keys and any(key.startswith(f"{_DRAWN}.") for key in keys):
-        raise DataStateError(
-            "The state is that of a mixture of an older rescale_data, which drew from its sources by another rule: its "
-            "positions cannot be gone on from. Finish that run with the release that saved it, or begin a new one."
-        )

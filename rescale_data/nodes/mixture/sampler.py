@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,7 +19,7 @@ from rescale_data.nodes.mixture.draws import MixtureDraws, Stop
 from rescale_data.nodes.mixture.ends import end_of_all
 from rescale_data.nodes.mixture.mixed import MixedDocuments
 from rescale_data.nodes.mixture.progress import mixture_progress
-from rescale_data.nodes.mixture.row import MixtureRow, Unit, check_saved
+from rescale_data.nodes.mixture.row import NUM, MixtureRow, Unit
 from rescale_data.nodes.mixture.schedule import Schedule, as_json, from_json
 from rescale_data.nodes.mixture.sizes import Size, Sizes
 from rescale_data.nodes.mixture.sources import Sources
@@ -196,15 +196,16 @@ class WeightedSampler(Node[Any]):
             for _, rule in history
         ]
 
+    def place(self) -> list[int]:
+        """The number of draws alone: sources come and go, and draws are counted for the whole run."""
+        return [NUM]
+
     def earlier(self, saved: Mapping[str, Any], rows: Ints) -> History:
         now = rules.number_of(as_json(self.weights), self.caps)
         return rules.earlier(saved, now, lambda: self._in_use.used_in(rows))
 
     def check_change(self, saved: Mapping[str, Any], rows: Ints) -> None:
         self._in_use.check_change(saved, rows)
-
-    def check_saved(self, keys: Set[str]) -> None:
-        check_saved(keys)
 
     def stand_for(self, shard: int) -> None:
         self._in_use.stand_for(shard)
@@ -219,18 +220,8 @@ class WeightedSampler(Node[Any]):
         kept = copy_of(position[own])
         super().next_epoch(position, is_drawn=is_drawn)
         position[own] = kept
-        self.begin_epoch(np.asarray(position)[None])
+        self._row.begin_epoch(np.asarray(position)[None])
         self._in_use.settle(position)
-
-    def begin_epoch(self, rows: Ints) -> None:
-        """All sources are to begin an epoch, in all logical shards together: none has ended in it yet.
-
-        Steps are counted from here on, and so are the draws of a group: those of all shards go on from the farthest.
-
-        Args:
-            rows: ``int64[N, slots]``, changed.
-        """
-        self._row.begin_epoch(rows, together=self.group > 1)
 
     def is_stuck(self, position: View) -> bool:
         """Some of the weight is that of a source that is gone."""
@@ -239,10 +230,12 @@ class WeightedSampler(Node[Any]):
     def is_blocked(self, position: View) -> bool:
         if not self.is_relisted(position):
             return False
+        own, sources = self.position, self._draws.sources
         self.bind(copy_of(position))
         chosen = self._draws.choose()
-        sources = self._draws.sources
-        return chosen is not None and sources.nodes[chosen].is_blocked(position[sources.slots[chosen]])
+        is_blocked = chosen is not None and sources.nodes[chosen].is_blocked(position[sources.slots[chosen]])
+        self.bind(own)  # the nodes above are bound to it
+        return is_blocked
 
     def is_lost(self, position: View) -> bool:
         return any(node.is_lost(position[self._slots(name)]) for name, node in self.children.items())
@@ -286,8 +279,9 @@ class WeightedSampler(Node[Any]):
             room=self._draws.sources.room(self._shard[1]),
         )
 
-    def yields_only(self, column: str) -> bool:
-        return all(node.yields_only(column) for node in self.children.values())
+    def dtype_of(self, column: str) -> np.dtype[Any] | None:
+        found = {node.dtype_of(column) for node in self.children.values()}
+        return found.pop() if len(found) == 1 else None
 
 
 def _mixture_of(node: Node[Any]) -> WeightedSampler | None:

@@ -1,4 +1,4 @@
-"""`Supply`: the next documents of one source of a mixture."""
+"""`Supply`: the next documents of one source of a mixture; `Kept`: those that were read and not drawn."""
 
 from __future__ import annotations
 
@@ -8,6 +8,59 @@ from rescale_data.nodes.base import View, copy_of
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.reading.spans import EMPTY, MANY, NOTHING, Moves, Spans
 from rescale_data.state import Ints
+
+
+class Kept:
+    """Documents of a costly source: what is read and then not drawn, since another source ends before, is read once.
+
+    They are known by the position at which they begin, in the order in which they were read; ends of epochs among them also
+    by the position at which the next epoch begins.
+    """
+
+    is_costly = True
+
+    def __init__(self, documents: Documents) -> None:
+        self._documents = documents
+        self._found: dict[bytes, Spans] = {}
+        self._turned: dict[bytes, View] = {}
+
+    def read(self, position: View, most: int) -> Spans:
+        key = position.tobytes()
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._documents.read(position, most)
+            if not len(found):
+                self._turned[key] = after = copy_of(position)
+                self._documents.turn(after)  # now: whoever binds the node moves it away from this end
+        return found if len(found) <= most else found[:most]
+
+    def begin_at(self, position: View) -> None:
+        """Forget what lies before a position."""
+        there = position.tobytes()
+        for key in [*self._found]:
+            if key == there:
+                break
+            found = self._found.pop(key)
+            if len(found) > 1 and (num := _num_before(found, key, position)):
+                self._found = {there: found[num:], **self._found}
+                break
+        self._turned = {key: after for key, after in self._turned.items() if key in self._found}
+
+    def settle(self, position: View) -> bool:
+        return self._documents.settle(position)
+
+    def turn(self, position: View) -> None:
+        position[:] = self._turned[position.tobytes()]
+
+
+def _num_before(found: Spans, begin: bytes, position: View) -> int:
+    """How many of the documents lie before a position; 0 if it is not between two of them."""
+    at = np.frombuffer(begin, dtype=np.int64).copy().data
+    for number in range(1, len(found)):
+        found[number - 1 :].move(at, 1)
+        if at == position:
+            return number
+    return 0
 
 
 class Supply:

@@ -117,8 +117,12 @@ class MixtureWeights:
 
     def begin_capped(self, position: View) -> None:
         """At the beginning of a run: a cap may be of less than one in each logical shard."""
-        if self.caps and not position[NUM]:
-            self.change(position, self.caps)
+        if position[NUM] or not (self.caps or self.before):
+            return
+        number = mix_of(self._row.names, self._row.weights_at(position)) ^ position[NOW]
+        rule = next((rule for rule in (self, *self.before) if rule._number == number), None)
+        if rule is not None and rule.caps:
+            rule.change(position, rule.caps)
 
     def next_turn(self, position: View) -> int | None:
         """`turn_at` of this schedule."""
@@ -143,9 +147,16 @@ class MixtureWeights:
         return {mix ^ int(now) for mix, now in zip(mixes, rows[some, NOW], strict=True)}
 
     def is_of(self, position: View, weights: list[float]) -> bool:
-        """Whether the weights in use at a position are those of its sources: none of them is gone."""
-        mix = mix_of(self._row.names, weights)
-        return position[NOW] in {mix, *(mix ^ rule._number for rule in (self, *self.before))}
+        """True if no source is gone that counts at a position: by its weight, or by tokens in the progress of a schedule."""
+        number = mix_of(self._row.names, weights) ^ position[NOW]
+        rules = [rule for rule in (self, *self.before) if rule._number == number]
+        return not number or any(not rule._counts_others() for rule in rules)
+
+    def _counts_others(self) -> bool:
+        """True if these are a schedule by tokens, of which some were drawn from sources that the mixture has no longer."""
+        if self._row.unit != "tokens" or not isinstance(self._given, Schedule):
+            return False
+        return not self._given.keys[0][1].keys() <= {*self._row.names}
 
     def cross(self, position: View, drawn: int, sources: Iterable[int]) -> bool:
         """After a draw: whether a schedule's next piece begins, or a source has reached its cap; what follows then counts.

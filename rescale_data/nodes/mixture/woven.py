@@ -6,15 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rescale_data.nodes.reading.gather import kernel
 from rescale_data.nodes.reading.spans import Moves, Spans
 from rescale_data.state import Ints
-
-try:
-    from rescale_data.nodes.reading import draws
-except ImportError:  # built without a compiler
-    draws = None
-
-weave = getattr(draws, "weave", None)  # which an older build does not have
 
 
 def woven(chosen: Ints, spans: Spans, begins: Ints, first: int, counted: Sequence[tuple[int, list[int]]]) -> Spans:
@@ -30,13 +24,13 @@ def woven(chosen: Ints, spans: Spans, begins: Ints, first: int, counted: Sequenc
     """
     moves, num = spans.moves, len(chosen)
     slots, counts = np.array([slot for slot, _ in counted]), np.array([count for _, count in counted])
-    if weave is None:
+    if kernel is None:
         index, moves = _in_numpy(chosen, spans, begins, first, slots, counts)
         return spans.take(index, moves)
     index, ends = np.empty(num, dtype=np.int64), np.empty(num + 1, dtype=np.int64)
     slot, value = np.empty((2, len(moves.slot) + num * (1 + len(slots))), dtype=np.int64)
     given = (chosen, begins.copy(), spans.length, moves.ends, moves.slot, moves.value, slots, counts)
-    weave(first, *map(np.ascontiguousarray, given), index, ends, slot, value)
+    kernel.weave(first, *map(np.ascontiguousarray, given), index, ends, slot, value)
     return spans.take(index, Moves(ends, slot[: ends[-1]], value[: ends[-1]]))
 
 

@@ -21,7 +21,7 @@ from rescale_data.nodes.packing.token_stream import SILENT_EPOCHS, TokenStream
 from rescale_data.nodes.provenance import PROVENANCE, joined
 from rescale_data.nodes.reading.gather import Around, Rows, fill, say_without_kernel
 from rescale_data.nodes.tray import Tray
-from rescale_data.state import Field, Ints
+from rescale_data.state import COUNT, Field, Ints
 
 IGNORED = -100
 """The label of a token without a next one, which torch's cross entropy leaves out."""
@@ -74,8 +74,11 @@ class TokenPacker(Node[dict[str, Tensor]]):
         tensor([1, 2, 3, 0, 4, 5])
     """
 
-    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("offset",)),)
-    COUNTS: ClassVar[tuple[Field, ...]] = (Field(("untrained",), counts=True), Field(("cut",), counts=True))
+    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("offset",), limits=COUNT),)
+    COUNTS: ClassVar[tuple[Field, ...]] = (
+        Field(("untrained",), counts=True, limits=COUNT),
+        Field(("cut",), counts=True, limits=COUNT),
+    )
     """What is kept in addition, before the offset, where there is a loss mask."""
     READS_AHEAD: ClassVar[bool] = True
     within_document = True
@@ -156,6 +159,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         return first
 
     def skip(self, num_samples: int) -> None:
+        self.bind_once()
         tray = Tray(self.writes, 1)
         for _ in range(num_samples):
             self._draw(tray, 0)

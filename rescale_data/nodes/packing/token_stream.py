@@ -17,6 +17,7 @@ from rescale_data.sources.decoded.cache import cache, owner_of
 
 SILENT_EPOCHS = 2
 _FEW = 4  # a quarter of what there was when documents were read last
+_AHEAD = 8  # of costly documents, at most an eighth of those that were read is read ahead
 
 
 class TokenStream:
@@ -76,6 +77,7 @@ class TokenStream:
             settles: Whether what has changed between legs takes effect at the beginning of a document (`Node.settle`).
         """
         self._position, self._settles = position, settles
+        self._num_read = self._num_gained = 0  # documents, and the tokens they had
         cache().forget(self._key)
 
     def draw(self, tokens: Rows, labels: Rows | None, doc_ids: Rows | None) -> int:
@@ -156,7 +158,8 @@ class TokenStream:
             waits = found.left < 0  # within a document, which goes on as it began
             if self._settles and not waits:
                 waits = self._settle(found)
-            spans = self._documents.read(position, 1 if self._settles and waits else MANY)
+            most = 1 if self._settles and waits else self._num_documents(num_tokens - found.left)
+            spans = self._documents.read(position, most)
             if not len(spans):
                 if not self._repeat:
                     break
@@ -165,10 +168,18 @@ class TokenStream:
             found.append(spans)
             found.nbytes += spans.nbytes
             gained = found.left > before
+            self._num_read, self._num_gained = self._num_read + len(spans), self._num_gained + found.left - before
             num_turns = 0 if gained else num_turns
             misses = 0 if gained else self._bound.missed(misses, position, len(spans))
         if found.left < 0:
-            raise ValueError(BEHIND)
+            raise DataStateError(BEHIND)
+
+    def _num_documents(self, num_tokens: int) -> int:
+        """How many documents to ask for where so many tokens are missing: rather too few, where each of them costs."""
+        if not self._documents.is_costly:
+            return MANY
+        needed = num_tokens * self._num_read // max(1, self._num_gained)
+        return max(1, self._num_read // _AHEAD + min(needed, self._num_read))
 
     def _settle(self, found: Stretch) -> bool:
         """What has changed takes effect here, as a mark, if anything has; whether it waits for the next document."""

@@ -14,7 +14,7 @@ from rescale_data.nodes.base import Node, View, copy_of
 from rescale_data.nodes.below import source_names
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.column import ColumnDocuments
-from rescale_data.nodes.form import MOST, History, Stage, begin_form, num_tokens, stages
+from rescale_data.nodes.form import CHANGED, MOST, History, Stage, begin_form, num_tokens, stages
 from rescale_data.nodes.packing.aligned import MASK, Aligned
 from rescale_data.nodes.packing.fit import COUNTED, Long
 from rescale_data.nodes.packing.packer import DTYPES, require_pad
@@ -25,7 +25,7 @@ from rescale_data.nodes.reading.gather import Around
 from rescale_data.nodes.reading.spans import Spans
 from rescale_data.nodes.tray import Tray
 from rescale_data.sources.decoded.cache import cache, owner_of
-from rescale_data.state import Field, Ints
+from rescale_data.state import COUNT, Field, Ints
 
 _EMITTED, _PADDING, _LONG, _UNTRAINED = 0, 1, 2, 3
 _SILENT_EPOCHS = 2
@@ -90,13 +90,13 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
     """
 
     FIELDS: ClassVar[tuple[Field, ...]] = (
-        Field(("emitted",)),
-        Field(("padding",), counts=True),
-        Field(("long",), counts=True),
+        Field(("emitted",), limits=(0, 2**63 - 1)),
+        Field(("padding",), counts=True, limits=COUNT),
+        Field(("long",), counts=True, limits=COUNT),
     )
     READS_AHEAD: ClassVar[bool] = True
     within = _EMITTED
-    UNTRAINED: ClassVar[Field] = Field(("untrained",), counts=True)
+    UNTRAINED: ClassVar[Field] = Field(("untrained",), counts=True, limits=COUNT)
     """What is kept in addition where there is a loss mask."""
     FORM: ClassVar[frozenset[str]] = frozenset({"seq_len", "labels", "dtype", "max_documents", "limits"})
 
@@ -171,6 +171,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         write(tray, place, window, number, pad_id=self.pad_id, multiple=self.pad_documents_to)
 
     def skip(self, num_samples: int) -> None:
+        self.bind_once()
         for _ in range(num_samples):
             self._go_on(self._window())
 
@@ -226,6 +227,8 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         if window is None:
             raise StopIteration
         if not self._read:
+            if self.position[_EMITTED] & MOST >= window.num_samples:
+                raise DataStateError(CHANGED)
             cache().put(self._key, window)
             self._read = True
         return window

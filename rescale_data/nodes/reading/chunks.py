@@ -12,10 +12,10 @@ from rescale_data.state import Ints
 
 
 class Chunk(Made):
-    """Rows that were fetched and not yet handed out."""
+    """Rows that were fetched and not yet handed out, and for those that raised, what they did."""
 
-    def __init__(self, samples: dict[int, Any]) -> None:
-        self.samples = samples
+    def __init__(self, samples: dict[int, Any], errors: dict[int, Exception]) -> None:
+        self.samples, self.errors = samples, errors
         self.nbytes = sum(size_of(sample) for sample in samples.values())
 
 
@@ -32,22 +32,26 @@ class Chunks:
         """The row ``rows[at]``; the caller's own, and no longer here."""
         index = int(rows[at])
         chunk: Chunk | None = cache().get(self._key)
-        if chunk is None or index not in chunk.samples:
+        if chunk is None or (index not in chunk.samples and index not in chunk.errors):
             chunk = self._fetch(rows[at : at + self._num_rows()].tolist())
             cache().register(self._source)
             cache().put(self._key, chunk)
+        if (error := chunk.errors.pop(index, None)) is not None:
+            raise error
         return chunk.samples.pop(index)
 
     def _fetch(self, indices: list[int]) -> Chunk:
         try:
-            samples = self._source.rows(indices)
-        except Exception:
-            if len(indices) == 1:
-                raise
-            indices = indices[:1]  # the others may be as well: each is blamed when it is its turn
-            samples = self._source.rows(indices)
-        chunk = Chunk(dict(zip(indices, samples, strict=True)))
-        self._mean_bytes = chunk.nbytes / len(indices)
+            found, errors = dict(zip(indices, self._source.rows(indices), strict=True)), dict[int, Exception]()
+        except Exception:  # one of them, or several: each is fetched once more, and blamed when it is its turn
+            found, errors = {}, {}
+            for index in indices:
+                try:
+                    (found[index],) = self._source.rows([index])
+                except Exception as error:
+                    errors[index] = error
+        chunk = Chunk(found, errors)
+        self._mean_bytes = chunk.nbytes / max(1, len(found))
         return chunk
 
     def _num_rows(self) -> int:

@@ -21,6 +21,11 @@ class Documents(Protocol):
         spans.move(position, len(spans))        # behind all of them: read goes on there
     """
 
+    @property
+    def is_costly(self) -> bool:
+        """True if each document takes a row or a call of a user's function: then no more are asked for than are needed."""
+        ...
+
     def read(self, position: memoryview, most: int) -> Spans:
         """The next documents, whose moves are of slots of ``position``; none at the end of the epoch.
 

@@ -1,5 +1,5 @@
 /* The draws of a mixture: by tokens what `rescale_data.nodes.mixture.lengths.TokenArcs` does, whose numbers these are, in wider
- * integers; and what `rescale_data.nodes.mixture.woven` does. Tests compare each with its Python. */
+ * integers; and what `rescale_data.nodes.mixture.woven` does. Tests compare each with its Python. A part of `kernel.c`. */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
@@ -11,6 +11,7 @@ typedef __int128 wide;
 enum { PRIOR = 20, PATIENCE = 6, LONG = 256, MOST = 3, SHARE = 32, FINE = 8 };
 #define SMALL ((int64_t)(0.02 * ((int64_t)1 << SHARE)))
 #define LARGEST ((int64_t)1 << 22) /* tokens of a mean document: beyond, products need more than 127 bits */
+#define MANY ((int64_t)1 << 53)    /* documents or tokens of all sources, for the same reason */
 
 typedef struct {
   Py_ssize_t num;                            /* sources */
@@ -37,12 +38,12 @@ static int64_t arc_of(const Arcs* a, Py_ssize_t i) {
 static int look(Arcs* a) {
   const wide tokens = a->all_tokens, documents = a->all_documents;
   const int is_as_long = a->mean * documents <= tokens && tokens < (a->mean + a->low) * documents;
-  if (is_as_long && a->due <= a->counted && a->counted < a->due + a->mean * a->grid) return 0;
+  if (is_as_long && a->due <= a->counted && a->counted < a->due + (wide)a->mean * a->grid) return 0;
   int64_t mean = a->all_tokens / (a->all_documents < 1 ? 1 : a->all_documents), low = 1;
   mean = mean < 1 ? 1 : mean;
   while (mean / low >= 16) low *= 2;
   mean -= mean % low;
-  int64_t due = a->counted - a->counted % (mean * a->grid);
+  int64_t due = a->counted - (int64_t)(a->counted % ((wide)mean * a->grid));
   int changed = mean != a->mean || due != a->due;
   a->mean = mean, a->due = due, a->low = low;
   return changed;
@@ -73,18 +74,39 @@ static Py_ssize_t choose(const Arcs* a, uint64_t point) {
   return at;
 }
 
+/* Whether what was counted of all sources fits the numbers here. */
+static int fits(const Arcs* a) { return a->all_documents <= MANY && a->all_tokens <= MANY && a->mean <= LARGEST; }
+
 static void drew(Arcs* a, Py_ssize_t source, int64_t length) {
   a->documents[source]++, a->tokens[source] += length;
   a->all_documents++, a->all_tokens += length, a->counted += length;
-  if (look(a)) rebuild(a);
+  const int changed = look(a);
+  if (!fits(a)) return; /* and no other draw is made */
+  if (changed) rebuild(a);
   else set(a, source, arc_of(a, source));
+}
+
+/* Add up what was counted of each source; whether all of it is what shares and counts can be. */
+static int sum(Arcs* a, const int64_t* counts) {
+  int64_t shares = 0;
+  for (Py_ssize_t i = 0; i < a->num; i++) {
+    const int64_t share = a->shares[i], documents = a->documents[i], tokens = a->tokens[i], since = a->since[i];
+    if (share < 0 || documents < 0 || tokens < 0 || since < 0 || counts[i] < 0) return 0;
+    if (share > MANY || documents > MANY || tokens > MANY || since > tokens || counts[i] > MANY) return 0;
+    a->grid += share > 0, shares += share;
+    a->all_documents += documents, a->all_tokens += tokens, a->counted += tokens - since;
+    if (shares > (int64_t)2 << SHARE || !fits(a)) return 0;
+  }
+  a->grid = a->grid < 1 ? 1 : a->grid;
+  look(a);
+  return fits(a);
 }
 
 /* run(points, chosen, first, numbers, lengths, turn_at): draws from number `first` on, until a source has no length at hand, or
  * after one behind which other weights may count. numbers: int64[7, S], of each source its share, documents, tokens, those that
  * do not count, draws in this run, and with how many documents or tokens it has enough; lengths: of each a buffer of int64, or
  * None. Returns the next draw, and the source that has no length; else -1, and -2 where the numbers are too large for this. */
-static PyObject* run(PyObject* module, PyObject* args) {
+PyObject* run(PyObject* module, PyObject* args) {
   PyObject *points_of, *chosen_of, *numbers_of, *lengths, *result = NULL;
   long long first, turn_at;
   Py_buffer points, chosen, numbers, *given = NULL;
@@ -112,23 +134,25 @@ static PyObject* run(PyObject* module, PyObject* args) {
   for (Py_ssize_t i = 0; i < num; i++) {
     PyObject* each = PyList_GetItem(lengths, i);
     if (each != Py_None && PyObject_GetBuffer(each, &given[i], PyBUF_SIMPLE)) goto done;
-    a.grid += a.shares[i] > 0;
-    a.all_documents += a.documents[i], a.all_tokens += a.tokens[i], a.counted += a.tokens[i] - a.since[i];
   }
-  a.grid = a.grid < 1 ? 1 : a.grid;
-  look(&a), rebuild(&a);
-  Py_ssize_t next = first, missing = -1;
-  for (int stops = 0; next < num_points && !stops; next++) {
-    if (a.mean > LARGEST) {
+  Py_ssize_t next = first, missing = sum(&a, counts) ? -1 : -2;
+  if (missing == -1) rebuild(&a);
+  for (int stops = 0; next < num_points && !stops && missing == -1; next++) {
+    if (!fits(&a)) {
       missing = -2;
       break;
     }
     Py_ssize_t source = choose(&a, ((uint64_t*)points.buf)[next]);
-    if (source >= num || (counts[source] + 1) * 8 > given[source].len) {
+    if (source >= num || counts[source] >= given[source].len / 8) {
       missing = source < num ? source : -2;
       break;
     }
-    drew(&a, source, ((int64_t*)given[source].buf)[counts[source]++]);
+    const int64_t length = ((int64_t*)given[source].buf)[counts[source]];
+    if (length < 0 || length > MANY) {
+      missing = -2;
+      break;
+    }
+    counts[source]++, drew(&a, source, length);
     ((int64_t*)chosen.buf)[next] = source;
     stops = (turn_at >= 0 && a.all_tokens >= turn_at) || a.documents[source] >= most_documents[source] ||
             a.tokens[source] >= most_tokens[source];
@@ -172,7 +196,7 @@ static const char* weave_all(int64_t** b, const Py_ssize_t* sizes, int64_t numbe
 /* weave(number, chosen, begins, length, ends, slot, value, kinds, counts, index, new_ends, new_slot, new_value), but for the first
  * buffers of int64: puts documents in the order of draws, and adds to the moves of each what the mixture counts. begins and counts
  * are changed, and what follows is written. */
-static PyObject* weave(PyObject* module, PyObject* args) {
+PyObject* weave(PyObject* module, PyObject* args) {
   Py_buffer views[NUM_VIEWS];
   int64_t* buffers[NUM_VIEWS];
   Py_ssize_t sizes[NUM_VIEWS];
@@ -188,13 +212,4 @@ static PyObject* weave(PyObject* module, PyObject* args) {
   while (num > 0) PyBuffer_Release(&views[--num]);
   if (wrong) PyErr_SetString(PyExc_ValueError, wrong);
   return PyErr_Occurred() ? NULL : (Py_INCREF(Py_None), Py_None);
-}
-
-static PyMethodDef methods[] = {{"run", run, METH_VARARGS, NULL}, {"weave", weave, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "draws", NULL, 0, methods, NULL, NULL, NULL, NULL};
-static PyModuleDef_Slot slots[] = {{0, NULL}};
-
-PyMODINIT_FUNC PyInit_draws(void) {
-  definition.m_slots = slots;
-  return PyModuleDef_Init(&definition);
 }

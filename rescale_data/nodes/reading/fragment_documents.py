@@ -65,7 +65,7 @@ class FragmentDocuments:
     )  # fmt: skip
 
     def __init__(self, source: TokenSource, column: str, reader: Reader, num_bytes: int) -> None:
-        source.check_tokens(column)
+        source.token_dtype(column)
         if source.fragments is None:
             raise TypeError(f"{source.name} can be read a fragment at a time, but says that it has no fragments.")
         self._source, self._owner, self._column, self._reader = source, owner_of(source), column, reader
@@ -74,6 +74,8 @@ class FragmentDocuments:
         self._pieces = source if follows(source, PieceSource) else None
         self._bytes, self._block_key = num_bytes, (self._owner, "block", *reader.key)
         self._share: ShardShare | None = None
+
+    is_costly = False
 
     def read(self, position: memoryview, most: int) -> Spans:
         epoch, row = position[0], position[1]
@@ -228,10 +230,10 @@ def _up_to(num_bytes: int, spans: Spans) -> Spans:
 
 
 @lru_cache(maxsize=64)
-def block_bytes(cache_bytes: int, num_logical_shards: int) -> int:
-    """How much of a shard's tokens to put in order at once.
+def block_bytes(cache_bytes: int, num_shards: int) -> int:
+    """How much of a shard's tokens to put in order at once, where a process serves so many shards.
 
     Enough for many samples, so that a fragment is not decoded for each of them where the fragments of all shards exceed the
     cache; little enough for what all shards have put in order to take a quarter of it.
     """
-    return max(2**16, min(2**20, cache_bytes // 4 // num_logical_shards))
+    return max(2**16, min(2**20, cache_bytes // 4 // max(1, num_shards)))

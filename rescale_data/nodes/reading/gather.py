@@ -18,14 +18,14 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from rescale_data.errors import require_int
+from rescale_data.errors import DataStateError, require_int
 from rescale_data.nodes.reading.spans import EMPTY, NOTHING, Spans, TokenArray
 from rescale_data.order import FragmentOrder, ShardOrder
 from rescale_data.sources.decoded.cache import Held
 from rescale_data.state import Ints
 
-VERSION = 2
-"""Of what `kernel.c` has: one that was built from another is not used."""
+VERSION = 3
+"""The version of the extension, of `kernel.c` and `draws.c`, that this package calls. One of another version is not used."""
 
 try:
     from rescale_data.nodes.reading import kernel
@@ -251,7 +251,10 @@ def _native(base: Any) -> Any:
         def append(self, spans: Spans) -> None:
             moves = spans.moves
             numbers = (spans.array, spans.start, spans.length, moves.ends, moves.slot, moves.value)
-            super().append(spans.arrays, *map(np.ascontiguousarray, numbers), spans)
+            try:
+                super().append(spans.arrays, *map(np.ascontiguousarray, numbers), spans)
+            except ValueError as error:
+                raise DataStateError(str(error)) from None
 
         def rest(self) -> Spans:
             first, *others = self.parts or [EMPTY]
@@ -285,7 +288,7 @@ class _Joined(Held):
         self._document, self._at = 0, self._at - begin
         spans.move(self.reach, len(spans))
         if self._at > self._starts[min(1, len(self._spans))]:
-            raise ValueError(BEHIND)
+            raise DataStateError(BEHIND)
 
     def rest(self) -> Spans:
         return self._spans[self._document :]

@@ -12,7 +12,10 @@
 #include <stdint.h>
 #include <string.h>
 
-#define VERSION 2 /* another one for each change of what Python calls: see gather.py */
+#define VERSION 3 /* another one for each change of what Python calls: see gather.py */
+
+PyObject* run(PyObject* module, PyObject* args); /* both in draws.c */
+PyObject* weave(PyObject* module, PyObject* args);
 
 #if defined(__GNUC__) || defined(__clang__)
 /* Not to the nearest cache, which writing fills. Without the second statement, GCC leaves out functions that do this alone. */
@@ -26,7 +29,9 @@
 #endif
 
 /* The same loops for wider vectors, chosen when the module is loaded. */
-#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
+#if defined(__SANITIZE_ADDRESS__) /* which is not ready when functions are chosen */
+#define CLONES
+#elif defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
 #define CLONES __attribute__((target_clones("arch=x86-64-v4", "avx2", "default"))) /* avx512f widens no 16 bits */
 #elif defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && (!defined(__clang__) || __clang_major__ >= 14)
 #define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
@@ -216,6 +221,10 @@ static PyObject* stretch_new(PyTypeObject* type, PyObject* args, PyObject* kwarg
     error("a stretch moves an offset and slots, and its reach is those slots");
     goto fail;
   }
+  if (*(int64_t*)s->position.buf < 0) {
+    error("a token before the first of its document");
+    goto fail;
+  }
   s->offset = *(int64_t*)s->position.buf, s->left = -s->offset;
   return (PyObject*)s;
 fail:
@@ -268,7 +277,8 @@ static int look_at(PyObject* arrays, int64_t (*found)[3], Py_ssize_t num) {
     const char* letter = view.format && view.format[0] ? strchr(letters, view.format[0]) : NULL;
     int kind = letter && !view.format[1] ? kinds[letter - letters] : MARK;
     if (kind == I8 || kind == U8) kind = view.itemsize == 8 ? kind : kind - 2; /* a long is what the platform says */
-    found[i][0] = (int64_t)view.buf, found[i][1] = view.len / view.itemsize, found[i][2] = kind;
+    const int64_t size = kind == MARK ? 0 : view.len / view.itemsize;
+    found[i][0] = (int64_t)view.buf, found[i][1] = size, found[i][2] = kind;
     PyBuffer_Release(&view); /* what is appended keeps the array */
     if (kind == MARK) return error("tokens are integers in the order of the machine");
   }
@@ -341,8 +351,11 @@ static PyObject* append(PyObject* self, PyObject* args) {
   if (look_at(arrays, found, num_arrays)) goto done;
   for (; num_buffers < NUM_BUFFERS; num_buffers++)
     if (PyObject_GetBuffer(objects[num_buffers], &buffers[num_buffers], PyBUF_SIMPLE)) goto done;
-  if (make_room(s, buffers[LENGTH].len / 8, buffers[SLOT].len / 8) || read_documents(s, found, num_arrays, buffers)) goto done;
-  if (PyList_Append(s->parts, owner)) goto done;
+  if (make_room(s, buffers[LENGTH].len / 8, buffers[SLOT].len / 8) || PyList_Append(s->parts, owner)) goto done;
+  if (read_documents(s, found, num_arrays, buffers)) {
+    PyList_SetSlice(s->parts, PyList_Size(s->parts) - 1, PyList_Size(s->parts), NULL);
+    goto done;
+  }
   s->num_parts++;
   if (drop_passed(s)) goto done; /* the token before may have been the last of what was there */
   result = Py_None;
@@ -433,7 +446,7 @@ static PyObject* fill(PyObject* module, PyObject* args) {
     Stretch* some[MOST];
     Py_ssize_t count = 0, at = first;
     while (count < MOST && at < num) {
-      PyObject* item = PyList_GetItem(list, at);
+      PyObject* item = at < PyList_Size(list) ? PyList_GetItem(list, at) : NULL;
       if (!item || !PyObject_TypeCheck(item, (PyTypeObject*)state->stretch_type)) break;
       Py_INCREF(item);
       ((Stretch*)item)->busy++;
@@ -479,16 +492,15 @@ static PyObject* join(PyObject* module, PyObject* args) {
   if (!PyArg_ParseTuple(args, "OOOO", &objects[0], &objects[1], &objects[2], &objects[3])) return NULL;
   for (; num_views < 4; num_views++)
     if (PyObject_GetBuffer(objects[num_views], &views[num_views], num_views == 3 ? PyBUF_WRITABLE : PyBUF_ND)) goto done;
-  const int64_t width = views[0].itemsize, size = views[0].len / width, num = views[1].len / 8;
-  const int64_t *start = views[1].buf, *length = views[2].buf;
-  int64_t total = 0;
-  for (int64_t i = 0; i < num && views[2].len == views[1].len; i++) {
-    if (start[i] < 0 || length[i] < 0 || start[i] > size || length[i] > size - start[i]) break;
-    total += length[i] * width;
-    if (total > views[3].len) break;
+  const int64_t width = views[0].itemsize, num = views[1].len / 8, *start = views[1].buf, *length = views[2].buf;
+  const int64_t size = width > 0 ? views[0].len / width : 0;
+  int64_t left = width > 0 && views[2].len == views[1].len ? views[3].len : -1;
+  for (int64_t i = 0; i < num && left >= 0; i++) {
+    const int is_within = start[i] >= 0 && length[i] >= 0 && start[i] <= size && length[i] <= size - start[i];
+    left = is_within ? left - length[i] * width : -1;
   }
-  if (total != views[3].len || views[2].len != views[1].len) {
-    error("the parts do not fill their destination");
+  if (left != 0) {
+    error("the parts do not lie within their array, or do not fill their destination");
     goto done;
   }
   const char* from = views[0].buf;
@@ -557,7 +569,10 @@ static PyObject* find(PyObject* module, PyObject* args) {
   }
   for (int64_t i = 0; i < num; i++) which[i] = last_at_most(used, num_used, which[i]);
   result = PyList_New(num_used);
-  for (int64_t i = 0; result && i < num_used; i++) PyList_SetItem(result, i, PyLong_FromLongLong(used[i]));
+  for (int64_t i = 0; result && i < num_used; i++) {
+    PyObject* number = PyLong_FromLongLong(used[i]);
+    if (!number || PyList_SetItem(result, i, number)) Py_CLEAR(result);
+  }
 done:
   PyMem_Free(used);
   while (num_views > 0) PyBuffer_Release(&views[--num_views]);
@@ -579,14 +594,19 @@ static PyObject* cut(PyObject* module, PyObject* args) {
   if (take_buffers(objects, views, &num_views, 5, 3)) goto done;
   const int64_t *rows = views[0].buf, *which = views[1].buf, *first = views[2].buf, num = views[0].len / 8;
   int64_t *start = views[3].buf, *length = views[4].buf;
+  if (views[1].len != 8 * num || views[3].len != 8 * num || views[4].len != 8 * num || views[2].len != 8 * num_offsets) {
+    error("cut takes a number of fragment, and room for two numbers, of each row, and the first row of each fragment");
+    goto done;
+  }
   for (int64_t i = 0; i < num; i++) {
-    int64_t at = rows[i] - first[which[i]];
-    if (at < 0 || (at + 2) * 8 > offsets[which[i]].len) {
+    const int is_known = which[i] >= 0 && which[i] < num_offsets;
+    const int64_t at = is_known && rows[i] >= first[which[i]] ? (int64_t)((uint64_t)rows[i] - (uint64_t)first[which[i]]) : -1;
+    if (at < 0 || at >= offsets[which[i]].len / 8 - 1) {
       PyErr_SetString(PyExc_IndexError, "a row is not in its fragment");
       goto done;
     }
     const int64_t* found = (const int64_t*)offsets[which[i]].buf + at;
-    start[i] = found[0], length[i] = found[1] - found[0];
+    start[i] = found[0], length[i] = (int64_t)((uint64_t)found[1] - (uint64_t)found[0]);
   }
   result = Py_None;
   Py_INCREF(result);
@@ -600,16 +620,9 @@ done:
 /* The random words of order.py: Philox 4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). */
 
 static uint64_t multiply(uint64_t a, uint64_t b, uint64_t* high) {
-#if defined(__SIZEOF_INT128__)
   unsigned __int128 product = (unsigned __int128)a * b;
   *high = (uint64_t)(product >> 64);
   return (uint64_t)product;
-#else
-  const uint64_t mask = 0xFFFFFFFF, a0 = a & mask, a1 = a >> 32, b0 = b & mask, b1 = b >> 32;
-  const uint64_t low = a0 * b0, middle = a1 * b0 + (low >> 32), other = a0 * b1 + (middle & mask);
-  *high = a1 * b1 + (middle >> 32) + (other >> 32);
-  return other << 32 | (low & mask);
-#endif
 }
 
 static void random_words(const uint64_t* key, uint64_t* words, int64_t num) {
@@ -652,7 +665,7 @@ static PyObject* permute(PyObject* module, PyObject* args) {
   const int64_t *virtual = views[VIRTUAL].buf, *first_rows = views[FIRST_ROWS].buf;
   int64_t* rows = views[ROWS].buf;
   if (key_size != 16 || first < 0 || views[VIRTUAL].len != (virtual ? views[FIRST_ROWS].len + 8 : 0) ||
-      (num && virtual && (!fragments || first < virtual[0] || first + num > virtual[fragments]))) {
+      (num && virtual && (!fragments || first < virtual[0] || num > virtual[fragments] || first > virtual[fragments] - num))) {
     error("a window lies within the rows of its source, and its key has 16 bytes");
     goto done;
   }
@@ -704,9 +717,9 @@ static int clear(PyObject* module) {
 }
 
 static PyMethodDef methods[] = {
-    {"fill", fill, METH_VARARGS, NULL}, {"join", join, METH_VARARGS, NULL},
-    {"find", find, METH_VARARGS, NULL}, {"cut", cut, METH_VARARGS, NULL},   {"permute", permute, METH_VARARGS, NULL},
-    {NULL, NULL, 0, NULL}};
+    {"fill", fill, METH_VARARGS, NULL},       {"join", join, METH_VARARGS, NULL}, {"find", find, METH_VARARGS, NULL},
+    {"cut", cut, METH_VARARGS, NULL},         {"run", run, METH_VARARGS, NULL},   {"weave", weave, METH_VARARGS, NULL},
+    {"permute", permute, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, start}, {0, NULL}};
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "kernel", NULL, sizeof(State), methods, slots, traverse, clear, NULL};
 

@@ -19,25 +19,25 @@ class PickedDocuments:
 
     Args:
         documents: Of its source.
-        pieces: What is kept of a document; nothing where it is left out. It may raise.
+        pieces: What is kept of each document, nothing of one that is left out; of some first ones at least. It may raise.
         bound: Of how many may be left out.
         dropped: The own slot that counts these.
         piece: That which says which piece of a document is the next; `None` where each is one piece.
-        raise_at: Raises what ``pieces`` did for the document at a position of the source, with its place.
     """
 
     def __init__(
         self,
         documents: Documents,
-        pieces: Callable[[memoryview], list[slice]],
+        pieces: Callable[[Spans], list[list[slice]]],
         bound: Bound,
         *,
         dropped: int,
         piece: int | None = None,
-        raise_at: Callable[[memoryview], None] | None = None,
     ) -> None:
-        self._documents, self._pieces_of, self._bound = documents, pieces, bound
-        self._dropped, self._piece, self._raise_at = dropped, piece, raise_at
+        self._documents, self._pieces, self._bound = documents, pieces, bound
+        self._dropped, self._piece = dropped, piece
+
+    is_costly = True
 
     def read(self, position: memoryview, most: int) -> Spans:
         self._start = np.array(position[_NUM_OWN:]).data
@@ -65,19 +65,6 @@ class PickedDocuments:
 
     def _within(self, position: memoryview) -> int:
         return 0 if self._piece is None else position[self._piece]
-
-    def _pieces(self, spans: Spans) -> list[list[slice]]:
-        """Of each document, up to one that raises; if that is the first, it does."""
-        found: list[list[slice]] = []
-        try:
-            for view in spans.views():
-                found.append(self._pieces_of(view))
-        except Exception:
-            if not found:
-                if self._raise_at is not None:
-                    self._raise_at(self._start)
-                raise
-        return found
 
     def _cut(self, spans: Spans, position: memoryview, first_piece: int) -> tuple[Spans, int]:
         """The pieces of documents, and of how many. Each moves behind those before its own, the last of one behind that."""

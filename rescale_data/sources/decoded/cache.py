@@ -252,7 +252,7 @@ class Handles:
 _cache = Cache()
 _handles = Handles()
 _owner_of: dict[int, int] = {}
-_follows: dict[int, dict[type, bool]] = {}  # by owner
+_by_owner: list[dict[int, Any]] = []
 
 
 def cache() -> Cache:
@@ -266,12 +266,28 @@ def handles() -> Handles:
 
 
 def owner_of(thing: object) -> int:
-    """The first element of the keys that belong to an object, whose entries go when it does."""
+    """Return the first element of the keys that belong to an object, whose entries go when it does.
+
+    Raises:
+        TypeError: There is no weak reference to it, as to a list.
+    """
     owner = _owner_of.get(id(thing))
     if owner is None:
-        owner = _owner_of[id(thing)] = next(_owners)
-        weakref.finalize(thing, _forget, id(thing)).atexit = False
+        weakref.ref(thing)  # may raise: nothing is kept yet
+        mine = next(_owners)
+        owner = _owner_of.setdefault(id(thing), mine)  # another thread may ask at the same moment
+        if owner == mine:
+            weakref.finalize(thing, _forget, id(thing)).atexit = False
     return owner
+
+
+def by_owner() -> dict[int, Any]:
+    """Return a new dict by keys of `owner_of`, whose entries go when their objects do."""
+    _by_owner.append({})
+    return _by_owner[-1]
+
+
+_follows: dict[int, dict[type, bool]] = by_owner()
 
 
 def follows(thing: object, protocol: type[P]) -> TypeGuard[P]:
@@ -287,7 +303,8 @@ def follows(thing: object, protocol: type[P]) -> TypeGuard[P]:
 
 def _forget(identity: int) -> None:
     owner = _owner_of.pop(identity)
-    _follows.pop(owner, None)
+    for known in _by_owner:
+        known.pop(owner, None)
     _cache.drop(owner)
     _handles.drop(owner)
 

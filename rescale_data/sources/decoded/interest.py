@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
-from rescale_data.sources.decoded.cache import follows, owner_of
+from rescale_data.sources.decoded.cache import by_owner, follows, owner_of
 from rescale_data.sources.source import Described
 from rescale_data.state import Ints
 
@@ -14,10 +14,10 @@ PARTS = 8
 """Of a block, each of which goes when it has been passed."""
 _LEAST_BLOCK = 2**16
 
-_shards: dict[int, range] = {}
-_needed: dict[int, int] = {}
-_beside: dict[int, tuple[int, int]] = {}
-_warned: set[int] = set()
+_shards: dict[int, Sequence[int]] = by_owner()
+_needed: dict[int, int] = by_owner()
+_beside: dict[int, tuple[int, int]] = by_owner()
+_warned: dict[int, bool] = by_owner()
 _log = logging.getLogger("rescale_data")
 
 
@@ -48,8 +48,8 @@ class Decoded(Protocol):
         ...
 
 
-def serve(sources: Iterable[Described], shards: range) -> None:
-    """From now on this process reads these shards of the sources, in turn."""
+def serve(sources: Iterable[Described], shards: Sequence[int]) -> None:
+    """Remember that this process reads these shards of the sources, in turn, from now on."""
     served = list(sources)
     needed = sum(_needed_by(source, len(shards)) for source in served if follows(source, Decoded))
     for source in served:
@@ -57,8 +57,8 @@ def serve(sources: Iterable[Described], shards: range) -> None:
         _shards[owner], _needed[owner], _beside[owner] = shards, needed, (len(served), len(shards))
 
 
-def shards_of(source: int, num_logical_shards: int) -> range:
-    """The shards of a source, given by its key: all of them where nobody has said."""
+def shards_of(source: int, num_logical_shards: int) -> Sequence[int]:
+    """The shards that this process serves of a source, given by its key: all of them where nobody has said."""
     return _shards.get(source, range(num_logical_shards))
 
 
@@ -103,9 +103,9 @@ def warn_if_thrashing(sources: Iterable[Described], owned_shards: int, beside: i
     needed = sum(_needed_by(source, owned_shards) for source in known) + owned_shards * beside
     room = max((source.cache_bytes + source.spill_bytes for source in known), default=0)
     owners = {owner_of(source) for source in known}
-    if needed <= room or times < 2 or owners <= _warned:
+    if needed <= room or times < 2 or owners <= _warned.keys():
         return
-    _warned.update(owners)
+    _warned.update(dict.fromkeys(owners, True))
     name = known[0].name if len(known) == 1 else f"{len(known)} sources, {known[0].name} among them"
     size = sorted(source.fragment_bytes for source in known)[len(known) // 2]
     _log.warning(

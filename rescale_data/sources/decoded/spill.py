@@ -36,10 +36,7 @@ class Spill:
         self._mutex, self._works = threading.RLock(), True
         os.makedirs(folder, exist_ok=True)
         _sweep(folder)
-        self._folder = os.path.join(folder, f"{_PREFIX}{uuid.uuid4().hex[:12]}")
-        os.mkdir(self._folder)
-        lock = os.open(os.path.join(self._folder, _LOCK), os.O_CREAT | os.O_RDWR)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        self._folder, lock = _locked_folder(folder)
         weakref.finalize(self, _remove, self._folder, lock, os.getpid())
 
     def put(self, key: Hashable, data: ArrowBuffer) -> None:
@@ -78,12 +75,6 @@ class Spill:
             with pa.memory_map(found[0]) as file:  # the mapping outlives the file, even its deletion
                 return file.read_buffer()
 
-    def drop(self, owner: int) -> None:
-        """Delete what belongs to an owner."""
-        with self._mutex:
-            for key in [key for key in self._files if isinstance(key, tuple) and key[0] == owner]:
-                self._delete(key)
-
     def _delete(self, key: Hashable) -> None:
         path, size = self._files.pop(key)
         self.nbytes -= size
@@ -103,6 +94,18 @@ def spill_in(folder: str, max_bytes: int) -> Spill:
     return spill
 
 
+def _locked_folder(above: str) -> tuple[str, int]:
+    """Make a folder of this process, and hold its lock; one that another process swept away before that is made again."""
+    while True:
+        folder = os.path.join(above, f"{_PREFIX}{uuid.uuid4().hex[:12]}")
+        os.mkdir(folder)
+        lock = os.open(path := os.path.join(folder, _LOCK), os.O_CREAT | os.O_RDWR)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.path.exists(path):
+            return folder, lock
+        os.close(lock)
+
+
 def _sweep(folder: str) -> None:
     """Remove what processes left that were killed: nobody holds their lock."""
     for name in os.listdir(folder):
@@ -115,6 +118,7 @@ def _sweep(folder: str) -> None:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)
             finally:
+                fcntl.flock(lock, fcntl.LOCK_UN)  # a child that was forked meanwhile has the lock as well
                 os.close(lock)
 
 

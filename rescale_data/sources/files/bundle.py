@@ -1,19 +1,23 @@
 """An index on disk: named arrays and a JSON header in one file, read a slice at a time and shared through the page cache.
 
-"RDINDEX1" | int64 length of the header | header, JSON | array | array | ...      arrays begin at multiples of 8
+"RDINDEX2" | int64 length of the header | header, JSON | array | array | ... | int64 checksum      each at a multiple of 8
+
+The checksum (CRC-32) is of the first 16 MiB: a number that a disk has changed is found when the index is opened.
 """
 
 from __future__ import annotations
 
 import json
 import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-_MAGIC = b"RDINDEX1"
+_MAGIC = b"RDINDEX2"
+_CHECKED = 1 << 24
 
 
 class Bundle:
@@ -24,15 +28,14 @@ class Bundle:
             self._data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
         except ValueError:  # it is empty
             raise ValueError(f"{path} is no index") from None
-        if len(self._data) < 16 or self._data[:8].tobytes() != _MAGIC:
+        if len(self._data) < 24 or self._data[:8].tobytes() != _MAGIC:
             raise ValueError(f"{path} is no index")
+        if _checksum(self._data[:-8]) != self._data[-8:].tobytes():
+            raise ValueError(f"{path} is not whole")
         length = int(self._data[8:16].view(np.int64)[0])
-        try:
-            self._header: dict[str, Any] = json.loads(self._data[16 : 16 + length].tobytes())
-        except ValueError:
-            raise ValueError(f"{path} is not whole") from None
+        self._header: dict[str, Any] = json.loads(self._data[16 : 16 + length].tobytes())
         self._begin = _aligned(16 + length)
-        if self._begin + self._header["bytes"] != len(self._data):
+        if self._begin + self._header["bytes"] + 8 != len(self._data):
             raise ValueError(f"{path} is not whole")
 
     @property
@@ -89,6 +92,13 @@ def write_bundle(path: str, facts: Mapping[str, Any], arrays: Mapping[str, npt.N
         for array in arrays.values():
             file.write(cast(Any, np.ascontiguousarray(array)).data)
             file.write(bytes(_aligned(array.nbytes) - array.nbytes))
+    written = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+    with open(path, "ab") as file:
+        file.write(_checksum(written))
+
+
+def _checksum(data: npt.NDArray[np.uint8]) -> bytes:
+    return struct.pack("<q", zlib.crc32(data[:_CHECKED].data))
 
 
 def _aligned(num_bytes: int) -> int:

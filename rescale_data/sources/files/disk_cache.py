@@ -67,15 +67,22 @@ class DiskCache:
         """Hold the lock of this range, and of few others, on this machine; where there can be none, go on without."""
         number = hashlib.blake2b(path.encode(), digest_size=20).hexdigest()[:3]
         try:
-            os.makedirs(_LOCKS, exist_ok=True)
+            os.makedirs(_LOCKS, mode=0o700, exist_ok=True)
+            if os.stat(_LOCKS).st_uid != os.getuid():
+                raise PermissionError("another user has made it")
             lock = os.open(os.path.join(_LOCKS, number), os.O_CREAT | os.O_RDWR, 0o600)
         except OSError:
             yield
             return
+        _held.add(lock)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
         finally:
+            fcntl.flock(
+                lock, fcntl.LOCK_UN
+            )  # a child that was forked meanwhile has the lock as well, until it is undone
+            _held.discard(lock)
             os.close(lock)
 
     def _keep(self, path: str, data: bytes) -> None:
@@ -135,6 +142,17 @@ def _read(path: str, length: int) -> bytes | None:
 
 
 _caches: dict[str, DiskCache] = {}
+_held: set[int] = set()
+
+
+def _renew() -> None:
+    """Close what a forked child has of its parent's locks: it would hold them after the parent was killed."""
+    for lock in _held:
+        os.close(lock)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_renew)
 
 
 def disk_cache(folder: str, max_bytes: int) -> DiskCache:

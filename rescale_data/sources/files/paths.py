@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import errno
 import glob
+import hashlib
+import logging
 import os
 import posixpath
 import re
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import pyarrow as pa
 from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
@@ -25,6 +29,12 @@ from rescale_data.sources.arrow_types import ArrowFile
 from rescale_data.sources.files.ranges import Mapped, Ranges
 from rescale_data.sources.files.remote import Remote, RemoteFile, attempt, spread_out
 from rescale_data.state import Ints
+
+_NUM_PROBES = 16
+_PROBE_BYTES = 2**12
+_PROBING_THREADS = 16
+_warned: set[str] = set()
+_log = logging.getLogger("rescale_data")
 
 Paths: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -56,8 +66,33 @@ class Files:
         """Others, below the same folder."""
         return replace(self, names=names, sizes=sizes, stamps=stamps)
 
-    def only(self, file: int) -> Files:
-        return self.listed((self.names[file],), (int(self.sizes[file]),), (self.stamps[file],))
+    def some(self, files: Sequence[int]) -> Files:
+        """Return the files of these numbers."""
+        names, sizes = [self.names[file] for file in files], [int(self.sizes[file]) for file in files]
+        return self.listed(names, sizes, [self.stamps[file] for file in files])
+
+    def probes(self) -> list[str]:
+        """Return `probe` of each file."""
+        with ThreadPoolExecutor(_PROBING_THREADS) as pool:
+            return list(pool.map(self.probe, range(len(self.names))))
+
+    def probe(self, file: int) -> str:
+        """Return a digest of the head, the tail and 16 places of a local file; of a remote one, whose ETag tells, ""."""
+        if self.filesystem is not None:
+            return ""
+        return _probe(self.path(file), int(self.sizes[file]), self.stamps[file])
+
+    def is_copy(self, file: int, probe: str) -> bool:
+        """True if a local file has this probe: it was copied, with another time, and not changed. One warning says so."""
+        if not probe or self.probe(file) != probe:
+            return False
+        if self.root not in _warned:
+            _warned.add(self.root)
+            _log.warning(
+                "Files below %s, %s among them, have other times than when their index was made. Their heads, their tails and "
+                "%d places of each hold the same bytes, and they count as the same.", self.root, self.names[file], _NUM_PROBES,
+            )  # fmt: skip
+        return True
 
     def open(self, file: int) -> ArrowFile:
         """The file, to be read at random."""
@@ -79,6 +114,16 @@ class Files:
     def beside(self, path: str) -> Ranges:
         """Another file where these are."""
         return Mapped(path) if self.filesystem is None else RemoteFile(self.filesystem, path, self.remote)
+
+
+@lru_cache(maxsize=2**16)
+def _probe(path: str, size: int, stamp: str) -> str:
+    del stamp  # what is cached is of this time
+    digest = hashlib.blake2b(digest_size=8)
+    with open(path, "rb", buffering=0) as file:
+        for offset in np.linspace(0, max(0, size - _PROBE_BYTES), _NUM_PROBES + 2, dtype=np.int64).tolist():
+            digest.update(os.pread(file.fileno(), _PROBE_BYTES, offset))
+    return digest.hexdigest()
 
 
 def find(
@@ -120,11 +165,15 @@ def find(
 
 
 def _files(found: Mapping[str, tuple[int, str]]) -> Files:
-    root = posixpath.commonpath([posixpath.dirname(path) for path in found])
-    by_name = {posixpath.relpath(path, root): info for path, info in found.items()}
+    scheme = next(iter(found)).rpartition("://")[
+        :2
+    ]  # which some filesystems leave to their paths, as that of http does
+    below = {path.removeprefix("".join(scheme)): info for path, info in found.items()}
+    root = posixpath.commonpath([posixpath.dirname(path) for path in below])
+    by_name = {posixpath.relpath(path, root): info for path, info in below.items()}
     names = tuple(sorted(by_name))
     sizes, stamps = zip(*(by_name[name] for name in names), strict=True)
-    return Files(root, names, sizes, stamps=stamps)
+    return Files("".join(scheme) + root, names, sizes, stamps=stamps)
 
 
 def _local(given: str, suffixes: Sequence[str]) -> list[tuple[str, tuple[int, str]]]:
@@ -190,27 +239,44 @@ def _remote(given: Sequence[str], suffixes: Sequence[str], options: Mapping[str,
         filesystem, path = url_to_fs(url, **options)
         if before is not None and type(before) is not type(filesystem):
             raise ValueError(f"URLs of different filesystems in one list, {list(given)}: give a source for each.")
-        folder, found = attempt(remote, url, partial(_look, filesystem, path))
+        folder, found = attempt(remote, url, partial(_look, filesystem, path, suffixes))
         if folder:
             found = {match: found[match] for match in _wanted(found, path, suffixes)}
         _refuse_none(found, url, suffixes, folder)
         infos.update(found)
+    for path, info in infos.items():
+        if info["size"] is None:  # a page that lists files does not say it
+            infos[path] = attempt(remote, path, partial(_sized, filesystem, path))
     files = _files({path: (int(info["size"]), _stamp(info)) for path, info in infos.items()})
     return replace(files, filesystem=filesystem, remote=remote)
 
 
-def _look(filesystem: Any, path: str) -> tuple[bool, dict[str, Any]]:
+def _look(filesystem: Any, path: str, suffixes: Sequence[str]) -> tuple[bool, dict[str, Any]]:
     """Whether a path is a folder, and all files below it, or those that it stands for."""
     try:
-        folder = filesystem.isdir(path)  # False also where it could not be asked
-        if not folder and glob.has_magic(path):
+        if glob.has_magic(path) and not filesystem.isdir(path):
             return False, _matches(filesystem, path)
-        info = filesystem.info(path)
-        if not folder and info["type"] == "file":
-            return False, {path: info}
+        if path.endswith(tuple(suffixes)) or not filesystem.isdir(
+            path
+        ):  # of http each path is a file, a folder as well
+            info = filesystem.info(path)
+            if info["type"] == "file":
+                return False, {path: info}
         return True, _below(filesystem, path) if _walks(filesystem) else filesystem.find(path, detail=True)
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        cause: Any = error.__cause__
+        if type(cause).__module__.startswith("aiohttp") and getattr(cause, "status", None) not in (404, 410):
+            raise cause from None  # fsspec says of each answer of http that there is no such file
         return False, {}
+
+
+def _sized(filesystem: Any, path: str) -> Any:
+    info = _look(filesystem, path, (path,))[1].get(path)
+    if info is None:
+        raise FileNotFoundError("it was listed")
+    if info["size"] is None:
+        raise ValueError(f"{path}: the server does not say how many bytes it has, and no part of it can be asked for.")
+    return info
 
 
 def _matches(filesystem: Any, pattern: str) -> dict[str, Any]:
@@ -225,8 +291,10 @@ def _matches(filesystem: Any, pattern: str) -> dict[str, Any]:
 
 
 def _walks(filesystem: Any) -> bool:
-    """Whether it finds files as fsspec does by default, folder by folder, and leaves out those that it fails to list."""
-    return type(filesystem).find is AbstractFileSystem.find and not isinstance(filesystem, AsyncFileSystem)
+    """True if it finds files as fsspec does by default, folder by folder, and leaves out those that it fails to list."""
+    if isinstance(filesystem, AsyncFileSystem):
+        return type(filesystem)._find is AsyncFileSystem._find  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+    return type(filesystem).find is AbstractFileSystem.find
 
 
 def _below(filesystem: Any, folder: str, depth: int | None = None) -> dict[str, Any]:

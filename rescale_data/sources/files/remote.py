@@ -7,21 +7,22 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
+from fsspec.asyn import AsyncFileSystem
 
 from rescale_data.errors import checks_kinds
 from rescale_data.sources.arrow_types import ArrowBuffer
-from rescale_data.sources.counts import REQUEST_BYTES, RETRIES, counts
+from rescale_data.sources.counts import REQUEST_BYTES, REQUESTS, RETRIES, counts
 from rescale_data.sources.decoded.ahead import leaving
 from rescale_data.sources.files.disk_cache import DiskCache, disk_cache
-from rescale_data.sources.files.gate import Gate
-from rescale_data.sources.files.hedge import Hedge
 from rescale_data.sources.files.ranges import AsFile, Ranges
 
 if TYPE_CHECKING:
@@ -31,12 +32,14 @@ T = TypeVar("T")
 
 _REQUESTS_AT_ONCE = 16
 _SMALL = 2**16
-_LONGEST_PAUSE = 30.0
+_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
+_RECOVERY_SECONDS = 30.0
+_KNOWN_AFTER = 100
+_MANY_REQUESTS = 10
+_OVERHEAD = 2**20  # bytes in whose time a request of none is answered, about
 _LONGEST_START = 10.0
 _SLOW_DOWN = ("SlowDown", "Slow Down", "SLOW_DOWN", "503", "429", "TooManyRequests")
 _PERMANENT = (
-    FileNotFoundError,
-    PermissionError,
     IsADirectoryError,
     NotADirectoryError,
     NotImplementedError,
@@ -53,13 +56,12 @@ class Remote:
     """How files behind URLs are read.
 
     Args:
-        retries: How often a request that failed is made again, unless there is no such file or no permission.
-        backoff_seconds: Pause before the second attempt; each further one is twice as long, up to half a minute.
-        deadline_seconds: For one range of one file, all attempts together.
-        hedge_after: A request that takes longer than 99 % of those before is made a second time, and the first answer wins; so
-            many seconds hold before a hundred have been answered. One request in fifty at most is made twice. `None`: never.
-        max_requests: How many requests the processes of this user on this machine make at once. Half as many to a bucket or
-            host after an answer of it that asks to slow down (503, 429); then more again, twice as many each half minute.
+        timeout: Seconds that the last attempt of a request may take. Those before it have less: one that takes ten times as
+            long as others of its size is made again, with twice the time, and whichever answers first counts.
+        retries: How often a request that failed is made again, unless there is no such file or no permission. Pauses between
+            attempts are drawn at random, from twice as long a time each, up to half a minute.
+        max_requests: How many requests this process makes at once to a bucket or host. Half as many after an answer of it that
+            asks to slow down (503, 429); then more again, twice as many each half minute.
         cache_dir: A local folder to keep what was read in, shared by the processes of a machine; `None` for none.
         cache_dir_bytes: What may lie there; the ranges that were not used for longest go first, and one of more than an eighth
             of it is not kept.
@@ -70,35 +72,25 @@ class Remote:
 
     Example:
         >>> import rescale_data as rd
-        >>> remote = rd.Remote(retries=8, max_requests=64)  # rd.ParquetSource("s3://bucket/data", remote=remote)
+        >>> remote = rd.Remote(retries=8, max_requests=16)  # rd.ParquetSource("s3://bucket/data", remote=remote)
         >>> remote.retries
         8
     """
 
+    timeout: float = 120.0
     retries: int = 5
-    backoff_seconds: float = 0.5
-    deadline_seconds: float = 600.0
-    hedge_after: float | None = 5.0
-    max_requests: int = 256
+    max_requests: int = 64
     cache_dir: str | os.PathLike[str] | None = None
     cache_dir_bytes: int = 2**36
     read_ahead: bool = True
 
     def __post_init__(self) -> None:
-        if self.retries < 0 or self.backoff_seconds < 0 or self.cache_dir_bytes < 1:
+        if not 0 < self.timeout < math.inf:
+            raise ValueError(f"rd.Remote(timeout={self.timeout}): give the seconds of an attempt, more than 0.")
+        if self.retries < 0 or self.max_requests < 1 or self.cache_dir_bytes < 1:
             raise ValueError(
-                f"rd.Remote(retries={self.retries}, backoff_seconds={self.backoff_seconds}, cache_dir_bytes="
-                f"{self.cache_dir_bytes}): retries and backoff_seconds are at least 0, cache_dir_bytes at least 1."
-            )
-        if not 0 < self.deadline_seconds < math.inf or self.max_requests < 1:
-            raise ValueError(
-                f"rd.Remote(deadline_seconds={self.deadline_seconds}, max_requests={self.max_requests}): give a time above 0, "
-                f"and at least 1 request."
-            )
-        if self.hedge_after is not None and not 0 < self.hedge_after < self.deadline_seconds:
-            raise ValueError(
-                f"rd.Remote(hedge_after={self.hedge_after}, deadline_seconds={self.deadline_seconds}): a second request helps "
-                f"before the deadline only. Give hedge_after between 0 and deadline_seconds, or None for no second request."
+                f"rd.Remote(retries={self.retries}, max_requests={self.max_requests}, cache_dir_bytes={self.cache_dir_bytes}): "
+                f"retries is at least 0, max_requests and cache_dir_bytes are at least 1."
             )
 
     @property
@@ -125,10 +117,10 @@ class RemoteFile(Ranges):
     def __init__(
         self, filesystem: AbstractFileSystem, path: str, remote: Remote, size: int | None = None, stamp: str = ""
     ) -> None:
-        self._filesystem: Any = filesystem
+        self._filesystem: Any = of_this_process(filesystem)
         self._path, self._remote, self._stamp = path, remote, stamp
         self.url: str = self._filesystem.unstrip_protocol(path)
-        self._size = size if size is not None else int(self._try(lambda: self._filesystem.info(path)["size"]))
+        self._size = size if size is not None else int(self._try(lambda: self._filesystem.info(path)["size"], 0))
         self._window: tuple[int, ArrowBuffer] = (0, pa.py_buffer(b""))
 
     @property
@@ -158,13 +150,13 @@ class RemoteFile(Ranges):
         def request() -> bytes:
             data = self._filesystem.cat_file(self._path, start=offset, end=offset + length)
             if len(data) != length:
-                raise OSError(f"{len(data)} bytes arrived of {length} at {offset}")
+                raise OSError(f"{len(data)} bytes arrived of {length}")
             counts().add(REQUEST_BYTES, length)
             return data
 
         def fetch() -> bytes:
             spread_out("reading")
-            return self._try(request)
+            return self._try(request, length, f", bytes {offset} to {offset + length - 1}")
 
         if not length:
             return pa.py_buffer(b"")
@@ -174,59 +166,163 @@ class RemoteFile(Ranges):
         name = f"{self.url}|{self.size}|{self._stamp}|{offset}|{length}"
         return pa.py_buffer(kept.read(name, length, fetch))
 
-    def _try(self, work: Callable[[], T]) -> T:
-        return attempt(self._remote, self.url, work, self._remote.hedge_after)
+    def _try(self, work: Callable[[], T], num_bytes: int, part: str = "") -> T:
+        return attempt(self._remote, self.url, work, num_bytes, part)
 
 
-def attempt(remote: Remote, url: str, work: Callable[[], T], hedge_after: float | None = None) -> T:
-    """What ``work`` returns, tried again and again where it fails for a reason that may pass, until the deadline.
+def attempt(remote: Remote, url: str, work: Callable[[], T], num_bytes: int | None = None, part: str = "") -> T:
+    """Return what ``work`` returns, which is called again where it fails for a reason that may pass, or has no answer in time.
 
     Args:
-        hedge_after: See `Remote`; `None` for work that is not done twice.
+        num_bytes: About as many are asked for, in one request; `None` for work of many requests, as a listing is.
+        part: What of the file is asked for, for messages.
+
+    Raises:
+        RemoteError: It failed each time.
+        FileNotFoundError, PermissionError: What is asked for is not there, or may not be read.
     """
     started = time.monotonic()
-    gate = _gate(remote.max_requests, "/".join(url.split("/")[:3]))
-
-    def admitted() -> T:
-        with gate.enter() as since:
-            try:
-                return work()
-            except Exception as error:
-                if _asks_to_slow_down(error):
-                    gate.slow_down(since)
-                raise
-
+    slots, answers = _slots(remote.max_requests, "/".join(url.split("/")[:3])), list[Future[tuple[T, float]]]()
     for number in range(remote.retries + 1):
-        left = started + remote.deadline_seconds - time.monotonic()
+        is_last, seconds = number == remote.retries, remote.timeout
+        if num_bytes is None:
+            seconds *= _MANY_REQUESTS
+        elif not is_last:
+            seconds = min(seconds, _pace.limit(num_bytes) * 2**number)
+        began = time.monotonic()
         try:
-            return _hedge.call(admitted, hedge_after, left)
+            with slots.one():
+                counts().add(REQUESTS, 1)
+                answers.append(_ask(work))
+                made, took = _first(answers, seconds)
+            if num_bytes is not None:
+                _pace.add(num_bytes, took)
+            return made
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{url}{part} is not there: {error}") from error
+        except PermissionError as error:
+            raise PermissionError(f"{url}{part} may not be read: {error}") from error
         except Exception as error:
             if isinstance(error, _PERMANENT):
+                error.add_note(f"while {url}{part} was read")
                 raise
-            pause = _pause(remote.backoff_seconds, number)
-            seconds = time.monotonic() - started
-            if number == remote.retries or leaving.is_set() or seconds + pause >= remote.deadline_seconds:
-                raise _spent(url, error, number + 1, seconds) from error
+            if _asks_to_slow_down(error):
+                slots.slow_down(began)
+            if is_last or leaving.is_set():
+                raise _spent(url + part, error, number + 1, time.monotonic() - started) from error
         counts().add(RETRIES, 1)
-        leaving.wait(pause)
+        leaving.wait(random.uniform(0.0, min(_LONGEST_PAUSE, _PAUSE * 2**number)))
     raise AssertionError
+
+
+def _ask(work: Callable[[], T]) -> Future[tuple[T, float]]:
+    """Begin a request, in a thread of its own: what it returns, and the seconds that it took."""
+    answer: Future[tuple[T, float]] = Future()
+
+    def run() -> None:
+        began = time.monotonic()
+        try:
+            answer.set_result((work(), time.monotonic() - began))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="rescale_data-request").start()
+    return answer
+
+
+def _first(answers: list[Future[T]], seconds: float) -> T:
+    """Return the first answer that comes in so many seconds; where none does, it is a ``TimeoutError``.
+
+    Args:
+        answers: To the attempts so far, which go on where they were given up: a slow network answers the first of them. An
+            error counts if it is the last attempt's.
+    """
+    deadline = time.monotonic() + seconds
+    while done := wait(answers, max(0.0, deadline - time.monotonic()), FIRST_COMPLETED).done:
+        for answer in done:
+            if answer.exception() is None:
+                return answer.result()
+        if answers[-1] in done:
+            return answers[-1].result()
+        answers[:] = [answer for answer in answers if answer not in done]
+    raise TimeoutError(f"no answer in {seconds:.1f} s")
+
+
+class Pace:
+    """How long the last thousand answers took, by their size. What stalls is most often one connection, not the server."""
+
+    def __init__(self) -> None:
+        self._took: deque[float] = deque(maxlen=1000)
+        self._lock = threading.Lock()
+
+    def add(self, num_bytes: int, seconds: float) -> None:
+        with self._lock:
+            self._took.append(seconds / (num_bytes + _OVERHEAD))
+
+    def limit(self, num_bytes: int) -> float:
+        """Return ten times the seconds in which 99 % of such requests are answered, at least a quarter of a second.
+
+        Before a hundred have been, it is 5 s and a second for each MB.
+        """
+        with self._lock:
+            took = list(self._took)
+        if len(took) < _KNOWN_AFTER:
+            return 5.0 + num_bytes / 2**20
+        return max(0.25, 10 * sorted(took)[int(len(took) * 0.99)] * (num_bytes + _OVERHEAD))
+
+
+class Slots:
+    """At most so many requests at once, fewer after an answer that asks to slow down."""
+
+    def __init__(self, most: int) -> None:
+        self._most = self._slowed = most
+        self._slowed_at = -math.inf
+        self._under_way, self._change = 0, threading.Condition()
+
+    @contextmanager
+    def one(self) -> Generator[None]:
+        """Wait until there is room for one more, and count it."""
+        with self._change:
+            while self._under_way >= self.limit:
+                self._change.wait(1.0)  # the limit grows with time
+            self._under_way += 1
+        try:
+            yield
+        finally:
+            with self._change:
+                self._under_way -= 1
+                self._change.notify()
+
+    @property
+    def limit(self) -> int:
+        """How many there may be now: twice as many each half minute since they were slowed."""
+        doublings = min(30.0, (time.monotonic() - self._slowed_at) / _RECOVERY_SECONDS)
+        return min(self._most, int(self._slowed * 2**doublings))
+
+    def slow_down(self, began: float) -> None:
+        """Allow half as many: a request that began at this time was too many. Those that are refused together count once."""
+        with self._change:
+            if began >= self._slowed_at:
+                self._slowed, self._slowed_at = max(1, self.limit // 2), time.monotonic()
+
+
+def of_this_process(filesystem: Any) -> Any:
+    """Return the filesystem with connections and a thread of this process: after a fork it has those of its parent."""
+    if not isinstance(filesystem, AsyncFileSystem):
+        return filesystem
+    return type(filesystem)(*filesystem.storage_args, **filesystem.storage_options)
 
 
 def _asks_to_slow_down(error: Exception) -> bool:
     return any(mark in f"{type(error).__name__} {error}" for mark in _SLOW_DOWN)
 
 
-def _spent(url: str, error: Exception, attempts: int, seconds: float) -> RemoteError:
+def _spent(what: str, error: Exception, attempts: int, seconds: float) -> RemoteError:
     return RemoteError(
-        f"{url} could not be read in {attempts} attempts over {seconds:.1f} s; the last one: "
+        f"{what} could not be read in {attempts} attempts over {seconds:.1f} s; the last one: "
         f"{type(error).__name__}: {error}. Look to the network, the credentials in storage_options=, or allow more: "
-        f"remote=rd.Remote(retries=..., backoff_seconds=..., deadline_seconds=...)."
+        f"remote=rd.Remote(timeout=..., retries=...)."
     )
-
-
-def _pause(backoff: float, attempt: int) -> float:
-    """Between a half and the whole of a time that doubles, so that ranks do not come back all at once."""
-    return min(_LONGEST_PAUSE, backoff * 2**attempt) * random.uniform(0.5, 1.0)
 
 
 def spread_out(what: str) -> None:
@@ -238,9 +334,15 @@ def spread_out(what: str) -> None:
     leaving.wait(max(0.0, begin - time.monotonic()))
 
 
+@lru_cache(maxsize=64)
+def _slots(most: int, asked: str) -> Slots:
+    """The slots of this process for a bucket or host: one that asks to slow down slows no other."""
+    del asked
+    return Slots(most)
+
+
 _begin: dict[str, float] = {}
-_hedge = Hedge()
-_gate = lru_cache(maxsize=16)(Gate)
+_pace = Pace()
 _lock = threading.Lock()
 _requests: ThreadPoolExecutor | None = None
 
@@ -255,8 +357,9 @@ def _pool() -> ThreadPoolExecutor:
 
 def _renew() -> None:
     """A forked child has no thread, and the lock may have been held."""
-    global _requests, _lock, _hedge, _begin
-    _requests, _lock, _hedge, _begin = None, threading.Lock(), Hedge(), {}
+    global _requests, _lock, _pace, _begin
+    _requests, _lock, _pace, _begin = None, threading.Lock(), Pace(), {}
+    _slots.cache_clear()
 
 
 os.register_at_fork(after_in_child=_renew)

@@ -1,6 +1,5 @@
 """A mixture that changes between the legs of a run, at another topology at the same time."""
 
-import json
 import logging
 from collections import Counter
 from pathlib import Path
@@ -16,9 +15,9 @@ from torchdata.nodes import Batcher, Mapper, Unbatcher
 
 import rescale_data as rd
 from rescale_data import checkpoint
-from rescale_data.engine.states.table import by_field
 from rescale_data.testing import full_state_dict
 from tests.nodes.zoo import BOOKS, CODE, WEB, read, without_arrays
+from tests.states import closed, opened
 
 SOURCES = {"web": WEB, "code": CODE, "books": BOOKS}
 ALL = {"web": 0.5, "code": 0.3, "books": 0.2}
@@ -99,7 +98,7 @@ def test_all_topologies_agree_after_a_change(
         got, state = after(state, weights, topology, num_steps)
         want, expected = after(expected, weights, (1, 12), num_steps)
         assert got == want
-    assert str(state["shards"]) == str(expected["shards"])
+    assert str(opened(state)["shards"]) == str(opened(expected)["shards"])
 
 
 def test_new_weights_count_from_the_change() -> None:
@@ -107,14 +106,14 @@ def test_new_weights_count_from_the_change() -> None:
     before = steps(ranks, 20)
     weights = {"web": 0.1, "code": 0.9}
     batches, state = after(full_state_dict(ranks), weights, (3, 4), 20)
-    assert by_field(state)["shards"]["source.draws"].tolist() == [40] * 12
+    assert opened(state)["shards"]["source.draws"].tolist() == [40] * 12
     counts = Counter(i // 1000 for batch in batches for i in batch)
     assert abs(counts[4] / 240 - 0.9) < 12 / 240
     web = [i for batch in (*before, *batches) for i in batch if i // 1000 == 3]
     assert max(Counter(web).values()) - min(Counter(web).values()) <= 2  # web went on where it was, epoch by epoch
     _, again = after(state, weights, (1, 12), 1)
-    assert by_field(again)["shards"]["source.draws"].tolist() == [41] * 12
-    shards = by_field(again)["shards"]
+    assert opened(again)["shards"]["source.draws"].tolist() == [41] * 12
+    shards = opened(again)["shards"]
     assert (shards["source.drawn.web"] + shards["source.drawn.code"]).tolist() == [41] * 12
 
 
@@ -127,12 +126,10 @@ def test_a_removed_source_is_dropped_with_a_warning_and_an_added_one_begins(capl
     assert "These sources begin with their first row: ['source.books']" in caplog.text
     assert "These are gone, with their positions: ['source.code']" in caplog.text
     assert {i // 1000 for batch in batches for i in batch} == {3, 5}
-    assert not [key for key in by_field(state)["shards"] if "code" in key]
-    rows = by_field(state)["shards"]["source.books.source.row"]
-    assert (rows == by_field(state)["shards"]["source.drawn.books"]).all()
-    assert (
-        by_field(state)["shards"]["source.web.source.row"] >= by_field(saved)["shards"]["source.web.source.row"]
-    ).all()
+    assert not [key for key in opened(state)["shards"] if "code" in key]
+    rows = opened(state)["shards"]["source.books.source.row"]
+    assert (rows == opened(state)["shards"]["source.drawn.books"]).all()
+    assert (opened(state)["shards"]["source.web.source.row"] >= opened(saved)["shards"]["source.web.source.row"]).all()
 
 
 def test_a_source_that_has_ended_stays_so_when_weights_change() -> None:
@@ -143,7 +140,7 @@ def test_a_source_that_has_ended_stays_so_when_weights_change() -> None:
         return [i for batch in steps(ranks, num_steps) for i in batch], full_state_dict(ranks)
 
     first, state = drawn({"web": 0.1, "code": 0.9}, None, 6)
-    assert min(by_field(state)["shards"]["source.drawn.code"].tolist()) < 0
+    assert min(opened(state)["shards"]["source.drawn.code"].tolist()) < 0
     second, _ = drawn({"web": 0.9, "code": 0.1}, state, 4)
     code = [i for i in (*first, *second) if i // 1000 == 4]
     assert len(code) == len(set(code))
@@ -163,23 +160,6 @@ def test_nothing_else_may_change(change: dict[str, Any], message: str) -> None:
     for weights in (ALL, {"web": 1.0}):
         with pytest.raises(rd.DataStateError, match=message):
             loaders(weights, **change)[0].load_state_dict(state)
-
-
-def test_a_state_of_a_mixture_by_the_older_rule_is_refused(tmp_path: Path) -> None:
-    """As one of before this rule: shares counted from the last change, and their total."""
-    [loader] = loaders(ALL)
-    state = by_field(loader.state_dict())
-    fields = json.loads(state["fields"])
-    fields["source.total"] = fields.pop("source.draws")
-    del fields["source.mix"]
-    shards = {**state["shards"], "source.total": state["shards"]["source.weight.web"]}
-    del shards["source.draws"], shards["source.mix"]
-    old = {**state, "fields": json.dumps(fields), "shards": shards}
-    with pytest.raises(rd.DataStateError, match="mixture of an older rescale_data, which drew"):
-        loader.load_state_dict(old)
-    dcp.save({"loader": old}, checkpoint_id=tmp_path, no_dist=True)
-    with pytest.raises(rd.DataStateError, match="mixture of an older rescale_data"):
-        rd.check_checkpoint(tmp_path, loader)
 
 
 def test_another_order_of_a_source_that_stays_is_an_error() -> None:
@@ -253,9 +233,7 @@ def packed(weights: dict[str, float], packer: str) -> rd.DataLoader:
 
 def drawn_before(state: dict[str, Any], source: str) -> Counter[int]:
     """The tokens of the rows that lie before the position of a source."""
-    at = {
-        key.rpartition(".")[2]: int(v[0]) for key, v in by_field(state)["shards"].items() if f"{source}.source." in key
-    }
+    at = {key.rpartition(".")[2]: int(v[0]) for key, v in opened(state)["shards"].items() if f"{source}.source." in key}
     reader = read(SOURCES[source], rd.Shard(0, 1, repeat=True))
     counts: Counter[int] = Counter()
     for epoch in range(at["epoch"] + 1):
@@ -267,9 +245,7 @@ def drawn_before(state: dict[str, Any], source: str) -> Counter[int]:
 
 def is_between_documents(state: dict[str, Any]) -> bool:
     return not any(
-        int(v[0])
-        for key, v in by_field(state)["shards"].items()
-        if key.split(".")[-1] in ("emitted", "offset", "piece")
+        int(v[0]) for key, v in opened(state)["shards"].items() if key.split(".")[-1] in ("emitted", "offset", "piece")
     )
 
 
@@ -293,7 +269,7 @@ def test_a_packer_goes_on_within_what_it_has_begun(packer: str, at: int) -> None
     assert loader is not None
     assert state is not None
     for name, weight in legs[-1].items():
-        shards = by_field(state)["shards"]
+        shards = opened(state)["shards"]
         assert shards[next(key for key in shards if f"weight.{name}" in key)].item() == weight
     del delivered[0]
     assert delivered == drawn_before(state, "web") + drawn_before(state, "code") + drawn_before(state, "books")
@@ -339,29 +315,21 @@ def test_columns_are_found_by_their_names(order: list[int]) -> None:
     """A pipeline that names its nodes in another order has another order of columns, and the same state."""
     [old] = loaders(ALL)
     steps([old], 3)
-    state = old.state_dict()
-    fields = json.loads(state["fields"])
-    own = {name: fields.pop(name) for name in ("samples", "dealt", "stamp")}
-    names = [list(fields)[i] for i in order]
-    state["fields"] = json.dumps({**own, **{name: fields[name] for name in names}})
-    state["shards"]["rows"] = state["shards"]["rows"][:, order]
+    parts = opened(old.state_dict())
+    columns = [parts["columns"][i] for i in (0, 1, 2, *(3 + i for i in order))]
+    shards = {column["name"]: parts["shards"][column["name"]] for column in columns}
     [loader] = loaders(ALL)
-    loader.load_state_dict(state)
+    loader.load_state_dict(closed({**parts, "columns": columns, "shards": shards}))
     assert str(loader.state_dict()) == str(old.state_dict())
 
 
-@pytest.mark.parametrize("rows", [torch.zeros(12, 20, dtype=torch.int64), torch.zeros(12, 21)])
-def test_a_table_that_is_not_that_of_its_fields_is_an_error(rows: torch.Tensor) -> None:
+@pytest.mark.parametrize("table", [torch.zeros(12, 23, dtype=torch.int64), torch.zeros(12, 24)])
+def test_a_table_that_is_not_that_of_its_header_is_an_error(table: torch.Tensor) -> None:
     [loader] = loaders(ALL)
-    state = loader.state_dict()
-    state["shards"]["rows"] = rows
     with pytest.raises(
-        rd.DataStateError, match=r"The field 'rows' of the state .* was saved has \(\(12, 21\), torch.int64"
+        rd.DataStateError, match=r"The table of the state .* by its header it has \(\(12, 24\), torch.int64"
     ):
-        loader.load_state_dict(state)
-    del state["shards"]["rows"]
-    with pytest.raises(rd.DataStateError, match=r"lacks the fields \['rows'\]"):
-        loader.load_state_dict(state)
+        loader.load_state_dict({**loader.state_dict(), "table": table})
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -379,7 +347,7 @@ class TestCheckpoint:
         [loader] = loaders({"web": 0.9, "code": 0.1})
         rd.check_checkpoint(tmp_path, loader)
         dcp.load({"loader": loader}, checkpoint_id=tmp_path, no_dist=True)
-        want, _ = after(old.full_state_dict(), {"web": 0.9, "code": 0.1}, (1, 12), 3)
+        want, _ = after(old.state_dict(), {"web": 0.9, "code": 0.1}, (1, 12), 3)
         assert steps([loader], 3) == want
 
     def test_one_source_in_place_of_another_loads_plainly(self, tmp_path: Path) -> None:
@@ -389,7 +357,7 @@ class TestCheckpoint:
         [loader] = loaders(weights)
         rd.check_checkpoint(tmp_path, loader)
         dcp.load({"loader": loader}, checkpoint_id=tmp_path, no_dist=True)
-        want, _ = after(old.full_state_dict(), weights, (1, 12), 3)
+        want, _ = after(old.state_dict(), weights, (1, 12), 3)
         assert steps([loader], 3) == want
 
     @pytest.mark.parametrize("topology", TOPOLOGIES)
@@ -405,32 +373,24 @@ class TestCheckpoint:
             rd.check_checkpoint(tmp_path, ranks[0])
         for loader in ranks:
             rd.load_changed(tmp_path, loader)
-        want, _ = after(old.full_state_dict(), weights, (1, 12), 5)
+        want, _ = after(old.state_dict(), weights, (1, 12), 5)
         assert steps(ranks, 5) == want
 
     def test_what_dcp_says_of_an_added_source(self, tmp_path: Path) -> None:
         self.save(tmp_path)
         [loader] = loaders(ALL)
-        with pytest.raises(CheckpointException, match=r"Size mismatch between saved .* for loader.shards.rows"):
+        with pytest.raises(CheckpointException, match=r"Size mismatch between saved .* for loader.table"):
             dcp.load({"loader": loader}, checkpoint_id=tmp_path, no_dist=True)
 
-    def test_a_checkpoint_of_format_version_2_takes_one_call(self, tmp_path: Path) -> None:
-        """It has a tensor for each field of the mixture."""
-        [old] = loaders(ALL)
-        steps([old], 4)
-        dcp.save({"loader": by_field(old.state_dict())}, checkpoint_id=tmp_path, no_dist=True)
-        [loader] = loaders(ALL)
-        with pytest.raises(rd.DataStateError, match=r"saved by an older rescale_data.*load_changed"):
-            rd.check_checkpoint(tmp_path, loader)
-        with pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: loader.shards.rows"):
-            dcp.load({"loader": loader}, checkpoint_id=tmp_path, no_dist=True)
-        with pytest.raises(
-            ValueError, match=r"(?s)nothing was loaded:.*loader.shards.rows is a mixture .*load_changed"
-        ):
-            checkpoint.load(tmp_path, {"loader": loader})
-        rd.load_changed(tmp_path, loader)
-        assert str(loader.state_dict()) == str(old.state_dict())
-        assert steps([loader], 5) == steps([old], 5)
+    @pytest.mark.parametrize("weights", [ALL, {"web": 1.0}])
+    def test_the_loads_of_this_package_take_an_added_or_removed_source(
+        self, tmp_path: Path, weights: dict[str, float]
+    ) -> None:
+        old, _ = self.save(tmp_path)
+        [loader] = loaders(weights)
+        checkpoint.load(tmp_path, {"loader": loader})
+        want, _ = after(old.state_dict(), weights, (1, 12), 5)
+        assert steps([loader], 5) == want
 
     def test_load_changed_is_strict_about_the_rest(self, tmp_path: Path) -> None:
         self.save(tmp_path)

@@ -1,6 +1,5 @@
 """Samples that change their form between legs: a context that is extended, labels, another dtype; each at another topology."""
 
-import json
 import logging
 from collections import Counter, defaultdict
 from functools import partial
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 
 import rescale_data as rd
 from rescale_data.testing import full_state_dict
+from tests.states import opened
 
 N, BATCH = 12, 12
 LENGTHS = np.random.default_rng(3).integers(1, 60, 400)
@@ -181,10 +181,10 @@ def test_one_warning_names_old_new_and_the_sample(caplog: pytest.LogCaptureFixtu
     again = loaders(rd.TokenPacker, 1, seq_len=256, labels=True)
     state = full_state_dict(ranks)
     again[0].load_state_dict(state)
-    assert full_state_dict(again)["pipeline"] == state["pipeline"]  # what was before is kept
-    assert json.loads(state["pipeline"])["source"]["before"] == [[24, {"seq_len": 64, "shards": 12, "tokens": 24 * 64}]]
+    assert opened(full_state_dict(again))["pipeline"] == opened(state)["pipeline"]  # what was before is kept
+    assert opened(state)["pipeline"]["source"]["earlier"] == [[24, {"seq_len": 64, "shards": 12, "tokens": 24 * 64}]]
     again[0].reset()
-    assert "before" not in full_state_dict(again)["pipeline"]
+    assert "earlier" not in str(opened(full_state_dict(again))["pipeline"])
 
 
 @pytest.mark.parametrize("other", [{"eos_id": 1}, {"bos_id": 2}, {"column": "others"}])

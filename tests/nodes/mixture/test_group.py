@@ -76,8 +76,8 @@ def test_another_global_batch_only_at_a_whole_round() -> None:
     again = make(b=4)
     again.load_state_dict(states[0])
     assert (batches(again, 6).reshape(-1, 4).std(axis=1) == 0).all()
-    with pytest.raises(ValueError, match=r"set_global_batch_size\(36\) of a mixture with group=4: .* every 3 steps"):
-        again.set_global_batch_size(36)
+    with pytest.raises(rd.DataStateError, match=r"would tear the groups of WeightedSampler\(group=4\) apart"):
+        again.reopen(global_batch_size=36)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_golden() -> None:
     assert drawn == "0021002102100110011021002000100210021002102100200021021001102000"
 
 
-@pytest.mark.skipif(lengths_module.draws is None, reason="built without a compiler")
+@pytest.mark.skipif(lengths_module.kernel is None, reason="built without a compiler")
 @given(weights, st.sampled_from([0, 1, 30, 900, 10**5, 3 * 10**7]), st.integers(0, 2**32), st.booleans(), st.booleans())
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_what_c_draws_is_what_python_draws(
@@ -58,9 +58,9 @@ def test_what_c_draws_is_what_python_draws(
     points = circle_of(3, 8).points(5, 300)
     known: Any = [np.floor(rng.lognormal(0, 1, rng.integers(0, 300)) * mean).astype(np.int64) for _ in weights]
     found: list[Any] = []
-    for way in (lengths_module.draws, None):
+    for way in (lengths_module.kernel, None):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lengths_module, "draws", way)
+            patch.setattr(lengths_module, "kernel", way)
             arcs = TokenArcs(tuple(weights), documents, tokens, since)
             numbers, chosen = arcs.numbers(), np.zeros(300, dtype=np.int64)
             if is_capped:
@@ -68,4 +68,26 @@ def test_what_c_draws_is_what_python_draws(
             turn_at = sum(tokens) + 40 * mean if turns else -1
             num, missing = arcs.run(points, chosen, 0, numbers, [None if not len(k) else k for k in known], turn_at)
             found.append((num, missing, chosen[:num].tolist(), numbers.tolist()))
+    assert found[0] == found[1]
+
+
+@given(weights, st.sampled_from([1, 30, 900]), st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_a_source_that_rests_may_as_well_be_left_out(weights: list[float], mean: int, seed: int) -> None:
+    """By numbers of its own, whatever it has drawn before; in C and in Python."""
+    rng, going = np.random.default_rng(seed), [i for i, weight in enumerate(weights) if weight]
+    documents = rng.integers(0, 50, len(weights))
+    tokens = (documents * mean * rng.random(len(weights)) * 9).astype(np.int64)
+    since = np.where(weights, tokens * rng.random(len(weights)), tokens).astype(np.int64)
+    lengths = np.floor(rng.lognormal(0, 1, 200) * mean).astype(np.int64)
+    points, found = circle_of(3, 8).points(5, 200), []
+    for there in (range(len(weights)), going):
+        counts = ([int(each[i]) for i in there] for each in (documents, tokens, since))
+        arcs, chosen = TokenArcs(tuple(weights[i] for i in there), *counts), np.zeros(200, dtype=np.int64)
+        assert arcs.run(points, chosen, 0, arcs.numbers(), [lengths] * len(there), -1) == (200, -1)
+        by_draw: list[int] = []
+        for n, point in enumerate(points.tolist()):
+            by_draw.append(there[arcs.choose(point)])
+            arcs.drew(arcs.choose(point), int(lengths[n]))
+        found.append(([there[number] for number in chosen], by_draw))
     assert found[0] == found[1]

@@ -17,7 +17,9 @@ from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
 from rescale_data.sources.decoded.cache import cache
 from rescale_data.sources.parquet import ParquetSource
 
-SOURCES, SHARDS, ROWS, GROUP = 30, 32, 128, 32
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+SOURCES, SHARDS, ROWS, GROUP = 18, 32, 128, 32
 
 
 @pytest.fixture(scope="module")

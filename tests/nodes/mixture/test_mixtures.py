@@ -15,11 +15,11 @@ import rescale_data as rd
 from rescale_data.engine.recipe import FIRST_SLOT, Recipe
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.schema import Schema
-from rescale_data.engine.states.table import by_field
 from rescale_data.nodes.base import Node
 from rescale_data.nodes.mixture.circle import TURN, arcs, circle_of
 from rescale_data.nodes.mixture.lengths import TokenArcs
 from tests.nodes.resume import assert_resumes, endless
+from tests.states import opened
 
 
 class Rows:
@@ -309,8 +309,8 @@ def test_n_goes_on_when_weights_change_and_when_sources_end() -> None:
             found = np.bincount(batch["source"].numpy(), minlength=2)
             assert np.abs(found - 64 * np.array(list(weights.values()))).max() <= 3
         state = loader.state_dict()
-    assert by_field(state)["shards"]["source.draws"].sum() == 3 * 11 * 64
-    drawn = by_field(state)["shards"]["source.drawn.a"].sum()
+    assert opened(state)["shards"]["source.draws"].sum() == 3 * 11 * 64
+    drawn = opened(state)["shards"]["source.drawn.a"].sum()
     assert abs(int(drawn) - 11 * 64 * (0.7 + 0.1 + 0.5)) < 20
 
 

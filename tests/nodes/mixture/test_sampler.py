@@ -28,6 +28,15 @@ def test_a_shard_s_stream_is_near_the_weights(shard: rd.Shard, unit: Any, weight
         assert all(abs(drawn[name] - drawn.total() * w / sum(weights.values())) < bound for name, w in weights.items())
 
 
+@pytest.mark.parametrize("unit", ["samples", "tokens"])
+def test_weights_may_be_as_large_as_sources_are(unit: Any) -> None:
+    weights, column = {"web": 3e15, "code": 1e290}, "tokens" if unit == "tokens" else None
+    node, again = (mixture(rd.Shard(repeat=True), weights, unit=unit, column=column) for _ in range(2))
+    take(node, 3)
+    again.reset(node.get_state())
+    assert take(again, 9) == take(node, 9)
+
+
 @pytest.mark.parametrize("repeat", [False, True])
 def test_each_source_keeps_its_own_epoch(repeat: bool) -> None:
     node = mixture(rd.Shard(repeat=repeat))

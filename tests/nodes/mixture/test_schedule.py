@@ -12,12 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 
 import rescale_data as rd
-from rescale_data.engine.states.table import by_field
 from rescale_data.nodes.mixture.schedule import pieces_of
 from rescale_data.sources.source import CountedSource
 from tests.nodes.mixture.test_mixtures import counted, rows, without_tokens
 from tests.nodes.resume import endless
 from tests.nodes.zoo import BOOKS, CODE, WEB, read
+from tests.states import opened
 
 NAMES = ("web", "code", "books")
 A, B, C = (dict(zip(NAMES, w, strict=True)) for w in ((0.5, 0.3, 0.2), (0.1, 0.1, 0.8), (0.0, 0.6, 0.4)))
@@ -120,7 +120,7 @@ def test_caps(unit: str, caplog: pytest.LogCaptureFixture) -> None:
         assert set(drawn.values()) == {3}
     elif unit == "samples":
         assert sum(drawn.values()) == 100
-        assert by_field(state)["shards"]["drawn.code"].tolist() == [100 * (i + 1) // 7 - 100 * i // 7 for i in range(7)]
+        assert opened(state)["shards"]["drawn.code"].tolist() == [100 * (i + 1) // 7 - 100 * i // 7 for i in range(7)]
     else:
         assert 345 <= tokens < 345 + 7 * max(code.values())
     assert caplog.text.count(f"'code' of a mixture has reached its cap of {{'{unit}': {total}}}") == 1
@@ -128,7 +128,7 @@ def test_caps(unit: str, caplog: pytest.LogCaptureFixture) -> None:
     assert progress["capped_shards/code"] == 7
     assert progress["drawn_samples/code"] == sum(drawn.values())
     assert abs(progress["epochs/code"] - sum(drawn.values()) / len(code)) < 0.1
-    assert by_field(state)["shards"]["weight.code"].tolist() == [0.0] * 7
+    assert opened(state)["shards"]["weight.code"].tolist() == [0.0] * 7
     others = Counter(i // 1000 for i in found.elements())
     if unit == "samples":
         assert abs(others[3] - 0.75 * (150 * 7 - 100)) < 15
@@ -231,7 +231,7 @@ def test_weights_by_rows_grow_with_the_epoch_at_which_files_join(tmp_path: Path)
     weights = []
     for _ in range(80):
         next(iter(loader))
-        shards = by_field(loader.state_dict())["shards"]
+        shards = opened(loader.state_dict())["shards"]
         weights.append((shards["a.epoch"][0].item(), shards["weight.a"][0].item() / shards["weight.b"][0].item()))
     assert {epoch for epoch, _ in weights} == {0, 1}
     assert all(abs(weight - (1 / 3 if epoch == 0 else 3)) < 1e-6 for epoch, weight in weights)
@@ -349,7 +349,7 @@ def test_a_window_that_is_open_holds_what_it_held(saved: Any, now: Any, above: s
         return {name: value.tolist() for name, value in batch.items()}
 
     def place(of: rd.DataLoader) -> tuple[int, int]:
-        shards = by_field(of.state_dict())["shards"]
+        shards = opened(of.state_dict())["shards"]
         return int(shards["emitted"]), int(next(v for k, v in shards.items() if k.endswith("draws")))
 
     with loader(*saved) as first:
@@ -374,4 +374,4 @@ def test_a_window_that_is_open_holds_what_it_held(saved: Any, now: Any, above: s
             second.load_state_dict(state)
             next(iter(second))
             state = second.state_dict()
-    assert "before" not in state["pipeline"]
+    assert "earlier" not in state["header"]

@@ -29,14 +29,14 @@ def documents(
     return chosen, spans, begins, counted
 
 
-@pytest.mark.skipif(module.weave is None, reason="built without a compiler")
+@pytest.mark.skipif(module.kernel is None, reason="built without a compiler")
 @pytest.mark.parametrize("by_tokens", [False, True])
 @pytest.mark.parametrize("even", [False, True])
 def test_c_and_numpy_say_the_same(by_tokens: bool, even: bool) -> None:
     for seed in range(60):
         chosen, spans, begins, counted = documents(seed, by_tokens=by_tokens, even=even)
         fast = module.woven(chosen, spans, begins, 7, counted)
-        with mock.patch.object(module, "weave", None):
+        with mock.patch.object(module, "kernel", None):
             slow = module.woven(chosen, spans, begins, 7, counted)
         for one, other in ((fast, slow), (fast.moves, slow.moves)):
             for name in type(one).__dataclass_fields__:
@@ -44,7 +44,7 @@ def test_c_and_numpy_say_the_same(by_tokens: bool, even: bool) -> None:
                     np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=f"{seed} {name}")
 
 
-@pytest.mark.skipif(module.weave is None, reason="built without a compiler")
+@pytest.mark.skipif(module.kernel is None, reason="built without a compiler")
 def test_what_does_not_fit_is_refused() -> None:
     chosen, spans, begins, counted = documents(3, by_tokens=True, even=True)
     bad = [

@@ -218,15 +218,6 @@ class TestResume:
         node.reset(begin)
         assert [next(node)["tokens"].tolist() for _ in range(8)] == first
 
-    def test_skip_is_as_if_drawn(self, layout: str, tmp_path: Path) -> None:
-        source = write(layout, tmp_path, documents([3, 4, 7, 1, 25, 9]))
-        whole = as_lists(packer_of(source))
-        for num in range(len(whole)):
-            node = packer_of(source)
-            node.reset(None)
-            node.skip(num)
-            assert as_lists(node) == whole[num:]
-
     def test_what_was_evicted_is_made_again(self, tmp_path: Path) -> None:
         source = write("arrow", tmp_path, documents([9] * 20))
         expected = as_lists(packer_of(source, labels=True))

@@ -1,10 +1,14 @@
 from typing import Any
 
-class LightningModule: ...
+class LightningModule:
+    automatic_optimization: bool
 
 class Trainer:
     accumulate_grad_batches: int
     num_training_batches: int | float
+    strategy: object
+    fit_loop: Any
+    distributed_sampler_kwargs: dict[str, Any] | None
     @property
     def train_dataloader(self) -> Any: ...
     @property
@@ -13,6 +17,7 @@ class Trainer:
     def test_dataloaders(self) -> Any: ...
 
 class Callback:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None: ...
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None: ...
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None: ...
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None: ...

@@ -1,0 +1,201 @@
+"""Claims: who owns a folder of checkpoints, and which of the manifests in it count.
+
+    .claims/<n>-<id>.json                        a claim: its holder, and of each step the save that it accepts
+    step-100/<n>-<id>-<k>/                       the data of the k-th save of the owner (n, id)
+    step-100/rescale_data-<n>-<id>-<k>.json      its manifest; "-deleted" before ".json" says that the step is deleted
+
+The highest claim owns the folder. The manifests that count are those that the newest finished claim accepts, its owner's own,
+and those of owners that no claim knows: somebody copied such a step here. What an older owner adds later does not count.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self, TypeVar
+
+from rescale_data.checkpoint.storage.store import Store, join, split
+from rescale_data.errors import DamagedCheckpointError
+
+T = TypeVar("T")
+
+CLAIMS = ".claims"
+STEP = re.compile(r"step-(\d+)")
+LONE = "."
+"""The name of the only step of a folder that is a checkpoint itself."""
+UNFINISHED = re.compile(r"\.[0-9a-f]{12}\.tmp$")
+"""The end of the name under which a disk keeps a small file until it is whole."""
+_CLAIM = re.compile(r"(\d+)-([0-9a-f]{8})\.json")
+_FOLDER = re.compile(r"(\d+)-([0-9a-f]{8})-(\d+)")
+_MANIFEST = re.compile(r"rescale_data-(\d+)-([0-9a-f]{8})-(\d+)(-deleted)?\.json")
+
+
+class Owner(NamedTuple):
+    """Who opened a folder for writing: a number above all that were there, and a random id."""
+
+    number: int
+    id: str
+
+    def __str__(self) -> str:
+        return f"{self.number}-{self.id}"
+
+
+class Save(NamedTuple):
+    """One save or deletion of one owner; of two saves of an owner the later one is greater."""
+
+    owner: Owner
+    turn: int
+    is_deletion: bool = False
+
+    @classmethod
+    def of_folder(cls, name: str) -> Save | None:
+        """The save whose data are in a folder of this name; None for any other name."""
+        match = _FOLDER.fullmatch(name)
+        return cls(Owner(int(match[1]), match[2]), int(match[3])) if match else None
+
+    @classmethod
+    def of_manifest(cls, name: str) -> Save | None:
+        """The save whose manifest has this name; None for any other name."""
+        match = _MANIFEST.fullmatch(name)
+        return cls(Owner(int(match[1]), match[2]), int(match[3]), match[4] is not None) if match else None
+
+    @property
+    def folder(self) -> str:
+        return f"{self.owner}-{self.turn}"
+
+    @property
+    def manifest(self) -> str:
+        return f"rescale_data-{self.folder}{'-deleted' * self.is_deletion}.json"
+
+
+def save_of(name: str) -> Save | None:
+    """The save that a file or folder in a step's folder belongs to; None for any other name."""
+    return Save.of_folder(name) or Save.of_manifest(UNFINISHED.sub("", name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claims:
+    """The claims of one folder, as far as they decide what counts.
+
+    Args:
+        known: All owners, in order.
+        newest: The owner of the newest finished claim.
+        accepts: The folders of the saves that this claim accepts, by the name of the step.
+    """
+
+    known: Collection[Owner] = ()
+    newest: Owner | None = None
+    accepts: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @classmethod
+    def read(cls, store: Store, folder: str, *, without: Owner | None = None) -> Self:
+        """List the claims of `folder`, and read the newest finished one."""
+
+        def read(known: list[Owner]) -> Self:
+            for owner in reversed(known):
+                if owner != without and (accepts := read_claim(store, folder, owner)["accepts"]) is not None:
+                    return cls(known=known, newest=owner, accepts=accepts)
+            return cls(known=known)
+
+        return with_owners(store, folder, read)
+
+
+def owners(store: Store, folder: str) -> list[Owner]:
+    """Return the owners that have a claim in `folder`, in order."""
+    matches = map(_CLAIM.fullmatch, store.names(join(folder, CLAIMS)))
+    return sorted(Owner(int(match[1]), match[2]) for match in matches if match)
+
+
+def with_owners(store: Store, folder: str, work: Callable[[list[Owner]], T]) -> T:
+    """Return `work` of the owners of `folder`; again if a claim has gone, which a save that failed has removed."""
+    while True:
+        known = owners(store, folder)
+        try:
+            return work(known)
+        except FileNotFoundError:
+            if owners(store, folder) == known:
+                raise
+
+
+def put_claim(store: Store, folder: str, owner: Owner, content: Mapping[str, Any]) -> None:
+    text = json.dumps(content, sort_keys=True)
+    store.put(_path(folder, owner), json.dumps({"claim": text, "crc32": zlib.crc32(text.encode())}).encode())
+
+
+def remove_claim(store: Store, folder: str, owner: Owner) -> None:
+    store.rm_file(_path(folder, owner))
+    store.remove_empty(join(folder, CLAIMS))
+
+
+def read_claim(store: Store, folder: str, owner: Owner) -> dict[str, Any]:
+    """Return what a claim says.
+
+    Returns:
+        ``holder``, ``url``, ``closed``, the last turn that was told as ``saved``, and ``accepts``: None until it is finished.
+    """
+    path = _path(folder, owner)
+    text = store.read(path)
+    try:
+        wrapped = json.loads(text)
+        if zlib.crc32(wrapped["claim"].encode()) != wrapped["crc32"]:
+            raise ValueError("its content does not match its checksum")
+        content = json.loads(wrapped["claim"])
+        return {key: content[key] for key in ("holder", "url", "closed", "accepts", "saved")}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DamagedCheckpointError(
+            f"{path}, which says what counts in this folder, is damaged: {error}. Delete it to go by the claim before it."
+        ) from error
+
+
+def counted(names: Iterable[str], *views: tuple[Claims, str]) -> Save | None:
+    """Return the save that is the checkpoint of a step, or the deletion of it; None where there is none.
+
+    Args:
+        names: In the folder of the step.
+        views: Of each folder whose claims decide, from the outer one, its claims and the name of the step in there.
+    """
+    saves = [save for save in map(Save.of_manifest, names) if save]
+    for claims, step in views:
+        saves = [
+            save
+            for save in saves
+            if save.owner == claims.newest
+            or save.owner not in claims.known
+            or (save.folder == claims.accepts.get(step) and not save.is_deletion)
+        ]
+    for claims, _ in views:
+        if own := [save for save in saves if save.owner == claims.newest]:
+            return max(own)
+    return max(saves, default=None)
+
+
+def home(path: str) -> tuple[str, str]:
+    """The folder of the run that a checkpoint is in, and the step's name in there; a checkpoint alone is a run of its own."""
+    folder, name = split(path)
+    return (folder, name) if STEP.fullmatch(name) else (path, LONE)
+
+
+def find(store: Store, path: str, run: Claims | None = None) -> Save | None:
+    """Return the save that is the checkpoint at `path`; None where there is none, or it is deleted.
+
+    Args:
+        run: The claims of its run, where they are known already.
+    """
+    names, before = store.names(path), list[str]()
+    folder, step = home(path)
+    # Again, since an owner may have replaced all that was listed, and another one opened the run, before its claims were read.
+    while any(map(Save.of_manifest, names)) and names != before:
+        views = [(run or Claims.read(store, folder), step)] if step != LONE else []
+        if CLAIMS in names:
+            views.append((Claims.read(store, path), LONE))
+        if (save := counted(names, *views)) is not None:
+            return None if save.is_deletion else save
+        names, before = store.names(path), names
+    return None
+
+
+def _path(folder: str, owner: Owner) -> str:
+    return join(folder, CLAIMS, f"{owner}.json")

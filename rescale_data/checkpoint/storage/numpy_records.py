@@ -1,0 +1,102 @@
+"""Arrays, numbers and dtypes of NumPy from records of a pickle.
+
+NumPy's own constructors believe a pickle: a dtype whose flags deny that its elements are pointers makes pointers of bytes.
+Here a dtype is made of its code, or of the names, codes and places of its fields, without objects. An array is made of
+exactly the bytes that it needs, and an array of objects of a list of that length.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, Literal, cast
+
+import numpy as np
+
+from rescale_data.checkpoint.storage.records import Record, checked, counts
+
+_CODE = re.compile(r"b1|[iufcmM]\d{1,2}|[SUV]\d{1,9}|O8?")
+_UNIT = re.compile(r"[a-zμ]{1,2}|[YMWD]|generic")
+Build = Callable[[Any], Any]
+
+
+def _dtype(build: Build, record: Record) -> np.dtype[Any]:
+    code, state = record.args[0], (*(record.state or ()), *(None,) * 9)[:9]
+    _, order, part, names, fields, size, _, _, unit = state
+    if not (isinstance(code, str) and _CODE.fullmatch(code)):
+        raise ValueError(f"a dtype of {code!r}")
+    if part is not None:
+        found = np.dtype((build(part[0]), counts(part[1])))
+    elif names is not None:
+        parts: list[Any] = [(*cast(Any, fields)[name], None)[:3] for name in names]
+        formats, offsets, titles = zip(*parts, strict=True)
+        spec = {"names": names, "formats": [*map(build, formats)], "offsets": offsets, "titles": titles}
+        found = np.dtype(cast(Any, {**spec, "itemsize": size}))
+    elif code[0] in "mM" and unit is not None:
+        found = np.dtype(f"{code}{_unit(build(unit[1]))}")
+    else:
+        found = np.dtype(code)
+    if found.hasobject and found != np.dtype(object):
+        raise ValueError("objects within a structure")
+    return found.newbyteorder(order) if order in ("<", ">") else found
+
+
+def _unit(told: Any) -> str:
+    """Return the unit of a time, ``[25s]``, from ``(b"s", 25, 1, 1)``."""
+    name, count, *_ = told
+    text = name.decode() if isinstance(name, bytes) else name
+    if not (_UNIT.fullmatch(text) and type(count) is int):
+        raise ValueError(f"the unit {told!r}")
+    return "" if text == "generic" else f"[{count}{text}]"
+
+
+def _array(build: Build, record: Record) -> np.ndarray[Any, Any]:
+    _, shape, dtype, fortran, data = record.state
+    kind, sizes, order = checked(build(dtype), np.dtype), counts(shape), "F" if fortran is True else "C"
+    if kind.hasobject:
+        if type(data) is not list or len(cast("list[Any]", data)) != math.prod(sizes):
+            raise ValueError("an array of objects whose list has another length")
+        flat = np.empty(len(cast("list[Any]", data)), object)
+        for place, item in enumerate(cast("list[Any]", data)):
+            flat[place] = build(item)
+        return np.array(flat.reshape(sizes), order=order)
+    return _filled(sizes, kind, build(data), order)
+
+
+def _scalar(build: Build, record: Record) -> Any:
+    dtype, data = record.args
+    kind = checked(build(dtype), np.dtype)
+    if kind.hasobject:
+        raise ValueError("an object in place of a number")
+    return _filled((), kind, build(data))[()]
+
+
+def _filled(
+    shape: tuple[int, ...], kind: np.dtype[Any], data: Any, order: Literal["C", "F"] = "C"
+) -> np.ndarray[Any, Any]:
+    """Return an array of exactly these bytes."""
+    content, size = data.encode("latin1") if isinstance(data, str) else data, math.prod(shape) * kind.itemsize
+    if not isinstance(content, bytes) or len(content) != size:
+        raise ValueError(f"{size} bytes for an array, and other data")
+    made: np.ndarray[Any, Any] = np.ndarray(shape, kind, bytearray(content), order=order)
+    _refuse_no_text(made)
+    return made
+
+
+def _refuse_no_text(array: np.ndarray[Any, Any]) -> None:
+    """``ValueError`` where an element is text that Python does not know."""
+    for name in array.dtype.names or ():
+        _refuse_no_text(array[name])
+    if array.dtype.kind == "U" and array.dtype.itemsize and array.size:
+        points = np.ascontiguousarray(array).reshape(-1).view(np.dtype("u4").newbyteorder(array.dtype.byteorder))
+        if points.max() > sys.maxunicode:
+            raise ValueError("text with letters that Unicode does not have")
+
+
+MAKERS: dict[str, Callable[[Any, Record], Any]] = {
+    "numpy.dtype": _dtype,
+    **{f"numpy.{core}.multiarray._reconstruct": _array for core in ("core", "_core")},
+    **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
+}

@@ -1,0 +1,72 @@
+"""Readers of checkpoints: each has a lease in the run, so that the owner leaves alone what is read.
+
+A reader puts its lease, which then covers the whole run, before it lists; once it has chosen, the lease names one save. The
+owner puts its manifest, and then looks at the leases before it removes. One of the two always sees the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import uuid
+from collections.abc import Generator, Mapping
+from typing import Any
+
+from rescale_data.checkpoint.storage.claims import Save, find, home
+from rescale_data.checkpoint.storage.store import Store, join
+from rescale_data.lease import Lease, Seen, Watch
+
+logger = logging.getLogger(__name__)
+
+LEASES = ".leases"
+
+
+@contextlib.contextmanager
+def reading(store: Store, path: str) -> Generator[tuple[Lease | None, Save | None]]:
+    """Yield the save that is the checkpoint at `path`, if there is one, with a lease on it, if one can be written."""
+    if store.renames and find(store, path) is None:
+        yield None, None  # no folder for leases is made where there is no checkpoint of ours
+        return
+    folder, step = home(path)
+    lease = None
+    try:
+        store.mkdir(join(folder, LEASES))
+        lease = Lease(store.files, join(folder, LEASES, f"{uuid.uuid4().hex}.json"))
+    except Exception as error:
+        logger.debug("No lease on %s: %s. An owner that deletes there cannot see this reader.", path, error)
+    with lease or contextlib.nullcontext():
+        save = find(store, path)
+        if lease is not None and save is not None:
+            lease.tell({"step": step, "save": save.folder})
+        yield lease, save
+
+
+class Readers:
+    """What an owner sees of the leases in a run, from one look to the next."""
+
+    def __init__(self, store: Store, folder: str) -> None:
+        self._store, self._folder = store, join(folder, LEASES)
+        self.watch = Watch(store.files)
+
+    def look(self) -> list[tuple[Seen, Mapping[str, Any]]]:
+        """Return all leases but those of readers that are gone, which are removed."""
+        found: list[tuple[Seen, Mapping[str, Any]]] = []
+        for name in self._store.names(self._folder):
+            seen, about = self.watch.look(path := join(self._folder, name))
+            if seen == "gone":
+                self._store.rm_file(path)
+            else:
+                found.append((seen, about))
+        return found
+
+
+def covering(leases: list[tuple[Seen, Mapping[str, Any]]], step: str, save: Save | None = None) -> Seen:
+    """Return "alive" if one of the leases covers a step, or one save of it, "undecided" if one may, else "gone"."""
+    found = {
+        seen
+        for seen, about in leases
+        if "owner" not in about
+        and about.get("step", step) == step
+        and (save is None or about.get("save", save.folder) == save.folder)
+    }
+    return "alive" if "alive" in found else "undecided" if found else "gone"

@@ -1,0 +1,113 @@
+"""Pickles from anyone, read into records: nothing that a pickle names is imported, and nothing in it runs."""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+
+T = TypeVar("T")
+
+
+class UnknownClassError(ValueError):
+    """Error raised where a pickle names something that its reader does not know."""
+
+
+class Kind(type):
+    """The class of classes of records, which nobody changes: a pickle may try to."""
+
+    stands_for: str
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise TypeError(f"{name} of {cls.__name__} is set")
+
+
+class Record(metaclass=Kind):
+    """An object of a pickle: the arguments that its class was given, the state set on it, and its items. It does nothing.
+
+    Attributes:
+        stands_for: The name of the class in the pickle.
+        called: True if the class was called, False if the object was made without its constructor.
+    """
+
+    __slots__ = ("args", "called", "items", "state")
+    stands_for = ""
+    args: tuple[Any, ...]
+    called: bool
+    items: list[tuple[Any, Any]]
+    state: Any
+
+    def __new__(cls, *args: Any) -> Record:
+        record = super().__new__(cls)
+        record.args, record.called, record.items, record.state = args, False, [], None
+        return record
+
+    def __init__(self, *_: Any) -> None:
+        self.called = True
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items.append((key, value))
+
+
+class RecordUnpickler(pickle.Unpickler):
+    """Makes a record of each object.
+
+    Args:
+        is_known: True for a name (``module.qualname``) that may occur; any other is an `UnknownClassError`.
+        storage: Gives what a reference to a storage stands for.
+    """
+
+    def __init__(
+        self, content: bytes, is_known: Callable[[str], bool], storage: Callable[[Any], Any] | None = None
+    ) -> None:
+        super().__init__(io.BytesIO(content))
+        self._is_known, self._storage = is_known, storage
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        name = f"{'builtins' if module_name == '__builtin__' else module_name}.{global_name}"
+        if not self._is_known(name):
+            raise UnknownClassError(name)
+        return _class_of(name)
+
+    def persistent_load(self, pid: Any) -> Any:
+        if self._storage is None:
+            raise ValueError(f"a reference to {pid!r}")
+        return self._storage(pid)
+
+
+@functools.cache
+def _class_of(name: str) -> Any:
+    return Kind(name.rpartition(".")[2], (Record,), {"__slots__": (), "stands_for": name})
+
+
+def allowed_by_user() -> dict[str, Any]:
+    """Return what ``torch.serialization.add_safe_globals`` was given, by name."""
+    given = [entry if isinstance(entry, tuple) else (entry, "") for entry in torch.serialization.get_safe_globals()]
+    return {name or f"{entry.__module__}.{entry.__qualname__}": entry for entry, name in given}
+
+
+def counts(values: Any) -> tuple[int, ...]:
+    """Return sizes or strides, checked: integers of at least 0."""
+    if not isinstance(values, tuple | list) or not all(type(n) is int and n >= 0 for n in cast("list[Any]", values)):
+        raise ValueError(f"{values!r} are no sizes")
+    return tuple(cast("list[int]", values))
+
+
+def checked(value: Any, kind: type[T]) -> T:
+    """Return a value of this class; ``ValueError`` for any other."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{value!r} in place of a {kind.__name__}")
+    return value
+
+
+def dtype_of(name: str) -> torch.dtype | None:
+    """Return torch's dtype of this name (``torch.float32``), or None."""
+    found = vars(torch).get(name.removeprefix("torch.")) if name.startswith("torch.") else None
+    return found if isinstance(found, torch.dtype) else None

@@ -1,0 +1,276 @@
+"""The format of a state: one tensor and one JSON string for any pipeline, of one source or two hundred.
+
+    {"table": int64[N, columns], "header": str}
+
+    table    row i is the position of logical shard i; its stamp, ``-1 - (samples * N + i)``, says whose row it is and of when
+    header   ``version``, the counts of the run, the topology, and ``columns``, ``pipeline`` and ``sources``
+
+``columns`` names what stands in the table, in its order, with dtype and shape: a number takes one column (float64 as its
+bits), a tensor its bytes. A load finds columns by name, so sources may come and go. Source: docs/design.md, 8.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from rescale_data.engine.position import Position
+from rescale_data.engine.recipe import DEALT, ENDED, MOST_STAMPED, OWN_FIELDS, STAMP, UNDEALT
+from rescale_data.engine.schema import Schema, to_json
+from rescale_data.engine.states.change import Changed
+from rescale_data.errors import DataStateError
+from rescale_data.layout.clock import Clock
+from rescale_data.state import Field, Ints, field_described, offsets, to_tensors
+
+Path: TypeAlias = tuple[str, ...]
+VERSION = 1
+TABLE, HEADER = "table", "header"
+_SIZES = ("global_batch_size", "dp_world_size", "micro_batch_size", "num_logical_shards")
+_COUNTS = ("samples", "origin", "step", "epoch", "in_step", "dropped_samples", "padded_samples", "num_workers")
+_OTHERS = ("seed", "skipped", "columns", "pipeline", "sources")
+_GIVE = "Give what loader.state_dict() returned, or DCP loaded into it."
+_DAMAGED = "it was changed or damaged. Load another checkpoint."
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A state that was read.
+
+    Args:
+        header: Its values by name.
+        table: ``int64[N, columns]``, with the stamps; a copy.
+    """
+
+    header: Mapping[str, Any]
+    table: Ints
+
+    @cached_property
+    def fields(self) -> list[Field]:
+        """The fields of the table, in the order of its columns."""
+        return fields_in(self.header)
+
+    @cached_property
+    def values(self) -> dict[str, torch.Tensor]:
+        """The table as one tensor with N rows for each field, by name."""
+        return to_tensors(self.fields, self.table)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Return the state as `load_state_dict` takes it."""
+        return {TABLE: torch.from_numpy(self.table), HEADER: json.dumps(self.header)}
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """O, W and b of the save."""
+        o, w, b, _ = (self.header[name] for name in _SIZES)
+        return o, w, b
+
+    @property
+    def clock(self) -> Clock:
+        """The counts of the run."""
+        counts: dict[str, Any] = {field.name: self.header[field.name] for field in dataclasses.fields(Clock)}
+        counts["skipped"] = tuple((first, stop) for first, stop in counts["skipped"])
+        counts["step"] -= (counts["samples"] - counts["origin"]) // self.header["global_batch_size"]
+        if counts["step"] < 0:
+            raise DataStateError(f"The state counts {self.header['step']!r} step: {_DAMAGED}")
+        return Clock(**counts)
+
+
+# A state is written
+
+
+def header_of(at: Position) -> str:
+    """Return all of a state but its table, the same on every rank. Its long parts are texts that the schema keeps."""
+    layout, schema = at.layout, at.schema
+    counts = {**vars(at.clock), "step": at.step, "num_workers": layout.num_workers}
+    sizes = {name: getattr(layout, name) for name in _SIZES}
+    text = to_json({"version": VERSION, "seed": at.setup.recipe.seed, **counts, **sizes})[:-1]
+    return text + "".join(f',"{name}":{of}' for name, of in schema.texts.items()) + "}"
+
+
+def encode(table: Ints, samples: int, header: str) -> dict[str, Any]:
+    """Return the state of a whole table, ``int64[N, slots]``, and of its header; a copy."""
+    stamped = np.concatenate([_stamps(len(table), samples)[:, None], table], axis=1)
+    return {TABLE: torch.from_numpy(stamped), HEADER: header}
+
+
+def epoch_left(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state of the end of an epoch as that of the beginning of the next one; any other state as it is."""
+    table, header = state[TABLE], json.loads(state[HEADER])
+    (remainder,) = _slots(fields_in(header))[OWN_FIELDS[DEALT].key]
+    if not bool((table[:, remainder] == ENDED).all()):
+        return dict(state)
+    table = table.clone()
+    table[:, remainder] = UNDEALT
+    return {**state, TABLE: table, HEADER: json.dumps({**header, "epoch": header["epoch"] + 1})}
+
+
+def _stamps(num_logical_shards: int, samples: int) -> Ints:
+    return -1 - samples * num_logical_shards - np.arange(num_logical_shards, dtype=np.int64)
+
+
+# A state is read
+
+
+def is_state(value: Any) -> bool:
+    """True if a value looks like the state of a loader."""
+    return isinstance(value, Mapping) and {TABLE, HEADER} <= value.keys()
+
+
+def read(state: Mapping[str, Any]) -> Saved:
+    """Return a state's header and table, its shape checked; ``DataStateError`` where it is not the state of a loader."""
+    if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"The state is a {type(state).__name__}. {_GIVE}")
+    _require_names(state, (TABLE, HEADER), "state")
+    header, table = read_header(state[HEADER]), state[TABLE]
+    if not isinstance(table, torch.Tensor):
+        raise DataStateError(f"The table of the state is a {type(table).__name__}, not a tensor. {_GIVE}")
+    want = (header["num_logical_shards"], offsets(fields_in(header))[-1]), torch.int64
+    if (tuple(table.shape), table.dtype) != want:
+        raise DataStateError(
+            f"The table of the state has shape and dtype {(tuple(table.shape), table.dtype)}; by its header it has {want}."
+        )
+    return Saved(header, table.detach().cpu().numpy().copy())
+
+
+def read_header(text: Any) -> dict[str, Any]:
+    """Return the values of a header; ``DataStateError`` where it is none, or counts what no run comes to."""
+    try:
+        header = json.loads(text)
+    except (TypeError, ValueError) as error:
+        raise DataStateError(f"The header of the state is not the JSON that was saved: {error}. {_GIVE}") from error
+    _require_names(header, ("version",), "header of the state")
+    if header["version"] != VERSION:
+        raise DataStateError(
+            f"The state has format version {header['version']}, this rescale_data reads the version {VERSION}. Load it with "
+            f"the release that saved it."
+        )
+    _require_names(header, (*_SIZES, *_COUNTS, *_OTHERS), "header of the state")
+    for name in (*_SIZES, *_COUNTS):
+        if not isinstance(header[name], int) or not (name in _SIZES) <= header[name] < MOST_STAMPED:
+            raise DataStateError(f"The state counts {header[name]!r} {name}: {_DAMAGED}")
+    if not all(isinstance(header[name], dict) for name in ("pipeline", "sources")):
+        raise DataStateError(f"The header of the state has no pipeline and sources: {_DAMAGED}")
+    _require_ranges(header["skipped"], header["samples"])
+    fields_in(header)
+    return header
+
+
+def fields_in(header: Mapping[str, Any]) -> list[Field]:
+    """Return the fields of the table that was saved with a header, in the order of its columns."""
+    try:
+        return [field_described(about["name"], about) for about in header["columns"]]
+    except (AttributeError, LookupError, TypeError) as error:
+        raise DataStateError(f"The header of the state does not describe its columns: {_DAMAGED}") from error
+
+
+def table_of(schema: Schema, saved: Saved, added: Sequence[Changed]) -> Ints:
+    """Return the positions of a state, ``int64[N, slots]``, their stamps checked and their columns found by name.
+
+    Args:
+        added: The children that have come since: they begin.
+    """
+    before, now = _slots(saved.fields), _slots(schema.fields)
+    (stamp,) = before[STAMP.key]
+    _require_own_rows(saved.table[:, stamp], saved.header["samples"])
+    if [*before] == [STAMP.key, *now]:  # the same columns, as at most loads
+        return saved.table[:, 1:].copy()
+    table, kept = schema.fresh_table(len(saved.table)), [key for key in now if key in before]
+    begun = [key for key in now if key not in before and any(key in child.own for child in added)]
+    table[:, [slot for key in begun for slot in now[key]]] = 0
+    source, target = ([slot for key in kept for slot in slots[key]] for slots in (before, now))
+    table[:, target] = saved.table[:, source]
+    return table
+
+
+def is_dealt(table: Ints) -> bool:
+    """True if rows are spread over ranks by a deal at the end of an epoch, no longer in one block a rank."""
+    return bool((table[:, DEALT] > UNDEALT).any())
+
+
+def _slots(fields: Sequence[Field]) -> dict[str, range]:
+    return {f.key: range(a, a + f.num_slots) for f, a in zip(fields, offsets(fields), strict=False)}
+
+
+def _require_names(values: Any, names: Iterable[str], what: str) -> None:
+    missing = sorted(set(names).difference(values)) if isinstance(values, Mapping) else list(names)
+    if missing:
+        raise DataStateError(f"The {what} lacks {missing}. {_GIVE}")
+
+
+def _require_ranges(saved: Any, num_samples: int) -> None:
+    """``DataStateError`` where what was left out are not ranges of samples that ascend up to those of the state."""
+    ranges = saved if isinstance(saved, list) else [saved]
+    flat = [value for each in ranges for value in (each if isinstance(each, list) else [each])]
+    are_pairs = all(isinstance(each, list) and len(each) == 2 for each in ranges)
+    are_ints = all(type(value) is int for value in flat)
+    if not are_pairs or not are_ints or [0, *flat, num_samples] != sorted([0, *flat, num_samples]):
+        raise DataStateError(f"The state leaves out the samples {saved!r:.200}: {_DAMAGED}")
+
+
+def _require_own_rows(stamps: Ints, samples: int) -> None:
+    """``DataStateError`` where rows are not those of their logical shards at that sample."""
+    n = len(stamps)
+    wrong = np.flatnonzero(stamps != _stamps(n, samples)).tolist()
+    if not wrong:
+        return
+    found = [divmod(-1 - value, n) for value in stamps[wrong].tolist()]
+    others = [(row, shard) for row, (at, shard) in zip(wrong, found, strict=True) if at == samples]
+    if others:
+        raise DataStateError(
+            f"{len(others)} of {n} rows of the state are those of other logical shards (the first: row {others[0][0]} is that "
+            f"of shard {others[0][1]}): one rank's rows were kept for all, or rows changed places. Keep what "
+            f"loader.state_dict() returns, or use torch.distributed.checkpoint; load another checkpoint."
+        )
+    raise DataStateError(
+        f"The rows of {len(wrong)} of {n} logical shards (the first: {wrong[:5]}) are not of sample {samples}, at which the "
+        f"state was saved: some rank did not save its rows, or ranks saved at different steps. Load another checkpoint."
+    )
+
+
+# States in a checkpoint
+
+
+def data_states(paths: Iterable[Sequence[Any]]) -> list[Path]:
+    """Return the paths of the data states in a checkpoint with values at these paths."""
+    found = {tuple(map(str, path)) for path in paths}
+    return sorted(path[:-1] for path in found if path[-1] == TABLE and (*path[:-1], HEADER) in found)
+
+
+def find(paths: Iterable[Sequence[Any]], name: str | None, where: object) -> Path:
+    """Return the path of the data state with this name, or of the only one.
+
+    Raises:
+        DataStateError: none, or several and no name.
+    """
+    found = {".".join(root): root for root in data_states(paths)}
+    if name is None and len(found) == 1:
+        return next(iter(found.values()))
+    if name is not None and name in found:
+        return found[name]
+    if not found:
+        raise DataStateError(
+            f"The checkpoint {where} holds no data state of a rescale_data loader. Save the loader in the state, under a key."
+        )
+    asked = "" if name is None else f", and none is named {name!r}"
+    raise DataStateError(f"The checkpoint {where} holds the data states {sorted(found)}{asked}. Name one of them.")
+
+
+def with_columns_of(state: Any, saved: torch.Tensor | None) -> Any:
+    """Return a state to load into, where another number of columns was saved; `load_state_dict` finds them by name.
+
+    Args:
+        state: What somebody's ``state_dict()`` returned; any other than of a loader is returned as it is.
+        saved: The table in the checkpoint, on the meta device.
+    """
+    table = state[TABLE] if is_state(state) else None
+    if not isinstance(table, torch.Tensor) or saved is None or saved.ndim != 2 or len(saved) != len(table):
+        return state
+    return {**state, TABLE: torch.empty(saved.shape, dtype=table.dtype, device="cpu")}

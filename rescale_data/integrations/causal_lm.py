@@ -1,0 +1,56 @@
+"""Batches as transformers' causal language models expect them: ``rd.DataLoader(..., collate_fn=causal_lm_batch)``.
+
+The module does not import transformers, so that worker processes start without it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rescale_data.engine.collate import Samples, collate
+
+
+def causal_lm_batch(samples: Samples) -> dict[str, Any]:
+    """Return the batch of packed samples under the names and with the labels that transformers expects.
+
+    Packers make labels that are shifted: ``labels[t]`` is the token after ``tokens[t]``. Models of transformers shift labels
+    themselves, so these are shifted back. Their loss has the same terms, but for the last token of each sample.
+
+    Args:
+        samples: Of `TokenPacker` or `WholeDocumentPacker`, made with ``labels=True``.
+
+    Returns:
+        ``{"input_ids", "labels"}``, each ``int[b, seq_len]``: a label is its token, or -100 where it is not learned. Where
+        samples have ``doc_ids`` also ``"position_ids"``, which begin at 0 in each document. Nothing else is passed on.
+
+    Raises:
+        ValueError: The samples have no ``"tokens"`` or ``"labels"``.
+
+    Example:
+        >>> causal_lm_batch([{"tokens": torch.tensor([5, 6, 7]), "labels": torch.tensor([6, 7, -100])}])
+        {'input_ids': tensor([[5, 6, 7]]), 'labels': tensor([[-100,    6,    7]])}
+    """
+    batch = collate(
+        [{name: sample[name] for name in ("tokens", "labels", "doc_ids") if name in sample} for sample in samples]
+    )
+    if not {"tokens", "labels"} <= set(batch):
+        raise ValueError(
+            f"causal_lm_batch takes samples of a packer with labels=True, but these have {sorted(samples[0])}. The shifted "
+            f"labels say which tokens are learned; they are shifted back here."
+        )
+    unlearned = torch.full_like(batch["labels"][:, :1], -100)
+    labels = torch.cat([unlearned, batch["labels"][:, :-1]], dim=1)
+    made = {"input_ids": batch["tokens"], "labels": labels}
+    if "doc_ids" in batch:
+        made["position_ids"] = positions(batch["doc_ids"])
+    return made
+
+
+def positions(doc_ids: Tensor) -> Tensor:
+    """``int64[b, seq_len]``: the position of each token in its document, from 0; ``doc_ids`` change where one begins."""
+    here = torch.arange(doc_ids.shape[1]).expand_as(doc_ids)
+    begins = doc_ids.diff(dim=1, prepend=doc_ids[:, :1]) != 0
+    return here - (here * begins).cummax(dim=1).values

@@ -1,6 +1,0 @@
-"""What `draws.c` has; `rescale_data.nodes.mixture.lengths` and `rescale_data.nodes.mixture.woven` say what it means."""
-
-from typing import Any
-
-def run(points: Any, chosen: Any, first: int, numbers: Any, lengths: list[Any], turn_at: int, /) -> tuple[int, int]: ...
-def weave(number: int, /, *buffers: Any) -> None: ...

@@ -1,0 +1,90 @@
+"""Ranks that meet in a store: who does not come is named, and nothing is left of it for the next attempt."""
+
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from rescale_data.engine.ranks import meeting
+from rescale_data.engine.ranks.meeting import Missing, arrive, meet, within
+
+
+class CountedStore(dist.Store):
+    """A store that counts what is asked of it, by the kind of key."""
+
+    def __init__(self, store: Any, asked: Counter[str]) -> None:
+        super().__init__()
+        self._store, self._asked = store, asked
+
+    def __getattribute__(self, name: str) -> Any:
+        if name not in ("append", "add", "get", "wait", "check", "compare_set"):
+            return super().__getattribute__(name)
+
+        def ask(key: Any, *args: Any) -> Any:
+            first = key[0] if isinstance(key, list) else key
+            self._asked[f"{name} {first.rpartition('/')[2]}"] += 1
+            return getattr(self._store, name)(key, *args)
+
+        return ask
+
+
+def told(call: Any, *args: Any) -> Any:
+    """What a meeting returns, or the ranks that it misses."""
+    try:
+        return call(*args)
+    except Missing as missing:
+        return missing.ranks
+
+
+def in_threads(num_ranks: int, come: Any, lost: int = -1) -> dict[int, Any]:
+    """What each rank is told."""
+    found: dict[int, Any] = {}
+    threads = [
+        threading.Thread(target=lambda me=me: found.update({me: told(come, me)}))
+        for me in range(num_ranks)
+        if me != lost
+    ]
+    [thread.start() for thread in threads]
+    [thread.join(60) for thread in threads]
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [4, 32])
+def test_one_rank_looks_who_is_missing_and_all_are_told(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_LOOK", 0.1)
+    store, lost = dist.HashStore(), num_ranks - 2
+    asked = [Counter[str]() for _ in range(num_ranks)]
+    found = in_threads(num_ranks, lambda me: arrive(CountedStore(store, asked[me]), me, range(num_ranks), 0.5), lost)
+    assert found == {me: [lost] for me in set(range(num_ranks)) - {lost}}
+    assert sum(count["get came"] for count in asked) == 1
+    assert told(arrive, store, lost, range(num_ranks), 60.0) == [lost]  # at once: the verdict holds
+
+
+@pytest.mark.parametrize("attempts", [0, 1, 3])
+def test_whoever_was_left_alone_meets_the_others_in_the_next_attempt(attempts: int) -> None:
+    store, names = dist.HashStore(), [3, 5, 9]
+    for turn in range(attempts):
+        assert told(meet, store, turn % 2, names, 0.01) == [rank for rank in names if rank != names[turn % 2]]
+    for number in range(2):
+        found = in_threads(3, lambda me: meet(store, me, names, 60.0, f"rank {me}"))
+        assert found == {me: (["rank 0", "rank 1", "rank 2"], attempts + number) for me in range(3)}
+
+
+def test_a_store_that_does_not_answer_or_fails_keeps_nobody_for_long() -> None:
+    end = threading.Event()
+    assert told(within, 0.2, end.wait) is None
+    end.set()
+    assert within(60.0, lambda: 5) == 5
+    with pytest.raises(ZeroDivisionError):
+        within(60.0, lambda: 1 // 0)
+
+
+def test_errors_of_the_store_are_those_of_a_store_that_is_gone() -> None:
+    def fails() -> None:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    with pytest.raises(Missing) as missing:
+        within(60.0, fails)
+    assert missing.value.ranks is None

@@ -1,0 +1,1 @@
+"""Laws: sentences about all mechanisms of the package, each checked over pairs of them. docs/laws.md lists them."""

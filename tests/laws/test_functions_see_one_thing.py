@@ -1,0 +1,335 @@
+"""Law 2: a function sees one thing. Values, types, dtypes, shapes and writable or not are those of ``source.row``, however rows
+are read; and what a function writes into them nobody else reads.
+
+Crossed: formats of files and data sets; types of a column (integers of every width, floats, booleans, lists, nulls, texts,
+dictionaries, nested); the function (`Map`, a predicate, a tokenizer, ``collate_fn``) and where it stands (over rows, in a
+mixture, below each packer; without workers, in a thread, in workers, on two ranks). It describes what it is given and then
+writes into all of it; four logical shards are read in turn, twice, with a cache for one fragment. Limit: a map-style
+dataset that returns one object twice, or other rows from ``__getitems__`` than from ``[]``.
+"""
+
+import copy
+import datetime
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset
+from datasets.table import InMemoryTable
+
+import rescale_data as rd
+from rescale_data.sources.decoded.cache import cache
+from tests.formats import write_jsonl, write_megatron, write_tar
+from tests.laws.pairs import Case, cases, name_of
+
+NUM_ROWS, NUM_SHARDS = 24, 4
+NUMBERS = [[(7 * i + j) % 120 for j in range(i % 5)] for i in range(NUM_ROWS)]
+WORDS = [f"text {i % 6}" for i in range(NUM_ROWS)]
+
+
+def some_null(values: list[Any]) -> list[Any]:
+    return [None if i % 4 == 1 else value for i, value in enumerate(values)]
+
+
+INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+LISTS: dict[str, tuple[list[Any], pa.DataType]] = {
+    **{name: (NUMBERS, pa.list_(getattr(pa, name)())) for name in INTEGERS},
+    "large_list": (NUMBERS, pa.large_list(pa.int64())),
+    "fixed_list": ([[i, i + 1, i + 2] for i in range(NUM_ROWS)], pa.list_(pa.int16(), 3)),
+    "null lists": (some_null(NUMBERS), pa.list_(pa.int64())),
+}
+"""Columns of tokens."""
+COLUMNS: dict[str, tuple[list[Any], pa.DataType]] = {
+    **LISTS,
+    "float32": (NUMBERS, pa.list_(pa.float32())),
+    "float64": (NUMBERS, pa.list_(pa.float64())),
+    "bools": ([[x % 2 == 0 for x in row] for row in NUMBERS], pa.list_(pa.bool_())),
+    "lists of lists": ([[row, row[:1]] for row in NUMBERS], pa.list_(pa.list_(pa.int32()))),
+    "texts": (WORDS, pa.string()),
+    "null texts": (some_null(WORDS), pa.string()),
+    "large_string": (WORDS, pa.large_string()),
+    "string_view": (WORDS, pa.string_view()),
+    "dictionary": (WORDS, pa.dictionary(pa.int32(), pa.string())),
+    "lists of texts": ([[word] * 2 for word in WORDS], pa.list_(pa.string())),
+    "bytes": ([word.encode() for word in WORDS], pa.binary()),
+    "number": (some_null(list(range(NUM_ROWS))), pa.int64()),
+    "bool": ([i % 3 == 0 for i in range(NUM_ROWS)], pa.bool_()),
+    "nothing": ([None] * NUM_ROWS, pa.null()),
+    "time": ([datetime.datetime(2026, 1, 1 + i) for i in range(NUM_ROWS)], pa.timestamp("us")),
+    "struct": ([{"a": row, "b": word} for row, word in zip(NUMBERS, WORDS, strict=True)],
+               pa.struct({"a": pa.list_(pa.int64()), "b": pa.string()})),
+}  # fmt: skip
+
+
+class Rows:
+    """A map-style dataset, of a new object each time."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: int) -> Any:
+        return {"x": copy.deepcopy(self.values[index])}
+
+
+def table_of(kind: str) -> pa.Table:
+    values, dtype = COLUMNS[kind]
+    array = pa.array(values, dtype.value_type).cast(dtype) if pa.types.is_dictionary(dtype) else pa.array(values, dtype)
+    return pa.table({"x": array})
+
+
+def arrow(folder: Path, kind: str, *, new: Callable[..., Any] = pa.ipc.new_file, **options: Any) -> rd.Source:
+    table = table_of(kind)
+    with new(folder / "a.arrow", table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        writer.write_table(table.combine_chunks(), max_chunksize=5)
+    return rd.ArrowSource(folder, **CACHE)
+
+
+def parquet(folder: Path, kind: str) -> rd.Source:
+    pq.write_table(table_of(kind), folder / "a.parquet", row_group_size=5)
+    return rd.ParquetSource(folder, **CACHE)
+
+
+def spilled(folder: Path, kind: str) -> rd.Source:
+    pq.write_table(table_of(kind), folder / "a.parquet", row_group_size=5)
+    return rd.ParquetSource(folder, cache_bytes=1, spill_dir=folder / "spill")
+
+
+def jsonl(folder: Path, kind: str) -> rd.Source:
+    write_jsonl(folder / "a.jsonl", [{"x": value} for value in COLUMNS[kind][0]])
+    return rd.JsonlSource(folder, **CACHE)
+
+
+def webdataset(folder: Path, kind: str) -> rd.Source:
+    write_tar(folder / "a.tar", [{"x": repr(value).encode()} for value in COLUMNS[kind][0]])
+    return rd.WebDatasetSource(folder, **CACHE)
+
+
+def megatron(folder: Path, kind: str) -> rd.Source:
+    write_megatron(folder / "a", COLUMNS[kind][0])
+    return rd.MegatronSource(folder, **CACHE)
+
+
+def huggingface(folder: Path, kind: str) -> rd.Source:
+    return rd.DatasetSource(Dataset(InMemoryTable(table_of(kind))), batch_rows=3)
+
+
+CACHE = {"cache_bytes": 1}  # one fragment at a time
+FORMATS: dict[str, Callable[[Path, str], rd.Source]] = {
+    "parquet": parquet,
+    "spilled": spilled,
+    "arrow": arrow,
+    "arrow-stream": lambda folder, kind: arrow(folder, kind, new=pa.ipc.new_stream),
+    "arrow-zstd": lambda folder, kind: arrow(folder, kind, compression="zstd"),
+    "jsonl": jsonl,
+    "webdataset": webdataset,
+    "megatron": megatron,
+    "huggingface": huggingface,
+    "dataset": lambda folder, kind: rd.DatasetSource(Rows(COLUMNS[kind][0])),
+}
+"""A column of rows in each format; of tables, in fragments of five rows, of which the cache holds one."""
+
+
+def described(value: Any) -> Any:
+    """All that a function can tell of a value."""
+    if isinstance(value, dict):
+        return {key: described(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [described(each) for each in value]
+    if isinstance(value, np.ndarray):
+        return "array", str(value.dtype), value.shape, value.flags.writeable, value.tolist()
+    return type(value).__name__, str(value)
+
+
+def spoiled(value: Any) -> None:
+    """Write into all of a value that can be written."""
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        spoiled(each)
+    if isinstance(value, np.ndarray) and value.flags.writeable:
+        value[...] = 99 if value.dtype.kind in "iuf" else value[...]
+    elif isinstance(value, dict | list):
+        value.clear()
+
+
+def looked(sample: Any) -> str:
+    """A description of what a function is given, which is spoiled."""
+    found = repr(described(sample))
+    spoiled(sample)
+    return found
+
+
+def keeps_none(sample: Any, seen: list[str]) -> bool:
+    seen.append(looked(sample))
+    return False
+
+
+def keeps_lists(sample: Any, seen: list[str]) -> bool:
+    """Write nothing: what a predicate writes is yielded."""
+    seen.append(repr(described(sample)))
+    return next(iter(sample.values())) is not None
+
+
+def letters(texts: list[str], seen: list[str]) -> list[list[int]]:
+    seen.extend(repr({"x": described(text)}) for text in texts)
+    found = [[ord(letter) for letter in text] for text in texts]
+    texts.clear()
+    return found
+
+
+def descriptions(samples: list[Any]) -> list[str]:
+    return [looked(sample) for sample in samples]
+
+
+def mixture(node: rd.Node[Any]) -> rd.Node[Any]:
+    return rd.WeightedSampler({"a": node}, {"a": 1}, stop="all")
+
+
+def token_packer(node: rd.Node[Any], column: str = "x") -> rd.Node[Any]:
+    return rd.TokenPacker(node, column=column, seq_len=5, eos_id=1)
+
+
+def whole_packer(node: rd.Node[Any], column: str = "x") -> rd.Node[Any]:
+    return rd.WholeDocumentPacker(node, column=column, seq_len=5, window=3)
+
+
+Way = Callable[[rd.Node[Any], list[str]], rd.Node[Any]]
+OVER_ROWS: dict[str, Way] = {
+    "Map": lambda node, seen: rd.Map(node, lambda row: seen.append(looked(row))),
+    "Map-mixture": lambda node, seen: rd.Map(mixture(node), lambda row: seen.append(looked(row))),
+    "Filter": lambda node, seen: rd.Filter(node, partial(keeps_none, seen=seen)),
+    "Filter-Shuffle": lambda node, seen: rd.Filter(rd.Shuffle(node, 3), partial(keeps_none, seen=seen)),
+}
+BELOW_PACKERS: dict[str, Way] = {
+    "TokenPacker": lambda node, seen: token_packer(rd.Filter(node, partial(keeps_lists, seen=seen)), column_of(node)),
+    "TokenPacker-writes": lambda node, seen: token_packer(
+        rd.Filter(node, partial(keeps_none, seen=seen)), column_of(node)
+    ),
+    "TokenPacker-mixture": lambda node, seen: token_packer(
+        rd.Filter(mixture(node), partial(keeps_lists, seen=seen)), column_of(node)
+    ),
+    "mixture-TokenPacker": lambda node, seen: token_packer(
+        mixture(rd.Filter(node, partial(keeps_lists, seen=seen))), column_of(node)
+    ),
+    "WholeDocumentPacker": lambda node, seen: whole_packer(
+        rd.Filter(node, partial(keeps_lists, seen=seen)), column_of(node)
+    ),
+}
+"""A predicate; that one document is left out of each, so that a packer reads on."""
+TOKENIZERS: dict[str, Way] = {
+    "Tokenize": lambda node, seen: rd.Tokenize(node, partial(letters, seen=seen), "x", batch_size=3),
+    "Tokenize-TokenPacker": lambda node, seen: token_packer(
+        rd.Tokenize(node, partial(letters, seen=seen), "x", batch_size=3), "tokens"
+    ),
+}
+WAYS: dict[str, Way] = {**OVER_ROWS, **BELOW_PACKERS, **TOKENIZERS}
+
+
+def column_of(node: rd.Node[Any]) -> str:
+    return "tokens" if isinstance(node.reads, rd.MegatronSource) else "x"
+
+
+def may_be(case: Case) -> bool:
+    kind, form, way = case["column"], case["format"], case["way"]
+    is_list = kind in LISTS
+    texts = ("texts", "large_string", "string_view", "dictionary")
+    if form == "megatron" and kind != "uint16":
+        return False
+    if form == "jsonl" and kind in ("bytes", "time"):
+        return False
+    if form == "arrow-stream" and kind == "dictionary":
+        return False  # refused
+    if form == "huggingface" and kind in ("string_view", "dictionary"):
+        return False  # not of its types
+    if way in BELOW_PACKERS:
+        return is_list and form != "webdataset"
+    return way not in TOKENIZERS or (kind in texts and form not in ("webdataset", "megatron"))
+
+
+def read(nodes: list[rd.Node[Any]]) -> None:
+    """Read many logical shards in turn, twice, so that each row is read again after a function wrote into it."""
+    for _ in range(2):
+        going = list(nodes)
+        while going:
+            for node in list(going):
+                if next(node, None) is None and node.state_dict()["_ended"]:
+                    going.remove(node)
+        for node in nodes:
+            node.reset(node.get_state())
+
+
+@pytest.mark.parametrize(
+    "case", cases({"way": list(WAYS), "format": list(FORMATS), "column": list(COLUMNS)}, may_be), ids=name_of
+)
+def test_a_function_sees_what_a_row_holds(case: Case, tmp_path: Path) -> None:
+    source = FORMATS[case["format"]](tmp_path, case["column"])
+    expected = {repr(described(source.row(i))) for i in range(NUM_ROWS)}
+    cache().clear()
+    seen: list[str] = []
+    readers = [rd.Reader(source, rd.Shard(i, NUM_SHARDS), shuffle=5) for i in range(NUM_SHARDS)]
+    read([WAYS[case["way"]](reader, seen) for reader in readers])
+    if case["way"] in TOKENIZERS:
+        seen = [each for each in seen if "text " in each]  # not the text that a tokenizer is known by
+    assert set(seen) == expected
+    assert len(seen) >= 2 * NUM_ROWS
+
+
+def wide(folder: Path, form: str) -> rd.Source:
+    """All columns in one row."""
+    left_out = {"jsonl": ["bytes", "time"], "huggingface": ["string_view", "dictionary"]}.get(form, [])
+    table = pa.table({kind: table_of(kind)["x"] for kind in COLUMNS if kind not in left_out})
+    if form == "huggingface":
+        return rd.DatasetSource(Dataset(InMemoryTable(table)), batch_rows=3)
+    if form == "jsonl":
+        write_jsonl(folder / "a.jsonl", table.to_pylist())
+        return rd.JsonlSource(folder, **CACHE)
+    if form == "arrow":
+        with pa.ipc.new_file(folder / "a.arrow", table.schema) as writer:
+            writer.write_table(table.combine_chunks(), max_chunksize=5)
+        return rd.ArrowSource(folder, **CACHE)
+    pq.write_table(table, folder / "a.parquet", row_group_size=5)
+    return rd.ParquetSource(folder, **CACHE)
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "thread": {"prefetch_batches": 2},
+    "workers": {"num_workers": 2},
+    "two ranks": {"dp_world_size": 2},
+}
+WIDE = cases(
+    {"run": list(RUNS), "format": ["parquet", "arrow", "jsonl", "huggingface"], "function": ["Map", "collate"]}
+)
+
+
+@pytest.mark.parametrize("case", WIDE, ids=name_of)
+def test_a_function_in_a_loader_sees_what_a_row_holds(case: Case, tmp_path: Path) -> None:
+    source = wide(tmp_path, case["format"])
+    expected = {repr(described(source.row(i))) for i in range(NUM_ROWS)}
+    options = {"dp_world_size": 1, **RUNS[case["run"]]}
+    found: list[str] = []
+    for rank in range(options["dp_world_size"]):
+        with rd.DataLoader(
+            partial(pipeline, source, case["function"]),
+            global_batch_size=4,
+            num_logical_shards=8,
+            dp_rank=rank,
+            collate_fn=list if case["function"] == "Map" else descriptions,
+            **options,
+        ) as loader:
+            for _ in range(2):
+                for batch in loader:
+                    found += batch
+    assert set(found) == expected
+    assert len(found) == 2 * NUM_ROWS
+
+
+def pipeline(source: rd.Source, function: str, shard: rd.Shard) -> rd.Node[Any]:
+    reader = rd.Reader(source, shard, shuffle=5)
+    return rd.Map(reader, looked) if function == "Map" else reader

@@ -1,0 +1,171 @@
+"""Law 8: numbers from outside never crash. Any number in any field of a state is a `DataStateError`, or samples.
+
+Crossed: every field of every pipeline that the tables can make of a node over rows, a mixture and what stands on top, with
+numbers at the limits of int64, of float64 as bits, of counts, and any others, of one logical shard or of all; set in a node,
+and in the state of a loader; and given to each function in C, which `.ci/sanitize` builds with sanitizers. Limits:
+`rescale_data.StreamReader` opens a stream again and reads as many rows as its state says.
+"""
+
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import rescale_data as rd
+from rescale_data.errors import DataStateError
+from rescale_data.nodes.base import as_node
+from rescale_data.nodes.reading.gather import kernel
+from tests.laws.pairs import Case, cases, name_of
+from tests.laws.tables import CORPORA, ENDLESS, MIXTURES, ROWS, TOPS
+from tests.states import closed, opened
+
+NUM_SHARDS = 4
+LIMITS = [0, 1, -1, -2, -4, 2**20, 2**31, 2**40, 2**47, 2**48, 2**53, 2**62, 2**63 - 1, -(2**63)]
+"""Numbers at which something begins to be wrong: signs, widths, counts, products."""
+FLOATS = np.array([0.5, -1.0, 1e300, 5e-324, np.inf, -np.inf, np.nan]).view(np.int64).tolist()
+NUMBERS = st.sampled_from([*LIMITS, *FLOATS]) | st.integers(-50, 50) | st.integers(-(2**63), 2**63 - 1)
+
+
+def pipeline(case: Case, shard: rd.Shard) -> rd.Node[Any]:
+    def below(name: str) -> Any:
+        return ROWS[case["rows"]](rd.Reader(rd.DatasetSource(CORPORA[name], name=name), shard, shuffle=4))
+
+    return as_node(TOPS[case["top"]](MIXTURES[case["mixture"]](below)))
+
+
+CASES = cases({"rows": list(ROWS), "mixture": list(MIXTURES), "top": list(TOPS)})
+OTHERS = {
+    "Exclude": lambda shard: rd.Exclude(rd.Reader(range(40), shard, shuffle=4), rows=[1, 2, 30]),
+    "Reader-verify": lambda shard: rd.Reader(range(40), replace(shard, verify=True), shuffle=4),
+    "Reader-few": lambda shard: rd.Reader(range(3), replace(shard, repeat=True)),
+    "StreamReader": lambda shard: rd.StreamReader(rd.IterableSource([[1, 2, 3], [4]] * NUM_SHARDS), shard),
+}
+"""Nodes that the tables do not cross: they stand over a source alone."""
+
+
+def refuses_or_goes_on(node: rd.Node[Any], data: st.DataObject) -> None:
+    list(islice(node, data.draw(st.sampled_from([0, 1, 3]))))
+    position = np.array(node.position)
+    for slot in data.draw(st.sets(st.integers(0, len(position) - 1), min_size=1, max_size=3)):
+        position[slot] = data.draw(NUMBERS)
+    try:
+        node.reset(node.decode(position.data))
+        list(islice(node, 4))
+        node.reset(node.get_state())
+    except DataStateError:
+        pass
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@given(data=st.data())
+def test_a_node_refuses_a_state_or_goes_on(case: Case, data: st.DataObject) -> None:
+    refuses_or_goes_on(pipeline(case, rd.Shard(1, NUM_SHARDS, repeat=case["mixture"] in ENDLESS)), data)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_a_reader_refuses_a_state_or_goes_on(name: str, data: st.DataObject) -> None:
+    refuses_or_goes_on(OTHERS[name](rd.Shard(1, NUM_SHARDS)), data)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES[::3] if case["mixture"] != "group"], ids=name_of)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@given(data=st.data())
+def test_a_loader_refuses_a_table_or_goes_on(case: Case, data: st.DataObject) -> None:
+    def make() -> rd.DataLoader:
+        return rd.DataLoader(
+            lambda shard: pipeline(case, shard),
+            global_batch_size=4,
+            num_logical_shards=NUM_SHARDS,
+            dp_rank=0,
+            dp_world_size=1,
+            repeat=case["mixture"] in ENDLESS,
+            collate_fn=list,
+        )
+
+    loader = make()
+    list(islice(loader, data.draw(st.sampled_from([0, 1, 3]))))
+    state = loader.state_dict()
+    numbers = state["table"]
+    at = data.draw(st.integers(0, numbers.shape[1] - 1))
+    numbers[data.draw(st.sampled_from([slice(0, 1), slice(None)])), at] = data.draw(NUMBERS)
+    loader = make()
+    try:
+        loader.load_state_dict(state)
+        list(islice(loader, 3))
+        loader.state_dict()
+    except DataStateError:
+        pass
+
+
+@pytest.mark.parametrize("wrong", [-1, 2**62, 1.5, None, "1", [1]])
+def test_counts_of_a_run_are_refused_where_they_are_none(wrong: Any) -> None:
+    def make() -> rd.DataLoader:
+        return rd.DataLoader(range(22), global_batch_size=8, num_logical_shards=8)
+
+    loader = make()
+    list(loader)
+    state = loader.state_dict()
+    assert opened(state)["dropped_samples"] == 6
+    damaged = [
+        closed({**opened(state), name: wrong})
+        for name in ("samples", "step", "epoch", "num_workers", "dropped_samples")
+    ]
+    for each in damaged:
+        with pytest.raises(DataStateError):
+            make().load_state_dict(each)
+
+
+INTS = st.lists(NUMBERS | st.integers(0, 9), max_size=6).map(lambda numbers: np.array(numbers, dtype=np.int64))
+SIZED = INTS | st.integers(0, 40).map(lambda size: np.zeros(size, dtype=np.int64))
+ARRAYS = st.sampled_from(["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f4", "S0"]).map(
+    lambda d: np.zeros(7, dtype=d)
+)
+
+
+@st.composite
+def calls(draw: Any) -> tuple[str, tuple[Any, ...]]:
+    """A function in C, with arguments of the right types."""
+    name = draw(st.sampled_from(["join", "find", "cut", "permute", "run", "weave", "append"]))
+    ints, sized, number = (lambda kind=kind: draw(kind) for kind in (INTS, SIZED, NUMBERS))
+    if name == "join":
+        return name, (draw(ARRAYS), ints(), ints(), draw(ARRAYS))
+    if name == "find":
+        rows = ints()
+        return name, (rows, ints(), draw(st.just(np.zeros_like(rows)) | SIZED))
+    if name == "cut":
+        return name, (ints(), ints(), ints(), [ints() for _ in range(draw(st.integers(0, 3)))], sized(), sized())
+    if name == "permute":
+        return name, (draw(st.binary(min_size=15, max_size=17)), number(), ints(), ints(), sized())
+    if name == "run":
+        num, points = draw(st.integers(0, 3)), sized()
+        numbers = np.array(draw(st.lists(NUMBERS | st.integers(0, 99), min_size=7 * num, max_size=7 * num)), np.int64)
+        return name, (points, points.copy(), draw(st.integers(0, 9)), numbers, [ints() for _ in range(num)], number())
+    if name == "weave":
+        return name, (number(), *(sized() for _ in range(12)))
+    arrays = tuple(draw(st.lists(ARRAYS, max_size=2)))
+    return name, (ints(), draw(st.integers(-2, 9)), (arrays, *(ints() for _ in range(6)), None))
+
+
+@pytest.mark.skipif(kernel is None, reason="built without a compiler")
+@settings(max_examples=3000, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@given(calls())
+def test_c_refuses_what_it_is_given_or_does_it(call: tuple[str, tuple[Any, ...]]) -> None:
+    name, given = call
+    try:
+        if name != "append":
+            getattr(kernel, name)(*given)
+            return
+        position, eos, parts = given
+        stretch = kernel.Stretch(position.data, position[1:].copy().data, -1, eos)
+        stretch.append(*parts)
+        rows = np.zeros((1, 3), dtype=np.int64)
+        kernel.fill([stretch], 0, rows, rows.copy(), None)
+    except (ValueError, IndexError, OverflowError):
+        pass

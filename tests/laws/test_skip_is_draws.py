@@ -1,0 +1,242 @@
+"""Law 1: `skip(n)` leaves the samples and the positions that n calls of `next` leave.
+
+Crossed: source, its order, unreadable rows, blocklist, node over rows, mixture, top, repeat, verify, sources smaller than N.
+Hypothesis chooses n, how many samples were drawn before, which rows are unreadable and which are blocked.
+"""
+
+import functools
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rescale_data as rd
+from tests.laws.pairs import Case, cases, name_of
+from tests.laws.tables import CORPORA, MIXTURES, ROWS, SOURCES, TOPS, mixture, with_length
+from tests.nodes.resume import plain
+from tests.simulate import where
+
+ON_ERROR: dict[str, Any] = {
+    "raise": "raise",
+    "skip": "skip",
+    "decide": lambda error, where: {"id": -1, "text": "", "tokens": np.zeros(2, np.uint16)} if "7" in where else None,
+}
+
+
+class Rows(list[Any]):
+    """Rows of which some cannot be read."""
+
+    def __init__(self, rows: list[Any], bad: set[int]) -> None:
+        super().__init__(rows)
+        self.bad = bad
+
+    def __getitem__(self, index: Any) -> Any:
+        if index in self.bad:
+            raise ValueError(f"row {index} cannot be read")
+        return super().__getitem__(index)
+
+
+def damaged(kind: str, rows: list[Any], bad: set[int]) -> list[Any]:
+    """Return the rows to write, of which `bad` cannot be read: a null among the tokens."""
+    if kind == "dataset":
+        return Rows(rows, bad)
+    return [{**row, "tokens": [1, None]} if i in bad else row for i, row in enumerate(rows)]
+
+
+def fails_on_some(row: Any, *_: Any) -> Any:
+    if len(row["tokens"]) % 4 == 2:
+        raise ValueError("a row that the function cannot take")
+    return row
+
+
+ROWS_AND_ERRORS: dict[str, Callable[[rd.Node[Any]], rd.Node[Any]]] = {
+    **ROWS,
+    "Map-skip": lambda node: rd.Map(node, fails_on_some, on_error="skip"),
+    "Map-Map": lambda node: rd.Map(rd.Map(node, with_length), with_length),
+}
+SCHEDULE = rd.Schedule([(0, {"web": 1, "code": 0, "books": 1}), (20, {"web": 1, "code": 2, "books": 1})], "linear")
+MIXED: dict[str, Callable[[Callable[[str], Any]], rd.Node[Any]]] = {
+    **MIXTURES,
+    "schedule": lambda below: rd.WeightedSampler({name: below(name) for name in CORPORA}, SCHEDULE),
+    "one-Shuffle-all": lambda below: rd.Shuffle(mixture(below, stop="all"), 3),
+}
+DIMENSIONS: Mapping[str, Any] = {
+    "source": [*SOURCES],
+    "on_error": [*ON_ERROR],
+    "blocked": ["none", "rows", "ids"],
+    "rows": [*ROWS_AND_ERRORS],
+    "mixture": [*MIXED],
+    "top": [*TOPS],
+    "repeat": [True, False],
+    "verify": [False, True],
+    "shards": [2, 40],
+    "shuffle": [4, True, False],
+}
+
+
+def allowed(case: Case) -> bool:
+    needs_columns = case["blocked"] == "ids" or case["rows"] == "Tokenize"
+    return not (needs_columns and case["source"] in ("webdataset", "megatron"))
+
+
+def decoded(row: Any) -> Any:
+    found = json.loads(row["json"])
+    return {**found, "tokens": np.array(found["tokens"], dtype=np.uint16)}
+
+
+def as_arrays(row: Any) -> Any:
+    return {**row, "tokens": np.array(row["tokens"], dtype=np.uint16)}
+
+
+def pipeline(case: Case, folder: Path, bad: set[int], blocked: set[int]) -> Callable[[rd.Shard], rd.Node[Any]]:
+    """Return the pipeline of a case; `bad` rows cannot be read where the source and `on_error` know of such."""
+    kind, on_error = case["source"], ON_ERROR[case["on_error"]]
+    can_fail = kind in ("dataset", "parquet", "arrow") and on_error != "raise"
+    sources = {}
+    for name, rows in CORPORA.items():
+        (folder / name).mkdir()
+        sources[name] = SOURCES[kind](folder / name, damaged(kind, rows, bad) if can_fail else rows)
+
+    def build(shard: rd.Shard) -> rd.Node[Any]:
+        def below(name: str) -> Any:
+            source = sources[name]
+            node: Any = rd.Reader(source, shard, shuffle=case.get("shuffle", 4), on_error=on_error)
+            if case["blocked"] == "rows":
+                node = rd.Exclude(node, rows={row for row in blocked if row < source.num_rows})
+            if case["blocked"] == "ids":
+                node = rd.Exclude(node, ids={CORPORA[name][row]["id"] for row in blocked if row < source.num_rows})
+            node = (
+                rd.Map(node, decoded) if kind == "webdataset" else rd.Map(node, as_arrays) if kind == "jsonl" else node
+            )
+            return ROWS_AND_ERRORS[case["rows"]](node)
+
+        return TOPS[case["top"]](MIXED[case["mixture"]](below))
+
+    return build
+
+
+def outcome(node: Any, how: Callable[[Any], None], num_behind: int = 5) -> Any:
+    """Return where a node stands after `how`, whether its epoch has ended, and the samples and positions behind that."""
+    found: list[Any] = []
+    try:
+        how(node)
+    except StopIteration:
+        found.append("the epoch has ended")
+        node.reset(node.get_state())
+    except rd.DataStateError:  # two whole epochs without a sample
+        return ["no sample"]
+    found.append(node.position.tolist())
+    try:
+        for sample in islice(node, num_behind):
+            found.append((plain(sample), node.position.tolist()))
+    except rd.DataStateError:
+        found.append("no sample")
+    return found
+
+
+def draws(node: Any, num_samples: int) -> None:
+    for _ in range(num_samples):
+        next(node)
+
+
+some = settings(max_examples=max(6, settings().max_examples // 16), deadline=None)
+rows_of = st.sets(st.integers(0, 35), max_size=12)
+
+
+PLAIN: Case = {name: values[0] for name, values in DIMENSIONS.items()} | {"mixture": "one source", "top": "rows"}
+ALONE = [{**PLAIN, "rows": name} for name in ROWS_AND_ERRORS] + [{**PLAIN, "top": name} for name in TOPS]
+ALONE += [{**PLAIN, "mixture": name, "on_error": "skip"} for name in MIXED]  # whose skips no other node makes draws
+
+
+@pytest.mark.parametrize("case", cases(DIMENSIONS, allowed) + ALONE, ids=name_of)
+@given(st.data())
+@some
+def test_skip_of_a_node(case: Case, data: st.DataObject) -> None:
+    num_before, num_samples = data.draw(st.integers(0, 12)), data.draw(st.integers(0, 30))
+    index = data.draw(st.integers(0, case["shards"] - 1))
+    shard = rd.Shard(index, case["shards"], seed=3, repeat=case["repeat"], verify=case["verify"])
+    with tempfile.TemporaryDirectory() as folder:
+        build = pipeline(case, Path(folder), data.draw(rows_of), data.draw(rows_of))
+        drawn, skipped = build(shard), build(shard)
+        for node in (drawn, skipped):
+            outcome(node, functools.partial(draws, num_samples=num_before), num_behind=0)
+        expected = outcome(drawn, functools.partial(draws, num_samples=num_samples))
+        assert outcome(skipped, lambda node: node.skip(num_samples)) == expected
+
+
+# At the loader
+
+LOADERS: Mapping[str, Any] = {
+    "on_error": [*ON_ERROR],
+    "blocked": ["none", "rows", "ids"],
+    "rows": ["plain", "Filter", "Tokenize", "Map-skip", "Shuffle"],
+    "mixture": ["one source", "samples", "samples-all", "tokens", "nested-all", "caps", "group"],
+    "top": [*TOPS],
+    "repeat": [True, False],
+    "verify": [False, True],
+    "tail": ["drop", "pad"],
+    "layout": [(6, 12, 1, 6), (12, 12, 3, 2), (4, 12, 3, 2)],  # N, O, W, b; the last is not aligned
+}
+
+
+def allowed_at_a_loader(case: Case) -> bool:
+    is_at_the_root = case["top"] == "rows" and case["rows"] == "plain" and case["layout"] == (12, 12, 3, 2)
+    if case["mixture"] == "group" and not is_at_the_root:
+        return False
+    return case["tail"] == "drop" if case["repeat"] else case["layout"][2] == 1  # else ranks have to communicate
+
+
+def loaders(build: Any, case: Case) -> list[rd.DataLoader]:
+    """Return the loaders of all ranks."""
+    n, o, w, b = case["layout"]
+    sizes = {"num_logical_shards": n, "global_batch_size": o, "micro_batch_size": b}
+    how = {"repeat": case["repeat"], "verify": case["verify"], "tail": case["tail"], "collate_fn": plain}
+    return [rd.DataLoader(build, **sizes, **how, dp_rank=rank, dp_world_size=w) for rank in range(w)]
+
+
+def take(ranks: list[rd.DataLoader], num_micro_batches: int) -> list[Any]:
+    """Return micro batches of all ranks, over the ends of epochs."""
+    found = []
+    for loader in ranks:
+        stream = iter(loader)
+        for _ in range(num_micro_batches):
+            while (batch := next(stream, None)) is None:
+                stream = iter(loader)
+            found.append(batch)
+    return found
+
+
+def state_of(ranks: list[rd.DataLoader]) -> dict[str, Any]:
+    state = where(rd.testing.full_state_dict(ranks))
+    return {**state, "shards": {name: column.tolist() for name, column in state["shards"].items()}}
+
+
+few = settings(max_examples=max(2, settings().max_examples // 50), deadline=None)
+
+
+@pytest.mark.parametrize("case", cases(LOADERS, allowed_at_a_loader), ids=name_of)
+@given(st.data())
+@few
+def test_skip_of_a_loader(case: Case, data: st.DataObject) -> None:
+    bad, blocked = data.draw(rows_of), data.draw(rows_of)
+    num_before, num_batches = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 12))
+    with tempfile.TemporaryDirectory() as folder:
+        build = pipeline({**case, "source": "dataset"}, Path(folder), bad, blocked)
+        drawn, skipped = loaders(build, case), loaders(build, case)
+        _, _, w, b = case["layout"]
+        try:
+            take(drawn, num_before + num_batches)
+            expected = [state_of(drawn), take(drawn, 2), state_of(drawn)]
+        except rd.DataStateError:  # too few samples for an epoch, or none
+            return
+        take(skipped, num_before)
+        for loader in skipped:
+            loader.skip(num_batches * w * b)
+        assert [state_of(skipped), take(skipped, 2), state_of(skipped)] == expected

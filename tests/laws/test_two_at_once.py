@@ -1,0 +1,327 @@
+"""Law 7: two at once. However jobs on one folder are interleaved, and wherever one is killed, what was reported as saved loads.
+
+The code of owners and readers runs over a bucket in memory and over a disk, interleaved at each request.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from fsspec.spec import AbstractFileSystem
+
+from rescale_data import lease as leases
+from rescale_data.checkpoint.storage import commit
+from rescale_data.checkpoint.storage.claims import LONE, Save, find
+from rescale_data.checkpoint.storage.commit import Ownership, SupersededError
+from rescale_data.checkpoint.storage.manifest import Manifest, read_manifest
+from rescale_data.checkpoint.storage.readers import reading
+from rescale_data.checkpoint.storage.run_folder import RunFolder
+from rescale_data.checkpoint.storage.store import FileRecord, LocalStore, ObjectStore, Store, join
+from tests.laws.scheduler import current, play, request
+
+CASTS = {
+    "a zombie and its successor": ["zombie", "successor 105 110 105"],
+    "a zombie and two successors": ["zombie", "successor 105 110", "successor 105 110"],
+    "a zombie, one that deletes, a successor": ["zombie", "successor -100 105", "successor 100 105"],
+    "three successors": ["successor 105", "successor 105 100", "successor 105"],
+    "a zombie, a successor, readers": ["zombie", "successor 100 105 100 -105", "reader", "latest"],
+    "a successor that deletes under readers": ["successor 105 -100 100 -105", "reader", "latest", "reader"],
+    "lone saves of a step of a run": ["zombie", "lone 100", "successor 100", "reader"],
+    "lone saves of one path": ["lone x", "lone x", "lone x", "reader x"],
+    "lone saves, and readers of a path": ["lone x", "lone x", "reader x", "reader x"],
+}
+RUN = "run"
+
+
+class Bucket(AbstractFileSystem):
+    """An object store in memory: a dict, with a turn of the scheduler before each request."""
+
+    cachable = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.objects: dict[str, bytes] = {}
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
+        request()
+        found = dict[str, dict[str, Any]]()
+        for key, content in self.objects.items():
+            if key.startswith(f"{path}/"):
+                first, _, rest = key[len(path) + 1 :].partition("/")
+                name = f"{path}/{first}"
+                found[name] = {"name": name, "type": "directory" if rest else "file", "size": len(content)}
+        if not found:
+            raise FileNotFoundError(path)
+        return list(found.values()) if detail else list(found)
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        request()
+        if path in self.objects:
+            return {"name": path, "type": "file", "size": len(self.objects[path])}
+        if any(key.startswith(f"{path}/") for key in self.objects):
+            return {"name": path, "type": "directory", "size": 0}
+        raise FileNotFoundError(path)
+
+    def cat_file(self, path: str, *_: Any, **__: Any) -> bytes:
+        request()
+        if path not in self.objects:
+            raise FileNotFoundError(path)
+        return self.objects[path]
+
+    def pipe_file(self, path: str, value: bytes, *_: Any, **__: Any) -> None:
+        request()
+        self.objects[path] = bytes(value)
+
+    def rm_file(self, path: str) -> None:
+        request()
+        if self.objects.pop(path, None) is None:
+            raise FileNotFoundError(path)
+
+
+class BucketStore(ObjectStore):
+    def __init__(self) -> None:
+        Store.__init__(self, Bucket())
+
+    def read(self, path: str) -> bytes:
+        return self._files.cat_file(path)
+
+    def write(self, path: str, content: Any) -> None:
+        self._files.pipe_file(path, content)
+
+    def remove_folder(self, path: str) -> None:
+        for key in [key for key in self._files.objects if key == path or key.startswith(f"{path}/")]:
+            self.rm_file(key)
+
+
+def turns(store: type[Store]) -> type[Store]:
+    """A store of this class with a turn of the scheduler before each request."""
+
+    def before(name: str) -> Callable[..., Any]:
+        method = getattr(store, name)
+
+        def gated(self: Store, *given: Any, **named: Any) -> Any:
+            request()
+            return method(self, *given, **named)
+
+        return gated
+
+    names = ("names", "read", "open_write", "rename", "rm_file", "mkdir", "is_file", "remove_empty")
+    return type(f"Gated{store.__name__}", (store,), {name: before(name) for name in names})
+
+
+class Place(NamedTuple):
+    store: Store
+    root: str
+
+    @property
+    def run(self) -> str:
+        return join(self.root, RUN)
+
+    def path(self, step: str) -> str:
+        return join(self.run, f"step-{step}") if step.isdigit() else join(self.root, step)
+
+
+class Told(NamedTuple):
+    """A save that was reported as done, or a deletion."""
+
+    path: str
+    save: Save
+    content: bytes | None
+    lone: bool = False
+
+
+class World:
+    """What happened to one folder, and the law about it."""
+
+    def __init__(self, place: Place) -> None:
+        self.place, self.told, self.number = place, list[Told](), 0
+        self.deleted = list[Told]()  # or begun to be
+        self.superseded = 0
+        self.owners = list[Ownership]()
+
+    def open(self, path: str, **how: Any) -> Ownership:
+        owner = Ownership(self.place.store, path, **how)
+        owner.close.detach()  # a killed process closes nothing
+        self.owners.append(owner)
+        return owner
+
+    def save(self, owner: Ownership, step: str) -> None:
+        store, path = self.place.store, self.place.path(step)
+        self.number += 1
+        content = f"{current()} {self.number}".encode()
+        workspace = owner.begin(LONE if owner.path == path else f"step-{step}")
+        for name in ("data", ".metadata"):
+            store.write(join(workspace.working, name), content)
+        record = FileRecord(len(content))
+        files = {f"{workspace.save_id}/{name}": record for name in ("data", ".metadata")}
+        owner.commit(workspace, Manifest(save_id=workspace.save_id, files=files))
+        lone = owner.path == path
+        self.told.append(Told(path, owner.saves[LONE if lone else f"step-{step}"], content, lone))
+        owner.clean()
+
+    def delete(self, owner: Ownership, step: str) -> None:
+        self.deleted.append(Told(self.place.path(step), Save(owner.owner, owner._count + 1), None))
+        owner.delete(f"step-{step}")
+
+    def zombie(self, owner: Ownership) -> Callable[[], None]:
+        return lambda: self._steps(lambda: owner, ["110", "100"])
+
+    def successor(self, steps: list[str]) -> Callable[[], None]:
+        def opened() -> Ownership:
+            owner = self.open(self.place.run)
+            owner.clean()
+            return owner
+
+        return lambda: self._steps(opened, steps)
+
+    def _steps(self, opened: Callable[[], Ownership], steps: list[str]) -> None:
+        try:
+            owner = opened()
+            for step in steps:
+                self.delete(owner, step[1:]) if step[0] == "-" else self.save(owner, step)
+        except SupersededError:
+            self.superseded += 1
+        except FileNotFoundError:  # its successor has removed its draft, on a disk with the folder that it writes into
+            with pytest.raises(SupersededError):
+                owner.look()
+
+    def lone(self, step: str) -> Callable[[], None]:
+        def work() -> None:
+            try:
+                owner = self.open(self.place.path(step), lone=True)
+                self.save(owner, step)
+            except SupersededError:
+                self.superseded += 1
+            except FileNotFoundError:
+                with pytest.raises(SupersededError):
+                    owner.look()
+
+        return work
+
+    def reader(self, step: str = "100") -> Callable[[], None]:
+        return lambda: self._read(self.place.path(step))
+
+    def latest(self) -> None:
+        for step in reversed(RunFolder(self.place.store, self.place.run).named()):
+            if self._read(self.place.path(str(step))):
+                return
+
+    def _read(self, path: str) -> bool:
+        """Read as a load does, file by file; nothing may be missing."""
+        store, was_there = self.place.store, any(told.path == path for told in self.told)
+        with reading(store, path) as (_, save):
+            if save is None:
+                assert not was_there or any(gone.path == path for gone in self.deleted), (
+                    "a step that is there is not found"
+                )
+                return False
+            files = read_manifest(store, path, save).files
+            contents = {store.read(join(path, name)) for name in sorted(files)}
+            assert len(contents) == 1, "parts of two saves"
+        return True
+
+    def check(self) -> None:
+        """What counts at this moment has all its files."""
+        for path in {self.place.path(step) for step in ("100", "105", "110", "x")}:
+            self.content(path)
+
+    def content(self, path: str) -> bytes | None:
+        store = self.place.store
+        save = find(store, path)
+        if save is None:
+            return None
+        found = {store.read(join(path, name)) for name in read_manifest(store, path, save).files}
+        assert len(found) == 1
+        return found.pop()
+
+    def end(self) -> None:
+        """What was reported is there, unless somebody has saved or deleted the step since; and stock DCP finds the same."""
+        for path, save, content, lone in self.told:
+            names = {other for other in map(Save.of_manifest, self.place.store.names(path)) if other}
+            later = {told.save for told in [*self.told, *self.deleted] if told.path == path} | names
+            now = self.content(path)
+            if lone and path != self.place.path("x"):
+                assert now is not None, "of a lone save and the run's own one that is told later stands"
+            elif not any((other.owner, other.turn) > (save.owner, save.turn) for other in later):
+                assert now == content, f"{save} of {path} was reported"
+        owner = self.open(self.place.run)
+        owner.clean()
+        for name, save in owner.saves.items():
+            folder = join(self.place.run, name)
+            if not save.is_deletion and save.owner in owner._claims.known:
+                store = self.place.store
+                assert store.read(join(folder, ".metadata")) == store.read(join(folder, save.folder, ".metadata"))
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks is in a namespace of its own, so that nobody sees whether another process lives."""
+    process, number = leases.this_process(), itertools.count()
+    for module in (commit, leases):
+        monkeypatch.setattr(module, "this_process", lambda: process | {"namespace": f"{next(number)}"})
+    monkeypatch.setattr(commit.gc, "collect", lambda: 0)
+    monkeypatch.setattr(leases.Lease, "_renew", lambda _: None)
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+@pytest.fixture(params=["bucket", "disk"])
+def places(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Iterator[Place], int]:
+    """New empty places, and how many runs of each cast are made there."""
+
+    def buckets() -> Iterator[Place]:
+        while True:
+            yield Place(BucketStore(), "/bucket")
+
+    def disks() -> Iterator[Place]:
+        for number in range(10**9):
+            (tmp_path / str(number)).mkdir()
+            yield Place(turns(LocalStore)(), str(tmp_path / str(number)))  # type: ignore[call-arg]
+
+    return (buckets(), RUNS) if request.param == "bucket" else (disks(), RUNS // 8)
+
+
+RUNS = int(os.environ.get("RESCALE_DATA_INTERLEAVINGS", "160"))
+
+
+def one(cast: list[str], place: Place, rng: random.Random) -> Counter[str]:
+    world = World(place)
+    first = world.open(place.run)
+    for step in ("100", "105"):
+        world.save(first, step)
+    actors: dict[str, Callable[[], object]] = {}
+    for number, words in enumerate(cast):
+        what, *steps = words.split()
+        work: Callable[[], object] = {
+            "zombie": lambda: world.zombie(first),
+            "successor": lambda steps=steps: world.successor(steps),
+            "reader": lambda steps=steps: world.reader(*steps),
+            "lone": lambda steps=steps: world.lone(*steps),
+            "latest": lambda: world.latest,
+        }[what]()
+        actors[f"{number} {words}"] = work
+    ended = play(actors, rng, world.check, 90)
+    for actor in ended.values():
+        if actor.failed is not None:
+            raise actor.failed
+    world.end()
+    return Counter(told=len(world.told), superseded=world.superseded, killed=sum(a.left < 0 for a in ended.values()))
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_what_was_reported_as_saved_can_be_loaded(cast: str, places: tuple[Iterator[Place], int]) -> None:
+    found, (new, runs) = Counter[str](), places
+    for number in range(runs):
+        try:
+            found += one(CASTS[cast], next(new), random.Random(number))
+        except BaseException as error:
+            error.add_note(f"in run {number}")
+            raise
+    assert found["told"] > 2 * runs
+    assert found["killed"] > runs / 8

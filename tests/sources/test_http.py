@@ -1,0 +1,87 @@
+"""Files of a server that speaks http: by URL, in a folder that it lists, and what it cannot answer."""
+
+import functools
+import http.server
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import rescale_data as rd
+from rescale_data.sources.files import remote
+from rescale_data.sources.files.remote import RemoteError
+
+pytest.importorskip("aiohttp")
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    """Lists folders and answers ranges; ``fails`` gives the status of a path that fails."""
+
+    fails: Callable[[str], int] = staticmethod(lambda path: 0)
+
+    def do_GET(self) -> None:
+        self._answer(super().do_GET)
+
+    def do_HEAD(self) -> None:
+        self._answer(super().do_HEAD)
+
+    def _answer(self, answer: Callable[[], None]) -> None:
+        if status := type(self).fails(self.path):
+            self.send_error(status)
+            return
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or "")
+        if asked is None:
+            answer()
+            return
+        data = Path(self.translate_path(self.path)).read_bytes()[int(asked[1]) : int(asked[2]) + 1]
+        self.send_response(206)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@pytest.fixture
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(remote, "_PAUSE", 0.001)
+    (tmp_path / "data" / "more").mkdir(parents=True)
+    for i, name in enumerate(("a", "b", "more/c")):
+        pq.write_table(pa.table({"x": [10 * i + j for j in range(10)]}), tmp_path / f"data/{name}.parquet")
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(tmp_path)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/data"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("given", "num_files"), [("/a.parquet", 1), ("", 3), ("/", 3), ("/*.parquet", 2), ("/**/*.parquet", 3)]
+)
+def test_by_plain_url(url: str, given: str, num_files: int) -> None:
+    source = rd.ParquetSource(url + given)
+    assert [source.row(i)["x"] for i in range(source.num_rows)] == list(range(10 * num_files))
+    assert source.locate(3) == f"{url}/a.parquet, row 3"
+
+
+def test_what_is_not_there(url: str) -> None:
+    with pytest.raises(FileNotFoundError, match=r"none\.parquet"):
+        rd.ParquetSource(f"{url}/none.parquet")
+
+
+@pytest.mark.parametrize("status", [403, 503])
+@pytest.mark.parametrize(
+    ("given", "path"), [("/a.parquet", "a.parquet"), ("", "more"), ("/**/*.parquet", "more"), ("", "b.parquet")]
+)
+def test_what_cannot_be_asked_for_is_never_absent(
+    url: str, given: str, path: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any answer but 200 fsspec says that there is no such file, and of a folder that fails that it has none."""
+    monkeypatch.setattr(Handler, "fails", staticmethod(lambda asked: status * asked.rstrip("/").endswith(path)))
+    with pytest.raises(RemoteError, match=rf"{url}.*{status}"):
+        rd.ParquetSource(url + given, remote=rd.Remote(retries=1))

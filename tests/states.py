@@ -1,0 +1,43 @@
+"""A state as its parts: what its header says, and its table column by column; and back."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rescale_data.engine.states.codec import fields_in
+from rescale_data.state import Field, offsets
+
+
+def opened(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a state's header, and its columns under "shards", which share memory with its table.
+
+    What was opened already is returned as it is.
+    """
+    if "shards" in state:
+        return dict(state)
+    header, table = json.loads(state["header"]), state["table"]
+    fields = fields_in(header)
+    columns = {f.key: _view(f, table[:, a : a + f.num_slots]) for f, a in zip(fields, offsets(fields), strict=False)}
+    return {**header, "shards": columns}
+
+
+def closed(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state that `opened` has returned the parts of."""
+    header = {name: value for name, value in parts.items() if name != "shards"}
+    table = torch.cat([_slots(column) for column in parts["shards"].values()], dim=1)
+    return {"table": table, "header": json.dumps(header)}
+
+
+def _view(field: Field, slots: torch.Tensor) -> torch.Tensor:
+    if field.shape is None:
+        return slots[:, 0] != 0 if field.dtype is torch.bool else slots[:, 0].view(field.dtype)
+    return slots.view(torch.uint8)[:, : field.num_bytes].contiguous().view(field.dtype).reshape(-1, *field.shape)
+
+
+def _slots(column: torch.Tensor) -> torch.Tensor:
+    if column.ndim == 1:
+        return (column.long() if column.dtype is torch.bool else column.view(torch.int64))[:, None]
+    raw = column.contiguous().reshape(len(column), -1).view(torch.uint8)
+    return torch.nn.functional.pad(raw, (0, -raw.shape[1] % 8)).view(torch.int64)
