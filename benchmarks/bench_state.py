@@ -195,7 +195,7 @@ class ForgetfulStream(Stream):
     """Hands micro batches out, and neither commits their rows nor moves the clock."""
 
     def take(self) -> MicroBatch:
-        if self.ahead.next(self.ranks) is None:
+        if self.ahead.next() is None:
             self.peek()
         return self.ahead.made.popleft()
 

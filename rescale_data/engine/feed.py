@@ -1,4 +1,10 @@
-"""Where micro batches are made: the part of the loader that differs with and without worker processes."""
+"""Feeds produce the micro batches of a leg: in this process, in a thread, through a function, each a feed over a feed.
+
+    InThread(Mapped(InProcess(runner, collate), pin), 4)      made and pinned in a thread, 4 ahead
+
+A micro batch carries the rows of the table that it advanced, so whoever has it has the position: feeds above need no state.
+Feeds of other modules: worker processes (`rescale_data.engine.workers`).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +20,6 @@ from math import inf
 from queue import SimpleQueue
 from typing import Any
 
-from rescale_data.engine.collate import pin
 from rescale_data.engine.leg import Leg
 from rescale_data.engine.micro_batch import MicroBatch
 from rescale_data.engine.runner import Collate, Exhausted, Runner
@@ -25,55 +30,62 @@ from rescale_data.state import Ints
 
 
 class Feed(ABC):
-    """Makes the micro batches of a leg in order."""
+    """Produces the micro batches of a leg in order.
+
+    Attributes:
+        is_ahead: True if it makes them in the background, from `begin` on.
+    """
 
     is_ahead = False
-    """Whether it makes them in the background, from `start` on."""
 
     @abstractmethod
-    def start(self, leg: Leg, table: Ints, first: int) -> None:
+    def begin(self, leg: Leg, table: Ints, first: int) -> None:
         """Go on in a leg with micro batch ``first`` at the positions of ``table``; forget what was made before."""
 
     @abstractmethod
-    def take(self) -> MicroBatch:
-        """The next micro batch of the leg; `Exhausted` where a shard has no sample left for it. Not asked beyond `stop`."""
+    def next(self) -> MicroBatch:
+        """Return the next micro batch of the leg. After an error, or `stop`, only `begin` goes on.
+
+        Raises:
+            Exhausted: A shard has no sample left for it, or the leg is over.
+        """
 
     def progress(self) -> dict[str, float]:
-        """What was read and made so far, for a logger."""
+        """Return counters for a logger: what was read and made so far."""
         return {}
 
     def doing(self) -> str:
-        """What is waited for, where other processes make the batches."""
+        """Return a description of what is waited for, where other processes make the batches."""
         return ""
 
     def stop(self, *, wait: bool = True) -> None:  # noqa: B027 - where nothing is made ahead there is nothing to stop
-        """Make no more in this process; `start` goes on.
+        """Make no more in this process; `begin` goes on.
 
         Args:
-            wait: Until the runner and the sources are the caller's. Else they are only after another `stop`.
+            wait: Return when the runner and the sources are the caller's. Else they are only after another `stop`.
         """
 
     def close(self) -> None:  # noqa: B027
-        """Stop the processes or the thread; `start` goes on."""
+        """End the processes or the thread; `begin` starts them again."""
 
 
 class InProcess(Feed):
-    """Makes each micro batch when it is asked for, in the trainer's process."""
+    """Makes each micro batch when it is asked for, in this process."""
 
-    def __init__(self, runner: Runner, collate: Collate | None, *, pin_memory: bool = False) -> None:
-        self.runner, self._pin = runner, pin_memory
+    def __init__(self, runner: Runner, collate: Collate | None) -> None:
+        self.runner = runner
         self._draw: Callable[[Turn], MicroBatch] = partial(runner.take, collate=collate)
         self._turns: Turns | None = None
         self._leg: Leg | None = None
         self._u, self._pads, self._is_served = 0, False, False
-        self._seconds = self._counted = 0.0  # that making took, and of these those that `counts` has
+        self._seconds = self._counted = 0.0  # spent on making; the part of them that `counts` has
 
-    def start(self, leg: Leg, table: Ints, first: int) -> None:
+    def begin(self, leg: Leg, table: Ints, first: int) -> None:
         self.runner.load(table, leg.histories)
         self._leg, self._is_served = leg, False
         self._turns, self._u, self._pads = leg.turns(table), first, leg.pads
 
-    def take(self) -> MicroBatch:
+    def next(self) -> MicroBatch:
         started = time.perf_counter()
         micro_batch = self.make(self._u)
         self._u += 1
@@ -81,18 +93,16 @@ class InProcess(Feed):
         return micro_batch
 
     def make(self, u: int) -> MicroBatch:
-        """Micro batch u of the leg, behind those that were made; else as `take`."""
+        """Return micro batch u of the leg, which comes after those that were made; errors as in `next`."""
         turns, self._turns = self._turns, None  # after an error the rows are past what was delivered
         if turns is None or self._leg is None:
             raise Exhausted
-        if not self._is_served:  # which micro batches a worker makes is known with its first
+        if not self._is_served:  # the first micro batch of a worker says which ones it makes
             self._is_served = True
             self.runner.serve(self._leg.served(u))
         made = self._draw(turns.turn(u))
         if self._pads:
             made = made.with_valid()
-        if self._pin:
-            made = made._replace(batch=pin(made.batch))
         self._turns = turns
         return made
 
@@ -106,20 +116,55 @@ class InProcess(Feed):
         self._turns = None
 
 
-class InThread(Feed):
-    """What a feed makes, in a thread and ahead of who takes it; an error is raised where its micro batch is due.
+class Over(Feed):
+    """A feed over another one: passes all calls on, and a subclass replaces some of them."""
 
-    Between `start` and `stop` the feed is the thread's. What ranks do together stays with who takes.
+    def __init__(self, feed: Feed) -> None:
+        self.feed, self.is_ahead = feed, feed.is_ahead
+
+    def begin(self, leg: Leg, table: Ints, first: int) -> None:
+        self.feed.begin(leg, table, first)
+
+    def next(self) -> MicroBatch:
+        return self.feed.next()
+
+    def progress(self) -> dict[str, float]:
+        return self.feed.progress()
+
+    def doing(self) -> str:
+        return self.feed.doing()
+
+    def stop(self, *, wait: bool = True) -> None:
+        self.feed.stop(wait=wait)
+
+    def close(self) -> None:
+        self.feed.close()
+
+
+class Mapped(Over):
+    """Passes the batches of a feed through a function."""
+
+    def __init__(self, feed: Feed, function: Callable[[Any], Any]) -> None:
+        super().__init__(feed)
+        self._function = function
+
+    def next(self) -> MicroBatch:
+        made = self.feed.next()
+        return made._replace(batch=self._function(made.batch))
+
+
+class InThread(Over):
+    """Asks a feed for its micro batches in a thread, ahead of the caller; an error is raised where its micro batch is due.
+
+    Between `begin` and `stop` the feed below belongs to the thread. Collectives stay with the caller.
 
     Args:
-        num_batches: How far ahead.
-        then: What becomes of each batch, in the thread.
+        num_batches: How many micro batches the thread may be ahead.
     """
 
-    is_ahead = True
-
-    def __init__(self, feed: Feed, num_batches: int, then: Callable[[Any], Any] | None = None) -> None:
-        self._feed, self._num_batches, self._then = feed, num_batches, then
+    def __init__(self, feed: Feed, num_batches: int) -> None:
+        super().__init__(feed)
+        self.is_ahead, self._num_batches = True, num_batches
         self._thread_id = 0
         self._thread: ThreadPoolExecutor | None = None  # ends with `stop`, or with this object
         self._lock, self._makes = threading.Lock(), False
@@ -127,15 +172,15 @@ class InThread(Feed):
         self._to_make = self._to_take = 0.0
         self._process = os.getpid()  # whose thread it is
 
-    def start(self, leg: Leg, table: Ints, first: int) -> None:
+    def begin(self, leg: Leg, table: Ints, first: int) -> None:
         self.stop()
         self._process = os.getpid()
-        self._feed.start(leg, table, first)
+        self.feed.begin(leg, table, first)
         self._thread, self._makes, self._made = ThreadPoolExecutor(1, "rescale_data-ahead"), False, SimpleQueue()
         self._to_make = self._to_take = inf if leg.stop is None else leg.stop - first
         self._ask()
 
-    def take(self) -> MicroBatch:
+    def next(self) -> MicroBatch:
         if not self._to_take:
             raise Exhausted
         made = self._made.get()
@@ -150,10 +195,10 @@ class InThread(Feed):
         return made
 
     def progress(self) -> dict[str, float]:
-        return {**self._feed.progress(), "batches_ready": float(self._made.qsize())}
+        return {**self.feed.progress(), "batches_ready": float(self._made.qsize())}
 
     def doing(self) -> str:
-        return self._feed.doing() or f"waiting for the thread ahead, {describe(frames().get(self._thread_id))}"
+        return self.feed.doing() or f"waiting for the thread ahead, {describe(frames().get(self._thread_id))}"
 
     def stop(self, *, wait: bool = True) -> None:
         if self._process != os.getpid():  # a fork has no thread, and the locks may have been held
@@ -165,11 +210,11 @@ class InThread(Feed):
             self._thread.shutdown(wait)
             if wait:  # else, or where Ctrl-C has come, the thread may still be in a read, and is waited for later
                 self._thread = None
-        self._feed.stop(wait=wait)  # it may have a thread of its own, which uses the runner
+        self.feed.stop(wait=wait)  # it may have a thread of its own, which uses the runner
 
     def close(self) -> None:
         self.stop()
-        self._feed.close()
+        self.feed.close()
 
     def _ask(self) -> None:
         """Let the thread make one more, where it makes none and there is room.
@@ -185,8 +230,7 @@ class InThread(Feed):
     def _make(self) -> None:
         self._thread_id = threading.get_ident()
         try:
-            made = self._feed.take()
-            self._made.put(made if self._then is None else made._replace(batch=self._then(made.batch)))
+            self._made.put(self.feed.next())
         except BaseException as error:
             self._made.put(error)
             return
@@ -195,7 +239,7 @@ class InThread(Feed):
 
 
 class Traced(InProcess):
-    """In place of samples, where they come from: of those of some shards (`Runner.trace`)."""
+    """Makes micro batches that hold, in place of each sample of some shards, where it comes from (`Runner.trace`)."""
 
     def __init__(self, runner: Runner, shards: Container[int]) -> None:
         super().__init__(runner, None)
@@ -221,7 +265,7 @@ class Ahead:
         if self.feed.is_ahead:
             self._refuse_fork()
         self._process = os.getpid()
-        self.feed.start(leg, table, u)
+        self.feed.begin(leg, table, u)
         self.is_started = True
 
     def make(self, count: int) -> int:
@@ -246,7 +290,7 @@ class Ahead:
         if self.feed.is_ahead:
             self._refuse_fork()
         try:
-            self.made.append(self.feed.take())
+            self.made.append(self.feed.next())
         except Exhausted:
             self._is_exhausted = True
         except BaseException as error:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from rescale_data.engine.feed import Feed, InProcess, InThread
+from rescale_data.engine.collate import pin
+from rescale_data.engine.feed import Feed, InProcess, InThread, Mapped
 from rescale_data.engine.ranks.meeting import is_in_a_file
 from rescale_data.engine.recipe import Pipeline
 from rescale_data.engine.runner import Collate, Runner
@@ -56,10 +57,11 @@ def open_stream(
             f"shuffle=False keeps the order of the dataset where the case is aligned: {setup.layout.misfit}."
         )
     require_steps_per_epoch(setup, steps_per_epoch)
-    runner, pin = Runner(setup.recipe, setup.schema), pin_memory and torch.accelerator.is_available()
+    runner, pins = Runner(setup.recipe, setup.schema), pin_memory and torch.accelerator.is_available()
     if setup.layout.num_workers:
-        return Stream(setup, runner, _pool(setup, collate, pin, workers))
-    feed = InProcess(runner, collate, pin_memory=pin)
+        return Stream(setup, runner, _pool(setup, collate, pins, workers))
+    feed: Feed = InProcess(runner, collate)
+    feed = Mapped(feed, pin) if pins else feed
     return Stream(setup, runner, InThread(feed, prefetch_batches) if prefetch_batches else feed)
 
 

@@ -181,7 +181,7 @@ class Worker(Dataset[Any]):
         if self._feed is None:
             schema = Schema(self._recipe.build(0))  # as in the trainer's process
             self._feed = InProcess(Runner(self._recipe, schema), self._collate)
-        self._feed.start(command.leg, command.table, 0)
+        self._feed.begin(command.leg, command.table, 0)
         # In a deal another worker may have changed a slot that this one changes back.
         tells_slots = command.leg.deal is None and self._feed.runner.schema.is_mixture
         self._told = command.table if tells_slots else None
@@ -290,7 +290,7 @@ class Pool(Feed):
         self._inboxes: list[Inbox] = []
         self._made: Iterator[MicroBatch | None] = iter(())
 
-    def start(self, leg: Leg, table: Ints, first: int) -> None:
+    def begin(self, leg: Leg, table: Ints, first: int) -> None:
         self._made, self._taken = iter(()), 0
         self._inboxes = [Inbox(self._pin) for _ in range(self._k)]
         begin = Begin.of(self._board.leg + 1, leg, table)
@@ -317,7 +317,7 @@ class Pool(Feed):
             self.close()
         return self._answers is not None
 
-    def take(self) -> MicroBatch:
+    def next(self) -> MicroBatch:
         try:
             micro_batch = next(self._made, None)
         except BaseException as error:

@@ -18,7 +18,7 @@ import torch
 import torch_xla
 from torch_xla.core import xla_model
 
-from rescale_data.engine.feed import InThread
+from rescale_data.engine.feed import InThread, Mapped
 from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.reading import Batches
 from rescale_data.errors import require_int
@@ -73,7 +73,7 @@ class DeviceLoader(DataLoader):
     def _send_ahead(self) -> None:
         stream = self.stream
         send = partial(self._send, stream.ranks)
-        stream.through(lambda feed: InThread(feed, self._read_ahead, send))
+        stream.through(lambda feed: InThread(Mapped(feed, send), self._read_ahead))
 
     def __iter__(self) -> Batches:
         """As `DataLoader.__iter__`; a step of the devices ends where the next batch is asked for."""
