@@ -381,7 +381,7 @@ class Slow(LocalFileSystem):
         if begun:
             print("asked", flush=True)
             one.set()
-            leaving.wait()
+            leaving().wait()
             raise OSError("503 slow down")
         return super().cat_file(path, start, end, **kwargs)
 

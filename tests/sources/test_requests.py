@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -259,6 +260,23 @@ def test_nothing_is_held_over_a_fork() -> None:
     assert child.exitcode == 0
 
 
+def test_a_child_that_is_forked_within_a_pause_makes_pauses_of_its_own() -> None:
+    """The lock of the event that ends pauses may be held at that moment."""
+
+    def fails_once(answers: list[Any]) -> Any:
+        answer = answers.pop(0)
+        if answer is None:
+            raise OSError("503")
+        return answer
+
+    with remote.leaving()._cond:
+        work = partial(attempt, rd.Remote(), "s3://bucket/x", partial(fails_once, [None, 7]), 0)
+        child = multiprocessing.get_context("fork").Process(target=work, daemon=True)
+        child.start()
+        child.join(60)
+    assert child.exitcode == 0
+
+
 def test_a_childs_life_does_not_lengthen_a_lock(tmp_path: Path) -> None:
     """Forked while a range is fetched: the parent's lock is its own, and gone with the request."""
     cache, inside, go_on = DiskCache(str(tmp_path), 2**20), threading.Event(), threading.Event()
@@ -306,7 +324,7 @@ def test_ranks_do_not_begin_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for listing and once for reading, however many sources and threads: each thread waits for the same moment."""
     waits: list[float] = []
     monkeypatch.setattr(remote, "_begin", {})
-    monkeypatch.setattr(remote.leaving, "wait", waits.append)
+    monkeypatch.setattr(remote.leaving(), "wait", waits.append)
     monkeypatch.setattr(remote.random, "uniform", lambda low, high: high)
     monkeypatch.setenv("WORLD_SIZE", "2000")
     for _ in range(60):

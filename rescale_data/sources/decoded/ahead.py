@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Ahead:
-    """Work that was begun before its result is asked for. Its errors are those of whoever asks."""
+    """Work that is begun before its result is asked for. Whoever asks gets its errors."""
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
@@ -31,7 +31,7 @@ class Ahead:
         future.add_done_callback(lambda _: self._begun.pop(key, None))
 
     def wait(self, key: Hashable) -> bool:
-        """Until the work is done, if it was begun; whether it was, and is done now without an error."""
+        """Wait until the work is done; True if it was begun, and ended without an error."""
         future = self._begun.get(key)
         try:
             return future is not None and future.exception() is None
@@ -39,7 +39,7 @@ class Ahead:
             return False
 
     def stop(self) -> None:
-        """Leave what has not been begun, and begin nothing more."""
+        """Cancel work that has not begun, and begin no more."""
         with self._lock:
             self._stopped = True
         if self._pool is not None:
@@ -50,30 +50,34 @@ _FETCHING_THREADS = 16
 
 _ahead, _far_ahead = Ahead(1), Ahead(_FETCHING_THREADS)
 
-leaving = threading.Event()
-"""Set when the process is about to end: nobody waits any more for what threads are about to do."""
+_leaving = threading.Event()
 
 
 def ahead() -> Ahead:
-    """That of this process for what takes a core: one thread."""
+    """Return the one thread of this process for work that takes a core."""
     return _ahead
 
 
 def far_ahead() -> Ahead:
-    """That of this process for what waits for a network and not for a core."""
+    """Return the threads of this process for work that waits for a network."""
     return _far_ahead
 
 
+def leaving() -> threading.Event:
+    """Return the event that is set when this process is about to end: whoever pauses goes on at once."""
+    return _leaving
+
+
 def _leave() -> None:
-    leaving.set()
+    _leaving.set()
     _ahead.stop()
     _far_ahead.stop()
 
 
 def _renew() -> None:
-    """A forked child has no thread."""
-    global _ahead, _far_ahead
-    _ahead, _far_ahead = Ahead(1), Ahead(_FETCHING_THREADS)
+    """Begin anew in a forked child: it has no thread, and locks may have been held."""
+    global _ahead, _far_ahead, _leaving
+    _ahead, _far_ahead, _leaving = Ahead(1), Ahead(_FETCHING_THREADS), threading.Event()
 
 
 os.register_at_fork(after_in_child=_renew)

@@ -208,10 +208,10 @@ def attempt(remote: Remote, url: str, work: Callable[[], T], num_bytes: int | No
                 raise
             if _asks_to_slow_down(error):
                 slots.slow_down(began)
-            if is_last or leaving.is_set():
+            if is_last or leaving().is_set():
                 raise _spent(url + part, error, number + 1, time.monotonic() - started) from error
         counts().add(RETRIES, 1)
-        leaving.wait(random.uniform(0.0, min(_LONGEST_PAUSE, _PAUSE * 2**number)))
+        leaving().wait(random.uniform(0.0, min(_LONGEST_PAUSE, _PAUSE * 2**number)))
     raise AssertionError
 
 
@@ -331,7 +331,7 @@ def spread_out(what: str) -> None:
     longest = min(_LONGEST_START, (int(ranks) - 1) / 400 if ranks.isdigit() else 0.0)
     with _lock:
         begin = _begin.setdefault(what, time.monotonic() + random.uniform(0.0, longest))
-    leaving.wait(max(0.0, begin - time.monotonic()))
+    leaving().wait(max(0.0, begin - time.monotonic()))
 
 
 @lru_cache(maxsize=64)
