@@ -50,7 +50,6 @@ class Schema:
     def __init__(self, root: Node[Any]) -> None:
         _require_all_named_or_none(root)
         self.root, self._seeds = root, _seeds(root)
-        self.group = max(node.group for _, node in root.walk())
         self.is_mixture = any(node.CHILDREN_MAY_CHANGE or len(node.children) > 1 for _, node in root.walk())
         self.histories: Histories = {}
         self._sources_json: str | None = None

@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeAlias
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from rescale_data.engine.group import require_group
 from rescale_data.engine.ranks.find_ranks import find_ranks
 from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.recipe import Pipeline, Recipe
@@ -41,9 +40,6 @@ class Setup:
     layout: Layout
     ranks: Ranks
     tail: Tail
-
-    def __post_init__(self) -> None:
-        require_group(self.schema, self.layout)
 
     @property
     def counts_are_known(self) -> bool:

@@ -106,9 +106,6 @@ class Node(Changing, BaseNode[T]):
     repeats_itself: bool = False
     """Whether each epoch of this node, where it knows the end, moves it by as much if those of its readers do."""
 
-    group: int = 1
-    """As many neighbouring rows of a global batch come from one source of this node, a mixture."""
-
     reads: Described | None = None
     """The source whose rows this node reads, if it reads any itself."""
 

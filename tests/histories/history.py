@@ -15,7 +15,7 @@ from rescale_data.engine.recipe import DEALT, ENDED, UNDEALT
 from rescale_data.sources.dataset import DatasetSource
 from rescale_data.testing.epochs import check_epochs
 from tests.histories.books import Books, Failure, Reference, check_blocked, comparable, require, same_state
-from tests.histories.plans import Files, Pipeline, as_samples, group_of, numbers_in, plan_of
+from tests.histories.plans import Files, Pipeline, as_samples, numbers_in, plan_of
 from tests.histories.ranks import Seat, Seats, Top, again
 from tests.states import opened
 
@@ -66,19 +66,18 @@ class History:
     def __init__(self, r: random.Random) -> None:
         self.r, self.log, self.ops = r, list[str](), Counter[str]()
         self.plan, self.collates = plan_of(r)
-        self.group = group_of(self.plan)
-        self.blocks = r.random() < 0.1 and self.group == 1
+        self.blocks = r.random() < 0.1
         if self.blocks:
             self._with_a_blocklist()
         self.files = {f"f{i}": r.randint(1, 40) for i in r.sample(range(9), r.randint(1, 3))}
-        self.aligned, self.repeat = r.random() < 0.5 or self.group > 1, r.random() < 0.4 and not self.packs_blocked
+        self.aligned, self.repeat = r.random() < 0.5, r.random() < 0.4 and not self.packs_blocked
         self.tail = "pad" if self.packs_blocked else r.choice(["drop", "pad"])
         self.verify = r.random() < 0.3 and "Stock" not in repr(self.plan)
         self.seed, self.steps = r.randrange(3), r.randint(1, 9) if r.random() < 0.15 else None
         self.faults = r.random() < 0.3 and "skip" not in repr(self.plan)
-        self.o = r.choice([4, 8, 12, 16] if self.group > 1 else [2, 4, 6, 8, 12, 16])
+        self.o = r.choice([2, 4, 6, 8, 12, 16])
         self.n = self.o * r.choice([1, 1, 2]) if self.aligned or r.random() < 0.5 else r.choice([1, 2, 3, 5, 7, 10, 12])
-        if self.aligned and r.random() < 0.2 and self.o >= 8 and self.group == 1:
+        if self.aligned and r.random() < 0.2 and self.o >= 8:
             self.n = self.o // 2
         if "StreamReader" in repr(self.plan):
             self.n, self.repeat = min(self.n, 4), self.repeat and self.n <= 4
@@ -114,11 +113,11 @@ class History:
         self.log.append(" ".join(map(str, what)))
 
     def aligned_tops(self, o: int) -> list[Any]:
-        """That keep the order, and groups in one piece."""
+        """Return the topologies that keep the order."""
         if self.n % o and o % self.n:
             return []
         found = rd.plan(o, num_logical_shards=self.n, num_workers=[0, 1, 2])
-        return [p for p in found if p.dp_world_size <= 4 and p.micro_batch_size % self.group == 0]
+        return [p for p in found if p.dp_world_size <= 4]
 
     def top(self) -> Top:
         r = self.r
@@ -163,7 +162,7 @@ class History:
         for leg in range(num_legs):
             self.pipeline = Pipeline(self.plan, self.files, self.lists[-1])
             self.prefetch = 0 if self.faults else r.choice([0, 0, 0, 1, 3])
-            if self.aligned and leg and r.random() < 0.2 and self.group == 1:
+            if self.aligned and leg and r.random() < 0.2:
                 self.o = r.choice([o for o in (2, 4, 6, 8, 12, 16, 24) if self.aligned_tops(o)])
             self.now = self.top()
             self.say(
@@ -184,7 +183,6 @@ class History:
             if leg == num_legs - 1 and not self.repeat and not self.steps and r.random() < 0.7:
                 self.to_the_end()
             _fails_in[0] = 0
-            self.complete()
             form = r.choice(["plain", "pickle", "torch", "local"])
             state = self.seats.state(form)
             difference = same_state(state, self.seats.state())
@@ -199,11 +197,6 @@ class History:
             self.change()
             self.changes = ["files"] * (files != self.files) + ["blocklist"] * (number != self.number)
         self.check_batches()
-
-    def complete(self) -> None:
-        """Another topology within a step would tear groups apart, and is refused."""
-        while self.group > 1 and self.in_step:
-            self.take(1)
 
     def change(self) -> None:
         """Between legs: files are added, the blocklist is another."""
@@ -362,7 +355,6 @@ class History:
 
     def save(self) -> None:
         form = self.r.choice(["plain", "pickle", "local"])
-        self.complete()
         self.say("save", form)
         self.check()
         self.saves.append((self.seats.state(form), form, self.books.copy(), dict(self.files), self.number))
@@ -389,7 +381,7 @@ class History:
 
     def ramp(self) -> None:
         """Another global batch, and other workers, on the same ranks."""
-        if self.in_step or self.group > 1:
+        if self.in_step:
             return
         o, k = self.micro * self.r.randint(1, 4), self.r.choice([self.now.k, self.now.k, 0, 1, 2])
         fits = {(p.dp_world_size, p.micro_batch_size, p.num_workers) for p in self.aligned_tops(o)}

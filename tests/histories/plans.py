@@ -144,7 +144,7 @@ class Pipeline:
         return (nested.UNARY | nested.LAST)[kind](self.build(plan[1], shard), shard)
 
     def _mixture(self, plan: Plan, shard: rd.Shard) -> rd.BaseNode[Any]:
-        _, unit, stop, weights, caps, schedule, below, *group = plan
+        _, unit, stop, weights, caps, schedule, below = plan
         children = {f"s{i}": self.build(child, shard) for i, child in enumerate(below)}
         given: Any = dict(zip(children, weights, strict=False))
         if schedule:
@@ -152,13 +152,7 @@ class Pipeline:
             given = rd.Schedule([(0, given), (schedule[0], other)], schedule[1])
         column = "tokens" if unit == "tokens" else None
         more: Any = {"caps": {"s0": {caps[0]: caps[1]}}} if caps else {}
-        return rd.WeightedSampler(children, given, unit=unit, column=column, stop=stop, group=(*group, 1)[0], **more)
-
-
-def group_of(plan: Plan) -> int:
-    """As many neighbouring rows of a global batch are of one source."""
-    plan = plan[1] if plan[0] == "Map" else plan
-    return plan[7] if plan[0] == "Mix" and len(plan) > 7 else 1
+        return rd.WeightedSampler(children, given, unit=unit, column=column, stop=stop, **more)
 
 
 _PACKED = ("seq_len", "eos_id", "bos_id", "labels", "doc_ids", "last")
@@ -202,12 +196,6 @@ def plan_of(r: random.Random) -> tuple[Plan, bool]:
     """A plan, and whether its samples collate."""
     plan: Plan
     x = r.random()
-    if x < 0.03:
-        weights, schedule = r.choice([(1, 1, 1), (3, 1, 2)]), r.choice([None, (r.choice([40, 200]), "step")])
-        kinds = r.sample(["Map", "Filter", "RandomMap", "Mapper"], r.randint(2, 3))
-        below = [(kind, ("Reader", i, 4)) if i else ("Files", r.choice([False, 4])) for i, kind in enumerate(kinds)]
-        plan = ("Mix", "samples", "never", weights, None, schedule, below, r.choice([2, 2, 4]))
-        return (("Map", plan) if r.random() < 0.3 else plan), False
     if x < 0.15:
         return r.choice(
             [("Reader", r.randrange(4), r.choice([False, True, 4])), ("Files", r.choice([False, 4, 12]))]

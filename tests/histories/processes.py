@@ -30,7 +30,6 @@ def play(seed: int, folder: Path) -> str:
         top = h.top()._replace(k=0, ahead=0)
         group, taken, found = dist.new_group(list(range(top.w))), [], [""]
         num, name = h.r.choice([1, 5, 12, 40]), f"{folder}/{seed} {leg}"
-        h.complete = lambda: None  # type: ignore[method-assign]
         if rank < top.w:
             try:
                 found, recipe = [_leg(h, top, group, num, saved, name, taken)], h.recipe  # type: ignore[attr-defined]
@@ -48,10 +47,8 @@ def play(seed: int, folder: Path) -> str:
                     books.delivered[epoch, shard].append(sample)
         if rank == 0:
             Reference(recipe, {}).check(books, h.repeat)  # type: ignore[arg-type]
-            require(h.group > 1 or len({text for text, _ in each[: top.w]}) == 1, each)
+            require(len({text for text, _ in each[: top.w]}) == 1, each)
         saved = name
-        if h.group > 1:
-            break
     return f"passed, {each[0][0]}"
 
 

@@ -71,8 +71,6 @@ class UnderTorchdata(History):
             crew.all(lambda i, of: of[i].mirror.close(), pairs)
             crew.close()
             self.change()
-            if self.group > 1:  # whose groups lie as the topology does
-                break
 
     def _leg(self, crew: Crew, pairs: list[Pair], above: str) -> Any:
         r, begun = self.r, False

@@ -152,11 +152,10 @@ MIXTURES: dict[str, Callable[..., rd.Node[Any]]] = {
     "nested": nested,
     "nested-all": partial(nested, stop="all"),
     "nested-tokens": partial(nested, **BY_TOKENS),
-    "group": partial(mixture, group=2),
     "caps": partial(mixture, caps={"web": {"epochs": 1}}),
 }
 """Ways in which rows of several corpora become one stream: of `Below`, and weights of the corpora that there are."""
-ENDLESS = ("samples", "tokens", "nested", "nested-tokens", "group", "caps")
+ENDLESS = ("samples", "tokens", "nested", "nested-tokens", "caps")
 """Mixtures that never end."""
 
 

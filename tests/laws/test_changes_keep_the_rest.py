@@ -77,7 +77,7 @@ DIMENSIONS: Mapping[str, Any] = {
     "change": [*CHANGES],
     "source": ["code", "books"],
     "rows": [*ROWS],
-    "mixture": [name for name in MIXTURES if name not in ("samples-first", "group")] + ["nested-tokens-all"],
+    "mixture": [name for name in MIXTURES if name != "samples-first"] + ["nested-tokens-all"],
     "over": [*OVER, *RANDOM],
     "top": [*TOPS],
     "then": [*TOPOLOGIES],

@@ -74,7 +74,7 @@ def test_a_reader_refuses_a_state_or_goes_on(name: str, data: st.DataObject) -> 
     refuses_or_goes_on(OTHERS[name](rd.Shard(1, NUM_SHARDS)), data)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES[::3] if case["mixture"] != "group"], ids=name_of)
+@pytest.mark.parametrize("case", CASES[::3], ids=name_of)
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(data=st.data())
 def test_a_loader_refuses_a_table_or_goes_on(case: Case, data: st.DataObject) -> None:

@@ -82,12 +82,7 @@ def counted_pipeline(case: Case, folder: Path) -> tuple[Callable[[rd.Shard], Any
     return build, list(counts.values())
 
 
-def allowed(case: Case) -> bool:
-    is_at_the_root = case["rows"] == "plain" and case["top"] == "rows" and case["counted"] != "predicate"
-    return case["mixture"] != "group" or is_at_the_root
-
-
-@pytest.mark.parametrize("case", cases(DIMENSIONS, allowed), ids=name_of)
+@pytest.mark.parametrize("case", cases(DIMENSIONS), ids=name_of)
 def test_rows_read_are_rows_used_and_windows(case: Case, tmp_path: Path) -> None:
     build, counts = counted_pipeline(case, tmp_path)
     state: Any = None

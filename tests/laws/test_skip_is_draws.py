@@ -177,7 +177,7 @@ LOADERS: Mapping[str, Any] = {
     "on_error": [*ON_ERROR],
     "blocked": ["none", "rows", "ids"],
     "rows": ["plain", "Filter", "Tokenize", "Map-skip", "Shuffle"],
-    "mixture": ["one source", "samples", "samples-all", "tokens", "nested-all", "caps", "group"],
+    "mixture": ["one source", "samples", "samples-all", "tokens", "nested-all", "caps"],
     "top": [*TOPS],
     "repeat": [True, False],
     "verify": [False, True],
@@ -187,9 +187,6 @@ LOADERS: Mapping[str, Any] = {
 
 
 def allowed_at_a_loader(case: Case) -> bool:
-    is_at_the_root = case["top"] == "rows" and case["rows"] == "plain" and case["layout"] == (12, 12, 3, 2)
-    if case["mixture"] == "group" and not is_at_the_root:
-        return False
     return case["tail"] == "drop" if case["repeat"] else case["layout"][2] == 1  # else ranks have to communicate
 
 

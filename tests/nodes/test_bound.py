@@ -115,9 +115,6 @@ IN_A_NODE: dict[str, Callable[[Any, rd.Shard], Any]] = {
         {"a": kind(1), "b": 2},
         caps={"a": {"samples": kind(50)}},
     ),
-    "group": lambda kind, shard: rd.WeightedSampler(
-        {"a": rd.Reader(ROWS, shard), "b": rd.Reader(FEW, shard)}, {"a": kind(1), "b": 2}, group=kind(2)
-    ),
     "version": lambda kind, shard: rd.Map(rd.Reader(ROWS, shard), dict, version=kind(2)),
     "torchdata": lambda kind, shard: Batcher(rd.Reader(ROWS, shard), kind(3)),
     "synthetic": lambda kind, shard: rd.Reader(rd.SyntheticSource(kind(96), length=kind(4)), shard),

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from rescale_data.engine.agreement import together
-from rescale_data.engine.group import require_whole_round
 from rescale_data.engine.leg import Standing
 from rescale_data.engine.legs import Legs
 from rescale_data.engine.position import Position
@@ -136,7 +135,6 @@ def _place(
 ) -> Clock:
     """Where the run goes on in its steps; what is dealt in the table goes where it does not hold there."""
     loaded = clock.loaded(saved, layout)
-    require_whole_round(stream.schema, table, clock, loaded, saved[0])
     if was_dealt and not is_dealt(table):
         loaded = clock.restarted(saved[0])
     ended = bool((table[:, DEALT] == ENDED).all())

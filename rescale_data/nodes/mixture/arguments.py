@@ -55,12 +55,3 @@ def check_temperature(temperature: float, given: object) -> None:
         raise ValueError(
             f"temperature={temperature} is for weights='rows' and 'tokens': numbers count as they are given."
         )
-
-
-def check_group(group: int, unit: str, stop: str, caps: object) -> None:
-    """``ValueError`` where not all logical shards of a group would end and change together."""
-    if group < 1 or (group > 1 and (unit != "samples" or stop != "never" or caps)):
-        raise ValueError(
-            f"group={group} with unit={unit!r}, stop={stop!r}, caps={caps}: give at least 1, and more than 1 only by samples, "
-            f"with stop='never' and without caps, since all logical shards that serve a group end and change together."
-        )

@@ -87,16 +87,6 @@ def circle_of(shard: int, num_logical_shards: int, path: str = "") -> Circle:
     return Circle((k * shard % num_logical_shards) * TURN // num_logical_shards, step)
 
 
-def grouped_circle_of(shard: int, num_logical_shards: int, global_batch_size: int, group: int) -> Circle:
-    """The points of a shard where those that serve ``group`` neighbouring rows of a global batch have the same.
-
-    Row q of step t is of shard ``q * G + t mod G``, G = N / O. So ``group`` shards, G apart, are as one of N / group.
-    """
-    num_tracks = num_logical_shards // global_batch_size
-    row, track = divmod(shard, num_tracks)
-    return circle_of(row // group * num_tracks + track, num_logical_shards // group)
-
-
 @lru_cache(maxsize=64)
 def constants(num_logical_shards: int) -> tuple[int, int]:
     """k, and the step from draw to draw, ``(k2 + x) / N`` of a turn."""

@@ -12,9 +12,9 @@ from rescale_data.nodes.base import BaseNode, Node, View, copy_of
 from rescale_data.nodes.below import find_shard
 from rescale_data.nodes.form import History
 from rescale_data.nodes.mixture import rules
-from rescale_data.nodes.mixture.arguments import check_group, check_mixture, check_temperature
+from rescale_data.nodes.mixture.arguments import check_mixture, check_temperature
 from rescale_data.nodes.mixture.caps import check_caps
-from rescale_data.nodes.mixture.circle import circle_of, grouped_circle_of
+from rescale_data.nodes.mixture.circle import circle_of
 from rescale_data.nodes.mixture.draws import MixtureDraws, Stop
 from rescale_data.nodes.mixture.ends import end_of_all
 from rescale_data.nodes.mixture.mixed import MixedDocuments
@@ -60,10 +60,6 @@ class WeightedSampler(Node[Any]):
         caps: At most so much of a source in the whole run, ``{"books": {"epochs": 4}}``, or "samples" or "tokens", of which
             each logical shard gets its part; tokens overshoot by at most one document a shard. Then its arc goes to the
             others, which is logged. When all of them have reached theirs, the stream ends.
-        group: As many neighbouring rows of a global batch come from one source, in every micro batch of a multiple of them;
-            O makes whole batches of one source. By samples, ``stop="never"``, without caps, the mixture at the root,
-            N a multiple of O and the case aligned: anything else is refused. Another O only when all logical shards have
-            delivered as many samples.
 
     Raises:
         ValueError: Names, weights or caps that do not fit; tokens without a column; a source that does not know its size.
@@ -94,15 +90,12 @@ class WeightedSampler(Node[Any]):
         stop: Stop = "never",
         temperature: float = 1.0,
         caps: Mapping[str, Mapping[str, int]] | None = None,
-        group: int = 1,
     ) -> None:
         check_mixture(nodes, weights, unit, column, stop)
         check_temperature(temperature, weights)
         self.names = sorted(nodes)
         self.unit, self.column, self.stop = unit, column, stop
         check_caps(caps or {}, self.names, unit)
-        check_group(group, unit, stop, caps)
-        self.group = int(group)
         self._row = MixtureRow(self.names, unit)
         known = dict.fromkeys(self.names, 1.0) if isinstance(weights, str) else weights
         self._in_use = MixtureWeights(self._row, known)
@@ -125,9 +118,6 @@ class WeightedSampler(Node[Any]):
         for path, node in self.walk():
             if isinstance(node, WeightedSampler):
                 node._draws.circle = circle_of(*self._shard, ".".join(path))
-        if shard and not (shard.num_logical_shards % shard.global_batch_size or shard.global_batch_size % self.group):
-            self._draws.circle = grouped_circle_of(*self._shard, shard.global_batch_size, self.group)
-            # else refused by who serves it
 
     def own_fields(self) -> tuple[Field, ...]:
         return self._row.fields()
@@ -250,7 +240,7 @@ class WeightedSampler(Node[Any]):
         given = {"weights": as_json(self.weights), "unit": self.unit, "column": self.column, "stop": self.stop}
         sized = {} if self._in_use.sizes is None else dict(zip(("by", "temperature"), self._by, strict=True))
         used = {"caps": self.caps} if self.caps else {}
-        return {**given, **sized, **used, **({"group": self.group} if self.group > 1 else {})}
+        return {**given, **sized, **used}
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
         """Of each source: what was drawn since the run began, its share of that in the mixture's unit, epochs, and caps.
