@@ -16,7 +16,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Kind(NamedTuple):
-    """What an argument may be.
+    """The kinds of value that an argument may have.
 
     Args:
         exact: Types of values that pass as they are.
@@ -99,7 +99,7 @@ def checks_kinds(function: F) -> F:
 
 
 def _kind(annotation: str) -> Kind | None:
-    """Of an annotation as it is written; `None` where it is not simple."""
+    """Return the `Kind` of an annotation as it is written; `None` where it is not simple."""
     plain, before = annotation, ""
     while before != plain:
         before, plain = plain, re.sub(r"\[[^][]*\]", "", plain)

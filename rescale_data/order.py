@@ -68,7 +68,7 @@ def permutation(size: int, label: str, *numbers: int) -> Ints:
 
 
 def encipher(index: Ints, size: int, label: str, *numbers: int) -> Ints:
-    """Where a keyed permutation of ``0 .. size - 1`` takes each index, without an array of that size.
+    """Return the image of each index under a keyed permutation of ``0 .. size - 1``, without an array of that size.
 
     A Feistel network over the next power of two, walked until it falls below ``size`` again (Black and Rogaway, "Ciphers
     with arbitrary finite domains", 2002): fewer than two steps on average. ``size`` is at most 2**62.
@@ -166,7 +166,7 @@ class Steps:
         return shards % tracks * self.global_batch_size + shards // tracks * self.per_visit
 
     def sizes(self, shards: Ints, num_rows: int) -> Ints:
-        """How many of the rows each shard reads."""
+        """Return the number of rows that each shard reads."""
         cycles, rest = divmod(num_rows, self.cycle)
         return cycles * self.per_visit + np.clip(rest - self.starts(shards), 0, self.per_visit)
 
@@ -249,7 +249,7 @@ class ShardOrder:
         return rows[permutation(stop - first, "window", *self._window_of(epoch, first))]
 
     def key(self, epoch: int, row: int) -> bytes:
-        """Of the random words by which the window that begins at ``row`` is permuted, 16 bytes."""
+        """Return the key, 16 bytes, of the random words that permute the window beginning at ``row``."""
         return _digest("window", self._window_of(epoch, row))
 
     def _window_of(self, epoch: int, first: int) -> tuple[int, ...]:

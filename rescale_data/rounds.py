@@ -1,4 +1,4 @@
-"""Which rows each logical shard reads in an epoch: a range of the virtual rows, as many as any other has, or one less.
+"""The range of virtual rows that each logical shard reads in an epoch; the sizes of ranges differ by at most one.
 
 Of fewer rows than shards some ranges are empty. Then all ranges move on from epoch to epoch, so that every shard reads every
 range once in N epochs, a *round*; by how much is a hash of (seed, round). Rows are shuffled anew in each round.
@@ -27,7 +27,7 @@ def shard_sizes(shards: Ints, num_rows: int, num_logical_shards: int) -> Ints:
 
 
 def ranges_of(shards: Ints, epochs: Ints, num_rows: int, num_logical_shards: int, seed: int) -> Ints:
-    """Which range each shard reads in an epoch, ``int64[M]``: where each has a row, that of its own number."""
+    """Return the number of the range that each shard reads in an epoch, ``int64[M]``: its own number where each range has a row."""
     if num_rows >= num_logical_shards:
         return shards
     rounds, places = np.divmod(epochs, num_logical_shards)
@@ -39,7 +39,7 @@ def ranges_of(shards: Ints, epochs: Ints, num_rows: int, num_logical_shards: int
 
 
 def range_of(shard: int, epoch: int, num_rows: int, num_logical_shards: int, seed: int) -> int:
-    """`ranges_of`, of one."""
+    """Return `ranges_of` for one shard and epoch."""
     if num_rows >= num_logical_shards:
         return shard
     number, place = divmod(epoch, num_logical_shards)
@@ -86,7 +86,7 @@ def rows_before(shards: Ints, epochs: Ints, num_rows: int, num_logical_shards: i
 
 @lru_cache(maxsize=1024)
 def _round(num_logical_shards: int, seed: int, number: int) -> tuple[int, int]:
-    """Where the ranges begin in a round of N epochs, and by how much they move on; the latter coprime to N."""
+    """Return the first range of a round of N epochs and the step between epochs, which is coprime to N."""
     begin, step = (int(word) % num_logical_shards for word in random_words(2, "ranges", seed, number).tolist())
     while math.gcd(step, num_logical_shards) != 1:
         step += 1

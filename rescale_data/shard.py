@@ -1,4 +1,4 @@
-"""What a pipeline is told about the one logical shard it is written for."""
+"""`Shard`: the logical shard that a pipeline is built for."""
 
 from __future__ import annotations
 

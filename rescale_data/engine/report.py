@@ -46,7 +46,7 @@ class Report(dict[str, Spread]):
 
 
 def report(names: Sequence[str], values: npt.NDArray[np.float64], first_rank: int = 0) -> Report:
-    """Of what each rank has.
+    """Return the `Report` over the values of each rank.
 
     Args:
         values: ``float64[W, len(names)]``.

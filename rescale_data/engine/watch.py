@@ -95,12 +95,12 @@ def _look(of: weakref.ref[Watch], pause: float, stopped: threading.Event) -> Non
 
 
 def frames() -> dict[int, FrameType]:
-    """Of all threads, the innermost of each."""
+    """Return the innermost frame of each thread."""
     return getattr(sys, "_current_frames")()  # noqa: B009 - documented, in spite of its name
 
 
 def describe(innermost: FrameType | None) -> str:
-    """What a thread is about: the kind of work, the function, the logical shard and the row that it has drawn."""
+    """Return the work of a thread in words: its kind, the function, the logical shard and the row that it has drawn."""
     called = None
     for frame in _outward(innermost):
         module = _module(frame)
@@ -111,7 +111,7 @@ def describe(innermost: FrameType | None) -> str:
 
 
 def waits(innermost: FrameType | None) -> bool:
-    """Whether the innermost function of this package waits for batches that others make."""
+    """True if the innermost function of this package waits for batches that others make."""
     ours = (_module(frame) for frame in _outward(innermost) if _module(frame).startswith(_OURS))
     return next(ours, "") in _FEEDS
 

@@ -31,7 +31,7 @@ class Fewest:
 
 
 def water_fill(samples: Ints, num_picks: Ints, starts: Ints) -> Ints:
-    """How many of its next samples each shard serves, where every block of shards has so many.
+    """Return the number of its next samples that each shard serves, given the number of every block of shards.
 
     Args:
         samples: ``int64[M]``, what each has delivered.
@@ -59,7 +59,7 @@ def water_fill(samples: Ints, num_picks: Ints, starts: Ints) -> Ints:
 
 
 def feasible_picks(samples: Ints, left: Ints, starts: Ints) -> Ints:
-    """How many samples are served in each block before the order asks a shard that has none left.
+    """Return the number of samples served in each block before the order asks a shard that has none left.
 
     Args:
         samples: ``int64[M]``, what each has delivered.

@@ -1,4 +1,4 @@
-"""Where a run stands, in numbers that are the same on every rank."""
+"""The counts of a run, the same on every rank."""
 
 from __future__ import annotations
 

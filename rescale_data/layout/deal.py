@@ -72,7 +72,7 @@ class Deal:
         return counts
 
     def owners(self, owner: Ints, u: int) -> Ints:
-        """Which rank has the row of each shard after micro batch u: ``int64[N]``.
+        """Return the rank that has the row of each shard after micro batch u, ``int64[N]``.
 
         Args:
             owner: The same before it.
@@ -85,7 +85,7 @@ class Deal:
         return after
 
     def turn(self, rank: int, u: int) -> Turn:
-        """What ``rank`` delivers in micro batch u, counted from the deal."""
+        """Return the samples that ``rank`` delivers in micro batch u, counted from the deal."""
         layout = self.layout
         t, m = divmod(u, layout.gradient_accumulation_steps)
         first = rank * (layout.global_batch_size // layout.dp_world_size) + m * layout.micro_batch_size

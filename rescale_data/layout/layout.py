@@ -1,4 +1,4 @@
-"""Who serves which sample, and when: the arithmetic that makes a data order independent of the ranks that run it.
+"""The assignment of samples to ranks, workers and steps: arithmetic that makes a data order independent of the ranks.
 
 Indices, all starting at 0:
 
@@ -110,12 +110,12 @@ class Layout:
 
     @cached_property
     def aligned(self) -> bool:
-        """Whether each shard has one worker for good, so that the order does not depend on the topology."""
+        """True if each shard has one worker for good, so that the order does not depend on the topology."""
         return _is_aligned(**self._sizes())
 
     @cached_property
     def misfit(self) -> str | None:
-        """Which divisibility keeps the layout from being aligned, and what would cure it; `None` where it is."""
+        """The divisibility that the layout lacks to be aligned, with the cure; `None` if it is aligned."""
         n, o, w, k = self.num_logical_shards, self.global_batch_size, self.dp_world_size, self.num_workers
         b, c = self.micro_batch_size, self.samples_per_visit
         if self.aligned:

@@ -1,4 +1,4 @@
-"""What may a run rescale to? The topologies that keep its order, as a table that prints."""
+"""`plan`: the topologies that keep the order of a run, as a table that prints."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Plan(Sequence[Option]):
         return "\n".join([self._title(), *rows])
 
     def _meaning(self) -> list[str]:
-        """What this N costs, and where data is little for it."""
+        """Return lines about the cost of this N, and about sources that are small for it."""
         if not self.sources:
             return []
         n, num = self.num_logical_shards, len(self.sources)
@@ -133,7 +133,7 @@ def plan(
     num_workers: int | Sequence[int] = (0, 1, 2, 4, 8),
     sources: Sequence[HasRows] = (),
 ) -> Plan:
-    """Which topologies are aligned, so that a run may rescale between them without a change of order.
+    """Return the aligned topologies, between which a run may rescale without a change of order.
 
     Args:
         global_batch_size: O; several, of a ramp (`DataLoader.reopen`), for what is aligned with all of them.
@@ -181,7 +181,7 @@ def _candidates(several: Sequence[int]) -> set[int]:
 
 
 def _options(several: Sequence[int], n: int, b: int | None, workers: Sequence[int]) -> list[Option]:
-    """Those that are aligned with each O."""
+    """Return the topologies that are aligned with each of ``several`` global batches."""
     whole = math.gcd(*several)
     sizes = [b] if b is not None else _divisors(whole)
     return [

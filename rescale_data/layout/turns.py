@@ -1,4 +1,4 @@
-"""Which samples one rank delivers in micro batch u, as shard indices in the order of the batch."""
+"""The samples that one rank delivers in micro batch u, as shard indices in the order of the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""That each epoch of a pipeline holds the rows of its sources, where its samples are such rows."""
+"""A check that each epoch of a pipeline holds the rows of its sources, where its samples are such rows."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def assert_rescalable(
 
 
 class _Reference:
-    """What each logical shard yields in a run that is never interrupted."""
+    """The samples of each logical shard in a run that is never interrupted."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe

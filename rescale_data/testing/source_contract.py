@@ -1,4 +1,4 @@
-"""What a source promises, as checks: see `rescale_data.testing.assert_source`."""
+"""The promises of a source, as checks: see `rescale_data.testing.assert_source`."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _spoil(row: Any) -> None:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two rows are equal, arrays and all."""
+    """True if two rows are equal, arrays included."""
     if isinstance(a, np.ndarray | torch.Tensor) or isinstance(b, np.ndarray | torch.Tensor):
         return type(a) is type(b) and a.dtype == b.dtype and _equal_arrays(np.asarray(a), np.asarray(b))
     if isinstance(a, Mapping) and isinstance(b, Mapping):

@@ -1,4 +1,4 @@
-"""What `rescale_data.checkpoint` needs to know of XLA tensors, by torch_xla's own planners.
+"""The adapter that tells `rescale_data.checkpoint` about XLA tensors, by torch_xla's own planners.
 
 XLAShardedTensor  [ piece | piece | piece | pad ]      one process a host, a piece a device
                       SHARD items, without padding ──►  the same entries that FSDP2 writes

@@ -18,7 +18,7 @@ _logger = logging.getLogger("rescale_data")
 
 
 def host_mesh() -> DeviceMesh | None:
-    """What to pass as ``mesh=`` to a loader: one dp rank a host, in the order of their devices; `None` on a single host.
+    """Return a mesh for a loader's ``mesh=``: one dp rank a host, in the order of their devices; `None` on a single host.
 
     Collective over the hosts, where there are several.
 

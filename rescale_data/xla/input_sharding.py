@@ -1,4 +1,4 @@
-"""Whether batches can lie on the devices as they are asked to: torch_xla says it from a thread, or not at all."""
+"""A check that batches can lie on the devices as asked: torch_xla reports it from a thread, or not at all."""
 
 from __future__ import annotations
 

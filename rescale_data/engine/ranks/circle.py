@@ -39,7 +39,7 @@ class Call:
 
     @property
     def tag(self) -> int:
-        """Of its messages: keeps exchanges of several threads and loaders apart."""
+        """The tag of its messages, which keeps exchanges of several threads and loaders apart."""
         return digest((self.name, self.leg)) % (1 << 31)
 
 

@@ -83,7 +83,7 @@ def _decide(store: Any, num_members: int, *, is_over: bool) -> None:
 
 
 def _came(lines: Sequence[str]) -> dict[int, str]:
-    """What the members that have come say, by index."""
+    """Return the messages of the members that have arrived, by index."""
     return {int(index): said for index, _, said in (line.partition(" ") for line in lines)}
 
 
@@ -160,7 +160,7 @@ def _meet_by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[i
 
 
 def once(group: dist.ProcessGroup | None, key: Hashable, make: Callable[[], T]) -> T:
-    """What is made once, by its key, for all that needs it, as long as the group (default: the job's) exists."""
+    """Return the value of ``key``, made once and kept as long as the group (default: the job's) exists."""
     known = _made.setdefault(dist.group.WORLD if group is None else group, {})
     if key not in known:
         known[key] = make()
@@ -182,7 +182,7 @@ def part_of_store(name: str, group: dist.ProcessGroup | None) -> Any:
 
 
 def is_in_a_file() -> bool:
-    """Whether the job's store is a file, which torch removes when a forked child of a rank ends."""
+    """True if the job's store is a file, which torch removes when a forked child of a rank ends."""
     group: Any = dist.group.WORLD
     store = group.get_group_store()
     while isinstance(store, PrefixStore):

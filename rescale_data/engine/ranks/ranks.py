@@ -33,7 +33,7 @@ _CALL_ON_ALL = "A state is made by all dp ranks together: call it on every rank,
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this process stands among the data-parallel ranks.
+    """The data-parallel ranks, and the place of this process among them.
 
     Args:
         rank: Data-parallel rank, ``0 <= rank < world_size``.
@@ -67,7 +67,7 @@ class Ranks:
 
     @property
     def simulated(self) -> bool:
-        """Whether the other ranks cannot be reached: ``dp_rank`` and ``dp_world_size`` were given without a process group."""
+        """True if the other ranks cannot be reached: ``dp_rank`` and ``dp_world_size`` were given without a process group."""
         return self.world_size > 1 and self.circle is None
 
     @property
@@ -119,7 +119,7 @@ class Ranks:
         return merged
 
     def share(self, data: bytes) -> bytes:
-        """What some ranks have, the same on each of them, on all ranks (collective): each that has it gives a part of it."""
+        """Return on all ranks (collective) a value that some ranks have, equal on each of them: each sends a part of it."""
         if self.circle is None:
             return data
         sizes = self.each([len(data)])[:, 0]
