@@ -27,7 +27,7 @@ def shard_sizes(shards: Ints, num_rows: int, num_logical_shards: int) -> Ints:
 
 
 def ranges_of(shards: Ints, epochs: Ints, num_rows: int, num_logical_shards: int, seed: int) -> Ints:
-    """Return the number of the range that each shard reads in an epoch, ``int64[M]``: its own number where each range has a row."""
+    """Return the range that each shard reads in an epoch, ``int64[M]``: its own number where each range has a row."""
     if num_rows >= num_logical_shards:
         return shards
     rounds, places = np.divmod(epochs, num_logical_shards)
