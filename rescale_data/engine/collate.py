@@ -161,7 +161,7 @@ def pin(batch: Any) -> Any:
 
 
 def with_valid(batch: Any, num_real: int, num_samples: int) -> Any:
-    """Return a batch with the column that ``tail="pad"`` adds: ``batch["valid"]: Bool[num_samples]``, true for the first ``num_real``; to a dict alone."""
+    """Return ``batch``, a dict with ``"valid": Bool[num_samples]``, true for the first ``num_real``; others as they are."""
     if not isinstance(batch, dict):
         return batch
     if "valid" in batch:
