@@ -39,8 +39,8 @@ class DataLoader:
     Args:
         pipeline: ``Shard -> node``, the node graph of one logical shard; or a source, or anything with ``__len__`` and
             ``__getitem__``: then each row is a sample. Or streams: an `IterableSource`, an ``IterableDataset`` of Hugging Face.
-        shuffle: Of rows: `True`, or a window as in `Reader`. `False`: evaluation; the global batches hold the rows in the order
-            of the dataset, each once. A pipeline says it itself (`Reader`).
+        shuffle: Of rows: `True` (default), or a window as in `Reader`. `False`: evaluation; the global batches hold the rows in
+            the order of the dataset, each once. Leave it out with a pipeline, which says it itself (`Reader`).
         global_batch_size: O, samples per optimizer step over all ranks.
         micro_batch_size: b, samples of one batch of one rank; ``W * b`` divides O. Default O / W.
         num_logical_shards: N, fixed for the whole run. Default 4 * O; less where that is above 2,048 (`rd.plan`); with
@@ -98,7 +98,7 @@ class DataLoader:
         self,
         pipeline: Pipeline | Source | IterableSource | MapStyle,
         *,
-        shuffle: bool | int = True,
+        shuffle: bool | int | None = None,
         global_batch_size: int,
         micro_batch_size: int | None = None,
         num_logical_shards: int | None = None,
@@ -203,6 +203,13 @@ class DataLoader:
 
     def __bool__(self) -> bool:
         return True
+
+    def __getitem__(self, index: object) -> NoReturn:
+        """Raise `TypeError`: for torch's `DataLoader` that is given this one as its dataset."""
+        raise TypeError(
+            "rd.DataLoader makes the batches itself, in place of torch.utils.data.DataLoader: iterate over it, or give it to "
+            "the trainer as it is. It is no dataset, and has no rows by number."
+        )
 
     @property
     def batches_left(self) -> int:

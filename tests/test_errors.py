@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torchdata.nodes import BaseNode, IterableWrapper, Mapper, ParallelMapper, Prefetcher
+from torchdata.nodes import BaseNode, Batcher, IterableWrapper, Mapper, ParallelMapper, Prefetcher
 
 import rescale_data as rd
 from rescale_data.layout.layout import Layout
@@ -173,7 +173,7 @@ class TestTopology:
         with pytest.raises(TypeError, match=r"rd\.DataLoader has no argument batch_size=: micro_batch_size="):
             rd.DataLoader(ROWS, 2)  # type: ignore[misc, call-arg]
 
-    @pytest.mark.parametrize("shuffle", [0, 1.5, "yes", None])
+    @pytest.mark.parametrize("shuffle", [0, 1.5, "yes"])
     def test_shuffle(self, shuffle: Any) -> None:
         with pytest.raises(ValueError, match=rf"shuffle={shuffle!r}: give True, False .*or the window in rows"):
             loader_of([1, 2], shuffle=shuffle)
@@ -186,9 +186,34 @@ class TestTopology:
         with pytest.raises(TypeError, match=r"rd\.Reader was given the shard 0: .*rd\.Shard\(\) to try"):
             rd.Reader(ROWS, 0)  # type: ignore[arg-type]
 
-    def test_shuffle_of_a_pipeline(self) -> None:
-        with pytest.raises(TypeError, match=r"shuffle=False with a function.*rd\.Reader\(source, shard, shuffle="):
-            loader_of(lambda shard: rd.Reader(ROWS, shard), shuffle=False)
+    @pytest.mark.parametrize("shuffle", [False, True, 8])
+    def test_shuffle_of_a_pipeline(self, shuffle: Any) -> None:
+        with pytest.raises(TypeError, match=rf"shuffle={shuffle} with a function.*rd\.Reader\(source, shard, shuffle="):
+            loader_of(lambda shard: rd.Reader(ROWS, shard), shuffle=shuffle)
+
+    def test_a_loader_as_a_dataset(self) -> None:
+        with pytest.raises(TypeError, match=r"makes the batches itself, in place of torch\.utils\.data\.DataLoader"):
+            next(iter(torch.utils.data.DataLoader(loader_of())))
+
+    @pytest.mark.parametrize(
+        ("top", "arguments", "why"),
+        [
+            (lambda rows: rows, {"repeat": True}, "repeat=True has no end"),
+            (lambda rows: rd.TokenPacker(rows, column="tokens", seq_len=2, eos_id=0), {}, "come of TokenPacker"),
+            (lambda rows: rd.Map(rd.Filter(rows, bool), dict), {}, "come of Filter"),
+            (
+                lambda rows: rd.TokenPacker(rd.Filter(rows, bool), column="tokens", seq_len=2, eos_id=0),
+                {},
+                "come of Filter",
+            ),
+            (lambda rows: Batcher(rows, 2), {}, "come of Batcher"),
+        ],
+    )
+    def test_no_len(self, top: Any, arguments: dict[str, Any], why: str) -> None:
+        rows = [{"tokens": [1, 2, 3]}] * 96
+        loader = loader_of(lambda shard: top(rd.Reader(rows, shard)), **arguments)
+        with pytest.raises(TypeError, match=rf"no number of batches: .*{why}\. Give it steps_per_epoch="):
+            len(loader)
 
     def test_an_iterable_dataset(self) -> None:
         class Stream(torch.utils.data.IterableDataset[int]):

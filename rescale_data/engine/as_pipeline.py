@@ -37,7 +37,7 @@ def refuse(given: Mapping[str, object], num_unnamed: int) -> None:
 
 
 def as_pipeline(
-    data: Pipeline | Source | IterableSource | Shardable | MapStyle, shuffle: bool | int = True
+    data: Pipeline | Source | IterableSource | Shardable | MapStyle, shuffle: bool | int | None = None
 ) -> Pipeline:
     """A pipeline itself, or the one that makes a sample of each row of a source, a map-style dataset or streams.
 
@@ -45,8 +45,9 @@ def as_pipeline(
         shuffle: See `DataLoader`.
     """
     if isinstance(data, Source | MapStyle | os.PathLike) and not isinstance(data, type | IterableSource):
-        return functools.partial(Reader, as_source(data), shuffle=shuffle, by_global_batch=shuffle is False)
-    if shuffle is not True:
+        is_shuffled = True if shuffle is None else shuffle
+        return functools.partial(Reader, as_source(data), shuffle=is_shuffled, by_global_batch=shuffle is False)
+    if shuffle is not None:
         raise TypeError(
             f"shuffle={shuffle!r} with a {type(data).__name__}: only rows of a source or a dataset are shuffled by the loader. "
             f"A pipeline says it where it reads, rd.Reader(source, shard, shuffle=...); streams are read as they come."

@@ -102,8 +102,10 @@ class Reading:
 
     def _known(self, num_batches: int | None) -> int:
         if num_batches is None:
-            endless = self.setup.recipe.repeat
-            why = "repeat=True is endless" if endless else "the pipeline does not know its number of samples"
+            why = "repeat=True has no end"
+            if not self.setup.recipe.repeat:
+                nodes = self.setup.schema.uncounted(self.stream.table)
+                why = f"only reading tells how many samples come of {' and '.join(nodes)}"
             raise TypeError(f"The loader has no number of batches: {why}. Give it steps_per_epoch=, or do not ask.")
         return num_batches
 

@@ -20,6 +20,7 @@ from rescale_data.engine.recipe import (
     path_name,
 )
 from rescale_data.nodes.base import Node
+from rescale_data.nodes.foreign import Foreign
 from rescale_data.nodes.form import BEFORE
 from rescale_data.nodes.reader import Reader
 from rescale_data.sources.source import Described, Saveable
@@ -96,6 +97,16 @@ class Schema:
     def epoch_end(self, table: Ints) -> tuple[Ints, Ints] | None:
         """Samples left in the epoch and the slots at which the next begins, of all shards; `None` where it must be read."""
         return self.root.epoch_end(table[:, FIRST_SLOT:], np.arange(len(table), dtype=np.int64))
+
+    def uncounted(self, table: Ints) -> list[str]:
+        """Return the class names of the nodes at which counts end: each node below knows its number of samples, they do not."""
+        numbers = np.arange(len(table), dtype=np.int64)
+        found: list[tuple[tuple[str, ...], Node[Any]]] = []
+        for path, node in self.root.walk():
+            rows = self.root.columns(table[:, FIRST_SLOT:], path)
+            if rows is not None and node.epoch_end(rows, numbers) is None:
+                found = [(above, other) for above, other in found if path[: len(above)] != above] + [(path, node)]
+        return sorted({type(node.node if isinstance(node, Foreign) else node).__name__ for _, node in found})
 
     @property
     def columns_within(self) -> list[int]:
