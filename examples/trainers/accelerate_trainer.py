@@ -3,7 +3,7 @@
     pip install -c constraints-trainers.txt -e '.[huggingface]'
     python examples/trainers/accelerate_trainer.py          # about a minute; exit code 0 only if every row is right
 
-What a user adds is one line, ``accelerator.register_for_checkpointing(loader)``. The loader is not given to
+What a user adds is one line, ``accelerator.register_for_checkpointing(loader)``. The loader need not be given to
 `Accelerator.prepare`, and the loop takes ``loader.gradient_accumulation_steps`` batches a step.
 """
 

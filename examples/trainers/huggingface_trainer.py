@@ -24,6 +24,14 @@ NUM_ROWS, GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE = 240, 24, 3  # ten steps an epoch
 EPOCHS = 2
 
 
+class Sequences(Rows):
+    """Rows with labels as models of transformers want them: the tokens themselves, which the model shifts."""
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        sample = super().__getitem__(row)
+        return {**sample, "labels": sample["input_ids"]}
+
+
 # copy from here
 class MyTrainer(DataStateMixin, Trainer):
     """Your trainer, or any of transformers': the mixin comes first."""
@@ -55,7 +63,7 @@ def train(folder: Path, leg: str, stop: int, resume: str | None) -> None:
         report_to=[], disable_tqdm=True,
     )  # fmt: skip
     loader = rd.DataLoader(  # after TrainingArguments, which start the process group
-        Rows(NUM_ROWS), global_batch_size=GLOBAL_BATCH_SIZE, micro_batch_size=MICRO_BATCH_SIZE,
+        Sequences(NUM_ROWS), global_batch_size=GLOBAL_BATCH_SIZE, micro_batch_size=MICRO_BATCH_SIZE,
         num_workers=1 if resume else 0, seed=0,
     )  # fmt: skip
     # to here
@@ -66,7 +74,7 @@ def train(folder: Path, leg: str, stop: int, resume: str | None) -> None:
         )
     )
     # copy from here
-    trainer = MyTrainer(model, arguments, train_loader=loader, eval_dataset=Rows(50), callbacks=[StopAt(stop)])
+    trainer = MyTrainer(model, arguments, train_loader=loader, eval_dataset=Sequences(50), callbacks=[StopAt(stop)])
     trainer.record = Record(folder / leg)  # not copied
     trainer.train(resume_from_checkpoint=resume)  # a folder, or True
     # to here

@@ -26,13 +26,13 @@ class DataStateMixin(Trainer):
 
     Args:
         train_loader: What is trained from, in place of ``train_dataset``; built after ``TrainingArguments``, which start the
-            process group. Its micro batch is the loader's (``per_device_train_batch_size`` only counts in the trainer's logs),
-            and so is ``gradient_accumulation_steps``: leave it out. With DeepSpeed, and where you give it, it is compared.
+            process group. Leave ``gradient_accumulation_steps`` out, which is set to the loader's. With DeepSpeed, and where
+            you give it, it is compared.
 
     Raises:
-        ValueError: Another accumulation or another number of data-parallel ranks than the loader's; batches that accelerate
-            would split or send around; ``dataloader_num_workers=`` that is not the loader's; or a packer with ``labels=True``,
-            whose labels are shifted, without ``collate_fn=causal_lm_batch``.
+        ValueError: An argument that says of batches, order or workers what the loader does not, or that takes a dataset;
+            another number of data-parallel ranks than the loader's; or a packer with ``labels=True``, whose labels are shifted,
+            without ``collate_fn=causal_lm_batch``. docs/trainers.md lists all arguments.
         FileNotFoundError: A checkpoint without the state of the data.
 
     Example:
@@ -41,6 +41,8 @@ class DataStateMixin(Trainer):
 
     def __init__(self, *args: Any, train_loader: DataLoader, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.train_dataset is not None:
+            raise ValueError("The trainer has a train_dataset= and a train_loader=: give rd.DataLoader the dataset.")
         self._train_loader = train_loader
         if self.args.gradient_accumulation_steps == 1 and not self.is_deepspeed_enabled:
             self.args.gradient_accumulation_steps = train_loader.gradient_accumulation_steps
@@ -90,11 +92,21 @@ def _require_fit(args: TrainingArguments, loader: DataLoader, num_ranks: int) ->
             f"TrainingArguments(gradient_accumulation_steps={args.gradient_accumulation_steps}), but the loader makes a global "
             f"batch of {loader.gradient_accumulation_steps} micro batches a rank. Give that, or another micro_batch_size."
         )
-    if args.dataloader_num_workers not in (0, loader.setup.layout.num_workers):
-        raise ValueError(
-            f"TrainingArguments(dataloader_num_workers={args.dataloader_num_workers}), but the loader has "
-            f"{loader.setup.layout.num_workers} workers. Give rd.DataLoader(num_workers=) the same, or leave the argument out."
-        )
+    layout = loader.setup.layout
+    allowed: dict[str, tuple[tuple[Any, ...], str]] = {  # values, and the argument of the loader that says it
+        "per_device_train_batch_size": ((layout.micro_batch_size,), "micro_batch_size"),
+        "dataloader_num_workers": ((0, layout.num_workers), "num_workers"),
+        "data_seed": ((None, loader.setup.recipe.seed), "seed"),
+        "train_sampling_strategy": (("random",), "shuffle"),
+        "auto_find_batch_size": ((False,), "micro_batch_size"),
+    }
+    for name, (values, ours) in allowed.items():
+        given = getattr(args, name)
+        if given not in values:
+            raise ValueError(
+                f"TrainingArguments({name}={given!r}), but the loader makes the batches, and as it was built the argument may "
+                f"be {' or '.join(map(repr, dict.fromkeys(values)))}. For other batches give rd.DataLoader({ours}=)."
+            )
     for name in ("split_batches", "dispatch_batches"):
         if getattr(args.accelerator_config, name, None):
             raise ValueError(

@@ -29,7 +29,7 @@ class DataState(pl.Callback):
     Raises:
         ValueError: Another accumulation or another number of data-parallel ranks than the loader's; a loader without ``len``,
             of which Lightning would read a batch ahead of what a checkpoint says; ``limit_train_batches`` or
-            ``overfit_batches``, which cut an epoch short.
+            ``overfit_batches``, which cut an epoch short; ``reload_dataloaders_every_n_epochs``, which would begin anew.
 
     Example:
         >>> trainer = pl.Trainer(accelerator="cpu", callbacks=[DataState()], logger=False, enable_checkpointing=False)
@@ -51,6 +51,12 @@ class DataState(pl.Callback):
             loader.load_state_dict(state)
         if behind:
             iter(trainer.fit_loop._data_fetcher)  # Lightning has iterators of these already  # pyright: ignore
+        if trainer.reload_dataloaders_every_n_epochs:
+            raise ValueError(
+                f"Trainer(reload_dataloaders_every_n_epochs={trainer.reload_dataloaders_every_n_epochs}) would begin the run's "
+                f"first epoch anew with each loader. Leave it out: a loader shuffles each epoch by itself; for other data "
+                f"build another one, load its state into it, and call trainer.fit again."
+            )
         for loader in _loaders(trainer.train_dataloader):
             _require_ranks(trainer, loader)
             self._accumulate(trainer, pl_module, loader.gradient_accumulation_steps)
@@ -61,7 +67,7 @@ class DataState(pl.Callback):
                     f"{error} Lightning then reads a batch ahead, and a checkpoint would lose it. Give "
                     f"rd.DataLoader(steps_per_epoch=...)."
                 ) from error
-            if trainer.num_training_batches != len(loader):
+            if trainer.num_training_batches != len(loader) and not trainer.fast_dev_run:  # which saves nothing
                 raise ValueError(
                     f"Lightning ends an epoch after {trainer.num_training_batches} of its {len(loader)} batches "
                     f"(limit_train_batches or overfit_batches). Give rd.DataLoader(steps_per_epoch=...) in their place."

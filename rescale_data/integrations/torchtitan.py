@@ -50,7 +50,8 @@ class RescaleDataLoader(BaseDataLoader):
 
     def __init__(
         self, config: Config, *, dp_world_size: int, dp_rank: int, tokenizer: Any = None, seq_len: int = 0,
-        local_batch_size: int = 0, max_context_length: int = 0, num_tokens_per_batch: int = 0, **others: Any,
+        local_batch_size: int = 0, max_context_length: int = 0, num_tokens_per_batch: int = 0,
+        snapshot_every_n_steps: int | None = None, **others: Any,
     ) -> None:  # fmt: skip
         self._is_flat = bool(max_context_length)
         length = seq_len or max_context_length
@@ -65,6 +66,14 @@ class RescaleDataLoader(BaseDataLoader):
             seed=config.seed,
             repeat=config.repeat,
         )
+
+        steps = self.loader.gradient_accumulation_steps
+        if (snapshot_every_n_steps or 0) % steps:
+            raise ValueError(
+                f"torchtitan saves every {snapshot_every_n_steps} batches, but with global_batch_size="
+                f"{config.global_batch_size} the loader takes {steps} a step: a checkpoint would lie within one. Give "
+                f"RescaleDataLoader.Config the global_batch_size of training."
+            )
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         for batch in self.loader:

@@ -24,6 +24,7 @@ def train(folder: Path, resume: str | None) -> Any:
     module = pytest.importorskip("rescale_data.integrations.huggingface")
     given = module.TrainingArguments(
         str(folder), use_cpu=True, report_to=[], disable_tqdm=True, save_steps=1, logging_steps=1, num_train_epochs=2,
+        per_device_train_batch_size=4,
     )  # fmt: skip
     loader = rd.DataLoader(ROWS, global_batch_size=8, micro_batch_size=4)  # four steps an epoch
     trainer = module.DataStateMixin(Model(), given, train_loader=loader)

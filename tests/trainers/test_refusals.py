@@ -18,7 +18,11 @@ def loader_of(**kwargs: Any) -> rd.DataLoader:
     ("arguments", "says"),
     [
         ({"gradient_accumulation_steps": 4}, "steps=4.*the loader makes a global batch of 2 micro batches a rank"),
-        ({"dataloader_num_workers": 3}, r"num_workers=3\), but the loader has 0 workers\. Give rd\.DataLoader"),
+        ({"dataloader_num_workers": 3}, r"num_workers=3\), but .* may be 0\. .*rd\.DataLoader\(num_workers="),
+        ({"per_device_train_batch_size": 3}, r"batch_size=3\), but .* may be 4\. .*rd\.DataLoader\(micro_batch_size="),
+        ({"data_seed": 3}, r"seed=3\), but .* may be None or 0\. .*rd\.DataLoader\(seed="),
+        ({"train_sampling_strategy": "sequential"}, r"may be 'random'\. .*rd\.DataLoader\(shuffle="),
+        ({"auto_find_batch_size": True}, r"may be False\. .*rd\.DataLoader\(micro_batch_size="),
         ({"accelerator_config": {"split_batches": True}}, "split_batches=True: .* leave split_batches out"),
         ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True: .* leave dispatch_batches out"),
     ],
@@ -28,10 +32,16 @@ def test_hugging_face(arguments: dict[str, Any], says: str, tmp_path: Path) -> N
         hugging_face_trainer(tmp_path, loader_of(), **arguments)
 
 
-def hugging_face_trainer(folder: Path, loader: rd.DataLoader, **arguments: Any) -> Any:
+def hugging_face_trainer(folder: Path, loader: rd.DataLoader, dataset: Any = None, **arguments: Any) -> Any:
     module = pytest.importorskip("rescale_data.integrations.huggingface")
-    given = module.TrainingArguments(str(folder), use_cpu=True, report_to=[], **arguments)
-    return module.DataStateMixin(torch.nn.Linear(1, 1), given, train_loader=loader)
+    sizes = {"per_device_train_batch_size": 4, **arguments}
+    given = module.TrainingArguments(str(folder), use_cpu=True, report_to=[], **sizes)
+    return module.DataStateMixin(torch.nn.Linear(1, 1), given, train_loader=loader, train_dataset=dataset)
+
+
+def test_hugging_face_has_one_source_of_batches(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a train_dataset= and a train_loader=: give rd\.DataLoader the dataset"):
+        hugging_face_trainer(tmp_path, loader_of(), [1, 2])
 
 
 def test_hugging_face_has_the_accumulation_and_the_ranks_of_the_loader(tmp_path: Path) -> None:
@@ -41,13 +51,24 @@ def test_hugging_face_has_the_accumulation_and_the_ranks_of_the_loader(tmp_path:
 
 
 def test_hugging_face_checkpoint_without_the_data(tmp_path: Path) -> None:
-    module = pytest.importorskip("rescale_data.integrations.huggingface")
-    arguments = module.TrainingArguments(str(tmp_path), gradient_accumulation_steps=2, use_cpu=True, report_to=[])
-    trainer = module.DataStateMixin(torch.nn.Linear(1, 1), arguments, train_loader=loader_of())
-    assert arguments.ignore_data_skip
+    trainer = hugging_face_trainer(tmp_path, loader_of(), gradient_accumulation_steps=2)
+    assert trainer.args.ignore_data_skip
     (tmp_path / "checkpoint-3").mkdir()
     with pytest.raises(FileNotFoundError, match=r"checkpoint-3 holds no rescale_data\.pt: .*the checkpoint before it"):
         trainer.train(resume_from_checkpoint=True)
+
+
+def test_torchtitan() -> None:
+    module = pytest.importorskip("rescale_data.integrations.torchtitan")
+    config = module.RescaleDataLoader.Config(
+        pipeline=lambda *given: rd.Reader(range(96), given[-1]), global_batch_size=8
+    )
+    sizes = {"dp_world_size": 1, "dp_rank": 0, "seq_len": 4, "local_batch_size": 4}
+    module.RescaleDataLoader(config, snapshot_every_n_steps=4, **sizes)
+    with pytest.raises(
+        ValueError, match=r"saves every 3 batches, but with global_batch_size=8 the loader takes 2 a step"
+    ):
+        module.RescaleDataLoader(config, snapshot_every_n_steps=3, **sizes)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +76,7 @@ def test_hugging_face_checkpoint_without_the_data(tmp_path: Path) -> None:
     [
         ({"accumulate_grad_batches": 4}, {}, r"Give accumulate_grad_batches=2 or another micro_batch_size"),
         ({}, {"dp_rank": 0, "dp_world_size": 2}, r"on 1 data-parallel ranks, but the loader deals its rows to 2"),
+        ({"reload_dataloaders_every_n_epochs": 1}, {}, r"would begin the run's first epoch anew .* Leave it out"),
         ({"limit_train_batches": 3}, {}, r"after 3 of its 8 batches .* Give rd\.DataLoader\(steps_per_epoch"),
         ({}, {"repeat": True}, r"reads a batch ahead.* Give rd\.DataLoader\(steps_per_epoch=\.\.\.\)"),
     ],
@@ -83,6 +105,12 @@ def test_lightning_has_the_accumulation_of_the_loader() -> None:
     loader = loader_of()
     trainer.fit(model, loader)
     assert (trainer.accumulate_grad_batches, trainer.global_step, loader.step) == (2, 2, 2)
+
+
+def test_lightning_tries_a_batch() -> None:
+    trainer, model = lightning(fast_dev_run=True)
+    trainer.fit(model, loader_of())
+    assert trainer.global_step == 1
 
 
 def test_lightning_does_not_count_steps_before_it_knows_the_accumulation() -> None:

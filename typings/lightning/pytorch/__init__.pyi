@@ -6,6 +6,8 @@ class LightningModule:
 class Trainer:
     accumulate_grad_batches: int
     num_training_batches: int | float
+    reload_dataloaders_every_n_epochs: int
+    fast_dev_run: int | bool
     strategy: object
     fit_loop: Any
     distributed_sampler_kwargs: dict[str, Any] | None

@@ -1,0 +1,43 @@
+"""What docs/trainers.md says of accelerate."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rescale_data as rd
+
+accelerate = pytest.importorskip("accelerate")
+
+
+def started(folder: Path) -> tuple[Any, rd.DataLoader]:
+    """Return the accelerator and the loader of a job that has just begun."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    project = accelerate.utils.ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
+    accelerator = accelerate.Accelerator(cpu=True, project_config=project)
+    loader = rd.DataLoader(range(32), global_batch_size=8)
+    accelerator.register_for_checkpointing(loader)
+    return accelerator, loader
+
+
+def test_folders_that_accelerate_names(tmp_path: Path) -> None:
+    accelerator, loader = started(tmp_path)
+    for _ in zip(range(2), loader, strict=False):
+        accelerator.save_state()
+    accelerator, loader = started(tmp_path)
+    accelerator.load_state()
+    assert loader.step == 2
+    with pytest.raises(ValueError, match=r"Checkpoint directory .*checkpoint_0.* already exists"):
+        accelerator.save_state()
+    accelerator.project_configuration.iteration = 2  # checkpoint_1 was loaded
+    accelerator.save_state()
+    assert (tmp_path / "checkpoints" / "checkpoint_2").exists()
+
+
+def test_prepare_leaves_a_loader_as_it_is(tmp_path: Path) -> None:
+    accelerator, loader = started(tmp_path)
+    _, prepared = accelerator.prepare(torch.nn.Linear(1, 1), loader)
+    assert prepared is loader
