@@ -223,7 +223,9 @@ SECTIONS: dict[str, dict[str, Make]] = {
         "StatefulDataLoader, rows packed before": of_peer("rows_loader"),
         "LitData, packed before": of_peer("lit_loader"),
         "Mosaic Streaming, packed before": of_peer("mosaic_loader"),
+        "ours, Mosaic's shards, packed before": of_peer("our_mds_loader"),
         "LanceDB, packed before": of_peer("lance_loader"),
+        "ours, LanceDB's table, packed before": of_peer("our_lance_loader"),
         "HF datasets, packed before": of_peer("hf_loader"),
     },
     "two workers": {

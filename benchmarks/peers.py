@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,8 @@ import torch
 from bench_read import EOS, MICRO_BATCH, SEQ_LEN, Corpus
 from numpy_packer import NumpyPacker
 from torchdata.stateful_dataloader import StatefulDataLoader
+
+import rescale_data as rd
 
 
 def endless(make: Callable[[], Any]) -> Iterator[Any]:
@@ -134,15 +137,42 @@ def _tokens_of(path: str) -> Iterator[torch.Tensor]:
 
 def mosaic_loader(corpus: Corpus, num_workers: int = 0) -> Any:
     streaming = _streaming()
-    folder = corpus.folder / "mds"
-    if not folder.exists():
-        with streaming.MDSWriter(out=str(folder), columns={"tokens": f"ndarray:uint16:{SEQ_LEN}"}) as writer:
-            for row in Rows(corpus).array:
-                writer.write({"tokens": row})
-    dataset = streaming.StreamingDataset(local=str(folder), shuffle=True, batch_size=MICRO_BATCH)
+    dataset = streaming.StreamingDataset(local=str(_mds(corpus)), shuffle=True, batch_size=MICRO_BATCH)
     return streaming.StreamingDataLoader(
         dataset, batch_size=MICRO_BATCH, num_workers=num_workers, drop_last=True, collate_fn=_stacked
     )
+
+
+def _mds(corpus: Corpus) -> Path:
+    """Write the packed rows as MDS shards, once; return their folder."""
+    folder = corpus.folder / "mds"
+    if not folder.exists():
+        with _streaming().MDSWriter(out=str(folder), columns={"tokens": f"ndarray:uint16:{SEQ_LEN}"}) as writer:
+            for row in Rows(corpus).array:
+                writer.write({"tokens": row})
+    return folder
+
+
+def our_mds_loader(corpus: Corpus, num_workers: int = 0) -> Any:
+    """The shards of `mosaic_loader`, by the source in examples/sources."""
+    return _ours(_example("mds_source").MdsSource(_mds(corpus)), num_workers)
+
+
+def our_lance_loader(corpus: Corpus) -> Any:
+    """The table of `lance_loader`, by the source in examples/sources."""
+    _lance_table(corpus)
+    return _ours(_example("lance_source").LanceSource(str(corpus.folder / "lancedb" / "rows.lance")), 0)
+
+
+def _ours(source: Any, num_workers: int) -> rd.DataLoader:
+    return rd.DataLoader(source, global_batch_size=MICRO_BATCH, num_workers=num_workers, collate_fn=_stacked)
+
+
+def _example(name: str) -> Any:
+    folder = str(Path(__file__).parents[1] / "examples" / "sources")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module(name)
 
 
 def _streaming() -> Any:
@@ -193,16 +223,21 @@ def hf_loader(corpus: Corpus) -> Any:
 
 
 def lance_loader(corpus: Corpus) -> Any:
-    import lancedb
     from lancedb.permutation import Permutation, permutation_builder
+
+    table = _lance_table(corpus)
+    order = Permutation.from_tables(table, permutation_builder(table).shuffle(seed=0).execute())
+    rows = order.with_transform(_tensor_of)
+    return torch.utils.data.DataLoader(rows, batch_size=MICRO_BATCH, drop_last=True, collate_fn=_itself)
+
+
+def _lance_table(corpus: Corpus) -> Any:
+    import lancedb
 
     database = lancedb.connect(str(corpus.folder / "lancedb"))
     rows = Rows(corpus).array
     column = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1).astype(np.int32)), SEQ_LEN)
-    table = database.create_table("rows", pa.table({"tokens": column}), mode="overwrite")
-    order = Permutation.from_tables(table, permutation_builder(table).shuffle(seed=0).execute())
-    rows = order.with_transform(_tensor_of)
-    return torch.utils.data.DataLoader(rows, batch_size=MICRO_BATCH, drop_last=True, collate_fn=_itself)
+    return database.create_table("rows", pa.table({"tokens": column}), mode="overwrite")
 
 
 def _tensor_of(batch: Any) -> torch.Tensor:
