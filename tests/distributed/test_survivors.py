@@ -1,5 +1,6 @@
 """A rank of four is killed; three go on at the step of the model from a state that they have kept, and a new one joins them."""
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -95,6 +96,8 @@ def largest(step: int) -> int:
 
 def rank(me: int, port: int, folder: Path, kind: str) -> None:
     torch.set_num_threads(1)
+    gc.disable()  # groups that were dropped are collected in no rank, but would be in each fork
+    os.register_at_fork(after_in_child=gc.collect)
     members = [[0, 1, 2, 3], [0, 2, 3], [0, 2, 3, 4]]
     number, run, step = 0 if me in members[0] else 2, Run(), 0
     if number == 0:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import hashlib
+import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from queue import Empty, SimpleQueue
@@ -168,6 +170,11 @@ def once(group: dist.ProcessGroup | None, key: Hashable, make: Callable[[], T]) 
 
 
 _made: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+
+
+os.register_at_fork(after_in_child=gc.freeze)
+"""A fork never collects what its parent has dropped: a group freed there waits for threads that the fork does not have, or
+leaves the epoll set that both processes share, by which the parent dies in turn."""
 
 
 def gloo(name: str, store: Any, me: int, num_members: int, timeout: float) -> Any:

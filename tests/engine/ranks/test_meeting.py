@@ -1,5 +1,8 @@
 """Ranks that meet in a store: who does not come is named, and nothing is left of it for the next attempt."""
 
+import gc
+import os
+import signal
 import threading
 from collections import Counter
 from typing import Any
@@ -88,3 +91,21 @@ def test_errors_of_the_store_are_those_of_a_store_that_is_gone() -> None:
     with pytest.raises(Missing) as missing:
         within(60.0, fails)
     assert missing.value.ranks is None
+
+
+def test_a_fork_does_not_collect_a_group_that_its_parent_has_dropped() -> None:
+    """There it would wait for threads that the fork does not have."""
+    holder: Any = lambda: None
+    gc.disable()
+    try:
+        holder.group = meeting.gloo("dropped", dist.HashStore(), 0, 1, 10.0)
+        holder.itself = holder
+        del holder
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)  # ends a fork that hangs
+            gc.collect()
+            os._exit(0)
+        assert os.waitpid(child, 0) == (child, 0)
+    finally:
+        gc.enable()
