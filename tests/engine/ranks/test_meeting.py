@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,7 +96,7 @@ def test_errors_of_the_store_are_those_of_a_store_that_is_gone() -> None:
 
 def test_a_fork_does_not_collect_a_group_that_its_parent_has_dropped() -> None:
     """There it would wait for threads that the fork does not have."""
-    holder: Any = lambda: None
+    holder = SimpleNamespace()
     gc.disable()
     try:
         holder.group = meeting.gloo("dropped", dist.HashStore(), 0, 1, 10.0)
