@@ -13,7 +13,7 @@ from rescale_data.sources.parquet import ParquetSource
 from rescale_data.sources.source import Source
 from rescale_data.state import Ints
 
-LAYOUTS = ("parquet", "arrow", "stream", "document_per_batch", "dataset")
+LAYOUTS = ("parquet", "arrow", "stream", "dataset")
 
 
 def documents(lengths: list[int], *, first: int = 10) -> list[list[int]]:
@@ -36,16 +36,10 @@ def write(layout: str, folder: Path, docs: list[list[int]], per_file: int = 7, p
         return ParquetSource(folder)
     if layout == "dataset":
         return DatasetSource([{"tokens": np.array(doc, dtype=np.uint16)} for doc in docs])
-    return ArrowSource(folder, document_per_batch=layout == "document_per_batch")
+    return ArrowSource(folder)
 
 
 def _write_file(layout: str, path: Path, docs: list[list[int]], per_fragment: int) -> None:
-    if layout == "document_per_batch":
-        schema = pa.schema([("tokens", pa.uint16())])
-        with pa.ipc.new_file(path.with_suffix(".arrow"), schema) as writer:
-            for doc in docs:
-                writer.write_batch(pa.record_batch([pa.array(doc, pa.uint16())], schema=schema))
-        return
     table = pa.table({"tokens": pa.array(docs, pa.list_(pa.uint16()))})
     if layout == "parquet":
         pq.write_table(table, path.with_suffix(".parquet"), row_group_size=per_fragment)

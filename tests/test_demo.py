@@ -125,19 +125,15 @@ def test_own_text_parquet_and_arrow(tmp_path):
     table = pa.table(
         {"id": pa.array(range(9)), "tokens": pa.array([d.tolist() for d in documents], pa.list_(pa.uint16()))}
     )
-    for kind in ("text", "parquet", "arrow", "batches"):
+    for kind in ("text", "parquet", "arrow"):
         (tmp_path / kind).mkdir()
     for i, document in enumerate(documents):
         (tmp_path / "text" / f"{i}.txt").write_bytes(bytes((document + 1).tolist()))
     pq.write_table(table, tmp_path / "parquet" / "a.parquet")
     with pa.ipc.new_file(tmp_path / "arrow" / "a.arrow", table.schema) as writer:
         writer.write_table(table)
-    schema = pa.schema([("tokens", pa.uint16())])
-    with pa.ipc.new_file(tmp_path / "batches" / "a.arrow", schema) as writer:
-        for document in documents:
-            writer.write_batch(pa.record_batch([pa.array(document)], schema=schema))
     expected = [document.astype(np.int32).tobytes() for document in documents]
-    for kind in ("parquet", "arrow", "batches"):
+    for kind in ("parquet", "arrow"):
         assert read_rows(build_corpus(tmp_path / kind, tmp_path / f"{kind}-corpus", 9)) == expected
     assert len(read_rows(build_corpus(tmp_path / "text", tmp_path / "text-corpus", 9))) == 9
 

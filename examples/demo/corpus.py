@@ -112,9 +112,7 @@ def _file_documents(file: Path) -> Iterator[np.ndarray]:
     if file.name.endswith(rd.ParquetSource.SUFFIXES):
         return _row_documents(rd.Reader(rd.ParquetSource(file), rd.Shard(), shuffle=False))
     if file.name.endswith(rd.ArrowSource.SUFFIXES):
-        first = next(iter(rd.Reader(rd.ArrowSource(file), rd.Shard(), shuffle=False)), None)
-        source = rd.ArrowSource(file, document_per_batch=first is not None and not _columns(first))
-        return _row_documents(rd.Reader(source, rd.Shard(), shuffle=False))
+        return _row_documents(rd.Reader(rd.ArrowSource(file), rd.Shard(), shuffle=False))
     if file.name.endswith((".jsonl", ".ndjson")):
         return _row_documents(json.loads(line) for line in file.open("rb") if line.strip())
     return _text_documents([file])

@@ -64,7 +64,6 @@ def index(
     ],
     form: Annotated[str | None, typer.Option("--format", help="parquet, arrow, jsonl, tar or megatron.")] = None,
     processes: Annotated[int, typer.Option(min=1, help="Processes that read files.")] = 4,
-    document_per_batch: Annotated[bool, typer.Option(help="Of an ArrowSource.")] = False,
     as_json: Json = False,
 ) -> None:
     """Index the files at PATHS, so that a job that reads them with index_dir= starts without looking into each."""
@@ -72,9 +71,8 @@ def index(
 
     from rescale_data.cli import index as indexing
 
-    extra = {"document_per_batch": True} if document_per_batch else {}
     console = Console(stderr=True)
-    made = _or_exit(lambda: indexing.index(paths, index_dir, form, processes, console, **extra))
+    made = _or_exit(lambda: indexing.index(paths, index_dir, form, processes, console))
     text = "{files} {format} files with {rows} rows are indexed in {index_dir}".format(**made)
     _out(as_json, made, lambda console: console.print(text))
 

@@ -26,25 +26,20 @@ FORMATS: dict[str, type[FileSource]] = {
 _POLL_SECONDS = 0.5
 
 
-def index(
-    paths: Sequence[str], index_dir: str, form: str | None, processes: int, console: Console, **kwargs: Any
-) -> dict[str, Any]:
+def index(paths: Sequence[str], index_dir: str, form: str | None, processes: int, console: Console) -> dict[str, Any]:
     """Make the index of a source, by several processes that share its files out.
 
     Args:
         paths: As they are given to the source.
         index_dir: As it is given to the source.
         form: A key of `FORMATS`; by default the format of the files' names.
-        kwargs: What else of the source's arguments an index depends on.
     """
     given = paths[0] if len(paths) == 1 else list(paths)
     if form not in (None, *FORMATS):
         raise ValueError(f"--format {form}: give one of {', '.join(FORMATS)}.")
     kind = FORMATS[form] if form is not None else _format_of(given)
-    if kwargs and kind is not ArrowSource:
-        raise ValueError(f"--document-per-batch is for Arrow files, and {given} are read as {kind.FORMAT}.")
     num_files = len(find(given, kind.SUFFIXES).names)
-    found, arguments = 0, (kind, given, index_dir, kwargs)
+    found, arguments = 0, (kind, given, index_dir)
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, spawn) as pool, Progress(console=console) as bar:
         task = bar.add_task(f"{num_files} files", total=num_files)
@@ -59,8 +54,8 @@ def index(
     return {"format": kind.FORMAT, "files": num_files, "rows": found, "index_dir": os.path.abspath(index_dir)}
 
 
-def _open(kind: type[Any], paths: Any, index_dir: str, kwargs: dict[str, Any]) -> int:
-    return kind(paths, index_dir=index_dir, **kwargs).num_rows
+def _open(kind: type[Any], paths: Any, index_dir: str) -> int:
+    return kind(paths, index_dir=index_dir).num_rows
 
 
 def _format_of(paths: Any) -> type[FileSource]:

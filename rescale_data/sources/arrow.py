@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -10,19 +9,17 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from rescale_data.errors import checks_kinds
 from rescale_data.sources import ipc
-from rescale_data.sources.arrow_types import ArrowArray, ArrowBuffer, ArrowExpression, ArrowSchema, ArrowTable
-from rescale_data.sources.decoded.cache import DEFAULT_BYTES, handles, owner_of
+from rescale_data.sources.arrow_types import ArrowArray, ArrowBuffer, ArrowSchema, ArrowTable
+from rescale_data.sources.decoded.cache import handles, owner_of
 from rescale_data.sources.decoded.place import Place
-from rescale_data.sources.documents import document_table, one_row_each
 from rescale_data.sources.files.paths import Files, Paths
 from rescale_data.sources.files.ranges import Ranges
 from rescale_data.sources.files.remote import Remote
 from rescale_data.sources.fragments import Footer, cut, sums
 from rescale_data.sources.saved_dataset import data_files
 from rescale_data.sources.source import Tokens
-from rescale_data.sources.tables import SPILL_BYTES, TableSource, has_dictionary, schema_kind
+from rescale_data.sources.tables import TableSource, has_dictionary, schema_kind
 from rescale_data.state import Ints
 
 FRAGMENT_ROWS = 1024
@@ -40,8 +37,6 @@ class ArrowSource(TableSource):
             ordered by path. A folder may be what ``save_to_disk`` of Hugging Face ``datasets`` wrote for one split.
         columns: Which to read; default all.
         cache_bytes, storage_options, remote, index_dir, filter, spill_dir, spill_bytes: As of `ParquetSource`.
-        document_per_batch: Each record batch is one row, and what a column holds in it is the row's value, an array: the
-            layout of existing pre-tokenized corpora.
 
     Raises:
         FileNotFoundError: ``paths`` stand for no file.
@@ -62,34 +57,6 @@ class ArrowSource(TableSource):
     FORMAT: ClassVar[str] = "arrow"
     SUFFIXES: ClassVar[tuple[str, ...]] = (".arrow", ".feather", ".ipc")
 
-    @checks_kinds
-    def __init__(
-        self,
-        paths: Paths,
-        *,
-        columns: Sequence[str] | None = None,
-        cache_bytes: int = DEFAULT_BYTES,
-        storage_options: Mapping[str, Any] | None = None,
-        remote: Remote | None = None,
-        index_dir: str | os.PathLike[str] | None = None,
-        filter: ArrowExpression | None = None,
-        document_per_batch: bool = False,
-        spill_dir: str | os.PathLike[str] | None = None,
-        spill_bytes: int = SPILL_BYTES,
-    ) -> None:
-        self.document_per_batch = document_per_batch
-        super().__init__(
-            paths,
-            columns=columns,
-            cache_bytes=cache_bytes,
-            storage_options=storage_options,
-            remote=remote,
-            index_dir=index_dir,
-            filter=filter,
-            spill_dir=spill_dir,
-            spill_bytes=spill_bytes,
-        )
-
     @property
     def decoding_costs(self) -> bool:
         return self._files.filesystem is not None or any(kind["is_compressed"] for kind in self._index.kinds)
@@ -97,15 +64,12 @@ class ArrowSource(TableSource):
     def _find(self, paths: Paths, storage_options: Mapping[str, Any] | None, remote: Remote | None) -> Files:
         return super()._find(data_files(paths, storage_options, remote), storage_options, remote)
 
-    def _indexed_with(self) -> Mapping[str, Any]:
-        return {**super()._indexed_with(), "document_per_batch": self.document_per_batch}
-
     def _footer(self, file: int) -> Footer:
         ranges = self._files.ranges(file)
         blocks, has_footer = ipc.read_blocks(ranges), ipc.is_file_format(ranges)
         schema = ipc.read_schema(ranges, blocks)
         _refuse_dictionaries(schema, has_footer)
-        rows = np.ones_like(blocks.body) if self.document_per_batch else ipc.read_rows(ranges, blocks)
+        rows = ipc.read_rows(ranges, blocks)
         ends = _joints(blocks) if not has_dictionary(schema) else None
         cuts = cut(sums(rows), sums(blocks.body), FRAGMENT_ROWS, FRAGMENT_BYTES, ends)
         first, last = cuts[:-1], cuts[1:] - 1
@@ -120,9 +84,6 @@ class ArrowSource(TableSource):
         ranges = self._files.ranges(file)
         is_near = self._files.filesystem is None and self._index.kind(file)["has_footer"]
         return _Opened(ranges, ipc.footer_table(ranges) if is_near else None)
-
-    def _shown(self, schema: ArrowSchema) -> ArrowSchema:
-        return one_row_each(schema) if self.document_per_batch else schema
 
     def _extent(self, fragment: int) -> tuple[int, int] | None:
         file = self._index.file_of(fragment)
@@ -139,7 +100,7 @@ class ArrowSource(TableSource):
             data = opened.ranges.read(*self._span(fragment))
             if (column, fragment) not in opened.places:
                 # pyarrow copies some columns of a file, and not all of them
-                columns = [column] if self.document_per_batch else self._file_schema(file).schema.names
+                columns = self._file_schema(file).schema.names
                 opened.places[column, fragment] = Place.of(self._decode(fragment, columns).column(column), data)
         place = opened.places[column, fragment]
         if place is None:
@@ -166,8 +127,6 @@ class ArrowSource(TableSource):
         table = self._handle(file).table
         batches = self._batches(fragment)
         blocks = ipc.walk(data, offset) if table is None else ipc.blocks_of(table[batches.start : batches.stop])
-        if self.document_per_batch:
-            return document_table(data, schema, blocks, columns)
         return _read_messages(data, schema, blocks).select(list(columns))
 
     def _batches(self, fragment: int) -> range:
@@ -183,7 +142,7 @@ class ArrowSource(TableSource):
     def _needs_reader(self, file: int, columns: Sequence[str]) -> bool:
         """Whether to read by the footer: to decompress some columns only, or to find dictionaries."""
         found, has_footer = self._file_schema(file), self._index.kind(file)["has_footer"]
-        return has_footer and not self.document_per_batch and (found.has_dictionary or set(columns) != found.names)
+        return has_footer and (found.has_dictionary or set(columns) != found.names)
 
     def _read_columns(self, file: int, batches: range, columns: Sequence[str]) -> ArrowTable:
         schema, ranges = self._file_schema(file).schema, self._ranges(file)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-import re
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.types as kinds
 from pyarrow import dataset
 
-from rescale_data.sources.arrow_types import ArrowExpression, ArrowSchema, ArrowTable
+from rescale_data.sources.arrow_types import ArrowExpression, ArrowSchema, ArrowTable, ArrowType
 from rescale_data.sources.fragments import Footer
 from rescale_data.state import Ints
 
 _MATCH = "match"
-_QUOTED, _CALLED = re.compile(r'"[^"]*"'), re.compile(r"(\w+) ?\(")
 
 
 class Condition:
@@ -60,26 +58,6 @@ class Condition:
             raise ValueError(f"filter={self} is of type {kind}, not true or false: compare it with something.")
         return [name for name in schema.names if self._asks_for(name, schema)]
 
-    def bounds_tell(self, schema: ArrowSchema, columns: list[str]) -> bool:
-        """Whether no row matches where the least and largest values of the columns say so: they leave NaN out.
-
-        They do where what asks for floats is false of NaN, whatever the other columns hold: null stands for that, which
-        comparisons hand on and functions need not.
-        """
-        kinds = {name: schema.field(name).type for name in columns}
-        floats = [name for name, kind in kinds.items() if _has_floats(kind)]
-        if not floats:
-            return True
-        if not all(pa.types.is_floating(kinds[name]) for name in floats) or self._calls():
-            return False
-        one = {name: pa.array([float("nan")], pa.float64()).cast(kinds[name]) for name in floats}
-        rows = [{n: one[n] if n == name else pa.nulls(1, kind) for n, kind in kinds.items()} for name in floats]
-        return all(self._evaluate(pa.table(row)).to_pylist() == [False] for row in rows)
-
-    def _calls(self) -> bool:
-        """Whether it consists of more than comparisons, and, or, not."""
-        return bool(set(_CALLED.findall(_QUOTED.sub("", str(self.expression)))) - {"invert", "and", "or"})
-
     def matches(self, table: ArrowTable) -> Ints:
         """``int64[M]``, the rows for which it is true."""
         return np.flatnonzero(self._evaluate(table).fill_null(False).to_numpy())
@@ -97,10 +75,11 @@ class Condition:
         return scanned.to_table().column(_MATCH)
 
 
-def _has_floats(kind: Any) -> bool:
-    if pa.types.is_dictionary(kind):
-        return _has_floats(kind.value_type)
-    return pa.types.is_floating(kind) or any(_has_floats(kind.field(i).type) for i in range(kind.num_fields))
+def has_floats(kind: ArrowType) -> bool:
+    """True if values of a type are or hold floats."""
+    if kinds.is_dictionary(kind):
+        return has_floats(kind.value_type)
+    return kinds.is_floating(kind) or any(has_floats(kind.field(i).type) for i in range(kind.num_fields))
 
 
 def chosen(footer: Footer, matches: dict[int, Ints]) -> Footer:

@@ -26,7 +26,7 @@ FooterTable: TypeAlias = npt.NDArray[np.void]
 MAGIC = b"ARROW1"
 _FOOTER_RECORD_BATCHES = 3
 _MESSAGE_TYPE, _MESSAGE_HEADER, _MESSAGE_BODY = 1, 2, 3
-_BATCH_ROWS, _BATCH_NODES, _BATCH_BUFFERS, _BATCH_COMPRESSION = 0, 1, 2, 3
+_BATCH_ROWS, _BATCH_COMPRESSION = 0, 3
 _RECORD_BATCH = 3
 _BLOCK = np.dtype([("offset", "<i8"), ("metadata", "<i4"), ("", "<i4"), ("body", "<i8")])
 _INT, _TWO, _LONG, _SLOTS = (struct.Struct(form) for form in ("<i", "<ii", "<q", "<6H"))
@@ -43,21 +43,13 @@ class Blocks:
     def __len__(self) -> int:
         return len(self.offset)
 
-    def __getitem__(self, part: slice) -> Blocks:
-        return Blocks(self.offset[part], self.metadata[part], self.body[part])
-
     @property
     def stop(self) -> Ints:
         return self.offset + self.metadata + self.body
 
-    @property
-    def extent(self) -> tuple[int, int]:
-        """Offset and length of the bytes from the first to the last."""
-        return int(self.offset[0]), int(self.stop[-1] - self.offset[0])
-
 
 def is_file_format(file: Ranges) -> bool:
-    """Whether this is the file format, which has a footer, and not the stream format."""
+    """True if a file is of the file format, which has a footer, and not of the stream format."""
     return file.read(0, len(MAGIC)).to_pybytes() == MAGIC
 
 
@@ -81,45 +73,25 @@ def read_rows(file: Ranges, blocks: Blocks) -> Ints:
     headers = file.read_many(list(zip(blocks.offset.tolist(), blocks.metadata.tolist(), strict=True)))
     data = np.frombuffer(b"".join(headers), dtype=np.uint8)
     starts = np.cumsum(blocks.metadata) - blocks.metadata
-    batch = record_batches(data, starts)
-    return row_counts(data, batch)
+    return _value(data, _field(data, record_batches(data, starts), _BATCH_ROWS), "<i8")
 
 
 def starts_compressed(file: Ranges, blocks: Blocks) -> bool:
-    """Whether the first batch is."""
+    """True if the first record batch is compressed."""
     if not len(blocks):
         return False
     data = np.frombuffer(file.read(int(blocks.offset[0]), int(blocks.metadata[0])), dtype=np.uint8)
-    return is_compressed(data, record_batches(data, np.zeros(1, np.int64)))
+    return bool(_field(data, record_batches(data, np.zeros(1, np.int64)), _BATCH_COMPRESSION).any())
 
 
 def record_batches(data: Bytes, starts: Ints) -> Ints:
-    """Where the RecordBatch tables of the messages at ``starts`` are."""
+    """Return the places of the RecordBatch tables of the messages at ``starts``."""
     marked = _number(data, starts, "<i4") == -1  # messages from before Arrow 0.15 have no continuation mark
     root = starts + np.where(marked, 8, 4)
     message = root + _number(data, root, "<i4")
     if (_value(data, _field(data, message, _MESSAGE_TYPE), "<u1") != _RECORD_BATCH).any():
         raise ValueError("a block of its footer is not a record batch")
     return _follow(data, _field(data, message, _MESSAGE_HEADER))
-
-
-def is_compressed(data: Bytes, batches: Ints) -> bool:
-    """Whether any of the RecordBatch tables says so."""
-    return bool(_field(data, batches, _BATCH_COMPRESSION).any())
-
-
-def null_counts(data: Bytes, batches: Ints, node: int) -> Ints:
-    """Nulls of one column in each batch."""
-    return _number(data, _follow(data, _field(data, batches, _BATCH_NODES)) + 4 + 16 * node + 8, "<i8")
-
-
-def row_counts(data: Bytes, batches: Ints) -> Ints:
-    return _value(data, _field(data, batches, _BATCH_ROWS), "<i8")
-
-
-def buffers(data: Bytes, batches: Ints, buffer: int) -> Ints:
-    """Where one buffer of each batch begins in its body."""
-    return _number(data, _follow(data, _field(data, batches, _BATCH_BUFFERS)) + 4 + 16 * buffer, "<i8")
 
 
 def footer_table(file: Ranges) -> FooterTable:
@@ -196,7 +168,7 @@ def _value(data: Bytes, field: Ints, kind: str) -> Ints:
 
 
 def _field(data: Bytes, table: Ints, slot: int) -> Ints:
-    """Where a field of each table is, 0 where it has been left out."""
+    """Return the place of a field in each table, 0 where it has been left out."""
     vtable = table - _number(data, table, "<i4")
     inside = 4 + 2 * slot < _number(data, vtable, "<u2")
     offset = np.where(inside, _number(data, vtable + 4 + 2 * slot, "<u2"), 0)

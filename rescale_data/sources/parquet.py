@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any, ClassVar
 from weakref import ref
@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from pyarrow import dataset
 
 from rescale_data.sources.arrow_types import ArrowBuffer, ArrowFile, ArrowTable
+from rescale_data.sources.condition import has_floats
 from rescale_data.sources.decoded.ahead import ahead
 from rescale_data.sources.decoded.cache import cache
 from rescale_data.sources.files.ranges import Ranges
@@ -75,8 +76,11 @@ class ParquetSource(TableSource):
         kind = schema_kind(metadata.schema.to_arrow_schema())
         return Footer(rows, (rows * width).astype(np.int64), {"number": groups}, kind)
 
-    def _may_match(self, footer: Footer, condition: Any) -> list[int]:
-        """By their statistics."""
+    def _may_match(self, footer: Footer, condition: Any, columns: Sequence[str]) -> Iterable[int]:
+        """Return the row groups that Arrow keeps by their statistics; all of them for floats, whose bounds leave NaN out."""
+        schema = self._file_schema(0).schema
+        if any(has_floats(schema.field(name).type) for name in columns):
+            return super()._may_match(footer, condition, columns)
         with self._files.open(0) as handle:
             parts = dataset.ParquetFileFormat().make_fragment(handle).split_by_row_group(filter=condition)
         found = {group.id for part in parts for group in part.row_groups}

@@ -6,7 +6,7 @@ import base64
 import copy
 import os
 from abc import abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -199,7 +199,7 @@ class TableSource(FileSource):
     def _filtered(self, condition: Condition, file: int, footer: Footer) -> Footer:
         """What is left of a file: a source of it alone is read once, as far as the condition may match."""
         try:
-            used = condition.columns(self._shown(_schema_of(footer.kind)))
+            used = condition.columns(_schema_of(footer.kind))
         except ValueError as error:
             raise ValueError(f"{self._files.path(file)}: {error}") from None
         with self._blaming(file):
@@ -207,14 +207,13 @@ class TableSource(FileSource):
             alone._condition, alone._files = None, self._files.some([file])
             alone._set(gather([footer]))
             alone._schemas = [FileSchema(_schema_of(footer.kind))]
-            tell = condition.bounds_tell(self._shown(_schema_of(footer.kind)), used)
-            found = alone._may_match(footer, condition.expression) if tell else range(len(footer.rows))
+            found = alone._may_match(footer, condition.expression, used)
             return chosen(footer, {i: condition.matches(alone._table(i, used)) for i in found})
 
-    def _may_match(self, footer: Footer, condition: ArrowExpression) -> list[int]:
-        """The fragments of the only file in which a row may match."""
-        del condition
-        return list(range(len(footer.rows)))
+    def _may_match(self, footer: Footer, condition: ArrowExpression, columns: Sequence[str]) -> Iterable[int]:
+        """Return the fragments of the only file in which rows may match a condition on these columns."""
+        del condition, columns
+        return range(len(footer.rows))
 
     def _load(self, fragment: int) -> Fragment:
         table = self._decode(fragment, self._schema.names)
@@ -231,16 +230,12 @@ class TableSource(FileSource):
             self._release_with(table, fragment)
             return table.take(pa.array(chosen))
 
-    def _shown(self, schema: ArrowSchema) -> ArrowSchema:
-        """That of a file's rows, given that of the file."""
-        return schema
-
     def _file_schema(self, file: int) -> FileSchema:
         return self._schemas[int(self._index.kind_of[file])]
 
     def _one_schema(self, columns: Sequence[str] | None) -> ArrowSchema:
         """The columns that all files have; ``ValueError`` names two files and the field in which they differ."""
-        schemas = [self._shown(found.schema) for found in self._schemas]
+        schemas = [found.schema for found in self._schemas]
         first = schemas[0]
         wanted = list(first.names if columns is None else columns)
         check_columns(first, wanted, self._files.path(0))

@@ -163,7 +163,6 @@ def test_index_of_another_format(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"x": 1}\n')
     given = ("index", tmp_path / "a.jsonl", "--index-dir", tmp_path)
     assert "--format csv: give one of parquet, arrow, jsonl" in call(*given, "--format", "csv", code=2)
-    assert "is for Arrow files" in call(*given, "--document-per-batch", code=2)
 
 
 def test_prune_by_a_metric_that_no_checkpoint_has(run_folder: Path) -> None:

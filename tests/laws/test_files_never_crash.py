@@ -64,14 +64,6 @@ def arrow(folder: Path, table: pa.Table, new: Callable[..., Any] = pa.ipc.new_fi
     return folder / "a.arrow"
 
 
-def documents(folder: Path) -> Path:
-    schema = pa.schema([("tokens", pa.uint16())])
-    with pa.ipc.new_file(folder / "a.arrow", schema) as writer:
-        for document in DOCUMENTS:
-            writer.write_batch(pa.record_batch([pa.array(document, pa.uint16())], schema))
-    return folder / "a.arrow"
-
-
 def megatron(folder: Path, suffix: str) -> Path:
     write_megatron(folder / "a", DOCUMENTS, sentences=2)
     return folder / f"a{suffix}"
@@ -107,7 +99,6 @@ KINDS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], rd.Source]]] = {
     "arrow-stream": (lambda folder: arrow(folder, lists(), pa.ipc.new_stream), rd.ArrowSource),
     "arrow-mixed": (lambda folder: arrow(folder, mixed()), rd.ArrowSource),
     "arrow-zstd": (lambda folder: arrow(folder, mixed(), compression="zstd"), rd.ArrowSource),
-    "arrow-documents": (documents, lambda folder: rd.ArrowSource(folder, document_per_batch=True)),
     "megatron-idx": (lambda folder: megatron(folder, ".idx"), rd.MegatronSource),
     "megatron-bin": (lambda folder: megatron(folder, ".bin"), rd.MegatronSource),
     "index-parquet": (footers, parquet),

@@ -48,7 +48,7 @@ def test_is_what_the_arguments_say(docs: list[list[int]], cleaning: dict[str, An
     assert node.get_state()["short"] == sum(not naive(doc, **cleaning) for doc in docs)
 
 
-@pytest.mark.parametrize("layout", ["arrow", "document_per_batch"])
+@pytest.mark.parametrize("layout", ["arrow", "parquet"])
 @pytest.mark.parametrize("cleaning", [{"strip": (10, 18, 19)}, {"min_length": 4}, {"max_length": 3, "min_length": 2}])
 def test_many_at_a_time_is_one_at_a_time(layout: str, cleaning: dict[str, Any], tmp_path: Path) -> None:
     """Tokens and positions after each sample, over a reader of decoded fragments and over rows."""

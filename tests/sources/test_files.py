@@ -180,8 +180,6 @@ class TestRows:
         with pa.ipc.new_file(tmp_path / "a.arrow", SCHEMA, options=options) as writer:
             writer.write_table(pa.Table.from_pylist(ROWS, SCHEMA), max_chunksize=1)
         assert ArrowSource(tmp_path).row(2)["n"] == 3
-        docs = ArrowSource(tmp_path, document_per_batch=True, columns=["n", "text"])
-        assert [docs.row(i) for i in (0, 2)] == [{"n": [1], "text": ["ä"]}, {"n": [3], "text": [None]}]
 
     def test_dictionaries(self, tmp_path: Path) -> None:
         table = pa.table({"kind": pa.array(["a", "b", "a"]).dictionary_encode()})
@@ -200,8 +198,7 @@ class TestRows:
         docs = documents([3, 0, 7, 1, 5, 9, 2, 2])
         local = write(layout, tmp_path / layout, docs)
         fsspec.filesystem("memory").put(str(tmp_path / layout), f"/{layout}", recursive=True)
-        kwargs = {"document_per_batch": True} if layout == "document_per_batch" else {}
-        source = type(local)(f"memory://{layout}", **kwargs)
+        source = type(local)(f"memory://{layout}")
         assert [source.row(i)["tokens"].tolist() for i in range(8)] == docs
         assert source.manifest() == local.manifest()
 
@@ -262,8 +259,7 @@ class TestIndex:
     def test_moving_the_folder_changes_nothing(self, layout: str, tmp_path: Path) -> None:
         first = write(layout, tmp_path / "one", documents([1] * 9))
         shutil.move(tmp_path / "one", tmp_path / "two")
-        kwargs = {"document_per_batch": True} if layout == "document_per_batch" else {}
-        second = type(first)(tmp_path / "two", **kwargs)
+        second = type(first)(tmp_path / "two")
         assert second.manifest() == first.manifest()
         assert [file[0::2] for file in first.manifest()["files"]] == [
             [f"00{i}.{'parquet' if layout == 'parquet' else 'arrow'}", rows] for i, rows in enumerate((7, 2))
@@ -306,9 +302,8 @@ class TestMemory:
     ) -> None:
         monkeypatch.setattr(arrow, "FRAGMENT_ROWS", 4)
         docs = documents([40] * 60)
-        kwargs = {"document_per_batch": True} if layout == "document_per_batch" else {}
         written = write(layout, tmp_path, docs)
-        source = type(written)(tmp_path, cache_bytes=2000, **kwargs)
+        source = type(written)(tmp_path, cache_bytes=2000)
         cache().clear()
         for index in np.random.default_rng(0).permutation(60).tolist():
             assert source.row(index)["tokens"].tolist() == docs[index]
@@ -337,8 +332,7 @@ class TestMemory:
     def test_a_fragment_larger_than_the_budget(self, layout: str, tmp_path: Path) -> None:
         docs = documents([400] * 7)
         write(layout, tmp_path, docs, per_fragment=7)
-        kwargs = {"document_per_batch": True} if layout == "document_per_batch" else {}
-        source = (ParquetSource if layout == "parquet" else ArrowSource)(tmp_path, cache_bytes=10, **kwargs)
+        source = (ParquetSource if layout == "parquet" else ArrowSource)(tmp_path, cache_bytes=10)
         assert [source.row(i)["tokens"].tolist() for i in range(7)] == docs
 
     @pytest.mark.parametrize("kind", ["arrow", "megatron"])
@@ -374,9 +368,8 @@ class TestMemory:
         values = np.arange(docs * 2000, dtype=np.int32) // 7
         offsets = np.arange(0, len(values) + 1, 2000)
         _write_large(layout, tmp_path, values, offsets, rows_a_fragment)
-        kwargs = {"document_per_batch": True} if layout == "document_per_batch" else {}
         del values
-        source = (ParquetSource if layout == "parquet" else ArrowSource)(tmp_path, cache_bytes=2**23, **kwargs)
+        source = (ParquetSource if layout == "parquet" else ArrowSource)(tmp_path, cache_bytes=2**23)
         source.tokens("tokens", 0)
         before = _resident()
         peak = before
@@ -407,12 +400,6 @@ def _resident() -> int:
 
 
 def _write_large(layout: str, folder: Path, values: np.ndarray, offsets: np.ndarray, per_fragment: int) -> None:
-    if layout == "document_per_batch":
-        schema = pa.schema([("tokens", pa.int32())])
-        with pa.ipc.new_file(folder / "a.arrow", schema) as writer:
-            for a, b in itertools.pairwise(offsets.tolist()):
-                writer.write_batch(pa.record_batch([pa.array(values[a:b])], schema=schema))
-        return
     table = pa.table({"tokens": pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values))})
     if layout == "parquet":
         pq.write_table(table, folder / "a.parquet", row_group_size=per_fragment, use_dictionary=False)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from rescale_data.sources import indexed, jsonl
 from rescale_data.sources.bad_row import BadRow
-from rescale_data.sources.jsonl import JsonlSource, find_lines, parse, parse_all
+from rescale_data.sources.jsonl import JsonlSource, find_lines, parse
 from rescale_data.sources.webdataset import WebDatasetSource
 from rescale_data.testing import assert_source
 from tests.formats import lines, pack, write_jsonl
@@ -236,18 +236,6 @@ VALUES = st.recursive(
     max_leaves=4,
 )
 PARTS = WHITE | VALUES.map(json.dumps) | VALUES.map(lambda value: json.dumps(value, ensure_ascii=False))
-LINES = [
-    '{"a": 1}',
-    ' {"b": "x"}\r\n',
-    '{"a": [1',
-    "2]}",
-    '{"x": 1},5,{"y": 2}',
-    '{"x": 1},{"y": 2}',
-    "3",
-    "{}",
-    "]",
-    "[{}",
-]
 
 
 class TestParse:
@@ -263,21 +251,6 @@ class TestParse:
         else:
             with pytest.raises(BadRow):
                 parse(memoryview(line))
-
-    @given(st.lists(st.sampled_from(LINES), max_size=5))
-    def test_lines_together_are_what_each_is(self, texts: list[str]) -> None:
-        lines = [memoryview(text.encode()) for text in texts]
-        try:
-            found = [parse(line) for line in lines]
-        except BadRow:
-            with pytest.raises(BadRow):
-                parse_all(lines)
-        else:
-            assert parse_all(lines) == found
-
-    def test_lines_that_are_objects_only_together(self) -> None:
-        with pytest.raises(BadRow, match="it is not JSON"):
-            parse_all([memoryview(text.encode()) for text in ('{"a": [1', "2]}", '{"x": 1},5,{"y": 2}')])
 
     def test_texts_are_those_of_the_rows(self, packed: str, tmp_path: Path) -> None:
         write_jsonl(tmp_path / f"a.jsonl{packed}", [*ROWS, {"text": None}, {"other": "x"}])

@@ -298,7 +298,8 @@ def _walks(filesystem: Any) -> bool:
 
 
 def _below(filesystem: Any, folder: str, depth: int | None = None) -> dict[str, Any]:
-    """All files below a folder, or in it and in ``depth`` levels of folders below. What cannot be listed is an error."""
+    """Return all files below a folder, or in it and ``depth`` levels of folders below. A folder that cannot be listed is an
+    error: fsspec's ``walk(on_error="raise")`` raises for the first folder alone, and leaves out those below that fail."""
     found: dict[str, Any] = {}
     for info in filesystem.ls(folder, detail=True):
         name = info["name"].rstrip("/")
