@@ -11,10 +11,11 @@ from typing import Any
 
 import lance
 
+import rescale_data as rd
 from rescale_data.sources.decoded.columns import Fragment
 
 
-class LanceSource:
+class LanceSource(rd.Source):
     """The rows of a dataset as it was at one version, however many are written to it since.
 
     Args:
@@ -25,7 +26,7 @@ class LanceSource:
         cache_bytes: What this process may keep of rows that were fetched, over all sources.
     """
 
-    name, fragments = "lance", None  # any row is read as cheaply as the next: an epoch is one permutation of all
+    name = "lance"  # without fragments: any row is read as cheaply as the next, and an epoch is one permutation of all
 
     def __init__(
         self, uri: str, *, columns: Sequence[str] | None = None, version: int | None = None, batch_rows: int = 256,

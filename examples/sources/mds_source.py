@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+import rescale_data as rd
 from rescale_data.sources.decoded.cache import cache, handles, owner_of
 
 CODECS = {"zstd": "zstd", "gz": "gzip", "br": "brotli", "snappy": "snappy"}
 PLAIN = {"bytes": bytes, "jpeg": bytes, "png": bytes, "str": bytes.decode, "json": json.loads, "str_int": int}
 
 
-class MdsSource:
+class MdsSource(rd.Source):
     """The samples of a folder of shards, in the order of its index. Pictures stay bytes: decode them in an `rd.Map`."""
 
     def __init__(self, folder: str | Path, *, cache_bytes: int = 2**30) -> None:

@@ -61,7 +61,7 @@ class Runner:
 
     def serve(self, shards: Ints) -> None:
         """Tell the sources that this process reads `shards` from here on: they begin to read ahead, and share out the cache."""
-        serve(self.schema.sources().values(), shards.tolist())
+        serve(self, self.schema.sources().values(), shards.tolist())
         self.schema.prepare(self.table, shards)
 
     def take(self, turn: Turn, collate: Collate | None) -> MicroBatch:

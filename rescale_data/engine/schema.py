@@ -23,7 +23,7 @@ from rescale_data.nodes.base import Node
 from rescale_data.nodes.foreign import Foreign
 from rescale_data.nodes.form import BEFORE
 from rescale_data.nodes.reader import Reader
-from rescale_data.sources.source import Described, Saveable
+from rescale_data.sources.source import Described
 from rescale_data.state import Ints, encode, field_of, flatten, place_slots
 
 Nodes: TypeAlias = Mapping[str, Mapping[str, Any]]
@@ -134,11 +134,6 @@ class Schema:
     def sources(self) -> dict[str, Described]:
         """The sources of the pipeline by the path of the node that reads each."""
         return {path_name(path): node.reads for path, node in self.root.walk() if node.reads is not None}
-
-    @cached_property
-    def saveable(self) -> list[Saveable]:
-        """The sources that can say that they could not be resumed."""
-        return [source for source in self.sources().values() if isinstance(source, Saveable)]
 
     def progress(self, table: Ints, shards: Ints) -> dict[str, float]:
         """What the given shards have drawn; values of several readers of one source add up, those of namesakes do not."""

@@ -24,18 +24,9 @@ from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.nodes.reading.spans import Moves
 from rescale_data.shard import Shard, require_shard
 from rescale_data.sources.dataset import MapStyle, as_source
-from rescale_data.sources.decoded.cache import follows, owner_of
+from rescale_data.sources.decoded.cache import owner_of
 from rescale_data.sources.decoded.interest import shards_of
-from rescale_data.sources.decoded.pieces import AheadSource, PieceSource
-from rescale_data.sources.source import (
-    BatchSource,
-    ColumnSource,
-    CountedSource,
-    GrowingSource,
-    Source,
-    TextSource,
-    TokenSource,
-)
+from rescale_data.sources.source import FiledSource, Source, TokenSource
 from rescale_data.state import COUNT, Field, Ints
 
 __all__ = ["DEFAULT_WINDOW", "Reader"]
@@ -120,11 +111,10 @@ class Reader(Node[Any]):
         self._drawn = -1
         self._share: ShardShare | None = None
         source = self.source
-        if follows(source, BatchSource) and source.batch_rows > 1:
+        if source.batch_rows > 1:
             self._chunks = Chunks(source)
-        if follows(source, AheadSource) and source.reads_ahead and self.source.fragments is not None:
-            self._fetching = Fetching(source, self.source.fragments, owner_of(source), self.rows.width)
-        self._pieces = _pieces(self.source)
+        if source.reads_ahead and source.fragments is not None:
+            self._fetching = Fetching(source, source.fragments, owner_of(source), self.rows.width)
         if shard.verify:
             self._proof = Proof(self)
 
@@ -190,9 +180,9 @@ class Reader(Node[Any]):
 
     def seek(self) -> None:
         self._over = False
-        if self._pieces is not None and not self._by_global_batch:
+        if not self._by_global_batch:
             here = len(shards_of(owner_of(self.source), self.shard.num_logical_shards))
-            self._cuts = self._pieces.cuts_pay(here, packed=self._column is not None)
+            self._cuts = self.source.cuts_pay(here, packed=self._column is not None)
 
     def next(self) -> Any:
         position = self.position
@@ -281,7 +271,7 @@ class Reader(Node[Any]):
 
     def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         source, views = self.source, None
-        if len(history) > 1 and follows(source, GrowingSource) and source.fragments is not None:
+        if len(history) > 1 and isinstance(source, FiledSource) and source.fragments is not None:
             lengths = np.diff(source.fragments)
             chosen = [source.subset(manifest) for _, manifest in history]
             views = [SourceView(epoch, int(lengths[c].sum()), c) for (epoch, _), c in zip(history, chosen, strict=True)]
@@ -291,7 +281,7 @@ class Reader(Node[Any]):
             self._farthest, self._number = 0, next(numbers)
 
     def documents(self, column: str) -> Documents | None:
-        if not follows(self.source, TokenSource):
+        if not isinstance(self.source, TokenSource):
             return None
         self._packed = column
         if self._guard.skips or self.provenance:
@@ -301,14 +291,14 @@ class Reader(Node[Any]):
         return FragmentDocuments(self.source, column, self, block_bytes(self.source.cache_bytes, here))
 
     def texts(self, column: str) -> Texts | None:
-        if self._guard.skips or self.provenance or not follows(self.source, TextSource):
+        if self._guard.skips or self.provenance or not self.source.has_texts:
             return None
         return RowTexts(self.source, column, self)
 
     def dtype_of(self, column: str) -> np.dtype[Any] | None:
         source = self.source
-        is_alone = follows(source, ColumnSource) and source.columns == [column] and not self.provenance
-        return source.token_dtype(column) if is_alone and follows(source, TokenSource) else None
+        is_alone = source.columns == [column] and not self.provenance
+        return source.token_dtype(column) if is_alone and isinstance(source, TokenSource) else None
 
     def prepare(self, rows: Ints, shards: Ints) -> None:
         if self._fetching is None:
@@ -329,12 +319,13 @@ class Reader(Node[Any]):
         """Rows or tokens of the whole source in an epoch; ``ValueError`` where it does not know its tokens."""
         if unit == "rows":
             return self.rows.view(epoch).num_rows
-        if not follows(self.source, CountedSource):
+        counted = self.source.num_tokens(column, self.rows.view(epoch).fragments)
+        if counted is None:
             raise ValueError(
                 f"weights='tokens': {self.source.name} does not know how many tokens it has without reading them all. Give "
                 f"the weights as numbers, or weights='rows'."
             )
-        return self.source.num_tokens(column, self.rows.view(epoch).fragments)
+        return counted
 
     def share(self, epoch: int) -> ShardShare | None:
         """How fragments are cut up for this shard; `None` where they stay whole."""
@@ -361,8 +352,7 @@ class Reader(Node[Any]):
         return f"{self.source.name}: {self.source.locate(self._drawn)}" if self._drawn >= 0 else ""
 
     def parameters(self) -> dict[str, Any]:
-        chosen = self.source.columns if follows(self.source, ColumnSource) else None
-        columns = [self._packed] if self._packed is not None else chosen
+        columns = [self._packed] if self._packed is not None else self.source.columns
         return {
             "shuffle": "full" if self.rows.is_full else self.rows.window,
             **({"columns": columns} if columns is not None else {}),
@@ -396,16 +386,10 @@ class Reader(Node[Any]):
         if self._chunks is not None:
             return self._chunks.take(plan.rows, at)
         share = self.share(plan.epoch) if self._cuts else None
-        if share is None or self._pieces is None:
-            return self.source.row(self._drawn)
-        return self._pieces.row_of(self._drawn, share)
+        return self.source.row(self._drawn) if share is None else self.source.row_of(self._drawn, share)
 
     def _finish(self) -> None:
         if not self._over:
             self._over = True
             self.turn(self.position)
         raise StopIteration
-
-
-def _pieces(source: Source) -> PieceSource | None:
-    return source if follows(source, PieceSource) else None

@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import pyarrow as pa
 
 from rescale_data.errors import checks_kinds
-from rescale_data.sources.decoded.cache import DEFAULT_BYTES, follows
+from rescale_data.sources.decoded.cache import DEFAULT_BYTES
 from rescale_data.sources.source import Source
 
 
@@ -27,14 +27,7 @@ _log = logging.getLogger("rescale_data")
 _warned: set[str] = set()
 
 
-@runtime_checkable
-class Batched(Protocol):
-    """A dataset that fetches many rows at once, as torch's samplers and Hugging Face's ``Dataset`` know it."""
-
-    def __getitems__(self, indices: list[int], /) -> Sequence[Any]: ...
-
-
-class DatasetSource:
+class DatasetSource(Source):
     """Rows of anything with ``__len__`` and ``__getitem__``, as the dataset returns them, decoded where they are read.
 
     Rows of a dataset with ``__getitems__`` are fetched many at a time. Format and transformations of a Hugging Face ``Dataset``
@@ -79,47 +72,35 @@ class DatasetSource:
             )
         if not isinstance(dataset, MapStyle):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
-                f"A {type(dataset).__name__} is neither a source nor a map-style dataset. Give a rescale_data source, or "
+                f"A {type(dataset).__name__} is neither a source nor a map-style dataset. Give an rd.Source, or "
                 f"anything with __len__ and __getitem__; a stream that has neither is an rd.IterableSource."
             )
         if batch_rows < 1 or cache_bytes < 1:
             raise ValueError(f"{batch_rows=}, {cache_bytes=}: each is at least 1.")
         self.dataset, self.cache_bytes = dataset, cache_bytes
-        self.batch_rows = batch_rows if isinstance(dataset, Batched) else 1
-        self._name = name or type(dataset).__name__
-        self._num_rows = len(dataset)
+        self.batch_rows = batch_rows if hasattr(dataset, "__getitems__") else 1
+        self.name = name or type(dataset).__name__
+        self.num_rows = len(dataset)
         _warn_of_state(dataset)
-        if not self._num_rows:
-            raise ValueError(f"The dataset {self._name} has no rows (its len() is 0). Give one that has some.")
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def num_rows(self) -> int:
-        return self._num_rows
-
-    @property
-    def fragments(self) -> None:
-        return None
+        if not self.num_rows:
+            raise ValueError(f"The dataset {self.name} has no rows (its len() is 0). Give one that has some.")
 
     def manifest(self) -> Mapping[str, Any]:
         """Class and length, and the fingerprint that Hugging Face datasets keep of their contents."""
         fingerprint = getattr(self.dataset, "_fingerprint", None)
         known = {"fingerprint": fingerprint} if isinstance(fingerprint, str) else {}
-        return {"format": "dataset", "class": type(self.dataset).__qualname__, "rows": self._num_rows, **known}
+        return {"format": "dataset", "class": type(self.dataset).__qualname__, "rows": self.num_rows, **known}
 
     def row(self, index: int) -> Any:
         return self.dataset[index]
 
     def rows(self, indices: Sequence[int]) -> Sequence[Any]:
-        if self.batch_rows > 1:  # it is `Batched`; to ask a protocol each time takes microseconds
-            return cast(Batched, self.dataset).__getitems__(list(indices))
-        return [self.dataset[index] for index in indices]
+        if self.batch_rows > 1:
+            return cast(Any, self.dataset).__getitems__(list(indices))
+        return super().rows(indices)
 
     def locate(self, index: int) -> str:
-        return f"{self._name}[{index}]"
+        return f"{self.name}[{index}]"
 
 
 def _warn_of_state(dataset: MapStyle) -> None:
@@ -142,7 +123,7 @@ def as_source(data: Source | MapStyle | os.PathLike[str]) -> Source:
     Raises:
         TypeError: A path, or a dict: they have a length and items, but these are no rows.
     """
-    if follows(data, Source):
+    if isinstance(data, Source):
         return data
     source = _wrapped.get(id(data))  # the source holds its dataset, so the id cannot be that of another
     if source is None:

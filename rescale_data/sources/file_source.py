@@ -73,17 +73,15 @@ class FileSource(KnownFiles):
         at = self._fragment_at(index)
         rows = self._rows(at)
         try:
-            return rows.row(index - int(self._fragments[at]))
+            return rows.row(index - int(self._index.starts[at]))
         except BadRow as bad:
             raise self._bad(index, bad) from None
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether `prepare` begins anything."""
         return self._files.filesystem is not None and self._files.remote.read_ahead
 
     def prepare(self, column: str | None, fragment: int, share: Share | None = None) -> None:
-        """A hint that a fragment will be needed soon: its rows, the tokens of a column, or the piece of a share."""
         key = self._key(fragment, column, share)
         if not self.reads_ahead or cache().get(key) is not None:
             return

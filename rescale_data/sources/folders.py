@@ -11,19 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 FILES, FOLDERS = "files", "folders"
 _MOST = 64
-
-
-@runtime_checkable
-class FoldingSource(Protocol):
-    """A source whose manifest may be folded."""
-
-    def unfold(self, manifest: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """A manifest of now or earlier, in full; `None` where no list is left that it is the digest of."""
-        ...
 
 
 def fold(manifest: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -69,7 +69,7 @@ class IndexedSource(FileSource):
         index_dir: str | os.PathLike[str] | None = None,
         transcode: bool = True,
     ) -> None:
-        self._columns, self._transcode = chosen_columns(columns), transcode
+        self.columns, self._transcode = chosen_columns(columns), transcode
         super().__init__(
             paths, cache_bytes=cache_bytes, storage_options=storage_options, remote=remote, index_dir=index_dir
         )
@@ -118,7 +118,7 @@ class IndexedSource(FileSource):
         """An open file, the rows in it that make a fragment, and where they begin, with the end of the last."""
         file = self._index.file_of(fragment)
         opened: Opened = self._handle(file)
-        first, stop = (self._fragments[fragment : fragment + 2] - self._index.first_row(file)).tolist()
+        first, stop = (self._index.starts[fragment : fragment + 2] - self._index.first_row(file)).tolist()
         return opened, slice(first, stop), np.array(opened.index.array("starts")[first : stop + 1])
 
     def _opened(self, file: int, copy: str | None, index: Bundle) -> Ranges:

@@ -7,18 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias, cast, runtime_checkable
 
+from torch.distributed.checkpoint.stateful import Stateful
+
 from rescale_data.errors import DataStateError, checks_kinds, require
+from rescale_data.sources.source import Described
 
 Factory: TypeAlias = Callable[[int], Iterable[Any]]
 Keeps: TypeAlias = Literal["state", "count", "nothing"]
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """A stream that says where it stands: Hugging Face's ``IterableDataset``, an iterator of torchdata, yours."""
-
-    def state_dict(self) -> Mapping[str, Any]: ...
-    def load_state_dict(self, state_dict: Any, /) -> None: ...
 
 
 @runtime_checkable
@@ -51,7 +46,7 @@ class _Listed:
         return copy.deepcopy(stream) if isinstance(stream, Stateful) else stream  # each reader has a state of its own
 
 
-class IterableSource:
+class IterableSource(Described):
     """Streams that can only be read from their beginning to their end; each belongs to one logical shard.
 
     A stream whose iterator or which itself has ``state_dict`` and ``load_state_dict`` is resumed with them; its state is kept
@@ -88,19 +83,15 @@ class IterableSource:
         state_bytes: int = 1024,
     ) -> None:
         self._make, self.num_streams = _resolve(streams, num_streams)
-        self._name, self.state_bytes = name, state_bytes
+        self.name, self.state_bytes = name, state_bytes
         if self.num_streams < 1 or state_bytes < 0:
             raise ValueError(
                 f"num_streams={self.num_streams}, {state_bytes=}: give one stream at least, and no negative bytes."
             )
         self.keeps: Keeps = _kept(self._make, state_bytes)
 
-    @property
-    def name(self) -> str:
-        return self._name
-
     def manifest(self) -> Mapping[str, Any]:
-        return {"format": "streams", "name": self._name, "streams": self.num_streams}
+        return {"format": "streams", "name": self.name, "streams": self.num_streams}
 
     def stream(self, index: int, epoch: int) -> Iterable[Any]:
         """One of the streams, at its beginning."""
@@ -111,10 +102,9 @@ class IterableSource:
         return stream
 
     def require_saveable(self) -> None:
-        """``DataStateError`` where no state can say where the streams stand."""
         if self.keeps == "nothing":
             raise DataStateError(
-                f"The position in {self._name} cannot be saved: its streams are iterators that can be read once, and have no "
+                f"The position in {self.name} cannot be saved: its streams are iterators that can be read once, and have no "
                 f"state_dict(), so that a resumed run could neither go on nor begin again. Give IterableSource a function that "
                 f"makes each stream anew, iterables that begin again, or iterators with state_dict and load_state_dict; or "
                 f"save without the loader."

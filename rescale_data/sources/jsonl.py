@@ -23,7 +23,7 @@ _SHORT = 8
 _NEWLINE = 10
 _NUMBERS = frozenset((int, float))
 _MARK = b"\xef\xbb\xbf"
-_scan = json.JSONDecoder().scan_once
+_scan = cast(Any, json.JSONDecoder()).scan_once
 
 
 class JsonlSource(IndexedSource):
@@ -56,14 +56,10 @@ class JsonlSource(IndexedSource):
     """
 
     FORMAT: ClassVar[str] = "jsonl"
+    has_texts: ClassVar[bool] = True
     SUFFIXES: ClassVar[tuple[str, ...]] = tuple(
         f".{name}{packed}" for name in ("jsonl", "ndjson") for packed in ("", *CODECS)
     )
-
-    @property
-    def columns(self) -> list[str] | None:
-        """The columns that were chosen; `None` for whatever a line holds."""
-        return None if self._columns is None else list(self._columns)
 
     def locate(self, index: int) -> str:
         file, row = self._in_file(index)
@@ -71,11 +67,11 @@ class JsonlSource(IndexedSource):
         return f"{self._files.path(file)}, line {row + 1 + int(np.searchsorted(empty, row, side='right'))}"
 
     def texts(self, column: str, rows: Ints) -> list[str]:
-        fragments = np.searchsorted(self._fragments, rows, side="right") - 1
-        places, at = (rows - self._fragments[fragments]).tolist(), fragments.tolist()
+        fragments = np.searchsorted(self._index.starts, rows, side="right") - 1
+        places, at = (rows - self._index.starts[fragments]).tolist(), fragments.tolist()
         lines = {fragment: cast(_Lines, self._rows(fragment)) for fragment in {*at}}
         parsed = (parse(lines[fragment].line(place)) for fragment, place in zip(at, places, strict=True))
-        found = [chosen(row, self._columns)[column] for row in parsed]
+        found = [chosen(row, self.columns)[column] for row in parsed]
         if {*map(type, found)} - {str}:
             raise BadRow(f"{column!r} is not a string in each of these rows.")
         return found
@@ -87,7 +83,7 @@ class JsonlSource(IndexedSource):
     def _load(self, fragment: int) -> Rows:
         data = self._bytes(fragment, self._extent(fragment))
         opened, _, starts = self._part(fragment)
-        lines = _Lines(data, starts - starts[0], self._columns)
+        lines = _Lines(data, starts - starts[0], self.columns)
         opened.ranges.release_with(lines, data)
         return lines
 

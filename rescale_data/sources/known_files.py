@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +23,7 @@ from rescale_data.sources.files.remote import Remote, RemoteError
 from rescale_data.sources.folders import FILES, FOLDERS, fold
 from rescale_data.sources.fragments import Footer, Fragments, gather
 from rescale_data.sources.index import IndexFolder, listed
+from rescale_data.sources.source import FiledSource
 from rescale_data.state import Ints
 
 HIDDEN = ".rescale_data"
@@ -36,7 +37,7 @@ class Explained(ValueError):
     """An error that names the file and the cure already."""
 
 
-class KnownFiles(ABC):
+class KnownFiles(FiledSource):
     """Files that have fragments. A format says how to read a footer."""
 
     FORMAT: ClassVar[str]
@@ -54,11 +55,12 @@ class KnownFiles(ABC):
     ) -> None:
         if cache_bytes < 1:
             raise ValueError(f"cache_bytes={cache_bytes}: give a number of bytes, at least 1.")
-        self.cache_bytes, self.spill_bytes = cache_bytes, 0
+        self.cache_bytes = cache_bytes
         if index_dir is not None and not os.fspath(index_dir):
             raise ValueError("index_dir='': give a folder that all ranks share, or None for no index.")
         self._index_dir = None if index_dir is None else os.path.abspath(os.fspath(index_dir))
         self._files = self._find(paths, storage_options, remote)
+        self.name = self._files.root.rstrip("/").rpartition("/")[2] or self._files.root
         self._mapped: str | None = None
         self._indices: IndexFolder | None = None
         folder = self._index_folder(paths)
@@ -90,7 +92,7 @@ class KnownFiles(ABC):
         self._set(Fragments.of(bundle))
 
     def _set(self, index: Fragments) -> None:
-        self._index, self._fragments = index, index.starts
+        self._index, self.fragments, self.num_rows = index, index.starts, int(index.starts[-1])
         self.fragment_bytes = int(np.median(index.nbytes)) if len(index) else 0
 
     def _index_folder(self, paths: Paths) -> IndexFolder:
@@ -115,7 +117,7 @@ class KnownFiles(ABC):
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         if self._mapped is not None:  # another process maps it too
-            del state["_index"], state["_fragments"]
+            del state["_index"], state["fragments"]
             state["_files"] = self._files.listed((), (), ())
         return state
 
@@ -140,26 +142,12 @@ class KnownFiles(ABC):
                 f"The {len(self._files.names)} files below {self._files.root} have no rows. Give files that have some."
             )
 
-    @property
-    def name(self) -> str:
-        """The folder above all files."""
-        return self._files.root.rstrip("/").rpartition("/")[2] or self._files.root
-
-    @property
-    def num_rows(self) -> int:
-        return int(self._fragments[-1])
-
-    @property
-    def fragments(self) -> Ints:
-        return self._fragments
-
     def manifest(self) -> Mapping[str, Any]:
         """The files; with ``index_dir=``, which has the list of them, a digest a folder."""
         full = {"format": self.FORMAT, FILES: _list_of(self._files, self._index)}
         return full if self._indices is None else fold(full)
 
     def unfold(self, manifest: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """A manifest of now or earlier, in full; `None` where no index in ``index_dir`` is that of its files."""
         if FILES in manifest:
             return manifest
         rest = {key: value for key, value in manifest.items() if key != FOLDERS}
@@ -194,7 +182,7 @@ class KnownFiles(ABC):
         return f"{self._files.path(file)}, row {row}"
 
     def _fragment_at(self, index: int) -> int:
-        return bisect_right(self._fragments.data, index) - 1
+        return bisect_right(self._index.starts.data, index) - 1
 
     def _in_file(self, index: int) -> tuple[int, int]:
         """The file of a row, and the row in it."""
@@ -202,7 +190,7 @@ class KnownFiles(ABC):
         file, chosen = self._index.file_of(fragment), self._index.chosen_of(fragment)
         if chosen is None:
             return file, index - self._index.first_row(file)
-        return file, self._index.place("base", fragment) + int(chosen[index - self._fragments[fragment]])
+        return file, self._index.place("base", fragment) + int(chosen[index - self._index.starts[fragment]])
 
     @contextmanager
     def _blaming(self, file: int) -> Generator[None]:

@@ -20,7 +20,7 @@ from rescale_data.sources.file_source import FileSource
 from rescale_data.sources.files.paths import Files
 from rescale_data.sources.files.ranges import Ranges
 from rescale_data.sources.fragments import Footer, cut, spans
-from rescale_data.sources.source import Tokens
+from rescale_data.sources.source import Tokens, TokenSource
 from rescale_data.state import Ints
 
 COLUMN = "tokens"
@@ -31,7 +31,7 @@ _HEADER_BYTES = 34
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 
 
-class MegatronSource(FileSource):
+class MegatronSource(FileSource, TokenSource):
     """Documents of Megatron-LM's ``.bin`` and ``.idx`` files, memory-mapped: ``{"tokens": array}`` in the stored dtype.
 
     Tokens that mark the end of a document are usually stored with it: then pack with ``eos_id=None``.
@@ -110,7 +110,7 @@ class MegatronSource(FileSource):
         file = self._index.file_of(fragment)
         data = self._bytes(fragment, self._extent(fragment))
         opened: _Opened = self._handle(file)
-        first, stop = (self._fragments[fragment : fragment + 2] - self._index.first_row(file)).tolist()
+        first, stop = (self._index.starts[fragment : fragment + 2] - self._index.first_row(file)).tolist()
         starts, dtype = opened.index.starts(first, stop), opened.index.dtype
         tokens = Tokens(np.frombuffer(data, dtype=dtype), (starts - starts[0]) // dtype.itemsize)
         opened.ranges.release_with(tokens, data)  # which whoever packs may keep longer than the cache does

@@ -64,6 +64,7 @@ class ParquetSource(TableSource):
     """
 
     FORMAT: ClassVar[str] = "parquet"
+    decodes_ahead: ClassVar[bool] = True
     SUFFIXES: ClassVar[tuple[str, ...]] = (".parquet", ".parq", ".pq")
 
     def _footer(self, file: int) -> Footer:
@@ -116,7 +117,6 @@ class ParquetSource(TableSource):
         return found.select(columns)
 
     def decode_ahead(self, column: str, fragment: int) -> None:
-        """The tokens of a fragment will be asked for soon. It returns at once, and raises nothing."""
         key = self._key(fragment, column)
         if not self.reads_ahead and cache().get(key) is None:
             ahead().begin(key, partial(self.tokens, column, fragment))

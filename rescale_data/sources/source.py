@@ -1,9 +1,9 @@
-"""The protocol of a source: rows at rest. Yours may be as short as this:
+"""`Source`, `TokenSource` and `FiledSource`: rows at rest. Yours may be as short as this:
 
-    class LogLines:
+    class LogLines(rd.Source):
         '''The lines of one log file.'''
 
-        name, fragments = "log", None  # no fragments: any line is read as cheaply as the next
+        name = "log"
 
         def __init__(self, path: str) -> None:
             self.path, lines = path, Path(path).read_bytes().split(b"\\n")
@@ -23,50 +23,48 @@
             return f"{self.path}, line {index + 1}"
 
 Then ``rescale_data.testing.assert_source(LogLines("log.txt"))`` says whether it keeps the contract, and `Reader` shuffles,
-shards, resumes and rescales it.
+shards, resumes and rescales it. Whoever can do more, such as read many rows at once, overrides a method or an attribute that
+has a default.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from rescale_data.sources.decoded.cache import DEFAULT_BYTES
 from rescale_data.state import Ints
+
+if TYPE_CHECKING:
+    from rescale_data.sources.decoded.pieces import Share
 
 _NARROW = [(dtype, int(np.iinfo(dtype).max)) for dtype in (np.uint8, np.uint16, np.int32)]
 
 
-class Described(Protocol):
+class Described(ABC):
     """Data that a node reads, of whatever kind."""
 
-    @property
-    def name(self) -> str:
-        """A short name for logs and counters."""
-        ...
+    name: str
+    """A short name for logs and counters."""
 
+    @abstractmethod
     def manifest(self) -> Mapping[str, Any]:
-        """What identifies the data, as JSON values: paths relative to the root, sizes, row counts."""
-        ...
+        """Return what identifies the data, as JSON values: paths relative to the root, sizes, row counts."""
+
+    def require_saveable(self) -> None:  # noqa: B027
+        """Raise `DataStateError` where no state can say how far the data was read."""
 
 
-@runtime_checkable
-class Saveable(Protocol):
-    """Data of which it is not certain that a position in it can be saved."""
-
-    def require_saveable(self) -> None:
-        """`DataStateError` where it cannot."""
-        ...
-
-
-@runtime_checkable
-class Source(Protocol):
+class Source(Described):
     """Rows at rest, numbered ``0 .. num_rows - 1`` in file order (files by path), the same on every machine.
 
-    A source holds no position. It pickles with its index and without its data.
+    A source holds no position. It pickles with its index and without its data. A subclass has ``name``, ``num_rows``,
+    `manifest`, `row` and `locate`; the rest has defaults.
 
     Example:
         >>> import rescale_data as rd
@@ -75,95 +73,73 @@ class Source(Protocol):
         (True, 8, 'synthetic row 3')
     """
 
-    @property
-    def name(self) -> str:
-        """A short name for logs and counters."""
-        ...
+    num_rows: int
+    fragments: Ints | None = None
+    """``int64[F + 1]``, the first row of each fragment (what is decoded at once) and ``num_rows``.
 
-    @property
-    def num_rows(self) -> int: ...
+    `None` where any row can be read as cheaply as the next: then a full permutation shuffles it."""
+    columns: list[str] | None = None
+    """The columns of a row, where some can be chosen; `None` for whatever each row has."""
+    cache_bytes: int = DEFAULT_BYTES
+    """The byte budget of what this process keeps of all sources."""
+    spill_bytes: int = 0
+    """The bytes that may lie on disk beside what the cache holds."""
+    fragment_bytes: int = 0
+    """Bytes of the median fragment when it is decoded, as far as is known."""
+    batch_rows: int = 1
+    """As many rows are worth fetching together."""
+    has_texts: ClassVar[bool] = False
+    """True if `texts` reads many strings at a time."""
 
-    @property
-    def fragments(self) -> Ints | None:
-        """``int64[F + 1]``, the first row of each fragment (what is decoded at once) and ``num_rows``.
-
-        `None` where any row can be read as cheaply as the next: then a full permutation shuffles it.
-        """
-        ...
-
-    def manifest(self) -> Mapping[str, Any]:
-        """What identifies the data, as JSON values: paths relative to the root, sizes, row counts."""
-        ...
-
+    @abstractmethod
     def row(self, index: int) -> Any:
-        """One row, ``{column: value}`` of arrays, bytes, strings or numbers: copies that the caller owns.
+        """Return one row, ``{column: value}`` of arrays, bytes, strings or numbers: copies that the caller owns.
 
         A map-style dataset gives its own samples, whatever they are.
         """
-        ...
 
+    @abstractmethod
     def locate(self, index: int) -> str:
-        """Where a row is, for messages: ``"part-3.parquet, row 17"``."""
-        ...
-
-
-@runtime_checkable
-class BatchSource(Source, Protocol):
-    """A source of which many rows at once cost less than one by one."""
-
-    @property
-    def cache_bytes(self) -> int:
-        """The byte budget of what this process keeps of them."""
-        ...
-
-    @property
-    def batch_rows(self) -> int:
-        """As many are worth fetching together."""
-        ...
+        """Return the place of a row, for messages: ``"part-3.parquet, row 17"``."""
 
     def rows(self, indices: Sequence[int]) -> Sequence[Any]:
-        """What `row` would return for each."""
-        ...
+        """Return ``[row(i) for i in indices]``, in one read where many rows cost less than one by one."""
+        return [self.row(index) for index in indices]
 
+    def texts(self, column: str, rows: Ints) -> list[str]:
+        """Return the strings of a column in some rows, without the rest of these rows. Raises where `row` does."""
+        raise NotImplementedError
 
-@runtime_checkable
-class ColumnSource(Source, Protocol):
-    """A source of which some columns may be chosen."""
+    def num_tokens(self, column: str | None, fragments: Ints | None = None) -> int | None:
+        """Return the number of tokens of a column, in some fragments (``int64[G]``) or all; `None` if only reading tells."""
+        del column, fragments
+        return None
 
     @property
-    def columns(self) -> list[str] | None:
-        """Those of a row; `None` for whatever each row has."""
-        ...
+    def reads_ahead(self) -> bool:
+        """True if `prepare` begins anything."""
+        return False
 
+    def prepare(self, column: str | None, fragment: int, share: Share | None = None) -> None:
+        """Begin to fetch a fragment that will be needed soon: its rows, the tokens of a column, or the piece of a share.
 
-@runtime_checkable
-class GrowingSource(Source, Protocol):
-    """A source of files, to which others may be added in the course of a run.
+        It returns at once, and raises nothing.
+        """
 
-    Its manifest has ``"files": [[name, ...], ...]``, and tells nothing of them elsewhere.
-    """
+    def cuts_pay(self, num_shards: int, *, packed: bool) -> bool:
+        """True if pieces of fragments are to be kept in place of whole ones.
 
-    def subset(self, manifest: Mapping[str, Any]) -> Ints:
-        """``int64[G]``, the fragments of the files that a manifest names and that are there."""
-        ...
+        Args:
+            num_shards: Logical shards that take turns in this process.
+            packed: True for one column of tokens, else for rows.
+        """
+        del num_shards, packed
+        return False
 
-
-@runtime_checkable
-class FiledSource(Source, Protocol):
-    """A source of files."""
-
-    def rows_of_file(self, name: str) -> range:
-        """The rows of a file, by its path or the end of it; ``ValueError`` where there is none, or several."""
-        ...
-
-
-@runtime_checkable
-class CountedSource(Source, Protocol):
-    """A source that knows how many tokens it has without reading them."""
-
-    def num_tokens(self, column: str | None, fragments: Ints | None = None) -> int:
-        """Of a column, in some fragments (``int64[G]``) or all."""
-        ...
+    def row_of(self, index: int, share: Share) -> Any:
+        """Return `row`, out of the piece of a share; called where `cuts_pay`."""
+        del share
+        return self.row(index)
 
 
 @dataclass(frozen=True)
@@ -191,52 +167,55 @@ class Tokens:
         return Tokens(self.values.astype(next(fit, self.values.dtype)), self.offsets, self.first)
 
 
-@runtime_checkable
-class TokenSource(Source, Protocol):
+class TokenSource(Source):
     """A source that can also be read a fragment at a time, without a Python object for a row or a token."""
 
-    @property
-    def cache_bytes(self) -> int:
-        """The byte budget of what this process keeps decoded."""
-        ...
+    decodes_ahead: ClassVar[bool] = False
+    """True if a fragment takes so long to decode that another thread begins before it is needed (`decode_ahead`)."""
 
+    @abstractmethod
     def token_dtype(self, column: str) -> np.dtype[Any]:
-        """The dtype of a column in each row; ``ValueError`` where there is no such column, ``TypeError`` where it does not hold
-        lists of integers."""
-        ...
+        """Return the dtype of a column in each row.
 
+        Raises:
+            ValueError: There is no such column.
+            TypeError: It does not hold lists of integers.
+        """
+
+    @abstractmethod
     def tokens(self, column: str, fragment: int) -> Tokens:
-        """A column of the fragment that begins at row ``fragments[fragment]``; read-only, as it is while anybody has it."""
-        ...
+        """Return a column of the fragment that begins at row ``fragments[fragment]``; read-only, and it stays as it is."""
 
-
-@runtime_checkable
-class TextSource(Source, Protocol):
-    """A source of which strings can also be read many at a time, without the rest of their rows."""
-
-    def texts(self, column: str, rows: Ints) -> list[str]:
-        """A column of some rows; it raises where `row` does, or where there is no string."""
-        ...
-
-
-@runtime_checkable
-class DecodingSource(TokenSource, Protocol):
-    """A source whose fragments take so long to decode that another thread should have begun."""
-
-    @property
-    def spill_bytes(self) -> int:
-        """What may lie on disk beside what the cache holds."""
-        ...
-
-    @property
-    def fragment_bytes(self) -> int:
-        """Bytes of the median fragment when it is decoded, as far as is known."""
-        ...
+    def tokens_of(self, column: str, fragment: int, share: Share) -> Tokens:
+        """Return `tokens`, out of the piece of a share; called where `cuts_pay`."""
+        del share
+        return self.tokens(column, fragment)
 
     def decode_ahead(self, column: str, fragment: int) -> None:
-        """The tokens of a fragment will be asked for soon. It returns at once, and raises nothing."""
-        ...
+        """Begin to decode the tokens of a fragment that will be needed soon. It returns at once, and raises nothing."""
 
     def pass_by(self, column: str, fragment: int) -> None:
-        """The tokens of a fragment have been copied: they need not stay, if there is anything else to keep."""
-        ...
+        """Note that the tokens of a fragment have been copied: they need not stay, if there is anything else to keep."""
+
+
+class FiledSource(Source):
+    """A source of files, to which others may be added in the course of a run.
+
+    Its manifest has ``"files": [[name, ...], ...]``, and tells nothing of them elsewhere.
+    """
+
+    @abstractmethod
+    def subset(self, manifest: Mapping[str, Any]) -> Ints:
+        """Return ``int64[G]``, the fragments of the files that a manifest names and that are there."""
+
+    def unfold(self, manifest: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return a manifest of now or earlier in full, where it may be folded; `None` where no list of its files is left."""
+        return manifest
+
+    @abstractmethod
+    def rows_of_file(self, name: str) -> range:
+        """Return the rows of a file, by its path or the end of it.
+
+        Raises:
+            ValueError: There is no such file, or several.
+        """

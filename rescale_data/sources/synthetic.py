@@ -10,14 +10,13 @@ import numpy as np
 from rescale_data.errors import checks_kinds, require_int
 from rescale_data.order import random_words
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES, cache, owner_of
-from rescale_data.sources.source import Tokens
-from rescale_data.state import Ints
+from rescale_data.sources.source import Tokens, TokenSource
 
 FRAGMENT_ROWS = 1024
 COLUMN = "tokens"
 
 
-class SyntheticSource:
+class SyntheticSource(TokenSource):
     """Documents of random tokens: row i is a function of (seed, i) alone, the same on every machine.
 
     Args:
@@ -35,6 +34,8 @@ class SyntheticSource:
         >>> rd.SyntheticSource(8, length=4).row(0)["tokens"].tolist()
         [2480, 29303, 14963, 16671]
     """
+
+    name = "synthetic"
 
     @checks_kinds
     def __init__(
@@ -55,19 +56,8 @@ class SyntheticSource:
             )
         self.num_rows, self.vocab_size, self.seed, self.cache_bytes = num_rows, vocab_size, seed, cache_bytes
         self._least, self._most = ends
-        self._fragments = np.append(np.arange(0, num_rows, FRAGMENT_ROWS, dtype=np.int64), num_rows)
-
-    @property
-    def name(self) -> str:
-        return "synthetic"
-
-    @property
-    def fragments(self) -> Ints:
-        return self._fragments
-
-    @property
-    def fragment_bytes(self) -> int:
-        return min(FRAGMENT_ROWS, self.num_rows) * (2 * (self._least + self._most) + 8)
+        self.fragments = np.append(np.arange(0, num_rows, FRAGMENT_ROWS, dtype=np.int64), num_rows)
+        self.fragment_bytes = min(FRAGMENT_ROWS, num_rows) * (2 * (self._least + self._most) + 8)
 
     def manifest(self) -> Mapping[str, Any]:
         return {
@@ -97,7 +87,7 @@ class SyntheticSource:
         return cache().make((owner_of(self), fragment), lambda: self._compute(fragment))
 
     def _compute(self, fragment: int) -> Tokens:
-        num_rows = int(self._fragments[fragment + 1] - self._fragments[fragment])
+        num_rows = min(FRAGMENT_ROWS, self.num_rows - fragment * FRAGMENT_ROWS)
         words = random_words(num_rows, "synthetic lengths", self.seed, fragment)
         lengths = self._least + (words % np.uint64(self._most - self._least + 1)).astype(np.int64)
         offsets = np.concatenate([[0], np.cumsum(lengths)])

@@ -28,12 +28,12 @@ from rescale_data.sources.file_source import FileSource
 from rescale_data.sources.files.paths import Paths
 from rescale_data.sources.files.remote import Remote
 from rescale_data.sources.fragments import Footer, gather
-from rescale_data.sources.source import Tokens
+from rescale_data.sources.source import Tokens, TokenSource
 
 SPILL_BYTES = 2**36
 
 
-class TableSource(FileSource):
+class TableSource(FileSource, TokenSource):
     """Rows of files that have a schema. A format says how to read a footer and columns of a fragment."""
 
     @checks_kinds
@@ -51,7 +51,7 @@ class TableSource(FileSource):
         spill_bytes: int = SPILL_BYTES,
     ) -> None:
         self._condition = None if filter is None else Condition(filter)
-        self._columns = chosen_columns(columns)
+        self.columns = chosen_columns(columns)
         self._spill_dir = None if spill_dir is None else os.path.abspath(os.fspath(spill_dir))
         super().__init__(
             paths, cache_bytes=cache_bytes, storage_options=storage_options, remote=remote, index_dir=index_dir
@@ -65,11 +65,6 @@ class TableSource(FileSource):
     def _release_with(self, decoded: object, fragment: int) -> None:
         """Let go of what a fragment takes beyond what was decoded of it, as soon as the latter is gone."""
         del decoded, fragment
-
-    @property
-    def columns(self) -> list[str]:
-        """The columns of a row, in their order."""
-        return list(self._schema.names)
 
     def token_dtype(self, column: str) -> np.dtype[Any]:
         check_columns(self._schema, [column], f"{self.name} (columns={self._schema.names})")
@@ -92,7 +87,7 @@ class TableSource(FileSource):
         try:
             found = token_lists(table.column(column))
         except NullValueError as null:
-            raise self._bad(int(self._fragments[fragment]) + null.row, null) from None
+            raise self._bad(int(self._index.starts[fragment]) + null.row, null) from None
         self._release_with(found, fragment)
         return found.tight() if self.decoding_costs else found
 
@@ -112,7 +107,7 @@ class TableSource(FileSource):
     def cuts_pay(self, num_shards: int, *, packed: bool) -> bool:
         if not self.decoding_costs or num_shards == 1 or (packed and not self.spill_bytes and room_for_block(self)):
             return False
-        own = min(num_shards, len(self._fragments) - 1) * self.fragment_bytes
+        own = min(num_shards, len(self._index.starts) - 1) * self.fragment_bytes
         # of many sources a shard takes a row each at a visit: pieces pay where they are kept, on disk
         return own > self.cache_bytes or (self.spill_bytes > 0 and needed_with(self, num_shards) > self.cache_bytes)
 
@@ -120,7 +115,7 @@ class TableSource(FileSource):
         at = self._fragment_at(index)
         piece = self._piece(at, share)
         try:
-            return piece.rows.row(index - int(self._fragments[at]) - piece.start)
+            return piece.rows.row(index - int(self._index.starts[at]) - piece.start)
         except BadRow as bad:
             raise self._bad(index, bad) from None
 
@@ -129,7 +124,7 @@ class TableSource(FileSource):
         try:
             return piece.tokens
         except NullValueError as null:
-            raise self._bad(int(self._fragments[fragment]) + piece.start + null.row, null) from None
+            raise self._bad(int(self._index.starts[fragment]) + piece.start + null.row, null) from None
 
     def _piece(self, fragment: int, share: Share, column: str | None = None) -> Piece:
         """The rows of one shard in a fragment: from the cache, from disk, or cut anew together with those of the others."""
@@ -184,7 +179,8 @@ class TableSource(FileSource):
 
     def _accept(self) -> None:
         self._schemas = [FileSchema(_schema_of(kind)) for kind in self._index.kinds]
-        self._schema = self._one_schema(self._columns)
+        self._schema = self._one_schema(self.columns)
+        self.columns = list(self._schema.names)
         if self._condition is not None and not self.num_rows:
             raise DataStateError(
                 f"{self.name}: no row of {len(self._files.names)} files below {self._files.root} matches filter="

@@ -60,17 +60,12 @@ class WebDatasetSource(IndexedSource):
     FORMAT: ClassVar[str] = "tar"
     SUFFIXES: ClassVar[tuple[str, ...]] = tuple(f".tar{packed}" for packed in ("", *CODECS))
 
-    @property
-    def columns(self) -> list[str]:
-        """The columns of a row beside ``"__key__"``."""
-        return list(self._columns or ())
-
     def _accept(self) -> None:
         found = list(dict.fromkeys(name for kind in self._index.kinds for name in kind["counts"]))
+        self.columns = self.columns or found
         missing = [name for name in self.columns if name not in found]
         if missing:
             raise ValueError(f"The files below {self._files.root} have no column {missing[0]!r}. They have {found}.")
-        self._columns = self._columns or found
         super()._accept()
         self._warn_of_holes()
 
@@ -82,7 +77,7 @@ class WebDatasetSource(IndexedSource):
                     "%s: %d members are links and are left out. Write it with tar --dereference --hard-dereference.",
                     self._files.path(file), links,
                 )  # fmt: skip
-            lacking = {name: rows - counts.get(name, 0) for name in self.columns if counts.get(name, 0) < rows}
+            lacking = {name: rows - counts.get(name, 0) for name in self.columns or () if counts.get(name, 0) < rows}
             if lacking:
                 _log.warning(
                     "%s: of %d rows, %s have no such member. They are errors when they are read: give columns=[...] that all "
@@ -104,7 +99,7 @@ class WebDatasetSource(IndexedSource):
         keys = index.array("keys")[int(ends[0]) : int(ends[-1])].tobytes()
         places = np.stack([np.array(index.array(name)[part], dtype=np.int64) for name in ("column", "offset", "size")])
         places[1] -= starts[0]
-        samples = _Samples(data, keys, ends - ends[0], first - first[0], places, names, self.columns)
+        samples = _Samples(data, keys, ends - ends[0], first - first[0], places, names, self.columns or ())
         opened.ranges.release_with(samples, data)
         return samples
 

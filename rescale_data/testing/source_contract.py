@@ -41,9 +41,11 @@ def assert_source(source: Source, *, num_rows: int = 100, columns: Iterable[str]
         >>> from rescale_data import testing
         >>> testing.assert_source(rd.SyntheticSource(100, length=4), columns=["tokens"])  # raises if it breaks its contract
     """
-    if not isinstance(source, Source):  # pyright: ignore[reportUnnecessaryIsInstance]
-        missing = [name for name in _MEMBERS if not hasattr(source, name)]
-        raise AssertionError(f"A {type(source).__name__} is no source: it lacks {missing}")
+    missing = [name for name in ("name", "num_rows") if not hasattr(source, name)]
+    if missing or not isinstance(source, Source):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise AssertionError(
+            f"A {type(source).__name__} is no source: it is no subclass of rd.Source, or lacks {missing}"
+        )
     _check_shape(source)
     rows = sorted({int(i) for i in np.linspace(0, source.num_rows - 1, num_rows)})
     first = {index: copy.deepcopy(source.row(index)) for index in rows}
@@ -54,9 +56,6 @@ def assert_source(source: Source, *, num_rows: int = 100, columns: Iterable[str]
         _check_tokens(source, column, first)
     if source.num_rows <= _READ_WHOLE:
         _check_readers(source)
-
-
-_MEMBERS = ("name", "num_rows", "fragments", "manifest", "row", "locate")
 
 
 def _require(held: bool, message: str) -> None:

@@ -15,7 +15,7 @@ from pyarrow import parquet as pq
 from torchdata import nodes
 
 import rescale_data as rd
-from rescale_data.sources.source import Tokens
+from rescale_data.sources.source import FiledSource, Tokens
 from rescale_data.state import Ints
 from tests.nodes import nested
 from tests.nodes.resume import plain
@@ -24,7 +24,7 @@ Plan = tuple[Any, ...]
 FRAGMENT_ROWS = 7
 
 
-class Files:
+class Files(FiledSource):
     """Documents in files, to which others are added; no token occurs twice.
 
     Args:
@@ -46,6 +46,11 @@ class Files:
 
     def manifest(self) -> Mapping[str, Any]:
         return {"format": "fuzz", "files": [[name, size] for name, size in self.files.items()]}
+
+    def rows_of_file(self, name: str) -> range:
+        sizes = np.cumsum([0, *self.files.values()]).tolist()
+        at = [*self.files].index(name)
+        return range(sizes[at], sizes[at + 1])
 
     def subset(self, manifest: Mapping[str, Any]) -> Ints:
         named = {name for name, *_ in manifest["files"]}

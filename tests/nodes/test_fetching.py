@@ -1,22 +1,29 @@
 """How far ahead fragments are brought."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from rescale_data.nodes.reading.fetching import Fetching
 from rescale_data.nodes.reading.share import ShardShare
+from rescale_data.sources.source import Source
 
 
-class Counting:
+class Counting(Source):
     """A source of fragments of one byte each, with room for some of them."""
 
-    reads_ahead, fragment_bytes = True, 1
+    name, num_rows, fragment_bytes = "counting", 1, 1
 
     def __init__(self, cache_bytes: int) -> None:
         self.cache_bytes = cache_bytes
 
     def prepare(self, column: str | None, fragment: int, share: ShardShare | None = None) -> None:
         raise AssertionError("nobody asked")
+
+    def manifest(self) -> Any: ...
+    def row(self, index: int) -> Any: ...
+    def locate(self, index: int) -> Any: ...
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from rescale_data.shard import Shard
 from rescale_data.sources.parquet import ParquetSource
 
 
-class Fragmented:
+class Fragmented(rd.Source):
     """A source of integers with fragments, and nothing else: what a user would write."""
 
     def __init__(self, *lengths: int) -> None:

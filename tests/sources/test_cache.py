@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rescale_data.sources.decoded import cache as decoded_cache
 from rescale_data.sources.decoded.cache import Cache, Evicted, Handles, Held, cache, owner_of
 from rescale_data.sources.decoded.interest import warn_if_thrashing
+from rescale_data.sources.source import Source
 
 
 class Sized:
@@ -205,7 +206,7 @@ def test_few_files_stay_open() -> None:
     assert len(opened) == 5
 
 
-class Fragments:
+class Fragments(Source):
     name, num_rows = "web", 1000
     fragments = np.arange(0, 1001, 10)
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import rescale_data as rd
 from rescale_data.sources import source as protocol
 from rescale_data.sources.source import Source, TokenSource
 from rescale_data.sources.synthetic import SyntheticSource
@@ -14,7 +15,7 @@ from rescale_data.testing import assert_source
 from tests.corpus import LAYOUTS, documents, write
 
 
-class Rows:
+class Rows(Source):
     """Integers; what a test breaks is one of its attributes."""
 
     def __init__(self, **broken: Any) -> None:
@@ -63,7 +64,7 @@ class Odd(Rows):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (object(), "it lacks .*'num_rows'"),
+        (object(), "lacks .*'num_rows'"),
         (Rows(num_rows=0), "num_rows is 0"),
         (Rows(num_rows=np.int64(10)), "an int above 0"),
         (Rows(name=""), "a short text"),
@@ -98,7 +99,7 @@ def test_the_example_of_the_protocol(tmp_path: Path) -> None:
     text = protocol.__doc__ or ""
     code = textwrap.dedent(text[text.index("    class LogLines") : text.index("Then ``")]).replace("\\\\", "\\")
     assert len(code.strip().splitlines()) <= 26
-    scope: dict[str, Any] = {"Path": Path, "np": np, "__name__": __name__}
+    scope: dict[str, Any] = {"Path": Path, "np": np, "rd": rd, "__name__": __name__}
     exec(code, scope)
     globals()["LogLines"] = scope["LogLines"]  # pickles by name
     (tmp_path / "log.txt").write_text("one\ntwö\n\nfour")

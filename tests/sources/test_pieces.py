@@ -22,8 +22,8 @@ import rescale_data as rd
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.sources.decoded import interest
 from rescale_data.sources.decoded import spill as spilling
-from rescale_data.sources.decoded.cache import Cache, cache
-from rescale_data.sources.decoded.interest import serve
+from rescale_data.sources.decoded.cache import Cache, cache, owner_of
+from rescale_data.sources.decoded.interest import beside, needed_with, serve, shards_of
 from rescale_data.sources.decoded.spill import Spill
 from rescale_data.sources.parquet import ParquetSource
 from tests.corpus import fragment_order
@@ -121,7 +121,7 @@ def test_without_a_folder_tokens_are_decoded_as_often_as_the_cache_has_room_for_
     monkeypatch.setattr(Cache, "budget", 400_000)
 
     def packed(source: Any) -> list[list[int]]:
-        serve([source], range(8))
+        serve(source, [source], range(8))
         readers = [rd.Reader(source, rd.Shard(i, 8), shuffle=shuffle) for i in range(8)]
         nodes = [rd.TokenPacker(reader, column="tokens", seq_len=64, eos_id=0) for reader in readers]
         return [sample["tokens"].tolist() for sample in in_turn(nodes)]
@@ -143,13 +143,33 @@ def test_without_a_folder_they_are_decoded_again(corpus: Path, decoded: Counter[
 
 def test_only_what_this_process_serves_is_cut(corpus: Path, tmp_path: Path) -> None:
     source = small(corpus, spill_dir=tmp_path / "spill")
-    serve([source], range(10, 16))
+    serve(source, [source], range(10, 16))
     readers = [rd.Reader(source, rd.Shard(i, 50), shuffle=16) for i in range(10, 16)]
     [reader.reset(None) for reader in readers]
     rows = list(in_turn(readers))
     assert len(rows) == 6 * 24
     kept = spilling._spills[str(tmp_path / "spill")].nbytes + cache().nbytes
     assert kept < 6 * 24 * 600 + 40_000
+
+
+class Loader:
+    """Whoever reads sources."""
+
+
+def test_two_loaders_of_one_source_share_the_cache_out(corpus: Path) -> None:
+    """Neither overwrites what the other has said, and with a loader its interest goes."""
+    sources, loaders = [ParquetSource(corpus), ParquetSource(corpus)], [Loader(), Loader()]
+    owner, needed = owner_of(sources[0]), sources[0].fragment_bytes
+    assert (beside(owner), list(shards_of(owner, 3))) == ((1, 1), [0, 1, 2])
+    serve(loaders[0], sources[:1], range(4))
+    serve(loaders[1], sources, range(2))
+    assert (beside(owner), sorted(shards_of(owner, 9))) == ((2, 6), [0, 0, 1, 1, 2, 3])
+    assert needed_with(sources[0], 1) == (4 + 2 * 2) * needed
+    serve(loaders[0], sources[:1], [7])
+    assert (beside(owner), sorted(shards_of(owner, 9))) == ((2, 3), [0, 1, 7])
+    del loaders[1]
+    gc.collect()
+    assert (beside(owner), list(shards_of(owner, 9))) == ((1, 1), [7])
 
 
 def test_few_shards_and_large_caches_keep_whole_fragments(corpus: Path) -> None:

@@ -14,8 +14,8 @@ from rescale_data.engine.recipe import DEALT, ENDED, UNDEALT, History, path_name
 from rescale_data.engine.schema import Schema, as_json
 from rescale_data.engine.states.differences import differences
 from rescale_data.errors import DataStateError
-from rescale_data.sources.folders import FILES, FOLDERS, FoldingSource, fold
-from rescale_data.sources.source import GrowingSource
+from rescale_data.sources.folders import FILES, FOLDERS, fold
+from rescale_data.sources.source import FiledSource
 from rescale_data.state import Ints
 
 Manifest: TypeAlias = Mapping[str, Any]
@@ -48,7 +48,7 @@ def compare(schema: Schema, saved: Mapping[str, Any] | None) -> Growth:
     last, grown = {path: history[-1][1] for path, history in histories.items()}, dict[str, list[str]]()
     for path, manifest in schema.manifests.items():
         now[path] = manifest
-        if path in last and isinstance(sources[path], GrowingSource) and last[path] != manifest:
+        if path in last and isinstance(sources[path], FiledSource) and last[path] != manifest:
             last[path], manifest = _with_files(sources[path], last[path], manifest)
             added = _added(last[path], manifest)
             now[path] = _without(manifest, added)
@@ -66,7 +66,7 @@ def compare(schema: Schema, saved: Mapping[str, Any] | None) -> Growth:
 
 def _with_files(source: object, last: Manifest, now: Manifest) -> tuple[Manifest, Manifest]:
     """Both in full where they differ and the lists are to be had, else both folded."""
-    if last == now or not isinstance(source, FoldingSource):
+    if last == now or not isinstance(source, FiledSource):
         return last, now
     full = source.unfold(last), source.unfold(now)
     return (fold(last), fold(now)) if full[0] is None or full[1] is None else (full[0], full[1])

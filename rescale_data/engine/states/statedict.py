@@ -160,7 +160,7 @@ def _find_apart(stream: Position) -> str:
 
 def _require_saveable(stream: Position) -> None:
     """``DataStateError`` where a source could not be resumed: said now, and not when the run is lost."""
-    for source in stream.schema.saveable:
+    for source in stream.schema.sources().values():
         source.require_saveable()
 
 

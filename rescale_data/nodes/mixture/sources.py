@@ -12,7 +12,7 @@ from rescale_data.nodes.reader import Reader
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
 from rescale_data.shard import Shard
-from rescale_data.sources.decoded.cache import DEFAULT_BYTES, follows, owner_of
+from rescale_data.sources.decoded.cache import DEFAULT_BYTES, owner_of
 from rescale_data.sources.decoded.interest import shards_of
 from rescale_data.sources.source import TokenSource
 
@@ -80,7 +80,7 @@ class Sources:
     def room(self, num_shards: int) -> Callable[[], int]:
         """About how many bytes may be read at once, of so many logical shards in all: asked when they are read."""
         read = [below.reads for node in self.nodes for _, below in node.walk() if below.reads is not None]
-        found = {owner_of(source): source.cache_bytes for source in read if follows(source, TokenSource)}
+        found = {owner_of(source): source.cache_bytes for source in read if isinstance(source, TokenSource)}
         owner, room = min(found.items(), key=lambda item: item[1], default=(-1, DEFAULT_BYTES))
         return lambda: room // 8 // max(1, len(shards_of(owner, num_shards)))
 

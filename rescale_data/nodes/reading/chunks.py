@@ -7,7 +7,7 @@ from weakref import WeakSet
 
 from rescale_data.sources.decoded.cache import Made, cache, owner_of
 from rescale_data.sources.decoded.sizes import size_of
-from rescale_data.sources.source import BatchSource
+from rescale_data.sources.source import Source
 from rescale_data.state import Ints
 
 
@@ -22,7 +22,7 @@ class Chunk(Made):
 class Chunks:
     """The rows of one logical shard, fetched ahead as far as half of the cache has room for those of all shards."""
 
-    def __init__(self, source: BatchSource) -> None:
+    def __init__(self, source: Source) -> None:
         self._source = source
         self._key = (owner_of(self), "chunk")
         self._mean_bytes = 0.0

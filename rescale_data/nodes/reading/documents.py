@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from rescale_data.nodes.reading.spans import NOTHING, Moves, Spans
-from rescale_data.sources.source import TextSource
+from rescale_data.sources.source import Source
 
 if TYPE_CHECKING:
     from rescale_data.nodes.reader import Reader
@@ -64,7 +64,7 @@ class Texts(Protocol):
 class RowTexts:
     """Those of one logical shard; positions are those of its `Reader`, (epoch, row, ...)."""
 
-    def __init__(self, source: TextSource, column: str, reader: Reader) -> None:
+    def __init__(self, source: Source, column: str, reader: Reader) -> None:
         self._source, self._column, self._reader = source, column, reader
 
     def read(self, position: memoryview, most: int) -> tuple[list[str], Moves]:

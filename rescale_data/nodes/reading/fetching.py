@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.sources.decoded.interest import shards_of
-from rescale_data.sources.decoded.pieces import AheadSource
+from rescale_data.sources.source import Source
 from rescale_data.state import Ints
 
 _AT_ONCE = 64
@@ -21,7 +21,7 @@ class Fetching:
         width: Rows of a window.
     """
 
-    def __init__(self, source: AheadSource, fragments: Ints, key: int, width: int) -> None:
+    def __init__(self, source: Source, fragments: Ints, key: int, width: int) -> None:
         self._source, self._key = source, key
         self._num_fragments = len(fragments) - 1
         self._of_window = width * self._num_fragments / max(1, int(fragments[-1]))

@@ -15,10 +15,9 @@ from rescale_data.nodes.reading.gather import fragments_of
 from rescale_data.nodes.reading.lent import Lent, copied_from, lent, located
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.nodes.reading.spans import EMPTY, Spans
-from rescale_data.sources.decoded.cache import cache, follows, owner_of
+from rescale_data.sources.decoded.cache import cache, owner_of
 from rescale_data.sources.decoded.interest import PARTS, beside, room_for_block
-from rescale_data.sources.decoded.pieces import PieceSource
-from rescale_data.sources.source import DecodingSource, TokenSource
+from rescale_data.sources.source import TokenSource
 from rescale_data.state import Ints
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ class FragmentDocuments:
     """
 
     __slots__ = (
-        "_block_key", "_bytes", "_column", "_decoding", "_fragments", "_owner", "_pieces", "_reader", "_share", "_source",
+        "_block_key", "_bytes", "_column", "_decoding", "_fragments", "_owner", "_reader", "_share", "_source",
     )  # fmt: skip
 
     def __init__(self, source: TokenSource, column: str, reader: Reader, num_bytes: int) -> None:
@@ -70,8 +69,7 @@ class FragmentDocuments:
             raise TypeError(f"{source.name} can be read a fragment at a time, but says that it has no fragments.")
         self._source, self._owner, self._column, self._reader = source, owner_of(source), column, reader
         self._fragments = np.ascontiguousarray(source.fragments, dtype=np.int64)
-        self._decoding = source if follows(source, DecodingSource) else None
-        self._pieces = source if follows(source, PieceSource) else None
+        self._decoding = source if source.decodes_ahead else None
         self._bytes, self._block_key = num_bytes, (self._owner, "block", *reader.key)
         self._share: ShardShare | None = None
 
@@ -172,7 +170,7 @@ class FragmentDocuments:
     def turn(self, position: memoryview) -> None:
         self._reader.turn(position)
 
-    def _copied(self, rows: Ints, stops: Sequence[int], passed: DecodingSource | None = None) -> list[Spans]:
+    def _copied(self, rows: Ints, stops: Sequence[int], passed: TokenSource | None = None) -> list[Spans]:
         """The same as copies, those up to each stop in arrays of their own.
 
         Args:
@@ -208,8 +206,8 @@ class FragmentDocuments:
 
     def _lend(self, fragment: int) -> Lent:
         tokens, sharing = None, 1
-        if self._share is not None and self._pieces is not None:
-            tokens = self._pieces.tokens_of(self._column, fragment, self._share)
+        if self._share is not None:
+            tokens = self._source.tokens_of(self._column, fragment, self._share)
         key = self._owner, self._column, fragment, 0 if tokens is None else id(tokens)
         found = lent.get(key)
         if found is None:

@@ -9,10 +9,9 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeGuard, TypeVar
+from typing import Any, Protocol, TypeVar
 
 V = TypeVar("V", bound="Sized")
-P = TypeVar("P")
 
 DEFAULT_BYTES = 2**30
 _owners = itertools.count()
@@ -285,20 +284,6 @@ def by_owner() -> dict[int, Any]:
     """Return a new dict by keys of `owner_of`, whose entries go when their objects do."""
     _by_owner.append({})
     return _by_owner[-1]
-
-
-_follows: dict[int, dict[type, bool]] = by_owner()
-
-
-def follows(thing: object, protocol: type[P]) -> TypeGuard[P]:
-    """``isinstance(thing, protocol)``, found out once: of one source there may be many readers."""
-    try:
-        known = _follows.setdefault(owner_of(thing), {})
-    except TypeError:  # a list, say, to which there is no weak reference
-        return isinstance(thing, protocol)
-    if protocol not in known:
-        known[protocol] = isinstance(thing, protocol)
-    return known[protocol]
 
 
 def _forget(identity: int) -> None:

@@ -1,77 +1,98 @@
-"""Which logical shards this process serves, as the loader says it, for whoever decodes for several of them at once."""
+"""Interest: the logical shards that the loaders of this process serve of each source, so that they share out the cache."""
 
 from __future__ import annotations
 
 import logging
+import os
+import weakref
 from collections.abc import Iterable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple
 
-from rescale_data.sources.decoded.cache import by_owner, follows, owner_of
-from rescale_data.sources.source import Described
-from rescale_data.state import Ints
+from rescale_data.sources.decoded.cache import by_owner, owner_of
+from rescale_data.sources.source import Described, Source
 
 PARTS = 8
 """Of a block, each of which goes when it has been passed."""
 _LEAST_BLOCK = 2**16
 
-_shards: dict[int, Sequence[int]] = by_owner()
-_needed: dict[int, int] = by_owner()
-_beside: dict[int, tuple[int, int]] = by_owner()
+
+class Interest(NamedTuple):
+    """The interest of one loader in a source, or of all of them.
+
+    Args:
+        shards: The logical shards that are read in turn, one entry for each loader that reads it.
+        sources: How many sources are read in turn with this one.
+        needed: Bytes of the fragments that these shards visit in turn, of all these sources.
+    """
+
+    shards: Sequence[int]
+    sources: int
+    needed: int
+
+
+_by_reader: dict[int, dict[int, Interest]] = by_owner()
+_of_all: dict[int, Interest] = by_owner()
+_readers: set[int] = set()
 _warned: dict[int, bool] = by_owner()
 _log = logging.getLogger("rescale_data")
 
 
-@runtime_checkable
-class Decoded(Protocol):
-    """A source whose fragments take memory."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def num_rows(self) -> int: ...
-
-    @property
-    def fragments(self) -> Ints | None: ...
-
-    @property
-    def cache_bytes(self) -> int: ...
-
-    @property
-    def spill_bytes(self) -> int:
-        """What may lie on disk beside them."""
-        ...
-
-    @property
-    def fragment_bytes(self) -> int:
-        """Bytes of the median fragment when it is decoded, as far as the footers tell."""
-        ...
-
-
-def serve(sources: Iterable[Described], shards: Sequence[int]) -> None:
-    """Remember that this process reads these shards of the sources, in turn, from now on."""
-    served = list(sources)
-    needed = sum(_needed_by(source, len(shards)) for source in served if follows(source, Decoded))
+def serve(reader: object, sources: Iterable[Described], shards: Sequence[int]) -> None:
+    """Remember that ``reader`` reads these shards of the sources, in turn, as long as it lives or until it says another."""
+    served, key = list(sources), id(reader)
+    if key not in _readers:
+        _readers.add(key)
+        weakref.finalize(reader, _leave, key).atexit = False
+    needed = sum(_needed_by(source, len(shards)) for source in served)
     for source in served:
         owner = owner_of(source)
-        _shards[owner], _needed[owner], _beside[owner] = shards, needed, (len(served), len(shards))
+        _by_reader.setdefault(owner, {})[key] = Interest(shards, len(served), needed)
+        _sum_up(owner)
+
+
+def _leave(reader: int) -> None:
+    _readers.discard(reader)
+    for owner, found in list(_by_reader.items()):
+        if found.pop(reader, None) is not None:
+            _sum_up(owner)
+
+
+def _sum_up(source: int) -> None:
+    found = list(_by_reader.get(source, {}).values())
+    _of_all.pop(source, None)
+    if found:
+        shards = [shard for each in found for shard in each.shards]
+        _of_all[source] = Interest(shards, max(each.sources for each in found), sum(each.needed for each in found))
+
+
+def _renew() -> None:
+    """Forget the loaders of the parent in a forked child."""
+    for kept in (_by_reader, _of_all, _readers):
+        kept.clear()
+
+
+os.register_at_fork(after_in_child=_renew)
 
 
 def shards_of(source: int, num_logical_shards: int) -> Sequence[int]:
-    """The shards that this process serves of a source, given by its key: all of them where nobody has said."""
-    return _shards.get(source, range(num_logical_shards))
+    """Return the shards that the loaders of this process serve of a source, given by its key: one entry for each loader that
+    serves a shard. Without a loader: all of them."""
+    found = _of_all.get(source)
+    return range(num_logical_shards) if found is None else found.shards
 
 
 def beside(source: int) -> tuple[int, int]:
-    """How many sources are read in turn with this one, given by its key, and how many shards: one where nobody has said."""
-    return _beside.get(source, (1, 1))
+    """Return how many sources are read in turn with this one, given by its key, and by how many shards; else (1, 1)."""
+    found = _of_all.get(source)
+    return (1, 1) if found is None else (found.sources, len(found.shards))
 
 
-def room_for_block(source: Decoded) -> int:
-    """Bytes that the cache has for copies out of fragments, those of one shard with a part of those before, beside a fragment.
+def room_for_block(source: Source) -> int:
+    """Return the bytes that the cache has beside a fragment for what is copied out of fragments for one shard, with a part of
+    the block before.
 
     Returns:
-        None where it has room for all fragments, or for nothing that is worth it.
+        0 where it has room for all fragments, or for nothing that is worth it.
     """
     sources, shards = beside(owner_of(source))
     fragments = 0 if source.fragments is None else len(source.fragments) - 1
@@ -80,24 +101,27 @@ def room_for_block(source: Decoded) -> int:
     return 0 if fit or room < _LEAST_BLOCK else room
 
 
-def needed_with(source: Decoded, num_shards: int) -> int:
-    """Bytes of the fragments that so many shards visit in turn, with those of all sources that are served beside this one."""
-    return max(_needed.get(owner_of(source), 0), _needed_by(source, num_shards))
+def needed_with(source: Source, num_shards: int) -> int:
+    """Return the bytes of the fragments that so many shards visit in turn, of all sources that are served with this one."""
+    found = _of_all.get(owner_of(source))
+    return max(0 if found is None else found.needed, _needed_by(source, num_shards))
 
 
-def _needed_by(source: Decoded, num_shards: int) -> int:
-    return 0 if source.fragments is None else min(num_shards, len(source.fragments) - 1) * source.fragment_bytes
+def _needed_by(source: Described, num_shards: int) -> int:
+    if not isinstance(source, Source) or source.fragments is None:
+        return 0
+    return min(num_shards, len(source.fragments) - 1) * source.fragment_bytes
 
 
 def warn_if_thrashing(sources: Iterable[Described], owned_shards: int, beside: int = 0) -> None:
     """Warn, once, where one process visits more fragments in turn than its cache holds, those of all sources together.
 
     Args:
-        sources: Nothing is said of those without fragments.
+        sources: Sources without fragments are left out.
         owned_shards: Logical shards that this process runs.
         beside: Bytes of what the cache keeps for each of them beside fragments.
     """
-    known = [source for source in sources if follows(source, Decoded) and source.fragments is not None]
+    known = [source for source in sources if isinstance(source, Source) and source.fragment_bytes]
     counts = [source.num_rows // max(1, len(found) - 1) for source in known if (found := source.fragments) is not None]
     times = max(counts, default=0)
     needed = sum(_needed_by(source, owned_shards) for source in known) + owned_shards * beside

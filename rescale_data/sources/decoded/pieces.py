@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import pyarrow as pa
 
@@ -38,43 +38,6 @@ class Share(Protocol):
 
     def start(self, fragment: int) -> int:
         """The row of a fragment at which this shard's piece begins."""
-        ...
-
-
-@runtime_checkable
-class AheadSource(Protocol):
-    """A source that may bring fragments in the background."""
-
-    @property
-    def reads_ahead(self) -> bool:
-        """Whether that is worth the while."""
-        ...
-
-    @property
-    def cache_bytes(self) -> int: ...
-
-    @property
-    def fragment_bytes(self) -> int: ...
-
-    def prepare(self, column: str | None, fragment: int, share: Share | None = None) -> None:
-        """A hint that a fragment will be asked for soon; it returns at once, and raises nothing."""
-        ...
-
-
-@runtime_checkable
-class PieceSource(Protocol):
-    """A source that can keep pieces of its fragments in place of whole ones."""
-
-    def cuts_pay(self, num_shards: int, *, packed: bool) -> bool:
-        """Whether to, where so many shards take turns in this process, for one column of tokens or for rows."""
-        ...
-
-    def row_of(self, index: int, share: Share) -> dict[str, object]:
-        """`Source.row`, out of a piece."""
-        ...
-
-    def tokens_of(self, column: str, fragment: int, share: Share) -> Tokens:
-        """`TokenSource.tokens`, those of a piece."""
         ...
 
 
