@@ -12,7 +12,7 @@ from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.bad_row import BadRow
 from rescale_data.sources.counts import READ_BYTES, counts
 from rescale_data.sources.decoded.ahead import far_ahead
-from rescale_data.sources.decoded.cache import Sized, cache, handles, owner_of
+from rescale_data.sources.decoded.cache import Made, Sized, cache, handles, owner_of
 from rescale_data.sources.decoded.interest import beside
 from rescale_data.sources.decoded.pieces import Share
 from rescale_data.sources.files.ranges import Ranges
@@ -43,6 +43,11 @@ class Brought:
     @property
     def nbytes(self) -> int:
         return self.data.size
+
+
+@dataclass(frozen=True)
+class Known(Brought, Made):
+    """The bytes that say where the fragments of a file are: they stay longer than fragments that pass through the cache."""
 
 
 class FileSource(KnownFiles):
@@ -120,8 +125,8 @@ class FileSource(KnownFiles):
             return fetch()
         key = (owner_of(self), what, file)
         with cache().alone(key):
-            kept: Brought | None = cache().get(key)
-            found = Brought(fetch()) if kept is None else kept
+            kept: Known | None = cache().get(key)
+            found = Known(fetch()) if kept is None else kept
             if soon or found.nbytes * len(self._files.names) <= self.cache_bytes // 16:
                 self._keep(key, found)
         return found.data

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -31,6 +32,7 @@ from rescale_data.sources.files.disk_cache import DiskCache
 from rescale_data.sources.files.paths import find
 from rescale_data.sources.files.remote import RemoteError, RemoteFile
 from rescale_data.testing import assert_rescalable
+from tests.formats import write_megatron
 from tests.sources.test_rescalable import DOCS, loader_of, make_source, packed
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -294,6 +296,30 @@ class TestAhead:
         tokens = np.concatenate([batch["tokens"][:, 0].numpy() for batch in loader])
         assert len(set(tokens.tolist())) == 1600
         assert cache().nbytes <= max(50_000, cache().budget)
+
+
+def test_data_that_passes_leaves_the_index_of_a_file_that_was_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Megatron's files, read in turn with one open and a cache that holds all indices and the tokens of few documents."""
+    for number in range(6):
+        write_megatron(tmp_path / "data" / str(number), [list(range(2000))] * 4)
+    source = rd.MegatronSource(
+        f"flaky://{tmp_path}/data", cache_bytes=20_000, remote=rd.Remote(read_ahead=False, retries=0)
+    )
+    cache().clear()
+    monkeypatch.setattr(decoded, "_handles", Handles(limit=1))
+    asked = Counter[str]()
+    cat_file = Flaky.cat_file
+
+    def count(flaky: Flaky, path: str, start: int | None = None, end: int | None = None) -> bytes:
+        asked[path.rpartition(".")[2]] += 1
+        return cat_file(flaky, path, start, end)
+
+    monkeypatch.setattr(Flaky, "cat_file", count)
+    for _ in range(3):
+        assert [source.row(4 * number)["tokens"][7] for number in range(6)] == [7] * 6
+    assert asked == {"idx": 6, "bin": 18}
 
 
 class TestOnce:
