@@ -140,7 +140,7 @@ class ArrowSource(TableSource):
         ranges.release_with(decoded, ranges.read(*self._span(fragment)))
 
     def _needs_reader(self, file: int, columns: Sequence[str]) -> bool:
-        """Whether to read by the footer: to decompress some columns only, or to find dictionaries."""
+        """True if columns are read by the footer: to decompress some of them only, or to find dictionaries."""
         found, has_footer = self._file_schema(file), self._index.kind(file)["has_footer"]
         return has_footer and (found.has_dictionary or set(columns) != found.names)
 

@@ -1,4 +1,4 @@
-"""What is wrong with one row, before anybody has said where the row is."""
+"""Errors of one row, raised before its place is known."""
 
 
 class BadRow(ValueError):

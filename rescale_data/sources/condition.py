@@ -44,7 +44,7 @@ class Condition:
         return f"{self} [{self._digest}]"
 
     def columns(self, schema: ArrowSchema) -> list[str]:
-        """Those that it asks for; ``ValueError`` where they are not there, or cannot be asked that."""
+        """Return the columns that the expression names; ``ValueError`` where one is missing, or of a type that does not fit."""
         try:
             kind = self._evaluate(schema.empty_table()).type
         except pa.ArrowException as error:
@@ -83,7 +83,7 @@ def has_floats(kind: ArrowType) -> bool:
 
 
 def chosen(footer: Footer, matches: dict[int, Ints]) -> Footer:
-    """What is left of a file.
+    """Return the footer of a file without the rows that do not match.
 
     Args:
         matches: Fragment -> which of its rows; none for those that are not there.

@@ -1,4 +1,4 @@
-"""What this process has read, counted where that is done; a worker counts in memory that the trainer's process sees too."""
+"""Counters of what this process has read; a worker counts in memory that the trainer's process sees too."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _counts = Counts()
 
 
 def counts() -> Counts:
-    """Those of this process."""
+    """Return the counters of this process."""
     return _counts
 
 

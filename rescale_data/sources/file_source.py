@@ -71,7 +71,7 @@ class FileSource(KnownFiles):
         return None
 
     def _ranges(self, file: int) -> Ranges:
-        """Of an open file, where there are extents."""
+        """Return the byte ranges of an open file; called where there are extents."""
         return self._handle(file).ranges
 
     def row(self, index: int) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class FileSource(KnownFiles):
         self._once(key, lambda: Brought(self._ranges(file).read(*extent)))
 
     def _bytes(self, fragment: int, extent: tuple[int, int]) -> ArrowBuffer:
-        """Those of a fragment, which may have been brought, or are read now."""
+        """Return the bytes of a fragment, which may have been fetched before, or are read now."""
         key = self._bytes_key(fragment)
         if self.reads_ahead:
             far_ahead().wait(key)
@@ -143,18 +143,18 @@ class FileSource(KnownFiles):
         return cache().get(key) or self._read(key, fragment, self._load)
 
     def _read(self, key: tuple[Any, ...], fragment: int, load: Callable[[int], V], *, stays: bool = True) -> V:
-        """What the cache lacks: what another thread brings, or is read now."""
+        """Return what the cache lacks: another thread fetches it, or it is read now."""
         with counts().reading(self._files.path(self._index.file_of(fragment))):
             return self._once(key, partial(load, fragment)) if stays else self._keep(key, load(fragment), stays=False)
 
     def _once(self, key: tuple[Any, ...], make: Callable[[], V]) -> V:
-        """Of threads that lack the same one makes it, and the others wait."""
+        """Return the value at a key: of the threads that lack it one makes it, and the others wait."""
         with cache().alone(key):
             found: V | None = cache().get(key)
             return self._keep(key, make()) if found is None else found
 
     def _stays(self, fragment: int) -> bool:
-        """Whether the cache keeps a mapped fragment when whoever packs its tokens has passed them.
+        """True if the cache keeps a mapped fragment after a packer has passed its tokens.
 
         Each is read once an epoch. Were all of a source kept that is larger than the cache, most would go before they are read
         again; so some stay, always the same, as many as there is room for beside those that are being read.
@@ -167,7 +167,7 @@ class FileSource(KnownFiles):
         return fragment * _GOLDEN % 2**32 * total < room * 2**32
 
     def _key(self, fragment: int, column: str | None = None, share: Share | None = None) -> tuple[Any, ...]:
-        """Where something of a fragment is in the cache."""
+        """Return the key in the cache of a fragment, of one column of it, or of a piece."""
         named = () if column is None else (column,)
         return (owner_of(self), fragment, *named, *(() if share is None else ("piece", share.key)))
 

@@ -1,4 +1,4 @@
-"""What a manifest says of many files in little: a digest of each folder, in place of a list of the files.
+"""Folded manifests: a digest of each folder, in place of a list of many files.
 
     {"format": ..., "files":   [[name, bytes, rows], ...]}                     in full
     {"format": ..., "folders": [[folder, files, digest, rows], ...]}           folded
@@ -18,7 +18,7 @@ _MOST = 64
 
 
 def fold(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same with digests in place of the list of files, if it has one."""
+    """Return a manifest with digests in place of its list of files, if it has one."""
     if FILES not in manifest:
         return manifest
     by_folder: dict[str, list[Any]] = {}
@@ -37,7 +37,7 @@ def listed_in(manifest: Mapping[str, Any]) -> list[Any]:
 
 
 def num_rows(listed: list[Any]) -> int:
-    """Of files or folders."""
+    """Return the number of rows of files or folders."""
     return sum(int(entry[-1]) for entry in listed)
 
 

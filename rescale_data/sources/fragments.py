@@ -20,7 +20,7 @@ _PLACE, _CHOSEN = "place.", "chosen"
 
 @dataclass(frozen=True)
 class Footer:
-    """What is known of a file before any of its data is read.
+    """The fragments of one file, known before any of its data is read.
 
     Args:
         rows: ``int64[F]``, rows of each of its fragments.
@@ -39,7 +39,7 @@ class Footer:
 
 @dataclass(frozen=True)
 class Fragments:
-    """Those of all files: in memory, or mapped.
+    """The fragments of all files, in memory or mapped.
 
     Args:
         starts: ``int64[F + 1]``, the first row of each, and the number of rows.
@@ -81,7 +81,7 @@ class Fragments:
         return None if self.chosen is None else self.chosen[self.starts[fragment] : self.starts[fragment + 1]]
 
     def footer(self, file: int) -> Footer:
-        """What was known of one file."""
+        """Return the fragments of one file."""
         part = slice(*self.files[file : file + 2].tolist())
         rows = slice(*self.starts[[part.start, part.stop]].tolist())
         return Footer(
@@ -93,14 +93,14 @@ class Fragments:
         )
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """What `of` makes them of again, with ``kinds``."""
+        """Return the arrays from which, with ``kinds``, `of` makes the fragments again."""
         own = {"starts": self.starts, "nbytes": self.nbytes, "files": self.files, "kind_of": self.kind_of}
         chosen = {} if self.chosen is None else {_CHOSEN: self.chosen}
         return {**own, **chosen, **{_PLACE + name: values for name, values in self.places.items()}}
 
     @staticmethod
     def of(bundle: Bundle) -> Fragments:
-        """Those that lie in a file, mapped."""
+        """Return the fragments that lie in an index, mapped."""
         own = {name: bundle.array(name) for name in ("starts", "nbytes", "files", "kind_of")}
         places = {name.removeprefix(_PLACE): bundle.array(name) for name in bundle.names if name.startswith(_PLACE)}
         chosen = bundle.array(_CHOSEN) if _CHOSEN in bundle.names else None
@@ -135,7 +135,7 @@ def spans(places: Ints) -> tuple[Ints, dict[str, Ints]]:
 
 
 def cut(rows: Ints, nbytes: Ints, max_rows: int, max_bytes: int, ends: Ints | None = None) -> Ints:
-    """Where fragments begin, and the number of pieces: as many pieces in each as fit its rows and bytes, and at least one.
+    """Return the pieces at which fragments begin, and the number of pieces: as many as fit in each, at least one.
 
     Args:
         rows: ``int64[P + 1]``, of all pieces before each, and of all.
@@ -152,7 +152,7 @@ def cut(rows: Ints, nbytes: Ints, max_rows: int, max_bytes: int, ends: Ints | No
 
 
 def sums(counts: Ints) -> Ints:
-    """Of all before each, and of all."""
+    """Return the sum of all counts before each, and of all."""
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 

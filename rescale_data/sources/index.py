@@ -41,7 +41,7 @@ _log = logging.getLogger("rescale_data")
 
 @dataclass(frozen=True)
 class IndexFolder:
-    """Where the indices of a source lie.
+    """The folder of the indices of a source.
 
     Args:
         folder: Shared by all ranks.
@@ -55,7 +55,7 @@ class IndexFolder:
 
     @property
     def _about(self) -> dict[str, Any]:
-        """What is indexed, and by which version of this module: others make an index of their own."""
+        """``about`` with the version of this module: other versions make an index of their own."""
         return {"version": _VERSION, **self.about}
 
     def open(self, files: Files, read: Read) -> str:
@@ -77,7 +77,7 @@ class IndexFolder:
         return os.path.join(self.folder, f"{_digest(self._about)}-{_listing_digest(files)}{_SUFFIX}")
 
     def all(self) -> Iterator[Bundle]:
-        """Whatever index lies there, also put aside, the newest first."""
+        """All indices in the folder, also those put aside, the newest first."""
         for path in self._found("", (_SUFFIX, _OLD)):
             with suppress(ValueError):
                 yield Bundle(path)
@@ -202,7 +202,7 @@ def _footers(part: str) -> list[Footer]:
 
 
 def parts_done(folder: str) -> int:
-    """Of all indices that are being made in a folder."""
+    """Return the number of finished parts of all indices that are being made in a folder."""
     try:
         making = [entry.path for entry in os.scandir(folder) if entry.name.endswith(_PARTS)]
         return sum("." not in entry.name for path in making for entry in os.scandir(path))

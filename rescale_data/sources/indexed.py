@@ -1,4 +1,4 @@
-"""What sources share whose files hold no index of their own: one is written once, for all processes and runs."""
+"""`IndexedSource`: files that hold no index of their own; one is written once, for all processes and runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _log = logging.getLogger("rescale_data")
 
 @dataclass(frozen=True)
 class Scan:
-    """What an index says of a file.
+    """The rows of one file, as its index has them.
 
     Args:
         starts: ``int64[R + 1]``, where each row begins among the bytes of the file, and where the last one ends.
@@ -79,7 +79,7 @@ class IndexedSource(FileSource):
         """Read a file from its beginning to its end; ``ValueError`` where it is not whole."""
 
     def _indexed(self, file: int) -> tuple[str, str | None]:
-        """Where the index of a file and its copy are, now."""
+        """Return the paths of the index of a file and of its copy, made where they are missing."""
         path = self._index_path(file)
         copy = self._copy_path(path, file)
         facts = {

@@ -1,4 +1,4 @@
-"""Where the record batches of an Arrow IPC file are and how many rows each has, without reading their data.
+"""Places and row counts of the record batches of an Arrow IPC file, without reading their data.
 
 pyarrow tells neither: a footer holds the places of the batches but not their row counts, and to ask a reader for one
 is to read, and to decompress, all of a batch. So this walks the metadata itself, which is FlatBuffers:

@@ -130,7 +130,7 @@ def _kept(make: Factory, state_bytes: int) -> Keeps:
 
 
 def _has_buffer(part: Any) -> bool:
-    """Whether a part of Hugging Face's ``IterableDataset`` shuffles in a buffer, which its ``state_dict`` leaves out."""
+    """True if a part of Hugging Face's ``IterableDataset`` shuffles in a buffer, which its ``state_dict`` leaves out."""
     below = [getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())]
     return "BufferShuffled" in type(part).__name__ or any(_has_buffer(each) for each in below if each is not None)
 

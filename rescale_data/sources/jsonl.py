@@ -145,7 +145,7 @@ def _value(value: Any) -> Any:
 
 
 def find_lines(ranges: Ranges) -> tuple[Ints, Ints]:
-    """Where the lines that are not empty begin, with the end of the file, and how many of them stand before each empty one."""
+    """Return where lines with text begin, with the end of the file, and how many of them stand before each empty line."""
     begin = 3 if ranges.size and ranges.read(0, 3).to_pybytes() == _MARK else 0
     edges = [np.array([begin], dtype=np.int64)]
     for at in range(0, ranges.size, _CHUNK_BYTES):

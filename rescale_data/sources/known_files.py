@@ -111,7 +111,7 @@ class KnownFiles(FiledSource):
 
     @property
     def _must_index(self) -> bool:
-        """Whether what is known of the files is not to be found out by each process."""
+        """True if fragments are read from an index, and not found by each process."""
         return False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class KnownFiles(FiledSource):
         return next((each for each in full if fold(each) == manifest), None)
 
     def _known(self) -> Iterator[tuple[Files, Fragments]]:
-        """What there is now, and what there was when each of the earlier indices was made."""
+        """The files and fragments of now, and of each earlier index."""
         yield self._files, self._index
         for bundle in () if self._indices is None else self._indices.all():
             yield listed(bundle, self._files), Fragments.of(bundle)

@@ -155,7 +155,7 @@ class _Index:
         self._first = raw[ends[2] : ends[3]].view("<i8")
 
     def starts(self, first: int, stop: int) -> Ints:
-        """Where documents begin in the ``.bin``, and where the last one ends."""
+        """Return where documents begin in the ``.bin``, and where the last one ends."""
         sequences = np.array(self._first[first : stop + 1], dtype=np.int64)
         begin, end = int(sequences[0]), int(sequences[-1])
         whole = np.zeros(max(0, end - begin) + 1, dtype=np.int64)

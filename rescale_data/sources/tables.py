@@ -1,4 +1,4 @@
-"""What Parquet and Arrow sources share: one schema, rows of columns, and columns of tokens."""
+"""`TableSource`: what Parquet and Arrow sources share, one schema, rows of columns, and columns of tokens."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class TableSource(FileSource, TokenSource):
 
     @property
     def decoding_costs(self) -> bool:
-        """Whether a fragment that is needed again costs more than a look at the page cache."""
+        """True if a fragment that is needed again costs more than a look at the page cache."""
         return True
 
     def cuts_pay(self, num_shards: int, *, packed: bool) -> bool:
@@ -193,7 +193,7 @@ class TableSource(FileSource, TokenSource):
         return footer if self._condition is None else self._filtered(self._condition, file, footer)
 
     def _filtered(self, condition: Condition, file: int, footer: Footer) -> Footer:
-        """What is left of a file: a source of it alone is read once, as far as the condition may match."""
+        """Return the rows of a file that match: a source of it alone is read once, as far as the condition may match."""
         try:
             used = condition.columns(_schema_of(footer.kind))
         except ValueError as error:
@@ -246,7 +246,7 @@ class TableSource(FileSource, TokenSource):
 
 
 class FileSchema:
-    """Of some files, and what is asked of it for each fragment."""
+    """The schema of some files, with what each fragment asks of it."""
 
     def __init__(self, schema: ArrowSchema) -> None:
         self.schema, self.names = schema, set(schema.names)

@@ -1,4 +1,4 @@
-"""What a process keeps decoded: one LRU with a byte budget, whatever the number of sources, shards and files."""
+"""`Cache`: what a process keeps decoded, one LRU with a byte budget for all sources, shards and files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Held(Made):
     """Says that the cache keeps it no longer."""
 
     def was_used(self) -> bool:
-        """Whether it was, since this was asked last: it then stays a while longer."""
+        """Return True if the value was used since the last call: it then stays a while longer."""
         raise NotImplementedError
 
 
@@ -188,7 +188,7 @@ class Cache:
                 value.evicted()
 
     def _unused(self) -> Hashable:
-        """What was used least recently of all that is `Made`."""
+        """Return the key of the `Made` value that was used least recently."""
         while True:
             key, value = next(iter(self._made.items()))
             if not (isinstance(value, Held) and value.was_used()):

@@ -27,7 +27,7 @@ class Cut(NamedTuple):
 
 
 class Share(Protocol):
-    """What one logical shard reads in one epoch."""
+    """The pieces that one logical shard reads in one epoch."""
 
     @property
     def key(self) -> Hashable: ...
@@ -60,7 +60,7 @@ class Piece(Evicted):
 
     @cached_property
     def tokens(self) -> Tokens:
-        """Of its only column."""
+        """The tokens of its only column."""
         found = token_lists(self._table().column(0))
         return Tokens(found.values, found.offsets, self.start)
 

@@ -21,7 +21,7 @@ class Numbers(NamedTuple):
 
     @staticmethod
     def of(array: npt.NDArray[Any], data: ArrowBuffer) -> Numbers | None:
-        """Of an array that lies in bytes; `None` where it is a copy."""
+        """Return the place of an array within bytes; `None` where it is a copy."""
         start = array.ctypes.data - data.address
         return Numbers(start, array.dtype, len(array)) if 0 <= start <= data.size - array.nbytes else None
 
@@ -30,14 +30,14 @@ class Numbers(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Of lists without nulls: their values, and where each begins among these."""
+    """The place of lists without nulls: of their values, and of where each begins among these."""
 
     values: Numbers
     offsets: Numbers
 
     @staticmethod
     def of(lists: ArrowArray, data: ArrowBuffer) -> Place | None:
-        """Of a column that was read from bytes without copying them; `None` elsewhere."""
+        """Return the place of a column that was read from bytes without a copy; `None` for others."""
         chunk = lists.chunk(0) if lists.num_chunks == 1 else None
         if chunk is None or kinds.is_fixed_size_list(chunk.type) or chunk.null_count or chunk.values.null_count:
             return None
@@ -46,7 +46,7 @@ class Place(NamedTuple):
         return None if values is None or offsets is None else Place(values, offsets)
 
     def tokens(self, data: ArrowBuffer) -> Tokens:
-        """Those in the bytes of the fragment, which are not copied; ``ValueError`` where there are fewer bytes."""
+        """Return the tokens in the bytes of the fragment, without a copy; ``ValueError`` where there are fewer bytes."""
         offsets = self.offsets.within(data).astype(np.int64)
         first, stop = int(offsets[0]), int(offsets[-1])
         offsets -= first

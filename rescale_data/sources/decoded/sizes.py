@@ -24,6 +24,6 @@ def size_of(value: Any) -> int:
 
 
 def _pixels(value: Any) -> int:
-    """Of a PIL image, whose pixels are not Python's."""
+    """Return the bytes of a PIL image's pixels, which Python does not count."""
     bands = getattr(value, "getbands", None)
     return value.width * value.height * len(bands()) if bands is not None else 0

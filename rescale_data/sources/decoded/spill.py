@@ -57,7 +57,7 @@ class Spill:
             self.nbytes += data.size
 
     def _go_without(self, path: str, error: OSError) -> None:
-        """What lies here stays, nothing is added: without spilling all works, if with more reading."""
+        """Keep what is there and add nothing more: all works without, with more reading."""
         self._works = False
         with suppress(OSError):
             os.unlink(path)
@@ -86,7 +86,7 @@ _spills: dict[str, Spill] = {}
 
 
 def spill_in(folder: str, max_bytes: int) -> Spill:
-    """That of this process in a folder, with the largest bound that was asked for."""
+    """Return the spill folder of this process in a folder; its bound is the largest one requested."""
     spill = _spills.get(folder)
     if spill is None:
         spill = _spills[folder] = Spill(folder, max_bytes)

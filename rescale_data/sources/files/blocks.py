@@ -21,7 +21,7 @@ CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 
 @dataclass(frozen=True)
 class BlockTable:
-    """Where blocks begin, ``int64[B + 1]`` each: among the bytes they stand for, and in the copy."""
+    """The beginnings of blocks, ``int64[B + 1]`` each: among the bytes they stand for, and in the copy."""
 
     raw: Ints
     stored: Ints
@@ -60,7 +60,7 @@ class BlockRanges(Ranges):
 
 
 def codec_of(name: str) -> str | None:
-    """How a file is compressed, by its name; `None` for not at all."""
+    """Return the compression of a file, by its name; `None` for none."""
     return next((codec for suffix, codec in CODECS.items() if name.endswith(suffix)), None)
 
 
@@ -77,7 +77,7 @@ def write_blocks(chunks: Iterator[bytes], path: str) -> BlockTable:
 
 
 def decompressed(stream: Any, codec: str) -> Iterator[bytes]:
-    """What a compressed file holds, in pieces of `BLOCK_BYTES` but for the last."""
+    """Decompress a file, in pieces of `BLOCK_BYTES` but for the last."""
     with pa.CompressedInputStream(stream, codec) as file:
         whole = io.BufferedReader(file, BLOCK_BYTES)  # pyarrow returns less than was asked for
         while chunk := whole.read(BLOCK_BYTES):

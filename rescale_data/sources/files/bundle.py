@@ -40,12 +40,12 @@ class Bundle:
 
     @property
     def names(self) -> list[str]:
-        """Of the arrays."""
+        """The names of the arrays."""
         return list(self._header["arrays"])
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What was written beside the arrays."""
+        """The JSON values that were written with the arrays."""
         return self._header["facts"]
 
     def array(self, name: str) -> npt.NDArray[Any]:

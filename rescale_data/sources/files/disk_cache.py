@@ -130,7 +130,7 @@ class DiskCache:
 
 
 def _read(path: str, length: int) -> bytes | None:
-    """What lies there; `None` where that is not whole: another process may have deleted it, or not let others read it."""
+    """Return the bytes of a file; `None` where it is not whole: another process may have deleted it, or let nobody read it."""
     with suppress(OSError):
         with open(path, "rb") as file:
             data = file.read()
@@ -156,7 +156,7 @@ os.register_at_fork(after_in_child=_renew)
 
 
 def disk_cache(folder: str, max_bytes: int) -> DiskCache:
-    """That of this process in a folder."""
+    """Return the cache of this process in a folder."""
     found = _caches.get(folder)
     if found is None or found.max_bytes != max_bytes:
         found = _caches[folder] = DiskCache(folder, max_bytes)

@@ -1,4 +1,4 @@
-"""From what a user gives (a glob, a folder, a list, a URL) to files in the same order on every machine."""
+"""Find the files that paths stand for (globs, folders, lists, URLs), in the same order on every machine."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def _remote(given: Sequence[str], suffixes: Sequence[str], options: Mapping[str,
 
 
 def _look(filesystem: Any, path: str, suffixes: Sequence[str]) -> tuple[bool, dict[str, Any]]:
-    """Whether a path is a folder, and all files below it, or those that it stands for."""
+    """Return True for a folder, with all files below it; else False, with the files that the path stands for."""
     try:
         if glob.has_magic(path) and not filesystem.isdir(path):
             return False, _matches(filesystem, path)
@@ -315,7 +315,7 @@ def _stamp(info: Mapping[str, Any]) -> str:
 
 
 def _wanted(paths: Iterable[str], root: str, suffixes: Sequence[str]) -> list[str]:
-    """Those with one of the suffixes and no hidden part below the root."""
+    """Return the paths that end in one of the suffixes and have no hidden part below the root."""
     below = len(root.rstrip("/")) + 1
     return [
         path

@@ -1,4 +1,4 @@
-"""How files behind URLs are read: a request a range, asked for again where it fails, and kept on disk where that is wanted."""
+"""Reading files behind URLs: a request for each range, made again where it fails, and kept on disk if asked for."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _PERMANENT = (
 @checks_kinds
 @dataclass(frozen=True, kw_only=True)
 class Remote:
-    """How files behind URLs are read.
+    """Options of reading files behind URLs.
 
     Args:
         timeout: Seconds that the last attempt of a request may take. Those before it have less: one that takes ten times as
@@ -95,7 +95,7 @@ class Remote:
 
     @property
     def kept(self) -> DiskCache | None:
-        """What this process keeps in ``cache_dir``; ``ValueError`` where that can be no folder."""
+        """The cache in ``cache_dir``; ``ValueError`` where that can be no folder."""
         return None if self.cache_dir is None else disk_cache(os.fspath(self.cache_dir), self.cache_dir_bytes)
 
 
@@ -249,7 +249,7 @@ def _first(answers: list[Future[T]], seconds: float) -> T:
 
 
 class Pace:
-    """How long the last thousand answers took, by their size. What stalls is most often one connection, not the server."""
+    """The seconds that the last thousand answers took, by their size. Mostly one connection stalls, not the server."""
 
     def __init__(self) -> None:
         self._took: deque[float] = deque(maxlen=1000)
@@ -295,7 +295,7 @@ class Slots:
 
     @property
     def limit(self) -> int:
-        """How many there may be now: twice as many each half minute since they were slowed."""
+        """The number of requests at once that is allowed now: twice as many each half minute since they were slowed."""
         doublings = min(30.0, (time.monotonic() - self._slowed_at) / _RECOVERY_SECONDS)
         return min(self._most, int(self._slowed * 2**doublings))
 
