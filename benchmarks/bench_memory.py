@@ -67,7 +67,7 @@ def measure(case: Case, folder: str, spill: str, answers: Any) -> None:
         return table
 
     ParquetSource._decode = count  # type: ignore[method-assign]
-    source = rd.ParquetSource(folder, cache_bytes=CACHE, spill_dir=spill if case.spill else None)
+    source = rd.ParquetSource(folder, cache_bytes=CACHE, cache_dir=spill if case.spill else None)
     loader = rd.DataLoader(
         source, global_batch_size=BATCH, num_logical_shards=SHARDS, dp_rank=0, dp_world_size=case.world_size
     )

@@ -36,7 +36,7 @@ class ArrowSource(TableSource):
         paths: A glob, a folder (``*.arrow`` below it), a file, or a list of these; local or any fsspec URL. Files are
             ordered by path. A folder may be what ``save_to_disk`` of Hugging Face ``datasets`` wrote for one split.
         columns: Which to read; default all.
-        cache_bytes, storage_options, remote, index_dir, filter, spill_dir, spill_bytes: As of `ParquetSource`.
+        cache_bytes, storage_options, remote, index_dir, filter, cache_dir, cache_dir_bytes: As of `ParquetSource`.
 
     Raises:
         FileNotFoundError: ``paths`` stand for no file.

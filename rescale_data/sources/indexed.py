@@ -24,7 +24,7 @@ from rescale_data.sources.files.paths import Paths
 from rescale_data.sources.files.ranges import Ranges
 from rescale_data.sources.files.remote import Remote
 from rescale_data.sources.fragments import Footer, cut, spans
-from rescale_data.sources.known_files import Explained
+from rescale_data.sources.known_files import CACHE_DIR_BYTES, Explained
 from rescale_data.state import Ints
 
 FRAGMENT_ROWS = 1024
@@ -67,11 +67,19 @@ class IndexedSource(FileSource):
         storage_options: Mapping[str, Any] | None = None,
         remote: Remote | None = None,
         index_dir: str | os.PathLike[str] | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_dir_bytes: int = CACHE_DIR_BYTES,
         transcode: bool = True,
     ) -> None:
         self.columns, self._transcode = chosen_columns(columns), transcode
         super().__init__(
-            paths, cache_bytes=cache_bytes, storage_options=storage_options, remote=remote, index_dir=index_dir
+            paths,
+            cache_bytes=cache_bytes,
+            storage_options=storage_options,
+            remote=remote,
+            index_dir=index_dir,
+            cache_dir=cache_dir,
+            cache_dir_bytes=cache_dir_bytes,
         )
 
     @abstractmethod

@@ -7,13 +7,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias, cast, runtime_checkable
 
-from torch.distributed.checkpoint.stateful import Stateful
-
 from rescale_data.errors import DataStateError, checks_kinds, require
 from rescale_data.sources.source import Described
 
 Factory: TypeAlias = Callable[[int], Iterable[Any]]
 Keeps: TypeAlias = Literal["state", "count", "nothing"]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A stream that says where it stands: Hugging Face's ``IterableDataset``, an iterator of torchdata, yours."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+    def load_state_dict(self, state_dict: Any, /) -> None: ...
 
 
 @runtime_checkable

@@ -36,7 +36,7 @@ class JsonlSource(IndexedSource):
         paths: A glob, a folder (``*.jsonl`` below it, also with ``.gz``, ``.zst`` or ``.bz2``), a file, or a list; local or
             any URL.
         columns: Which to keep; a row without one of them is an error. Default: whatever a line holds.
-        cache_bytes, storage_options, remote: As of `ParquetSource`.
+        cache_bytes, storage_options, remote, cache_dir, cache_dir_bytes: As of `ParquetSource`.
         index_dir: Where indices are kept, a folder that all ranks share; default beside each file. Needed for URLs.
         transcode: Whether files that are compressed as a whole may be copied once, beside the index, in a form that can
             be read at random. `False` refuses them.

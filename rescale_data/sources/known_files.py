@@ -18,6 +18,7 @@ import pyarrow as pa
 from rescale_data.errors import DataStateError, checks_kinds
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES
 from rescale_data.sources.files.bundle import Bundle
+from rescale_data.sources.files.local_store import store_in
 from rescale_data.sources.files.paths import Files, Paths, find
 from rescale_data.sources.files.remote import Remote, RemoteError
 from rescale_data.sources.folders import FILES, FOLDERS, fold
@@ -29,6 +30,7 @@ from rescale_data.state import Ints
 HIDDEN = ".rescale_data"
 """The folder, beside local files, for what is kept of them."""
 
+CACHE_DIR_BYTES = 2**36
 _OPENING_THREADS = 16
 _DAMAGE = (OSError, ValueError, LookupError, OverflowError, struct.error, pa.ArrowException)
 
@@ -52,14 +54,19 @@ class KnownFiles(FiledSource):
         storage_options: Mapping[str, Any] | None = None,
         remote: Remote | None = None,
         index_dir: str | os.PathLike[str] | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_dir_bytes: int = CACHE_DIR_BYTES,
     ) -> None:
-        if cache_bytes < 1:
-            raise ValueError(f"cache_bytes={cache_bytes}: give a number of bytes, at least 1.")
-        self.cache_bytes = cache_bytes
+        if cache_bytes < 1 or cache_dir_bytes < 1:
+            raise ValueError(f"{cache_bytes=}, {cache_dir_bytes=}: give numbers of bytes, at least 1.")
+        if cache_dir is not None and not os.fspath(cache_dir):
+            raise ValueError("cache_dir='': give a local folder, or None to keep nothing on disk.")
+        store = None if cache_dir is None else store_in(os.path.abspath(os.fspath(cache_dir)), cache_dir_bytes)
+        self.cache_bytes, self.cache_dir_bytes = cache_bytes, 0 if store is None else cache_dir_bytes
         if index_dir is not None and not os.fspath(index_dir):
             raise ValueError("index_dir='': give a folder that all ranks share, or None for no index.")
         self._index_dir = None if index_dir is None else os.path.abspath(os.fspath(index_dir))
-        self._files = self._find(paths, storage_options, remote)
+        self._files = replace(self._find(paths, storage_options, remote), store=store)
         self.name = self._files.root.rstrip("/").rpartition("/")[2] or self._files.root
         self._mapped: str | None = None
         self._indices: IndexFolder | None = None

@@ -38,7 +38,7 @@ class MegatronSource(FileSource, TokenSource):
 
     Args:
         paths: A glob of ``.bin`` files, a folder, a file, or a list; local or any fsspec URL. The ``.idx`` is beside each.
-        cache_bytes, storage_options, remote, index_dir: As of `ParquetSource`.
+        cache_bytes, storage_options, remote, index_dir, cache_dir, cache_dir_bytes: As of `ParquetSource`.
 
     Raises:
         FileNotFoundError: ``paths`` stand for no file, or an ``.idx`` is missing.

@@ -36,15 +36,17 @@ class ParquetSource(TableSource):
         columns: Which to read; default all.
         cache_bytes: What this process may keep decoded, over all sources.
         storage_options: For fsspec.
-        remote: How to read files of URLs: retries, a local cache, reading ahead.
+        remote: How to read files of URLs: time-outs, retries, reading ahead.
         index_dir: Where an index of all files is kept, a folder that all ranks share: the first process that opens the source
             reads the footers, several processes at once share them out, all others map it.
         filter: Which rows to read: an expression over any columns, such as ``pyarrow.compute.field("lang") == "de"``. All
             other rows are as if they were not in the files. It is applied once, to the row groups that it may match, and
             the rows that it matches are kept in an index, in ``index_dir`` or beside the files.
-        spill_dir: A local folder for what is decoded and does not fit ``cache_bytes``, where this process serves so many
-            logical shards that their fragments do not: each is then decoded once an epoch, and not again and again.
-        spill_bytes: What this process may write there.
+        cache_dir: A local folder, shared by the processes of a machine, for ranges of URLs that were read, and for what is
+            decoded and does not fit ``cache_bytes``, where this process serves so many logical shards that their fragments do
+            not: each is then decoded once an epoch, and not again and again. Without space there it keeps nothing more.
+        cache_dir_bytes: The bound on all that lies there. Entries that were not used for longest go first, and one of more
+            than an eighth of it is not kept.
 
     Raises:
         FileNotFoundError: ``paths`` stand for no file.

@@ -82,8 +82,8 @@ class Source(Described):
     """The columns of a row, where some can be chosen; `None` for whatever each row has."""
     cache_bytes: int = DEFAULT_BYTES
     """The byte budget of what this process keeps of all sources."""
-    spill_bytes: int = 0
-    """The bytes that may lie on disk beside what the cache holds."""
+    cache_dir_bytes: int = 0
+    """The bytes that may lie on a local disk beside what the cache holds."""
     fragment_bytes: int = 0
     """Bytes of the median fragment when it is decoded, as far as is known."""
     batch_rows: int = 1

@@ -6,7 +6,7 @@ import base64
 import copy
 import os
 from abc import abstractmethod
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,15 +22,13 @@ from rescale_data.sources.counts import READ_BYTES, counts
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES, cache, owner_of
 from rescale_data.sources.decoded.columns import Fragment, check_columns, chosen_columns, is_token_list, token_lists
 from rescale_data.sources.decoded.interest import needed_with, room_for_block
-from rescale_data.sources.decoded.pieces import Piece, Share, cut_out
-from rescale_data.sources.decoded.spill import spill_in
+from rescale_data.sources.decoded.pieces import Cut, Piece, Share, cut_out
 from rescale_data.sources.file_source import FileSource
 from rescale_data.sources.files.paths import Paths
 from rescale_data.sources.files.remote import Remote
 from rescale_data.sources.fragments import Footer, gather
+from rescale_data.sources.known_files import CACHE_DIR_BYTES
 from rescale_data.sources.source import Tokens, TokenSource
-
-SPILL_BYTES = 2**36
 
 
 class TableSource(FileSource, TokenSource):
@@ -47,16 +45,20 @@ class TableSource(FileSource, TokenSource):
         remote: Remote | None = None,
         index_dir: str | os.PathLike[str] | None = None,
         filter: ArrowExpression | None = None,
-        spill_dir: str | os.PathLike[str] | None = None,
-        spill_bytes: int = SPILL_BYTES,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_dir_bytes: int = CACHE_DIR_BYTES,
     ) -> None:
         self._condition = None if filter is None else Condition(filter)
         self.columns = chosen_columns(columns)
-        self._spill_dir = None if spill_dir is None else os.path.abspath(os.fspath(spill_dir))
         super().__init__(
-            paths, cache_bytes=cache_bytes, storage_options=storage_options, remote=remote, index_dir=index_dir
+            paths,
+            cache_bytes=cache_bytes,
+            storage_options=storage_options,
+            remote=remote,
+            index_dir=index_dir,
+            cache_dir=cache_dir,
+            cache_dir_bytes=cache_dir_bytes,
         )
-        self.spill_bytes = spill_bytes if spill_dir is not None else 0
 
     @abstractmethod
     def _table(self, fragment: int, columns: Sequence[str]) -> ArrowTable:
@@ -105,11 +107,11 @@ class TableSource(FileSource, TokenSource):
         return True
 
     def cuts_pay(self, num_shards: int, *, packed: bool) -> bool:
-        if not self.decoding_costs or num_shards == 1 or (packed and not self.spill_bytes and room_for_block(self)):
+        if not self.decoding_costs or num_shards == 1 or (packed and not self.cache_dir_bytes and room_for_block(self)):
             return False
         own = min(num_shards, len(self._index.starts) - 1) * self.fragment_bytes
         # of many sources a shard takes a row each at a visit: pieces pay where they are kept, on disk
-        return own > self.cache_bytes or (self.spill_bytes > 0 and needed_with(self, num_shards) > self.cache_bytes)
+        return own > self.cache_bytes or (self.cache_dir_bytes > 0 and needed_with(self, num_shards) > self.cache_bytes)
 
     def row_of(self, index: int, share: Share) -> dict[str, Any]:
         at = self._fragment_at(index)
@@ -127,18 +129,20 @@ class TableSource(FileSource, TokenSource):
             raise self._bad(int(self._index.starts[fragment]) + piece.start + null.row, null) from None
 
     def _piece(self, fragment: int, share: Share, column: str | None = None) -> Piece:
-        """The rows of one shard in a fragment: from the cache, from disk, or cut anew together with those of the others."""
+        """The rows of one shard in a fragment: from the cache, from disk, or cut anew together with the others."""
         key = self._key(fragment, column, share)
         found: Piece | None = cache().get(key)
         if found is not None:
             return found
         with counts().reading(self._files.path(self._index.file_of(fragment))):
-            return self._spilled(key, share, fragment) or self._cut(fragment, share, column)
+            return self._stored(fragment, share, column) or self._cut(fragment, share, column)
 
     def _cut(self, fragment: int, share: Share, column: str | None) -> Piece:
         with cache().alone((owner_of(self), "cutting", fragment)):
             key = self._key(fragment, column, share)
-            found = cache().get(key) or self._spilled(key, share, fragment)  # another thread may have been here before
+            found = cache().get(key) or self._stored(
+                fragment, share, column
+            )  # another thread may have been here before
             return found or self._cut_all(fragment, share, column)
 
     def _cut_all(self, fragment: int, share: Share, column: str | None) -> Piece:
@@ -149,7 +153,8 @@ class TableSource(FileSource, TokenSource):
         where = self._key(fragment, column)
         for cut in share.cuts(fragment):
             key = (*where, "piece", cut.key)
-            piece = Piece(cut_out(table, cut.start, cut.stop), cut.start, partial(self._spill, key))
+            leave = partial(self._store, self._piece_name(fragment, column, cut))
+            piece = Piece(cut_out(table, cut.start, cut.stop), cut.start, leave)
             mine = piece if cut.key == share.key else mine
             if cache().get(key) is None:
                 cache().put(key, piece)
@@ -157,15 +162,23 @@ class TableSource(FileSource, TokenSource):
             raise RuntimeError(f"{share.key} reads no row of fragment {fragment}")
         return mine
 
-    def _spill(self, key: Hashable, data: ArrowBuffer) -> None:
-        if self._spill_dir is not None:
-            spill_in(self._spill_dir, self.spill_bytes).put(key, data)
+    def _store(self, name: str, data: ArrowBuffer) -> None:
+        if self._files.store is not None:
+            self._files.store.put(name, data)
 
-    def _spilled(self, key: Hashable, share: Share, fragment: int) -> Piece | None:
-        data = None if self._spill_dir is None else spill_in(self._spill_dir, self.spill_bytes).get(key)
-        if data is None:
+    def _stored(self, fragment: int, share: Share, column: str | None) -> Piece | None:
+        if self._files.store is None:
             return None
-        return Piece(data, share.start(fragment), _stay)
+        cut = share.cut(fragment)
+        data = self._files.store.get(self._piece_name(fragment, column, cut))
+        return None if data is None else Piece(data, cut.start, _stay)
+
+    def _piece_name(self, fragment: int, column: str | None, cut: Cut) -> str:
+        """Return the name of a piece, the same in all processes that read these rows and columns of this file."""
+        files, file = self._files, self._index.file_of(fragment)
+        of_file = (self.FORMAT, files.path(file), int(files.sizes[file]), files.stamps[file], self._indexed_with())
+        columns = self._schema.names if column is None else [column]
+        return repr(("piece", of_file, fragment - int(self._index.files[file]), columns, cut.start, cut.stop))
 
     def manifest(self) -> Mapping[str, Any]:
         return {**super().manifest(), **self._indexed_with()}

@@ -37,7 +37,7 @@ class WebDatasetSource(IndexedSource):
         paths: A glob, a folder (``*.tar`` below it, also with ``.gz``, ``.zst`` or ``.bz2``), a file, or a list; local or
             any URL.
         columns: Which to read; default: all that occur. A row without one of them is an error when it is read.
-        cache_bytes, storage_options, remote: As of `ParquetSource`.
+        cache_bytes, storage_options, remote, cache_dir, cache_dir_bytes: As of `ParquetSource`.
         index_dir, transcode: As of `JsonlSource`.
 
     Raises:

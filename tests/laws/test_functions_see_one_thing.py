@@ -97,9 +97,9 @@ def parquet(folder: Path, kind: str) -> rd.Source:
     return rd.ParquetSource(folder, **CACHE)
 
 
-def spilled(folder: Path, kind: str) -> rd.Source:
+def stored(folder: Path, kind: str) -> rd.Source:
     pq.write_table(table_of(kind), folder / "a.parquet", row_group_size=5)
-    return rd.ParquetSource(folder, cache_bytes=1, spill_dir=folder / "spill")
+    return rd.ParquetSource(folder, cache_bytes=1, cache_dir=folder / "cache")
 
 
 def jsonl(folder: Path, kind: str) -> rd.Source:
@@ -124,7 +124,7 @@ def huggingface(folder: Path, kind: str) -> rd.Source:
 CACHE = {"cache_bytes": 1}  # one fragment at a time
 FORMATS: dict[str, Callable[[Path, str], rd.Source]] = {
     "parquet": parquet,
-    "spilled": spilled,
+    "stored": stored,
     "arrow": arrow,
     "arrow-stream": lambda folder, kind: arrow(folder, kind, new=pa.ipc.new_stream),
     "arrow-zstd": lambda folder, kind: arrow(folder, kind, compression="zstd"),

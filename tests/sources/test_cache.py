@@ -210,8 +210,8 @@ class Fragments(Source):
     name, num_rows = "web", 1000
     fragments = np.arange(0, 1001, 10)
 
-    def __init__(self, fragment_bytes: int, cache_bytes: int, spill_bytes: int = 0) -> None:
-        self.fragment_bytes, self.cache_bytes, self.spill_bytes = fragment_bytes, cache_bytes, spill_bytes
+    def __init__(self, fragment_bytes: int, cache_bytes: int, cache_dir_bytes: int = 0) -> None:
+        self.fragment_bytes, self.cache_bytes, self.cache_dir_bytes = fragment_bytes, cache_bytes, cache_dir_bytes
 
     def manifest(self) -> Any: ...
     def row(self, index: int) -> Any: ...

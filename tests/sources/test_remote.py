@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,8 +28,8 @@ from rescale_data.nodes.reading.rows import ShardRows
 from rescale_data.sources.decoded import cache as decoded
 from rescale_data.sources.decoded.ahead import far_ahead
 from rescale_data.sources.decoded.cache import Cache, Handles, cache
-from rescale_data.sources.files import remote
-from rescale_data.sources.files.disk_cache import DiskCache
+from rescale_data.sources.files import local_store, remote
+from rescale_data.sources.files.local_store import LocalStore
 from rescale_data.sources.files.paths import find
 from rescale_data.sources.files.remote import RemoteError, RemoteFile
 from rescale_data.testing import assert_rescalable
@@ -86,7 +87,7 @@ def far(kind: str, folder: Path, **kwargs: Any) -> Any:
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_rescales(kind: str, tmp_path: Path) -> None:
-    source = far(kind, tmp_path, remote=rd.Remote(cache_dir=tmp_path / "cache"))
+    source = far(kind, tmp_path, cache_dir=tmp_path / "cache")
     assert source.num_rows == len(DOCS)
     assert_rescalable(partial(loader_of, partial(packed, source=source, kind=kind)), [(1, 4, 0), (3, 4, 0)], steps=2)
 
@@ -213,7 +214,7 @@ def test_small_reads_near_each_other_are_one_request(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [{"retries": -1}, {"timeout": 0.0}, {"timeout": float("inf")}, {"max_requests": 0}, {"cache_dir_bytes": 0}],
+    [{"retries": -1}, {"timeout": 0.0}, {"timeout": float("inf")}, {"max_requests": 0}],
 )
 def test_options_out_of_range(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
@@ -290,7 +291,7 @@ class TestAhead:
 
     def test_does_not_exceed_the_cache(self, tmp_path: Path) -> None:
         self.write(tmp_path / "data")
-        source = rd.ParquetSource(f"flaky://{tmp_path}/data", cache_bytes=50_000, spill_dir=tmp_path / "spill")
+        source = rd.ParquetSource(f"flaky://{tmp_path}/data", cache_bytes=50_000, cache_dir=tmp_path / "cache")
         loader = rd.DataLoader(source, global_batch_size=8, num_logical_shards=8)
         cache().clear()
         tokens = np.concatenate([batch["tokens"][:, 0].numpy() for batch in loader])
@@ -423,30 +424,28 @@ one.wait()
     assert 1 <= done.stdout.count("asked") <= 16
 
 
-class TestDiskCache:
+class TestLocalStore:
     def test_keeps_what_was_read(self, tmp_path: Path) -> None:
-        remote = rd.Remote(cache_dir=tmp_path / "cache")
-        source = far("parquet", tmp_path, remote=remote)
+        source = far("parquet", tmp_path, cache_dir=tmp_path / "cache")
         rows = [source.row(i)["tokens"].tolist() for i in range(200)]
         cache().clear()
         Flaky.requests = 0
-        again = type(source)(f"flaky://{tmp_path / 'parquet'}", remote=remote)
+        again = type(source)(f"flaky://{tmp_path / 'parquet'}", cache_dir=tmp_path / "cache")
         assert [again.row(i)["tokens"].tolist() for i in range(200)] == rows
         assert Flaky.requests == 0
 
     def test_of_a_file_that_has_changed(self, tmp_path: Path) -> None:
-        remote = rd.Remote(cache_dir=tmp_path / "cache")
-        path = tmp_path / "x"
+        store, path = LocalStore(str(tmp_path / "cache"), 10_000), tmp_path / "x"
         for text in (b"before", b"behind"):
             path.write_bytes(text)
             os.utime(path, (1, len(list(tmp_path.rglob("*")))))
-            found = find(f"flaky://{path}", ("x",), None, remote)
+            found = replace(find(f"flaky://{path}", ("x",)), store=store)
             assert found.open(0).read() == text
 
     def test_has_a_bound(self, tmp_path: Path) -> None:
-        kept = DiskCache(str(tmp_path), 10_000)
+        kept = LocalStore(str(tmp_path), 10_000)
         for i in range(200):
-            assert kept.read(str(i), 500, lambda: bytes(500)) == bytes(500)
+            assert kept.read(str(i), 500, lambda: bytes(500)) == pa.py_buffer(bytes(500))
             assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) <= 10_000
         fetched: list[int] = []
         kept.read("199", 500, lambda: fetched.append(1) or bytes(500))
@@ -457,33 +456,46 @@ class TestDiskCache:
     def test_deletes_nothing_of_the_users(self, tmp_path: Path) -> None:
         (tmp_path / "model.pt").write_bytes(bytes(20_000))
         os.utime(tmp_path / "model.pt", (1, 1))
-        kept = DiskCache(str(tmp_path), 10_000)
+        kept = LocalStore(str(tmp_path), 10_000)
         [kept.read(str(i), 500, lambda: bytes(500)) for i in range(50)]
         assert (tmp_path / "model.pt").exists()
 
-    def test_where_there_can_be_no_folder(self, tmp_path: Path) -> None:
+    def test_where_there_can_be_no_folder(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         (tmp_path / "file").touch()
-        with pytest.raises(ValueError, match=r"^cache_dir=.*file.*Not a directory"):
-            far("parquet", tmp_path, remote=rd.Remote(cache_dir=tmp_path / "file"))
+        source = far("parquet", tmp_path, cache_dir=tmp_path / "file")
+        assert source.row(3)["tokens"].tolist() == DOCS[3]
+        assert [record.getMessage().count("Not a directory") for record in caplog.records] == [1]
+
+    def test_a_folder_that_hosts_share_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        mounts = tmp_path / "mounts"
+        mounts.write_text(f"disk / ext4 rw 0 0\nhost:/x {tmp_path} nfs4 rw 0 0\n/dev/y {tmp_path}/local ext4 rw 0 0\n")
+        monkeypatch.setattr(local_store, "_MOUNTS", str(mounts))
+        LocalStore(str(tmp_path / "local" / "a"), 100)
+        with pytest.raises(ValueError, match="is on nfs4, which hosts share"):
+            far("parquet", tmp_path, cache_dir=tmp_path / "a")
 
     def test_a_damaged_file_is_fetched_again(self, tmp_path: Path) -> None:
-        kept = DiskCache(str(tmp_path), 10_000)
+        kept = LocalStore(str(tmp_path), 10_000)
         kept.read("a", 100, lambda: bytes(100))
         (path,) = [path for path in tmp_path.rglob("*") if path.is_file()]
         path.write_bytes(b"short")
-        assert kept.read("a", 100, lambda: bytes(range(100))) == bytes(range(100))
+        assert kept.read("a", 100, lambda: bytes(range(100))) == pa.py_buffer(bytes(range(100)))
+        data = path.read_bytes()
+        path.write_bytes(b"?" + data[1:])  # as a disk may leave it
+        assert kept.get("a") is None
+        assert kept.read("a", 100, lambda: bytes(100)) == pa.py_buffer(bytes(100))
 
     def test_another_process_may_delete_the_file_aside(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        kept, replace = DiskCache(str(tmp_path), 10_000), os.replace
+        kept, rename = LocalStore(str(tmp_path), 10_000), os.replace
 
         def deleted_first(aside: str, path: str) -> None:
             os.unlink(aside)
-            replace(aside, path)
+            rename(aside, path)
 
         monkeypatch.setattr(os, "replace", deleted_first)
-        assert kept.read("a", 500, lambda: bytes(500)) == bytes(500)
+        assert kept.read("a", 500, lambda: bytes(500)) == pa.py_buffer(bytes(500))
         assert not [path for path in tmp_path.rglob("*") if path.is_file()]
         assert not caplog.records
 
@@ -493,9 +505,9 @@ class TestDiskCache:
         def full(aside: str, path: str) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        kept = DiskCache(str(tmp_path), 10_000)
+        kept = LocalStore(str(tmp_path), 10_000)
         monkeypatch.setattr(os, "replace", full)
-        assert [kept.read(name, 500, lambda: bytes(500)) for name in "aab"] == [bytes(500)] * 3
+        assert [kept.read(name, 500, lambda: bytes(500)) for name in "aab"] == [pa.py_buffer(bytes(500))] * 3
         assert [record.getMessage().count("No space left") for record in caplog.records] == [1]
         assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
@@ -509,7 +521,7 @@ class TestDiskCache:
 
 
 def _use(folder: str, seed: int) -> None:
-    kept = DiskCache(folder, 20_000)
+    kept = LocalStore(folder, 20_000)
     for number in np.random.default_rng(seed).integers(0, 60, 300).tolist():
         data = kept.read(str(number), 500, lambda number=number: bytes([number]) * 500)
-        assert data == bytes([number]) * 500
+        assert data == pa.py_buffer(bytes([number]) * 500)

@@ -20,7 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 import rescale_data as rd
 from rescale_data.sources.counts import REQUESTS, RETRIES, counts
 from rescale_data.sources.files import remote
-from rescale_data.sources.files.disk_cache import DiskCache
+from rescale_data.sources.files.local_store import LocalStore
 from rescale_data.sources.files.remote import Pace, RemoteError, Slots, attempt
 
 
@@ -279,7 +279,7 @@ def test_a_child_that_is_forked_within_a_pause_makes_pauses_of_its_own() -> None
 
 def test_a_childs_life_does_not_lengthen_a_lock(tmp_path: Path) -> None:
     """Forked while a range is fetched: the parent's lock is its own, and gone with the request."""
-    cache, inside, go_on = DiskCache(str(tmp_path), 2**20), threading.Event(), threading.Event()
+    cache, inside, go_on = LocalStore(str(tmp_path), 2**20), threading.Event(), threading.Event()
 
     def fetch() -> bytes:
         inside.set()
@@ -297,7 +297,7 @@ def test_a_childs_life_does_not_lengthen_a_lock(tmp_path: Path) -> None:
             os._exit(0)
         os.close(reader)
         go_on.set()
-        assert answer.result() == b"abc"
+        assert answer.result() == pa.py_buffer(b"abc")
     with cache._alone(cache._path("range")):  # the child would hold it
         pass
     os.close(writer)
@@ -309,14 +309,14 @@ def test_without_a_folder_for_locks_ranges_are_kept_all_the_same(
     bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     locks = tmp_path / "locks"
-    monkeypatch.setattr("rescale_data.sources.files.disk_cache._LOCKS", str(locks))
+    monkeypatch.setattr("rescale_data.sources.files.local_store._LOCKS", str(locks))
     if bad == "a file":
         locks.touch()
     else:
         locks.mkdir()
         monkeypatch.setattr(os, "getuid", lambda: locks.stat().st_uid + 1)
-    cache = DiskCache(str(tmp_path / "cache"), 2**20)
-    assert [cache.read("range", 3, lambda: b"abc") for _ in range(2)] == [b"abc"] * 2
+    cache = LocalStore(str(tmp_path / "cache"), 2**20)
+    assert [cache.read("range", 3, lambda: b"abc") for _ in range(2)] == [pa.py_buffer(b"abc")] * 2
     assert not locks.is_dir() or not list(locks.iterdir())
 
 
@@ -348,7 +348,7 @@ def miss(folder: str, fetched: Any) -> None:
         time.sleep(0.2)
         return b"x" * 100
 
-    assert DiskCache(folder, 2**20).read("range", 100, fetch) == b"x" * 100
+    assert LocalStore(folder, 2**20).read("range", 100, fetch) == pa.py_buffer(b"x" * 100)
 
 
 def test_ranks_of_a_machine_that_miss_a_range_fetch_it_once(tmp_path: Path) -> None:

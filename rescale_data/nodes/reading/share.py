@@ -65,13 +65,15 @@ class ShardShare:
                 found.append(Cut(self._key(shard), start, stop))
         return found
 
-    def start(self, fragment: int) -> int:
+    def cut(self, fragment: int) -> Cut:
         virtual = self._begins.get(fragment)
         if virtual is None:
             virtual = self._begins[fragment] = self._virtual(fragment)
         num_shards = self._shard.num_logical_shards
-        own = (self._index + self._moved) % num_shards * self._num_rows // num_shards
-        return max(own - virtual, 0)
+        part = (self._index + self._moved) % num_shards
+        begin, end = part * self._num_rows // num_shards - virtual, (part + 1) * self._num_rows // num_shards - virtual
+        num_rows = int(self._fragments[fragment + 1] - self._fragments[fragment])
+        return Cut(self.key, max(begin, 0), min(end, num_rows))
 
     def _virtual(self, fragment: int) -> int:
         """The first virtual row of a fragment."""

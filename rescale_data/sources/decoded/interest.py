@@ -125,7 +125,7 @@ def warn_if_thrashing(sources: Iterable[Described], owned_shards: int, beside: i
     counts = [source.num_rows // max(1, len(found) - 1) for source in known if (found := source.fragments) is not None]
     times = max(counts, default=0)
     needed = sum(_needed_by(source, owned_shards) for source in known) + owned_shards * beside
-    room = max((source.cache_bytes + source.spill_bytes for source in known), default=0)
+    room = max((source.cache_bytes + source.cache_dir_bytes for source in known), default=0)
     owners = {owner_of(source) for source in known}
     if needed <= room or times < 2 or owners <= _warned.keys():
         return
@@ -134,10 +134,10 @@ def warn_if_thrashing(sources: Iterable[Described], owned_shards: int, beside: i
     size = sorted(source.fragment_bytes for source in known)[len(known) // 2]
     _log.warning(
         "%s: this process visits %d logical shards in turn, whose fragments of about %d bytes (of Parquet: all columns), and "
-        "the order in which they read, take %d bytes, and cache_bytes and spill_bytes, which all sources share, are %d. "
+        "the order in which they read, take %d bytes, and cache_bytes and cache_dir_bytes, which all sources share, are %d. "
         "Fragments are then decoded again at each visit, up to %d times an epoch (their rows; less under a TokenPacker, "
         "which takes many at a visit). "
-        "Give cache_bytes=%d, or spill_dir=, a local folder with as much room, run fewer shards in a process (a smaller "
+        "Give cache_bytes=%d, or cache_dir=, a local folder with as much room, run fewer shards in a process (a smaller "
         "num_logical_shards, more ranks or workers), or write smaller row groups or record batches.",
         name, owned_shards, size, needed, room, times, needed,
     )  # fmt: skip

@@ -36,8 +36,8 @@ class Share(Protocol):
         """The pieces of a fragment that the shards of this process read, that of this shard among them."""
         ...
 
-    def start(self, fragment: int) -> int:
-        """The row of a fragment at which this shard's piece begins."""
+    def cut(self, fragment: int) -> Cut:
+        """Return this shard's piece of a fragment."""
         ...
 
 

@@ -26,6 +26,7 @@ from fsspec.utils import glob_translate
 
 from rescale_data.errors import require
 from rescale_data.sources.arrow_types import ArrowFile
+from rescale_data.sources.files.local_store import LocalStore
 from rescale_data.sources.files.ranges import Mapped, Ranges
 from rescale_data.sources.files.remote import Remote, RemoteFile, attempt, spread_out
 from rescale_data.state import Ints
@@ -50,6 +51,7 @@ class Files:
         filesystem: Of fsspec; `None` for the local one.
         remote: How to read them, where they are not local.
         stamps: What changes when each of them does: when it was written, as far as its filesystem tells.
+        store: Where what was read of them is kept on a local disk; `None` for nowhere.
     """
 
     root: str
@@ -58,6 +60,7 @@ class Files:
     filesystem: AbstractFileSystem | None = None
     remote: Remote = field(default_factory=Remote)
     stamps: Sequence[str] = ()
+    store: LocalStore | None = None
 
     def path(self, file: int) -> str:
         return posixpath.join(self.root, self.names[file])
@@ -102,7 +105,8 @@ class Files:
         """The same, a range at a time."""
         if self.filesystem is None:
             return Mapped(self._local(file))
-        return RemoteFile(self.filesystem, self.path(file), self.remote, int(self.sizes[file]), self.stamps[file])
+        size, stamp = int(self.sizes[file]), self.stamps[file]
+        return RemoteFile(self.filesystem, self.path(file), self.remote, size, stamp, self.store)
 
     def _local(self, file: int) -> str:
         """The path of a file that is still as large as it was listed."""
@@ -113,7 +117,9 @@ class Files:
 
     def beside(self, path: str) -> Ranges:
         """Another file where these are."""
-        return Mapped(path) if self.filesystem is None else RemoteFile(self.filesystem, path, self.remote)
+        if self.filesystem is None:
+            return Mapped(path)
+        return RemoteFile(self.filesystem, path, self.remote, store=self.store)
 
 
 @lru_cache(maxsize=2**16)
@@ -230,7 +236,6 @@ def read_if_there(path: str, options: Mapping[str, Any] | None, remote: Remote |
 
 
 def _remote(given: Sequence[str], suffixes: Sequence[str], options: Mapping[str, Any], remote: Remote) -> Files:
-    _ = remote.kept  # before anything is read: the error is not that of a file
     spread_out("listing")
     infos: dict[str, Any] = {}
     filesystem: Any = None

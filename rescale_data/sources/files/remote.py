@@ -1,4 +1,4 @@
-"""Reading files behind URLs: a request for each range, made again where it fails, and kept on disk if asked for."""
+"""Reading files behind URLs: a request for each range, made again where it fails, and kept on a local disk if asked for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rescale_data.errors import checks_kinds
 from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.counts import REQUEST_BYTES, REQUESTS, RETRIES, counts
 from rescale_data.sources.decoded.ahead import leaving
-from rescale_data.sources.files.disk_cache import DiskCache, disk_cache
+from rescale_data.sources.files.local_store import LocalStore
 from rescale_data.sources.files.ranges import AsFile, Ranges
 
 if TYPE_CHECKING:
@@ -62,9 +62,6 @@ class Remote:
             attempts are drawn at random, from twice as long a time each, up to half a minute.
         max_requests: How many requests this process makes at once to a bucket or host. Half as many after an answer of it that
             asks to slow down (503, 429); then more again, twice as many each half minute.
-        cache_dir: A local folder to keep what was read in, shared by the processes of a machine; `None` for none.
-        cache_dir_bytes: What may lie there; the ranges that were not used for longest go first, and one of more than an eighth
-            of it is not kept.
         read_ahead: Whether to ask in the background for what will be needed next, where ``cache_bytes`` has room for it.
 
     Raises:
@@ -80,23 +77,16 @@ class Remote:
     timeout: float = 120.0
     retries: int = 5
     max_requests: int = 64
-    cache_dir: str | os.PathLike[str] | None = None
-    cache_dir_bytes: int = 2**36
     read_ahead: bool = True
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout < math.inf:
             raise ValueError(f"rd.Remote(timeout={self.timeout}): give the seconds of an attempt, more than 0.")
-        if self.retries < 0 or self.max_requests < 1 or self.cache_dir_bytes < 1:
+        if self.retries < 0 or self.max_requests < 1:
             raise ValueError(
-                f"rd.Remote(retries={self.retries}, max_requests={self.max_requests}, cache_dir_bytes={self.cache_dir_bytes}): "
-                f"retries is at least 0, max_requests and cache_dir_bytes are at least 1."
+                f"rd.Remote(retries={self.retries}, max_requests={self.max_requests}): retries is at least 0, max_requests at "
+                f"least 1."
             )
-
-    @property
-    def kept(self) -> DiskCache | None:
-        """The cache in ``cache_dir``; ``ValueError`` where that can be no folder."""
-        return None if self.cache_dir is None else disk_cache(os.fspath(self.cache_dir), self.cache_dir_bytes)
 
 
 class RemoteError(OSError):
@@ -112,13 +102,20 @@ class RemoteFile(Ranges):
         size: Bytes; `None` to ask.
         stamp: What changes when the file does.
         remote: How to read it.
+        store: Where ranges that were read are kept; `None` for nowhere.
     """
 
     def __init__(
-        self, filesystem: AbstractFileSystem, path: str, remote: Remote, size: int | None = None, stamp: str = ""
+        self,
+        filesystem: AbstractFileSystem,
+        path: str,
+        remote: Remote,
+        size: int | None = None,
+        stamp: str = "",
+        store: LocalStore | None = None,
     ) -> None:
         self._filesystem: Any = of_this_process(filesystem)
-        self._path, self._remote, self._stamp = path, remote, stamp
+        self._path, self._remote, self._stamp, self._store = path, remote, stamp, store
         self.url: str = self._filesystem.unstrip_protocol(path)
         self._size = size if size is not None else int(self._try(lambda: self._filesystem.info(path)["size"], 0))
         self._window: tuple[int, ArrowBuffer] = (0, pa.py_buffer(b""))
@@ -160,11 +157,9 @@ class RemoteFile(Ranges):
 
         if not length:
             return pa.py_buffer(b"")
-        kept = self._remote.kept
-        if kept is None:
+        if self._store is None:
             return pa.py_buffer(fetch())
-        name = f"{self.url}|{self.size}|{self._stamp}|{offset}|{length}"
-        return pa.py_buffer(kept.read(name, length, fetch))
+        return self._store.read(f"{self.url}|{self.size}|{self._stamp}|{offset}|{length}", length, fetch)
 
     def _try(self, work: Callable[[], T], num_bytes: int, part: str = "") -> T:
         return attempt(self._remote, self.url, work, num_bytes, part)

@@ -182,7 +182,7 @@ def test_spilling_decodes_each_fragment_once_for_all_shards_of_all_sources(
     assert min(decoded.values()) > 1
     (warned,) = [message for message in caplog.messages if "decoded again" in message]
     assert f"{SOURCES} sources" in warned
-    assert rows(cache_bytes=2**15, spill_dir=tmp_path / "spill") == whole
+    assert rows(cache_bytes=2**15, cache_dir=tmp_path / "cache") == whole
     assert set(decoded.values()) == {1}
     enough = int(warned.split("Give cache_bytes=")[1].split(",")[0])
     assert rows(cache_bytes=enough) == whole

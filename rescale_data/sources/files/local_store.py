@@ -1,0 +1,223 @@
+"""`LocalStore`: ranges of remote files and pieces of decoded fragments on a local disk, shared by all processes of a machine.
+
+Each entry is a file of its own, its data and their CRC-32, written aside and renamed. Of several processes that miss the same
+range one fetches it, and the others wait. The entry that was not used for longest is deleted first, by a process that has
+written enough to look: also files aside, which killed processes leave. What cannot be kept is read again when it is wanted: a
+store never ends a run.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+
+import pyarrow as pa
+
+from rescale_data.sources.arrow_types import ArrowBuffer
+from rescale_data.sources.files.once import write_aside
+
+_log = logging.getLogger(__name__)
+_OWN = "rescale_data-1"  # by the version of what is kept; what else lies in the user's folder is not ours to delete
+_LOCKS = os.path.join(tempfile.gettempdir(), f"rescale_data-{os.getuid()}-ranges")
+_LOOK_AFTER = 64  # of the bound, in what one process has written
+_FULL, _TRIMMED = 7 / 8, 3 / 4
+_CHECKSUM = 4
+_MOUNTS = "/proc/mounts"
+_SHARED = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph")
+
+
+class LocalStore:
+    """One folder. `store_in` returns the one of this process.
+
+    Args:
+        folder: Made where it is missing. Entries lie in a folder of their own in it.
+        max_bytes: The bound on all entries, whichever process wrote them; one of more than an eighth of it is not kept.
+
+    Raises:
+        ValueError: The folder is on a file system that hosts share: locks and times of use tell nothing there.
+    """
+
+    def __init__(self, folder: str, max_bytes: int) -> None:
+        self._given, self._folder, self.max_bytes = folder, os.path.join(folder, _OWN), max_bytes
+        self._has_warned = False
+        self._sound: dict[str, int] = {}  # sizes of files whose checksum this process has found right
+        self._written = max_bytes  # look at once: others may have left much
+        if (kind := _kind_of_mount(folder)) in _SHARED:
+            raise ValueError(
+                f"cache_dir={folder!r} is on {kind}, which hosts share. Give a folder on a disk of this host."
+            )
+        try:
+            os.makedirs(self._folder, exist_ok=True)
+        except OSError as error:
+            self._warn(error)
+
+    def __reduce__(self) -> tuple[Callable[[str, int], LocalStore], tuple[str, int]]:
+        return store_in, (self._given, self.max_bytes)
+
+    def read(self, name: str, length: int, fetch: Callable[[], bytes]) -> ArrowBuffer:
+        """Return the bytes called ``name``, fetched where they are not there."""
+        path = self._path(name)
+        data = _read(path, length)
+        if data is not None:
+            return data
+        with self._alone(path):
+            data = _read(path, length)  # another process may have brought it
+            if data is None:
+                data = pa.py_buffer(fetch())
+                self._keep(path, data)
+        return data
+
+    def get(self, name: str) -> ArrowBuffer | None:
+        """Return the entry called ``name``, mapped; `None` where there is none, or it is damaged."""
+        path = self._path(name)
+        try:
+            with pa.memory_map(path) as file:  # the mapping outlives the file, even its deletion
+                data = file.read_buffer()
+        except (OSError, pa.ArrowInvalid):  # it is not there, or empty
+            data = pa.py_buffer(b"")
+        if self._sound.get(path) != data.size and not _is_sound(data):
+            with suppress(OSError):
+                os.unlink(path)
+            return None
+        self._sound[path] = data.size
+        with suppress(OSError):
+            os.utime(path)
+        return data.slice(0, data.size - _CHECKSUM)
+
+    def put(self, name: str, data: ArrowBuffer) -> None:
+        """Write the entry called ``name`` if it is not there."""
+        path = self._path(name)
+        if not os.path.exists(path):
+            self._keep(path, data)
+
+    @contextmanager
+    def _alone(self, path: str) -> Generator[None]:
+        """Hold the lock of this range, and of few others, on this machine; where there can be none, go on without."""
+        number = hashlib.blake2b(path.encode(), digest_size=20).hexdigest()[:3]
+        try:
+            os.makedirs(_LOCKS, mode=0o700, exist_ok=True)
+            if os.stat(_LOCKS).st_uid != os.getuid():
+                raise PermissionError("another user has made it")
+            lock = os.open(os.path.join(_LOCKS, number), os.O_CREAT | os.O_RDWR, 0o600)
+        except OSError:
+            yield
+            return
+        _held.add(lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+        finally:
+            fcntl.flock(
+                lock, fcntl.LOCK_UN
+            )  # a child that was forked meanwhile has the lock as well, until it is undone
+            _held.discard(lock)
+            os.close(lock)
+
+    def _keep(self, path: str, data: ArrowBuffer) -> None:
+        if data.size > self.max_bytes // 8:
+            return
+        try:
+            if self._written + data.size > self.max_bytes // _LOOK_AFTER:
+                self._trim()
+                self._written = 0
+            self._written += data.size
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            write_aside(path, lambda aside: _write(aside, data))
+        except FileNotFoundError:
+            pass  # another process, short of room, deleted the file aside
+        except OSError as error:
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        """Warn once that reading goes on without what cannot be written, as on a full disk."""
+        if not self._has_warned:
+            _log.warning(
+                "cache_dir %s keeps nothing more: %s. Files are read and decoded again each time they are needed. Free space "
+                "there, or give another local folder.", self._given, error,
+            )  # fmt: skip
+        self._has_warned = True
+
+    def _trim(self) -> None:
+        """Delete the oldest files where the folder is nearly full."""
+        found: list[tuple[float, int, str]] = []
+        for folder, _, names in os.walk(self._folder):
+            for name in names:
+                with suppress(FileNotFoundError):
+                    info = os.stat(path := os.path.join(folder, name))
+                    found.append((info.st_mtime, info.st_size, path))
+        total = sum(size for _, size, _ in found)
+        if total <= self.max_bytes * _FULL:
+            return
+        for _, size, path in sorted(found):
+            if total <= self.max_bytes * _TRIMMED:
+                return
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            total -= size
+
+    def _path(self, name: str) -> str:
+        key = hashlib.blake2b(name.encode(), digest_size=20).hexdigest()
+        return os.path.join(self._folder, key[:2], key)
+
+
+def _kind_of_mount(folder: str) -> str:
+    """Return the kind of file system that a folder is on; "" where the system does not say."""
+    path, found = os.path.realpath(folder), ("", "")
+    with suppress(OSError), open(_MOUNTS) as mounts:
+        for _, at, kind, *_ in map(str.split, mounts):
+            if len(at) >= len(found[0]) and os.path.commonpath([at, path]) == at:
+                found = at, kind
+    return found[1]
+
+
+def _write(path: str, data: ArrowBuffer) -> None:
+    with open(path, "wb") as file:
+        file.write(memoryview(data))
+        file.write(zlib.crc32(data).to_bytes(_CHECKSUM, "little"))
+
+
+def _read(path: str, length: int) -> ArrowBuffer | None:
+    """Return the data of a file; `None` where it is not whole: another process may have deleted it, or let nobody read it."""
+    with suppress(OSError):
+        with open(path, "rb") as file:
+            data = pa.py_buffer(file.read())
+        if data.size == length + _CHECKSUM and _is_sound(data):
+            with suppress(OSError):
+                os.utime(path)
+            return data.slice(0, length)
+    return None
+
+
+def _is_sound(data: ArrowBuffer) -> bool:
+    """True if the last bytes of a file are the checksum of those before."""
+    size = max(0, data.size - _CHECKSUM)
+    return data.slice(size).to_pybytes() == zlib.crc32(data.slice(0, size)).to_bytes(_CHECKSUM, "little")
+
+
+_stores: dict[str, LocalStore] = {}
+_held: set[int] = set()
+
+
+def _renew() -> None:
+    """Close what a forked child has of its parent's locks: it would hold them after the parent was killed."""
+    for lock in _held:
+        os.close(lock)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_renew)
+
+
+def store_in(folder: str, max_bytes: int) -> LocalStore:
+    """Return the store of this process in a folder; its bound is the one that was requested last."""
+    found = _stores.get(folder)
+    if found is None:
+        found = _stores[folder] = LocalStore(folder, max_bytes)
+    found.max_bytes = max_bytes
+    return found
