@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from bench_read import MICRO_BATCH, Corpus, machine, pipeline
@@ -27,7 +28,7 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 import rescale_data as rd
 from rescale_data.engine.feed import InProcess
-from rescale_data.engine.micro_batch import MicroBatch
+from rescale_data.engine.micro_batch import MicroBatch, Rows
 from rescale_data.engine.runner import Collate, Runner
 from rescale_data.engine.stream import Stream
 from rescale_data.layout.layout import Layout
@@ -176,6 +177,9 @@ def bare(source: rd.ArrowSource) -> Iterator[Any]:
             yield tray.batch()
 
 
+_NO_ROWS = Rows(slice(0), np.empty((0, 0), dtype=np.int64))
+
+
 class ForgetfulRunner(Runner):
     """Draws, and keeps no count of it in the table."""
 
@@ -188,16 +192,17 @@ class ForgetfulRunner(Runner):
         if nodes is None:
             nodes = self._nodes[turn.shards[0]] = [self._live[shard] or self._wake(shard) for shard in turn.shards]
         batch = self._write(nodes, turn.shards)
-        return MicroBatch(batch, turn.index, b"", turn.shards, len(nodes))
+        return MicroBatch(batch, _NO_ROWS, turn.shards, len(nodes))
 
 
 class ForgetfulStream(Stream):
     """Hands micro batches out, and neither commits their rows nor moves the clock."""
 
     def take(self) -> MicroBatch:
-        if self.ahead.next() is None:
-            self.peek()
-        return self.ahead.made.popleft()
+        made, queue = self.peek(), self._queue
+        queue.made.clear()
+        queue.next -= 1
+        return made
 
 
 def forgetful(source: rd.ArrowSource) -> Iterator[Any]:

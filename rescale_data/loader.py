@@ -155,9 +155,8 @@ class DataLoader:
             tail=tail,
             timeout=timeout,
             verify=verify,
-            beside={"steps_per_epoch": steps_per_epoch},
         )
-        self._reading: Reading | None = Reading(stream, steps_per_epoch=steps_per_epoch, slow_after=slow_after)
+        self._reading: Reading | None = Reading(stream, slow_after=slow_after)
         self._close = self._reading.close
 
     def reopen(self, state: Mapping[str, Any] | None = None, delivered: int = 0, **changed: Any) -> None:

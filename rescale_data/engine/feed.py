@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Container
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -244,74 +243,3 @@ class Traced(InProcess):
     def __init__(self, runner: Runner, shards: Container[int]) -> None:
         super().__init__(runner, None)
         self._draw = lambda turn: runner.trace(turn, shards)
-
-
-class Ahead:
-    """In hand, in order, what a feed has made of a leg and nobody has taken.
-
-    Attributes:
-        made: Oldest first; whoever takes one takes it from here.
-        is_started: Whether the feed has begun.
-    """
-
-    def __init__(self, feed: Feed) -> None:
-        self.feed = feed
-        self.made: deque[MicroBatch] = deque()
-        self.is_started = self._is_exhausted = False
-        self._process = 0  # in which the feed has begun
-
-    def start(self, leg: Leg, table: Ints, u: int) -> None:
-        """Let the feed begin with a micro batch."""
-        if self.feed.is_ahead:
-            self._refuse_fork()
-        self._process = os.getpid()
-        self.feed.begin(leg, table, u)
-        self.is_started = True
-
-    def make(self, count: int) -> int:
-        """Have so many in hand, if no shard ends before; how many there are."""
-        while len(self.made) < count and self._make_one():
-            pass
-        return len(self.made)
-
-    def next(self) -> MicroBatch | None:
-        """The oldest, made now where there is none; `None` where the feed has not begun, or a shard has ended.
-
-        It stays in hand: who takes it counts it first, so that Ctrl-C comes before or after the two and not between them.
-        """
-        if self.made or (self.is_started and self._make_one()):
-            return self.made[0]
-        return None
-
-    def _make_one(self) -> bool:
-        """Make one more; whether there was one."""
-        if self._is_exhausted:
-            return False
-        if self.feed.is_ahead:
-            self._refuse_fork()
-        try:
-            self.made.append(self.feed.next())
-        except Exhausted:
-            self._is_exhausted = True
-        except BaseException as error:
-            # The runner is past what was taken: whoever goes on begins from the table. Ctrl-C does not wait for a read.
-            self.forget(wait=isinstance(error, Exception))
-            raise
-        return not self._is_exhausted
-
-    def _refuse_fork(self) -> None:
-        if self._process not in (0, os.getpid()):
-            raise RuntimeError(
-                f"This DataLoader reads ahead in process {self._process}, of which this one is a fork: the workers and threads "
-                f"are not its own. Make another loader here, and load the state into it."
-            )
-
-    def forget(self, *, wait: bool = True) -> None:
-        """No more is made until `start`."""
-        self.feed.stop(wait=wait)
-        self.made = deque()
-        self.is_started = self._is_exhausted = False
-
-    def progress(self) -> dict[str, float]:
-        made = self.feed.progress()
-        return {**made, "batches_ready": made.get("batches_ready", 0.0) + len(self.made)}

@@ -1,4 +1,4 @@
-"""`Leg`: a stretch of micro batches that goes by one plan; `Standing`: what stays as it is while a leg goes on."""
+"""`Leg`: a segment of a run, micro batches that go by one plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from functools import partial
 import numpy as np
 
 from rescale_data.engine.recipe import SAMPLES, Histories, History
-from rescale_data.layout.clock import Clock
 from rescale_data.layout.deal import Deal, DealTurns
 from rescale_data.layout.layout import Layout
 from rescale_data.layout.turns import AlignedTurns, BalancedTurns, Turns
@@ -19,7 +18,7 @@ _SOON = 64  # micro batches of a worker
 
 @dataclass(frozen=True, eq=False)
 class Leg:
-    """A stretch of micro batches without a change of plan.
+    """A segment of a run: micro batches without a change of plan.
 
     Args:
         stop: The micro batch after the last, counted from `origin`; `None` where there is none or only reading tells.
@@ -28,7 +27,8 @@ class Leg:
         left: ``int64[N]``, what each had left of the epoch then; `None` where only reading tells.
         deal: At the end of an epoch, what serves the shards; else the layout does.
         histories: Of what the sources consist.
-        pads: Whether batches say which of their samples are real.
+        pads: True if batches say which of their samples are real.
+        calm_until: The micro batch up to which each simply follows the one before; 0 where its end has to be looked for.
     """
 
     layout: Layout
@@ -40,8 +40,10 @@ class Leg:
     deal: Deal | None = None
     histories: Histories = field(default_factory=dict[str, History])
     pads: bool = False
+    calm_until: int = 0
 
     def turns(self, table: Ints) -> Turns:
+        """Return who serves which samples, from its first micro batch on."""
         if self.deal is not None:
             return DealTurns(self.deal, self.rank)
         if self.layout.aligned:
@@ -59,47 +61,30 @@ class Leg:
         )
 
     def for_a_worker(self) -> Leg:
-        """What it takes to make its micro batches."""
+        """Return the part of it that its micro batches are made by."""
         return Leg(self.layout, self.rank, self.stop, deal=self.deal, histories=self.histories, pads=self.pads)
 
     @property
     def is_last(self) -> bool:
-        """Whether the epoch ends with it: a deal that no other round follows."""
+        """True if the epoch ends with it: a deal that no other round follows."""
         known = self.left is not None
         return self.deal is not None and (known or self.deal.num_samples < self.layout.global_batch_size)
 
     def delivered(self, u: int) -> Ints:
-        """Samples that each of the N shards delivers in it before micro batch u, whoever serves them."""
+        """Return the samples that each of the N shards delivers in it before micro batch u, whoever serves them."""
         if self.deal is not None:
             return self.deal.delivered(u)
         return self.layout.delivered(self.samples, self.first, u)
 
+    def reached(self, u: int) -> Ints:
+        """Return the samples that each of the N shards has delivered in the run before micro batch u."""
+        return self.samples + self.delivered(u)
+
     def left_at(self, u: int) -> int | None:
-        """Micro batches from u until the epoch ends; `None` where it never does, or cannot be known."""
+        """Return the micro batches from u until the epoch ends; `None` where it never does, or cannot be known."""
         if self.stop is None or self.left is None:
             return None
         if self.deal is not None:
             return self.stop - u
         main = self.delivered(self.stop)
         return self.stop - u + Deal(self.layout, self.left - main, self.samples, self.pads).num_micro_batches
-
-
-@dataclass(frozen=True, eq=False)
-class Standing:
-    """Where a run stands on one rank, but for what each micro batch changes: how far it is in its leg, and the table.
-
-    Args:
-        clock: At a micro batch, from which later ones are counted.
-        owners: ``int64[N]``, the rank whose row of each shard is right.
-        leg: `None` where it has not been planned.
-        ended: Whether the last batch of the epoch was taken.
-        since: The sample at which the epoch, or what was loaded of it, began.
-        was_empty: Whether nothing was taken of the epoch before.
-    """
-
-    clock: Clock
-    owners: Ints
-    leg: Leg | None = None
-    ended: bool = False
-    since: int = 0
-    was_empty: bool = False

@@ -12,7 +12,7 @@ from rescale_data.engine.feed import Feed, InProcess, InThread, Mapped
 from rescale_data.engine.ranks.meeting import is_in_a_file
 from rescale_data.engine.recipe import Pipeline
 from rescale_data.engine.runner import Collate, Runner
-from rescale_data.engine.setup import Setup, require_steps_per_epoch, set_up
+from rescale_data.engine.setup import Setup, set_up
 from rescale_data.engine.stream import Stream
 from rescale_data.engine.workers import Pool
 
@@ -31,7 +31,6 @@ def open_stream(
     prefetch_batches: int,
     pin_memory: bool,
     workers: Mapping[str, Any],
-    steps_per_epoch: int | None,
     **given: Any,
 ) -> Stream:
     """Return the stream of a loader at the beginning of its run (collective where there is a process group).
@@ -56,7 +55,6 @@ def open_stream(
         raise ValueError(
             f"shuffle=False keeps the order of the dataset where the case is aligned: {setup.layout.misfit}."
         )
-    require_steps_per_epoch(setup, steps_per_epoch)
     runner, pins = Runner(setup.recipe, setup.schema), pin_memory and torch.accelerator.is_available()
     if setup.layout.num_workers:
         return Stream(setup, runner, _pool(setup, collate, pins, workers))

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rescale_data.engine.position import Position
+from rescale_data.engine.cursor import Cursor
 from rescale_data.engine.report import NAMES, Report, report
 from rescale_data.engine.setup import Setup
 from rescale_data.engine.skip import require_countable
@@ -46,7 +46,6 @@ class Reading:
     """What `DataLoader` documents, method by method.
 
     Args:
-        steps_per_epoch: An epoch is so many steps; `None`: it is that of the data.
         slow_after: Seconds after which a wait for a batch is a warning.
     """
 
@@ -54,12 +53,9 @@ class Reading:
         self,
         stream: Stream,
         *,
-        steps_per_epoch: int | None = None,
         slow_after: float = math.inf,
     ) -> None:
-        self.stream, self._steps = stream, steps_per_epoch
-        self._resumed = False  # a state was loaded, and nothing has been read since: the end of an epoch may come first
-        self._at_multiple = False  # of steps_per_epoch, with the last batch of an epoch, whose end has not been seen
+        self.stream = stream
         self._num_iterators = 0  # the newest is the valid one
         self._last_taken = (-1, 0)  # from which iterator, and in which thread
         self._wait_seconds = 0.0
@@ -72,8 +68,16 @@ class Reading:
     def setup(self) -> Setup:
         return self.stream.setup
 
+    @property
+    def _cursor(self) -> Cursor:
+        return self.stream.cursor
+
+    @property
+    def _steps(self) -> int | None:
+        return self.setup.steps_per_epoch
+
     def __iter__(self) -> Batches:
-        if self.ended and not self._resumed:
+        if self.ended and not self._cursor.resumed:
             self._move_on()
         self.is_over()
         self.invalidate()
@@ -90,15 +94,10 @@ class Reading:
             return 0
         in_step = self.setup.layout.gradient_accumulation_steps
         if self._steps is not None:
-            left = (self._steps - self.step % self._steps) * in_step - self._begun
+            left = (self._steps - self.step % self._steps) * in_step - self.stream.begun
         else:
             left = self._known(self.stream.num_micro_batches_left() if self.setup.counts_are_known else None)
         return left
-
-    @property
-    def _begun(self) -> int:
-        """Micro batches that have been taken of a step that is not complete."""
-        return self.stream.u % self.setup.layout.gradient_accumulation_steps
 
     def _known(self, num_batches: int | None) -> int:
         if num_batches is None:
@@ -112,7 +111,7 @@ class Reading:
     def start(self) -> None:
         if not self.is_over():
             self.stream.start()
-            if not self.stream.ahead.feed.is_ahead:
+            if not self.stream.feed.is_ahead:
                 self.stream.peek()
 
     def peek(self) -> Any:
@@ -132,15 +131,14 @@ class Reading:
         require_countable(f"skip(num_samples={num_samples})", stop, n)
         if num_samples:
             self.stream.skip(num_samples // whole)
-            self._resumed, self._at_multiple = False, self._is_multiple()
 
     @checks_kinds
     def set_epoch(self, epoch: int) -> None:
         at = self.epoch
         if epoch == at + 1 and self.is_over():
             self._move_on()
-        elif self._resumed and not self.stream.clock.in_step and 0 <= epoch == at - 1 and self._is_multiple():
-            self._at_multiple = True  # a state there says not whether the end was seen
+        elif self._cursor.resumed and not self.stream.clock.in_step and 0 <= epoch == at - 1 and self._is_multiple():
+            self.stream.cursor = self._cursor._replace(seen=epoch)  # a state there says not whether the end was seen
         elif epoch != at:
             raise ValueError(
                 f"set_epoch({epoch}): the loader is in epoch {at}, and moves on to {at + 1} when its last batch has been "
@@ -149,7 +147,6 @@ class Reading:
 
     def reset(self) -> None:
         self.stream.reset()
-        self._resumed = self._at_multiple = False
         self.invalidate()
 
     def close(self) -> None:
@@ -162,24 +159,28 @@ class Reading:
 
     @property
     def epoch(self) -> int:
-        return self.stream.epoch if self._steps is None else self.step // self._steps - self._at_multiple
+        steps = self._steps
+        return self._cursor.clock.epoch if steps is None else self.step // steps - self.ended
 
     @property
     def ended(self) -> bool:
-        """Whether the last batch of the epoch has been taken, and its end not been seen."""
-        return self.stream.ended if self._steps is None else self._at_multiple
+        """True if the last batch of the epoch has been taken, and its end not been seen."""
+        steps = self._steps
+        if steps is None:
+            return self._cursor.ended
+        return self._is_multiple() and self.step // steps > self._cursor.seen
 
     def progress(self) -> dict[str, float]:
         p50, p99 = np.quantile(self._waits or [0.0], [0.5, 0.99]).tolist()
         waits = {"wait_seconds": self._wait_seconds, "wait_p50_seconds": p50, "wait_p99_seconds": p99}
-        return {**waits, **self.stream.ahead.progress(), **self.stream.counters()}
+        return {**waits, **self.stream.progress()}
 
     def report(self) -> Report:
         mine, ranks = self.progress(), self.stream.ranks
         return report(NAMES, ranks.numbers([mine[name] for name in NAMES]), ranks.rank if ranks.simulated else 0)
 
     def _say_slow(self, seconds: float, frame: FrameType | None) -> None:
-        what = self.stream.ahead.feed.doing() if waits(frame) else ""
+        what = self.stream.feed.doing() if waits(frame) else ""
         _logger.warning(
             "Rank %d has waited %.0f s for a batch (slow_after= says what is long): %s.",
             self.stream.ranks.rank,
@@ -188,15 +189,16 @@ class Reading:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return state_dict(self._standing())
+        self._warn_of_threads()
+        return state_dict(self._cursor, self.stream.ends)
 
     def local_state_dict(self) -> dict[str, Any]:
-        return local_state_dict(self._standing())
+        self._warn_of_threads()
+        return local_state_dict(self._cursor, self.stream.ends)
 
     def load_state_dict(self, state: Mapping[str, Any], delivered: int = 0) -> None:
         self.stream.rewind()
         load_state_dict(self.stream, state, delivered)
-        self._resumed, self._at_multiple = True, False
         self.invalidate()
 
     def reopen(self, other: Reading, state: Mapping[str, Any] | None, delivered: int) -> None:
@@ -207,12 +209,13 @@ class Reading:
             self._require_same_ranks(other)
             self._require_whole_step(other)
         other.load_state_dict(self.state_dict() if state is None else state, delivered)
+        if state is None:  # what this one had seen of an epoch's end is kept
+            unseen = self._steps is not None and self.ended and other._is_multiple()
+            cursor = other._cursor
+            other.stream.cursor = cursor._replace(resumed=self._cursor.resumed, seen=cursor.seen - unseen)
         self.close()
-        self.stream, self._steps, self.watch.seconds = other.stream, other._steps, other.watch.seconds
-        if state is None:
-            self._at_multiple = self._at_multiple and self._is_multiple()
-        else:
-            self._resumed, self._at_multiple = True, False
+        self.stream, self.watch.seconds = other.stream, other.watch.seconds
+        if state is not None:
             self.invalidate()
 
     def _require_same_ranks(self, other: Reading) -> None:
@@ -225,7 +228,7 @@ class Reading:
             )
 
     def _require_whole_step(self, other: Reading) -> None:
-        was, now, begun = self.setup.layout, other.setup.layout, self._begun
+        was, now, begun = self.setup.layout, other.setup.layout, self.stream.begun
         if begun and (was.global_batch_size, was.micro_batch_size) != (now.global_batch_size, now.micro_batch_size):
             in_step = was.gradient_accumulation_steps
             raise ValueError(
@@ -237,9 +240,9 @@ class Reading:
         """The iterators that there are give no more batches: who reads has changed, or from where."""
         self._num_iterators += 1
 
-    def _standing(self) -> Position:
-        """What a state is made of. Who takes batches in another thread than training's is perhaps a queue, whose batches a
-        checkpoint would lose."""
+    def _warn_of_threads(self) -> None:
+        """Warn where another thread than training's takes batches: perhaps for a queue, whose batches a checkpoint would
+        lose."""
         iterator, thread = self._last_taken
         if iterator == self._num_iterators and thread != threading.get_ident():
             _logger.warning(
@@ -248,7 +251,6 @@ class Reading:
                 "state in that thread, or let the loader itself read ahead, whose state stays that of training: "
                 "num_workers= or prefetch_batches= (XLA: rescale_data.xla.DeviceLoader)."
             )
-        return self.stream
 
     def _next(self, batches: Batches) -> Any:
         if batches.number != self._num_iterators:
@@ -256,8 +258,11 @@ class Reading:
                 "This iterator is no longer valid: a newer iter(loader), a reset, a load or what reads the loader ahead took "
                 "its place. Use the newest."
             )
-        self.stream.ranks.require_no_group()
-        if self.epoch != batches.epoch:
+        stream = self.stream
+        at, ranks, steps = stream.cursor, stream.ends.ranks, stream.ends.setup.steps_per_epoch
+        if ranks.found_alone:
+            ranks.require_no_group()
+        if (at.clock.epoch if steps is None else self.epoch) != batches.epoch:
             raise StopIteration
         thread, watch, started = threading.get_ident(), self.watch, time.perf_counter()
         if watch.began is not None:  # no call from here to the next line, so that two threads do not both come here
@@ -269,40 +274,32 @@ class Reading:
         try:
             if watch.thread != thread:
                 watch.start()
-            return self._take(batches, thread)
+            if (steps is not None or at.leg is None or at.u >= at.leg.calm_until) and self.is_over():
+                self._move_on()
+                raise StopIteration
+            micro_batch = stream.take()
+            self._last_taken = (batches.number, thread)
+            self.last_batch_samples = micro_batch.num_real
+            return micro_batch.batch
         finally:
             watch.began = None
             waited = time.perf_counter() - started
             self._wait_seconds += waited
             self._waits.append(waited)
 
-    def _take(self, batches: Batches, thread: int) -> Any:
-        stream = self.stream
-        if (not stream.is_calm or self._steps is not None) and self.is_over():
-            self._move_on()
-            raise StopIteration
-        micro_batch = stream.take()
-        self._resumed = False
-        if self._steps is not None:
-            self._at_multiple = self._is_multiple()
-        self._last_taken = (batches.number, thread)
-        self.last_batch_samples = micro_batch.num_real
-        return micro_batch.batch
-
     def is_over(self) -> bool:
-        """Whether no batch is left in the epoch, which is planned where it has not begun."""
+        """True if no batch is left in the epoch, which is planned where it has not begun."""
         if self._steps is None:
             return self.stream.begin() is None
-        while not self._at_multiple and self.stream.begin() is None:
+        while not self.ended and self.stream.begin() is None:
             self.stream.move_on()  # the data's own end is none of an epoch of steps
-        return self._at_multiple
+        return self.ended
 
     def _move_on(self) -> None:
         if self._steps is None:
             self.stream.move_on()
-        self._resumed = self._at_multiple = False
+        else:
+            self.stream.cursor = self._cursor._replace(seen=self.step // self._steps, resumed=False)
 
     def _is_multiple(self) -> bool:
-        if self._steps is None:
-            return False
-        return not self._begun and self.step % self._steps == 0
+        return self._steps is not None and not self.stream.begun and self.step % self._steps == 0

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from rescale_data.engine.collate import collate as stack
-from rescale_data.engine.micro_batch import MicroBatch
+from rescale_data.engine.micro_batch import MicroBatch, Rows
 from rescale_data.engine.recipe import FIRST_SLOT, SAMPLES, Histories, Recipe, path_name
 from rescale_data.engine.schema import Schema, adopt
 from rescale_data.errors import DataStateError
@@ -73,8 +73,8 @@ class Runner:
         visit = self._visits.get(id(turn))
         if visit is not None and collate is None:
             batch = self._write(visit.nodes, turn.shards)
-            visit.more += visit.count
-            return MicroBatch(batch, turn.index, visit.rows.tobytes(), turn.shards, len(visit.nodes), None, visit.more)
+            visit.samples += visit.count
+            return MicroBatch(batch, Rows(turn.index, visit.rows.copy()), turn.shards, len(visit.nodes))
         if turn.numbers is not None:  # each is counted when it is fetched
             batch = _collated(
                 [self._fetch(*p) for p in zip(turn.shards, turn.numbers, turn.is_real, strict=True)], collate
@@ -84,7 +84,8 @@ class Runner:
             nodes = [self._live[shard] or self._wake(shard) for shard in turn.shards]
             batch = self._write(nodes, turn.shards)
             if isinstance(turn.counts, int):
-                self._visits[id(turn)] = _Visit(turn, nodes, self.table[turn.index].data, turn.counts)
+                rows, samples = self.table[turn.index], self._samples[turn.index]
+                self._visits[id(turn)] = _Visit(turn, nodes, rows, samples, turn.counts)
         else:
             batch = _collated([self._draw(shard) for shard in turn.shards], collate)
         self._samples[turn.index] += turn.counts
@@ -128,10 +129,7 @@ class Runner:
             num_samples -= step
             if num_samples:
                 self._slots(shard)[:] = end[1][0]
-                self._live[shard] = None
-                for visit in self._visits.values():
-                    np.asarray(visit.rows)[:, SAMPLES] += visit.more
-                self._visits = {}
+                self._live[shard], self._visits = None, {}
                 num_samples -= pass_epochs(node, self._slots(shard), shard, num_samples)
 
     def look_ahead(self, shard: int, num_samples: int) -> tuple[int, Ints | None]:
@@ -195,7 +193,7 @@ class Runner:
 
     def _served(self, batch: Any, turn: Turn) -> MicroBatch:
         num_real = len(turn.shards) if turn.num_real < 0 else turn.num_real
-        return MicroBatch(batch, turn.index, self.table[turn.index].copy(), turn.shards, num_real)
+        return MicroBatch(batch, Rows(turn.index, self.table[turn.index].copy()), turn.shards, num_real)
 
     def _write(self, nodes: list[Node[Any]], shards: list[int]) -> Any:
         tray = Tray(self._columns, len(shards))
@@ -280,14 +278,19 @@ class Runner:
 
 @dataclass(slots=True)
 class _Visit:
-    """A turn that comes again: the nodes of its samples; the rows of the table that it visits, a view; how many samples each
-    of these gives, and has given beside those that the row counts."""
+    """A turn that comes again.
+
+    Args:
+        nodes: The node of each of its samples.
+        rows, samples: Views of the rows of the table that it visits, and of their counts of samples.
+        count: Samples that each of these rows gives.
+    """
 
     turn: Turn
     nodes: list[Node[Any]]
-    rows: memoryview
+    rows: Ints
+    samples: Ints
     count: int
-    more: int = 0
 
 
 def _lines(sample: Any, node: Node[Any] | None) -> list[str]:

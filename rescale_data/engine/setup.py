@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -40,6 +39,7 @@ class Setup:
     layout: Layout
     ranks: Ranks
     tail: Tail
+    steps_per_epoch: int | None = None
 
     @property
     def counts_are_known(self) -> bool:
@@ -63,13 +63,9 @@ def set_up(
     group: ProcessGroup | None = None,
     timeout: float = 300.0,
     verify: bool = False,
-    beside: Mapping[str, Any] = MappingProxyType({}),
+    steps_per_epoch: int | None = None,
 ) -> Setup:
-    """Resolve the defaults and refuse what cannot run (collective where there is a process group).
-
-    Args:
-        beside: What else all ranks have to give alike.
-    """
+    """Return the checked arguments of a loader, defaults resolved (collective where there is a process group)."""
     if tail not in ("drop", "pad"):
         raise ValueError(f"tail={tail!r}: give 'drop' or 'pad'.")
     if global_batch_size < 1:
@@ -88,8 +84,9 @@ def set_up(
     recipe = Recipe(pipeline, layout.num_logical_shards, seed, repeat, verify, global_batch_size)
     schema = Schema(recipe.build(0))  # on every rank, so that what it says is the same on any topology
     _check_memory(schema, layout)
-    setup = Setup(recipe, schema, layout, ranks, tail)
+    setup = Setup(recipe, schema, layout, ranks, tail, steps_per_epoch)
     _check_epoch(setup)
+    _check_steps(setup, steps_per_epoch)
     _check_shards(setup)
     ranks = ranks.built(
         {
@@ -103,7 +100,7 @@ def set_up(
             "verify": verify,
             "pipeline": schema.pipeline_json,
             "sources": schema.sources_json,
-            **beside,
+            "steps_per_epoch": steps_per_epoch,
         }
     )
     _warn_if_not_aligned(setup)
@@ -128,7 +125,7 @@ def _warn_if_not_aligned(setup: Setup) -> None:
         )
 
 
-def require_steps_per_epoch(setup: Setup, steps_per_epoch: int | None) -> None:
+def _check_steps(setup: Setup, steps_per_epoch: int | None) -> None:
     """``ValueError`` where an epoch cannot have so many steps, or the data itself knows its epoch."""
     if steps_per_epoch is None:
         return

@@ -97,9 +97,9 @@ class LogicalShards(BaseNode[list[Any]]):
         asked, self._asked = self._asked, None
         if initial_state is not None:
             load_state_dict(self.stream, initial_state)
-            self._asked = False if self.stream.ended else None
+            self._asked = False if self.stream.cursor.ended else None
             return
-        if self.stream.ended:
+        if self.stream.cursor.ended:
             if asked:
                 self.setup.ranks.warn(_STALE)
             self.stream.move_on()
@@ -114,4 +114,4 @@ class LogicalShards(BaseNode[list[Any]]):
     def get_state(self) -> dict[str, Any]:
         self.setup.ranks.require_no_group()
         self._asked = None if self._asked is None else True
-        return local_state_dict(self.stream)
+        return local_state_dict(self.stream.cursor, self.stream.ends)

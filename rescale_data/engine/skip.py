@@ -1,4 +1,4 @@
-"""Micro batches that a run passes without giving them to anybody: the trainer leaves them out, or they were delivered before.
+"""Passing micro batches without giving them to anybody: the trainer leaves them out, or they were delivered before.
 
 Positions move here as they move by taking, over the ends of epochs. Who serves is arithmetic (`Layout`, `Deal`); each rank
 reads for its own block of logical shards, so that the ranks which served may be others than those that read.
@@ -12,10 +12,11 @@ from functools import partial
 import numpy as np
 
 from rescale_data.engine.agreement import together
-from rescale_data.engine.leg import Leg, Standing
-from rescale_data.engine.legs import Legs
-from rescale_data.engine.position import Position
+from rescale_data.engine.cursor import Cursor
+from rescale_data.engine.ends import Ends
+from rescale_data.engine.leg import Leg
 from rescale_data.engine.recipe import MOST_STAMPED, SAMPLES
+from rescale_data.engine.segments import next_segment
 from rescale_data.layout.clock import Clock
 from rescale_data.state import Ints
 
@@ -35,94 +36,101 @@ def require_countable(what: str, num_samples: int, num_logical_shards: int) -> N
         )
 
 
-def skip(at: Position, legs: Legs, num_micro_batches: int) -> None:
-    """Move a position, of which nothing is made ahead, by so many micro batches (collective where only reading finds ends)."""
+def skip(at: Cursor, ends: Ends, num_micro_batches: int) -> Cursor:
+    """Return the cursor so many micro batches later (collective where only reading finds ends).
+
+    Args:
+        at: A cursor in which `last` is `None`.
+    """
     begins: list[tuple[int, Ints]] = []  # of epochs: micro batches left to skip, and where the run stands
-    verify = at.setup.recipe.verify
+    verify = ends.setup.recipe.verify
     while num_micro_batches:
         if at.ended:
-            at.move_on()
-            begins = [*begins[-2:], (num_micro_batches, _numbers(at))]
-            num_micro_batches = num_micro_batches if verify else _skip_epochs(at, begins)
-        if at.leg is None:
-            at.go_to(*legs.first(at))
-        _settle(at, legs)
+            at = next_segment(at, ends)
+            begins = [*begins[-2:], (num_micro_batches, _numbers(at, ends))]
+            if not verify:
+                at, num_micro_batches = _skip_epochs(at, ends, begins)
+        at = _settled(next_segment(at, ends) if at.leg is None else at, ends)
         leg, first = at.leg, at.u
         if leg is None:
             continue
         here = num_micro_batches if leg.stop is None else min(num_micro_batches, leg.stop - first)
-        if leg.stop is None and not at.repeat:
-            _read_until(at, leg, first + min(here, _STEPS_AT_ONCE * at.layout.gradient_accumulation_steps))
+        if leg.stop is None and not ends.setup.recipe.repeat:
+            at = _read_until(at, leg, ends, first + min(here, _STEPS_AT_ONCE * ends.layout.gradient_accumulation_steps))
         else:
             left = leg.left_at(first)
             if left is None or num_micro_batches < left or verify:  # else nothing of the epoch is delivered after these
-                together(at.ranks, partial(at.move, at.owned, at.reached(first + here)))
-                at.standing = replace(at.standing, owners=at.owners)
-            at.u = first + here
+                at = _move(at, leg, ends, first + here)
+            at = at._replace(u=first + here)
         num_micro_batches -= at.u - first
-        _settle(at, legs)
+        at = _settled(at._replace(idle=0 if at.u > first else at.idle, resumed=False), ends)
+    return at
 
 
-def _settle(at: Position, legs: Legs) -> None:
-    """Find the leg of the next micro batch; where there is none, end the epoch."""
-    while (leg := at.leg) is not None and leg.stop == at.u and not leg.is_last:
-        at.go_to(*legs.deal(at, leg))
-    if leg is not None and leg.deal is not None and leg.stop == at.u:
-        at.go_to(*legs.end(at, leg.deal))
+def _settled(at: Cursor, ends: Ends) -> Cursor:
+    """Return the cursor in the segment of its next micro batch; where there is none, at the end of the epoch."""
+    while at.leg is not None and at.leg.stop == at.u:
+        at = next_segment(at, ends)
+    return at
 
 
-def _read_until(at: Position, leg: Leg, u: int) -> None:
-    """Move to a micro batch of a main phase, or to where that ends, which only reading tells (collective)."""
-    layout, samples, table = at.layout, at.reached(at.u), at.table.copy()
+def _move(at: Cursor, leg: Leg, ends: Ends, u: int) -> Cursor:
+    """Return the cursor at a micro batch of its segment; each rank moves the rows that it owns (collective)."""
+    table = together(ends.ranks, partial(ends.move, at, leg.reached(u)))
+    return at._replace(u=u, table=table, owners=ends.owners)
+
+
+def _read_until(at: Cursor, leg: Leg, ends: Ends, u: int) -> Cursor:
+    """Return the cursor at a micro batch of a main phase, or where that ends, which only reading tells (collective)."""
+    layout, samples, table = ends.layout, leg.reached(at.u), at.table.copy()
     step_end = (u // layout.gradient_accumulation_steps + 1) * layout.gradient_accumulation_steps
-    until, beyond = at.reached(u), at.reached(step_end)
+    until, beyond = leg.reached(u), leg.reached(step_end)
 
     def find() -> int:
         left = np.full(len(table), _MANY)
-        at.runner.load(table, leg.histories)
-        for shard in at.owned.tolist():
-            count, end = at.runner.look_ahead(shard, int(until[shard] - samples[shard]))
-            table[shard] = at.runner.table[shard]
+        ends.runner.load(table, leg.histories)
+        for shard in ends.owned.tolist():
+            count, end = ends.runner.look_ahead(shard, int(until[shard] - samples[shard]))
+            table[shard] = ends.runner.table[shard]
             if end is None:  # this is all that is needed, but whether the next step is there
-                more, end = at.runner.look_ahead(shard, int(beyond[shard] - until[shard]))
+                more, end = ends.runner.look_ahead(shard, int(beyond[shard] - until[shard]))
                 count += more
             if end is not None:
                 left[shard] = count
         return max(at.u, layout.last_whole(samples, left, at.u))
 
-    stop = at.ranks.extremes(together(at.ranks, find))[0]
+    stop = ends.ranks.extremes(together(ends.ranks, find))[0]
     if stop > u:
-        table[at.owned, SAMPLES] = until[at.owned]
-        at.table, at.u = table, u
-        return
-    together(at.ranks, partial(at.move, at.owned, at.reached(stop)))
-    at.u, at.standing = stop, replace(at.standing, leg=replace(leg, stop=stop))
+        table[ends.owned, SAMPLES] = until[ends.owned]
+        return at._replace(table=table, u=u)
+    return _move(at, leg, ends, stop)._replace(leg=replace(leg, stop=stop))
 
 
-def _skip_epochs(at: Position, begins: list[tuple[int, Ints]]) -> int:
-    """Leave out whole epochs after two that moved the run by the same; the micro batches that are then left to skip, not 0."""
+def _skip_epochs(at: Cursor, ends: Ends, begins: list[tuple[int, Ints]]) -> tuple[Cursor, int]:
+    """Leave out whole epochs after two that moved the run by the same.
+
+    Returns:
+        The cursor, and the micro batches that are then left to skip, not 0.
+    """
     num_micro_batches, now = begins[-1]
-    whole_steps = at.layout.aligned or at.setup.tail == "pad"  # else what is dropped depends on the epochs before
-    if len(begins) < 3 or not whole_steps or not at.schema.epochs_are_alike(at.table):
-        return num_micro_batches
+    whole_steps = ends.layout.aligned or ends.setup.tail == "pad"  # else what is dropped depends on the epochs before
+    if len(begins) < 3 or not whole_steps or not ends.schema.epochs_are_alike(at.table):
+        return at, num_micro_batches
     (_, first), (before, second), _ = begins
     if (now - second != second - first).any():
-        return num_micro_batches
+        return at, num_micro_batches
     size = before - num_micro_batches
     epochs = (num_micro_batches - 1) // size  # the last of them ends where its last batch does
-    _set(at, now + epochs * (now - second))
-    return num_micro_batches - epochs * size
+    return _at_numbers(at, ends, now + epochs * (now - second)), num_micro_batches - epochs * size
 
 
-def _numbers(at: Position) -> Ints:
-    """All numbers of a run that is at the beginning of an epoch."""
-    counts = [getattr(at.clock, name) for name in _COUNTS]
+def _numbers(at: Cursor, ends: Ends) -> Ints:
+    """Return all numbers of a run that is at the beginning of an epoch."""
+    counts = [getattr(at.now(ends.layout), name) for name in _COUNTS]
     return np.concatenate([at.table.flatten(), np.array(counts, dtype=np.int64)])
 
 
-def _set(at: Position, numbers: Ints) -> None:
-    table, counts = numbers[: at.table.size], numbers[at.table.size :].tolist()
+def _at_numbers(at: Cursor, ends: Ends, numbers: Ints) -> Cursor:
+    table, counts = numbers[: at.table.size].reshape(at.table.shape), numbers[at.table.size :].tolist()
     clock = replace(at.clock, **dict(zip(_COUNTS, counts, strict=True)))
-    at.go_to(
-        Standing(clock, at.owners, None, False, clock.samples, at.standing.was_empty), table.reshape(at.table.shape)
-    )
+    return at._replace(clock=clock, table=table, u=clock.micro_batch(ends.layout))

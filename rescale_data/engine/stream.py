@@ -2,38 +2,56 @@
 
 from __future__ import annotations
 
-import sys
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
-from rescale_data.engine.agreement import Agreement
-from rescale_data.engine.feed import Ahead, Feed
-from rescale_data.engine.leg import Leg, Standing
-from rescale_data.engine.legs import Legs
+from rescale_data.engine.cursor import Cursor
+from rescale_data.engine.ends import Ends
+from rescale_data.engine.feed import Feed
+from rescale_data.engine.leg import Leg
 from rescale_data.engine.micro_batch import MicroBatch
-from rescale_data.engine.position import Position
-from rescale_data.engine.recipe import DEALT, ENDED
-from rescale_data.engine.runner import Runner
+from rescale_data.engine.ranks.ranks import Ranks
+from rescale_data.engine.runner import Exhausted, Runner
+from rescale_data.engine.schema import Schema
+from rescale_data.engine.segments import next_segment
 from rescale_data.engine.setup import Setup
 from rescale_data.engine.skip import skip
-from rescale_data.engine.taken import Taken
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
-from rescale_data.layout.layout import owners
+from rescale_data.layout.layout import Layout
 from rescale_data.state import Ints
 
 
 @runtime_checkable
 class HasStream(Protocol):
-    """Whatever reads a stream, and can tell what it consists of."""
+    """A loader, or a node like one, whose stream can be looked at."""
 
     @property
     def stream(self) -> Stream: ...
 
 
-class Stream(Position):
-    """One rank's micro batches, and the position at which the taken ones leave it.
+class Queue:
+    """Micro batches of a segment that a feed has made, by their number; those before the cursor's u are taken.
+
+    Args:
+        leg: The segment; `None`: the feed has not begun.
+        next: The number of the one that the feed makes next.
+    """
+
+    __slots__ = ("is_exhausted", "leg", "made", "next")
+
+    def __init__(self, leg: Leg | None = None, first: int = 0) -> None:
+        self.leg, self.next, self.is_exhausted = leg, first, False
+        self.made: dict[int, MicroBatch] = {}
+
+
+class Stream:
+    """One rank's micro batches: a cursor, and the queue of what was made ahead of it.
+
+    An interrupt, wherever it comes, leaves the cursor as it was or as it is to be. The queue and the feed follow it: what does
+    not belong to the cursor is dropped, and made again.
 
     Args:
         runner: Draws samples beside the feed: to skip and to count.
@@ -41,195 +59,255 @@ class Stream(Position):
     """
 
     def __init__(self, setup: Setup, runner: Runner, feed: Feed) -> None:
-        self.ahead, beginning = (
-            Ahead(feed),
-            Standing(Clock(), owners(setup.ranks.world_size, setup.layout.num_logical_shards)),
-        )
-        super().__init__(setup, runner, beginning, 0, Taken(setup.schema.fresh_table(setup.layout.num_logical_shards)))
-        self.load(self.table, Clock())
+        self.feed, self.ends = feed, Ends(setup, runner)
+        self._process = 0  # in which the feed has begun
+        self.reset()
+
+    # Where the run stands
+
+    @property
+    def setup(self) -> Setup:
+        return self.ends.setup
+
+    @property
+    def schema(self) -> Schema:
+        return self.ends.schema
+
+    @property
+    def layout(self) -> Layout:
+        return self.ends.layout
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.ends.ranks
+
+    @property
+    def table(self) -> Ints:
+        """``int64[N, columns]``, the positions of all logical shards; the rows that this rank owns are right."""
+        return self.cursor.positions
+
+    @property
+    def clock(self) -> Clock:
+        return self.cursor.now(self.layout)
+
+    @property
+    def step(self) -> int:
+        """Global batches delivered."""
+        return self.clock.global_step(self.layout.global_batch_size)
+
+    @property
+    def begun(self) -> int:
+        """Micro batches that were taken of a step that is not complete."""
+        return self.cursor.u % self.layout.gradient_accumulation_steps
+
+    @property
+    def rows_are_dealt(self) -> bool:
+        """True if the state of this moment is spread over ranks by a deal, no longer in one block a rank."""
+        return self.cursor.leg is not None and self.cursor.leg.deal is not None
+
+    def counters(self) -> dict[str, float]:
+        """Return numbers for a logger: of the run, and of what this rank's shards have drawn."""
+        clock = self.clock
+        counts = {
+            "global_samples": float(clock.samples),
+            "global_step": float(clock.global_step(self.layout.global_batch_size)),
+            "filtered_rows": 0.0,
+            "skipped_rows": 0.0,
+            "dropped_samples": float(clock.dropped_samples),
+            "padded_samples": float(clock.padded_samples),
+        }
+        return {**counts, **self.schema.progress(self.table, self.ends.owned)}
+
+    def progress(self) -> dict[str, float]:
+        """Return numbers for a logger: of what was made, and `counters`."""
+        made = self.feed.progress()
+        ready = made.get("batches_ready", 0.0) + sum(u >= self.cursor.u for u in self._queue.made)
+        return {**made, "batches_ready": ready, **self.counters()}
+
+    def is_short(self) -> bool:
+        """True if what is known to be left of the epoch will be dropped."""
+        left = None if self.cursor.ended else self.ends.left(self.table)
+        return left is not None and self.setup.tail == "drop" and int(left.sum()) < self.layout.global_batch_size
+
+    def num_micro_batches_left(self) -> int | None:
+        """Return the micro batches until the epoch ends; `None` where it never does, or cannot be known."""
+        leg = self.begin()
+        return 0 if leg is None else leg.left_at(self.cursor.u)
+
+    def num_micro_batches(self) -> int | None:
+        """Return the micro batches of the whole epoch; `None` where it never ends, or cannot be known."""
+        size = None if self.setup.recipe.repeat else self.schema.epoch_size(self.table)
+        if size is None:
+            return None
+        steps, rest = divmod(size, self.layout.global_batch_size)
+        return (steps + (self.setup.tail == "pad" and rest > 0)) * self.layout.gradient_accumulation_steps
+
+    # Going elsewhere
 
     def reset(self) -> None:
         """Go back to the beginning of the run, with the data that there is now."""
         self.rewind()
         self.schema.adopt({})
-        self.load(self.schema.fresh_table(self.layout.num_logical_shards), Clock())
+        self._go_to(self.schema.fresh_table(self.layout.num_logical_shards), Clock())
 
     def load(self, table: Ints, clock: Clock) -> None:
-        """Go on from a table in which all N rows are right."""
-        self.use(replace(self.setup, ranks=self.ranks.next_leg))
-        self.rows, self._legs, self._size = Taken(table), Legs(), None
-        ended = bool((table[:, DEALT] == ENDED).all())
-        self.go_to(Standing(clock, self.owners, None, ended, clock.samples), table)
+        """Go on from a table in which all N rows are right. With ``steps_per_epoch`` an end at this step counts as seen."""
+        steps = self.setup.steps_per_epoch
+        seen = 0 if steps is None else clock.global_step(self.layout.global_batch_size) // steps
+        self._go_to(table, clock, seen=seen, resumed=True)
 
-    def go_to(self, standing: Standing, table: Ints) -> None:
-        """Go on from here, where another leg or none begins: what was made ahead is of the one before."""
+    def _go_to(self, table: Ints, clock: Clock, *, seen: int = 0, resumed: bool = False) -> None:
         self.rewind()
-        u, in_step, leg = standing.clock.micro_batch(self.layout), self.layout.gradient_accumulation_steps, standing.leg
-        ends_unseen = leg is not None and leg.stop is None and not self.repeat
-        agreement = Agreement(self.ranks, u, in_step) if ends_unseen else None
-        self.table = table  # from here on no call, so that Ctrl-C comes before all of it or after
-        self.standing, self.u, self._calm_until = standing, u, 0
-        self.epoch, self._in_step, self._agreement = standing.clock.epoch, in_step, agreement
+        self.ends = Ends(replace(self.setup, ranks=self.ranks.next_leg), self.ends.runner)
+        self.cursor = Cursor.at(clock, table, self.ends.owners, self.layout)._replace(seen=seen, resumed=resumed)
+
+    def skip(self, num_micro_batches: int) -> None:
+        """Leave out micro batches as if they had been taken, also over ends of epochs; if reading fails, nothing has moved."""
+        if self.ends.unproven:
+            raise DataStateError(self.ends.unproven)
+        self.rewind()
+        before, ends = self.clock.samples, Ends(self.setup, self.ends.runner)
+        after = skip(self.cursor.copy(), ends, num_micro_batches)
+        clock = after.now(self.layout).left_out(before)
+        self.ends = ends
+        self.cursor = after._replace(clock=clock)
 
     def move_on(self) -> None:
-        self._size = None if self.ended else self._size
-        super().move_on()
+        """Begin the next epoch, if the last micro batch of this one was taken."""
+        if self.cursor.ended:
+            self.cursor = self._next_segment(self.cursor)
 
-    # Which leg it is
+    def rewind(self, *, wait: bool = True) -> None:
+        """Forget what was made and not taken; no more is made until the next is asked for."""
+        self._queue = Queue()
+        self._failure: BaseException | None = None
+        self.feed.stop(wait=wait)
+
+    # Which segment it is
 
     def begin(self) -> Leg | None:
-        """The leg that the next micro batch belongs to, planned where it has not begun; `None` at the end of the epoch."""
-        if self.is_calm:
-            return self.leg
-        if self._legs.unproven:
-            raise DataStateError(self._legs.unproven)
+        """Return the segment of the next micro batch, planned where it has not begun; `None` at the end of the epoch."""
+        if self.cursor.is_calm:
+            return self.cursor.leg
+        if self.ends.unproven:
+            raise DataStateError(self.ends.unproven)
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
-        if self.leg is None and not self.ended:
-            self.ahead.feed.stop()
-            self.go_to(*self._legs.first(self))
-        self._settle()
-        self._conclude()
-        leg = self.leg
-        if leg is not None and leg.deal is None and self._agreement is None and not self.setup.recipe.verify:
-            self._calm_until = sys.maxsize if leg.stop is None else leg.stop
-        return leg
+        if self.cursor.leg is None and not self.cursor.ended:
+            self.cursor = self._next_segment(self.cursor)
+        self.cursor = self._settled(self.cursor)
+        self.cursor = self._concluded(self.cursor)
+        return self.cursor.leg
 
-    @property
-    def is_calm(self) -> bool:
-        """Whether the next micro batch belongs to the leg of the one before, and there is nothing to look after."""
-        return self.u < self._calm_until
+    def _settled(self, at: Cursor) -> Cursor:
+        """Return the cursor in the segment of its next micro batch, which is looked for as soon as the one before is taken."""
+        while at.leg is not None and not at.leg.is_last:
+            here = at
+            if not self.ends.is_over(here, lambda u, here=here: self._make_until(here, u)):
+                break
+            at = self._next_segment(here)
+        return at
 
-    def _settle(self) -> None:
-        """Find the leg of the next micro batch. It may have failed before, in reading ahead, and goes on from there."""
-        while (leg := self.leg) is not None:
-            if self._agreement is not None:
-                if not self._agreement.end(self.u, self._make_until):
-                    return
-            elif leg.stop != self.u or leg.is_last:
-                return
-            self.ahead.feed.stop()
-            self.go_to(*self._legs.deal(self, leg))  # as soon as the last micro batch before it has been taken
+    def _concluded(self, at: Cursor) -> Cursor:
+        """Return the cursor at the end of the epoch, if its last micro batch has been taken."""
+        return self._next_segment(at) if at.leg is not None and at.leg.is_last and at.leg.stop == at.u else at
 
-    def _conclude(self) -> None:
-        """End the epoch, if its last micro batch has been taken."""
-        leg = self.leg
-        if leg is not None and leg.deal is not None and leg.stop == self.u:
-            self.ahead.feed.stop()
-            self.go_to(*self._legs.end(self, leg.deal))
-
-    def num_micro_batches_left(self) -> int | None:
-        """Micro batches until the epoch ends; `None` where it never does, or cannot be known."""
-        leg = self.begin()
-        return 0 if leg is None else leg.left_at(self.u)
-
-    def num_micro_batches(self) -> int | None:
-        """Micro batches of the whole epoch, as long as O stays; `None` where it never ends, or cannot be known."""
-        if self._size is None and not self.repeat:
-            self._size = self.schema.epoch_size(self.table)
-        if self._size is None:
-            return None
-        steps, rest = divmod(self._size, self.layout.global_batch_size)
-        return (steps + (self.setup.tail == "pad" and rest > 0)) * self._in_step
+    def _next_segment(self, at: Cursor) -> Cursor:
+        self.rewind()  # the runner is the feed's no longer
+        return next_segment(at.copy(), self.ends)
 
     # Taking
 
     def take(self) -> MicroBatch:
-        """The next micro batch; from here on the state says that it was delivered."""
-        if self.u + 1 < self._calm_until:
-            return self._take_one()
-        visited = self.peek().visited
-        leg = self.leg
-        ends = leg is not None and leg.deal is not None and leg.stop == self.u + 1
-        if not (ends or self.setup.recipe.verify):
-            return self._take(or_fail=False)
-        undo, u = self.rows.undoing(visited), self.u
-        before = self.standing, self.rows, self._agreement, self.ahead.made.copy()
-        try:
-            return self._take(or_fail=True)
-        except BaseException:  # an epoch fails, or Ctrl-C comes, in place of its last micro batch
-            undo()
-            self.standing, self.rows, self._agreement, self.ahead.made = before
-            self.u = u
-            raise
+        """Return the next micro batch; from here on the state says that it was delivered.
 
-    def _take_one(self) -> MicroBatch:
-        """The next micro batch where a step of the main phase goes on or begins."""
-        micro_batch = self.ahead.next() or self.peek()
-        self.rows.add(micro_batch)
-        taken = self.ahead.made.popleft
-        self.u += 1
-        taken()
-        return micro_batch
-
-    def _take(self, *, or_fail: bool) -> MicroBatch:
-        """The next micro batch, after which what follows it is found.
-
-        Args:
-            or_fail: Whether an error in ending the epoch comes in its place, and not after it.
+        An error in what follows it is raised when that is asked for. One in the end of the epoch comes in its place.
         """
-        deal, u = None if self.leg is None else self.leg.deal, self.u
-        micro_batch = self._take_one()
-        if deal is not None:
-            self.standing = replace(self.standing, owners=deal.owners(self.standing.owners, u))
+        at = self.cursor
+        if at.leg is None or at.u + 1 >= at.leg.calm_until:
+            return self._take_and_settle()
+        made = self._next_of(at)
+        self.cursor = at.past(made)
+        self._queue.made.pop(at.u, None)
+        return made
+
+    def _take_and_settle(self) -> MicroBatch:
+        made = self.peek()
+        queue, u = self._queue, self.cursor.u
+        after = self.cursor.past(made)
         try:
-            self._settle()
-            if not or_fail:
-                self._conclude()
+            after = self._settled(after)
         except BaseException as error:  # Ctrl-C, too: it waits until this batch has arrived
-            self._failure = error  # of a later micro batch: this one has been delivered
+            self._failure = error
         else:
-            if or_fail:
-                self._conclude()
-        return micro_batch
+            after = self._concluded(after)
+        self.cursor = after
+        queue.made.pop(u, None)
+        return made
 
     def peek(self) -> MicroBatch:
-        """The next micro batch, which stays the next; `StopIteration` at the end of the epoch."""
-        if self.u >= self._calm_until and self.begin() is None:
+        """Return the next micro batch, which stays the next; `StopIteration` at the end of the epoch."""
+        if not self.cursor.is_calm and self.begin() is None:
             raise StopIteration
-        if not self.ahead.made and self._make_until(self.u + 1) == self.u:
-            raise DataStateError(
-                "A logical shard ended before its pipeline's epoch_end() said that it would. Return None there if the "
-                "number of samples is not certain."
-            )
-        return self.ahead.made[0]
-
-    def skip(self, num_micro_batches: int) -> None:
-        """Leave out micro batches as if they had been taken, also over ends of epochs; if reading fails, nothing has moved."""
-        if self._legs.unproven:
-            raise DataStateError(self._legs.unproven)
-        self.rewind()
-        before, legs, at = self.clock.samples, Legs(), self.copy()
-        skip(at, legs, num_micro_batches)
-        clock = at.clock.left_out(before)
-        self._legs, self._size = legs, self._size if clock.epoch == self.epoch else None
-        self.go_to(replace(at.standing, clock=clock), at.table)
+        return self._next_of(self.cursor)
 
     # Making ahead
 
     def start(self) -> None:
         """Let the feed begin with the next micro batch, if it has not begun."""
-        if self.leg is None:
-            self.begin()
-        if self.leg is not None and not self.ahead.is_started:
-            self.ahead.start(self.leg, self.table, self.u)
+        leg = self.begin()
+        if leg is not None:
+            self._find_queue(self.cursor, leg)
 
-    def _make_until(self, u: int) -> int:
-        """Make micro batches up to u, if no shard ends before; the first that is not made."""
-        self.start()
-        return self.u + self.ahead.make(u - self.u)
+    def _find_queue(self, at: Cursor, leg: Leg) -> Queue:
+        """Return the queue of what the feed makes of a segment from a cursor on; the feed begins where it has not."""
+        if self.feed.is_ahead and self._process not in (0, os.getpid()):
+            raise RuntimeError(
+                f"This DataLoader reads ahead in process {self._process}, of which this one is a fork: the workers and threads "
+                f"are not its own. Make another loader here, and load the state into it."
+            )
+        queue = self._queue
+        if queue.leg is leg and (at.u == queue.next or at.u in queue.made):
+            return queue
+        self._queue, self._process = Queue(), os.getpid()
+        self.feed.begin(leg, at.copy().table, at.u)
+        self._queue = Queue(leg, at.u)
+        return self._queue
 
-    def rewind(self) -> None:
-        """Forget what was made and not taken; no more is made until the next is asked for."""
-        self.ahead.forget()
-        self._failure: BaseException | None = None
+    def _next_of(self, at: Cursor) -> MicroBatch:
+        """Return the next micro batch of a cursor, from the queue, or made now."""
+        self._make_until(at, at.u + 1)
+        if at.u not in self._queue.made:
+            raise DataStateError(
+                "A logical shard ended before its pipeline's epoch_end() said that it would. Return None there if the "
+                "number of samples is not certain."
+            )
+        return self._queue.made[at.u]
+
+    def _make_until(self, at: Cursor, stop: int) -> int:
+        """Make micro batches of a cursor's segment up to ``stop``, if no shard ends before; return the first not made."""
+        if at.leg is None:
+            return at.u
+        queue = self._find_queue(at, at.leg)
+        while queue.next < stop and not queue.is_exhausted:
+            try:
+                queue.made[queue.next] = self.feed.next()
+                queue.next += 1
+            except Exhausted:
+                queue.is_exhausted = True
+            except BaseException as error:
+                # The runner is past what was taken: whoever goes on begins from the cursor. Ctrl-C does not wait for a read.
+                self.rewind(wait=isinstance(error, Exception))
+                raise
+        return queue.next
 
     def through(self, feed_of: Callable[[Feed], Feed]) -> None:
         """Let another feed bring what this one's makes."""
         self.rewind()
-        self.ahead = Ahead(feed_of(self.ahead.feed))
+        self.feed = feed_of(self.feed)
 
     def close(self) -> None:
-        self.ahead.feed.close()
+        """Stop the feed; the position stays."""
+        self.feed.close()
         self.rewind()

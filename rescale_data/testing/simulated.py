@@ -118,7 +118,7 @@ class _Reference:
         for loader in loaders:
             while loader.stream.begin() is None:
                 loader.stream.move_on()
-        while self._epoch < loaders[0].stream.epoch:
+        while self._epoch < loaders[0].stream.clock.epoch:
             self._epoch += 1
             for node in self._nodes:
                 _drain(node)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rescale_data as rd
-from rescale_data.engine.rest import STEPS_OF_A_ROUND
+from rescale_data.engine.ends import STEPS_OF_A_ROUND
 
 SEQ_LEN = 8
 

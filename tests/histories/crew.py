@@ -213,7 +213,7 @@ def _take(self: Stream) -> Any:
     dealt = self.rows_are_dealt
     micro_batch = _real_take(self)
     if hasattr(self, "taken"):
-        self.taken.append((micro_batch, self.epoch, dealt))
+        self.taken.append((micro_batch, self.clock.epoch, dealt))
     return micro_batch
 
 

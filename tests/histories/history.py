@@ -408,8 +408,8 @@ class History:
         shadow.steps = self.steps is not None
         shadow.load(state)
         for seat, real in zip(shadow.seats, self.seats.seats, strict=True):
-            seat.loader.reading._resumed = False
-            seat.loader.reading._at_multiple = real.ended and self.steps is not None
+            cursor, unseen = seat.loader.stream.cursor, real.ended and self.steps is not None
+            seat.loader.stream.cursor = cursor._replace(resumed=False, seen=cursor.seen - unseen)
         shadow.take(num, self.books, self.number)
         return shadow
 

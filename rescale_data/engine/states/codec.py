@@ -21,7 +21,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from rescale_data.engine.position import Position
+from rescale_data.engine.cursor import Cursor
+from rescale_data.engine.ends import Ends
 from rescale_data.engine.recipe import DEALT, ENDED, MOST_STAMPED, OWN_FIELDS, STAMP, UNDEALT
 from rescale_data.engine.schema import Schema, to_json
 from rescale_data.engine.states.change import Changed
@@ -86,12 +87,13 @@ class Saved:
 # A state is written
 
 
-def header_of(at: Position) -> str:
+def header_of(at: Cursor, ends: Ends) -> str:
     """Return all of a state but its table, the same on every rank. Its long parts are texts that the schema keeps."""
-    layout, schema = at.layout, at.schema
-    counts = {**vars(at.clock), "step": at.step, "num_workers": layout.num_workers}
+    layout, schema, clock = ends.layout, ends.schema, at.now(ends.layout)
+    step = clock.global_step(layout.global_batch_size)
+    counts = {**vars(clock), "step": step, "num_workers": layout.num_workers}
     sizes = {name: getattr(layout, name) for name in _SIZES}
-    text = to_json({"version": VERSION, "seed": at.setup.recipe.seed, **counts, **sizes})[:-1]
+    text = to_json({"version": VERSION, "seed": ends.setup.recipe.seed, **counts, **sizes})[:-1]
     return text + "".join(f',"{name}":{of}' for name, of in schema.texts.items()) + "}"
 
 

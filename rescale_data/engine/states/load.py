@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from rescale_data.engine.agreement import together
-from rescale_data.engine.leg import Standing
-from rescale_data.engine.legs import Legs
-from rescale_data.engine.position import Position
+from rescale_data.engine.cursor import Cursor
+from rescale_data.engine.ends import Ends
 from rescale_data.engine.recipe import DEALT, ENDED, FIRST_SLOT, SAMPLES, UNDEALT, Histories, History
 from rescale_data.engine.schema import Nodes, Schema
 from rescale_data.engine.skip import require_countable, skip
@@ -29,7 +28,6 @@ from rescale_data.engine.states.differences import say_changes, without_all, wit
 from rescale_data.engine.states.growth import Growth, joined, needed
 from rescale_data.engine.states.statedict import whole_state
 from rescale_data.engine.stream import Stream
-from rescale_data.engine.taken import Taken
 from rescale_data.errors import DataStateError
 from rescale_data.layout.clock import Clock
 from rescale_data.layout.layout import Layout
@@ -112,20 +110,16 @@ def _deliver(
         )
     require_countable(f"load_state_dict(state, delivered={num_samples})", clock.samples + num_samples, n)
     clock = _place(stream, layout, clock, table, (o, w, b), was_dealt=is_dealt(table))
-    ended = bool((table[:, DEALT] == ENDED).all())
-    standing = Standing(clock, stream.owners, None, ended, clock.samples)
     ranks = setup.ranks.loading
     counts = {name: value for name, value in saved.header.items() if isinstance(value, int)}
     ranks.require_same({"delivered": num_samples, **counts}, "loaded states")
-    at = Position(
-        replace(setup, layout=layout, ranks=ranks), stream.runner, standing, clock.micro_batch(layout), Taken(table)
-    )
-    at.owned = np.arange(n) if stream.ranks.simulated else at.owned
+    ends = Ends(replace(setup, layout=layout, ranks=ranks), stream.ends.runner)
+    ends.owned = np.arange(n) if ranks.simulated else ends.owned
     before = schema.histories
     schema.adopt(needed({path: list(history) for path, history in histories.items()}, schema, table))
     try:
-        skip(at, Legs(), num_samples // whole)
-        return at.clock, ranks.merge(at.table, at.standing.owners)
+        at = skip(Cursor.at(clock, table, ends.owners, layout), ends, num_samples // whole)
+        return at.now(layout), ranks.merge(at.table, at.owners)
     finally:
         schema.adopt(before)
 
@@ -138,9 +132,11 @@ def _place(
     if was_dealt and not is_dealt(table):
         loaded = clock.restarted(saved[0])
     ended = bool((table[:, DEALT] == ENDED).all())
-    if stream.repeat and (table[:, DEALT] != UNDEALT).any():  # an endless stream has no end of an epoch to be at
+    if (
+        stream.setup.recipe.repeat and (table[:, DEALT] != UNDEALT).any()
+    ):  # an endless stream has no end of an epoch to be at
         loaded = clock.next_epoch(saved[0]) if ended else clock.restarted(saved[0])
-    if stream.repeat or (loaded != clock and not ended):
+    if stream.setup.recipe.repeat or (loaded != clock and not ended):
         table[:, DEALT] = UNDEALT
     return loaded
 
@@ -171,7 +167,7 @@ def _require_rows(schema: Schema, table: Ints) -> None:
 def _warn_of_epochs(stream: Stream, table: Ints) -> None:
     """Of an endless stream's shards, each in an epoch of its own, where the loader has epochs."""
     readers = readers_of(stream.schema.root, FIRST_SLOT)
-    if stream.repeat or len(readers) != 1 or readers[0][0].rows.is_small:
+    if stream.setup.recipe.repeat or len(readers) != 1 or readers[0][0].rows.is_small:
         return
     ((_, slot),) = readers
     begun = table[table[:, slot + 1] > 0, slot]
@@ -208,10 +204,10 @@ def _reached(stream: Stream, table: Ints, histories: Histories, paths: Sequence[
 
     def farthest() -> list[int]:
         found = [[-1] * len(paths)]
-        for shard in range(len(table)) if ranks.simulated else stream.owned.tolist():
+        for shard in range(len(table)) if ranks.simulated else stream.ends.owned.tolist():
             if nodes := [node for node, rows in begun.items() if rows[shard]]:
                 row = table[shard : shard + 1, FIRST_SLOT:]
-                of_shard = stream.runner.farthest(shard, row, histories, nodes)
+                of_shard = stream.ends.runner.farthest(shard, row, histories, nodes)
                 found.append([of_shard.get(path, -1) for path in paths])
         return np.max(found, axis=0).tolist()
 

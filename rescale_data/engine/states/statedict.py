@@ -14,7 +14,8 @@ from typing import Any, NoReturn, cast
 import numpy as np
 import torch
 
-from rescale_data.engine.position import Position
+from rescale_data.engine.cursor import Cursor
+from rescale_data.engine.ends import Ends
 from rescale_data.engine.ranks.meeting import digest
 from rescale_data.engine.recipe import MOST_STAMPED, SAMPLES
 from rescale_data.engine.states.codec import HEADER, TABLE, encode, header_of
@@ -24,45 +25,41 @@ from rescale_data.errors import DataStateError
 _OF_NONE = -MOST_STAMPED  # the stamp of a row that is nobody's
 
 
-def state_dict(stream: Position) -> dict[str, Any]:
-    """The state with all N rows (collective over the dp ranks).
+def state_dict(at: Cursor, ends: Ends) -> dict[str, Any]:
+    """Return the state with all N rows (collective over the dp ranks).
 
     Where the ranks stand at different batches it is one to load into, as `dcp.load` does, and cannot be kept (`Apart`).
     """
-    apart = _find_apart(stream)
-    state = encode(stream.table if apart else stream.whole(), stream.clock.samples, header_of(stream))
+    apart = _find_apart(at, ends)
+    table = at.positions if apart else ends.whole(at)
+    state = encode(table, at.now(ends.layout).samples, header_of(at, ends))
     if apart:
         state[TABLE][:, 0] = _OF_NONE
         state[HEADER] = Apart(state[HEADER], apart)
     return state
 
 
-def local_state_dict(stream: Position) -> dict[str, Any]:
-    """The state as this rank knows it, without communication: `whole_state` makes it whole."""
-    if stream.ranks.world_size == 1:
-        return state_dict(stream)
-    _refuse_simulated(stream)
-    _require_saveable(stream)
-    return {TABLE: RankRows(stream.copy()), HEADER: header_of(stream)}
-
-
-def whole_table(stream: Position) -> torch.Tensor:
-    """The table of a state (collective); ``DataStateError`` where the ranks stand at different batches."""
-    state = state_dict(stream)
-    if isinstance(state[HEADER], Apart):
-        state[HEADER].refuse()
-    return state[TABLE]
+def local_state_dict(at: Cursor, ends: Ends) -> dict[str, Any]:
+    """Return the state as this rank knows it, without communication: `whole_state` makes it whole."""
+    if ends.ranks.world_size == 1:
+        return state_dict(at, ends)
+    _refuse_simulated(ends)
+    _require_saveable(ends)
+    return {TABLE: RankRows(at.copy(), ends), HEADER: header_of(at, ends)}
 
 
 class RankRows:
     """The table as one rank knows it."""
 
-    def __init__(self, at: Position) -> None:
-        self._at = at
+    def __init__(self, at: Cursor, ends: Ends) -> None:
+        self._at, self._ends = at, ends
 
     def whole(self) -> torch.Tensor:
-        """The table of a state with all rows right (collective)."""
-        return whole_table(self._at)
+        """Return the table of a state with all rows right (collective); ``DataStateError`` where ranks stand apart."""
+        state = state_dict(self._at, self._ends)
+        if isinstance(state[HEADER], Apart):
+            state[HEADER].refuse()
+        return state[TABLE]
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -106,17 +103,18 @@ def whole_state(state: Any) -> Any:
 def merged_state_dict(streams: Sequence[Stream]) -> dict[str, Any]:
     """The state that simulated ranks, each with its rows, would save together: one stream of each dp rank."""
     first = streams[0]
-    _require_saveable(first)
+    _require_saveable(first.ends)
     given = sorted(stream.ranks.rank for stream in streams)
     if given != list(range(first.ranks.world_size)):
         raise ValueError(
             f"The loaders are those of the dp ranks {given}; give one of each of {first.ranks.world_size} ranks."
         )
-    if any(header_of(stream) != header_of(first) for stream in streams):
+    header = header_of(first.cursor, first.ends)
+    if any(header_of(stream.cursor, stream.ends) != header for stream in streams):
         raise ValueError("The loaders of the dp ranks stand at different batches. Take the same number from each.")
     tables = np.stack([stream.table for stream in streams])
     newest = tables[:, :, SAMPLES].argmax(axis=0)
-    return encode(tables[newest, np.arange(len(newest))], first.clock.samples, header_of(first))
+    return encode(tables[newest, np.arange(len(newest))], first.clock.samples, header)
 
 
 class Apart(str):
@@ -136,37 +134,38 @@ class Apart(str):
         self.refuse()
 
 
-def _find_apart(stream: Position) -> str:
-    """Why there is no state of this moment; empty where there is one (collective).
+def _find_apart(at: Cursor, ends: Ends) -> str:
+    """Return why there is no state of this moment; empty where there is one (collective).
 
     Gathered rows all bear one stamp: so that ranks stand at the same batch has to be seen now.
     """
-    _refuse_simulated(stream)
-    _require_saveable(stream)
-    stands = stream.ranks.saving.each([stream.clock.samples, digest(stream.clock.skipped)])
+    _refuse_simulated(ends)
+    _require_saveable(ends)
+    ranks, clock = ends.ranks, at.now(ends.layout)
+    stands = ranks.saving.each([clock.samples, digest(clock.skipped)])
     (first, one), (last, other) = stands.min(axis=0).tolist(), stands.max(axis=0).tolist()
     if first == last and one == other:
         return ""
     if first == last:
         return (
-            f"The ranks save after {first} samples, of which they have not left out the same: dp rank {stream.ranks.rank} "
-            f"{stream.clock.skipped}. Call skip() on all ranks, with the same number."
+            f"The ranks save after {first} samples, of which they have not left out the same: dp rank {ranks.rank} "
+            f"{clock.skipped}. Call skip() on all ranks, with the same number."
         )
     return (
-        f"The ranks save at different batches, which no state can describe: dp rank {stream.ranks.rank} after "
-        f"{stream.clock.samples} samples, others between {first} and {last}. Save on all ranks after the same batch."
+        f"The ranks save at different batches, which no state can describe: dp rank {ranks.rank} after "
+        f"{clock.samples} samples, others between {first} and {last}. Save on all ranks after the same batch."
     )
 
 
-def _require_saveable(stream: Position) -> None:
+def _require_saveable(ends: Ends) -> None:
     """``DataStateError`` where a source could not be resumed: said now, and not when the run is lost."""
-    for source in stream.schema.sources().values():
+    for source in ends.schema.sources().values():
         source.require_saveable()
 
 
-def _refuse_simulated(stream: Position) -> None:
-    if stream.ranks.simulated:
+def _refuse_simulated(ends: Ends) -> None:
+    if ends.ranks.simulated:
         raise ValueError(
-            f"state_dict() needs the rows of all {stream.ranks.world_size} dp ranks, but there is no process group (dp_rank= "
+            f"state_dict() needs the rows of all {ends.ranks.world_size} dp ranks, but there is no process group (dp_rank= "
             f"and dp_world_size= were given). Use rescale_data.testing.full_state_dict(loaders) with the loaders of all ranks."
         )

@@ -1,0 +1,81 @@
+"""`Cursor`: where a run stands on one rank."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rescale_data.engine.leg import Leg
+from rescale_data.engine.micro_batch import MicroBatch, Rows
+from rescale_data.engine.recipe import DEALT, ENDED
+from rescale_data.layout.clock import Clock
+from rescale_data.layout.layout import Layout
+from rescale_data.state import Ints
+
+
+class Cursor(NamedTuple):
+    """Where a run stands on one rank. A run moves by one assignment, of another cursor.
+
+    When a segment begins every rank has all N rows of the table right; within it, those that it owns.
+
+    Args:
+        clock: Counts of the run, from which `now` counts on.
+        table: ``int64[N, columns]``, the positions of all logical shards, but for `last`.
+        owners: ``int64[N]``, the rank whose row of each shard is right.
+        u: The next micro batch, counted from `origin`.
+        leg: Its segment; `None` where none is planned, or the epoch has ended.
+        last: Rows of the micro batch before u.
+        ended: True if the last batch of the epoch was taken.
+        seen: With ``steps_per_epoch``, the number of epochs that are known to have ended.
+        resumed: True if nothing was taken since a load.
+        idle: Epochs that have begun since a batch was taken.
+    """
+
+    clock: Clock
+    table: Ints
+    owners: Ints
+    u: int
+    leg: Leg | None = None
+    last: Rows | None = None
+    ended: bool = False
+    seen: int = 0
+    resumed: bool = False
+    idle: int = 1
+
+    @classmethod
+    def at(cls, clock: Clock, table: Ints, owners: Ints, layout: Layout) -> Cursor:
+        """Return the cursor of a run with a table in which all rows are right."""
+        ended = bool((table[:, DEALT] == ENDED).all())
+        return cls(clock, table, owners, clock.micro_batch(layout), ended=ended, idle=int(not ended))
+
+    @property
+    def is_calm(self) -> bool:
+        """True if the next micro batch is of the segment of the one before, and there is nothing to look for."""
+        return self.leg is not None and self.u < self.leg.calm_until
+
+    @property
+    def positions(self) -> Ints:
+        """The table, of the last micro batch, too."""
+        if self.last is not None:
+            self.last.write(self.table)
+        return self.table
+
+    def now(self, layout: Layout) -> Clock:
+        """Return the counts of the run at the next micro batch."""
+        return self.clock.later(self.u - self.clock.micro_batch(layout), layout)
+
+    def past(self, made: MicroBatch) -> Cursor:
+        """Return the cursor behind the next micro batch."""
+        if self.last is not None:
+            self.last.write(self.table)
+        deal = None if self.leg is None else self.leg.deal
+        owners = self.owners if deal is None else deal.owners(self.owners, self.u)
+        return Cursor(
+            self.clock, self.table, owners, self.u + 1, self.leg, made.rows, False, self.seen, False, 0
+        )  # fmt: skip
+
+    def copy(self) -> Cursor:
+        """Return the cursor with a table of its own."""
+        table = self.table.copy()
+        if self.last is not None:
+            self.last.write(table)
+        return self._replace(table=table, last=None)
