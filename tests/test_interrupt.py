@@ -22,20 +22,34 @@ class CtrlC:
 
     Args:
         at: At which of these moments.
+        modules: Raises before any bytecode of these files of the package, in place of that.
     """
 
-    def __init__(self, at: int) -> None:
-        self.left, self.came = at, False
+    def __init__(self, at: int, modules: tuple[str, ...] = ()) -> None:
+        self.left, self.came, self._modules = at, False, modules
 
     @contextmanager
     def pressed(self) -> Generator[None]:
         gc.disable()  # what it runs may not raise
-        sys.setprofile(self._look)
+        if self._modules:
+            sys.settrace(self._trace)
+        else:
+            sys.setprofile(self._look)
         try:
             yield
         finally:
             sys.setprofile(None)
+            sys.settrace(None)
             gc.enable()
+
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        del argument
+        if event == "call":
+            frame.f_trace_opcodes = frame.f_code.co_filename.endswith(self._modules)
+            return self._trace if frame.f_trace_opcodes else None
+        if event == "opcode":
+            self._count()
+        return self._trace
 
     def _look(self, frame: FrameType, event: str, argument: Any) -> None:
         del argument
@@ -44,6 +58,9 @@ class CtrlC:
             or frame.f_globals.get("__package__", "").partition(".")[0] != "rescale_data"
         ):
             return
+        self._count()
+
+    def _count(self) -> None:
         self.left -= 1
         if self.left == 0:
             self.came = True
@@ -66,6 +83,10 @@ def only_reading_tells() -> rd.DataLoader:
     return rd.DataLoader(
         lambda shard: rd.Filter(rd.Reader(TWICE, shard), odd), global_batch_size=BATCH, num_logical_shards=BATCH
     )
+
+
+def epochs_of_steps() -> rd.DataLoader:
+    return rd.DataLoader(SOURCE, global_batch_size=BATCH, num_logical_shards=BATCH, repeat=True, steps_per_epoch=3)
 
 
 def go_on_after(ctrl_c: CtrlC, loader: rd.DataLoader, number: int) -> tuple[list[list[int]], int]:
@@ -103,6 +124,23 @@ def test_ctrl_c_loses_and_repeats_nothing(make_loader: Callable[[], rd.DataLoade
         num_lost, at = num_lost + lost, at + 1
     assert at > 20
     assert num_lost < 15  # on its way out of `next`, as if it had come right behind
+
+
+@pytest.mark.parametrize("make_loader", [known, only_reading_tells, epochs_of_steps])
+@pytest.mark.parametrize("number", [1, -1], ids=["within", "last"])
+def test_ctrl_c_before_any_bytecode_leaves_the_old_cursor_or_the_new_one(
+    make_loader: Callable[[], rd.DataLoader], number: int
+) -> None:
+    whole = [batch.tolist() for batch in make_loader()]
+    ctrl_c, at = CtrlC(1), 1
+    while ctrl_c.came or at == 1:
+        ctrl_c = CtrlC(at, ("engine/stream.py", "engine/cursor.py", "engine/micro_batch.py"))
+        with make_loader() as loader:
+            batches, lost = go_on_after(ctrl_c, loader, number % len(whole))
+            assert (loader.epoch, loader.step) == (1, len(whole))
+        assert batches == whole[: number % len(whole)] + whole[number % len(whole) + lost :]
+        at += 1
+    assert at > 100
 
 
 def test_ctrl_c_in_a_function_that_reads_ahead() -> None:

@@ -248,7 +248,7 @@ class TestWhereTheRunStands:
                 assert loader
 
     @pytest.mark.parametrize(
-        ("make", "why"), [(lambda: loader_of(repeat=True), "repeat=True"), (packed_loader, "does not know")]
+        ("make", "why"), [(lambda: loader_of(repeat=True), "repeat=True"), (packed_loader, "only reading tells")]
     )
     def test_len_where_it_cannot_be_known(self, make: MakeLoader, why: str) -> None:
         with pytest.raises(TypeError, match=why):
