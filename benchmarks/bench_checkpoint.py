@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager
 from rescale_data.checkpoint.entry import compare
-from rescale_data.checkpoint.storage.dcp import Contents, Planner
+from rescale_data.checkpoint.storage.dcp import Contents
 from rescale_data.checkpoint.storage.metadata import read_metadata
 
 WIDTH = 2048
@@ -180,7 +180,10 @@ def measure_plans(ranks: int, count: int = 200) -> None:
 
     plans, state = [plan(rank) for rank in range(ranks)], {name: torch.zeros(size) for name in names}
     planner = DefaultSavePlanner()  # ours, too
-    load_planners = {"DCP's": DefaultLoadPlanner(), "ours": Planner(state)}
+    load_planners = {
+        "DCP's": DefaultLoadPlanner(),
+        "ours": DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+    }
     print(f"\n{ranks} simulated ranks, {count} tensors, {ranks * count} pieces: seconds")
     planner.set_up_planner({}, is_coordinator=True)
     start = time.perf_counter()

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.checkpoint.storage import StorageReader
 
-from rescale_data.checkpoint.storage.dcp import Contents
-from rescale_data.checkpoint.storage.open import load_values, placeholders, read_checkpoint
+from rescale_data.checkpoint.storage.dcp import Reader
+from rescale_data.checkpoint.storage.open import read_checkpoint
 from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.tree import tree_of
 from rescale_data.engine.states.check import check
 from rescale_data.engine.states.codec import HEADER, TABLE, find, read_header
 from rescale_data.engine.stream import HasStream
 from rescale_data.errors import checks_kinds, require
-
-T = TypeVar("T")
-Source: TypeAlias = str | os.PathLike[str] | StorageReader
 
 
 @checks_kinds
@@ -51,19 +46,17 @@ def read_data_state(
         ...     json.loads(checkpoint.read_data_state(f"{folder}/step-1")["header"])["samples"]
         4
     """
-    return read_checkpoint(
-        path, lambda reader: _DataState(reader, path, name).read(TABLE, HEADER), storage_options=storage_options
-    )
+    return read_checkpoint(path, lambda reader: _values(reader, name, TABLE, HEADER), storage_options=storage_options)
 
 
 @checks_kinds
-def check_checkpoint(path: Source, loader: HasStream, key: str | None = None) -> None:
+def check_checkpoint(path: StrPath, loader: HasStream, key: str | None = None) -> None:
     """Explain why the data state of a DCP checkpoint does not fit a loader; return if it does.
 
     Reads the checkpoint's metadata and the header of the data state; no tensor, and on this process alone.
 
     Args:
-        path: The checkpoint's folder, or a DCP `StorageReader`.
+        path: The checkpoint's folder, or its URL.
         loader: A `DataLoader`, `LogicalShards` or ``rescale_data.xla.DeviceLoader``.
         key: Where the loader's state is in the checkpoint, ``"loader"``; default: the only one that there is.
 
@@ -80,11 +73,11 @@ def check_checkpoint(path: Source, loader: HasStream, key: str | None = None) ->
         ...     checkpoint.save(f"{folder}/step-1", {"loader": loader})
         ...     rd.check_checkpoint(f"{folder}/step-1", loader)  # raises if it does not fit
     """
-    _with_state(path, key, lambda state: check(read_header(state.read(HEADER)[HEADER]), loader))
+    check(read_header(read_checkpoint(path, lambda reader: _values(reader, key, HEADER))[HEADER]), loader)
 
 
 @checks_kinds
-def load_changed(path: Source, loader: Stateful, key: str | None = None) -> None:
+def load_changed(path: StrPath, loader: Stateful, key: str | None = None) -> None:
     """Go on from a DCP checkpoint although sources were added to a `WeightedSampler` or removed, which ``dcp.load`` refuses.
 
     For all else load the same checkpoint with ``dcp.load``, without the loader in its dict. The added sources begin with
@@ -92,7 +85,7 @@ def load_changed(path: Source, loader: Stateful, key: str | None = None) -> None
     workers and batch sizes may change at the same time. Every rank reads the whole table, a few integers a logical shard.
 
     Args:
-        path: The checkpoint's folder, or a DCP `StorageReader`.
+        path: The checkpoint's folder, or its URL.
         loader: With the new pipeline; a `DataLoader` or ``rescale_data.xla.DeviceLoader``.
         key: Where the loader's state is in the checkpoint, ``"loader"``; default: the only one that there is.
 
@@ -114,25 +107,12 @@ def load_changed(path: Source, loader: Stateful, key: str | None = None) -> None
         ...     rd.load_changed(f"{folder}/step-0", loader("web", "code"))
     """
     require(Stateful, "the loader that is to load it", loader=loader)
-    _with_state(path, key, lambda state: loader.load_state_dict(state.read(TABLE, HEADER)))
+    loader.load_state_dict(read_data_state(path, name=key))
 
 
-def _with_state(path: Source, key: str | None, work: Callable[[_DataState], T]) -> T:
-    """What ``work`` makes of the data state in a checkpoint, whose files have their sizes, or behind a reader."""
-    if isinstance(path, StorageReader):
-        return work(_DataState(path, path, key))
-    return read_checkpoint(path, lambda reader: work(_DataState(reader, path, key)))
-
-
-class _DataState:
-    """The values of one data state: what is ``saved`` of it."""
-
-    def __init__(self, reader: StorageReader, where: object, key: str | None) -> None:
-        self._reader = reader
-        saved = Contents.of(reader.read_metadata())
-        self.saved = saved.under(find(saved.paths.values(), key, where))
-
-    def read(self, *parts: str) -> dict[str, Any]:
-        """What is under these names, as whole tensors on the CPU."""
-        names = {name: path for name, path in self.saved.paths.items() if path[0] in parts}
-        return tree_of(names, load_values(placeholders(self.saved.values, names), self._reader))
+def _values(reader: Reader, key: str | None, *parts: str) -> dict[str, Any]:
+    """Return the values of a data state that are under these names, as whole tensors on the CPU."""
+    saved = reader.contents
+    inner = saved.under(find(saved.paths.values(), key, reader.name)).paths
+    names = {name: path for name, path in inner.items() if path[0] in parts}
+    return tree_of(names, reader.values(names))

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
-from torch.distributed.checkpoint.storage import StorageReader
 
-from rescale_data.checkpoint.storage.dcp import Contents
+from rescale_data.checkpoint.storage.dcp import Contents, Reader
 
 Path: TypeAlias = tuple[str, ...]
 Misfits: TypeAlias = dict[str, dict[str, str]]
@@ -52,8 +51,8 @@ class Entry:
     def name(self) -> str:
         return ".".join(self.path)
 
-    def placeholder(self, reader: StorageReader, saved: Contents) -> Any:
-        """What DCP loads into, of the checkpoint that is read and holds this."""
+    def placeholder(self, reader: Reader) -> Any:
+        """Return what DCP loads into, of the checkpoint that is read."""
         return self.plain()
 
 

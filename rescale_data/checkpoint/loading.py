@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.storage import StorageReader
 
 from rescale_data.checkpoint.devices import cut, settle
 from rescale_data.checkpoint.entry import KINDS, Entry, Misfits, compare, fitting, of_all_ranks, skipped
 from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.state import State, entries_of, refuse_unfit
-from rescale_data.checkpoint.storage.dcp import Contents, ValuesReader, flatten
-from rescale_data.checkpoint.storage.open import damaged, load_values, mapped_path, open_store, read_checkpoint
+from rescale_data.checkpoint.storage.dcp import Contents, Reader, ValuesReader, flatten
+from rescale_data.checkpoint.storage.open import damaged, mapped_path, open_store, read_checkpoint
 from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.tree import with_loaded
 from rescale_data.engine.states.codec import TABLE, data_states
@@ -99,32 +98,32 @@ def load(
         from rescale_data.checkpoint.convert.torch_save import map_file
 
         file = mapped_path(path)
-        return _read(ranks.together(lambda: ValuesReader(*flatten(map_file(file)))), file, state, ranks, strict)
+        return _read(ranks.together(lambda: ValuesReader(file, map_file(file))), state, ranks, strict)
     return load_folder(path, state, ranks, strict=strict, storage_options=storage_options)
 
 
 def load_folder(path: StrPath, state: State, ranks: Ranks, *, strict: bool, **how: Any) -> LoadReport:
     """Load the checkpoint at ``path``, a folder; ``how`` as for ``storage.open.opened``."""
-    return read_checkpoint(path, lambda reader: _read(reader, reader.path, state, ranks, strict), ranks, **how)
+    return read_checkpoint(path, lambda reader: _read(reader, state, ranks, strict), ranks, **how)
 
 
-def _read(reader: StorageReader, path: str, state: State, ranks: Ranks, strict: bool) -> LoadReport:
+def _read(reader: Reader, state: State, ranks: Ranks, strict: bool) -> LoadReport:
     """Load from a reader whose files are in order."""
-    saved = ranks.together(lambda: Contents.of(reader.read_metadata()))
-    entries = ranks.together(lambda: entries_of(state, ranks.rank, saved))
-    live, wanted = ranks.together(lambda: _placeholders(entries, reader, saved))
-    own = compare(entries, wanted, saved)
+    # Twice: sharded modules have collectives in their plain(), which all ranks must reach or none.
+    entries = ranks.together(lambda: entries_of(state, ranks.rank, reader.contents))
+    live, wanted = ranks.together(lambda: _placeholders(entries, reader))
+    own = compare(entries, wanted, reader.contents)
     found = of_all_ranks(ranks.on_each(lambda: own))
     report = LoadReport(**{kind: tuple(sorted(names)) for kind, names in found.items()})
     if strict and any(found[kind] for kind in KINDS):
-        raise ValueError(_complaint(path, found, saved))
+        raise ValueError(_complaint(reader.name, found, reader.contents))
     if report.not_asked:
-        logger.info("%s also holds %s, which the state does not ask for.", path, ", ".join(report.not_asked))
+        logger.info("%s also holds %s, which the state does not ask for.", reader.name, ", ".join(report.not_asked))
     left = skipped(entries, own)
     try:
-        loaded = load_values(cut(fitting(wanted, own, left), "to_load"), reader, ranks, doing=f"Loading {path}")
+        loaded = ranks.together(lambda: reader.load(cut(fitting(wanted, own, left), "to_load")))
     except DamagedCheckpointError as error:
-        raise damaged(path, error.problems, _HALF) from error
+        raise damaged(reader.name, error.problems, _HALF) from error
     except Exception as error:
         error.add_note(_HALF)
         raise
@@ -137,9 +136,9 @@ def _read(reader: StorageReader, path: str, state: State, ranks: Ranks, strict: 
 _HALF = "The state is half loaded: load another checkpoint, over all of it, before you go on."
 
 
-def _placeholders(entries: list[Entry], reader: StorageReader, saved: Contents) -> tuple[list[Any], dict[str, Any]]:
-    """What DCP loads into: of each entry, and by flattened name."""
-    live = [entry.placeholder(reader, saved) for entry in entries]
+def _placeholders(entries: list[Entry], reader: Reader) -> tuple[list[Any], dict[str, Any]]:
+    """Return what DCP loads into: of each entry, and by flattened name."""
+    live = [entry.placeholder(reader) for entry in entries]
     plain = nest([(entry.path, value) for entry, value in zip(entries, live, strict=True)])
     refuse_unfit(plain)
     return live, flatten(plain)[0]

@@ -77,8 +77,10 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _values(outcomes: list[Any]) -> list[Any]:
-    for _, error in outcomes:
+    for rank, (_, error) in enumerate(outcomes):
         if error is not None:
+            if len(outcomes) > 1:
+                error.add_note(f"Raised by rank {rank} of {len(outcomes)}.")
             raise error
     return [value for value, _ in outcomes]
 

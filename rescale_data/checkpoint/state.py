@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from rescale_data.checkpoint.devices import cut, refuse_pickled
@@ -27,7 +26,7 @@ from rescale_data.checkpoint.entry import Entry, Path
 from rescale_data.checkpoint.optimizer.entry import OptimizerEntry
 from rescale_data.checkpoint.optimizer.named import owner
 from rescale_data.checkpoint.rank_values import PerRank, own_name, source_rank
-from rescale_data.checkpoint.storage.dcp import Contents
+from rescale_data.checkpoint.storage.dcp import Contents, Reader
 from rescale_data.checkpoint.tree import leaves
 from rescale_data.engine.states.codec import TABLE, with_columns_of
 from rescale_data.state import nest
@@ -38,8 +37,8 @@ State: TypeAlias = Mapping[str, Any]
 class _StatefulEntry(Entry):
     """The state of any object; that of a loader is loaded also where the columns of its table have changed."""
 
-    def placeholder(self, reader: StorageReader, saved: Contents) -> Any:
-        return with_columns_of(self.plain(), saved.values.get(f"{self.name}.{TABLE}"))
+    def placeholder(self, reader: Reader) -> Any:
+        return with_columns_of(self.plain(), reader.contents.values.get(f"{self.name}.{TABLE}"))
 
 
 def entries_of(state: State, rank: int = 0, saved: Contents | None = None) -> list[Entry]:

@@ -12,9 +12,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
 
 from rescale_data import checkpoint
-from rescale_data.checkpoint.ranks import Ranks
-from rescale_data.checkpoint.storage.dcp import Contents, FilesReader, Pieces, ValuesReader, flatten, load
+from rescale_data.checkpoint.storage.dcp import Contents, Pieces, ValuesReader, flatten
 from rescale_data.checkpoint.storage.metadata import read_metadata
+from rescale_data.checkpoint.storage.open import CheckpointReader
 from rescale_data.checkpoint.storage.store import LocalStore
 
 STATE: dict[str, Any] = {
@@ -82,16 +82,11 @@ def test_names_are_those_that_dcp_gives() -> None:
     assert values["model.weight"] is STATE["model"]["weight"]
 
 
-def loaded(reader: FilesReader | ValuesReader, **values: Any) -> dict[str, Any]:
-    load(values, reader, Ranks.alone())
-    return values
-
-
 def test_what_is_asked_for_is_loaded_and_no_more(tmp_path: Path) -> None:
     dcp.save(dict(STATE), checkpoint_id=tmp_path)
-    for reader in (FilesReader(LocalStore(), str(tmp_path)), ValuesReader(*flatten(STATE))):
+    for reader in (CheckpointReader(LocalStore(), str(tmp_path), None), ValuesReader("file.pt", STATE)):
         weight = torch.zeros(3, 4)
-        found = loaded(reader, **{"model.weight": weight, "names": None, "step": None})
+        found = reader.load({"model.weight": weight, "names": None, "step": None})
         assert found["model.weight"] is weight
         assert torch.equal(weight, STATE["model"]["weight"])
         assert (found["names"], found["step"]) == (["a", "b"], 3)

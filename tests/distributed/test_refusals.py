@@ -182,7 +182,6 @@ def test_check_checkpoint_accepts_what_may_change(whole: Path) -> None:
     for o, b in ((O, 3), (2 * O, 8), (1, 1)):
         rd.check_checkpoint(whole, ROWS.loader(o, b, repeat=False, tail="pad"))
     rd.check_checkpoint(str(whole), ROWS.loader(O), key="loader")
-    rd.check_checkpoint(dcp.FileSystemReader(whole), ROWS.loader(O))
     rd.check_checkpoint(whole.with_name("two"), FILTERED.loader(O), key="validation")
 
 

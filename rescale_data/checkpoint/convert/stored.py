@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from rescale_data.checkpoint.storage.dcp import Contents
-from rescale_data.checkpoint.storage.open import load_values, opened, placeholders
+from rescale_data.checkpoint.storage.open import opened
 from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.tree import Lost
 from rescale_data.engine.states.codec import data_states
@@ -46,7 +45,7 @@ class StoredCheckpoint(contextlib.ExitStack):
             raise
 
     def _look(self, name: str | None) -> None:
-        saved, root = Contents.of(self._reader.read_metadata()), () if name is None else (name,)
+        saved, root = self._reader.contents, () if name is None else (name,)
         self._paths, self._saved = list(saved.paths.values()), saved.under(root)
         self._keys = {".".join(map(str, path)): key for key, path in self._saved.paths.items()}
         if not self._keys:
@@ -94,5 +93,4 @@ class StoredCheckpoint(contextlib.ExitStack):
             yield batch
 
     def _read(self, names: list[str]) -> dict[str, Any]:
-        keys = [self._keys[name] for name in names]
-        return dict(zip(names, load_values(placeholders(self._saved.values, keys), self._reader).values(), strict=True))
+        return dict(zip(names, self._reader.values(self._keys[name] for name in names).values(), strict=True))

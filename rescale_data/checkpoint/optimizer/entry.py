@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.storage import StorageReader
 
 from rescale_data.checkpoint.entry import Entry, Path
 from rescale_data.checkpoint.optimizer.named import GROUPS, named_state
 from rescale_data.checkpoint.optimizer.target import Target, lacking
-from rescale_data.checkpoint.storage.dcp import Contents
-from rescale_data.checkpoint.storage.open import load_values
+from rescale_data.checkpoint.storage.dcp import Contents, Reader
 from rescale_data.checkpoint.tree import mapped, tree_of
 
 
@@ -34,9 +32,9 @@ class OptimizerEntry(Entry):
         self.model, self.optimizer = model, optimizer
         self._kept: set[str] = set()  # parameters whose state is not taken
 
-    def placeholder(self, reader: StorageReader, saved: Contents) -> dict[str, Any]:
+    def placeholder(self, reader: Reader) -> dict[str, Any]:
         """State for exactly the parameters that have some in the checkpoint."""
-        self.states, self.groups = _layout(saved, self.path)
+        self.states, self.groups = _layout(reader.contents, self.path)
         self.target = Target(self.model, self.optimizer)
         self._match(reader)
         content = {} if self.name in self.refused else self._content()
@@ -64,11 +62,11 @@ class OptimizerEntry(Entry):
                 states[name] = room
         return {"state": states, GROUPS: [self._group(*numbered) for numbered in enumerate(self.groups)]}
 
-    def _match(self, reader: StorageReader) -> None:
+    def _match(self, reader: Reader) -> None:
         """Match the groups by their parameters' names, which have to be read: they are plain values."""
         prefix = f"{self.name}.{GROUPS}"
         asked = [f"{prefix}.{n}.params" for n, group in enumerate(self.groups) if "params" in group]
-        values = load_values(dict.fromkeys(asked), reader)
+        values = reader.values(asked)
         names = [values.get(f"{prefix}.{number}.params") or [] for number in range(len(self.groups))]
         all_names = [name for group in names for name in group]
         self._known = {*self.states, *all_names}

@@ -3,7 +3,7 @@
 No other module imports it (``tests/test_api.py``). A new torch that changes it is seen by ``tests/checkpoint/test_dcp.py``.
 
     save      plain values ──► DCP's plan and files, through a file system that may be any
-    load      by flattened name, exactly what fits: tensors in place, plain values by an unpickler without code
+    Reader    loads by flattened name, exactly what fits: tensors in place, plain values by an unpickler without code
     Contents  what a checkpoint holds, in torch's own words: tensors on the meta device
 """
 
@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import io
 import itertools
 import operator
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -32,20 +32,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    TensorWriteData,
-    WriteItem,
-)
-from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, TensorWriteData, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
-from torch.distributed.checkpoint.storage import StorageReader, WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.storage import WriteResult
 
-from rescale_data.checkpoint.ranks import Ranks
+from rescale_data.checkpoint.ranks import Ranks, clear_error
 from rescale_data.checkpoint.storage.values import Memory, load_safely
 from rescale_data.errors import DamagedCheckpointError
 
@@ -158,124 +149,129 @@ def flatten(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[An
     return dict(planner.state_dict), dict(planner.mappings)
 
 
-class Planner(DefaultLoadPlanner):
-    """Reads exactly these values.
+class Reader(ABC):
+    """A checkpoint that is read, on this process alone.
 
-    They are flat already: DCP's own way to flatten a state keeps its tensors alive until a garbage collection (torch 2.9).
+    Args:
+        name: Of the checkpoint, for errors.
     """
 
-    def __init__(self, values: dict[str, Any]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.values = values
+    def __init__(self, name: str) -> None:
+        self.name = name
 
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        super().set_up_planner(self.values, metadata, is_coordinator)
+    @abstractmethod
+    def read_metadata(self) -> Metadata:
+        """Return DCP's metadata of the checkpoint."""
 
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        target = self.values[read_item.dest_index.fqn]
-        if isinstance(target, Pieces):
-            target.commit(read_item, tensor)
+    @abstractmethod
+    def read(self, items: list[ReadItem]) -> Iterator[tuple[ReadItem, Any]]:
+        """Yield each item with its plain value, or with the tensor or piece of one that it asks for a part of; in any order."""
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO | Memory) -> None:
-        name = read_item.dest_index.fqn
+    @functools.cached_property
+    def metadata(self) -> Metadata:
+        """DCP's metadata of the checkpoint, read once."""
+        return self.read_metadata()
+
+    @functools.cached_property
+    def contents(self) -> Contents:
+        """What the checkpoint holds."""
+        return Contents.of(self.metadata)
+
+    def load(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Load into tensors and replace plain values, by flattened name; return `values`.
+
+        The plan is DCP's own. A tensor of a device with an adapter is `Pieces`.
+        """
+        # Flat already: DCP's own way to flatten a state keeps its tensors alive until a garbage collection (torch 2.9).
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(values, self.metadata)
         try:
-            self.values[name] = load_safely(value if isinstance(value, Memory) else Memory.of(value.read()))
-        except Exception as error:
-            raise ValueError(
-                f"{name} is refused: {error}. Save plain numbers, strings, tensors and arrays in its place."
-            ) from error
+            for item, value in self.read(planner.create_local_plan().items):
+                target = values[item.dest_index.fqn]
+                if item.type is LoadItemType.BYTE_IO:
+                    values[item.dest_index.fqn] = value
+                    continue
+                part = planner.resolve_tensor(item).detach()
+                _copy(item, value, part)
+                if isinstance(target, Pieces):
+                    target.commit(item, part)
+        except OSError as error:
+            raise clear_error(error, f"Loading {self.name}") from error
+        return values
+
+    def values(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return plain values and whole tensors on the CPU, by flattened name."""
+        saved = {name: self.contents.values[name] for name in names}
+        return self.load({k: None if t is None else torch.empty_like(t, device="cpu") for k, t in saved.items()})
 
 
-def load(values: dict[str, Any], reader: StorageReader, ranks: Ranks) -> None:
-    """Load into tensors, and replace plain values; by flattened name. All ranks call it, each with its own names."""
-    _no_news(ranks)
-    planner = Planner(values)
-    load_state({}, storage_reader=reader, planner=planner, process_group=ranks.group, no_dist=not ranks.distributed)
-
-
-def _put(item: ReadItem, whole: torch.Tensor, planner: LoadPlanner) -> None:
-    """Give a plan the rows of a saved tensor, or piece of one, that it asks for."""
-    rows = tuple(slice(start, start + n) for start, n in zip(item.storage_offsets, item.lengths, strict=True))
-    part, target = whole[rows], planner.resolve_tensor(item).detach()
+def _copy(item: ReadItem, whole: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy the part of a saved tensor, or piece of one, that an item asks for."""
+    part = whole[tuple(slice(start, start + n) for start, n in zip(item.storage_offsets, item.lengths, strict=True))]
     if (part.shape, part.dtype) != (target.shape, target.dtype):
-        name, is_, asked = (
-            item.storage_index.fqn,
-            f"{part.dtype} {list(part.shape)}",
-            f"{target.dtype} {list(target.shape)}",
-        )
-        raise DamagedCheckpointError(f"{name} is {is_} in its file, and {asked} in the metadata")
+        found, told = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (part, target))
+        raise DamagedCheckpointError(f"{item.storage_index.fqn} is {found} in its file, and {told} in the metadata")
     target.copy_(part)
-    planner.commit_tensor(item, target)
 
 
-def _done() -> Future[None]:
-    done: Future[None] = Future()
-    done.set_result(None)
-    return done
-
-
-class FilesReader(FileSystemReader):
+class FilesReader(Reader):
     """Reads DCP's files from a folder of a file system, each piece once, and checked; a subclass reads the metadata.
 
     Attributes:
+        path: Of the folder.
         check: Is called before each file that is read.
     """
 
     def __init__(self, files: FileSystemBase, path: str) -> None:
         super().__init__(path)
-        self.fs: FileSystemBase = files
-        self.path: str = path
+        self._files, self.path = files, path
         self.check: Callable[[], object] = lambda: None
 
+    @abstractmethod
     def crc32s(self, name: str) -> str:
         """Return the checksums of the pieces of a file, as `FileRecord` has them; empty where there are none."""
-        return ""
 
     @functools.cached_property
     def pieces(self) -> dict[str, dict[tuple[int, int], int | None]]:
         """The checksum of each piece, by file and then by (offset, size), in the order of offsets."""
         found: dict[str, list[tuple[int, int]]] = {}
-        for place in cast(dict[Any, Any], self.read_metadata().storage_data).values():
+        for place in cast(dict[Any, Any], self.metadata.storage_data).values():
             found.setdefault(place.relative_path, []).append((place.offset, place.length))
         return {name: _with_checksums(name, sorted(places), self.crc32s(name)) for name, places in found.items()}
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        places = [self.storage_data[item.storage_index] for item in plan.items]
-        if any(place.transform_descriptors for place in places):  # another tool has compressed them
-            return super().read_data(plan, planner)
+    def read(self, items: list[ReadItem]) -> Iterator[tuple[ReadItem, Any]]:
+        places = [cast(dict[Any, Any], self.metadata.storage_data)[item.storage_index] for item in items]
         wanted = sorted((place.relative_path, place.offset, place.length, n) for n, place in enumerate(places))
         room = Memory.empty(0)  # tensors are copied out of it; fresh pages for each would take longer than all else
         for name, of_file in itertools.groupby(wanted, operator.itemgetter(0)):
             self.check()
-            with self.fs.create_stream(self.fs.concat_path(self.path, name), "rb") as stream:
+            with self._files.create_stream(self._files.concat_path(self.path, name), "rb") as stream:
                 for (start, size), same in itertools.groupby(of_file, operator.itemgetter(1, 2)):
-                    items = [plan.items[n] for *_, n in same]
-                    is_kept = items[0].type is LoadItemType.BYTE_IO
-                    crc32 = self.pieces[name][start, size]
-                    room = room if is_kept else _room(room, size)
-                    memory = read_piece(stream, name, start, size, crc32, None if is_kept else room)
-                    self._give(memory, items, planner)
-        return _done()
-
-    def _give(self, memory: Memory, items: list[ReadItem], planner: LoadPlanner) -> None:
-        if items[0].type is LoadItemType.BYTE_IO:
-            planner.load_bytes(items[0], cast(io.BytesIO, memory))
-            return
-        whole = load_safely(memory)
-        for item in items:
-            _put(item, whole, planner)
+                    asked = [items[n] for *_, n in same]
+                    is_kept = asked[0].type is LoadItemType.BYTE_IO
+                    memory = Memory.empty(size) if is_kept else _room(room, size)
+                    room = room if is_kept else memory
+                    read_piece(stream, name, start, size, self.pieces[name][start, size], memory)
+                    value = _value_in(memory, asked[0].storage_index.fqn)
+                    yield from ((item, value) for item in asked)
 
 
-def read_piece(stream: Any, name: str, start: int, size: int, crc32: int | None, room: Memory | None = None) -> Memory:
-    """Return a piece of a file; ``DamagedCheckpointError`` where it is not what was saved.
+def _value_in(memory: Memory, name: str) -> Any:
+    try:
+        return load_safely(memory)
+    except Exception as error:
+        raise ValueError(
+            f"{name} is refused: {error}. Save plain numbers, strings, tensors and arrays in its place."
+        ) from error
+
+
+def read_piece(stream: Any, name: str, start: int, size: int, crc32: int | None, room: Memory) -> None:
+    """Read a piece of a file; ``DamagedCheckpointError`` where it is not what was saved.
 
     Args:
-        room: Memory that it is read into, at its end: there an archive is found, whatever lies before it. Default fresh memory.
+        room: Memory that it is read into, at its end: there an archive is found, whatever lies before it.
     """
-    memory = Memory.empty(size) if room is None else room
-    piece = memoryview(memory)[len(memory) - size :]
+    piece = memoryview(room)[len(room) - size :]
     stream.seek(start)
     if (got := stream.readinto(piece)) != size:
         raise DamagedCheckpointError(f"{name} ends {size - got} bytes too early, at {start + got}")
@@ -283,7 +279,6 @@ def read_piece(stream: Any, name: str, start: int, size: int, crc32: int | None,
         raise DamagedCheckpointError(
             f"{name} is not what was saved: its bytes {start} to {start + size} have another checksum"
         )
-    return memory
 
 
 def _room(used: Memory, size: int) -> Memory:
@@ -302,29 +297,22 @@ def _with_checksums(name: str, places: list[tuple[int, int]], crc32s: str) -> di
     return dict(zip(places, numbers, strict=True))
 
 
-class ValuesReader(FileSystemReader):
-    """Reads from values in memory, by flattened name, in place of files. It knows which rows each rank needs.
+class ValuesReader(Reader):
+    """Reads from values in memory, by flattened name, in place of files.
 
     Tensors may be views of anything, and are copied row by row where they are asked for.
     """
 
-    def __init__(self, values: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]]) -> None:
-        super().__init__("")
-        self._values = values
-        whole = {name: _whole(value) for name, value in values.items()}
-        self._metadata = Metadata(whole, planner_data=dict(paths), storage_data={})
+    def __init__(self, name: str, tree: Mapping[str, Any]) -> None:
+        super().__init__(name)
+        self._values, self._paths = flatten(tree)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
+    def read_metadata(self) -> Metadata:
+        whole = {key: _whole(value) for key, value in self._values.items()}
+        return Metadata(whole, planner_data=self._paths, storage_data={})
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            value = self._values[item.storage_index.fqn]
-            if item.type is LoadItemType.BYTE_IO:
-                cast(Planner, planner).values[item.dest_index.fqn] = value
-            else:
-                _put(item, value, planner)
-        return _done()
+    def read(self, items: list[ReadItem]) -> Iterator[tuple[ReadItem, Any]]:
+        return ((item, self._values[item.storage_index.fqn]) for item in items)
 
 
 def _whole(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
@@ -350,7 +338,8 @@ def save(
         name: Of the checkpoint, for its metadata.
         prefix: What the metadata puts before the names of its files.
     """
-    _no_news(ranks)
+    if not ranks.distributed:  # no news to who started one process
+        warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)", category=UserWarning)
     writer = _Writer(files, path, StorageMeta(checkpoint_id=name, save_id=save_id), prefix)
     save_state(plain, storage_writer=writer, process_group=ranks.group, no_dist=not ranks.distributed)
 
@@ -374,9 +363,3 @@ def _under(prefix: str, result: WriteResult) -> WriteResult:
     return dataclasses.replace(
         result, storage_data=dataclasses.replace(place, relative_path=prefix + place.relative_path)
     )
-
-
-def _no_news(ranks: Ranks) -> None:
-    """Without DCP's warning that there is no process group, which is no news to who started one process."""
-    if not ranks.distributed:
-        warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)", category=UserWarning)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeVar, cast
 
-import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.storage import StorageReader
-
-from rescale_data.checkpoint.ranks import Ranks, clear_error
+from rescale_data.checkpoint.ranks import Ranks
 from rescale_data.checkpoint.storage import dcp
 from rescale_data.checkpoint.storage.claims import STEP, Save, find, save_of
 from rescale_data.checkpoint.storage.manifest import METADATA, SAVE_ID_PREFIX, Manifest, NewerError, read_manifest
@@ -50,19 +46,16 @@ class CheckpointReader(dcp.FilesReader):
         super().__init__(store, path)
         self.store, self.save = store, save
         self.manifest: Manifest | None = None
-        self._metadata: dcp.Metadata | None = None
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        if self._metadata is None:
-            name = self.manifest.metadata if self.manifest else METADATA
-            content = self.store.read(join(self.path, name))
-            if (known := self.crc32s(name)) and known != f"{zlib.crc32(content):08x}":
-                raise damaged(self.path, [f"{name} is not what was saved: it has another checksum"])
-            try:
-                self._metadata = read_metadata(content)
-            except ValueError as error:
-                raise type(error)(f"{self.path} cannot be read: {error}") from error
-        return self._metadata
+    def read_metadata(self) -> dcp.Metadata:
+        name = self.manifest.metadata if self.manifest else METADATA
+        content = self.store.read(join(self.path, name))
+        if (known := self.crc32s(name)) and known != f"{zlib.crc32(content):08x}":
+            raise damaged(self.path, [f"{name} is not what was saved: it has another checksum"])
+        try:
+            return read_metadata(content)
+        except ValueError as error:
+            raise type(error)(f"{self.path} cannot be read: {error}") from error
 
     def crc32s(self, name: str) -> str:
         record = self.manifest.files.get(name) if self.manifest else None
@@ -197,31 +190,6 @@ def damaged(
     return DamagedCheckpointError(f"The checkpoint {path} is damaged:\n  {listed}\n{became}", problems)
 
 
-def load_values(
-    values: dict[str, Any], reader: StorageReader, ranks: Ranks | None = None, *, doing: str = "Reading the checkpoint"
-) -> dict[str, Any]:
-    """What a reader has under these flattened names: tensors are loaded in place, all else is in what is returned.
-
-    An error says what was being done.
-
-    Args:
-        values: Tensors that DCP knows: those of a device with an adapter are ``cut`` before.
-        ranks: That call it together, each with its own names; default this process alone.
-    """
-    ranks = ranks or Ranks.alone()
-    try:
-        if values or ranks.distributed:
-            dcp.load(values, reader, ranks)
-    except (Exception, CheckpointException) as error:
-        raise clear_error(error, doing) from error
-    return values
-
-
-def placeholders(saved: Mapping[str, torch.Tensor | None], names: Iterable[str]) -> dict[str, Any]:
-    """Tensors on the CPU to load whole ones into, and None for plain values."""
-    return {name: None if (tensor := saved[name]) is None else torch.empty_like(tensor, device="cpu") for name in names}
-
-
 def _expected(reader: CheckpointReader) -> tuple[Manifest | None, list[str]]:
     """The manifest, and what is wrong with the sizes of files.
 
@@ -253,7 +221,7 @@ def _files_of_another_tool(reader: CheckpointReader) -> dict[str, FileRecord]:
         run = next((name for name in steps if store.is_file(join(path, name, METADATA))), None)
         cure = f" It is the folder of a run: give one of its checkpoints, {join(path, run)}." if run else ""
         raise AbsentError(f"No checkpoint at {path}: {here}.{cure}")
-    metadata = reader.read_metadata()
+    metadata = reader.metadata
     if dcp.save_id_of(metadata).startswith(SAVE_ID_PREFIX):
         raise ValueError(
             f"{path} has no manifest that counts: it is a copy that was never finished or left it out, a save that was "
