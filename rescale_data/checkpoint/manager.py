@@ -228,7 +228,7 @@ class CheckpointManager(RunReader):
 
     def _write(self, plain: Staged, step: int, metrics: dict[str, float]) -> None:
         path = self._folder.checkpoint(step)
-        write(self._store, path, plain, self._ranks, owner=self._owner, overwrite=True, step=step, metrics=metrics)
+        write(self._store, path, plain, self._ranks, run=self._owner, overwrite=True, step=step, metrics=metrics)
         if self._owner is not None:
             with contextlib.suppress(RuntimeError):  # the interpreter exits: the next run deletes them
                 self._pruning = self._pool.submit(prune, self._owner, self._folder, self._rules, step, self._told)

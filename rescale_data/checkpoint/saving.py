@@ -14,11 +14,11 @@ from rescale_data.checkpoint.rank_values import refuse_disagreement
 from rescale_data.checkpoint.ranks import Ranks, clear_error
 from rescale_data.checkpoint.state import State, entries_of, plain_of
 from rescale_data.checkpoint.storage import dcp
-from rescale_data.checkpoint.storage.claims import LONE
-from rescale_data.checkpoint.storage.commit import Ownership, Workspace, prepare
+from rescale_data.checkpoint.storage.claims import LONE, Save
+from rescale_data.checkpoint.storage.commit import Ownership, prepare
 from rescale_data.checkpoint.storage.manifest import SAVE_ID_PREFIX, Manifest, checked_metrics
 from rescale_data.checkpoint.storage.open import open_store, wrong_sizes
-from rescale_data.checkpoint.storage.store import FileRecord, Store, StrPath, split
+from rescale_data.checkpoint.storage.store import FileRecord, Store, StrPath, join, split
 from rescale_data.checkpoint.storage.values import warn_of_refused
 from rescale_data.checkpoint.tree import lost_in_names
 from rescale_data.errors import checks_kinds
@@ -71,7 +71,8 @@ def save(
     ranks = Ranks(process_group)
     store, final = open_store(path, storage_options, to_write=True)
     checked = ranks.together(lambda: checked_metrics(metrics))
-    write(store, final, plain_state(state, ranks), ranks, overwrite=overwrite, step=step, metrics=checked)
+    plain = plain_state(state, ranks)
+    write(store, final, plain, ranks, overwrite=overwrite, step=step, metrics=checked)
 
 
 def plain_state(state: State, ranks: Ranks) -> dict[str, Any]:
@@ -84,13 +85,18 @@ def plain_state(state: State, ranks: Ranks) -> dict[str, Any]:
     return ranks.together(lambda: plain_of(entries))
 
 
+def save_alone(path: StrPath, plain: dict[str, Any], storage_options: Mapping[str, Any] | None) -> None:
+    """Save plain values and tensors from this process, whatever process groups there are."""
+    write(*open_store(path, storage_options, to_write=True), plain, Ranks.alone())
+
+
 def write(
     store: Store,
     final: str,
     plain: dict[str, Any],
     ranks: Ranks,
     *,
-    owner: Ownership | None = None,
+    run: Ownership | None = None,
     overwrite: bool = False,
     step: int | None = None,
     metrics: Mapping[str, float] | None = None,
@@ -98,55 +104,43 @@ def write(
     """Write and commit, or remove what was written and raise why.
 
     Args:
-        owner: Of the run, on the first rank; default: the checkpoint is a run of its own.
+        run: The owner of the run that the checkpoint is a step of, on the first rank; default: it is a run of its own.
     """
+    name = LONE if run is None else split(final)[1]
+    begun: list[tuple[Ownership, Save]] = []
+
+    def begin() -> Save:
+        prepare(store, final, overwrite=overwrite)
+        owner = run or Ownership(store, final, lone=True)
+        begun.append((owner, owner.begin(name)))
+        return begun[0][1]
+
     _refuse_different(f"{final}{' (overwrite)' * overwrite}{'' if step is None else f' of step {step}'}", ranks)
-    owners = [] if owner is None else [owner]
     try:
-        workspace = ranks.on_first(lambda: _begin(store, final, owners, overwrite))
-    except OSError as error:
-        raise clear_error(error, f"Saving {final}") from error
-    try:
+        save = ranks.on_first(begin)
         refuse_disagreement(plain, ranks)
         if ranks.is_first:
             warn_of_refused(plain)
-        files = _write_files(store, workspace, plain, ranks)
-        said: dict[str, Any] = {"step": step, "metrics": metrics or {}, "lost": lost_in_names(plain)}
-        ranks.on_first(lambda: _commit(owners[0], workspace, files, world_size=ranks.size, **said))
-    except BaseException as error:
-        if ranks.is_first:
-            with contextlib.suppress(Exception):
-                owners[0].abandon(workspace)
-        raise clear_error(error, f"Saving {final}") from error
-    if owner is None and ranks.is_first:
-        owners[0].clean()
-
-
-def _write_files(store: Store, workspace: Workspace, plain: dict[str, Any], ranks: Ranks) -> dict[str, FileRecord]:
-    """The files of all ranks, by name."""
-    own, prefix = store.recording(), f"{workspace.save_id}/"
-    dcp.save(
-        plain,
-        own,
-        workspace.working,
-        ranks,
-        name=workspace.final,
-        save_id=SAVE_ID_PREFIX + workspace.save_id,
-        prefix=prefix,
-    )
-    written = [file for of_rank in ranks.on_each(lambda: own.written) for file in of_rank.items()]
-    return {prefix + split(path)[1].removesuffix(dcp.UNFINISHED): record for path, record in written}
-
-
-def _commit(owner: Ownership, workspace: Workspace, files: Mapping[str, FileRecord], **said: Any) -> None:
-    if wrong := wrong_sizes(owner.store, workspace.final, files):
-        listed = "\n  ".join(wrong.values())
-        raise ValueError(
-            f"The files that all ranks wrote are not in {workspace.working}:\n  {listed}\n"
-            f"Give a folder that all ranks share."
+        files = _write_files(store, final, save, plain, ranks)
+        manifest = Manifest(
+            save_id=save.folder,
+            files=files,
+            world_size=ranks.size,
+            step=step,
+            metrics=metrics or {},
+            created=time.time(),
+            torch=str(torch.__version__),
+            lost=lost_in_names(plain),
         )
-    versions = {"created": time.time(), "torch": str(torch.__version__)}
-    owner.commit(workspace, Manifest(save_id=workspace.save_id, files=files, **versions, **said))
+        ranks.on_first(lambda: _commit(*begun[0], name, final, manifest))
+    except BaseException as error:
+        for owner, draft in begun:
+            with contextlib.suppress(Exception):
+                owner.abandon(name, draft)
+        raise clear_error(error, f"Saving {final}") from error
+    for owner, _ in begun:
+        if run is None:
+            owner.clean()
 
 
 def _refuse_different(own: str, ranks: Ranks) -> None:
@@ -156,21 +150,19 @@ def _refuse_different(own: str, ranks: Ranks) -> None:
         raise ValueError(f"All ranks save one checkpoint, and they name {len(set(others))}: {said}. Give all the same.")
 
 
-def _begin(store: Store, final: str, owners: list[Ownership], overwrite: bool) -> Workspace:
-    """Begin a save as the owner, which is made where there is none yet."""
-    prepare(store, final, overwrite=overwrite)
-    if owners:
-        return owners[0].begin(split(final)[1])
-    owner = Ownership(store, final, lone=True)
-    try:
-        workspace = owner.begin(LONE)
-    except BaseException:
-        owner.close()
-        raise
-    owners.append(owner)
-    return workspace
+def _write_files(store: Store, final: str, save: Save, plain: dict[str, Any], ranks: Ranks) -> dict[str, FileRecord]:
+    """Return the record of each file of all ranks, by name."""
+    own, prefix, folder = store.recording(), f"{save.folder}/", join(final, save.folder)
+    dcp.save(plain, own, folder, ranks, name=final, save_id=SAVE_ID_PREFIX + save.folder, prefix=prefix)
+    written = [file for of_rank in ranks.on_each(lambda: own.written) for file in of_rank.items()]
+    return {prefix + split(path)[1].removesuffix(dcp.UNFINISHED): record for path, record in written}
 
 
-def save_alone(path: StrPath, plain: dict[str, Any], storage_options: Mapping[str, Any] | None) -> None:
-    """Save plain values and tensors from this process, whatever process groups there are."""
-    write(*open_store(path, storage_options, to_write=True), plain, Ranks.alone())
+def _commit(owner: Ownership, save: Save, name: str, final: str, manifest: Manifest) -> None:
+    if wrong := wrong_sizes(owner.store, final, manifest.files):
+        listed = "\n  ".join(wrong.values())
+        raise ValueError(
+            f"The files that all ranks wrote are not in {join(final, save.folder)}:\n  {listed}\n"
+            f"Give a folder that all ranks share."
+        )
+    owner.commit(name, save, manifest)

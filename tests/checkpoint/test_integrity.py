@@ -304,14 +304,14 @@ def test_hazard_a_killed_save_into_an_old_folder_is_not_a_mix(tmp_path: Path) ->
     assert got["b"] == 2, "the hazard: files of step 2 under the metadata of step 1"
     checkpoint.save(tmp_path / "c", state(1))
     owner = Ownership(LocalStore(), str(tmp_path / "c"), lone=True)
-    workspace = owner.begin(LONE)
-    shutil.copy(tmp_path / "stock-2" / "__0_0.distcp", workspace.working)
+    draft = tmp_path / "c" / owner.begin(LONE).folder
+    shutil.copy(tmp_path / "stock-2" / "__0_0.distcp", draft)
     with pytest.raises(ValueError, match="is held by this process"):
         checkpoint.save(tmp_path / "c", state(3), overwrite=True)
     del owner  # a kill does
     assert opened(checkpoint.read_data_state(tmp_path / "c"))["step"] == 1, "what is written aside is not seen"
     checkpoint.save(tmp_path / "c", state(3), overwrite=True)
-    assert not os.path.exists(workspace.working), "the killed save's files are gone"
+    assert not draft.exists(), "the killed save's files are gone"
 
 
 class Payload:
@@ -401,7 +401,7 @@ def test_a_url_is_a_str(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_file_in_an_object_store_is_not_taken_for_missing() -> None:
     url = f"memory://{uuid.uuid4().hex}/a.pt"
-    open_store(url)[0].write(url, b"x")
+    open_store(url)[0].put(url, b"x")
     with pytest.raises(ValueError, match="Copy it to a local disk first"):
         checkpoint.load(url, {"a": 1})
 

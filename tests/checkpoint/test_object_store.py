@@ -160,7 +160,7 @@ def test_a_replacement_is_not_committed_before_its_end(server: Server, folder: s
 def test_a_replacement_of_another_tools_checkpoint(server: Server, folder: str) -> None:
     store, path = open_store(folder, server.options)
     for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
-        store.write(f"{path}/c/{name}", b"of another tool")
+        store.put(f"{path}/c/{name}", b"of another tool")
     with pytest.raises(ValueError, match="overwrite=True"):
         checkpoint.save(f"{folder}/c", state(1), storage_options=server.options)
     checkpoint.save(f"{folder}/c", state(1), overwrite=True, storage_options=server.options)
@@ -190,7 +190,7 @@ def test_damage_is_found(server: Server, folder: str) -> None:
     file = f"{path}/c/{own}/__0_0.distcp"
     content = bytearray(store.read(file))
     content[2000] ^= 4
-    store.write(file, bytes(content))
+    store.put(file, bytes(content))
     with pytest.raises(ValueError, match=r"__0_0\.distcp is not what was saved"):
         checkpoint.load(f"{folder}/c", state(), storage_options=server.options)
     store.rm_file(file)
@@ -225,7 +225,7 @@ def test_sources_read_from_the_same_server(server: Server, folder: str) -> None:
         table = pa.table({"tokens": [[part * 100 + row] * 3 for row in range(20)]})
         buffer = pa.BufferOutputStream()
         pq.write_table(table, buffer, row_group_size=8)
-        store.write(f"{path}/corpus/part-{part}.parquet", buffer.getvalue().to_pybytes())
+        store.put(f"{path}/corpus/part-{part}.parquet", buffer.getvalue().to_pybytes())
     source = rd.ParquetSource(f"{folder}/corpus/*.parquet", columns=["tokens"], storage_options=server.options)
     reader = rd.Reader(source, rd.Shard(), shuffle=False)
     reader.reset()

@@ -40,7 +40,7 @@ def put(folder: str, *files: str) -> Store:
     store, path = open_store(folder)
     for file in files:
         store.mkdir(f"{path}/{file}".rpartition("/")[0])
-        store.write(f"{path}/{file}", b"precious")
+        store.put(f"{path}/{file}", b"precious")
     return store
 
 
@@ -234,8 +234,8 @@ def test_what_a_killed_save_left_is_removed_by_the_next_owner(folder: str, caplo
     store, path = open_store(folder)
     killed = Ownership(store, path)
     killed.close.detach()
-    workspace = killed.begin("step-1")
-    store.write(f"{workspace.working}/__0_0.distcp", b"half")
+    save = killed.begin("step-1")
+    store.put(f"{path}/step-1/{save.folder}/__0_0.distcp", b"half")
     with pytest.raises(ValueError, match="is held by this process"):
         CheckpointManager(folder)
     killed._claim["holder"]["start"] = "0"  # as of a process that has ended
@@ -302,7 +302,7 @@ def test_a_save_that_fails_takes_no_claim_from_who_reads(folder: str, monkeypatc
 
     def late(*given: Any) -> dict[str, Any]:
         while failing:
-            owner.abandon(failing.pop())
+            owner.abandon(LONE, failing.pop())
         return read(*given)
 
     monkeypatch.setattr(claims, "read_claim", late)
@@ -313,13 +313,13 @@ def test_a_save_that_fails_takes_no_claim_from_who_reads(folder: str, monkeypatc
 
 def test_who_was_superseded_stays_so_though_the_newer_save_fails(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first = Ownership(*open_store(f"{folder}/c", to_write=True), lone=True)
-    workspace = first.begin(LONE)
+    save = first.begin(LONE)
     elsewhere(monkeypatch)
     second = Ownership(first.store, first.path, lone=True)
     failing = second.begin(LONE)
     with pytest.raises(SupersededError):
-        first.commit(workspace, Manifest(save_id=workspace.save_id))
-    second.abandon(failing)
+        first.commit(LONE, save, Manifest(save_id=save.folder))
+    second.abandon(LONE, failing)
     with pytest.raises(SupersededError):
         first.look()
     assert claims.find(first.store, first.path) is None
@@ -342,7 +342,7 @@ def test_a_claim_that_is_removed_while_it_is_read_is_in_nobodys_way(
 
     def late(*given: Any) -> dict[str, Any]:
         while failing:
-            first.abandon(failing.pop())
+            first.abandon(LONE, failing.pop())
         return read(*given)
 
     for module in (claims, commit):

@@ -92,7 +92,7 @@ class BucketStore(ObjectStore):
     def read(self, path: str) -> bytes:
         return self._files.cat_file(path)
 
-    def write(self, path: str, content: Any) -> None:
+    def put(self, path: str, content: Any) -> None:
         self._files.pipe_file(path, content)
 
     def remove_folder(self, path: str) -> None:
@@ -156,12 +156,13 @@ class World:
         store, path = self.place.store, self.place.path(step)
         self.number += 1
         content = f"{current()} {self.number}".encode()
-        workspace = owner.begin(LONE if owner.path == path else f"step-{step}")
+        what = LONE if owner.path == path else f"step-{step}"
+        save = owner.begin(what)
         for name in ("data", ".metadata"):
-            store.write(join(workspace.working, name), content)
+            store.put(join(path, save.folder, name), content)
         record = FileRecord(len(content))
-        files = {f"{workspace.save_id}/{name}": record for name in ("data", ".metadata")}
-        owner.commit(workspace, Manifest(save_id=workspace.save_id, files=files))
+        files = {f"{save.folder}/{name}": record for name in ("data", ".metadata")}
+        owner.commit(what, save, Manifest(save_id=save.folder, files=files))
         lone = owner.path == path
         self.told.append(Told(path, owner.saves[LONE if lone else f"step-{step}"], content, lone))
         owner.clean()

@@ -25,7 +25,7 @@ from rescale_data.checkpoint.devices import inside
 from rescale_data.checkpoint.saving import save_alone
 from rescale_data.checkpoint.storage.manifest import METADATA
 from rescale_data.checkpoint.storage.open import mapped_path, open_store
-from rescale_data.checkpoint.storage.store import Store, StrPath, aside, join
+from rescale_data.checkpoint.storage.store import Store, StrPath, join, new_folder
 from rescale_data.checkpoint.tree import tree_of
 from rescale_data.errors import checks_kinds
 
@@ -83,12 +83,10 @@ def to_safetensors(
     _refuse_used(store, final)
     with (
         StoredCheckpoint(path, name=name, storage_options=storage_options) as stored,
-        aside(store, final) as working,
+        new_folder(store, final) as working,
     ):
         values = stored.values()
         names = _write_files(store, working, stored, values, _files(stored, limit), budget)
-        if working != final:
-            store.rename(working, final)
     if hidden := [
         key for key, value in values.items() if any(isinstance(leaf, torch.Tensor) for leaf in inside(value))
     ]:
@@ -241,16 +239,15 @@ def _write_files(
     """Write everything, the index last, and return the files' names in their order."""
     headers = {file: _header(stored, names) for file, names in files.items()}
     content = {"values": values, "paths": stored.paths, "lost": stored.lost}
-    store.mkdir(folder)
-    store.write(join(folder, NON_TENSORS), lambda stream: torch.save(content, stream))
+    store.put(join(folder, NON_TENSORS), lambda stream: torch.save(content, stream))
     for file, names in files.items():
         tensors = stored.stream(names, budget)
-        store.write(join(folder, file), functools.partial(_write, headers[file], tensors))
+        store.put(join(folder, file), functools.partial(_write, headers[file], tensors))
     if len(files) == 1:
         return [NON_TENSORS, *files]
     weight_map = {key: file for file, names in files.items() for key in names}
     index = {"metadata": {"total_size": sum(map(stored.num_bytes, weight_map))}, "weight_map": weight_map}
-    store.write(join(folder, INDEX), json.dumps(index, indent=2).encode())
+    store.put(join(folder, INDEX), json.dumps(index, indent=2).encode())
     return [NON_TENSORS, *files, INDEX]
 
 

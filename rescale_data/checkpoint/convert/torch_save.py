@@ -25,7 +25,7 @@ from torch.serialization import skip_data
 from rescale_data.checkpoint.convert.stored import BUDGET, StoredCheckpoint
 from rescale_data.checkpoint.saving import save_alone
 from rescale_data.checkpoint.storage.open import mapped_path, open_store
-from rescale_data.checkpoint.storage.store import StrPath, aside
+from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.storage.values import Memory, load_safely
 from rescale_data.checkpoint.tree import tree_of
 from rescale_data.errors import checks_kinds
@@ -70,15 +70,10 @@ def to_torch_save(
         {'weight': tensor([1., 1.])}
     """
     store, final = open_store(file, storage_options, to_write=True)
-    with (
-        StoredCheckpoint(path, name=name, storage_options=storage_options) as stored,
-        aside(store, final) as working,
-    ):
+    with StoredCheckpoint(path, name=name, storage_options=storage_options) as stored:
         content = TorchFile({key: (tensor.shape, tensor.dtype) for key, tensor in stored.tensors.items()})
         tree = tree_of(stored.paths, stored.values() | content.tensors, stored.lost)
-        store.write(working, lambda stream: content.write(stream, tree, lambda names: stored.stream(names, budget)))
-        if working != final:
-            store.rename(working, final)
+        store.put(final, lambda stream: content.write(stream, tree, lambda names: stored.stream(names, budget)))
 
 
 @checks_kinds

@@ -18,7 +18,6 @@ import time
 import uuid
 import weakref
 from collections.abc import Generator, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from rescale_data.checkpoint.storage.claims import (
@@ -57,23 +56,6 @@ class UndecidedError(ValueError):
     """One look does not tell if the last owner of a folder is still there."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Workspace:
-    """The folder that the data of one save go to.
-
-    Args:
-        final: The folder of the checkpoint.
-        save_id: The name of the data's folder in there.
-    """
-
-    final: str
-    save_id: str
-
-    @property
-    def working(self) -> str:
-        return join(self.final, self.save_id)
-
-
 class Ownership:
     """The right to save and remove checkpoints in a folder: of a run, or with ``lone`` of one checkpoint alone.
 
@@ -90,7 +72,8 @@ class Ownership:
     def __init__(self, store: Store, path: str, *, lone: bool = False, wait: bool | None = None) -> None:
         self.store, self.path, self._lone = store, path, lone
         self._readers = Readers(store, home(path)[0] if lone else path)
-        self._count, self._lease, self._put_begun = 0, list[Lease](), set[str]()
+        self._count, self._lease = 0, list[Lease]()
+        self._put_begun: Save | None = None
         self._found: dict[Owner, dict[str, Any]] = {}
         self._metrics: dict[Save, dict[str, float]] = {}
         saves = [save for save in map(Save.of_manifest, store.names(path)) if save]
@@ -153,49 +136,49 @@ class Ownership:
                 f"another folder."
             )
 
-    def begin(self, name: str) -> Workspace:
-        """Make the folder for the data of a new save of a step.
+    def begin(self, name: str) -> Save:
+        """Make the folder for the data of a new save of a step, which is named after the save.
 
         Raises:
             SupersededError: Somebody else owns the folder, who would find the data there.
         """
         self.look()
-        workspace = Workspace(final=self._place(name), save_id=self._next().folder)
-        self.store.mkdir(workspace.working)
-        return workspace
+        save = self._next()
+        self.store.mkdir(join(self._place(name), save.folder))
+        return save
 
-    def commit(self, workspace: Workspace, manifest: Manifest) -> None:
+    def commit(self, name: str, save: Save, manifest: Manifest) -> None:
         """Make a save the checkpoint of its step. All other files are written.
 
         Raises:
             SupersededError: Somebody else owns the folder; the save does not count, or will not for long.
         """
-        store, final, save = self.store, workspace.final, Save(self.owner, int(workspace.save_id.rpartition("-")[2]))
-        for folder in (workspace.working, final, split(final)[0]):
+        store, final = self.store, self._place(name)
+        for folder in (join(final, save.folder), final, split(final)[0]):
             store.sync_folder(folder)
-        self._put_begun.add(save.folder)
+        self._put_begun = save
         _put_twice(store, join(final, save.manifest), manifest.to_json())
         self._claim["closed"] = self._lone  # by the same request
         self._put_claim()
         self.look()
         if self._lone and find(store, final) != save:
             raise _of_manager(final)
-        self._done(LONE if self._lone else split(final)[1], save)
+        self._done(name, save)
         with _logged(f"{final} is saved, and stock DCP's copy of its metadata is not"):
-            store.put(join(final, METADATA), store.read(join(workspace.working, METADATA)))
+            store.put(join(final, METADATA), store.read(join(final, save.folder, METADATA)))
 
-    def abandon(self, workspace: Workspace) -> None:
+    def abandon(self, name: str, save: Save) -> None:
         """Remove the data of a save, unless its manifest may have been put: an answer may be lost on its way."""
         self._claim["closed"] = False  # the put that says so may have failed
         try:
-            if workspace.save_id not in self._put_begun:
-                self.store.remove_folder(workspace.working)
+            if save != self._put_begun:
+                self.store.remove_folder(join(self._place(name), save.folder))
                 # Where there is a checkpoint somebody may read the claim, and another owner was told that it is superseded.
                 if self._lone and LONE not in self.saves and len(self._claims.known) == 1:
                     remove_claim(self.store, self.path, self.owner)
                     self.close.detach()
                     _held.discard(self.owner)
-                self.store.remove_empty(workspace.final)
+                self.store.remove_empty(self._place(name))
         finally:
             if self._lone:
                 self.close()

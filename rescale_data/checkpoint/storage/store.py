@@ -191,12 +191,12 @@ class Store(FileSystemBase):
         with self.open_read(path) as stream:
             return stream.read()
 
-    def put(self, path: str, content: bytes) -> None:
-        """A small file, new or in place of another one, by one step that nobody sees half done."""
-        self.write(path, content)
+    def put(self, path: str, content: bytes | Callable[[BinaryIO], object]) -> None:
+        """Write a file, new or in place of another one, by one step that nobody sees half done.
 
-    def write(self, path: str, content: bytes | Callable[[BinaryIO], object]) -> None:
-        """A file with this content, or what a function writes into it; whole and synced, or none."""
+        Args:
+            content: Or what writes it into a stream.
+        """
         with self._new_file(path) as stream:
             content(stream) if callable(content) else stream.write(content)
 
@@ -317,9 +317,9 @@ class LocalStore(Store):
     def mkdir(self, path: Any) -> None:
         os.makedirs(path, exist_ok=True)
 
-    def put(self, path: str, content: bytes) -> None:
+    def put(self, path: str, content: bytes | Callable[[BinaryIO], object]) -> None:
         aside = f"{path}.{uuid.uuid4().hex[:12]}.tmp"
-        self.write(aside, content)
+        super().put(aside, content)
         self.rename(aside, path)
         self.sync_folder(split(path)[0])
 
@@ -351,11 +351,8 @@ class LocalStore(Store):
 
 
 @contextmanager
-def aside(store: Store, final: str) -> Generator[str]:
-    """The path to write to in place of ``final``, a file or a folder, and to rename; what is there in the end is removed.
-
-    In an object store it is ``final``: an object appears when it is whole.
-    """
+def new_folder(store: Store, final: str) -> Generator[str]:
+    """Yield the folder to write into, which is `final` when it is whole, or on errors removed; in an object store at once."""
     if not store.renames:
         yield final
         return
@@ -363,7 +360,8 @@ def aside(store: Store, final: str) -> Generator[str]:
     working = join(folder, f".{name}.{uuid.uuid4().hex[:12]}.tmp")
     store.mkdir(working)
     try:
-        yield join(working, "out")
+        yield working
+        store.rename(working, final)
         store.sync_folder(folder)
     finally:
         store.remove_folder(working)
