@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Found:
-    """Where rows of a source were served.
+    """Samples that served certain rows of a source.
 
     Args:
         rows: How many rows were looked for.
@@ -50,7 +50,7 @@ class Found:
 
 
 class Audit:
-    """What a run has served, from its checkpoints and its pipeline: no log is kept while training.
+    """Samples that a run has served, from its checkpoints and its pipeline: no log is kept while training.
 
     Between two checkpoints the samples are read again, which takes a process and no GPU, and at the second one they have to
     stand where the run stood. Ranks may have changed in between, and the global batch once.
@@ -101,11 +101,11 @@ class Audit:
 
     @property
     def steps(self) -> tuple[int, int]:
-        """The first step that can be looked at, and the one after the last."""
+        """The first step that can be audited, and the one after the last."""
         return 0, self._states[-1].header["step"]
 
     def documents(self, first: int, stop: int) -> Iterator[Served]:
-        """The samples of the steps ``first .. stop - 1``, in order of the steps.
+        """Yield the samples of the steps ``first .. stop - 1``, in order of the steps.
 
         Raises:
             ValueError: There are no such steps, or there is no checkpoint behind them.
@@ -121,7 +121,7 @@ class Audit:
                 yield from stretch.replay(range(len(stretch.after.table)), first, stop)
 
     def find(self, document: str) -> Found:
-        """In which steps a row of a source was served, or the rows of a file.
+        """Find the steps in which a row of a source was served, or the rows of a file.
 
         Only the logical shards are read again that had the row, between the checkpoints where they had it.
 
@@ -167,7 +167,7 @@ class Audit:
         )
 
     def _readers(self, document: str) -> tuple[Schema, Sequence[tuple[Sequence[str], Reader]], str]:
-        """Those of the source that a text begins with, in the last pipeline that has it; and what the text calls it."""
+        """Return the last schema that has the source a text begins with, the readers of it, and the text's name for it."""
         names = set[str]()
         for schema in self._schemas:
             readers = [(path, node) for path, node in schema.root.walk() if isinstance(node, Reader)]
@@ -194,13 +194,13 @@ class Audit:
 
     @cached_property
     def _schemas(self) -> list[Schema]:
-        """Of the pipelines that the run has had, the last one first."""
+        """Schemas of the pipelines that the run has had, the last one first."""
         last = {id(stretch.pipeline): stretch for stretch in self._stretches()}
         return [stretch.schema() for stretch in sorted(last.values(), key=lambda one: -one.first_step)]
 
 
 def _states(run: StrPath, name: str | None, storage_options: Mapping[str, Any] | None) -> list[State]:
-    """The data states of a run, in order, one for each place that it has come by."""
+    """Return the data states of a run in order, one for each number of samples."""
     store, folder = open_store(run, storage_options)
     RunFolder.existing(store, folder)
     paths = [join(folder, entry) for entry in store.names(folder) if not entry.startswith(".")]

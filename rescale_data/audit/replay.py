@@ -1,4 +1,4 @@
-"""What was served between two checkpoints of a run: read again from the first, and compared with the second."""
+"""Samples served between two checkpoints of a run: read again from the first, and compared with the second."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Stretch:
-    """What lies between two checkpoints.
+    """Part of a run between two checkpoints.
 
     Args:
         before: The state of the first; `None`: the beginning of the run.
@@ -68,13 +68,13 @@ class Stretch:
         return 0 if self.before is None else self.before.header["step"]
 
     def schema(self) -> Schema:
-        """Of the pipeline, with the data that the second checkpoint knows."""
+        """Return the schema of the pipeline, with the data that the second checkpoint knows."""
         reading = self._readings(self.after.sizes, range(0), together=True)[0]
         reading.load_state_dict(self.after.state)
         return reading.stream.schema
 
     def replay(self, shards: Collection[int], first: int = 0, stop: int | None = None) -> Iterator[Served]:
-        """The samples of some logical shards in the steps ``first .. stop - 1``, as far as they are of this stretch.
+        """Yield the samples of some logical shards in the steps ``first .. stop - 1``, as far as they are of this stretch.
 
         Raises:
             DataStateError: That is not how the run has come to its second checkpoint.
@@ -100,7 +100,7 @@ class Stretch:
             )
 
     def _parts(self) -> list[tuple[tuple[int, int, int], int]]:
-        """O, W and b of the run one after the other, and up to which sample."""
+        """Return each O, W and b of the run in turn, with the sample up to which it had them."""
         after, now = self.after.header, self.after.sizes
         end, before = after["samples"], None if self.before is None else self.before.header
         if self.before is None or before is None or self.before.sizes[0] == now[0]:
@@ -116,7 +116,7 @@ class Stretch:
         return [(self.before.sizes, before["samples"] + num_old * old), (now, end)]
 
     def _is_one(self, sizes: tuple[int, int, int]) -> bool:
-        """Whether one rank has the order of all: between whole steps, where the run was aligned."""
+        """True if one rank has the order of all: between whole steps, where the run was aligned."""
         states = [state for state in (self.before, self.after) if state is not None]
         whole = not any(state.clock.begun(state.sizes[0]) for state in states) and all(
             any((bound - state.header["samples"]) % state.sizes[0] == 0 for state in states)
@@ -134,7 +134,7 @@ class Stretch:
         return whole and layout.aligned
 
     def _readings(self, sizes: tuple[int, int, int], shards: Container[int], *, together: bool) -> list[Reading]:
-        """One of each dp rank of the run, or one of a single rank."""
+        """Return one reading for each dp rank of the run, or one for a single rank."""
         o, w, b = (sizes[0], 1, sizes[0]) if together else sizes
         return [self._reading(o, w, b, rank, 0 if together else self.num_workers, shards) for rank in range(w)]
 
@@ -162,7 +162,7 @@ def skipped_in(state: State) -> list[tuple[int, int]]:
 
 
 def misfit(pipeline: Pipeline, state: State) -> list[str]:
-    """In which parameters a pipeline is not the one that a state was saved with."""
+    """Return the parameters in which a pipeline is not the one that a state was saved with, in words."""
     n, seed, o = len(state.table), state.header["seed"], state.sizes[0]
     now = Schema(Recipe(pipeline, n, seed, False, global_batch_size=o).build(0)).pipeline
     pipelines = without_functions(state.header["pipeline"], now)
@@ -205,7 +205,7 @@ def _play(readings: Sequence[Reading], until: int, skipped: Sequence[tuple[int, 
 
 
 def _is_arrived(state: State, after: State, shards: Sequence[int]) -> bool:
-    """Whether all shards have delivered as many samples, and those that were drawn stand where they should."""
+    """True if all shards have delivered as many samples, and those that were drawn stand where they should."""
     samples, remainder = (field.key for field in OWN_FIELDS)
     there, wanted = state.values, after.values
     counts = torch.equal(there[samples], wanted[samples]) and state.header["step"] == after.header["step"]

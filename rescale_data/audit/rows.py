@@ -1,4 +1,4 @@
-"""Which rows of a source are meant, and where a run reads them: integers alone."""
+"""Rows of a source that a text means, and the places where a run reads them: integers alone."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def rows_named(source: Source, name: str) -> range:
 
 @dataclass(frozen=True)
 class Course:
-    """How far the logical shards had read a source at each checkpoint.
+    """Positions of the logical shards in a source at each checkpoint.
 
     Args:
         at: ``int64[checkpoints + 1, N]``, from the beginning of the run: the next row, counted over all epochs with a gap in
@@ -57,7 +57,7 @@ class Course:
 
     @classmethod
     def of(cls, states: Sequence[Saved], path: Sequence[str], num_windows: int) -> Course:
-        """Of the reader at a path of the pipeline; it may have been added or removed in the course of the run."""
+        """Return the course of the reader at a path of the pipeline; it may have been added or removed during the run."""
         n = len(states[-1].table)
         epochs, rows = (
             [np.zeros(n, dtype=np.int64), *(_field(state, (*path, name), n) for state in states)]

@@ -21,7 +21,7 @@ from rescale_data.errors import checks_kinds, require
 def read_data_state(
     path: StrPath, *, name: str | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The state of the data loader that was saved in the checkpoint at ``path``, all N rows of it.
+    """Return the state of the data loader that was saved in the checkpoint at ``path``, all N rows of it.
 
     Runs on one process, whatever saved, and runs no code from the checkpoint: a data state is a tensor and a string.
 

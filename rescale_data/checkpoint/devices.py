@@ -2,6 +2,11 @@
 
     device type ──► module with an ``adapter`` ──► ``Pieces``, which DCP can cut
 
+    settle()                 returns when tensors hold the values that the program has given them so far
+    to_save(tensor)          live ``Pieces`` of it, or the tensor itself where each host holds it whole
+    to_load(tensor)          the same, with pieces on the CPU that go to the device when all of them are read
+    first_state(optimizer)   the state after its first step, by parameter, sharded as it will be; the optimizer stays as it is
+
 Everything else of a checkpoint (CPU tensors, the loader, plain values, names) goes the usual way, so that a checkpoint does
 not tell on which device it was made.
 """
@@ -11,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -22,31 +27,11 @@ from rescale_data.checkpoint.tree import leaves, mapped
 _ADAPTERS = {"xla": "rescale_data.xla.adapter"}
 
 
-class Adapter(Protocol):
-    """What the checkpoint needs to know of a device."""
-
-    def settle(self) -> None:
-        """Return when tensors hold the values that the program has given them so far."""
-        ...
-
-    def to_save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What DCP saves of a tensor: its live ``Pieces``, or the tensor itself where each host holds it whole."""
-        ...
-
-    def to_load(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What DCP loads into: the same, with pieces on the CPU that go to the device when all of them are read."""
-        ...
-
-    def first_state(self, optimizer: torch.optim.Optimizer) -> Mapping[torch.Tensor, dict[str, Any]]:
-        """The state that the optimizer will have after its first step, in its shardings; the optimizer is left as it is."""
-        ...
-
-
-def adapter_of(values: Iterable[Any]) -> Adapter | None:
-    """The adapter of the first tensor that needs one."""
+def adapter_of(values: Iterable[Any]) -> Any:
+    """Return the adapter of the first tensor that needs one, or None."""
     for value in values:
         if _has_adapter(value):
-            return cast(Adapter, importlib.import_module(_ADAPTERS[value.device.type]).adapter)
+            return importlib.import_module(_ADAPTERS[value.device.type]).adapter
     return None
 
 
@@ -66,7 +51,7 @@ def cut(state: dict[str, Any], way: Literal["to_save", "to_load"]) -> dict[str, 
 
 
 def address(tensor: Any) -> int:
-    """Of the memory of what this process has of a tensor; 0 where that is not known."""
+    """Return the address of the memory of this process's part of a tensor; 0 where that is not known."""
     if _has_adapter(tensor):
         return 0
     with torch.no_grad():
@@ -74,8 +59,8 @@ def address(tensor: Any) -> int:
     return local.data_ptr() if type(local) in (torch.Tensor, torch.nn.Parameter) else 0
 
 
-def settle(state: Any) -> Adapter | None:
-    """Return when the tensors of a nested state hold the values that the program has given them so far."""
+def settle(state: Any) -> Any:
+    """Return when the tensors of a nested state hold what the program has given them so far; their adapter, or None."""
     adapter = adapter_of(leaf for _, leaf in leaves(state))
     if adapter is not None:
         adapter.settle()
@@ -108,7 +93,7 @@ def _has_adapter(value: Any) -> bool:
 
 
 def inside(value: Any) -> Iterator[Any]:
-    """What is in a pickled value, as far as it can be seen."""
+    """Yield the values in a pickled value, as far as they can be seen."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = vars(value)
     if isinstance(value, Mapping):

@@ -57,7 +57,7 @@ class Entry:
 
 
 def of_all_ranks(per_rank: list[Misfits]) -> Misfits:
-    """Missing or different on any rank, not asked for by any of them."""
+    """Return what is missing or different on any rank, and what none of them asks for."""
     merged = {kind: _on_any([found[kind] for found in per_rank]) for kind in per_rank[0]}
     for kind in ("unexpected", NOT_ASKED):
         common = set.intersection(*(set(found[kind]) for found in per_rank))
@@ -66,7 +66,7 @@ def of_all_ranks(per_rank: list[Misfits]) -> Misfits:
 
 
 def compare(entries: list[Entry], wanted: dict[str, Any], saved: Contents) -> Misfits:
-    """The misfits of one rank.
+    """Return the misfits of one rank.
 
     Args:
         wanted: What the entries ask for, by flattened name.
@@ -92,13 +92,13 @@ def compare(entries: list[Entry], wanted: dict[str, Any], saved: Contents) -> Mi
 
 
 def skipped(entries: list[Entry], misfits: Misfits) -> list[Entry]:
-    """Entries that may not be loaded in part and do not fit."""
+    """Return the entries that may not be loaded in part and do not fit."""
     odd = [name for names in misfits.values() for name in names]
     return [entry for entry in entries if entry.whole and any(entry.name in _and_above(name) for name in odd)]
 
 
 def fitting(wanted: dict[str, Any], misfits: Misfits, skipped: list[Entry]) -> dict[str, Any]:
-    """What is to be loaded."""
+    """Return the wanted values that are to be loaded."""
     return {
         name: value
         for name, value in wanted.items()
@@ -108,7 +108,7 @@ def fitting(wanted: dict[str, Any], misfits: Misfits, skipped: list[Entry]) -> d
 
 
 def _on_any(per_rank: list[dict[str, str]]) -> dict[str, str]:
-    """Texts by name; where not all ranks have it, the text says which do."""
+    """Merge texts by name; where not all ranks have it, the text says which do."""
     merged: dict[str, str] = {}
     for key in sorted({key for found in per_rank for key in found}):
         ranks = [rank for rank, found in enumerate(per_rank) if key in found]
@@ -118,23 +118,23 @@ def _on_any(per_rank: list[dict[str, str]]) -> dict[str, str]:
 
 
 def _is_asked(saved: Contents, name: str, asked: set[str]) -> bool:
-    """Whether a flattened name of the checkpoint is under one of these top-level names."""
+    """True if a flattened name of the checkpoint is under one of these top-level names."""
     return bool(asked & _and_above(name)) if name in saved.unplaced else str(saved.paths[name][0]) in asked
 
 
 def describe(value: Any) -> str:
-    """A value of a state or of a checkpoint."""
+    """Return a value of a state or of a checkpoint in words."""
     if not isinstance(value, torch.Tensor):
         return "a plain value"
     return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
 
 
 def _differs(value: Any, saved: Any) -> str:
-    """What the checkpoint holds and what is asked for, where the two differ."""
+    """Return in words what the checkpoint holds and the state asks for, if these differ; else nothing."""
     given, wanted = describe(saved), describe(value)
     return "" if given == wanted else f"{given} in the checkpoint, {wanted} in the state"
 
 
 def _and_above(key: str) -> set[str]:
-    """A name and the names that it is under."""
+    """Return a name and the names that it is under."""
     return {key, *(key[:place] for place, letter in enumerate(key) if letter == ".")}

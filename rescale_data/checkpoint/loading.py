@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
-    """What ``load`` did not load.
+    """Names that ``load`` did not load.
 
     Args:
         missing: Names that the state asks for and the checkpoint does not hold: they keep their values.
@@ -154,7 +154,7 @@ def _complaint(path: str, misfits: Misfits, saved: Contents) -> str:
 
 
 def _hint(misfits: Misfits, saved: Contents) -> str:
-    """The cure where N has changed."""
+    """Return the cure if N has changed; else nothing."""
     if misfits["mismatched"].keys() & {".".join((*root, TABLE)) for root in data_states(saved.paths.values())}:
         return (
             " num_logical_shards is fixed for a whole run: build the loader with the saved one, the first number of those "

@@ -86,29 +86,23 @@ def refuse_disagreement(plain: Mapping[str, Any], ranks: Ranks) -> None:
 
 
 def _digest(value: Any) -> bytes:
-    """Eight bytes; none for what is sharded or of a class unknown here."""
+    """Return eight bytes; none for what is sharded or of a class unknown here."""
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         flat = cast(torch.Tensor, value).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return _digest_of_bytes(f"{value.dtype} {value.shape}".encode(), flat.numpy().tobytes())
-    if _has_text(value):
-        return _digest_of_bytes(repr(value).encode())
-    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
-        return _digest_of_bytes(f"{value.dtype} {value.shape}".encode(), value.tobytes())
-    if type(value) in (list, tuple):
-        return _digest_of_bytes(*map(_digest, cast("list[Any]", value)))
-    if type(value) in (set, frozenset):
-        return _digest_of_bytes(*sorted(map(_digest, cast("set[Any]", value))))
-    if type(value) is dict:
-        items = cast("dict[Any, Any]", value).items()
-        return _digest_of_bytes(*sorted(repr(key).encode() + _digest(inner) for key, inner in items))
-    return b""
-
-
-def _digest_of_bytes(*parts: bytes) -> bytes:
-    digest = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.digest()
+        parts = [f"{value.dtype} {value.shape}".encode(), flat.numpy().tobytes()]
+    elif _has_text(value):
+        parts = [repr(value).encode()]
+    elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        parts = [f"{value.dtype} {value.shape}".encode(), value.tobytes()]
+    elif type(value) in (list, tuple):
+        parts = [*map(_digest, cast("list[Any]", value))]
+    elif type(value) in (set, frozenset):
+        parts = sorted(map(_digest, cast("set[Any]", value)))
+    elif type(value) is dict:
+        parts = sorted(repr(key).encode() + _digest(inner) for key, inner in cast("dict[Any, Any]", value).items())
+    else:
+        return b""
+    return hashlib.blake2b(b"".join(len(part).to_bytes(8, "little") + part for part in parts), digest_size=8).digest()
 
 
 def _has_text(value: Any) -> bool:

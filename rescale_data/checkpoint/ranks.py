@@ -36,7 +36,7 @@ class Ranks:
 
     @classmethod
     def alone(cls) -> Ranks:
-        """This process by itself, whatever process groups there are."""
+        """Return the ranks of a process by itself, whatever process groups there are."""
         ranks = cls.__new__(cls)
         ranks.distributed, ranks.group, ranks.rank, ranks.size = False, None, 0, 1
         return ranks
@@ -46,7 +46,7 @@ class Ranks:
         return self.rank == 0
 
     def on_first(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns on rank 0, on all ranks."""
+        """Return on all ranks what ``work`` returns on rank 0."""
         if self.size == 1:
             return work()
         outcome: list[Any] = [_attempt(work) if self.is_first else None]
@@ -55,7 +55,7 @@ class Ranks:
         return _values(outcome)[0]
 
     def on_each(self, work: Callable[[], T]) -> list[T]:
-        """What ``work`` returns on each rank, in rank order, on all ranks."""
+        """Return on all ranks what ``work`` returns on each, in rank order."""
         if self.size == 1:
             return [work()]
         outcomes: list[Any] = [None] * self.size
@@ -63,7 +63,7 @@ class Ranks:
         return _values(outcomes)
 
     def together(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns on this rank, once it has not raised on any."""
+        """Return what ``work`` returns on this rank, once it has not raised on any."""
         done: list[T] = []
         self.on_each(lambda: done.append(work()))
         return done[0]
@@ -97,7 +97,7 @@ _CURES = {
 
 
 def clear_error(error: BaseException, doing: str) -> BaseException:
-    """The error to raise for ``error``.
+    """Return the error to raise for ``error``.
 
     Errors of ours stay what they are. Errors of the system keep their type and number and say what was being done, what
     became of it and the cure. Anything else is a ``RuntimeError`` with the ranks that failed.

@@ -1,4 +1,4 @@
-"""Which checkpoints to keep, a pure function of steps and their metrics, and the deletion of the others."""
+"""Rules of which checkpoints to keep, by steps and their metrics alone, and the deletion of the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """What is kept, as ``CheckpointManager`` says it; the newest checkpoint always stays. nan is worse than any number.
+    """Rules of what is kept, as ``CheckpointManager`` has them; the newest always stays, and nan is worse than any number.
 
     Raises:
         ValueError: a count that is no integer of at least 1, or a mode that is neither ``"min"`` nor ``"max"``.
@@ -38,7 +38,7 @@ class Retention:
             )
 
     def to_delete(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
-        """Steps that nothing keeps, oldest first, of checkpoints given as ``{step: metrics}``."""
+        """Return the steps that nothing keeps, oldest first, of checkpoints given as ``{step: metrics}``."""
         if self.keep_latest is None:
             return []
         steps = sorted(metrics)
@@ -51,7 +51,7 @@ class Retention:
         return [step for step in steps if step not in kept]
 
     def missing_metric(self, metrics: Mapping[int, Mapping[str, float]]) -> str:
-        """What is wrong where there are checkpoints, and none has the metric of ``keep_best``; else empty."""
+        """Return an error if there are checkpoints and none has the metric of ``keep_best``; else an empty text."""
         known = {name for values in metrics.values() for name in values}
         if self.keep_best is None or not metrics or self.keep_best[0] in known:
             return ""
@@ -62,7 +62,7 @@ class Retention:
 
 
 def ranked(metrics: Mapping[int, Mapping[str, float]], name: str, mode: str) -> list[int]:
-    """Steps that have the metric, the best first; nan is worse than any number."""
+    """Return the steps that have the metric, the best first; nan is worse than any number."""
     sign = 1.0 if mode == "min" else -1.0
     scores = {step: sign * values[name] for step, values in metrics.items() if name in values}
     return sorted(scores, key=lambda step: (math.isnan(scores[step]), scores[step], step))

@@ -76,7 +76,7 @@ def save(
 
 
 def plain_state(state: State, ranks: Ranks) -> dict[str, Any]:
-    """What DCP saves of ``state``. Its tensors may be the live ones.
+    """Return what DCP saves of ``state``. Its tensors may be the live ones.
 
     An error of one rank is raised on all.
     """

@@ -100,7 +100,7 @@ def _wait(pending: list[Future[None]], *_: object) -> None:
 
 
 def _asked_for(tensors: Late) -> list[torch.Event]:
-    """What happens on each accelerator when it has done all that it was asked for so far."""
+    """Return an event of each accelerator that happens when it has done all that it was asked for so far."""
     devices = {tensor.device for tensor in tensors.values()} - {torch.device("cpu")}
     events = [torch.Event(device, blocking=True) for device in devices]
     for event, device in zip(events, devices, strict=True):

@@ -1,4 +1,4 @@
-"""What may be in a state: modules, optimizers, anything Stateful, tensors and plain values, each by its own rule.
+"""Values that may be in a state: modules, optimizers, anything Stateful, tensors and plain values, each by its own rule.
 
 DCP knows tensors and plain values, and expands what is Stateful at the top level alone. An ``Entry`` turns one value of the
 user's state into what DCP knows, at any depth, and takes back what DCP has loaded.
@@ -42,7 +42,7 @@ class _StatefulEntry(Entry):
 
 
 def entries_of(state: State, rank: int = 0, saved: Contents | None = None) -> list[Entry]:
-    """The entries of a state, nested mappings included.
+    """Return the entries of a state, nested mappings included.
 
     Args:
         rank: Whose own values are meant by ``PerRank``.
@@ -59,7 +59,7 @@ def entries_of(state: State, rank: int = 0, saved: Contents | None = None) -> li
 
 
 def plain_of(entries: list[Entry]) -> dict[str, Any]:
-    """What DCP saves of the entries. Its tensors may be the live ones."""
+    """Return what DCP saves of the entries. Its tensors may be the live ones."""
     plain = nest([(entry.path, entry.plain()) for entry in entries])
     refuse_pickled(plain)
     refuse_unfit(plain)
@@ -86,7 +86,7 @@ def _has_names(value: Mapping[Any, Any]) -> bool:
 
 
 def _own_entry(path: Path, own: PerRank, rank: int, saved: Contents | None) -> Entry:
-    """A rank's own value, by the rule of its kind, under the rank's name; those of other ranks are not missed."""
+    """Return the entry of a rank's own value, under the rank's name; values of other ranks are not missed."""
     names = {str(inner[0]) for inner in saved.under(path).paths.values()} if saved else set[str]()
     key = own_name(source_rank(names, rank))
     entry = _entry((*path, key), own.value, vars(own), [], key="value")
@@ -116,7 +116,7 @@ def _entry(
 
 
 def _replace(path: Path, value: Any, holder: Mapping[str, Any], key: str, loaded: Any) -> None:
-    """A plain value, in the mapping that holds it; a tensor was loaded in place."""
+    """Put a plain value into the mapping that holds it; a tensor was loaded in place."""
     if isinstance(value, torch.Tensor):
         return
     if not isinstance(holder, MutableMapping):

@@ -21,7 +21,7 @@ Lost: TypeAlias = Sequence[tuple[Sequence[str | int], Any]]
 
 
 def tree_of(paths: Mapping[str, tuple[Any, ...]], leaves: Mapping[str, Any], lost: Lost = ()) -> dict[str, Any]:
-    """Leaves by flattened name as the nested state they came from; integers in a path are places in a list."""
+    """Return leaves by flattened name as the nested state they came from; integers in a path are places in a list."""
     root: dict[str, Any] = {}
     for name, leaf in leaves.items():
         _put(root, paths[name], leaf)
@@ -33,7 +33,7 @@ def tree_of(paths: Mapping[str, tuple[Any, ...]], leaves: Mapping[str, Any], los
 
 
 def lost_in_names(tree: Any, path: tuple[str | int, ...] = ()) -> list[tuple[list[str | int], Any]]:
-    """What of a nested state its flat names do not tell."""
+    """Return what of a nested state its flat names do not tell."""
     if isinstance(tree, Mapping):
         found: list[tuple[list[str | int], Any]] = [([*path], {})] if path and not tree else []
         for key, inner in cast(Mapping[Any, Any], tree).items():
@@ -46,7 +46,7 @@ def lost_in_names(tree: Any, path: tuple[str | int, ...] = ()) -> list[tuple[lis
 
 
 def mapped(value: Any, work: Callable[[tuple[Any, ...], Any], Any], path: tuple[Any, ...] = ()) -> Any:
-    """A nested value with ``work(path, leaf)`` in place of each leaf in its dicts, lists and tuples, in their order."""
+    """Return a nested value with ``work(path, leaf)`` in place of each leaf in its dicts, lists and tuples, in their order."""
     if isinstance(value, Mapping):
         return {key: mapped(inner, work, (*path, key)) for key, inner in cast(Mapping[Any, Any], value).items()}
     if type(value) in (list, tuple):
@@ -57,7 +57,7 @@ def mapped(value: Any, work: Callable[[tuple[Any, ...], Any], Any], path: tuple[
 def leaves(
     value: Any, whole: Callable[[list[Any]], bool] = lambda _: False, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Values by path in the containers that DCP looks into: mappings and lists.
+    """Yield values by path in the containers that DCP looks into: mappings and lists.
 
     Args:
         whole: Which lists are taken for values.
@@ -74,7 +74,7 @@ def leaves(
 
 
 def with_loaded(live: Any, loaded: Mapping[str, Any], name: str) -> Any:
-    """``live``, which is under this flattened name, with the plain values that were loaded; tensors were loaded in place."""
+    """Return ``live``, which is under this flattened name, with the plain values that were loaded; tensors are in place."""
     if name in loaded:
         return live if isinstance(loaded[name], torch.Tensor) else loaded[name]
     if isinstance(live, Mapping):
@@ -86,7 +86,7 @@ def with_loaded(live: Any, loaded: Mapping[str, Any], name: str) -> Any:
 
 
 def keys_of(live: Any, loaded: Any) -> Any:
-    """``loaded`` with the keys and the types of mappings that ``live`` has in the same places."""
+    """Return ``loaded`` with the keys and the types of mappings that ``live`` has in the same places."""
     if isinstance(live, Mapping) and isinstance(loaded, Mapping):
         known = cast(Mapping[Any, Any], live)
         keys = {str(key): key for key in known}
@@ -100,7 +100,7 @@ def keys_of(live: Any, loaded: Any) -> Any:
 
 
 def _like(live: Mapping[Any, Any], content: dict[Any, Any]) -> Mapping[Any, Any]:
-    """The content in a mapping of the same type."""
+    """Return the content in a mapping of the same type."""
     if type(live) is dict or not isinstance(live, MutableMapping):
         return content
     like = copy.copy(live)
@@ -124,7 +124,7 @@ def _rename(root: dict[str, Any], path: Sequence[str | int], key: Any) -> None:
 
 
 def _enter(container: Any, key: Any, value: Any) -> Any:
-    """What is at ``key``, which is ``value`` if there was nothing."""
+    """Return the content at ``key``, which is ``value`` if there was nothing."""
     if isinstance(container, dict):
         return container.setdefault(key, value)
     container.extend([None] * (key + 1 - len(container)))

@@ -1,4 +1,4 @@
-"""In which steps a document was served, and what steps held, as plain values."""
+"""Steps that served a document, and documents that steps held, as plain values."""
 
 from __future__ import annotations
 

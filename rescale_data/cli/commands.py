@@ -31,7 +31,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document; nan
 
 
 class Format(StrEnum):
-    """What ``convert`` writes."""
+    """Formats that ``convert`` writes."""
 
     torch = "torch"
     safetensors = "safetensors"
@@ -39,7 +39,7 @@ class Format(StrEnum):
 
 
 class Tail(StrEnum):
-    """What a loader does with the rest of an epoch."""
+    """Ways of a loader to end an epoch."""
 
     drop = "drop"
     pad = "pad"
@@ -103,7 +103,7 @@ def plan(
     num_logical_shards: Annotated[int | None, typer.Option(help="Of the run, where it was given.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Which numbers of ranks, micro batches and workers keep the global batches of a run?"""
+    """List the numbers of ranks, micro batches and workers that keep the global batches of a run."""
     from rescale_data.cli import planning, render
 
     sizes = [*([] if before is None else [before]), *(to or [])]
@@ -226,7 +226,7 @@ def _best(text: str | None) -> tuple[str, str, int] | None:
 
 
 def _or_exit(work: Callable[[], T]) -> T:
-    """What ``work`` returns; a user's error is printed, with exit code 2, or 1 for damage."""
+    """Return `work()`; a user's error is printed, with exit code 2, or 1 for damage."""
     try:
         return work()
     except (ValueError, TypeError, OSError) as error:

@@ -1,4 +1,4 @@
-"""What is in a checkpoint or a run's folder, as plain values: for people, scripts and the command line."""
+"""The contents of a checkpoint or a run's folder, as plain values: for people, scripts and the command line."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from rescale_data.checkpoint.convert.stored import StoredCheckpoint
 from rescale_data.checkpoint.data_state import read_data_state
+from rescale_data.checkpoint.storage.dcp import Contents
 from rescale_data.checkpoint.storage.manifest import METADATA, manifest_at
-from rescale_data.checkpoint.storage.open import open_store, verify
+from rescale_data.checkpoint.storage.open import CheckpointReader, open_store, read_checkpoint, verify
 from rescale_data.checkpoint.storage.run_folder import RunFolder
 from rescale_data.checkpoint.storage.store import Store, StrPath, join
-from rescale_data.engine.states.codec import Saved, read
+from rescale_data.engine.states.codec import Saved, data_states, read
 from rescale_data.errors import DamagedCheckpointError
 from rescale_data.sources.folders import listed_in, num_rows
 
@@ -42,16 +42,19 @@ def list_checkpoints(folder: StrPath) -> list[dict[str, Any]]:
 
 
 def summarize(path: StrPath) -> dict[str, Any]:
-    """What a checkpoint holds: ``manifest``, ``entries`` by top-level name, and ``data`` by loader.
+    """Return what a checkpoint holds: ``checkpoint``, ``entries`` by top-level name, and ``data`` by loader.
 
     Raises:
         FileNotFoundError: no checkpoint at ``path``.
         ValueError: damaged files.
     """
-    store, _ = open_store(path)
-    with _opened(path) as stored:
-        data = {name: data_summary(read(read_data_state(path, name=name))) for name in stored.data_states()}
-        return {"checkpoint": _about(store, stored.folder), "entries": _entries(stored), "data": data}
+
+    def summary(reader: CheckpointReader) -> dict[str, Any]:
+        loaders = [".".join(root) for root in data_states(reader.contents.paths.values())]
+        data = {name: data_summary(read(read_data_state(path, name=name))) for name in loaders}
+        return {"checkpoint": _about(reader.store, reader.path), "entries": _entries(reader.contents), "data": data}
+
+    return read_checkpoint(path, summary)
 
 
 def write_page(path: StrPath, html: StrPath) -> str:
@@ -74,7 +77,7 @@ def write_page(path: StrPath, html: StrPath) -> str:
 
 
 def _newest(store: Store, folder: str) -> dict[str, Any] | None:
-    """What the newest checkpoint of a run that can be read holds."""
+    """Return the summary of the newest checkpoint of a run that can be read."""
     runs = RunFolder(store, folder)
     for step in reversed(runs.steps()):
         with contextlib.suppress(ValueError, OSError):
@@ -91,26 +94,26 @@ def verified(path: StrPath, *, checksums: bool = True) -> dict[str, Any]:
     return {"path": str(path), **how, "problems": problems}
 
 
-def _entries(stored: StoredCheckpoint) -> dict[str, dict[str, Any]]:
+def _entries(saved: Contents) -> dict[str, dict[str, Any]]:
     entries: dict[str, dict[str, Any]] = {}
-    for key, where in stored.paths.items():
+    for key, where in saved.paths.items():
         entry = entries.setdefault(
             str(where[0]), {"tensors": 0, "elements": 0, "bytes": 0, "plain_values": 0, "dtypes": []}
         )
-        tensor = stored.tensors.get(key)
+        tensor = saved.values[key]
         if tensor is None:
             entry["plain_values"] += 1
             continue
         dtype = str(tensor.dtype).removeprefix("torch.")
         entry["tensors"] += 1
         entry["elements"] += tensor.numel()
-        entry["bytes"] += stored.num_bytes(key)
+        entry["bytes"] += tensor.nbytes
         entry["dtypes"] = sorted({*entry["dtypes"], dtype})
     return entries
 
 
 def data_summary(state: Saved) -> dict[str, Any]:
-    """How far a loader is: ``samples``, ``step``, ``epochs`` by source as (lowest, highest), ``shards``: samples of each.
+    """Return how far a loader is: ``samples``, ``step``, ``epochs`` by source as (lowest, highest), ``shards``: samples.
 
     ``rows``: where each shard is in its epoch, by source; ``of_rows``: of how many, on average, where the source knows.
     ``epoch_of``: the epoch of each shard, by source. ``mixture``: shares so far and weights. ``left_out``: rows by reason.
@@ -159,10 +162,6 @@ def _mixture(shards: Mapping[str, torch.Tensor]) -> dict[str, dict[str, float]]:
         share = counted[f"{mixture}{unit}.{source}"] / max(1, sum(counted.values()))
         found[f"{mixture}{source}".removeprefix("source.")] = {"share": share, "weight": float(weights.double().mean())}
     return found
-
-
-def _opened(path: StrPath) -> StoredCheckpoint:
-    return StoredCheckpoint(path, name=None, storage_options=None)
 
 
 def _about(store: Store, path: str) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""What ``rescale-data show --html`` writes: one page with pictures, which needs no other file."""
+"""Page of ``rescale-data show --html``: one file with pictures, which needs no other file."""
 
 from __future__ import annotations
 

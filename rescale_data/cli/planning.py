@@ -45,7 +45,7 @@ def answer(
 
 
 def _allowed(global_batch_size: int, num_logical_shards: int, ranks: int) -> bool:
-    """Whether a loader can be built on these ranks at all, with the smallest micro batch and without workers."""
+    """True if a loader can be built on these ranks at all, with the smallest micro batch and without workers."""
     try:
         Layout(
             num_logical_shards=num_logical_shards,

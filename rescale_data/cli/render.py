@@ -1,4 +1,4 @@
-"""What the command line shows: tables and the shards' progress as a picture."""
+"""Output of the command line: tables, and the shards' progress as a picture."""
 
 from __future__ import annotations
 

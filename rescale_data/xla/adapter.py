@@ -25,7 +25,7 @@ from rescale_data.checkpoint.storage.dcp import Metadata, Pieces
 
 
 class XlaAdapter:
-    """`rescale_data.checkpoint.devices.Adapter` for torch_xla in SPMD mode."""
+    """The adapter of `rescale_data.checkpoint.devices` for torch_xla in SPMD mode."""
 
     def settle(self) -> None:
         require_spmd()

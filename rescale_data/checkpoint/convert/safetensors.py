@@ -24,7 +24,7 @@ from rescale_data.checkpoint.convert.torch_save import as_buffer, map_file
 from rescale_data.checkpoint.devices import inside
 from rescale_data.checkpoint.saving import save_alone
 from rescale_data.checkpoint.storage.manifest import METADATA
-from rescale_data.checkpoint.storage.open import mapped_path, open_store
+from rescale_data.checkpoint.storage.open import CheckpointReader, mapped_path, open_store, read_checkpoint
 from rescale_data.checkpoint.storage.store import Store, StrPath, join, new_folder
 from rescale_data.checkpoint.tree import tree_of
 from rescale_data.errors import checks_kinds
@@ -81,12 +81,14 @@ def to_safetensors(
     limit, _ = parse_size(max_shard_size), _library()
     store, final = open_store(folder, storage_options, to_write=True)
     _refuse_used(store, final)
-    with (
-        StoredCheckpoint(path, name=name, storage_options=storage_options) as stored,
-        new_folder(store, final) as working,
-    ):
+
+    def write(reader: CheckpointReader) -> tuple[list[str], dict[str, Any]]:
+        stored = StoredCheckpoint(reader, name)
         values = stored.values()
-        names = _write_files(store, working, stored, values, _files(stored, limit), budget)
+        with new_folder(store, final) as working:
+            return _write_files(store, working, stored, values, _files(stored, limit), budget), values
+
+    names, values = read_checkpoint(path, write, storage_options=storage_options)
     if hidden := [
         key for key, value in values.items() if any(isinstance(leaf, torch.Tensor) for leaf in inside(value))
     ]:
@@ -141,7 +143,7 @@ def _library() -> Any:
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes; ``ValueError`` for what is no size."""
+    """Return a size in bytes; ``ValueError`` for what is no size."""
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMGT]?)(I?)B?\s*", str(size).upper())
     num_bytes = int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]]) if match else 0
     if num_bytes < 1:
@@ -152,7 +154,7 @@ def parse_size(size: int | str) -> int:
 
 
 def _mapped_by_index(source: Path) -> dict[str, Any]:
-    """The tensors of a folder's files, all that belong together."""
+    """Return the tensors of a folder's files, all that belong together."""
     indices = sorted(source.glob("*.safetensors.index.json"))
     if len(indices) > 1:
         raise ValueError(f"{source} holds {len(indices)} indices, {indices[0].name} and others. Give a folder of each.")
@@ -183,7 +185,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _others(file: str) -> list[str]:
-    """The names of the files that ``model-00001-of-00003.safetensors`` belongs to."""
+    """Return the names of the files that ``model-00001-of-00003.safetensors`` belongs to."""
     match = _OF.fullmatch(file)
     if match is None:
         return []
@@ -211,7 +213,7 @@ def _what_is_there(source: Path) -> str:
 
 
 def _refuse_used(store: Store, folder: str) -> None:
-    """Of two conversions in one folder nothing tells which files belong together."""
+    """``ValueError`` for a folder with anything in it: nothing tells the files of two conversions apart."""
     if folder.endswith(".safetensors"):
         raise ValueError(
             f"{folder} is the name of a file. Give a folder (and --to safetensors): its files are named model*.safetensors."
@@ -221,7 +223,7 @@ def _refuse_used(store: Store, folder: str) -> None:
 
 
 def _files(stored: StoredCheckpoint, limit: int) -> dict[str, list[str]]:
-    """The tensors' names by file."""
+    """Return the tensors' names by file."""
     shards = list(stored.batches(stored.tensors, limit))
     if len(shards) < 2:
         return {"model.safetensors": [*stored.tensors]}
@@ -252,7 +254,7 @@ def _write_files(
 
 
 def _header(stored: StoredCheckpoint, names: list[str]) -> bytes:
-    """The length of the header (8 bytes, little endian), and the header: dtype, shape and place of each tensor."""
+    """Return the length of the header (8 bytes, little endian), and the header: dtype, shape and place of each tensor."""
     header: dict[str, Any] = {_RESERVED: {"format": "pt"}}
     offset = 0
     for key in names:
@@ -271,7 +273,7 @@ def _header(stored: StoredCheckpoint, names: list[str]) -> bytes:
 
 
 def _name_of(key: str, dtype: torch.dtype) -> str:
-    """The package's own name of a dtype."""
+    """Return the package's own name of a dtype."""
     try:
         return json.loads(_library().torch.save({"x": torch.empty(0, dtype=dtype, device="cpu")})[8:])["x"]["dtype"]
     except (_library().SafetensorError, KeyError) as error:

@@ -24,7 +24,7 @@ from torch.serialization import skip_data
 
 from rescale_data.checkpoint.convert.stored import BUDGET, StoredCheckpoint
 from rescale_data.checkpoint.saving import save_alone
-from rescale_data.checkpoint.storage.open import mapped_path, open_store
+from rescale_data.checkpoint.storage.open import CheckpointReader, mapped_path, open_store, read_checkpoint
 from rescale_data.checkpoint.storage.store import StrPath
 from rescale_data.checkpoint.storage.values import Memory, load_safely
 from rescale_data.checkpoint.tree import tree_of
@@ -70,10 +70,14 @@ def to_torch_save(
         {'weight': tensor([1., 1.])}
     """
     store, final = open_store(file, storage_options, to_write=True)
-    with StoredCheckpoint(path, name=name, storage_options=storage_options) as stored:
+
+    def write(reader: CheckpointReader) -> None:
+        stored = StoredCheckpoint(reader, name)
         content = TorchFile({key: (tensor.shape, tensor.dtype) for key, tensor in stored.tensors.items()})
         tree = tree_of(stored.paths, stored.values() | content.tensors, stored.lost)
         store.put(final, lambda stream: content.write(stream, tree, lambda names: stored.stream(names, budget)))
+
+    read_checkpoint(path, write, storage_options=storage_options)
 
 
 @checks_kinds
@@ -108,7 +112,7 @@ def from_torch_save(
 
 
 def map_file(file: str) -> dict[str, Any]:
-    """What ``torch.save`` wrote, with tensors that are read when they are used.
+    """Return what ``torch.save`` wrote, with tensors that are read when they are used.
 
     Raises:
         ValueError: it is no such file, holds code, or is not a dict.
@@ -167,7 +171,7 @@ class TorchFile:
 
 
 def as_buffer(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor on the CPU, without a copy if it is contiguous."""
+    """Return the bytes of a tensor on the CPU, without a copy if it is contiguous."""
     flat = tensor.detach().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
@@ -195,7 +199,7 @@ class _Tensors(pickle.Pickler):
 
 
 def _without_memory(size: torch.Size, dtype: torch.dtype, page: mmap.mmap) -> torch.Tensor:
-    """A tensor with a storage of its own over pages that nobody reads or writes."""
+    """Return a tensor with a storage of its own over pages that nobody reads or writes."""
     num_bytes = math.prod(size) * dtype.itemsize
     if num_bytes == 0:
         return torch.empty(size, dtype=dtype, device="cpu")

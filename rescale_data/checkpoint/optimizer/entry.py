@@ -102,13 +102,13 @@ class OptimizerEntry(Entry):
 
 
 def _shaped(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
-    """Tensors of its state, but those without a dimension."""
+    """Return the tensors of its state, but those without a dimension."""
     values = [value for state in optimizer.state.values() for value in state.values()]
     return [value for value in values if isinstance(value, torch.Tensor) and value.dim() > 0]
 
 
 def _layout(saved: Contents, path: tuple[str, ...]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What a checkpoint holds of the optimizer that was saved under ``path``: by parameter, and of each group."""
+    """Return what a checkpoint holds of the optimizer under ``path``: by parameter, and of each group."""
     inner = saved.under(path)
     layout = tree_of(inner.paths, {name: value for name, value in inner.values.items() if len(inner.paths[name]) > 2})
     groups = layout.get(GROUPS)

@@ -34,7 +34,7 @@ _MANIFEST = re.compile(r"rescale_data-(\d+)-([0-9a-f]{8})-(\d+)(-deleted)?\.json
 
 
 class Owner(NamedTuple):
-    """Who opened a folder for writing: a number above all that were there, and a random id."""
+    """An opening of a folder for writing: a number above all that were there, and a random id."""
 
     number: int
     id: str
@@ -173,7 +173,7 @@ def counted(names: Iterable[str], *views: tuple[Claims, str]) -> Save | None:
 
 
 def home(path: str) -> tuple[str, str]:
-    """The folder of the run that a checkpoint is in, and the step's name in there; a checkpoint alone is a run of its own."""
+    """Return the folder of a checkpoint's run, and the step's name in there; a checkpoint alone is a run of its own."""
     folder, name = split(path)
     return (folder, name) if STEP.fullmatch(name) else (path, LONE)
 

@@ -1,4 +1,4 @@
-"""How checkpoints come and go: one owner a folder, puts and listings alone, on disks and in buckets alike.
+"""Saving and removing checkpoints: one owner a folder, puts and listings alone, on disks and in buckets alike.
 
     open     put a claim ── list the run ── put what it accepts ── look at the claims
     save     data into a folder of the save's own ── put the manifest ── put the claim ── look at the claims ── copy .metadata
@@ -223,7 +223,7 @@ class Ownership:
                     self._to_sweep.discard(name)
 
     def steps(self, named: Iterable[int]) -> list[int]:
-        """Those of the steps that have a checkpoint, also one that was copied here since the folder was opened."""
+        """Return the steps that have a checkpoint, also one that was copied here since the folder was opened."""
         found: list[int] = []
         for name, step in ((f"step-{step}", step) for step in named):
             if name not in self.saves and (save := self._counted(name, self.store.names(self._place(name)))):
@@ -233,7 +233,7 @@ class Ownership:
         return found
 
     def metrics(self, steps: Iterable[int]) -> dict[int, dict[str, float]]:
-        """Metrics of these ``steps()``; a damaged manifest counts as one without metrics."""
+        """Return the metrics of these ``steps()``; a damaged manifest counts as one without metrics."""
         saves = {step: self.saves[f"step-{step}"] for step in steps}
         for step, save in saves.items():
             if save not in self._metrics:
@@ -264,7 +264,7 @@ class Ownership:
         return len(unread) == len(obsolete)
 
     def _obsolete(self, names: list[str], save: Save | None) -> list[str]:
-        """What may be removed of the names in the folder of a step whose checkpoint is `save`; if it is deleted, all."""
+        """Return the names in a step's folder that may be removed, if `save` is its checkpoint; all if that is a deletion."""
         if save is not None and save.is_deletion:
             return list(names)
         return [name for name in names if (other := save_of(name)) and self._is_obsolete(other, save, names)]
@@ -281,14 +281,14 @@ class Ownership:
         return other.manifest not in names or other.turn > claim["saved"]
 
     def _deletion(self, names: list[str]) -> Save | None:
-        """The deletion that an earlier owner began in the folder of a step where nothing counts."""
+        """Return the deletion that an earlier owner began in the folder of a step where nothing counts."""
         for save in map(Save.of_manifest, names):
             if save and save.is_deletion and self._claim_of(save.owner).get("url") == self.path:
                 return save
         return None
 
     def _claim_of(self, owner: Owner) -> dict[str, Any]:
-        """The claim of an owner; its URL is another one where this folder is a copy. Empty where there is none."""
+        """Return the claim of an owner, or nothing; its URL is another one where this folder is a copy."""
         if owner not in self._found and owner in self._claims.known:
             self._found[owner] = read_claim(self.store, self.path, owner)
         return self._found.get(owner, {})
@@ -386,7 +386,7 @@ def _is_own(name: str) -> bool:
 
 
 def metrics_of(store: Store, path: str, save: Save) -> dict[str, float]:
-    """The metrics in the manifest of a save; none where it is damaged."""
+    """Return the metrics in the manifest of a save; none where it is damaged."""
     with contextlib.suppress(ValueError):
         return dict(read_manifest(store, path, save).metrics)
     return {}

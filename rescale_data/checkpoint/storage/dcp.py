@@ -49,7 +49,7 @@ _ALIGNED = 64
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds.
+    """Names, tensors and paths of a checkpoint.
 
     Attributes:
         values: By flattened name a tensor on the meta device, or None for a plain value.
@@ -68,7 +68,7 @@ class Contents:
         return cls({name: _meta(value) for name, value in saved.items()}, paths, frozenset(saved.keys() - known.keys()))
 
     def under(self, root: tuple[str, ...]) -> Contents:
-        """What is below a path, with the rest of each value's own."""
+        """Return the contents below a path, with the rest of each value's own."""
         start = len(root)
         inner = {name: path for name, path in self.paths.items() if (*map(str, path[:start]),) == root}
         paths = {name: path[start:] for name, path in inner.items() if len(path) > start}
@@ -85,7 +85,7 @@ def save_id_of(metadata: Metadata) -> str:
 
 
 def ends_of(metadata: Metadata) -> dict[str, int]:
-    """By file how many bytes of it at least hold something."""
+    """Return the least number of bytes of each file."""
     ends: dict[str, int] = {}
     for place in cast(dict[Any, Any], metadata.storage_data or {}).values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
@@ -93,7 +93,7 @@ def ends_of(metadata: Metadata) -> dict[str, int]:
 
 
 class Pieces(torch.Tensor):
-    """What this process has of a tensor that a device has cut, by the protocol through which DCP looks at a DTensor, too.
+    """Pieces in this process of a tensor that a device has cut, by the protocol through which DCP looks at a DTensor, too.
 
     It has the shape and the dtype of the whole, and no memory for it.
 
@@ -122,7 +122,7 @@ class Pieces(torch.Tensor):
         return {item.index.offset: item for item in self.items if _chunk(item).sizes.numel()}
 
     def copied(self) -> Self:
-        """With copies in place of the live pieces."""
+        """Put copies in place of the live pieces."""
         copies = {place: self.find(item.index) for place, item in self.distinct.items()}
         self.find = lambda index: copies[index.offset]
         return self
@@ -143,7 +143,7 @@ def _chunk(item: WriteItem) -> ChunkStorageMetadata:
 
 
 def flatten(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
-    """Values by flattened name, and each name's path, by DCP's own rule."""
+    """Return values by flattened name, and each name's path, by DCP's own rule."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(tree))
     return dict(planner.state_dict), dict(planner.mappings)
@@ -174,7 +174,7 @@ class Reader(ABC):
 
     @functools.cached_property
     def contents(self) -> Contents:
-        """What the checkpoint holds."""
+        """Names, tensors and paths of the checkpoint."""
         return Contents.of(self.metadata)
 
     def load(self, values: dict[str, Any]) -> dict[str, Any]:

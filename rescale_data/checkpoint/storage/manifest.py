@@ -50,7 +50,7 @@ class Manifest:
 
     @property
     def metadata(self) -> str:
-        """The file of DCP's metadata."""
+        """The name of the file of DCP's metadata."""
         return f"{self.save_id}/{METADATA}"
 
     def to_json(self) -> bytes:
@@ -86,7 +86,7 @@ def refuse_to_leave(name: str) -> None:
 
 
 def read_manifest(store: Store, path: str, save: Save) -> Manifest:
-    """The manifest of a save in the checkpoint at ``path``; ``ValueError`` where it is damaged or too new."""
+    """Return the manifest of a save in the checkpoint at ``path``; ``ValueError`` where it is damaged or too new."""
     name = join(path, save.manifest)
     text = store.read(name)
     try:
@@ -100,13 +100,13 @@ def read_manifest(store: Store, path: str, save: Save) -> Manifest:
 
 
 def manifest_at(store: Store, path: str) -> Manifest | None:
-    """The manifest of the checkpoint at ``path``; None where there is none."""
+    """Return the manifest of the checkpoint at ``path``; None where there is none."""
     save = find(store, path)
     return None if save is None else read_manifest(store, path, save)
 
 
 def checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    """Metrics as plain floats; ``TypeError`` where one is no number. A nan is allowed: retention takes it for the worst."""
+    """Return metrics as plain floats; ``TypeError`` where one is no number. nan is allowed: retention takes it for the worst."""
     checked: dict[str, float] = {}
     for name, value in (metrics or {}).items():
         try:

@@ -87,7 +87,7 @@ def _metadata(read: Any) -> dcp.Metadata:
 
 
 def _fields(record: Any) -> dict[str, Any]:
-    """The fields of a dataclass that became a record."""
+    """Return the fields of a dataclass that became a record."""
     state = record.state if isinstance(record, Record) else getattr(record, "__dict__", {})
     return cast("dict[str, Any]", state) if isinstance(state, dict) else {}
 
@@ -117,7 +117,7 @@ def _index(key: Mapping[str, Any]) -> dcp.MetadataIndex:
 
 
 def _place(place: Mapping[str, Any]) -> SimpleNamespace:
-    """Where in a file a value lies, as DCP's reader asks for it."""
+    """Return the place of a value in a file."""
     name = checked(place["relative_path"], str)
     refuse_to_leave(name)
     transforms = place.get("transform_descriptors")

@@ -1,13 +1,14 @@
-"""How a checkpoint is opened and read: its store, the lease of who reads it, and the check of its files before that."""
+"""Opening and reading a checkpoint: its store, the lease of who reads it, and the check of its files before that."""
 
 from __future__ import annotations
 
 import os
 import re
 import zlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from rescale_data.checkpoint.ranks import Ranks
@@ -19,7 +20,6 @@ from rescale_data.checkpoint.storage.readers import reading
 from rescale_data.checkpoint.storage.records import UnknownClassError
 from rescale_data.checkpoint.storage.store import FileRecord, LocalStore, ObjectStore, Store, StrPath, join, split
 from rescale_data.errors import DamagedCheckpointError, checks_kinds
-from rescale_data.lease import Lease
 
 T = TypeVar("T")
 
@@ -28,23 +28,22 @@ class AbsentError(FileNotFoundError):
     """There is no checkpoint at a path that counts, as listings say: no request failed."""
 
 
-class ReplacedError(ValueError):
-    """While it was read without a lease the checkpoint at a path was replaced or deleted."""
+_ATTEMPTS = 5
+"""So often a checkpoint is read anew that is replaced meanwhile."""
 
 
 class CheckpointReader(dcp.FilesReader):
     """Reads a DCP folder, and its metadata without trusting it.
 
-    Args:
-        save: The save that is the checkpoint at ``path``; None for a folder of another tool.
-
     Attributes:
-        manifest: Of the checkpoint that is read.
+        save: The save that is the checkpoint at ``path``; None for a folder of another tool.
+        manifest: The manifest of that save.
     """
 
-    def __init__(self, store: Store, path: str, save: Save | None) -> None:
+    def __init__(self, store: Store, path: str) -> None:
         super().__init__(store, path)
-        self.store, self.save = store, save
+        self.store = store
+        self.save: Save | None = None
         self.manifest: Manifest | None = None
 
     def read_metadata(self) -> dcp.Metadata:
@@ -71,7 +70,7 @@ class CheckpointReader(dcp.FilesReader):
 def open_store(
     path: StrPath, storage_options: Mapping[str, Any] | None = None, *, to_write: bool = False
 ) -> tuple[Store, str]:
-    """The store that ``path`` is in, and ``path`` as that store spells it.
+    """Return the store that ``path`` is in, and ``path`` as that store spells it.
 
     Args:
         path: A local path, or a URL that fsspec knows (``s3://bucket/run``, ``gs://``, ``az://``, ``memory://``).
@@ -93,7 +92,7 @@ def open_store(
 
 
 def mapped_path(path: StrPath) -> str:
-    """A path of this machine; ``ValueError`` for a URL of an object store."""
+    """Return a path of this machine; ``ValueError`` for a URL of an object store."""
     store, text = open_store(path)
     if not store.renames:
         raise ValueError(
@@ -102,15 +101,17 @@ def mapped_path(path: StrPath) -> str:
     return text
 
 
-@contextmanager
-def opened(
+def read_checkpoint(
     path: StrPath,
+    work: Callable[[CheckpointReader], T],
     ranks: Ranks | None = None,
     *,
     foreign: bool = True,
     storage_options: Mapping[str, Any] | None = None,
-) -> Generator[CheckpointReader]:
-    """A reader of the checkpoint at ``path``, whose files have their sizes; rank 0 has a lease while this is entered.
+) -> T:
+    """Return `work` of a reader of the checkpoint at ``path``, whose files have their sizes; rank 0 has a lease meanwhile.
+
+    A reader that may not write has no lease. If the checkpoint is replaced while such a one reads it, `work` begins anew.
 
     Args:
         foreign: False for checkpoints that have a manifest alone.
@@ -118,47 +119,38 @@ def opened(
     Raises:
         AbsentError: a ``FileNotFoundError``: no checkpoint at ``path``.
         DamagedCheckpointError: a ``ValueError`` that names every file that is not what was saved.
-        ReplacedError: another checkpoint took its place: ``read_checkpoint`` reads that one.
     """
     ranks = ranks or Ranks.alone()
     store, folder = open_store(path, storage_options)
-    with ExitStack() as stack:
-        leases: list[Lease] = []
-
-        def begin() -> Save | None:
-            lease, save = stack.enter_context(reading(store, folder))
-            leases.extend([lease] if lease else [])
-            return save
-
-        save = ranks.on_first(begin)
-        if save is None and not foreign:
-            raise AbsentError(f"No checkpoint at {folder}: it has no manifest that counts.")
-        reader = CheckpointReader(store, folder, save)
-        if leases:
-            reader.check = leases[0].check
-        try:
-            reader.manifest, wrong = ranks.on_first(lambda: _expected(reader))
-            if wrong:
-                raise damaged(folder, wrong)
-            yield reader
-        except Exception as error:
-            if ranks.on_first(reader.is_replaced):
-                raise ReplacedError(f"{folder} was replaced or deleted while it was read. Start again.") from error
-            raise
+    attempt = 0
+    while True:
+        attempt += 1
+        reader = CheckpointReader(store, folder)
+        with ExitStack() as stack:
+            reader.save = ranks.on_first(partial(_lease, stack, reader))
+            if reader.save is None and not foreign:
+                raise AbsentError(f"No checkpoint at {folder}: it has no manifest that counts.")
+            try:
+                reader.manifest, wrong = ranks.on_first(partial(_expected, reader))
+                if wrong:
+                    raise damaged(folder, wrong)
+                return work(reader)
+            except Exception:
+                if attempt == _ATTEMPTS or not ranks.on_first(reader.is_replaced):
+                    raise
 
 
-def read_checkpoint(path: StrPath, work: Callable[[CheckpointReader], T], ranks: Ranks | None = None, **how: Any) -> T:
-    """What ``work`` makes of the checkpoint that is ``opened``, done anew where another takes its place in the meantime."""
-    for _ in range(4):
-        with suppress(ReplacedError), opened(path, ranks, **how) as reader:
-            return work(reader)
-    with opened(path, ranks, **how) as reader:
-        return work(reader)
+def _lease(stack: ExitStack, reader: CheckpointReader) -> Save | None:
+    """Return the save that is the checkpoint, with a lease on it, if one can be written, until the stack ends."""
+    lease, save = stack.enter_context(reading(reader.store, reader.path))
+    if lease is not None:
+        reader.check = lease.check
+    return save
 
 
 @checks_kinds
 def verify(path: StrPath, *, checksums: bool = True, storage_options: Mapping[str, Any] | None = None) -> list[str]:
-    """What is wrong with the checkpoint at ``path``, one sentence a file; empty where nothing is.
+    """Return what is wrong with the checkpoint at ``path``, one sentence a file; empty if nothing is.
 
     Args:
         checksums: Read every file; False compares sizes alone. A checkpoint of another tool has no checksums.
@@ -185,13 +177,13 @@ def verify(path: StrPath, *, checksums: bool = True, storage_options: Mapping[st
 def damaged(
     path: str, problems: list[str], became: str = "Nothing was loaded. Load an earlier checkpoint."
 ) -> Exception:
-    """The error that lists what is wrong with a checkpoint."""
+    """Return the error that lists what is wrong with a checkpoint."""
     listed = "\n  ".join(problems)
     return DamagedCheckpointError(f"The checkpoint {path} is damaged:\n  {listed}\n{became}", problems)
 
 
 def _expected(reader: CheckpointReader) -> tuple[Manifest | None, list[str]]:
-    """The manifest, and what is wrong with the sizes of files.
+    """Return the manifest, and what is wrong with the sizes of files.
 
     Of a checkpoint of another tool there is no manifest, and the files are at least as long as its metadata tells.
     """
@@ -232,7 +224,7 @@ def _files_of_another_tool(reader: CheckpointReader) -> dict[str, FileRecord]:
 
 
 def wrong_sizes(store: Store, path: str, files: Mapping[str, FileRecord], *, exact: bool = True) -> dict[str, str]:
-    """What is wrong by size alone, by name, and from listings: few requests, whatever the number of files.
+    """Return what is wrong by size alone, by name, from listings: few requests, whatever the number of files.
 
     Args:
         exact: False where files may be longer than what is known of them.
@@ -250,7 +242,7 @@ def wrong_sizes(store: Store, path: str, files: Mapping[str, FileRecord], *, exa
 
 
 def _unlike(reader: CheckpointReader) -> list[str]:
-    """What is wrong with the content of files, one sentence a file."""
+    """Return what is wrong with the content of files, one sentence a file."""
     files = reader.pieces
 
     def problem(name: str) -> str | None:

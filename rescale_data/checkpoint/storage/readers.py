@@ -42,7 +42,7 @@ def reading(store: Store, path: str) -> Generator[tuple[Lease | None, Save | Non
 
 
 class Readers:
-    """What an owner sees of the leases in a run, from one look to the next."""
+    """Leases in a run, as an owner sees them from one look to the next."""
 
     def __init__(self, store: Store, folder: str) -> None:
         self._store, self._folder = store, join(folder, LEASES)

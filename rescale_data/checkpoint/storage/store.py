@@ -1,4 +1,4 @@
-"""Where checkpoints live: what saving, loading and retention need of a file system, and nothing else.
+"""The file systems of checkpoints: what saving, loading and retention need of one, and nothing else.
 
 A ``Store`` is the file system that DCP's reader and writer use, too. What they write is counted and checksummed on its way.
 """
@@ -44,7 +44,7 @@ class FileRecord:
 
 
 class CheckedStream(io.RawIOBase):
-    """Counts what goes into a file on its way, with a CRC-32 of each piece.
+    """Counts what goes into a file on its way, with a CRC-32 of each piece. DCP asks before and after each how far it is.
 
     Attributes:
         error: What the system said when a write failed: torch's own writer of tensors makes another error of it.
@@ -68,30 +68,13 @@ class CheckedStream(io.RawIOBase):
         return len(data)
 
     def tell(self) -> int:
-        return self._size
-
-    def end_piece(self) -> None:
-        """Begin a new piece, if anything was written into this one."""
         if self._size > self._start:
             self._crc32s += self._crc32.to_bytes(4, "big")
             self._start, self._crc32 = self._size, 0
+        return self._size
 
     def record(self) -> FileRecord:
-        self.end_piece()
-        return FileRecord(self._size, self._crc32s.hex())
-
-
-class _PieceWriter(io.BufferedWriter):
-    """Ends a piece where it is asked how far it is: DCP asks before and after each."""
-
-    def __init__(self, checked: CheckedStream) -> None:
-        super().__init__(checked, _BUFFER)  # torch writes a small tensor in some 40 parts
-        self._checked = checked
-
-    def tell(self) -> int:
-        self.flush()
-        self._checked.end_piece()
-        return super().tell()
+        return FileRecord(self.tell(), self._crc32s.hex())
 
 
 class Store(FileSystemBase):
@@ -178,7 +161,7 @@ class Store(FileSystemBase):
         """A folder, if nothing is left in it; nothing in an object store."""
 
     def is_link(self, path: str) -> bool:
-        """Whether something else is found under this name than what lies there."""
+        """True if something else is found under this name than what lies there."""
         return False
 
     def sync_file(self, stream: BinaryIO) -> None:
@@ -223,17 +206,14 @@ class Store(FileSystemBase):
                 yield cast(io.IOBase, raw)
             return
         with self._new_file(path) as raw:
-            checked = CheckedStream(raw)
-            stream = _PieceWriter(checked)
+            stream = CheckedStream(raw)
             try:
                 yield stream
-                stream.close()
             except BaseException as error:
-                checked.close()  # what is in the buffer is given up
-                if checked.error is None or checked.error is error:
+                if stream.error is None or stream.error is error:
                     raise
-                raise checked.error from error
-        self.written[path] = checked.record()
+                raise stream.error from error
+        self.written[path] = stream.record()
 
     def concat_path(self, path: Any, suffix: str) -> str:
         return join(path, suffix)
@@ -296,7 +276,7 @@ class LocalStore(Store):
         return open(path, "rb")
 
     def open_write(self, path: str) -> BinaryIO:
-        return open(path, "wb")
+        return open(path, "wb", _BUFFER)
 
     def discard(self, stream: BinaryIO, path: str) -> None:
         with contextlib.suppress(OSError):
