@@ -241,6 +241,10 @@ class FilesReader(Reader):
 
     def read(self, items: list[ReadItem]) -> Iterator[tuple[ReadItem, Any]]:
         places = [cast(dict[Any, Any], self.metadata.storage_data)[item.storage_index] for item in items]
+        if any(place.transform_descriptors for place in places):
+            raise ValueError(
+                f"{self.name} was compressed when it was saved. Load it with DCP's own load, and save it anew."
+            )
         wanted = sorted((place.relative_path, place.offset, place.length, n) for n, place in enumerate(places))
         room = Memory.empty(0)  # tensors are copied out of it; fresh pages for each would take longer than all else
         for name, of_file in itertools.groupby(wanted, operator.itemgetter(0)):

@@ -106,7 +106,7 @@ def manifest_at(store: Store, path: str) -> Manifest | None:
 
 
 def checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    """Return metrics as plain floats; ``TypeError`` where one is no number. nan is allowed: retention takes it for the worst."""
+    """Return metrics as plain floats; ``TypeError`` where one is no number. nan is allowed, and the worst."""
     checked: dict[str, float] = {}
     for name, value in (metrics or {}).items():
         try:
