@@ -107,23 +107,23 @@ def write(
         run: The owner of the run that the checkpoint is a step of, on the first rank; default: it is a run of its own.
     """
     name = LONE if run is None else split(final)[1]
-    begun: list[tuple[Ownership, Save]] = []
+    owners: list[Ownership] = []
+    save: Save | None = None
 
     def begin() -> Save:
         prepare(store, final, overwrite=overwrite)
-        owner = run or Ownership(store, final, lone=True)
-        begun.append((owner, owner.begin(name)))
-        return begun[0][1]
+        owners.append(run or Ownership(store, final, lone=True))
+        return owners[0].begin(name)
 
     _refuse_different(f"{final}{' (overwrite)' * overwrite}{'' if step is None else f' of step {step}'}", ranks)
     try:
-        save = ranks.on_first(begin)
+        save = draft = ranks.on_first(begin)
         refuse_disagreement(plain, ranks)
         if ranks.is_first:
             warn_of_refused(plain)
-        files = _write_files(store, final, save, plain, ranks)
+        files = _write_files(store, final, draft, plain, ranks)
         manifest = Manifest(
-            save_id=save.folder,
+            save_id=draft.folder,
             files=files,
             world_size=ranks.size,
             step=step,
@@ -132,13 +132,13 @@ def write(
             torch=str(torch.__version__),
             lost=lost_in_names(plain),
         )
-        ranks.on_first(lambda: _commit(*begun[0], name, final, manifest))
+        ranks.on_first(lambda: _commit(owners[0], name, final, draft, manifest))
     except BaseException as error:
-        for owner, draft in begun:
+        for owner in owners:
             with contextlib.suppress(Exception):
-                owner.abandon(name, draft)
+                owner.abandon(name, save)
         raise clear_error(error, f"Saving {final}") from error
-    for owner, _ in begun:
+    for owner in owners:
         if run is None:
             owner.clean()
 
@@ -158,7 +158,7 @@ def _write_files(store: Store, final: str, save: Save, plain: dict[str, Any], ra
     return {prefix + split(path)[1].removesuffix(dcp.UNFINISHED): record for path, record in written}
 
 
-def _commit(owner: Ownership, save: Save, name: str, final: str, manifest: Manifest) -> None:
+def _commit(owner: Ownership, name: str, final: str, save: Save, manifest: Manifest) -> None:
     if wrong := wrong_sizes(owner.store, final, manifest.files):
         listed = "\n  ".join(wrong.values())
         raise ValueError(

@@ -294,23 +294,6 @@ def test_a_step_that_is_replaced_while_it_is_looked_for_is_found(folder: str, mo
     assert target == {"n": 2}
 
 
-def test_a_save_that_fails_takes_no_claim_from_who_reads(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its claim was listed before it failed, and is read afterwards."""
-    checkpoint.save(f"{folder}/c", {"n": 1})
-    owner = Ownership(*open_store(f"{folder}/c"), lone=True)
-    read, failing = claims.read_claim, [owner.begin(LONE)]
-
-    def late(*given: Any) -> dict[str, Any]:
-        while failing:
-            owner.abandon(LONE, failing.pop())
-        return read(*given)
-
-    monkeypatch.setattr(claims, "read_claim", late)
-    target = {"n": 0}
-    checkpoint.load(f"{folder}/c", target)
-    assert target == {"n": 1}
-
-
 def test_who_was_superseded_stays_so_though_the_newer_save_fails(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first = Ownership(*open_store(f"{folder}/c", to_write=True), lone=True)
     save = first.begin(LONE)
@@ -323,35 +306,6 @@ def test_who_was_superseded_stays_so_though_the_newer_save_fails(folder: str, mo
     with pytest.raises(SupersededError):
         first.look()
     assert claims.find(first.store, first.path) is None
-
-
-def test_a_newer_claim_that_is_removed_while_it_is_read_supersedes_nobody(
-    folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    owner, gone = Ownership(*open_store(f"{folder}/c", to_write=True), lone=True), [Owner(9, "0" * 8)]
-    monkeypatch.setattr(claims, "owners", lambda *_: [owner.owner, *(gone.pop() for _ in gone[:])])
-    owner.look()
-    assert not gone
-
-
-def test_a_claim_that_is_removed_while_it_is_read_is_in_nobodys_way(
-    folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = Ownership(*open_store(f"{folder}/c", to_write=True), lone=True)
-    owners, read, failing = claims.owners, claims.read_claim, [first.begin(LONE)]
-
-    def late(*given: Any) -> dict[str, Any]:
-        while failing:
-            first.abandon(LONE, failing.pop())
-        return read(*given)
-
-    for module in (claims, commit):
-        monkeypatch.setattr(module, "read_claim", late)
-    second = Ownership(first.store, first.path, lone=True)
-    assert owners(first.store, first.path) == [second.owner]
-    failing.append(second.begin(LONE))
-    first = second
-    assert Claims.read(second.store, second.path).known == []
 
 
 def test_a_claim_that_is_listed_and_cannot_be_read_is_an_error(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

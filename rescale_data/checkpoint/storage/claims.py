@@ -4,8 +4,9 @@
     step-100/<n>-<id>-<k>/                       the data of the k-th save of the owner (n, id)
     step-100/rescale_data-<n>-<id>-<k>.json      its manifest; "-deleted" before ".json" says that the step is deleted
 
-The highest claim owns the folder. The manifests that count are those that the newest finished claim accepts, its owner's own,
-and those of owners that no claim knows: somebody copied such a step here. What an older owner adds later does not count.
+The highest claim owns the folder, and no claim is ever removed. The manifests that count are those that the newest finished
+claim accepts, its owner's own, and those of owners that no claim knows: somebody copied such a step here. What an older owner
+adds later does not count.
 """
 
 from __future__ import annotations
@@ -13,14 +14,12 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 from rescale_data.checkpoint.storage.store import Store, join, split
 from rescale_data.errors import DamagedCheckpointError
-
-T = TypeVar("T")
 
 CLAIMS = ".claims"
 STEP = re.compile(r"step-(\d+)")
@@ -93,14 +92,11 @@ class Claims:
     @classmethod
     def read(cls, store: Store, folder: str, *, without: Owner | None = None) -> Self:
         """List the claims of `folder`, and read the newest finished one."""
-
-        def read(known: list[Owner]) -> Self:
-            for owner in reversed(known):
-                if owner != without and (accepts := read_claim(store, folder, owner)["accepts"]) is not None:
-                    return cls(known=known, newest=owner, accepts=accepts)
-            return cls(known=known)
-
-        return with_owners(store, folder, read)
+        known = owners(store, folder)
+        for owner in reversed(known):
+            if owner != without and (accepts := read_claim(store, folder, owner)["accepts"]) is not None:
+                return cls(known=known, newest=owner, accepts=accepts)
+        return cls(known=known)
 
 
 def owners(store: Store, folder: str) -> list[Owner]:
@@ -109,25 +105,9 @@ def owners(store: Store, folder: str) -> list[Owner]:
     return sorted(Owner(int(match[1]), match[2]) for match in matches if match)
 
 
-def with_owners(store: Store, folder: str, work: Callable[[list[Owner]], T]) -> T:
-    """Return `work` of the owners of `folder`; again if a claim has gone, which a save that failed has removed."""
-    while True:
-        known = owners(store, folder)
-        try:
-            return work(known)
-        except FileNotFoundError:
-            if owners(store, folder) == known:
-                raise
-
-
 def put_claim(store: Store, folder: str, owner: Owner, content: Mapping[str, Any]) -> None:
     text = json.dumps(content, sort_keys=True)
     store.put(_path(folder, owner), json.dumps({"claim": text, "crc32": zlib.crc32(text.encode())}).encode())
-
-
-def remove_claim(store: Store, folder: str, owner: Owner) -> None:
-    store.rm_file(_path(folder, owner))
-    store.remove_empty(join(folder, CLAIMS))
 
 
 def read_claim(store: Store, folder: str, owner: Owner) -> dict[str, Any]:

@@ -31,11 +31,10 @@ from rescale_data.checkpoint.storage.claims import (
     counted,
     find,
     home,
+    owners,
     put_claim,
     read_claim,
-    remove_claim,
     save_of,
-    with_owners,
 )
 from rescale_data.checkpoint.storage.manifest import METADATA, Manifest, read_manifest
 from rescale_data.checkpoint.storage.readers import LEASES, Readers, covering
@@ -83,7 +82,8 @@ class Ownership:
             newest = Claims.read(store, home(path)[0]).newest
             if any(save.owner == newest for save in saves):
                 raise _of_manager(path)
-        known = with_owners(store, path, lambda known: self._supersede(known, wait))
+        known = owners(store, path)
+        self._supersede(known, wait)
         numbers = [owner.number for owner in known] + [save.owner.number for save in saves]
         self.owner = Owner(1 + max(numbers, default=0), uuid.uuid4().hex[:8])
         self._claim: dict[str, Any] = {
@@ -124,10 +124,7 @@ class Ownership:
 
     def look(self) -> None:
         """Raise `SupersededError` if there is a newer claim."""
-        with_owners(self.store, self.path, self._refuse_newer)
-
-    def _refuse_newer(self, known: list[Owner]) -> None:
-        newest = max(known, default=self.owner)
+        newest = max(owners(self.store, self.path), default=self.owner)
         if newest > self.owner:
             who = _name(read_claim(self.store, self.path, newest)["holder"])
             raise SupersededError(
@@ -167,17 +164,12 @@ class Ownership:
         with _logged(f"{final} is saved, and stock DCP's copy of its metadata is not"):
             store.put(join(final, METADATA), store.read(join(final, save.folder, METADATA)))
 
-    def abandon(self, name: str, save: Save) -> None:
-        """Remove the data of a save, unless its manifest may have been put: an answer may be lost on its way."""
+    def abandon(self, name: str, save: Save | None) -> None:
+        """Remove the data of a save, if it has begun, unless its manifest may have been put: an answer may be lost."""
         self._claim["closed"] = False  # the put that says so may have failed
         try:
-            if save != self._put_begun:
+            if save is not None and save != self._put_begun:
                 self.store.remove_folder(join(self._place(name), save.folder))
-                # Where there is a checkpoint somebody may read the claim, and another owner was told that it is superseded.
-                if self._lone and LONE not in self.saves and len(self._claims.known) == 1:
-                    remove_claim(self.store, self.path, self.owner)
-                    self.close.detach()
-                    _held.discard(self.owner)
                 self.store.remove_empty(self._place(name))
         finally:
             if self._lone:
@@ -303,10 +295,10 @@ class Ownership:
                 return
         self.store.put(copy, own)
 
-    def _supersede(self, known: list[Owner], wait: bool | None) -> list[Owner]:
+    def _supersede(self, known: list[Owner], wait: bool | None) -> None:
         """Refuse to take the folder from a process of this host; warn of any other that has not closed it."""
         if not known:
-            return known
+            return
         last = known[-1]
         said = read_claim(self.store, self.path, last)
         is_own, who = said["holder"] == this_process(), _name(said["holder"])
@@ -329,7 +321,6 @@ class Ownership:
                 self.path,
                 who,
             )
-        return known
 
     def _is_there(self, owner: Owner, *, wait: bool) -> bool:
         while (seen := self._readers.watch.look(self._lease_of(owner))[0]) == "undecided":
