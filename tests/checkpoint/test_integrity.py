@@ -27,7 +27,7 @@ from rescale_data.checkpoint import CheckpointManager
 from rescale_data.checkpoint.storage.claims import LONE
 from rescale_data.checkpoint.storage.commit import Ownership
 from rescale_data.checkpoint.storage.open import open_store
-from rescale_data.checkpoint.storage.store import CheckedStream, LocalStore
+from rescale_data.checkpoint.storage.store import LocalStore
 from rescale_data.checkpoint.storage.values import Memory
 from rescale_data.errors import DamagedCheckpointError
 from tests.checkpoint.files import data, manifest
@@ -229,20 +229,6 @@ def test_files_are_whole_and_synced_before_the_commit(tmp_path: Path, monkeypatc
     (found,) = at_commit
     for file in data(tmp_path / "c").iterdir():
         assert found[".metadata.tmp" if file.name == ".metadata" else file.name] == file.stat().st_size
-
-
-def test_small_tensors_are_gathered_before_they_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    write = CheckedStream.write
-
-    def counted(stream: CheckedStream, data: Any) -> int:
-        sizes.append(len(data))
-        return write(stream, data)
-
-    monkeypatch.setattr(CheckedStream, "write", counted)
-    checkpoint.save(tmp_path / "c", {f"w{number}": torch.ones(2) for number in range(300)})
-    assert sum(sizes) > 300_000
-    assert len(sizes) < 310  # torch flushes after each
 
 
 def test_pieces_are_read_into_memory_that_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
