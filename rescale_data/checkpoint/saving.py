@@ -116,11 +116,11 @@ def write(
         return owners[0].begin(name)
 
     _refuse_different(f"{final}{' (overwrite)' * overwrite}{'' if step is None else f' of step {step}'}", ranks)
+    refuse_disagreement(plain, ranks)
+    if ranks.is_first:
+        warn_of_refused(plain)
     try:
         save = draft = ranks.on_first(begin)
-        refuse_disagreement(plain, ranks)
-        if ranks.is_first:
-            warn_of_refused(plain)
         files = _write_files(store, final, draft, plain, ranks)
         manifest = Manifest(
             save_id=draft.folder,
