@@ -17,7 +17,7 @@ from rescale_data.checkpoint.storage import dcp
 from rescale_data.checkpoint.storage.claims import LONE, Save
 from rescale_data.checkpoint.storage.commit import Ownership, prepare
 from rescale_data.checkpoint.storage.manifest import SAVE_ID_PREFIX, Manifest, checked_metrics
-from rescale_data.checkpoint.storage.open import open_store, wrong_sizes
+from rescale_data.checkpoint.storage.open import open_store
 from rescale_data.checkpoint.storage.store import FileRecord, Store, StrPath, join, split
 from rescale_data.checkpoint.storage.values import warn_of_refused
 from rescale_data.checkpoint.tree import lost_in_names
@@ -132,7 +132,7 @@ def write(
             torch=str(torch.__version__),
             lost=lost_in_names(plain),
         )
-        ranks.on_first(lambda: _commit(owners[0], name, final, draft, manifest))
+        ranks.on_first(lambda: owners[0].commit(name, draft, manifest))
     except BaseException as error:
         for owner in owners:
             with contextlib.suppress(Exception):
@@ -156,13 +156,3 @@ def _write_files(store: Store, final: str, save: Save, plain: dict[str, Any], ra
     dcp.save(plain, own, folder, ranks, name=final, save_id=SAVE_ID_PREFIX + save.folder, prefix=prefix)
     written = [file for of_rank in ranks.on_each(lambda: own.written) for file in of_rank.items()]
     return {prefix + split(path)[1].removesuffix(dcp.UNFINISHED): record for path, record in written}
-
-
-def _commit(owner: Ownership, name: str, final: str, save: Save, manifest: Manifest) -> None:
-    if wrong := wrong_sizes(owner.store, final, manifest.files):
-        listed = "\n  ".join(wrong.values())
-        raise ValueError(
-            f"The files that all ranks wrote are not in {join(final, save.folder)}:\n  {listed}\n"
-            f"Give a folder that all ranks share."
-        )
-    owner.commit(name, save, manifest)

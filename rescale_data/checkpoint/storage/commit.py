@@ -37,6 +37,7 @@ from rescale_data.checkpoint.storage.claims import (
     save_of,
 )
 from rescale_data.checkpoint.storage.manifest import METADATA, Manifest, read_manifest
+from rescale_data.checkpoint.storage.open import wrong_sizes
 from rescale_data.checkpoint.storage.readers import LEASES, Readers, covering
 from rescale_data.checkpoint.storage.store import Store, join, split
 from rescale_data.lease import RENEW_SECONDS, Lease, Seen, is_running, this_process
@@ -149,8 +150,16 @@ class Ownership:
 
         Raises:
             SupersededError: Somebody else owns the folder; the save does not count, or will not for long.
+            ValueError: Files that the manifest lists are not there.
         """
         store, final = self.store, self._place(name)
+        if wrong := wrong_sizes(store, final, manifest.files):
+            self.look()  # a newer owner has removed them
+            listed = "\n  ".join(wrong.values())
+            raise ValueError(
+                f"The files that all ranks wrote are not in {join(final, save.folder)}:\n  {listed}\n"
+                f"Give a folder that all ranks share."
+            )
         for folder in (join(final, save.folder), final, split(final)[0]):
             store.sync_folder(folder)
         self._put_begun = save

@@ -359,11 +359,6 @@ class _Writer(FileSystemWriter):
         return self._meta
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, [[_under(self._prefix, result) for result in of] for of in results])
-
-
-def _under(prefix: str, result: WriteResult) -> WriteResult:
-    place = result.storage_data
-    return dataclasses.replace(
-        result, storage_data=dataclasses.replace(place, relative_path=prefix + place.relative_path)
-    )
+        for result in itertools.chain(*results):
+            result.storage_data.relative_path = self._prefix + result.storage_data.relative_path
+        super().finish(metadata, results)
