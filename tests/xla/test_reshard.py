@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from rescale_data import checkpoint
@@ -90,7 +91,6 @@ def test_a_coarser_mesh_reads_what_overlaps_and_no_more(tmp_path: Path) -> None:
     import torch_xla.distributed.spmd as xs
 
     from rescale_data.checkpoint.devices import cut
-    from rescale_data.checkpoint.storage.dcp import Planner
 
     def sharded(shape: tuple[int, ...], spec: tuple[Any, ...]) -> torch.Tensor:
         tensor = torch.arange(64.0).reshape(16, 4).to("xla")
@@ -98,8 +98,8 @@ def test_a_coarser_mesh_reads_what_overlaps_and_no_more(tmp_path: Path) -> None:
         return tensor
 
     def num_reads(tensor: torch.Tensor) -> int:
-        planner = Planner(cut({"t": tensor}, "to_load"))
-        planner.set_up_planner({}, dcp.FileSystemReader(tmp_path / "c").read_metadata())
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(cut({"t": tensor}, "to_load"), dcp.FileSystemReader(tmp_path / "c").read_metadata())
         return len(planner.create_local_plan().items)
 
     checkpoint.save(tmp_path / "c", {"t": sharded((4,), (0, None))})  # rows 0-3, 4-7, 8-11, 12-15
