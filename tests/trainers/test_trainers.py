@@ -22,6 +22,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "trainers"
         ("torchtitan", "torchtitan_trainer.py 0", ""),  # repeat=False
         ("torchft", "torchft_trainer.py", "exit codes [0, -9, 0, 0, 0]"),
         ("accelerate", "accelerate_trainer.py", ""),
+        ("ray", "ray_trainer.py", "workers, and the step from which they trained: [(2, 0), "),
     ],
 )
 def test_every_row_after_a_rescale(package: str, example: str, says: str) -> None:
