@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rescale_data.nodes.map import Map, RandomMap
     from rescale_data.nodes.mixture.sampler import WeightedSampler
     from rescale_data.nodes.mixture.schedule import Schedule
+    from rescale_data.nodes.mixture.sizes import weights_by_size
     from rescale_data.nodes.packing.packer import TokenPacker
     from rescale_data.nodes.packing.varlen import flat_cu_seqlens
     from rescale_data.nodes.packing.whole import WholeDocumentPacker
@@ -83,6 +84,7 @@ __all__ = [
     "pad_collate",
     "plan",
     "testing",
+    "weights_by_size",
     "whole_state",
 ]
 
@@ -109,6 +111,7 @@ _HOMES = {
     "nodes.tokenize": ("Tokenize",),
     "nodes.packing.varlen": ("flat_cu_seqlens",),
     "nodes.mixture.schedule": ("Schedule",),
+    "nodes.mixture.sizes": ("weights_by_size",),
     "nodes.packing.whole": ("WholeDocumentPacker",),
     "shard": ("Shard",),
     "sources.arrow": ("ArrowSource",),

@@ -17,6 +17,7 @@ from rescale_data.checkpoint.storage.run_folder import RunFolder
 from rescale_data.checkpoint.storage.store import Store, StrPath, join
 from rescale_data.engine.states.codec import Saved, data_states, read
 from rescale_data.errors import DamagedCheckpointError
+from rescale_data.nodes.mixture.rules import from_json, weights_at
 from rescale_data.sources.folders import listed_in, num_rows
 
 LEFT_OUT = ("filtered", "skipped", "short", "long", "blocked", "untrained")
@@ -136,7 +137,7 @@ def data_summary(state: Saved) -> dict[str, Any]:
         "rows": {name: shards[key].tolist() for name, key in row.items() if key in shards},
         "of_rows": {name: rows / max(1, shards["samples"].numel()) for name, rows in of_rows.items()},
         "epoch_of": {name: rows.flatten().tolist() for name, rows in epochs.items()},
-        "mixture": _mixture(shards),
+        "mixture": _mixture(shards, header["pipeline"]),
         "left_out": {key: count for key, count in left_out.items() if count},
     }
 
@@ -150,17 +151,32 @@ def _rows(source: Mapping[str, Any]) -> int:
         return 0
 
 
-def _mixture(shards: Mapping[str, torch.Tensor]) -> dict[str, dict[str, float]]:
-    """The ``share`` of each source so far, in tokens where those are counted, and its ``weight``."""
+def _mixture(shards: Mapping[str, torch.Tensor], pipeline: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """The ``share`` of each source so far, in tokens where those are counted, and its ``weight``: its share from here on."""
     found: dict[str, dict[str, float]] = {}
-    for key, weights in shards.items():
-        mixture, dot, source = key.rpartition("weight.")
-        if not dot or not source:
+    for path, node in pipeline.items():
+        if node.get("node") != "WeightedSampler":
             continue
-        unit = "tokens" if f"{mixture}tokens.{source}" in shards else "drawn"
-        counted = {name: int(rows.sum()) for name, rows in shards.items() if name.startswith(f"{mixture}{unit}.")}
-        share = counted[f"{mixture}{unit}.{source}"] / max(1, sum(counted.values()))
-        found[f"{mixture}{source}".removeprefix("source.")] = {"share": share, "weight": float(weights.double().mean())}
+        begin = "".join(f"{name}." for name in path.split(".")[1:])
+        unit = "tokens" if node["unit"] == "tokens" else "drawn"
+        counted = {
+            key.removeprefix(f"{begin}{unit}."): rows.long()
+            for key, rows in shards.items()
+            if key.startswith(f"{begin}{unit}.")
+        }
+        drawn = sum(rows.sum() for rows in counted.values()) if unit == "tokens" else shards[f"{begin}draws"].sum()
+        epochs = {
+            name: int(rows.min())
+            for name in counted
+            for key, rows in shards.items()
+            if key.startswith(f"{begin}{name}.") and key.endswith("epoch")
+        }
+        rule = from_json(node)
+        weights = weights_at(rule, int(drawn), epochs).values
+        totals = {name: int(torch.maximum(rows, ~rows).sum()) for name, rows in counted.items()}
+        for name, weight in zip(rule.names, weights, strict=True):
+            share = totals[name] / max(1, sum(totals.values()))
+            found[f"{begin}{name}".removeprefix("source.")] = {"share": share, "weight": weight / (sum(weights) or 1)}
     return found
 
 

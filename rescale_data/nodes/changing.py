@@ -71,9 +71,6 @@ class Changing:
         del saved, rows
         return ()
 
-    def stand_for(self, shard: int) -> None:
-        """`settle` is asked for positions of another logical shard than that of this node."""
-
     def settle(self, position: View) -> bool:
         """Let what has changed between legs (`MAY_CHANGE`) take effect in a row of this node, behind which nobody goes back.
 

@@ -315,18 +315,6 @@ class Reader(Node[Any]):
         """``float64[M]``, the epochs that shards have read, with their part of the one they are in."""
         return rows[:, 0] + rows[:, 1] / np.maximum(1, self.rows.sizes(rows[:, 0], shards))
 
-    def size_in(self, epoch: int, unit: str, column: str | None) -> int:
-        """Rows or tokens of the whole source in an epoch; ``ValueError`` where it does not know its tokens."""
-        if unit == "rows":
-            return self.rows.view(epoch).num_rows
-        counted = self.source.num_tokens(column, self.rows.view(epoch).fragments)
-        if counted is None:
-            raise ValueError(
-                f"weights='tokens': {self.source.name} does not know how many tokens it has without reading them all. Give "
-                f"the weights as numbers, or weights='rows'."
-            )
-        return counted
-
     def share(self, epoch: int) -> ShardShare | None:
         """How fragments are cut up for this shard; `None` where they stay whole."""
         if not self._cuts:

@@ -1,4 +1,4 @@
-"""Pipelines drawn at random, as plain data: those of `tests.nodes.nested`, packers, caps, schedules, data that changes."""
+"""Pipelines drawn at random, as plain data: those of `tests.nodes.nested`, packers, epochs, schedules, data that changes."""
 
 import functools
 import random
@@ -149,14 +149,14 @@ class Pipeline:
         return (nested.UNARY | nested.LAST)[kind](self.build(plan[1], shard), shard)
 
     def _mixture(self, plan: Plan, shard: rd.Shard) -> rd.BaseNode[Any]:
-        _, unit, stop, weights, caps, schedule, below = plan
+        _, unit, stop, weights, epochs, schedule, below = plan
         children = {f"s{i}": self.build(child, shard) for i, child in enumerate(below)}
         given: Any = dict(zip(children, weights, strict=False))
         if schedule:
             other = dict(zip(children, reversed(weights[: len(children)]), strict=False))
             given = rd.Schedule([(0, given), (schedule[0], other)], schedule[1])
         column = "tokens" if unit == "tokens" else None
-        more: Any = {"caps": {"s0": {caps[0]: caps[1]}}} if caps else {}
+        more: Any = {"max_epochs": {"s0": epochs}} if epochs else {}
         return rd.WeightedSampler(children, given, unit=unit, column=column, stop=stop, **more)
 
 
@@ -188,11 +188,11 @@ def _documents_of(r: random.Random, depth: int, tokens_only: bool) -> Plan:
         return ("Shuffle", _documents_of(r, depth - 1, tokens_only), r.choice([1, 3, 5, 8]))
     below = [_documents_of(r, depth - 1, tokens_only) for _ in range(r.randint(2, 3))]
     if x < 0.95 or tokens_only or "Stock" in repr(below):
-        caps = r.choice([None, None, ("epochs", r.choice([1, 2])), ("samples", r.choice([30, 60]))])
+        epochs = r.choice([None, None, 1, 2])
         schedule = r.choice([None, None, None, (r.choice([50, 300]), r.choice(["step", "linear"]))])
         weights = r.choice([(1, 1, 1), (3, 1, 2), (0.5, 0.05, 0.45), (2, 0.5, 1)])
         unit, stop = r.choice(["samples", "tokens"]), r.choice(["never", "first", "all"])
-        return ("Mix", unit, stop, weights, caps, schedule, below)
+        return ("Mix", unit, stop, weights, epochs, schedule, below)
     stops = ["ALL_DATASETS_EXHAUSTED", "FIRST_DATASET_EXHAUSTED", "CYCLE_UNTIL_ALL_DATASETS_EXHAUSTED"]
     return ("Stock", r.choice(stops), below)
 

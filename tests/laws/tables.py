@@ -152,10 +152,10 @@ MIXTURES: dict[str, Callable[..., rd.Node[Any]]] = {
     "nested": nested,
     "nested-all": partial(nested, stop="all"),
     "nested-tokens": partial(nested, **BY_TOKENS),
-    "caps": partial(mixture, caps={"web": {"epochs": 1}}),
+    "max_epochs": partial(mixture, max_epochs={"web": 1}),
 }
 """Ways in which rows of several corpora become one stream: of `Below`, and weights of the corpora that there are."""
-ENDLESS = ("samples", "tokens", "nested", "nested-tokens", "caps")
+ENDLESS = ("samples", "tokens", "nested", "nested-tokens", "max_epochs")
 """Mixtures that never end."""
 
 

@@ -39,7 +39,7 @@ CHANGES: dict[str, Callable[[str], list[Any]]] = {
     "added, left out": lambda name: [without(WEIGHTS, name), {**WEIGHTS, name: 0}, without(WEIGHTS, name)],
     "schedule": lambda name: [schedule(name), {**WEIGHTS, name: 7}],
     "schedule, left out": lambda name: [schedule(name), without(WEIGHTS, name)],
-    "caps": lambda _: [WEIGHTS, WEIGHTS],
+    "max_epochs": lambda _: [WEIGHTS, WEIGHTS],
     "seq_len": lambda _: [WEIGHTS, WEIGHTS],
     "files": lambda _: [WEIGHTS, WEIGHTS],
     "blocklist": lambda _: [WEIGHTS, WEIGHTS],
@@ -100,7 +100,7 @@ def allowed(case: Case) -> bool:
     change, alone = case["change"], case["mixture"] == "one source"
     if alone and change not in ("nothing", "seq_len", "files", "blocklist"):
         return False
-    if change in ("schedule", "schedule, left out", "caps") and case["mixture"] not in FLAT:
+    if change in ("schedule", "schedule, left out", "max_epochs") and case["mixture"] not in FLAT:
         return False
     if change == "seq_len" and case["top"] not in ("TokenPacker", "TokenPacker-pad", "WholeDocumentPacker"):
         return False
@@ -149,8 +149,8 @@ class Legs:
 
     def pipeline(self, shard: rd.Shard) -> rd.Node[Any]:
         weights, mixed_by = self.weights[self.leg], MIXED[self.case["mixture"]]
-        if self.case["change"] == "caps" and self.leg:
-            mixed_by = partial(mixed_by, caps={self.case["source"]: {"samples": 70}})
+        if self.case["change"] == "max_epochs" and self.leg:
+            mixed_by = partial(mixed_by, max_epochs={self.case["source"]: 1})
         if isinstance(weights, rd.Schedule):
             mixed_by = partial(scheduled, schedule=weights, **mixed_by.keywords)
             weights = WEIGHTS
@@ -255,7 +255,7 @@ def test_a_change_keeps_what_it_does_not_name(
         counts = Counter(delivered + rest)
         shards_with_repeats = set()
         for name in named:
-            rests = case["change"] in ("schedule", "schedule, left out", "caps") or (
+            rests = case["change"] in ("schedule", "schedule, left out", "max_epochs") or (
                 case["mixture"] != "one source" and not all(weights.get(name) for weights in legs.weights)
             )
             for shard, (one, other) in enumerate(zip(before[name], after[name], strict=True)):

@@ -145,7 +145,7 @@ def calls(draw: Any) -> tuple[str, tuple[Any, ...]]:
         return name, (draw(st.binary(min_size=15, max_size=17)), number(), ints(), ints(), sized())
     if name == "run":
         num, points = draw(st.integers(0, 3)), sized()
-        numbers = np.array(draw(st.lists(NUMBERS | st.integers(0, 99), min_size=7 * num, max_size=7 * num)), np.int64)
+        numbers = np.array(draw(st.lists(NUMBERS | st.integers(0, 99), min_size=5 * num, max_size=5 * num)), np.int64)
         return name, (points, points.copy(), draw(st.integers(0, 9)), numbers, [ints() for _ in range(num)], number())
     if name == "weave":
         return name, (number(), *(sized() for _ in range(12)))

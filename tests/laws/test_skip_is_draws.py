@@ -177,7 +177,7 @@ LOADERS: Mapping[str, Any] = {
     "on_error": [*ON_ERROR],
     "blocked": ["none", "rows", "ids"],
     "rows": ["plain", "Filter", "Tokenize", "Map-skip", "Shuffle"],
-    "mixture": ["one source", "samples", "samples-all", "tokens", "nested-all", "caps"],
+    "mixture": ["one source", "samples", "samples-all", "tokens", "nested-all", "max_epochs"],
     "top": [*TOPS],
     "repeat": [True, False],
     "verify": [False, True],

@@ -57,14 +57,12 @@ def read(source: Any, shard: rd.Shard, **kwargs: Any) -> rd.Reader:
 def mixture(shard: rd.Shard, weights: Any = None, **kwargs: Any) -> rd.WeightedSampler:
     sources = {"web": WEB, "code": CODE, "books": BOOKS}
     weights = weights or {"web": 0.5, "code": 0.3, "books": 0.2}
-    names = sources if isinstance(weights, str) else weights
-    return rd.WeightedSampler({name: read(sources[name], shard) for name in names}, weights, **kwargs)
+    return rd.WeightedSampler({name: read(sources[name], shard) for name in weights}, weights, **kwargs)
 
 
 def scheduled(shard: rd.Shard) -> rd.BaseNode[Any]:
     """By tokens under a packer, over a mixture of which sources are capped."""
-    caps = {"web": {"epochs": 2}, "code": {"samples": 60}}
-    inner = mixture(shard, {"web": 3, "code": 1, "books": 1}, caps=caps)
+    inner = mixture(shard, {"web": 3, "code": 1, "books": 1}, max_epochs={"web": 2, "code": 3})
     nodes = {"inner": inner, "books": read(BOOKS, shard)}
     schedule = rd.Schedule([(0, {"inner": 1, "books": 0}), (600, {"inner": 1, "books": 2})], "linear")
     rows = rd.WeightedSampler(nodes, schedule, unit="tokens", column="tokens")
@@ -73,7 +71,7 @@ def scheduled(shard: rd.Shard) -> rd.BaseNode[Any]:
 
 def packed_mixture(shard: rd.Shard) -> rd.BaseNode[Any]:
     """Within documents of several sources, to an end that only reading tells."""
-    rows = mixture(shard, stop="all", caps={"web": {"samples": 60}})
+    rows = mixture(shard, stop="all", max_epochs={"web": 2})
     return rd.TokenPacker(rows, column="tokens", seq_len=5, eos_id=1, last="pad")
 
 
@@ -255,11 +253,11 @@ PIPELINES: dict[str, Callable[[rd.Shard], nodes.BaseNode[Any]]] = {
     "clean": cleaned,
     "whole": whole,
     "everything": everything,
-    "caps": functools.partial(mixed, weights="rows", caps={"code": {"samples": 50}, "web": {"epochs": 1}}),
+    "max_epochs": functools.partial(mixed, max_epochs={"code": 2, "web": 1}),
     "schedule": scheduled,
     "shuffle": shuffled,
     "shuffles": shuffled_rows,
     **STOCK,
 }
-ENDLESS = ("mixture", "caps", "schedule", "tokens", "everything", "Weighted-forever")
+ENDLESS = ("mixture", "max_epochs", "schedule", "tokens", "everything", "Weighted-forever")
 """Those that no epoch ends."""

@@ -123,12 +123,7 @@ def settle(schema: Schema, table: Ints) -> int:
     Returns:
         How many logical shards begin a document or window again, because they cannot go on in it without what is gone.
     """
-    nodes, again = [node for _, node in schema.root.walk() if node.MAY_CHANGE], 0
-    for shard in (*range(1, len(table)), 0):  # for the first the nodes stand again in the end
-        for node in nodes:
-            node.stand_for(shard)
-        again += schema.root.settle(table[shard, FIRST_SLOT:].data)
-    return again
+    return sum(schema.root.settle(row[FIRST_SLOT:].data) for row in table)
 
 
 def _is_settled(root: Node[Any], path: Path) -> bool:

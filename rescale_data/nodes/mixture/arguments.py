@@ -1,27 +1,25 @@
-"""What a `WeightedSampler` can be given."""
+"""Checks of the arguments of `WeightedSampler`."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from rescale_data.errors import require
-from rescale_data.nodes.base import BaseNode
+from rescale_data.errors import require, require_int
+from rescale_data.nodes.base import BaseNode, Node
+from rescale_data.nodes.below import readers_of
 from rescale_data.nodes.mixture.row import KINDS
 from rescale_data.nodes.mixture.schedule import Schedule, require_weights
 
 
 def check_mixture(
     nodes: Mapping[str, BaseNode[Any]],
-    given: Mapping[str, float] | Schedule | str,
+    given: Mapping[str, float] | Schedule,
     unit: str,
     column: str | None,
     stop: str,
 ) -> None:
     """``ValueError`` where names, weights, the unit and its column, or what happens at ends do not fit."""
-    if isinstance(given, str) and given not in ("rows", "tokens"):
-        raise ValueError(f"weights={given!r}: give numbers by name, a rd.Schedule, 'rows' or 'tokens'.")
     require(Mapping, "a dict", nodes=nodes)
     names: list[object] = list(nodes)
     bad = [name for name in names if not isinstance(name, str) or not name or "." in name or name in (*KINDS, "self")]
@@ -30,8 +28,7 @@ def check_mixture(
             f"The names {bad} of sources cannot be part of a state's path: give strings without dots, and none of "
             f"{[*KINDS, 'self']}."
         )
-    weights = dict.fromkeys(nodes, 1.0) if isinstance(given, str) else given
-    weights = weights.keys[0][1] if isinstance(weights, Schedule) else weights
+    weights = given.keys[0][1] if isinstance(given, Schedule) else given
     require(Mapping, "a dict", weights=weights)
     if not nodes or set(nodes) != set(weights):
         raise ValueError(
@@ -45,13 +42,30 @@ def check_mixture(
         raise ValueError(f"unit={unit!r} with column={column!r}: tokens are counted in a column; samples are not.")
 
 
-def check_temperature(temperature: float, given: object) -> None:
-    """``ValueError`` where it is none, or would be ignored."""
-    if isinstance(temperature, bool | str) or not hasattr(temperature, "__float__"):
-        raise TypeError(f"temperature={temperature!r} is a {type(temperature).__name__}; give a number.")
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise ValueError(f"temperature={temperature}: give a number above 0; 1 for weights as large as the sources.")
-    if temperature != 1 and not isinstance(given, str):
+def check_max_epochs(max_epochs: Mapping[str, int], names: list[str]) -> None:
+    """``ValueError`` where numbers of epochs are none, or of sources that are not there."""
+    require(Mapping, "a dict", max_epochs=max_epochs)
+    for name, num in max_epochs.items():
+        if name not in names:
+            raise ValueError(f"max_epochs has {name!r}, and the sources are {names}: give the epochs of one of them.")
+        require_int(**{f"max_epochs[{name!r}]": num})
+        if num < 1:
+            raise ValueError(f"max_epochs[{name!r}]={num}: give at least 1; for a source that rests, weight 0.")
+
+
+def epoch_slot(name: str, node: Node[Any], slots: slice) -> int:
+    """Return the slot of a source's epoch in the position of a mixture; ``ValueError`` where no slot counts its epochs."""
+    readers = readers_of(node, slots.start)
+    if len(readers) != 1 or any(below.CHILDREN_MAY_CHANGE or len(below.children) > 1 for _, below in node.walk()):
         raise ValueError(
-            f"temperature={temperature} is for weights='rows' and 'tokens': numbers count as they are given."
+            f"max_epochs[{name!r}]: the source reads {len(readers)} rd.Reader, or one in a mixture of its own, so its epochs "
+            f"are not those of one reader. Give max_epochs in a mixture right above the readers."
         )
+    reader, slot = readers[0]
+    if reader.shard.repeat and reader.rows.is_small:
+        raise ValueError(
+            f"max_epochs[{name!r}]: {reader.source.name} has fewer rows than there are logical shards "
+            f"({reader.shard.num_logical_shards}), and in an endless stream (repeat=True) a shard passes over epochs in which "
+            f"it has none. Give fewer logical shards, repeat=False, or a rd.Schedule that gives the source weight 0."
+        )
+    return slot

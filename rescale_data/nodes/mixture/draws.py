@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -15,14 +15,14 @@ from rescale_data.nodes.mixture.ends import (
     SILENT_EPOCHS,
     first_end,
     leave_out_of_epoch,
-    refuse_capped,
+    refuse_end,
     refuse_silent,
     samples_left,
 )
 from rescale_data.nodes.mixture.lengths import TokenArcs
 from rescale_data.nodes.mixture.row import NUM, MixtureRow
 from rescale_data.nodes.mixture.sources import Sources
-from rescale_data.nodes.mixture.weights import MixtureWeights
+from rescale_data.nodes.mixture.weights import InUse, MixtureWeights
 
 Stop: TypeAlias = Literal["never", "first", "all"]
 
@@ -35,7 +35,7 @@ class MixtureDraws:
         sources: Bound when they are first drawn from.
         inner: The draws of those sources that yield the samples of a mixture, one for one.
         row: Where the mixture keeps what.
-        weights: Its weights.
+        weights: The weights at any position.
         shard: The index of the logical shard, and how many there are.
         column: Of the tokens, by tokens.
         stop: What happens when a source ends.
@@ -59,7 +59,7 @@ class MixtureDraws:
         self.sources, self._inner, self._row = sources, inner, row
         each = zip(sources.nodes, sources.slots, strict=True)
         self._changing = [below for below in each if any(n.MAY_CHANGE for _, n in below[0].walk())]
-        self._in_use, self._shard, self._column, self._stop = weights, shard, column, stop
+        self.weights, self._shard, self._column, self._stop = weights, shard, column, stop
         self._given: int | None = None  # the next draw's point, where the mixture above says it
         self.circle = circle_of(*shard)
         self.chosen = 0
@@ -70,8 +70,8 @@ class MixtureDraws:
         self._position = position
         self._over = False
         self._arcs: Arcs | TokenArcs | None = None
+        self._in_use: InUse | None = None  # as of the arcs
         self._silent: dict[int, int] = {}
-        self._in_use.seek()
 
     @property
     def by_tokens(self) -> bool:
@@ -111,18 +111,18 @@ class MixtureDraws:
     def _plan(self) -> Arcs | TokenArcs | None:
         """The arcs of the sources that have not ended; `None` at the end of the epoch."""
         if self._arcs is None and not self._over:
-            self._in_use.watch(self._position)
-            self._arcs = self.arcs_at(self._position)
+            self._in_use = self.weights.at(self._position)
+            self._arcs = self.arcs_at(self._position, self._in_use)
             self._over = self._arcs is None
         return self._arcs
 
-    def arcs_at(self, position: View) -> Arcs | TokenArcs | None:
-        """The same at any position, into which the beginning of the next epoch is written where this one has ended."""
-        weights, drawn = self._row.weights_at(position), position[self._row.drawn].tolist()
+    def arcs_at(self, position: View, in_use: InUse) -> Arcs | TokenArcs | None:
+        """The same at any position, of its weights; where the epoch has ended, the beginning of the next is written there."""
+        drawn = position[self._row.drawn].tolist()
         counts = [max(count, ~count) for count in drawn]
-        going = tuple(weight if count >= 0 else 0.0 for weight, count in zip(weights, drawn, strict=True))
+        going = tuple(weight if count >= 0 else 0.0 for weight, count in zip(in_use.values, drawn, strict=True))
         if not any(going):
-            self._require_more(position)
+            self._require_more(in_use)
             position[self._row.drawn] = np.array(counts, dtype=np.int64).data
             return None
         if not self.by_tokens:
@@ -137,13 +137,16 @@ class MixtureDraws:
         if isinstance(self._arcs, TokenArcs):
             self._position[self._row.tokens.start + chosen] += length
             self._arcs.drew(chosen, length)
-        if self._in_use.turn_at is not None or chosen in self._in_use.caps_now:
-            self._cross([chosen])
+        self._turn()
 
-    def _cross(self, sources: Iterable[int]) -> None:
-        """After a draw: other weights may count from here on."""
+    def _turn(self) -> None:
+        """After a draw: a schedule's next piece may begin here."""
+        in_use = self._in_use
+        if in_use is None or in_use.turn_at is None:
+            return
         drawn = self._arcs.num_tokens if isinstance(self._arcs, TokenArcs) else self._position[NUM]
-        if self._in_use.cross(self._position, drawn, sources):
+        if drawn >= in_use.turn_at:
+            self.weights.turn(self._position, in_use)
             self._arcs = None
 
     # Leaving out
@@ -181,15 +184,21 @@ class MixtureDraws:
             if isinstance(arcs, TokenArcs) or lefts is None:
                 return self._draw_in(circle, first, stop, arc)
             parts = [within(arcs.arc(source), arc) for source in range(len(lefts))]
-            until = self._in_use.first_change(self._position, circle, first, stop, arc, parts)
-            until, ended = first_end(circle, first, until, parts, lefts)
+            until, ended = first_end(circle, first, self._until_turn(circle, first, stop, arc), parts, lefts)
             for source, part in enumerate(parts):
                 self._leave_out(source, circle, first, until, part)
             first = until
-            self._cross(self._in_use.caps_now)
+            self._turn()
             if ended >= 0:
                 self._pass_end(ended)
         return first
+
+    def _until_turn(self, circle: Circle, first: int, stop: int, arc: Arc) -> int:
+        """The first of the draws that is drawn with other weights; ``stop`` where there is none."""
+        turn_at = None if self._in_use is None else self._in_use.turn_at
+        if turn_at is None or circle.count(first, stop, arc) <= (room := turn_at - self._position[NUM]):
+            return stop
+        return circle.find(first, arc, room)
 
     def _draw_in(self, circle: Circle, first: int, stop: int, arc: Arc) -> int:
         """`skip_draws` a draw at a time, where only reading tells what there is."""
@@ -213,15 +222,9 @@ class MixtureDraws:
             inner.draw(inner._pass_over)
 
     def _samples_left(self) -> list[int] | None:
-        now = self._in_use
-        stops = {
-            source: cap.limit
-            for source, cap in now.caps_now.items()
-            if cap.unit == "epochs" and not cap.reached(self._position)
-        }
-        endless = self._stop == "never" and not now.grows_from(self._position)
         sources = zip(self.sources.nodes, self.sources.slots, strict=True)
-        return samples_left(sources, self._position, self._shard, stops, endless=endless)
+        stops = {} if self._in_use is None else self._in_use.ending
+        return samples_left(sources, self._position, self._shard, stops, endless=self._stop == "never")
 
     def _leave_out(self, source: int, circle: Circle, first: int, stop: int, part: Arc) -> None:
         """Leave out the draws that are a source's, over as many of its epochs as they take."""
@@ -260,7 +263,8 @@ class MixtureDraws:
     def _end(self, chosen: int) -> None:
         """A source has ended, and its position is the beginning of its next epoch."""
         self._arcs = None
-        self._in_use.end(self._position, chosen)
+        if self._in_use is not None:
+            self.weights.end(self._position, chosen, self._in_use)
         if self._stop == "never":
             silent = self._silent[chosen] = self._silent.get(chosen, 0) + 1
             if silent > SILENT_EPOCHS:
@@ -276,22 +280,15 @@ class MixtureDraws:
             position[self._row.drawn.start + source] ^= -1
         return self._stop == "first"
 
-    def _require_more(self, position: View) -> None:
-        capped = self._in_use.caps_now and not any(position[self._row.weights])
-        if capped and any(below.repeat for node in self.sources.nodes for _, below in node.walk()):
-            caps = {self._row.names[source]: cap.given for source, cap in self._in_use.caps_now.items()}
-            refuse_capped(caps, self._shard)
+    def _require_more(self, in_use: InUse) -> None:
+        if not any(in_use.values) and any(below.repeat for node in self.sources.nodes for _, below in node.walk()):
+            refuse_end(dict(self.weights.rule.max_epochs), self._shard)
 
     # At any position, for `rescale_data.nodes.mixture.mixed.MixedDocuments`
 
     def drawn_at(self, position: View) -> list[tuple[int, list[int]]]:
         """The first slot and the values of what is counted of each source: documents, by tokens these too."""
         return self._row.counted_at(position)
-
-    def rule_at(self, position: View) -> MixtureWeights | None:
-        """What changes the weights behind a position; `None` where they stay. The first ones are written into it."""
-        self._in_use.begin_capped(position)
-        return self._in_use.rule_at(position)
 
     def slots_of(self, source: int) -> slice:
         return self.sources.slots[source]
@@ -302,7 +299,7 @@ class MixtureDraws:
 
     def settle(self, position: View) -> bool:
         """Other weights count from here on. A source that has ended in this epoch stays so."""
-        self._in_use.settle(position)
+        self.weights.settle(position)
         return sum(node.settle(position[slots]) for node, slots in self._changing) > 0
 
     def refuse_silent(self, source: int) -> None:

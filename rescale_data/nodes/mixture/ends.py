@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -22,17 +22,18 @@ ENDLESS = 1 << 62
 
 
 def end_of_all(
-    row: MixtureRow, sources: Mapping[str, tuple[Node[Any], slice]], rows: Ints, shards: Ints
+    row: MixtureRow, sources: Mapping[str, tuple[Node[Any], slice]], weights: Sequence[float], rows: Ints, shards: Ints
 ) -> tuple[Ints, Ints] | None:
     """`Node.epoch_end` of a mixture by samples that reads each source to its end.
 
     Args:
         row: Where the mixture keeps what.
         sources: By name, and the slots of each.
+        weights: Of the sources, at all of those positions.
     """
     left, after = np.zeros(len(rows), dtype=np.int64), rows.copy()
-    drawn, weights = after[:, row.drawn], rows[:, row.weights]
-    going = (drawn >= 0) & (weights != 0)
+    drawn = after[:, row.drawn]
+    going = (drawn >= 0) & (np.array(weights) != 0)
     drawn[:] = np.maximum(drawn, ~drawn)
     for i, (node, slots) in enumerate(sources.values()):
         end = node.epoch_end(rows[:, slots], shards)
@@ -75,8 +76,6 @@ def samples_left(
         lefts.append(int(end[0][0]))
         if source in stops:
             reader, slot = readers_of(node, 0)[0]
-            if reader.rows.is_small:  # an end may be none
-                return None
             lefts[-1] += reader.rows.num_rows(int(end[1][0, slot]), stops[source], shard[0])
     return lefts
 
@@ -114,10 +113,10 @@ def refuse_silent(name: str, unit: str, shard: tuple[int, int]) -> NoReturn:
     )
 
 
-def refuse_capped(caps: Mapping[str, Mapping[str, int]], shard: tuple[int, int]) -> NoReturn:
-    """``DataStateError`` where an endless stream ends, since all sources have reached their caps."""
+def refuse_end(max_epochs: Mapping[str, int], shard: tuple[int, int]) -> NoReturn:
+    """``DataStateError`` where an endless stream ends, since all sources have been read as often as they may be."""
     raise DataStateError(
-        f"All sources of a mixture have reached their caps, {caps}, in logical shard {shard[0]} of "
-        f"{shard[1]}, and the stream is to be endless (repeat=True). Give larger caps, a source without one, or "
+        f"All sources of a mixture have reached their max_epochs, {dict(max_epochs)}, in logical shard {shard[0]} of "
+        f"{shard[1]}, and the stream is to be endless (repeat=True). Give more epochs, a source without max_epochs, or "
         f"repeat=False, where the stream ends."
     )

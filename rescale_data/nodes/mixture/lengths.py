@@ -1,12 +1,14 @@
 """Arcs for a mixture by tokens: how long the documents of a source are is known only once they have been drawn.
 
 The same circle as by samples, over draws of documents. The arc of a source is as long as its weight divided by the mean length
-of its documents so far in this logical shard, and longer where the source is behind in tokens, shorter where it is ahead.
-All of it follows from counts, in integers: a last bit that differs between processors would be another order.
+of its documents so far in this logical shard, and longer where the source is behind in tokens by more than two of its
+documents, shorter where it is ahead by more. The points of the circle alone keep it within two, so documents of one length are
+drawn as by samples, and global batches are as even. All of it follows from counts, in integers: a last bit that differs between
+processors would be another order.
 
-What belongs to all sources, the mean length and the tokens so far, counts in steps. So a draw changes the arc of its own
-source alone, most of the time, and costs the logarithm of their number. A source that rests counts for nothing: it may be left
-out between legs.
+What belongs to all sources, the mean length and the tokens so far, counts in steps: a source is behind or ahead if it is at
+both ends of the present one. So a draw changes the arc of its own source alone, most of the time, and costs the logarithm of
+their number. A source that rests counts for nothing: it may be left out between segments of a run.
 """
 
 from __future__ import annotations
@@ -21,11 +23,9 @@ from rescale_data.nodes.reading.gather import kernel
 from rescale_data.order import Words
 from rescale_data.state import Ints
 
-ENOUGH = 1 << 62
-"""More than any source has."""
-
 _PRIOR = 20  # documents of the mean length of all that each source is taken to have had
-_PATIENCE = 6  # documents behind its share, of an even mixture's, that double the arc of a source
+_SLACK = 2  # documents of a source by which its tokens may differ from its share
+_PATIENCE = 6  # documents more, of an even mixture's, that double the arc of a source
 _LONG = 256  # tokens of a mean document, one such document more: shards that follow long ones closely swing together
 _MOST = 3  # such doublings at once
 _STEP = 1  # documents a source after which what all share is looked at again
@@ -80,10 +80,10 @@ class TokenArcs:
         return (point * self._total - sum(self._arcs[:source]) * TURN) // self._arcs[source]
 
     def numbers(self) -> Ints:
-        """``int64[7, S]`` for `run`: of each source its share, documents, tokens, those that do not count, draws in the
-        run, and with how many documents or tokens it has enough."""
-        more = [[0] * len(self.tokens), *[[ENOUGH] * len(self.tokens)] * 2]
-        return np.array([self._shares, self.documents, self.tokens, self._since, *more], dtype=np.int64)
+        """Return ``int64[5, S]`` for `run`: of each source its share, documents, tokens, those of them that do not count, and
+        draws in the run."""
+        counts = [0] * len(self.tokens)
+        return np.array([self._shares, self.documents, self.tokens, self._since, counts], dtype=np.int64)
 
     def run(
         self, points: Words, chosen: Ints, first: int, numbers: Ints, lengths: list[Ints | None], turn_at: int
@@ -106,7 +106,7 @@ class TokenArcs:
         if missing > -2:
             return first, missing
         self._count(*numbers[1:3].tolist())  # without a compiler, or of documents that are very long
-        _, documents, tokens, _, counts, most_documents, most_tokens = numbers
+        _, documents, tokens, _, counts = numbers
         for number in range(first, len(points)):
             source = self.choose(int(points[number]))
             known, count = lengths[source], counts[source]
@@ -115,8 +115,7 @@ class TokenArcs:
             self.drew(source, int(known[count]))
             chosen[number], counts[source] = source, count + 1
             documents[source], tokens[source] = self.documents[source], self.tokens[source]
-            enough = documents[source] >= most_documents[source] or tokens[source] >= most_tokens[source]
-            if enough or 0 <= turn_at <= self.num_tokens:
+            if 0 <= turn_at <= self.num_tokens:
                 return number + 1, -1
         return len(points), -1
 
@@ -149,6 +148,7 @@ class TokenArcs:
 
     def _rebuild(self) -> None:
         self._mean, self._due = self._shared()
+        self._step = self._mean * self._grid
         self._arcs = [self._arc(source) for source in range(len(self._shares))]
         self._total = sum(self._arcs)
         self._top = 1 << (len(self._arcs).bit_length() - 1)
@@ -172,7 +172,8 @@ class TokenArcs:
             return 0
         tokens = self.tokens[source]
         mean = (tokens + _PRIOR * self._mean << _FINE) // (self.documents[source] + _PRIOR)
-        behind = share * self._due - (tokens - self._since[source] << _SHARE)
+        counted, slack = tokens - self._since[source] << _SHARE, _SLACK * mean << _SHARE - _FINE
+        behind, ahead = share * self._due - counted - slack, counted - share * (self._due + self._step) - slack
         unit = (_PATIENCE + self._mean // _LONG) * self._mean * max(share, int(_SMALL * (1 << _SHARE)))
-        longer, shorter = min(max(behind, 0), _MOST * unit), min(max(-behind, 0), _MOST * unit)
+        longer, shorter = min(max(behind, 0), _MOST * unit), min(max(ahead, 0), _MOST * unit)
         return max(1, (share * (unit + longer) << 16) // (max(1, mean) * (unit + shorter)))

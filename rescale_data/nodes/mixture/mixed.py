@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from rescale_data.nodes.mixture.draws import MixtureDraws
 from rescale_data.nodes.mixture.ends import SILENT_EPOCHS
 from rescale_data.nodes.mixture.lengths import TokenArcs
 from rescale_data.nodes.mixture.supply import Kept, Supply
-from rescale_data.nodes.mixture.weights import MixtureWeights
+from rescale_data.nodes.mixture.weights import InUse
 from rescale_data.nodes.mixture.woven import woven
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments
@@ -86,16 +86,12 @@ class MixedDocuments:
             self.begin_at(position)
         num_silent: Counter[int] = Counter()
         while True:
-            self._rule = rule = self._mixture.rule_at(self._after)
-            arcs = self._mixture.arcs_at(self._after)
+            in_use = self._mixture.weights.at(self._after)
+            arcs = self._mixture.arcs_at(self._after, in_use)
             if arcs is None:
                 break
-            self._caps, room = {}, MANY
-            self._seen_ends: Container[int] = ()
-            self._turn_at = None
-            if rule is not None:
-                self._caps, self._seen_ends = rule.caps, rule.ends_count(self._after)
-                room, self._turn_at = rule.room(self._after)
+            self._seen_ends, self._turn_at = in_use.ending, in_use.turn_at
+            room = MANY if self._by_tokens or in_use.turn_at is None else max(1, in_use.turn_at - self._after[0])
             if points is None:
                 points_here = self._mixture.circle.points(self._after[0], min(most, self._num, room))
             else:
@@ -103,8 +99,8 @@ class MixedDocuments:
             spans, ended = self._draw(self._after, arcs, points_here)
             if len(spans):
                 self._grow(spans)
-                if rule is not None and rule.may_change:
-                    spans = self._changed(spans, rule)
+                if self._by_tokens and in_use.turn_at is not None:
+                    spans = self._turned(spans, in_use)
                 if self._after != position:
                     spans = spans.with_moves(spans.moves.led_by(Moves.between(position, self._after)))
                 self._after = self._start = position  # there may be many shards
@@ -113,8 +109,7 @@ class MixedDocuments:
             if self._repeats and (ended not in self._seen_ends or num_silent[ended] > SILENT_EPOCHS):
                 self._mixture.refuse_silent(ended)
             self._of(ended).turn(self._after[self._mixture.slots_of(ended)])
-            if rule is not None and ended in self._seen_ends:
-                rule.change(self._after, [ended])
+            self._mixture.weights.end(self._after, ended, in_use)
             if not self._repeats and self._mixture.end_at(self._after, ended):
                 break
         return EMPTY
@@ -127,12 +122,12 @@ class MixedDocuments:
     def turn(self, position: View) -> None:
         position[:] = self._after
 
-    def _changed(self, spans: Spans, rule: MixtureWeights) -> Spans:
-        """The same documents; behind the last of them others weights may count."""
+    def _turned(self, spans: Spans, in_use: InUse) -> Spans:
+        """The same documents; behind the last of them other weights may count."""
         before = copy_of(self._after)
         spans.move(before, len(spans))
         after = copy_of(before)
-        rule.change(after, rule.caps)
+        self._mixture.weights.turn(after, in_use)
         if after == before:
             return spans
         moves = Moves.join([spans.moves, Moves.between(before, after)])
@@ -165,7 +160,7 @@ class MixedDocuments:
         asked = [
             (source, (documents, self._mixture.slots_of(source), num, self._repeats and source not in self._seen_ends))
             for source, num in enumerate(wanted)
-            if num and isinstance(documents := self._of(source), FragmentDocuments) and source not in self._caps
+            if num and isinstance(documents := self._of(source), FragmentDocuments)
         ]
         self._places = np.zeros((2, self._num_sources), dtype=np.int64)
         if asked:
@@ -183,11 +178,7 @@ class MixedDocuments:
         """Sources of the next draws, by the lengths of what they yield."""
         parts = arcs.parts()
         chosen, numbers = np.empty(len(points), dtype=np.int64), arcs.numbers()
-        _, documents, _, _, counts, most_documents, most_tokens = numbers
-        for source, cap in self._caps.items():
-            most = {"samples": most_documents, "tokens": most_tokens}.get(cap.unit)
-            if most is not None and cap.drawn(self._start) < cap.limit:
-                most[source] = cap.limit
+        counts = numbers[4]
         expected = [int(more + more**0.5) for more in (len(points) * part for part in parts)]
         have = self._read_together([more if more >= _EXPECTED else 0 for more in expected])
         lengths = [self._read_of(source).length if num else None for source, num in enumerate(have.tolist())]
@@ -205,8 +196,6 @@ class MixedDocuments:
                 break
             supply = self._supplies[missing]
             lengths[missing] = supply.lengths
-            if supply.full_at < MANY:
-                most_documents[missing] = documents[missing] - count + supply.full_at
         return chosen[:num], missing
 
     def _supplied(self, chosen: Ints, points: Words, arcs: Arcs) -> tuple[Ints, int]:
@@ -225,27 +214,19 @@ class MixedDocuments:
             if not self._have(source, len(places), len(places), documents):
                 missing = int(places[self._supplies[source].num])
                 limit, ended = (missing, source) if missing < limit else (limit, ended)
-            if source in self._caps and (last := self._last(source)) <= len(places):
-                limit = min(limit, int(places[last - 1]) + 1)
         return chosen[:limit], ended
-
-    def _last(self, source: int) -> int:
-        """By samples, the document of a source's, from 1, with which it reaches its cap, if it does among those at hand."""
-        cap = self._caps[source]
-        return self._supplies[source].full_at if cap.unit == "epochs" else cap.limit - cap.drawn(self._start)
 
     def _have(self, source: int, num: int, most: int, documents: Documents | None = None) -> bool:
         """Whether a source has so many documents; up to ``most`` are read if any are."""
         supply = self._supplies.get(source)
         if supply is None:
-            slots, cap = self._mixture.slots_of(source), self._caps.get(source)
-            stop = None if cap is None or cap.unit != "epochs" else (cap.slot - slots.start, cap.limit)
+            slots = self._mixture.slots_of(source)
             first = self._read_of(source)
             first = first.with_moves(first.moves.under(-slots.start))
-            supply = Supply(documents or self._of(source), self._start[slots], self._by_tokens, stop, first)
+            supply = Supply(documents or self._of(source), self._start[slots], self._by_tokens, first)
             self._supplies[source] = supply
         while supply.num < num:
-            if supply.full_at < MANY or (supply.num and self._reads >= self._enough):
+            if supply.num and self._reads >= self._enough:
                 return False
             self._reads += 1
             if supply.fill(most):

@@ -9,7 +9,6 @@ import numpy as np
 
 from rescale_data.nodes.base import Node
 from rescale_data.nodes.below import readers_of
-from rescale_data.nodes.mixture.caps import Cap
 from rescale_data.nodes.mixture.row import MixtureRow
 from rescale_data.state import Ints
 
@@ -17,8 +16,7 @@ from rescale_data.state import Ints
 def mixture_progress(
     row: MixtureRow,
     sources: Mapping[str, tuple[Node[Any], slice]],
-    caps: Mapping[int, Cap],
-    num_logical_shards: int,
+    ended: Mapping[str, int],
     rows: Ints,
     shards: Ints,
 ) -> dict[str, float]:
@@ -27,7 +25,7 @@ def mixture_progress(
     Args:
         row: Where the mixture keeps what.
         sources: By name, and the slots of each.
-        caps: By the number of their source.
+        ended: In how many of the shards a source has reached its `max_epochs`.
         rows: ``int64[M, slots]`` of the mixture.
         shards: ``int64[M]`` indices.
     """
@@ -42,8 +40,4 @@ def mixture_progress(
         if readers := readers_of(node, slots.start):
             epochs = [reader.epochs_at(rows[:, slot:], shards) for reader, slot in readers]
             found[f"epochs/{name}"] = float(np.mean(epochs))
-    for source, cap in caps.items():
-        limits = cap.limits(shards.tolist(), num_logical_shards)
-        count = rows[:, cap.slot]
-        found[f"capped_shards/{row.names[source]}"] = float((np.maximum(count, ~count) >= limits).sum())
-    return found
+    return {**found, **{f"ended_shards/{name}": float(num) for name, num in ended.items()}}

@@ -8,18 +8,17 @@ from functools import lru_cache
 from typing import Literal, TypeAlias
 
 import numpy as np
-import torch
 
 from rescale_data.nodes.base import View
 from rescale_data.state import COUNT, Field, Ints
 
 Unit: TypeAlias = Literal["samples", "tokens"]
 
-NUM, NOW = 0, 1
-"""The slots of the number of draws, and of what stands for the weights in use."""
+NUM, RULE = 0, 1
+"""The slots of the number of draws, and of the digest of the rule by which weights are chosen."""
 
 _FIRST = 2  # of those of each source
-KINDS = _DRAWS, _MIX, _DRAWN, _WEIGHT, _TOKENS, _SINCE = "draws", "mix", "drawn", "weight", "tokens", "since"
+KINDS = _DRAWS, _RULE, _DRAWN, _TOKENS, _SINCE = "draws", "rule", "drawn", "tokens", "since"
 
 
 class MixtureRow:
@@ -31,7 +30,6 @@ class MixtureRow:
 
     Attributes:
         drawn: Samples since the run began; the complement of their number where the source has ended in this epoch.
-        weights: Those in use, the bits of float64.
         tokens: By tokens, in those samples.
         since: By tokens, how many of them were drawn with other weights.
     """
@@ -39,8 +37,8 @@ class MixtureRow:
     def __init__(self, names: Sequence[str], unit: Unit) -> None:
         self.names, self.unit = names, unit
         size = len(names)
-        kinds = [slice(_FIRST + i * size, _FIRST + (i + 1) * size) for i in range(4)]
-        self.drawn, self.weights, self.tokens, self.since = kinds
+        kinds = [slice(_FIRST + i * size, _FIRST + (i + 1) * size) for i in range(3)]
+        self.drawn, self.tokens, self.since = kinds
 
     def fields(self) -> tuple[Field, ...]:
         return _fields(tuple(self.names), self.unit)
@@ -54,9 +52,6 @@ class MixtureRow:
         drawn = rows[:, self.drawn]
         drawn[:] = np.maximum(drawn, ~drawn)
 
-    def weights_at(self, position: View) -> list[float]:
-        return np.array(position[self.weights]).view(np.float64).tolist()
-
     def counted_at(self, position: View) -> list[tuple[int, list[int]]]:
         """The first slot and the values of what is counted of each source: documents, by tokens these too."""
         kinds = [self.drawn, self.tokens] if self.unit == "tokens" else [self.drawn]
@@ -66,9 +61,8 @@ class MixtureRow:
 @lru_cache(maxsize=64)
 def _fields(names: tuple[str, ...], unit: Unit) -> tuple[Field, ...]:
     drawn = ~COUNT[1], COUNT[1]  # the complement where a source has ended
-    weight = 0, 2**1000  # of as many sources as there may be, the sum is a number
-    kinds = [Field((_DRAWN,), counts=True, limits=drawn), Field((_WEIGHT,), torch.float64, limits=weight)]
+    kinds = [Field((_DRAWN,), counts=True, limits=drawn)]
     if unit == "tokens":
         kinds += [Field((kind,), counts=True, limits=COUNT) for kind in (_TOKENS, _SINCE)]
-    own = (Field((_DRAWS,), counts=True, limits=COUNT), Field((_MIX,)))
+    own = (Field((_DRAWS,), counts=True, limits=COUNT), Field((_RULE,)))
     return (*own, *(replace(kind, path=(*kind.path, name)) for kind in kinds for name in names))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,17 +11,15 @@ from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import BaseNode, Node, View, copy_of
 from rescale_data.nodes.below import find_shard
 from rescale_data.nodes.form import History
-from rescale_data.nodes.mixture import rules
-from rescale_data.nodes.mixture.arguments import check_mixture, check_temperature
-from rescale_data.nodes.mixture.caps import check_caps
+from rescale_data.nodes.mixture.arguments import check_max_epochs, check_mixture, epoch_slot
 from rescale_data.nodes.mixture.circle import circle_of
 from rescale_data.nodes.mixture.draws import MixtureDraws, Stop
 from rescale_data.nodes.mixture.ends import end_of_all
 from rescale_data.nodes.mixture.mixed import MixedDocuments
 from rescale_data.nodes.mixture.progress import mixture_progress
-from rescale_data.nodes.mixture.row import NUM, MixtureRow, Unit
-from rescale_data.nodes.mixture.schedule import Schedule, as_json, from_json
-from rescale_data.nodes.mixture.sizes import Size, Sizes
+from rescale_data.nodes.mixture.row import NUM, RULE, MixtureRow, Unit
+from rescale_data.nodes.mixture.rules import Rule, as_json, from_json, rule_of
+from rescale_data.nodes.mixture.schedule import Schedule
 from rescale_data.nodes.mixture.sources import Sources
 from rescale_data.nodes.mixture.weights import MixtureWeights
 from rescale_data.nodes.reading.documents import Documents
@@ -49,23 +47,22 @@ class WeightedSampler(Node[Any]):
 
     Args:
         nodes: The sources by name. Names are part of the state's paths.
-        weights: Of each, at least 0, in any scale. A source of weight 0 rests. Or a `Schedule` of them; or "rows" or
-            "tokens": as many as each source has, where it knows. Files that are added count from the epoch at which they join.
+        weights: Of each, at least 0, in any scale (as large as the sources: `weights_by_size`). A source of weight 0 rests. Or
+            a `Schedule` of them.
         unit: What the weights are shares of: "samples", or "tokens", which are ``len(sample[column])``.
         column: Which, with tokens.
         stop: What happens when a source ends. "never": it begins its next epoch at once, so the mixture has no end, even with
             `Shard.repeat` false. "first": the mixture's epoch ends; the other sources go on where they are in the next.
             "all": the source rests until all have ended, and the others keep their proportions: each row once an epoch.
-        temperature: With "rows" and "tokens": weights are ``size ** (1 / temperature)``.
-        caps: At most so much of a source in the whole run, ``{"books": {"epochs": 4}}``, or "samples" or "tokens", of which
-            each logical shard gets its part; tokens overshoot by at most one document a shard. Then its arc goes to the
-            others, which is logged. When all of them have reached theirs, the stream ends.
+        max_epochs: Of some sources at most so many epochs in the whole run, ``{"books": 4}``. Then the arc of a source goes to
+            the others, which is logged. When none is left, the stream ends. About so many samples or tokens: a `Schedule`.
 
     Raises:
-        ValueError: Names, weights or caps that do not fit; tokens without a column; a source that does not know its size.
-        TypeError: Nodes, weights or caps that are not by name; a weight that is no number.
+        ValueError: Names, weights or epochs that do not fit; tokens without a column; `max_epochs` of a source that reads
+            several readers, has a mixture in it, or, in an endless stream, fewer rows than there are logical shards.
+        TypeError: Nodes, weights or epochs that are not by name; a weight that is no number.
         DataStateError: A source yielded no sample, or by tokens no token, in two whole epochs (``stop="never"``). An endless
-            stream (`Shard.repeat`) of which all sources have reached their caps.
+            stream (`Shard.repeat`) of which all sources have had their `max_epochs`.
 
     Example:
         >>> import rescale_data as rd
@@ -75,7 +72,7 @@ class WeightedSampler(Node[Any]):
         'cwcwwcwwwwcwwcwcwwcw'
     """
 
-    MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"weights", "by", "temperature", "caps"})
+    MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"weights", "max_epochs"})
     CHILDREN_MAY_CHANGE: ClassVar[bool] = True
     repeats_itself = True
 
@@ -83,38 +80,28 @@ class WeightedSampler(Node[Any]):
     def __init__(
         self,
         nodes: Mapping[str, BaseNode[Any]],
-        weights: Mapping[str, float] | Schedule | Size,
+        weights: Mapping[str, float] | Schedule,
         *,
         unit: Unit = "samples",
         column: str | None = None,
         stop: Stop = "never",
-        temperature: float = 1.0,
-        caps: Mapping[str, Mapping[str, int]] | None = None,
+        max_epochs: Mapping[str, int] | None = None,
     ) -> None:
         check_mixture(nodes, weights, unit, column, stop)
-        check_temperature(temperature, weights)
         self.names = sorted(nodes)
         self.unit, self.column, self.stop = unit, column, stop
-        check_caps(caps or {}, self.names, unit)
+        check_max_epochs(max_epochs or {}, self.names)
         self._row = MixtureRow(self.names, unit)
-        known = dict.fromkeys(self.names, 1.0) if isinstance(weights, str) else weights
-        self._in_use = MixtureWeights(self._row, known)
+        rule = rule_of(weights, {name: int(num) for name, num in (max_epochs or {}).items()})
+        self._weights = MixtureWeights(self._row, rule, (0, 1), {})
         super().__init__(**{name: nodes[name] for name in self.names})
         shard = find_shard(self)
         self._shard = (shard.index, shard.num_logical_shards) if shard else (0, 1)
-        sizes = None
-        if isinstance(weights, str):
-            starts = {name: self._slots(name).start for name in self.names}
-            sizes, self._by = Sizes(self.children, starts, weights, column, temperature), (weights, temperature)
-            weights = sizes.weights(self.position)
-        self.weights = weights if isinstance(weights, Schedule) else {name: float(weights[name]) for name in self.names}
-        self.caps = {name: {unit: int(n) for unit, n in cap.items()} for name, cap in sorted((caps or {}).items())}
-        self._in_use = rules.rule_of(self._row, self._sources, self._shard, self.weights, self.caps, sizes)
-        self.position = self.initial()
+        self._weights = MixtureWeights(self._row, rule, self._shard, self._epoch_slots([rule]))
         children = [*self.children.values()]
         sources = Sources(children, [*map(self._slots, self.names)], shard)
         inner = {i: mixture._draws for i, node in enumerate(children) if (mixture := _mixture_of(node)) is not None}
-        self._draws = MixtureDraws(self.position, sources, inner, self._row, self._in_use, self._shard, column, stop)
+        self._draws = MixtureDraws(self.position, sources, inner, self._row, self._weights, self._shard, column, stop)
         for path, node in self.walk():
             if isinstance(node, WeightedSampler):
                 node._draws.circle = circle_of(*self._shard, ".".join(path))
@@ -125,6 +112,11 @@ class WeightedSampler(Node[Any]):
     @property
     def _sources(self) -> dict[str, tuple[Node[Any], slice]]:
         return {name: (node, self._slots(name)) for name, node in self.children.items()}
+
+    def _epoch_slots(self, rules: Iterable[Rule]) -> dict[str, int]:
+        """The slots of the epochs that rules count, by the name of the source."""
+        sources, counted = self._sources, {name for rule in rules for name, _ in rule.max_epochs}
+        return {name: epoch_slot(name, *sources[name]) for name in sorted(counted) if name in sources}
 
     def bind_children(self) -> None:
         self._draws.sources.close()  # until they are drawn from: there may be hundreds
@@ -143,9 +135,7 @@ class WeightedSampler(Node[Any]):
             self._row.names = other.names
         else:
             self.children = dict(zip(self.names, sources.nodes, strict=True))
-        if self.weights == other.weights:
-            self.weights = other.weights
-            self._in_use.borrow(other._in_use, sources.nodes is other._draws.sources.nodes)
+        self._weights.borrow(other._weights)
 
     def seek(self) -> None:
         self._draws.seek(self.position)
@@ -168,54 +158,48 @@ class WeightedSampler(Node[Any]):
 
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
         """Known by samples, where each source is read to its end."""
-        now = self._in_use
-        if self.stop != "all" or self.unit == "tokens" or now.caps or now.is_scheduled or now.grow:
+        rule = self._weights.rule
+        if self.stop != "all" or self.unit == "tokens" or rule.max_epochs or len(rule.pieces[0]) > 1:
             return None
-        return end_of_all(self._row, self._sources, rows, shards)
+        if (rows[:, RULE] != rule.digest).any():
+            return None
+        return end_of_all(self._row, self._sources, rule.keys[0][1], rows, shards)
 
     def initial(self) -> View:
         row = super().initial()
-        self._in_use.begin(row)
+        self._weights.begin(row)
         return row
 
     def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
-        if self._in_use.sizes is not None:
-            self._in_use.sizes.forget()
-        self._in_use.before = [
-            rules.rule_of(self._row, self._sources, self._shard, from_json(rule["weights"]), rule["caps"])
-            for _, rule in history
-        ]
+        earlier = [from_json(rule) for _, rule in history]
+        self._weights.adopt(earlier, self._epoch_slots(earlier))
 
     def place(self) -> list[int]:
         """The number of draws alone: sources come and go, and draws are counted for the whole run."""
         return [NUM]
 
     def earlier(self, saved: Mapping[str, Any], rows: Ints) -> History:
-        now = rules.number_of(as_json(self.weights), self.caps)
-        return rules.earlier(saved, now, lambda: self._in_use.used_in(rows))
+        return self._weights.earlier(saved, rows)
 
     def check_change(self, saved: Mapping[str, Any], rows: Ints) -> None:
-        self._in_use.check_change(saved, rows)
-
-    def stand_for(self, shard: int) -> None:
-        self._in_use.stand_for(shard)
+        self._weights.check_change(saved, rows)
 
     def settle(self, position: View) -> bool:
         """Other weights count from here on. A source that has ended in this epoch stays so."""
         return self._draws.settle(position)
 
     def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
-        """What was drawn since the run began is still counted: schedule and caps go on."""
+        """What was drawn since the run began is still counted: schedule and epochs go on."""
         own = slice(0, offsets(self.own_fields())[-1])
         kept = copy_of(position[own])
         super().next_epoch(position, is_drawn=is_drawn)
         position[own] = kept
         self._row.begin_epoch(np.asarray(position)[None])
-        self._in_use.settle(position)
+        self._weights.settle(position)
 
     def is_stuck(self, position: View) -> bool:
         """Some of the weight is that of a source that is gone."""
-        return not self._in_use.is_of(position, self._row.weights_at(position)) or super().is_stuck(position)
+        return self._weights.is_stuck(position) or super().is_stuck(position)
 
     def is_blocked(self, position: View) -> bool:
         if not self.is_relisted(position):
@@ -231,24 +215,21 @@ class WeightedSampler(Node[Any]):
         return any(node.is_lost(position[self._slots(name)]) for name, node in self.children.items())
 
     def is_pending(self, position: View) -> bool:
-        return self._in_use.is_pending(position) or super().is_pending(position)
+        return self._weights.is_pending(position) or super().is_pending(position)
 
     def locate(self) -> str:
         return self._draws.sources.last.locate()
 
     def parameters(self) -> dict[str, Any]:
-        given = {"weights": as_json(self.weights), "unit": self.unit, "column": self.column, "stop": self.stop}
-        sized = {} if self._in_use.sizes is None else dict(zip(("by", "temperature"), self._by, strict=True))
-        used = {"caps": self.caps} if self.caps else {}
-        return {**given, **sized, **used}
+        return {**as_json(self._weights.rule), "unit": self.unit, "column": self.column, "stop": self.stop}
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
-        """Of each source: what was drawn since the run began, its share of that in the mixture's unit, epochs, and caps.
+        """Of each source: what was drawn since the run began, its share of that in the mixture's unit, and epochs.
 
-        ``epochs/...`` is the mean over the readers below a source and over logical shards, and ``capped_shards/...`` how many
-        of these have reached its cap.
+        ``epochs/...`` is the mean over the readers below a source and over logical shards, and ``ended_shards/...`` in how
+        many of these it has had its `max_epochs`.
         """
-        return mixture_progress(self._row, self._sources, self._in_use.caps, self._shard[1], rows, shards)
+        return mixture_progress(self._row, self._sources, self._weights.ended(rows), rows, shards)
 
     # In blocks
 

@@ -1,15 +1,12 @@
-"""What the weights of a mixture are at any point of a run: constant, by a `Schedule`, or as large as the sources."""
+"""`Schedule`: weights of a mixture that change in the course of a run, as pieces of constant weights."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -68,83 +65,18 @@ class Schedule:
             require_weights(weights, f" in the key at {begin}")
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """The constant pieces of which the weights consist.
-
-    Args:
-        names: Of the sources.
-        begins: The progress at which each piece begins, the first at 0.
-        weights: In each, of the sources in the order of their names.
-    """
-
-    names: tuple[str, ...]
-    begins: list[int]
-    weights: list[tuple[float, ...]]
-
-    @cached_property
-    def slots(self) -> list[tuple[int, memoryview]]:
-        """Of each piece a number that stands for its weights, and these as slots of a position."""
-        return [
-            (mix_of(self.names, weights), np.array(weights, dtype=np.float64).view(np.int64).data)
-            for weights in self.weights
-        ]
-
-    def number(self, progress: int) -> int:
-        """Which piece a progress lies in."""
-        return bisect_right(self.begins, progress) - 1
-
-    def end(self, progress: int) -> int | None:
-        """The progress at which the piece ends; `None` where it does not."""
-        number = bisect_right(self.begins, progress)
-        return self.begins[number] if number < len(self.begins) else None
+def keys_of(names: Sequence[str], weights: Mapping[str, float] | Schedule) -> tuple[tuple[int, tuple[float, ...]], ...]:
+    """Return the keys of weights in the order of the names; constant weights are one key at 0."""
+    keys = weights.keys if isinstance(weights, Schedule) else [(0, weights)]
+    return tuple((int(begin), tuple(float(key[name]) for name in names)) for begin, key in keys)
 
 
-def pieces_of(names: Sequence[str], weights: Mapping[str, float] | Schedule) -> Pieces:
-    if not isinstance(weights, Schedule):
-        return _constant(tuple(names), tuple(float(weights.get(name, 0)) for name in names))
-    keys = [(begin, tuple(float(key.get(name, 0)) for name in names)) for begin, key in weights.keys]
+def pieces_of(
+    keys: Sequence[tuple[int, tuple[float, ...]]], *, is_linear: bool
+) -> tuple[list[int], list[tuple[float, ...]]]:
+    """Return the progress at which each piece of constant weights begins, the first at 0, and these weights."""
     begins, values = [begin for begin, _ in keys], [value for _, value in keys]
-    if weights.interpolate == "linear" and len(keys) > 1:
-        begins, values = _steps(begins, [_normal(value) for value in values])
-    return Pieces(tuple(names), begins, values)
-
-
-@lru_cache(maxsize=64)
-def _constant(names: tuple[str, ...], weights: tuple[float, ...]) -> Pieces:
-    """The same for every logical shard."""
-    return Pieces(names, [0], [weights])
-
-
-def as_json(weights: Mapping[str, float] | Schedule) -> Any:
-    """Weights as they stand in a state."""
-    if not isinstance(weights, Schedule):
-        return {name: float(weight) for name, weight in weights.items()}
-    keys = [[int(begin), {name: float(weight) for name, weight in key.items()}] for begin, key in weights.keys]
-    return {"keys": keys, "interpolate": weights.interpolate}
-
-
-def from_json(value: Any) -> Mapping[str, float] | Schedule:
-    if isinstance(value.get("keys"), list):
-        return Schedule([(begin, key) for begin, key in value["keys"]], value["interpolate"])
-    return value
-
-
-def shares_until(pieces: Pieces, progress: int) -> list[tuple[int, tuple[tuple[str, float], ...]]]:
-    """What has begun by a progress: where, and the shares of the sources, to nine places; pieces of the same as one."""
-    found: list[tuple[int, tuple[tuple[str, float], ...]]] = []
-    for begin, weights in zip(pieces.begins, pieces.weights, strict=True):
-        total = math.fsum(weights)
-        shares = tuple((n, round(w / total, 9)) for n, w in zip(pieces.names, weights, strict=True) if w)
-        if begin <= progress and (not found or found[-1][1] != shares):
-            found.append((begin, shares))
-    return found
-
-
-def mix_of(names: Iterable[str], weights: Iterable[float]) -> int:
-    """A number that stands for the sources that are drawn from, and their weights."""
-    text = repr([(name, weight) for name, weight in zip(names, weights, strict=True) if weight])
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+    return _steps(begins, [_normal(value) for value in values]) if is_linear and len(keys) > 1 else (begins, values)
 
 
 def require_weights(weights: Mapping[str, float], where: str = "") -> None:

@@ -1,82 +1,58 @@
-"""`Sizes`: weights by how large the sources are, which may grow in the course of a run."""
+"""`weights_by_size`: weights of a mixture by how large its sources are."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Literal, TypeAlias
+from typing import Literal
 
-from rescale_data.nodes.base import Node, View
-from rescale_data.nodes.below import readers_of
-from rescale_data.nodes.mixture.schedule import Pieces, pieces_of
-from rescale_data.nodes.reader import Reader
-
-Size: TypeAlias = Literal["rows", "tokens"]
+from rescale_data.errors import checks_kinds
+from rescale_data.sources.source import Source
 
 
-class Sizes:
-    """Weights of ``size ** (1 / temperature)``, of the sizes that hold in the epochs in which a position lies.
+@checks_kinds
+def weights_by_size(
+    sources: Mapping[str, Source],
+    by: Literal["rows", "tokens"] = "rows",
+    *,
+    temperature: float = 1.0,
+    column: str | None = None,
+) -> dict[str, float]:
+    """Return weights of ``size ** (1 / temperature)`` for `WeightedSampler`, the largest 1.
+
+    They are numbers of the files that there are now: files that are added later count when a run is built again.
 
     Args:
-        sources: The children of a mixture.
-        starts: The first slot of each in its position.
-        by: "rows" or "tokens".
-        column: Of the tokens.
+        sources: By name.
+        by: Sizes in "rows", or in "tokens" where all sources know them (`Source.num_tokens`).
+        temperature: Above 0: 1 for weights in proportion, more for weights that are more alike.
+        column: Of the tokens, where a source has several.
+
+    Raises:
+        ValueError: A temperature that is none; a source that does not know its tokens.
+
+    Example:
+        >>> import rescale_data as rd
+        >>> sources = {"web": rd.DatasetSource(range(900)), "code": rd.DatasetSource(range(100))}
+        >>> rd.weights_by_size(sources, temperature=2)
+        {'web': 1.0, 'code': 0.333333333}
     """
-
-    def __init__(
-        self,
-        sources: Mapping[str, Node[object]],
-        starts: Mapping[str, int],
-        by: Size,
-        column: str | None,
-        temperature: float,
-    ) -> None:
-        self._by, self._column, self._temperature = by, column, temperature
-        self.readers = {name: _readers(name, node, starts[name], by) for name, node in sources.items()}
-        self._found: dict[tuple[int, ...], Pieces] = {}
-
-    def forget(self) -> None:
-        """Sources consist of something else now."""
-        self._found.clear()
-
-    @property
-    def grow(self) -> bool:
-        """Whether they differ from epoch to epoch."""
-        return any(reader.rows.grows for readers in self.readers.values() for reader, _ in readers)
-
-    def grow_from(self, position: View) -> bool:
-        """Whether they change after a position."""
-        each = (pair for readers in self.readers.values() for pair in readers)
-        return any(position[slot] < reader.rows.alike_from for reader, slot in each)
-
-    def weights(self, position: View) -> dict[str, float]:
-        sizes = {
-            name: sum(reader.size_in(position[slot], self._by, self._column) for reader, slot in readers)
-            for name, readers in self.readers.items()
-        }
-        largest = max(1, *sizes.values())
-        # rounded, so that they are the same on every processor
-        return {name: float(f"{(size / largest) ** (1 / self._temperature):.9g}") for name, size in sizes.items()}
-
-    def pieces(self, position: View) -> Pieces:
-        epochs = tuple(position[slot] for readers in self.readers.values() for _, slot in readers)
-        if epochs not in self._found:
-            self._found = {epochs: pieces_of(list(self.readers), self.weights(position))}
-        return self._found[epochs]
-
-
-def _readers(name: str, node: Node[object], start: int, by: Size) -> list[tuple[Reader, int]]:
-    """`readers_of` a source, which are all that read in it."""
-    found = readers_of(node, start)
-    known = [reader for reader, _ in found]
-    for _, below in node.walk():
-        if below.reads is not None and below not in known:
-            raise ValueError(
-                f"weights={by!r}: the source {name!r} reads {below.reads.name} by a {type(below).__name__}, which does not "
-                f"know its number of {by}. Give the weights as numbers."
-            )
-    if not found:
+    if by not in ("rows", "tokens") or not (math.isfinite(temperature) and temperature > 0):
         raise ValueError(
-            f"weights={by!r}: nothing is known of the size of the source {name!r}. Give the weights as numbers."
+            f"weights_by_size(by={by!r}, temperature={temperature}): give 'rows' or 'tokens', and a number above 0; 1 for "
+            f"weights in proportion."
+        )
+    sizes = {name: _size(source, by, column) for name, source in sources.items()}
+    largest = max(1, *sizes.values(), 0)
+    # rounded, so that they are the same on every processor
+    return {name: float(f"{(size / largest) ** (1 / temperature):.9g}") for name, size in sizes.items()}
+
+
+def _size(source: Source, by: str, column: str | None) -> int:
+    found = source.num_rows if by == "rows" else source.num_tokens(column)
+    if found is None:
+        raise ValueError(
+            f"weights_by_size(by='tokens'): {source.name} does not know how many tokens it has without reading them all. Give "
+            f"the weights as numbers, or by='rows'."
         )
     return found

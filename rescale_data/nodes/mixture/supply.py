@@ -6,7 +6,7 @@ import numpy as np
 
 from rescale_data.nodes.base import View, copy_of
 from rescale_data.nodes.reading.documents import Documents
-from rescale_data.nodes.reading.spans import EMPTY, MANY, NOTHING, Moves, Spans
+from rescale_data.nodes.reading.spans import EMPTY, NOTHING, Moves, Spans
 from rescale_data.state import Ints
 
 
@@ -71,16 +71,13 @@ class Supply:
         documents: Documents,
         position: View,
         by_tokens: bool,
-        stop: tuple[int, int] | None = None,
         first: Spans = EMPTY,
     ) -> None:
         self._documents, self._position = documents, copy_of(position)
-        self._turned, self._by_tokens, self._stop = NOTHING, by_tokens, stop
+        self._turned, self._by_tokens = NOTHING, by_tokens
         first.move(self._position, len(first))
         self._parts, self.num = [first] if len(first) else list[Spans](), len(first)
         self.silent_epochs = 0
-        self.full_at = MANY
-        """So many documents are enough: behind them a slot has come to ``stop``, within what is an epoch for who reads."""
 
     def fill(self, num: int) -> bool:
         """Have up to so many documents, one more at least; false at the end of an epoch."""
@@ -94,8 +91,6 @@ class Supply:
         self.num += len(spans)
         if not self._by_tokens or spans.length.any():
             self.silent_epochs = 0
-        if self._stop is not None and self._position[self._stop[0]] >= self._stop[1]:
-            self.full_at = self.num
         return True
 
     def turn(self) -> None:

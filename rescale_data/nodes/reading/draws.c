@@ -8,7 +8,7 @@
 
 typedef __int128 wide;
 
-enum { PRIOR = 20, PATIENCE = 6, LONG = 256, MOST = 3, SHARE = 32, FINE = 8 };
+enum { PRIOR = 20, SLACK = 2, PATIENCE = 6, LONG = 256, MOST = 3, SHARE = 32, FINE = 8 };
 #define SMALL ((int64_t)(0.02 * ((int64_t)1 << SHARE)))
 #define LARGEST ((int64_t)1 << 22) /* tokens of a mean document: beyond, products need more than 127 bits */
 #define MANY ((int64_t)1 << 53)    /* documents or tokens of all sources, for the same reason */
@@ -27,9 +27,10 @@ static int64_t arc_of(const Arcs* a, Py_ssize_t i) {
   if (!share) return 0;
   wide of_all = (tokens + (wide)PRIOR * a->mean) << FINE, documents = a->documents[i] + PRIOR;
   wide mean = of_all >> 62 ? of_all / documents : (int64_t)of_all / (int64_t)documents; /* which takes less */
-  wide behind = share * a->due - ((tokens - a->since[i]) << SHARE);
+  wide counted = (tokens - a->since[i]) << SHARE, slack = SLACK * mean << (SHARE - FINE);
+  wide behind = share * a->due - counted - slack, ahead = counted - share * (a->due + (wide)a->mean * a->grid) - slack;
   wide unit = (wide)(PATIENCE + a->mean / LONG) * a->mean * (share > SMALL ? share : SMALL);
-  wide longer = clip(behind, MOST * unit), shorter = clip(-behind, MOST * unit);
+  wide longer = clip(behind, MOST * unit), shorter = clip(ahead, MOST * unit);
   wide arc = ((share * (unit + longer)) << 16) / ((mean < 1 ? 1 : mean) * (unit + shorter));
   return arc < 1 ? 1 : (int64_t)arc;
 }
@@ -103,9 +104,8 @@ static int sum(Arcs* a, const int64_t* counts) {
 }
 
 /* run(points, chosen, first, numbers, lengths, turn_at): draws from number `first` on, until a source has no length at hand, or
- * after one behind which other weights may count. numbers: int64[7, S], of each source its share, documents, tokens, those that
- * do not count, draws in this run, and with how many documents or tokens it has enough; lengths: of each a buffer of int64, or
- * None. Returns the next draw, and the source that has no length; else -1, and -2 where the numbers are too large for this. */
+ * after one behind which other weights may count. numbers: int64[5, S], of each source its share, documents, tokens, those that
+ * do not count, and draws in this run; lengths: of each a buffer of int64, or None. Returns the next draw, and the source that has no length; else -1, and -2 where the numbers are too large for this. */
 PyObject* run(PyObject* module, PyObject* args) {
   PyObject *points_of, *chosen_of, *numbers_of, *lengths, *result = NULL;
   long long first, turn_at;
@@ -118,13 +118,13 @@ PyObject* run(PyObject* module, PyObject* args) {
       PyObject_GetBuffer(numbers_of, &numbers, PyBUF_WRITABLE))
     goto done;
   Py_ssize_t num_points = points.len / 8, num = a.num;
-  if (chosen.len != points.len || numbers.len != 7 * 8 * num || first < 0 || num < 1) {
+  if (chosen.len != points.len || numbers.len != 5 * 8 * num || first < 0 || num < 1) {
     PyErr_SetString(PyExc_ValueError, "sizes of what is drawn by tokens that do not fit");
     goto done;
   }
   int64_t* base = numbers.buf;
   a.shares = base, a.documents = base + num, a.tokens = base + 2 * num, a.since = base + 3 * num;
-  int64_t *counts = base + 4 * num, *most_documents = base + 5 * num, *most_tokens = base + 6 * num;
+  int64_t* counts = base + 4 * num;
   given = calloc(num, sizeof(Py_buffer));
   a.arcs = malloc(num * sizeof(int64_t)), a.tree = malloc((num + 1) * sizeof(int64_t));
   if (!given || !a.arcs || !a.tree) {
@@ -154,8 +154,7 @@ PyObject* run(PyObject* module, PyObject* args) {
     }
     counts[source]++, drew(&a, source, length);
     ((int64_t*)chosen.buf)[next] = source;
-    stops = (turn_at >= 0 && a.all_tokens >= turn_at) || a.documents[source] >= most_documents[source] ||
-            a.tokens[source] >= most_tokens[source];
+    stops = turn_at >= 0 && a.all_tokens >= turn_at;
   }
   result = Py_BuildValue("nn", next, missing);
 done:

@@ -59,11 +59,6 @@ class ShardEpochs:
         return len(self.views) > 1
 
     @property
-    def alike_from(self) -> int:
-        """The epoch from which on it consists of the same."""
-        return self.since[-1]
-
-    @property
     def is_small(self) -> bool:
         """Whether there are fewer rows than logical shards, in some epochs at least."""
         return any(view.num_rows < self.shard.num_logical_shards for view in self.views)

@@ -49,19 +49,15 @@ def build(what: Any, sources: list[Any], weights: list[float]) -> Node[Any]:
         node: Any = rd.Reader(sources[at], rd.Shard(**SHARD, repeat=repeat), shuffle=5)
         nodes[f"s{number}"] = _through(kind, node)
     given: Any = dict(zip(nodes, weights, strict=False))
-    caps: Any = None
+    max_epochs: Any = None
     if feature == "schedule":
         given = rd.Schedule([(0, given), (30, {**given, "s0": 2.0}), (200, {**given, "s0": 0.1})], "linear")
-    elif feature == "rows":
-        given = "rows"
     elif feature:
-        feature = "samples" if (feature, unit) == ("tokens", "samples") else feature
-        caps = {
-            name: {feature: {"epochs": 1 + number, "samples": 40, "tokens": 90}[feature]}
-            for number, name in enumerate(list(nodes)[1:])
-        }
+        readers = {name: next(n for _, n in node.walk() if isinstance(n, rd.Reader)) for name, node in nodes.items()}
+        large = [name for name in [*nodes][1:] if not (repeat and readers[name].rows.is_small)]
+        max_epochs = {name: 1 + number for number, name in enumerate(large)}
     column = "tokens" if unit == "tokens" else None
-    mixture = rd.WeightedSampler(nodes, given, unit=unit, column=column, stop=stop, caps=caps)
+    mixture = rd.WeightedSampler(nodes, given, unit=unit, column=column, stop=stop, max_epochs=max_epochs)
     if nested:
         more = {
             name: rd.Reader(sources[at], rd.Shard(**SHARD, repeat=repeat))
@@ -123,7 +119,7 @@ pipelines = st.tuples(
     st.sampled_from(["", "", "clean", "filter"]),
     st.sampled_from(["cut", "labels", "whole"]),
     st.booleans(),
-    st.sampled_from(["", "", "schedule", "rows", "epochs", "samples", "tokens"]),
+    st.sampled_from(["", "", "schedule", "epochs"]),
     st.sampled_from(["", "", "samples", "as below"]),
 )
 weights = st.lists(st.sampled_from([0.05, 0.3, 1, 1, 2.5, 7]), min_size=4, max_size=4)
@@ -156,7 +152,7 @@ def test_blocks_are_documents_one_by_one(
 
 @pytest.mark.parametrize("unit", ["samples", "tokens"])
 @pytest.mark.parametrize("nested", ["", "samples", "as below"])
-@pytest.mark.parametrize("feature", ["schedule", "rows", "epochs", "samples", "tokens"])
+@pytest.mark.parametrize("feature", ["schedule", "epochs"])
 def test_whatever_changes_weights_does_so_in_blocks_too(
     sources: list[Any], feature: str, nested: str, unit: str
 ) -> None:
@@ -170,7 +166,7 @@ def test_whatever_changes_weights_does_so_in_blocks_too(
 
 
 def tell_of(node: Node[Any], before: Node[Any], place: Any) -> None:
-    """What a load tells mixtures of the weights and caps that there were."""
+    """Tell mixtures of the rules that there were, as a load does."""
     for (path, new), (_, old) in zip(node.walk(), before.walk(), strict=True):
         if isinstance(new, rd.WeightedSampler):
             new.adopt(new.earlier(old.parameters(), node.columns(place[None], path)))

@@ -58,7 +58,7 @@ LEAVES: dict[str, Any] = {
 leaves = st.tuples(st.sampled_from(sorted(LEAVES)), sizes)
 stops = st.sampled_from(["never", "first", "all"])
 units = st.sampled_from(["samples", "samples", "samples", "tokens"])
-features = st.sampled_from([None, None, "step", "linear", "rows", "samples", "epochs", "tokens"])
+features = st.sampled_from([None, None, "step", "linear", "epochs"])
 trees = st.recursive(
     leaves,
     lambda below: st.builds(
@@ -93,24 +93,21 @@ def build(tree: Any, shard: rd.Shard, numbers: Any = None) -> Node[Any]:
     nodes = {f"part{i}": build(part, shard, numbers) for i, part in enumerate(parts)}
     column = "tokens" if unit == "tokens" else None
     given: Any = dict(zip(nodes, weights, strict=True))
-    caps = None
+    max_epochs = None
     if feature in ("step", "linear"):  # progress passes 90 after 30 draws
         later = {name: weight + 3 * i for i, (name, weight) in enumerate(reversed(given.items()))}
         given = rd.Schedule([(0, given), (40, later), (100, {**given, "part0": 9.0})], feature)
-    elif feature == "rows":
-        given = "rows"
     elif feature is not None:
-        unit_of_cap = "samples" if feature == "tokens" and unit == "samples" else feature
-        caps = {
-            name: {unit_of_cap: 2 if feature == "epochs" else 31} for name in list(nodes)[1:] if reads_one(nodes[name])
-        }
-    hot = 2 if given == "rows" else 1
-    mixture = rd.WeightedSampler(nodes, given, stop=stop, unit=unit, column=column, caps=caps, temperature=hot)
+        max_epochs = {name: 2 for name in list(nodes)[1:] if reads_one(nodes[name])}
+    mixture = rd.WeightedSampler(nodes, given, stop=stop, unit=unit, column=column, max_epochs=max_epochs)
     return rd.Map(mixture, same) if mapped else mixture
 
 
 def reads_one(node: Node[Any]) -> bool:
-    return sum(isinstance(below, rd.Reader) for _, below in node.walk()) == 1
+    """Return True if the epochs of a source are those of one reader, of which each is an end."""
+    below = [node for _, node in node.walk()]
+    small = any(isinstance(each, rd.Reader) and each.shard.repeat and each.rows.is_small for each in below)
+    return not small and not any(isinstance(each, rd.WeightedSampler) for each in below)
 
 
 def place(sample: dict[str, Any]) -> tuple[int, int]:
@@ -162,15 +159,16 @@ STEADY: dict[str, Any] = {
     "few": lambda a, b: rd.WeightedSampler({"a": a(2), "b": b(900)}, {"a": 1, "b": 2}),
     "first": lambda a, b: rd.WeightedSampler({"a": a(40), "b": b(900)}, {"a": 1, "b": 2}, stop="first"),
     "all": lambda a, b: rd.WeightedSampler({"a": a(40), "b": b(900)}, {"a": 1, "b": 2}, stop="all"),
-    "capped": lambda a, b: rd.WeightedSampler(
-        {"a": a(40), "b": b(900)}, {"a": 1, "b": 2}, caps={"a": {"epochs": 10**5}}
-    ),
+    "capped": lambda a, b: rd.WeightedSampler({"a": a(40), "b": b(900)}, {"a": 1, "b": 2}, max_epochs={"a": 10**5}),
     "shuffled": lambda a, b: rd.WeightedSampler(
         {"a": rd.Shuffle(a(40), 8, shard=rd.Shard(1, 5)), "b": b(900)}, {"a": 1, "b": 2}
     ),
     **{
         f"{stop} in it": lambda a, b, stop=stop: rd.WeightedSampler(
-            {"a": a(40), "rest": rd.Map(rd.WeightedSampler({"b": b(70), "c": a(65)}, "rows", stop=stop), same)},
+            {
+                "a": a(40),
+                "rest": rd.Map(rd.WeightedSampler({"b": b(70), "c": a(65)}, {"b": 70, "c": 65}, stop=stop), same),
+            },
             {"a": 1, "rest": 2},
         )
         for stop in ("never", "first", "all")
@@ -344,7 +342,7 @@ def pack(
                 draws[i] += 1
             found[step, source] += need
             rest[i] = (source, left - need)
-    return found[steps // 5 :] / (shards * size), standing
+    return found / (shards * size), standing
 
 
 def drawn_lengths(rng: np.random.Generator, mean: int, sigma: float, num: int) -> list[int]:
@@ -359,7 +357,7 @@ def drawn_lengths(rng: np.random.Generator, mean: int, sigma: float, num: int) -
     [
         (4096, 0, 2, 0.35),
         (500, 0, 1, 0.35),
-        (100, 1, 1, 0.65),
+        (100, 1, 1, 0.75),
         (500, 1, 2, 0.95),
         (2000, 1, 3, 1.05),
         (16000, 1, 8, 1.08),
@@ -373,7 +371,8 @@ def test_global_batches_by_tokens(
     even, independent = np.zeros(len(weights)), np.zeros(len(weights))
 
     def off_weights(found: Any) -> Any:
-        return np.sqrt(np.square(found - np.array(weights)).mean(axis=0))
+        first = len(found) // 5 if sigma else 0  # lengths are learnt, unless they are all alike
+        return np.sqrt(np.square(found[first:] - np.array(weights)).mean(axis=0))
 
     for seed in range(seeds):
         rng = np.random.default_rng(seed)

@@ -100,7 +100,7 @@ def test_counts_of_an_epoch_are_known_where_sources_end() -> None:
         len(rd.DataLoader(mixture, global_batch_size=6, num_logical_shards=6, dp_rank=0, dp_world_size=1))
 
 
-def test_after_the_rest_of_an_epoch_was_left_out_schedules_and_caps_go_on() -> None:
+def test_after_the_rest_of_an_epoch_was_left_out_schedules_and_epochs_go_on() -> None:
     def mixture(weights: Any = None, **kwargs: Any) -> Any:
         nodes = {"a": rd.Reader(["a"] * 6, rd.Shard()), "b": rd.Reader(["b"] * 40, rd.Shard())}
         return rd.WeightedSampler(nodes, weights or {"a": 1, "b": 1}, **kwargs)
@@ -113,7 +113,7 @@ def test_after_the_rest_of_an_epoch_was_left_out_schedules_and_caps_go_on() -> N
         return found
 
     assert drawn(mixture(rd.Schedule([(0, {"a": 1, "b": 0}), (3, {"a": 0, "b": 1})])), 4, 4) == ["aaab", "bbbb"]
-    assert "".join(drawn(mixture(caps={"a": {"samples": 4}}), 15, 15)).count("a") == 4
+    assert "".join(drawn(mixture(max_epochs={"a": 2}), 9, 30, 30)).count("a") <= 12
     ends = drawn(mixture(stop="all"), 25, 99)  # "a" has ended in the first
     assert [Counter(each)["a"] for each in ends] == [6, 6]
     assert len(ends[1]) == 46
@@ -166,10 +166,9 @@ def test_a_silent_source_is_an_error() -> None:
         (["a"], {"weights": {"a": "1"}}, r"weights\['a'\]='1' is a str; give a number"),
         (["a"], {"weights": [1]}, r"weights=\[1\] is a list; give a dict"),
         (["a"], {"weights": {1: 1, "a": 1}}, r"the weights \[1, 'a'\]"),
-        (["a"], {"weights": {"a": 1}, "temperature": 2}, "temperature=2 is for weights='rows'"),
-        (["a"], {"weights": "rows", "temperature": "2"}, "temperature='2' is a str; give a number"),
-        (["a"], {"weights": {"a": 1}, "caps": {"a": 3}}, r"caps\['a'\]=3 is a int; give a dict"),
-        (["a"], {"weights": {"a": 1}, "caps": ["a"]}, r"caps=\['a'\] is a list; give a dict"),
+        (["a"], {"weights": "rows"}, "weights='rows' is a str; give a dict"),
+        (["a"], {"weights": {"a": 1}, "max_epochs": {"a": "3"}}, r"max_epochs\['a'\]='3' is a str"),
+        (["a"], {"weights": {"a": 1}, "max_epochs": ["a"]}, r"max_epochs=\['a'\] is a list; give a dict"),
     ],
 )
 def test_bad_arguments(names: list[str], kwargs: dict[str, Any], message: str) -> None:
@@ -189,7 +188,7 @@ def test_progress() -> None:
     row = np.array([node.position.tolist()])
     progress = node.progress(row, np.array([0]), np.array([1000]))
     assert sum(progress[f"drawn_samples/{name}"] for name in node.names) == 1000
-    for name, weight in node.weights.items():
+    for name, weight in node.parameters()["weights"].items():
         assert progress[f"share/{name}"] == progress[f"drawn_samples/{name}"] / 1000
         assert abs(progress[f"share/{name}"] - weight) < 0.008
 
