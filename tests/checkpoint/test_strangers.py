@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 
 from rescale_data import checkpoint
 from rescale_data.checkpoint import CheckpointManager, RunReader
+from rescale_data.checkpoint.storage import readers
 from rescale_data.checkpoint.storage.store import LocalStore
 from tests.checkpoint.files import data, manifest
 
@@ -266,9 +267,18 @@ def test_a_run_that_may_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert RunReader(tmp_path / "none").load_latest(target) is None
 
 
-def test_a_checkpoint_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("may_write", [True, False])
+def test_a_checkpoint_that_is_replaced_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_write: bool
+) -> None:
     """At each file that is opened: what is loaded is the old one or the new one, and nothing is called damaged."""
     open_read, at = LocalStore.open_read, 0
+
+    def no_lease(*_: Any) -> Any:
+        raise PermissionError("read only")
+
+    if not may_write:
+        monkeypatch.setattr(readers, "Lease", no_lease)
     while True:
         opened: list[str] = []
         checkpoint.save(tmp_path / "c", {"w": torch.full((100,), 1.0), "n": 1}, overwrite=True)
