@@ -135,7 +135,7 @@ class DataLoader:
             prefetch_batches=prefetch_batches,
             pin_memory=pin_memory,
             workers={
-                "prefetch_factor": prefetch_factor,
+                "prefetch": prefetch_factor,
                 "context": multiprocessing_context,
                 "timeout": timeout,
                 "slow_after": slow_after,

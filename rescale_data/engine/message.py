@@ -1,12 +1,13 @@
-"""Micro batches between processes: their bytes lie in shared memory that is used again, a small pickle says where.
+"""Micro batches between processes: their bytes lie in shared memory that is used again, a message says where.
 
 A tensor that is sent between processes costs a file descriptor, a new shared mapping and the page faults of both sides. Here a
 worker packs many micro batches into one *slab*, and uses a few slabs in turn:
 
-    slab 0  | micro batch u | micro batch u+K | ...          sent once, then named by its number
+    slab 0  | arrays of u | pickle of u | arrays of u+K | ...     sent once, then named by its number
     slab 1  | ...
 
-Whoever receives them copies each micro batch out, in one piece, before the worker may write into the slab again.
+The receiver copies each micro batch out, in one piece, before the worker may write into the slab again. A message is so small
+(`MOST_PARTS` places) that a pipe takes it at once.
 """
 
 from __future__ import annotations
@@ -20,17 +21,19 @@ import numpy as np
 import torch
 
 _ALIGNMENT = 64
+MOST_PARTS = 64
+"""Values of one message."""
 Bytes: TypeAlias = tuple[torch.Tensor, int]
-"""A value as ``uint8[any]``: its tensors and arrays, and, from the byte that is told on, the pickle that refers to them."""
+"""A value as ``uint8[any]``: its tensors and arrays, and, from the given byte on, the pickle that refers to them."""
 _Place: TypeAlias = tuple[str, Any, tuple[int, ...], int]  # kind, dtype, shape, offset in bytes
 
 
 class Part(NamedTuple):
-    """One packed value: bytes ``[start, stop)`` of the slab, and the pickle that refers to them."""
+    """Bytes ``[start, stop)`` of a slab, which hold one packed value; from ``rest`` on, the pickle."""
 
     start: int
+    rest: int
     stop: int
-    rest: bytes
 
 
 class Message(NamedTuple):
@@ -42,20 +45,19 @@ class Message(NamedTuple):
 
 
 class Slabs:
-    """The slabs that a worker writes into."""
+    """The slabs that a worker writes into, in one segment."""
 
     def __init__(self) -> None:
         self._slabs: dict[int, torch.Tensor] = {}
 
-    def pack(self, slab: int, values: Sequence[Any]) -> Message:
-        """Any picklable values as a message; dense CPU tensors and numeric arrays go into the slab."""
-        packers = [_Packer(value) for value in values]
-        starts = np.cumsum([0, *(_aligned(packer.size) for packer in packers)]).tolist()
+    def pack(self, slab: int, values: Sequence[Packed]) -> Message:
+        """Return a message whose values have been written into the slab."""
+        starts = np.cumsum([0, *(_aligned(value.num_bytes) for value in values)]).tolist()
         memory, is_new = self._memory(slab, starts[-1])
         parts: list[Part] = []
-        for packer, start in zip(packers, starts, strict=False):
-            packer.write(memory.numpy()[start:])
-            parts.append(Part(start, start + packer.size, packer.rest))
+        for value, start in zip(values, starts, strict=False):
+            value.write(memory.numpy()[start:])
+            parts.append(Part(start, start + value.size, start + value.num_bytes))
         return Message(slab, memory if is_new else None, parts)
 
     def _memory(self, slab: int, size: int) -> tuple[torch.Tensor, bool]:
@@ -69,10 +71,10 @@ class Slabs:
 
 
 class Inbox:
-    """The slabs of one worker, as the receiver sees them.
+    """The slabs of one worker, as the receiver sees them, in one segment.
 
     Args:
-        pin_memory: Whether values arrive in page-locked memory.
+        pin_memory: True if values are to arrive in page-locked memory.
     """
 
     def __init__(self, pin_memory: bool) -> None:
@@ -80,46 +82,51 @@ class Inbox:
         self._pin = pin_memory
 
     def open(self, message: Message) -> list[tuple[torch.Tensor, Part]]:
-        """The values of a message, still packed; they must be unpacked before the slab is used again."""
+        """Return the values of a message, still packed; they must be unpacked before the slab is used again."""
         if message.memory is not None:
             self._slabs[message.slab] = message.memory
         return [(self._slabs[message.slab], part) for part in message.parts]
 
     def unpack(self, memory: torch.Tensor, part: Part) -> Any:
-        """One value; its tensors and arrays are views of one copy of their bytes."""
-        copy = torch.empty(part.stop - part.start, dtype=torch.uint8, device="cpu", pin_memory=self._pin)
-        copy.copy_(memory[part.start : part.stop])
-        return _Unpacker(part.rest, copy).load()
+        """Return one value; its tensors and arrays are views of one copy of their bytes."""
+        start, rest, stop = part
+        copy = torch.empty(rest - start, dtype=torch.uint8, device="cpu", pin_memory=self._pin)
+        copy.copy_(memory[start:rest])
+        return _Unpacker(memory[rest:stop].numpy(), copy).load()
 
 
 def to_bytes(value: Any) -> Bytes:
-    """Any picklable value."""
-    packer = _Packer(value)
-    whole = torch.empty(packer.size + len(packer.rest), dtype=torch.uint8, device="cpu")
-    packer.write(whole.numpy())
-    whole.numpy()[packer.size :] = np.frombuffer(packer.rest, dtype=np.uint8)
-    return whole, packer.size
+    """Return any picklable value as bytes."""
+    packed = Packed(value)
+    whole = torch.empty(packed.num_bytes, dtype=torch.uint8, device="cpu")
+    packed.write(whole.numpy())
+    return whole, packed.size
 
 
 def from_bytes(whole: torch.Tensor, start: int) -> Any:
-    """What `to_bytes` was given; its tensors and arrays are views of ``whole``."""
-    return _Unpacker(whole.numpy()[start:].tobytes(), whole).load()
+    """Return the value that `to_bytes` was given; its tensors and arrays are views of ``whole``."""
+    return _Unpacker(whole[start:].numpy(), whole).load()
 
 
-class _Packer(pickle.Pickler):
+class Packed(pickle.Pickler):
+    """A picklable value: dense CPU tensors and numeric arrays beside a pickle that refers to them.
+
+    Attributes:
+        size: Bytes of the arrays, behind which the pickle lies.
+        num_bytes: Bytes of all.
+    """
+
     def __init__(self, value: Any) -> None:
-        self._file = io.BytesIO()
-        super().__init__(self._file, pickle.HIGHEST_PROTOCOL)
+        file = io.BytesIO()
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.size = 0
         self._arrays: list[tuple[int, Any]] = []
         self.dump(value)
-
-    @property
-    def rest(self) -> bytes:
-        return self._file.getvalue()
+        self._rest = np.frombuffer(file.getbuffer(), dtype=np.uint8)
+        self.num_bytes = self.size + self._rest.size
 
     def write(self, into: Any) -> None:
-        for offset, array in self._arrays:
+        for offset, array in [*self._arrays, (self.size, self._rest)]:
             into[offset : offset + array.size] = array
 
     def persistent_id(self, obj: Any) -> _Place | None:
@@ -140,7 +147,7 @@ class _Packer(pickle.Pickler):
 
 
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, rest: bytes, memory: torch.Tensor) -> None:
+    def __init__(self, rest: Any, memory: torch.Tensor) -> None:
         super().__init__(io.BytesIO(rest))
         self._memory = memory
 

@@ -9,12 +9,12 @@ import torch
 
 from rescale_data.engine.collate import pin
 from rescale_data.engine.feed import Feed, InProcess, InThread, Mapped
+from rescale_data.engine.pool import Pool
 from rescale_data.engine.ranks.meeting import is_in_a_file
 from rescale_data.engine.recipe import Pipeline
 from rescale_data.engine.runner import Collate, Runner
 from rescale_data.engine.setup import Setup, set_up
 from rescale_data.engine.stream import Stream
-from rescale_data.engine.workers import Pool
 
 _FORKS = (
     "Workers are forked, and the ranks meet in a file (init_method='file://...', or a FileStore), which torch removes when the "
@@ -46,9 +46,9 @@ def open_stream(
             f"prefetch_batches={prefetch_batches}, num_workers={given['num_workers']}: it is for num_workers=0, 0 or more; "
             f"workers have prefetch_factor."
         )
-    if workers["prefetch_factor"] < 1:
+    if workers["prefetch"] < 1:
         raise ValueError(
-            f"prefetch_factor={workers['prefetch_factor']}: give the messages that a worker may be ahead, at least 1."
+            f"prefetch_factor={workers['prefetch']}: give the messages that a worker may be ahead, at least 1."
         )
     setup = set_up(pipeline, **given)
     if keeps_order and setup.layout.misfit is not None:

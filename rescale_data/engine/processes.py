@@ -1,34 +1,270 @@
-"""Worker processes as such: how they start, tell what they are about, end when the trainer's has, and are seen to have died."""
+"""Worker processes as such: how they start, are given segments, send messages, end, and are seen to have died.
+
+    trainer                 thread of the crew                     worker
+    begin(segment) ──bell─► sends the segment once the  ──pipe──►  makes messages, while slabs are free
+    segment.messages[i] ◄── worker has answered the one  ◄─pipe──  number and message; number and None: idle
+    free[i].release() ────────────────────────────────semaphore─►  one more slab is free
+
+One thread alone uses the pipes, so Ctrl-C never leaves half a message in one. Both directions carry less than 4 kB at a time:
+larger things lie in shared memory. Nothing is sent to a worker that may be within a read. So neither side blocks in a send.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
+import random
+import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable
-from multiprocessing.connection import wait
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.reduction import ForkingPickler
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import torch
 
-from rescale_data.sources.counts import FIELDS, MADE
+from rescale_data.engine.board import Board
+from rescale_data.engine.message import Message, from_bytes, to_bytes
+from rescale_data.engine.worker_info import set_worker_info
+from rescale_data.engine.workers import Begin, Worker
+from rescale_data.sources.counts import counts
 
-PRELOAD = ["rescale_data.engine.workers"]
+PRELOAD = ["rescale_data.engine.processes"]
 """What the fork server imports, once, before it forks the first worker: whatever all workers need, and no data."""
 _OF_PIPELINES = (
     "rescale_data.nodes.",
     "rescale_data.sources.",
 )  # of these, what the trainer has: pyarrow is half a second
-LOOK_SECONDS = 1.0
-"""So often is looked whether workers live."""
-_TEXT_BYTES = 512
+_LOOK_SECONDS = 1.0  # how often a worker looks for the trainer's process
+_GRACE_SECONDS = 5.0  # for a worker to end by itself
+_TEXT_BYTES = 2000
+
+
+class Segment:
+    """What a crew is to make from one `begin` to the next, and where its messages arrive.
+
+    Args:
+        begin: The command; `None` ends the workers.
+    """
+
+    def __init__(self, begin: Begin | None, num_workers: int) -> None:
+        self.number = -1 if begin is None else begin.number
+        self.command = None
+        if begin is not None:
+            whole, start = to_bytes(begin)
+            self.command = whole.share_memory_(), start
+        self.messages = [SimpleQueue[Message | Exception]() for _ in range(num_workers)]
+
+
+class Crew:
+    """K worker processes, and the thread that speaks to them.
+
+    Args:
+        seed: Of random numbers that functions of the user's draw in workers.
+        init_fn: Called with the number of the worker in each, when it starts.
+
+    Attributes:
+        free: A semaphore for each worker, released when a slab of it may be written again.
+        failure: The error where a worker has died.
+    """
+
+    def __init__(
+        self,
+        context: BaseContext,
+        worker: Worker,
+        num_workers: int,
+        seed: list[int],
+        init_fn: Callable[[int], object] | None,
+    ) -> None:
+        self.board = Board(num_workers)
+        self.failure: RuntimeError | None = None
+        self._num_workers, self._trainer = num_workers, os.getpid()
+        self.free = [context.Semaphore(0) for _ in range(num_workers)]
+        self._wanted: Segment | None = None
+        self._hears, self._bell = Pipe(duplex=False)
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+        for number in range(num_workers):
+            mine, theirs = context.Pipe()
+            given = number, num_workers, theirs, self.free[number], self.board, worker, [*seed, number], init_fn
+            process: Any = context.Process(  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+                target=_run, args=given, daemon=True, name=f"rescale_data-worker-{number}"
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(mine)
+            self._processes.append(process)
+        self._thread = threading.Thread(target=self._speak, daemon=True, name="rescale_data-crew")
+        self._thread.start()
+
+    def begin(self, segment: Segment) -> None:
+        """Let the workers drop what they are about, and make a segment."""
+        self.board.wanted = segment.number
+        self._wanted = segment
+        self._say_failure()
+        self._bell.send_bytes(b".")
+
+    def end(self, seconds: float = _GRACE_SECONDS) -> None:
+        """End the processes.
+
+        Args:
+            seconds: Wait so long for workers to end by themselves, before they are killed.
+        """
+        if (
+            os.getpid() != self._trainer or not self._thread.is_alive()
+        ):  # a fork has no thread, and workers of its parent's
+            return
+        self.begin(Segment(None, self._num_workers))
+        if threading.current_thread() is self._thread:  # which collects garbage; it ends them by itself
+            return
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            for process in self._processes:
+                process.kill()
+            self._thread.join()
+
+    # The thread
+
+    def _speak(self) -> None:
+        alive = {process.sentinel: number for number, process in enumerate(self._processes)}
+        pipes = {pipe: number for number, pipe in enumerate(self._pipes)}
+        idle, to_begin, wanted = set(alive.values()), set[int](), None
+        while alive:
+            ready = wait([self._hears, *pipes, *alive])
+            if self._hears in ready:
+                self._hears.recv_bytes()
+            died = [alive.pop(sentinel) for sentinel in list(alive) if sentinel in ready]
+            for pipe, number in list(pipes.items()):
+                while (pipe in ready or number in died) and pipe.poll():
+                    if not self._receive(pipe, number, idle):
+                        del pipes[pipe]
+                        break
+            for number in died:
+                self._processes[number].join()
+                self._fail(number, f"exit code {self._processes[number].exitcode}")
+            if self._wanted is not wanted:
+                wanted, to_begin = self._wanted, set(alive.values())
+                for number in to_begin - idle:
+                    self.free[number].release()  # it may wait for a slab, and then looks at the board
+            for number in to_begin & idle:
+                with suppress(OSError):  # it dies, as its sentinel will tell
+                    self._pipes[number].send(wanted and wanted.command)
+            to_begin, idle = to_begin - idle, idle - to_begin
+
+    def _receive(self, pipe: Connection, number: int, idle: set[int]) -> bool:
+        """Receive one message, also of an earlier segment, whose memory is then closed; return False at the end of the pipe."""
+        try:
+            data = pipe.recv_bytes()
+        except (EOFError, OSError):
+            return False
+        try:
+            segment, message = pickle.loads(data)
+        except Exception as error:  # its memory could not be mapped here: files are short, or the worker has just died
+            self._fail(number, f"the memory of its message is lost, {error!r}")
+            return True
+        if message is None:
+            idle.add(number)
+        elif self._wanted is not None and segment == self._wanted.number:
+            self._wanted.messages[number].put(message)
+        return True
+
+    def _fail(self, number: int, why: str) -> None:
+        self.failure = RuntimeError(
+            f"A worker process exited unexpectedly (worker {number}: {why}). If none ever started, the script needs an `if "
+            f"__name__ == '__main__':` guard, because workers import it; else look for its traceback above, or for a process "
+            f"killed for want of memory: -9 of all, -7 of shared memory (/dev/shm)."
+        )
+        self._say_failure()
+
+    def _say_failure(self) -> None:
+        if self.failure is not None and self._wanted is not None:
+            for messages in self._wanted.messages:
+                messages.put(self.failure)
+
+
+# In a worker
+
+
+def _run(
+    number: int,
+    num_workers: int,
+    pipe: Connection,
+    free: Any,
+    board: Board,
+    worker: Worker,
+    seed: list[int],
+    init_fn: Callable[[int], object] | None,
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer ends its workers, or goes on
+    threading.Thread(target=_end_after, args=(multiprocessing.parent_process(),), daemon=True).start()
+    set_worker_info(number, num_workers, _seed(seed), worker.recipe.pipeline)
+    torch.set_num_threads(1)
+    is_attached = False
+    with suppress(EOFError, ConnectionError):  # the trainer is gone
+        while (command := pipe.recv()) is not None:
+            begin: Begin = from_bytes(*command)
+            try:
+                if not is_attached:
+                    if init_fn is not None:
+                        init_fn(number)
+                    is_attached = True
+                    counts().keep_in(board.line(number))
+                    worker.attach(number, board)
+                    worker.watch.start()
+                _free_all(free, begin.num_slabs)
+                for message in worker.messages(begin, free.acquire):
+                    pipe.send((begin.number, message))
+            except Exception:
+                text = traceback.format_exc()[-_TEXT_BYTES:]
+                pipe.send((begin.number, RuntimeError(f"Worker process {number} failed:\n{text}")))
+            pipe.send((begin.number, None))
+
+
+def _free_all(free: Any, num_slabs: int) -> None:
+    """Begin with this many free slabs, whatever those of the segment before were."""
+    while free.acquire(block=False):
+        pass
+    for _ in range(num_slabs):
+        free.release()
+
+
+def _seed(numbers: list[int]) -> int:
+    """Seed the random numbers of this process, and return the seed."""
+    seed = int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    return seed
+
+
+def _end_after(trainer: Any) -> None:
+    """End this process when the trainer's has ended, however it did: the fork server lives while workers do."""
+    while not wait([trainer.sentinel], _LOOK_SECONDS) and _lives(trainer.pid):
+        pass
+    os._exit(1)
+
+
+def _lives(pid: int) -> bool:
+    """Return False if the process is gone; others that it forked may hold its end of the sentinel open."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+# Before they start
 
 
 def context_of(given: str | BaseContext) -> BaseContext:
+    """Return the multiprocessing context that the user names, or gives."""
     known = multiprocessing.get_all_start_methods()
     if given not in known and not isinstance(given, BaseContext):
         raise ValueError(f"multiprocessing_context={given!r}: give one of {known}, or a multiprocessing context.")
@@ -36,33 +272,6 @@ def context_of(given: str | BaseContext) -> BaseContext:
         loaded = sorted(name for name in sys.modules if name.startswith(_OF_PIPELINES))
         multiprocessing.set_forkserver_preload([*PRELOAD, *loaded, "__main__"])  # of no effect where the server runs
     return multiprocessing.get_context(given) if isinstance(given, str) else given
-
-
-def begin_worker(init_fn: Callable[[int], object] | None, number: int) -> None:
-    """In a worker, before all else: end when the trainer's process has ended, however it did; then what the user wants.
-
-    Torch's own look is for the process that forked the worker: the fork server, which for its part lives while workers do.
-    """
-    trainer = multiprocessing.parent_process()
-    if trainer is not None:
-        threading.Thread(target=_end_after, args=(trainer,), daemon=True).start()
-    if init_fn is not None:
-        init_fn(number)
-
-
-def _end_after(trainer: Any) -> None:
-    while not wait([trainer.sentinel], LOOK_SECONDS) and _lives(trainer.pid):
-        pass
-    os._exit(1)
-
-
-def _lives(pid: int) -> bool:
-    """Processes that the trainer forked may hold its end of the sentinel open."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def require_pickle(worker: object, **given: object) -> None:
@@ -80,48 +289,3 @@ def require_pickle(worker: object, **given: object) -> None:
     for name, value in given.items():
         if getattr(value, "__module__", None) == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
             raise TypeError(f"Worker processes cannot import the {name} from an interactive session. {cures}")
-
-
-def is_timeout(error: BaseException) -> bool:
-    return "DataLoader timed out" in str(error)
-
-
-def is_death(error: BaseException) -> bool:
-    """Whether a worker is gone. Torch says so, unless it was about to fetch the memory of a message from that worker."""
-    raised_in_worker = "in DataLoader worker process" in str(error)
-    return "exited unexpectedly" in str(error) or (
-        isinstance(error, ConnectionError | EOFError | FileNotFoundError) and not raised_in_worker
-    )
-
-
-class Board:
-    """Memory that the trainer and its workers see: a line of counts and one of text for each worker, and the wanted leg."""
-
-    def __init__(self, num_workers: int) -> None:
-        self._leg = torch.zeros(1, dtype=torch.int64, device="cpu").share_memory_()
-        self.counts = torch.zeros(num_workers, len(FIELDS), dtype=torch.float64, device="cpu").share_memory_()
-        self._texts = torch.zeros(num_workers, _TEXT_BYTES, dtype=torch.uint8, device="cpu").share_memory_()
-
-    @property
-    def leg(self) -> int:
-        """The number of the wanted leg: workers drop commands of other legs."""
-        return int(self._leg.item())
-
-    @leg.setter
-    def leg(self, number: int) -> None:
-        self._leg.fill_(number)
-
-    def line(self, worker: int) -> Any:
-        """``float64[FIELDS]``, a view."""
-        return self.counts[worker].numpy()
-
-    @property
-    def made(self) -> int:
-        return int(self.counts[:, MADE].sum())
-
-    def write(self, worker: int, text: str) -> None:
-        data = np.frombuffer(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"), dtype=np.uint8)
-        self._texts[worker].numpy()[:] = data
-
-    def read(self, worker: int) -> str:
-        return self._texts[worker].numpy().tobytes().rstrip(b"\0").decode(errors="replace")

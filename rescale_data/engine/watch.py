@@ -29,7 +29,7 @@ _KINDS = (
     *((f"rescale_data.engine.{name}", _USERS) for name in ("runner", "recipe", "feed")),
 )
 """What a thread is about in a module, the first that fits: the last ones call functions of the user's."""
-_FEEDS = tuple(f"rescale_data.engine.{name}" for name in ("workers", "processes", "feed"))
+_FEEDS = tuple(f"rescale_data.engine.{name}" for name in ("pool", "processes", "feed"))
 """What waits for batches that others make."""
 
 

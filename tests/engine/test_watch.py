@@ -132,7 +132,7 @@ def test_a_worker_is_named_and_what_it_is_about(tmp_path: Path, caplog: Any) -> 
     try:
         loader.start()
         deadline = time.monotonic() + 60
-        while "until_exists" not in loader.stream.feed._board.read(0):  # type: ignore[union-attr]
+        while "until_exists" not in loader.stream.feed._crew.board.read(0):  # type: ignore[union-attr]
             assert time.monotonic() < deadline
         release = threading.Thread(target=lambda: heard.wait(60) and go_on.touch())
         release.start()
@@ -145,7 +145,7 @@ def test_a_worker_is_named_and_what_it_is_about(tmp_path: Path, caplog: Any) -> 
     assert "waiting for worker 0, in a function of the user's, until_exists (" in lines[0]
     assert "logical shard 0, last row drawn" in lines[0]
     list(loader)
-    assert loader.stream.feed._board.read(0) == ""  # type: ignore[union-attr]
+    assert loader.stream.feed._crew.board.read(0) == ""  # type: ignore[union-attr]
     told = loader.progress()
     assert told["transform_seconds"] > 0
     assert told["batches_ready"] == 0

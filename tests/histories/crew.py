@@ -1,7 +1,7 @@
 """Ranks as threads of one process that run one at a time, so that a history of a run costs no processes.
 
 A collective waits for the others by letting them run. Where none of them can go on, that is a hang, and said at once. Worker
-processes are objects that are given the commands in the order in which torch's DataLoader gives them.
+processes are objects, as far ahead as they may be.
 """
 
 import contextlib
@@ -11,14 +11,18 @@ import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import rescale_data.engine.pool as pool_module
 import rescale_data.engine.setup as setup_module
-import rescale_data.engine.workers as workers_module
+from rescale_data.engine.board import Board
+from rescale_data.engine.message import from_bytes
+from rescale_data.engine.processes import Segment
 from rescale_data.engine.ranks.circle import Call
 from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.stream import Stream
@@ -105,34 +109,39 @@ class ThreadRanks(Ranks):
 
 
 class InOneProcess:
-    """Torch's `DataLoader` over worker processes, as far as `Pool` uses it."""
+    """A `Crew` whose workers are objects of this process, which are as far ahead as they may be."""
 
-    def __init__(self, worker: Any, *, sampler: Any, num_workers: int, prefetch_factor: int, **_: Any) -> None:
+    failure = None
+
+    def __init__(self, _: Any, worker: Any, num_workers: int, *__: Any) -> None:
         given = pickle.dumps(worker)
+        self.board = Board(num_workers)
+        self.free = [threading.Semaphore(0) for _ in range(num_workers)]
         self.workers = [pickle.loads(given) for _ in range(num_workers)]
-        for copied in self.workers:
-            copied.board = worker.board  # memory that processes share
-        self.sampler, self.ahead = sampler, num_workers * prefetch_factor
+        for number, copied in enumerate(self.workers):
+            copied.attach(number, self.board)
 
-    def __iter__(self) -> Iterator[Any]:
-        answers: deque[Any] = deque()
-        for i, command in enumerate(self.sampler):
-            answers.append(self._answer(i, command))
-            if len(answers) == self.ahead:
-                yield self._received(answers.popleft())
-        while answers:
-            yield self._received(answers.popleft())
+    def begin(self, segment: Segment) -> None:
+        begin = from_bytes(*segment.command)
+        self.board.wanted = segment.number
+        segment.messages = [Messages(worker, begin) for worker in self.workers]
 
-    def _answer(self, i: int, command: Any) -> Any:
-        try:
-            return self.workers[i % len(self.workers)][command]
-        except Exception as error:
-            return error
+    def end(self, *_: Any) -> None:
+        self.board.wanted = -1
 
-    def _received(self, answer: Any) -> Any:
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+
+class Messages:
+    """The messages of one worker, all but one made ahead."""
+
+    def __init__(self, worker: Any, begin: Any) -> None:
+        self.left = worker.messages(begin, lambda: None)
+        self.ready = deque(islice(self.left, begin.num_slabs - 1))
+
+    def get(self, timeout: float) -> Any:
+        del timeout
+        message = self.ready.popleft()
+        self.ready.extend(islice(self.left, 1))
+        return message
 
 
 class Process:
@@ -225,7 +234,7 @@ def in_threads() -> Iterator[None]:
     """Loaders that are built within have the ranks of the thread's crew, and workers that are objects."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setup_module, "find_ranks", _find_ranks)
-        patch.setattr(workers_module, "DataLoader", InOneProcess)
-        patch.setattr(workers_module, "require_pickle", lambda *_, **__: None)
+        patch.setattr(pool_module, "Crew", InOneProcess)
+        patch.setattr(pool_module, "require_pickle", lambda *_, **__: None)
         patch.setattr(Stream, "take", _take)
         yield

@@ -15,7 +15,7 @@ from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock, patch
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -275,7 +275,6 @@ def compare(case: Case, folder: Path) -> tuple[list[Any], list[Any]]:
     is_held = bool(how) and (kind_of(case) != "Broadcast" or dist.get_rank() == 0)  # by one that reads
     os.mkfifo(folder / "entered")
     with (
-        patch("rescale_data.engine.workers.LOOK_SECONDS", HOLD_SECONDS / 10),
         (folder / "gate").open("w") as gate,
         (folder / "entered").open("r+b", buffering=0) as entered,
         opened(case, case["feed"], Corpus(folder if how else None, row, how)) as loader,

@@ -1,0 +1,47 @@
+"""`Board`: memory that the trainer's process and its workers share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from rescale_data.sources.counts import FIELDS, MADE
+
+_TEXT_BYTES = 512
+
+
+class Board:
+    """A line of counts and one of text for each worker, and the number of the segment that is wanted."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._wanted = torch.zeros(1, dtype=torch.int64, device="cpu").share_memory_()
+        self.counts = torch.zeros(num_workers, len(FIELDS), dtype=torch.float64, device="cpu").share_memory_()
+        self._texts = torch.zeros(num_workers, _TEXT_BYTES, dtype=torch.uint8, device="cpu").share_memory_()
+
+    @property
+    def wanted(self) -> int:
+        """The number of the wanted segment: workers make no more of others."""
+        return int(self._wanted.item())
+
+    @wanted.setter
+    def wanted(self, number: int) -> None:
+        self._wanted.fill_(number)
+
+    def line(self, worker: int) -> Any:
+        """Return the counts of a worker, ``float64[FIELDS]``, a view."""
+        return self.counts[worker].numpy()
+
+    @property
+    def made(self) -> int:
+        """Micro batches that all workers have made in the segment."""
+        return int(self.counts[:, MADE].sum())
+
+    def write(self, worker: int, text: str) -> None:
+        """Say what a worker does; empty where that does not take long."""
+        data = np.frombuffer(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"), dtype=np.uint8)
+        self._texts[worker].numpy()[:] = data
+
+    def read(self, worker: int) -> str:
+        return self._texts[worker].numpy().tobytes().rstrip(b"\0").decode(errors="replace")

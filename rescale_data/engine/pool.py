@@ -1,0 +1,132 @@
+"""`Pool`: the feed that has its micro batches made by K worker processes, in turn."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from multiprocessing.context import BaseContext
+from queue import Empty
+
+import torch
+
+from rescale_data.engine.feed import Feed
+from rescale_data.engine.leg import Leg
+from rescale_data.engine.message import Inbox, Part
+from rescale_data.engine.micro_batch import MicroBatch
+from rescale_data.engine.processes import Crew, Segment, context_of, require_pickle
+from rescale_data.engine.recipe import Recipe
+from rescale_data.engine.runner import Collate, Exhausted
+from rescale_data.engine.workers import Begin, Worker
+from rescale_data.sources.counts import MADE, counts, told
+from rescale_data.state import Ints
+
+
+class Pool(Feed):
+    """Makes micro batches in K worker processes, which `begin` starts.
+
+    Args:
+        prefetch: Messages that each worker may be ahead.
+        pin_memory: True if batches are to arrive in page-locked memory.
+        context: How worker processes start: "forkserver", "spawn", or a multiprocessing context.
+        timeout: Seconds that a message may take.
+        slow_after: Seconds after which a worker says what it does.
+        init_fn: Called with the number of the worker in each, when it starts.
+    """
+
+    is_ahead = True
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        collate: Collate | None,
+        num_workers: int,
+        *,
+        prefetch: int,
+        pin_memory: bool,
+        context: str | BaseContext,
+        timeout: float,
+        slow_after: float,
+        init_fn: Callable[[int], object] | None = None,
+    ) -> None:
+        worker = Worker(recipe, collate, slow_after)
+        require_pickle(worker, pipeline=recipe.pipeline, collate_fn=collate, worker_init_fn=init_fn)
+        self._context = context_of(context)
+        self.forks = self._context.get_start_method() == "fork"
+        self._worker, self._init_fn = worker, init_fn
+        self._k, self._num_slabs = num_workers, prefetch + 1
+        self._pin, self._timeout = pin_memory, timeout
+        self._crew: Crew | None = None
+        self._num_crews = self._num_segments = self._taken = 0
+        self._segment: Segment | None = None
+        self._stop: int | None = 0
+
+    def begin(self, leg: Leg, table: Ints, first: int) -> None:
+        self._num_segments += 1
+        begin = Begin.of(self._num_segments, leg, table, first, self._num_slabs)
+        segment, self._taken = Segment(begin, self._k), 0
+        self._stop = None if leg.stop is None else leg.stop - first
+        self._inboxes = [Inbox(self._pin) for _ in range(self._k)]
+        self._parts = [deque[tuple[torch.Tensor, Part]]() for _ in range(self._k)]
+        if self._crew is not None and self._crew.failure is not None:
+            self.close()
+        if self._crew is None:
+            self._num_crews += 1
+            seed = [torch.initial_seed(), self._num_crews]
+            crew = Crew(self._context, self._worker, self._k, seed, self._init_fn)
+            self._crew, self._forgotten = crew, weakref.finalize(self, crew.end)
+        self._crew.begin(segment)
+        self._segment = segment
+
+    def next(self) -> MicroBatch:
+        if self._segment is None or self._crew is None or self._taken == self._stop:
+            raise Exhausted
+        segment, self._segment = self._segment, None  # after an error, or Ctrl-C, `begin` goes on
+        due = self._taken % self._k
+        parts, inbox = self._parts[due], self._inboxes[due]
+        if not parts:
+            try:
+                message = segment.messages[due].get(timeout=self._timeout)
+            except Empty:
+                self._end(0)
+                raise TimeoutError(
+                    f"Worker processes made no batch within timeout={self._timeout:g} s. Give a longer one to DataLoader, or "
+                    f"look for what the pipeline waits for."
+                ) from None
+            if isinstance(message, Exception):
+                raise message
+            parts.extend(inbox.open(message))
+        made: MicroBatch | Exception = inbox.unpack(*parts.popleft())
+        if not parts:
+            self._crew.free[due].release()
+        if isinstance(made, Exception):
+            raise made
+        self._segment, self._taken = segment, self._taken + 1
+        return made
+
+    def progress(self) -> dict[str, float]:
+        if self._crew is None:
+            return {"batches_ready": 0.0, **told(counts().values)}
+        board = self._crew.board
+        ready = max(0, board.made - self._taken)
+        return {"batches_ready": float(ready), **told(board.counts.sum(dim=0).numpy() + counts().values)}
+
+    def doing(self) -> str:
+        silent = "which does not say what it does: it is starting, has ended, or is stopped"
+        due = self._taken % self._k
+        text = "" if self._crew is None else self._crew.board.read(due)
+        return f"waiting for worker {due}, {text or silent}"
+
+    def close(self) -> None:
+        self._end()
+
+    def _end(self, *seconds: float) -> None:
+        """End the worker processes; what they have counted is this process's from here on."""
+        self._segment = None
+        crew, self._crew = self._crew, None
+        if crew is None:
+            return
+        self._forgotten.detach()  # it holds the crew
+        crew.end(*seconds)
+        for field, value in enumerate(crew.board.counts.sum(dim=0).tolist()):
+            counts().add(field, 0 if field == MADE else value)
