@@ -45,7 +45,7 @@ class Broadcast:
             group, on any backend: batches go from CPU to CPU, over a gloo group of their own.
         receives: Whether this process is to have batches. A pipeline stage that needs none says `False`, gets `None` for each,
             and is sent 56 bytes a batch. The first of the peers always has them.
-        arguments: Those of `DataLoader`, among them ``mesh=``, ``group=`` or ``dp_rank=`` and ``dp_world_size=`` of the dp
+        arguments: Those of `DataLoader`, among them ``mesh=`` or ``dp_rank=`` and ``dp_world_size=`` of the dp
             ranks.
 
     Attributes:
@@ -69,9 +69,9 @@ class Broadcast:
         refuse(arguments, 1)
         bound = inspect.signature(DataLoader.__init__).bind(None, open_data, **arguments)
         bound.apply_defaults()
-        if all(arguments.get(name) is None for name in ("mesh", "group", "dp_rank")):
+        if all(arguments.get(name) is None for name in ("mesh", "dp_rank")):
             raise ValueError(
-                "rd.Broadcast must be told which ranks read different samples: give mesh=mesh['dp'], group=, or dp_rank= and "
+                "rd.Broadcast must be told which ranks read different samples: give mesh=mesh['dp'], or dp_rank= and "
                 "dp_world_size= (0 and 1 where all processes are peers)."
             )
         timeout = float(arguments.get("timeout", 300.0))
@@ -80,7 +80,7 @@ class Broadcast:
         told = {"open_data": _told(open_data)}
         told |= {name: _told(value) for name, value in bound.arguments.items() if name not in ("self", "pipeline")}
         self._peers, self.loader = Peers(_members(peers), receives, told, timeout), None
-        if arguments.get("dp_rank") is not None and arguments.get("group") is None:
+        if arguments.get("dp_rank") is not None:
             _come_to_the_meeting(arguments["dp_rank"], arguments.get("dp_world_size"), timeout)
         self._at = [0] * 3
         self._numbers = _Numbers(0, 0, 0)
@@ -164,7 +164,7 @@ class Broadcast:
         """
         kept = [name for name in ("pipeline", "dp_rank", "dp_world_size") if name in changed]
         if kept:
-            raise ValueError(f"reopen() of rd.Broadcast cannot change {kept}: give mesh= or group= of the dp ranks.")
+            raise ValueError(f"reopen() of rd.Broadcast cannot change {kept}: give mesh= of the dp ranks.")
         self._call(
             f"reopen({_counts(state)}, {delivered}, {_told(changed)})",
             lambda: self._own.reopen(state, delivered, **changed),

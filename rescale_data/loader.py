@@ -27,7 +27,7 @@ _READ_AHEAD = (
     "for good what is on its way. Iterate, save, load and ask what reads it (rescale_data.xla.DeviceLoader) in place of the "
     "loader."
 )
-_WHERE = ("mesh", "group", "dp_rank", "dp_world_size")
+_WHERE = ("mesh", "dp_rank", "dp_world_size")
 
 
 class DataLoader:
@@ -45,12 +45,11 @@ class DataLoader:
         micro_batch_size: b, samples of one batch of one rank; ``W * b`` divides O. Default O / W.
         num_logical_shards: N, fixed for the whole run. Default 4 * O; less where that is above 2,048 (`rd.plan`); with
             ``shuffle=False`` O times the number of workers, so name it where they are to change within an epoch.
-        mesh: `DeviceMesh` of the data-parallel ranks, several dims counted row-major as one. Default: the whole
-            process group where there is one, else a single rank. A loader that is built before the process group is an error.
+        mesh: The data-parallel ranks: a `DeviceMesh`, several dims counted row-major as one, or a process group of exactly
+            these ranks in their order. Default: the whole process group where there is one, else a single rank. Tensors never
+            go through it: all loaders over the same ranks share a gloo group of their own.
         dp_rank: In place of a mesh, together with ``dp_world_size``: all ranks of the job then build the loader, and no group
             spans the TP, PP and CP peers that share a dp rank. ``dp_world_size=1`` alone: this process reads all rows.
-        group: A process group of exactly the dp ranks, in their order, in place of a mesh. Tensors never go through it: all
-            loaders over the same ranks share a gloo group of their own.
         num_workers: K worker processes; 0 makes batches in this process.
         seed: Seed of every order.
         repeat: `False`: ``iter(loader)`` ends with the epoch. `True`: it never ends.
@@ -102,10 +101,9 @@ class DataLoader:
         global_batch_size: int,
         micro_batch_size: int | None = None,
         num_logical_shards: int | None = None,
-        mesh: DeviceMesh | None = None,
+        mesh: DeviceMesh | ProcessGroup | None = None,
         dp_rank: int | None = None,
         dp_world_size: int | None = None,
-        group: ProcessGroup | None = None,
         num_workers: int = 0,
         seed: int = 0,
         repeat: bool = False,
@@ -145,7 +143,6 @@ class DataLoader:
             mesh=mesh,
             dp_rank=dp_rank,
             dp_world_size=dp_world_size,
-            group=group,
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
             num_logical_shards=num_logical_shards,

@@ -16,7 +16,7 @@ def test_the_public_names() -> None:
     assert all(hasattr(rd, name) for name in rd.__all__)
     assert {
         "ArrowSource", "BaseNode", "DataLoader", "DataStateError", "DatasetSource", "LogicalShards", "ParquetSource", "Reader",
-        "Shard", "TokenPacker", "check_checkpoint", "pad_collate", "plan",
+        "Shard", "TokenPacker", "pad_collate", "plan",
     } <= set(rd.__all__)  # fmt: skip
 
 

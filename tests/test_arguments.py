@@ -74,8 +74,11 @@ CASES: dict[str, Callable[[Path], tuple[Callable[..., Any], dict[str, Any]]]] = 
     "plan": lambda folder: (rd.plan, {"global_batch_size": 8}),
     "pad_collate": lambda folder: (rd.pad_collate, {"pad": {"a": 0}}),
     "flat_cu_seqlens": lambda folder: (rd.flat_cu_seqlens, {"cu_seqlens": torch.tensor([[0, 3, 4]])}),
-    "check_checkpoint": lambda folder: (rd.check_checkpoint, {"path": folder / "step-1", "loader": loader()}),
-    "load_changed": lambda folder: (rd.load_changed, {"path": folder / "step-1", "loader": loader()}),
+    "check_checkpoint": lambda folder: (
+        rd.checkpoint.check_checkpoint,
+        {"path": folder / "step-1", "loader": loader()},
+    ),
+    "load_changed": lambda folder: (rd.checkpoint.load_changed, {"path": folder / "step-1", "loader": loader()}),
     "read_data_state": lambda folder: (checkpoint.read_data_state, {"path": folder / "step-1"}),
     "verify": lambda folder: (checkpoint.verify, {"path": folder / "step-1"}),
     "save": lambda folder: (checkpoint.save, {"path": folder / "saved", "state": {}, "overwrite": True}),

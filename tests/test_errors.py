@@ -142,7 +142,6 @@ class TestTopology:
         ("kwargs", "message"),
         [
             ({"mesh": "dp"}, "mesh='dp' is a str: give a DeviceMesh of the dp ranks"),
-            ({"group": "dp"}, "group='dp' is a str"),
             ({"num_workers": 1.0}, r"num_workers=1\.0 is a float; give an int"),
             ({"batch_size": 4}, "micro_batch_size= says the samples of one batch"),
             ({"step": 4}, "unexpected keyword argument 'step'"),

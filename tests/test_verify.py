@@ -184,4 +184,4 @@ def test_a_run_that_switches_it_is_told_so(verify: bool, tmp_path: Path) -> None
         now.load_state_dict(saved.state_dict())
     dcp.save({"loader": saved}, checkpoint_id=tmp_path, no_dist=True)
     with pytest.raises(rd.DataStateError, match=r"digest.*the saved verify= \(True keeps a digest"):
-        rd.check_checkpoint(tmp_path, now)
+        rd.checkpoint.check_checkpoint(tmp_path, now)

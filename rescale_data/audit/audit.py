@@ -76,7 +76,7 @@ class Audit:
         >>> with tempfile.TemporaryDirectory() as run:
         ...     batches = [batch for _, batch in zip(range(10), loader)]
         ...     checkpoint.save(f"{run}/step-10", {"loader": loader})
-        ...     audit = rd.Audit(run, pipeline)
+        ...     audit = rd.audit.Audit(run, pipeline)
         ...     row = int(batches[7]["x"][2])
         ...     [(served.step, served.sample) for served in audit.find(f"web:{row}").served]
         [(7, 2)]

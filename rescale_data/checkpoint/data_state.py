@@ -71,7 +71,7 @@ def check_checkpoint(path: StrPath, loader: HasStream, key: str | None = None) -
         >>> loader = rd.DataLoader(range(8), global_batch_size=4)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     checkpoint.save(f"{folder}/step-1", {"loader": loader})
-        ...     rd.check_checkpoint(f"{folder}/step-1", loader)  # raises if it does not fit
+        ...     rd.checkpoint.check_checkpoint(f"{folder}/step-1", loader)  # raises if it does not fit
     """
     check(read_header(read_checkpoint(path, lambda reader: _values(reader, key, HEADER))[HEADER]), loader)
 
@@ -104,7 +104,7 @@ def load_changed(path: StrPath, loader: Stateful, key: str | None = None) -> Non
         ...     return rd.DataLoader(mixture, global_batch_size=2, repeat=True)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     checkpoint.save(f"{folder}/step-0", {"loader": loader("web")})
-        ...     rd.load_changed(f"{folder}/step-0", loader("web", "code"))
+        ...     rd.checkpoint.load_changed(f"{folder}/step-0", loader("web", "code"))
     """
     require(Stateful, "the loader that is to load it", loader=loader)
     loader.load_state_dict(read_data_state(path, name=key))

@@ -53,14 +53,13 @@ def set_up(
     global_batch_size: int,
     micro_batch_size: int | None = None,
     num_logical_shards: int | None = None,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | ProcessGroup | None = None,
     dp_rank: int | None = None,
     dp_world_size: int | None = None,
     num_workers: int = 0,
     seed: int = 0,
     repeat: bool = False,
     tail: Tail = "drop",
-    group: ProcessGroup | None = None,
     timeout: float = 300.0,
     verify: bool = False,
     steps_per_epoch: int | None = None,
@@ -71,7 +70,7 @@ def set_up(
     if global_batch_size < 1:
         raise ValueError(f"global_batch_size={global_batch_size}: it is at least 1, the samples of one optimizer step.")
     require_seconds(timeout=timeout)
-    ranks = find_ranks(mesh, dp_rank, dp_world_size, group, timeout)
+    ranks = find_ranks(mesh, dp_rank, dp_world_size, timeout)
     if micro_batch_size is None:
         micro_batch_size = max(1, global_batch_size // ranks.world_size)
     layout = Layout(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from rescale_data.engine.feed import InProcess
@@ -39,7 +40,7 @@ class LogicalShards(BaseNode[list[Any]]):
         num_logical_shards: N, fixed for the whole run.
         global_batch_size: O, samples per optimizer step over all ranks.
         micro_batch_size: b; default O / W.
-        mesh: `DeviceMesh` of the data-parallel ranks; default: the process group where there is one.
+        mesh: `DeviceMesh` or process group of the data-parallel ranks; default: the process group where there is one.
         dp_rank: In place of a mesh, together with ``dp_world_size``.
         seed: Seed of every order.
         repeat: An endless stream, or `StopIteration` at the end of each epoch. The rest of an epoch that does not
@@ -65,7 +66,7 @@ class LogicalShards(BaseNode[list[Any]]):
         num_logical_shards: int,
         global_batch_size: int,
         micro_batch_size: int | None = None,
-        mesh: DeviceMesh | None = None,
+        mesh: DeviceMesh | ProcessGroup | None = None,
         dp_rank: int | None = None,
         dp_world_size: int | None = None,
         seed: int = 0,

@@ -23,8 +23,8 @@ class Changing:
     """The `parameters` that may differ when a state is loaded, and say in which form the same data comes from then on: a node
     that has any has a ``seq_len``, and is told in `adopt` which it had before."""
     CHILDREN_MAY_CHANGE: ClassVar[bool] = False
-    """Whether children may come and go between the legs of a run (`rescale_data.load_changed`). What a node keeps for a
-    child lies in own fields whose path ends in the child's name."""
+    """True if children may come and go between the legs of a run (`rescale_data.checkpoint.load_changed`). What a node keeps
+    for a child lies in own fields whose path ends in the child's name."""
 
     within: int | None = None
     """The own slot that is not 0 while this node is within something that it reads again to go on; `None`: it never is."""

@@ -111,7 +111,7 @@ class Recorded:
         return sorted(where for where, documents in self.seen.items() if document in documents)
 
 
-def check(run: Recorded, audit: rd.Audit, documents: list[int]) -> None:
+def check(run: Recorded, audit: rd.audit.Audit, documents: list[int]) -> None:
     last = audit.steps[1]
     assert {(s.step, s.sample): list(dict.fromkeys(s.documents)) for s in audit.documents(0, last)} == run.seen
     for number in documents:
@@ -142,7 +142,11 @@ def test_it_says_what_a_run_has_seen(kind: str, parts: list[Leg], blocked: set[i
         pipelines = [PIPELINES[kind], partial(PIPELINES[kind], blocked=sorted(blocked))]
         for number, leg in enumerate(parts):
             run.leg(pipelines[0 < number == len(parts) - 1], leg)
-        check(run, rd.Audit(folder, *pipelines, repeat=True), [1, 30, 70, *([1005, 2001] if kind == "mixture" else [])])
+        check(
+            run,
+            rd.audit.Audit(folder, *pipelines, repeat=True),
+            [1, 30, 70, *([1005, 2001] if kind == "mixture" else [])],
+        )
 
 
 @given(st.sampled_from(sorted(PIPELINES)), legs(1), st.sampled_from(["drop", "pad"]))
@@ -152,7 +156,7 @@ def test_over_ends_of_epochs(kind: str, parts: list[Leg], tail: Any) -> None:
         run = Recorded(folder, repeat=False, tail=tail)
         for leg in parts:
             run.leg(PIPELINES[kind], leg)
-        check(run, rd.Audit(folder, PIPELINES[kind], tail=tail), [1, 30, 70])
+        check(run, rd.audit.Audit(folder, PIPELINES[kind], tail=tail), [1, 30, 70])
 
 
 def test_served_blocked_and_filtered_rows_are_the_source_and_left_out_steps_are_not_served() -> None:
@@ -165,7 +169,7 @@ def test_served_blocked_and_filtered_rows_are_the_source_and_left_out_steps_are_
 
         for steps in (2, 3, 2, 3):
             run.leg(partial(rows, blocked=blocked), Leg(1, 1, 4, steps), leave_out)
-        audit = rd.Audit(folder, partial(rows, blocked=blocked), tail="pad")
+        audit = rd.audit.Audit(folder, partial(rows, blocked=blocked), tail="pad")
         check(run, audit, [1, 30, 70])
         assert {step for step, _ in run.seen} == {*range(12)} - {5, 6}
         left_out = set[int]()
@@ -189,13 +193,13 @@ def test_a_ramp_in_the_same_process_and_another_form_after_it() -> None:
         run.leg(cut, Leg(1, 2, 3, 5), ramp)
         longer = partial(cut, seq_len=40)
         run.leg(longer, Leg(2, 1, 6, 3))
-        check(run, rd.Audit(folder, cut, longer, repeat=True), [1, 2, 30, 70])
+        check(run, rd.audit.Audit(folder, cut, longer, repeat=True), [1, 2, 30, 70])
         with pytest.raises(
             rd.DataStateError, match=r"step 12 the run had another pipeline: root: seq_len.*Give that one"
         ):
-            rd.Audit(folder, cut, repeat=True).find("web:1")
+            rd.audit.Audit(folder, cut, repeat=True).find("web:1")
         with pytest.raises(rd.DataStateError, match="another pipeline"):
-            list(rd.Audit(folder, longer, repeat=True).documents(0, 2))
+            list(rd.audit.Audit(folder, longer, repeat=True).documents(0, 2))
 
 
 def test_of_files_and_of_shards_that_had_the_row_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +216,7 @@ def test_of_files_and_of_shards_that_had_the_row_alone(tmp_path: Path, monkeypat
         seen[step] = [int(tokens[0]) // 100 for tokens in batch["tokens"]]
         if step in (3, 7):
             checkpoint.save(tmp_path / "run" / f"step-{step + 1}", {"loader": loader})
-    audit = rd.Audit(tmp_path / "run", pipeline)
+    audit = rd.audit.Audit(tmp_path / "run", pipeline)
     for row in range(48):
         read.clear()
         found = audit.find(f"corpus:{row}")
@@ -238,7 +242,7 @@ def test_of_a_source_that_the_run_has_no_more() -> None:
         run = Recorded(folder, repeat=True)
         for pipeline in (mixture, few_left_out):
             run.leg(pipeline, Leg(1, 2, 3, 4))
-        audit = rd.Audit(folder, mixture, few_left_out, repeat=True)
+        audit = rd.audit.Audit(folder, mixture, few_left_out, repeat=True)
         check(run, audit, [1, 1005, 2001, 2002, 2003])
         assert sum(len(audit.find(f"few:{row}").served) for row in range(SIZES["few"])) > 0
         assert all(audit.find(f"few:{row}").drawn for row in range(SIZES["few"]) if audit.find(f"few:{row}").served)
@@ -249,7 +253,7 @@ def test_of_a_loader_that_was_given_a_source(tmp_path: Path) -> None:
     loader = rd.DataLoader(source, global_batch_size=4)
     seen = [batch["x"].tolist() for batch in loader]
     checkpoint.save(tmp_path / "run" / "step-6", {"loader": loader})
-    [served] = rd.Audit(tmp_path / "run", source).find("numbers:7").served
+    [served] = rd.audit.Audit(tmp_path / "run", source).find("numbers:7").served
     assert seen[served.step][served.sample] == 7
 
 
@@ -268,7 +272,7 @@ def test_sources_of_one_name(tmp_path: Path) -> None:
     loader = rd.DataLoader(train, global_batch_size=4, repeat=True, num_logical_shards=4)
     seen = [batch["tokens"][:, 0].tolist() for _, batch in zip(range(6), loader, strict=False)]
     checkpoint.save(tmp_path / "run" / "step-6", {"loader": loader})
-    audit = rd.Audit(tmp_path / "run", train, repeat=True)
+    audit = rd.audit.Audit(tmp_path / "run", train, repeat=True)
     with pytest.raises(ValueError, match=r"several sources have the name 'train'.*\['code', 'web'\]"):
         audit.find("train:5")
     for name, first in (("web", 100), ("code", 200)):
@@ -296,18 +300,18 @@ def test_what_is_not_there_is_an_error(ask: Any, message: str, tmp_path: Path) -
     run = Recorded(tmp_path / "run", repeat=True)
     run.leg(cut, Leg(1, 1, 3, 4))
     with pytest.raises(ValueError, match=message):
-        ask(rd.Audit(tmp_path / "run", cut, repeat=True))
+        ask(rd.audit.Audit(tmp_path / "run", cut, repeat=True))
 
 
 def test_of_a_run_without_the_state_of_a_loader(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "run" / "step-1", {"model": {"x": 1}})
     with pytest.raises(rd.DataStateError, match="no data state"):
-        rd.Audit(tmp_path / "run", cut)
+        rd.audit.Audit(tmp_path / "run", cut)
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match="or an empty one"):
-        rd.Audit(tmp_path / "empty", cut)
+        rd.audit.Audit(tmp_path / "empty", cut)
     with pytest.raises(ValueError, match="Give the pipeline"):
-        rd.Audit(tmp_path / "run")
+        rd.audit.Audit(tmp_path / "run")
 
 
 def test_one_damaged_step_or_leftover_stops_no_question(tmp_path: Path) -> None:
@@ -317,9 +321,9 @@ def test_one_damaged_step_or_leftover_stops_no_question(tmp_path: Path) -> None:
     for step in (2, 4, 6):
         next(batches), next(batches)
         checkpoint.save(tmp_path / f"step-{step}", {"loader": loader})
-    whole = list(rd.Audit(tmp_path, rows).documents(0, 6))
+    whole = list(rd.audit.Audit(tmp_path, rows).documents(0, 6))
     shutil.copytree(tmp_path / "step-2", tmp_path / f".step-1.deleted-{'0' * 32}")
     for path in (tmp_path / "step-4").rglob("*.distcp"):
         path.write_bytes(path.read_bytes()[:-1])
     (tmp_path / "step-6" / ".metadata").unlink()  # stock DCP's copy, which a kill may leave out
-    assert list(rd.Audit(tmp_path, rows).documents(0, 6)) == whole
+    assert list(rd.audit.Audit(tmp_path, rows).documents(0, 6)) == whole

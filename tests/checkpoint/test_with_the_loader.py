@@ -69,7 +69,7 @@ def test_saved_on_two_ranks_and_resumed_on_three_and_one(tmp_path: Path, mode: s
     path = tmp_path / "run" / "step-5"
     assert opened(checkpoint.read_data_state(path))["samples"] == 60
     loader = make_loader()
-    rd.check_checkpoint(path, loader)
+    rd.checkpoint.check_checkpoint(path, loader)
     checkpoint.load(path, {"loader": loader})
     assert batches(loader, 6) == expected
 

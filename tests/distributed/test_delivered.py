@@ -65,7 +65,7 @@ def play(num_logical_shards: int) -> int:
             assert same_state(served.state_dict(), states[stop]), ("skip", pipeline, first, stop)
         if dist.get_rank() == 3:
             continue
-        here, there = (rd.DataLoader(pipeline, group=three, micro_batch_size=4, verify=True, **sizes) for _ in range(2))
+        here, there = (rd.DataLoader(pipeline, mesh=three, micro_batch_size=4, verify=True, **sizes) for _ in range(2))
         for first, stop in PAIRS:
             here.load_state_dict(states[first], delivered=(stop - first) * 4 * B)
             there.load_state_dict(states[stop])

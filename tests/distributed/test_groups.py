@@ -66,14 +66,14 @@ def on_4_ranks() -> dict[str, Any]:
     found["missing"] = _error(ValueError, lambda: UNEVEN.loader(12, dp_rank=me % 2, dp_world_size=3))
 
     world: Any = dist.group.WORLD
-    given = UNEVEN.loader(12, 1, group=world)
+    given = UNEVEN.loader(12, 1, mesh=world)
     take(given, 2)
     found["of the trainer"] = opened(given.state_dict())["shards"]["samples"].tolist()
-    found["wrong size"] = _error(ValueError, lambda: UNEVEN.loader(12, dp_rank=0, dp_world_size=2, group=world))
-    no_cpu = UNEVEN.loader(12, 1, group=dist.new_group(backend="cuda:gloo"))
+    found["wrong size"] = _error(ValueError, lambda: UNEVEN.loader(12, dp_rank=0, dp_world_size=2, mesh=world))
+    no_cpu = UNEVEN.loader(12, 1, mesh=dist.new_group(backend="cuda:gloo"))
     found["no CPU"] = sum(opened(no_cpu.state_dict())["shards"]["samples"].tolist())
     if pair is not None:
-        found["pair"] = UNEVEN.loader(12, group=pair).setup.ranks.world_size
+        found["pair"] = UNEVEN.loader(12, mesh=pair).setup.ranks.world_size
     dist.barrier()
     found["threads"] = _in_threads()
     return found
@@ -81,7 +81,7 @@ def on_4_ranks() -> dict[str, Any]:
 
 def _in_threads() -> bool:
     """Two threads of each process, that come to their exchanges in another order on each rank."""
-    ranks = [find_ranks(None, None, None, None, 60.0).built({}) for _ in range(2)]
+    ranks = [find_ranks(None, None, None, 60.0).built({}) for _ in range(2)]
     owner = np.arange(4)
     merged: list[list[Any]] = [[], []]
 
@@ -143,7 +143,7 @@ def test_no_group_spans_the_peers_that_share_a_dp_rank(found: list[dict[str, Any
 def test_the_trainers_own_group_serves_if_it_holds_the_dp_ranks(found: list[dict[str, Any]]) -> None:
     assert all(rank["of the trainer"] == found[0]["of the trainer"] for rank in found)
     assert [rank.get("pair") for rank in found] == [2, 2, None, None]
-    assert all("the group holds exactly the dp ranks, in their order" in rank["wrong size"] for rank in found)
+    assert all("Give mesh= or dp_rank= and dp_world_size=, not both" in rank["wrong size"] for rank in found)
     assert all(rank["no CPU"] == 0 for rank in found)
 
 

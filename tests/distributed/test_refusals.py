@@ -151,7 +151,7 @@ def loader_of(node: type[Scaled], factor: int) -> rd.DataLoader:
 def test_check_checkpoint_explains(whole: Path, data: Data, arguments: dict[str, Any], message: str) -> None:
     loader = data.loader(O, **arguments)
     with pytest.raises(rd.DataStateError, match=message):
-        rd.check_checkpoint(whole, loader)
+        rd.checkpoint.check_checkpoint(whole, loader)
     with pytest.raises((CheckpointException, rd.DataStateError)):
         _load(loader, whole)
     assert loader.step == 0
@@ -159,10 +159,10 @@ def test_check_checkpoint_explains(whole: Path, data: Data, arguments: dict[str,
 
 def test_another_parameter(tmp_path: Path) -> None:
     dcp.save({"loader": loader_of(Scaled, 2)}, checkpoint_id=tmp_path)
-    rd.check_checkpoint(tmp_path, loader_of(Scaled, 2))
+    rd.checkpoint.check_checkpoint(tmp_path, loader_of(Scaled, 2))
     message = r"The pipeline differ.*factor: saved 2, now 3.*use the saved ones, or begin a new run"
     with pytest.raises(rd.DataStateError, match=message):
-        rd.check_checkpoint(tmp_path, loader_of(Scaled, 3))
+        rd.checkpoint.check_checkpoint(tmp_path, loader_of(Scaled, 3))
     with pytest.raises(rd.DataStateError, match=message):
         _load(loader_of(Scaled, 3), tmp_path)
 
@@ -171,7 +171,7 @@ def test_a_field_too_many(tmp_path: Path) -> None:
     """DCP says that shapes differ, we say of what."""
     dcp.save({"loader": loader_of(Counted, 2)}, checkpoint_id=tmp_path)
     with pytest.raises(rd.DataStateError, match=r"The fields differ.*count was saved and is not there now"):
-        rd.check_checkpoint(tmp_path, loader_of(Scaled, 2))
+        rd.checkpoint.check_checkpoint(tmp_path, loader_of(Scaled, 2))
     with pytest.raises(rd.DataStateError, match=r"The fields differ.*count"):
         checkpoint.load(tmp_path, {"loader": loader_of(Scaled, 2)})
     with pytest.raises(CheckpointException, match=r"Size mismatch between saved .* for loader.table"):
@@ -180,9 +180,9 @@ def test_a_field_too_many(tmp_path: Path) -> None:
 
 def test_check_checkpoint_accepts_what_may_change(whole: Path) -> None:
     for o, b in ((O, 3), (2 * O, 8), (1, 1)):
-        rd.check_checkpoint(whole, ROWS.loader(o, b, repeat=False, tail="pad"))
-    rd.check_checkpoint(str(whole), ROWS.loader(O), key="loader")
-    rd.check_checkpoint(whole.with_name("two"), FILTERED.loader(O), key="validation")
+        rd.checkpoint.check_checkpoint(whole, ROWS.loader(o, b, repeat=False, tail="pad"))
+    rd.checkpoint.check_checkpoint(str(whole), ROWS.loader(O), key="loader")
+    rd.checkpoint.check_checkpoint(whole.with_name("two"), FILTERED.loader(O), key="validation")
 
 
 @pytest.mark.parametrize(
@@ -195,12 +195,12 @@ def test_check_checkpoint_accepts_what_may_change(whole: Path) -> None:
 )
 def test_a_checkpoint_without_the_data_state(whole: Path, name: str, key: str | None, message: str) -> None:
     with pytest.raises(rd.DataStateError, match=message):
-        rd.check_checkpoint(whole.with_name(name), ROWS.loader(O), key=key)
+        rd.checkpoint.check_checkpoint(whole.with_name(name), ROWS.loader(O), key=key)
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"No checkpoint at .*: there is nothing at this path"):
-        rd.check_checkpoint(tmp_path / "nothing", ROWS.loader(O))
+        rd.checkpoint.check_checkpoint(tmp_path / "nothing", ROWS.loader(O))
 
 
 def test_a_row_with_another_stamp() -> None:

@@ -59,7 +59,7 @@ def play(chain: Chain, groups: list[Any]) -> tuple[list[list[Taken]], int, float
         legs.append([])
         if dist.get_rank() < leg.w:
             workers = {"num_workers": leg.k, "multiprocessing_context": "fork"}  # which import nothing anew
-            loader = chain.data.loader(leg.o, leg.b, group=groups[leg.w], **workers)
+            loader = chain.data.loader(leg.o, leg.b, mesh=groups[leg.w], **workers)
             if state is not None:
                 loader.load_state_dict(state)
             legs[-1] += take(loader, leg.micro_batches) if len(legs) < len(chain.legs) else take_epoch(loader)

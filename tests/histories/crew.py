@@ -208,7 +208,7 @@ class Crew:
         self.processes = []
 
 
-def _find_ranks(mesh: Any, dp_rank: Any, dp_world_size: Any, group: Any, timeout: float) -> Ranks:
+def _find_ranks(mesh: Any, dp_rank: Any, dp_world_size: Any, timeout: float) -> Ranks:
     circle = _here.process.circle
     if circle is None:
         return Ranks()

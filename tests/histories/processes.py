@@ -55,7 +55,7 @@ def play(seed: int, folder: Path) -> str:
 def _leg(h: History, top: Top, group: Any, num: int, saved: str, name: str, taken: list[Any]) -> str:
     """What kind of state was saved at its end."""
     h.pipeline, h.prefetch = Pipeline(h.plan, h.files), 0
-    loader = h.make(top, group=group)
+    loader = h.make(top, mesh=group)
     h.recipe = loader.setup.recipe  # type: ignore[attr-defined]
     if saved:
         dcp.load({"loader": loader}, checkpoint_id=saved, process_group=group)

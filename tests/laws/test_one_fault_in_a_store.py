@@ -139,7 +139,7 @@ OPERATIONS: dict[str, Callable[[Path], Any]] = {
     "read_data_state": lambda _: opened(checkpoint.read_data_state(f"{RUN}/step-2"))["samples"],
     "verify": lambda _: checkpoint.verify(f"{RUN}/step-4"),
     "convert": convert,
-    "audit": lambda _: rd.Audit(RUN, pipeline).steps,
+    "audit": lambda _: rd.audit.Audit(RUN, pipeline).steps,
     "save": save,
     "save_alone": save_alone,
     "delete": delete,

@@ -97,7 +97,7 @@ def packed(source: Any) -> list[str]:
 
 
 def told_by_audit(source: Any, run: Path) -> str:
-    served = rd.Audit(str(run), lambda shard: rd.Reader(source, shard)).find(f"{source.name}:3").served
+    served = rd.audit.Audit(str(run), lambda shard: rd.Reader(source, shard)).find(f"{source.name}:3").served
     return repr([(each.step, each.sample) for each in served])
 
 

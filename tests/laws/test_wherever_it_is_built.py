@@ -111,7 +111,7 @@ def ranks_of(case: Case, rank: int) -> dict[str, Any]:
     if case["ranks"] == "mesh":
         return {"mesh": init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))}
     if case["ranks"] == "group":
-        return {"group": dist.new_group(list(range(world)))}
+        return {"mesh": dist.new_group(list(range(world)))}
     given = {"dp_rank": rank, "dp_world_size": world}
     return {"default": {}, "dp_rank": given, "one": {"dp_world_size": 1}}[case["ranks"]]
 
@@ -275,7 +275,7 @@ def groups_that_stay() -> tuple[int, int]:
     before = set(threading.enumerate())
     for _ in range(10):
         group = dist.new_group([0, 1])
-        with loader_of("rows", group=group) as loader:
+        with loader_of("rows", mesh=group) as loader:
             next(iter(loader))
             loader.state_dict()
             rd.whole_state(loader.local_state_dict())

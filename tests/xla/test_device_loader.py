@@ -328,9 +328,9 @@ def test_what_a_training_loop_asks_of_a_loader_is_answered_for_training(tmp_path
     plain.skip(4)
     assert answers(loader)[:3] == answers(plain)[:3]
     checkpoint.save(tmp_path / "c", {"loader": loader})
-    rd.check_checkpoint(tmp_path / "c", loader)
+    rd.checkpoint.check_checkpoint(tmp_path / "c", loader)
     fresh = DeviceLoader(make(rows, tail="pad"))
-    rd.load_changed(tmp_path / "c", fresh)
+    rd.checkpoint.load_changed(tmp_path / "c", fresh)
     assert ids(fresh) == ids(plain)
     with pytest.raises(TypeError, match="repeat=True is endless"):
         len(DeviceLoader(make(repeat=True)))

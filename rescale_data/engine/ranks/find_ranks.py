@@ -1,4 +1,4 @@
-"""From the arguments of a loader, a mesh, a group or numbers, to the ranks that they name."""
+"""From the arguments of a loader, a mesh, a process group or numbers, to the ranks that they name."""
 
 from __future__ import annotations
 
@@ -18,54 +18,42 @@ _MODEL_DIMS = {"tp", "tensor", "tensor_parallel", "pp", "pipeline", "cp", "conte
 
 
 def find_ranks(
-    mesh: DeviceMesh | None,
-    dp_rank: int | None,
-    dp_world_size: int | None,
-    group: dist.ProcessGroup | None,
-    timeout: float,
+    mesh: DeviceMesh | dist.ProcessGroup | None, dp_rank: int | None, dp_world_size: int | None, timeout: float
 ) -> Ranks:
-    """The ranks that the arguments of a loader name (collective where there is a process group).
+    """Return the ranks that the arguments of a loader name (collective where there is a process group).
 
     Args:
-        mesh: Mesh of the data-parallel ranks; several dims count row-major as one.
+        mesh: The data-parallel ranks: a mesh, of which several dims count row-major as one, or a process group of exactly
+            these ranks in their order.
         dp_rank: In place of a mesh, together with ``dp_world_size``.
-        group: Of exactly these ranks in their order.
 
     Raises:
         ValueError: The arguments contradict each other, or name ranks that a process group has yet to connect.
     """
     if dp_world_size == 1 and dp_rank is None:
         dp_rank = 0
-    _require_arguments(mesh, dp_rank, dp_world_size, group)
-    if dp_world_size == 1 and group is None:
+    _require_arguments(mesh, dp_rank, dp_world_size)
+    if dp_world_size == 1:
         return Ranks()
     if not (dist.is_available() and dist.is_initialized()):
         if dp_rank is None:
-            _require_one_process(mesh, group)
+            _require_one_process(mesh)
         return Ranks(dp_rank or 0, dp_world_size or 1, found_alone=True)
-    if dist.get_world_size() == 1 and mesh is None and group is None:
+    if dist.get_world_size() == 1 and mesh is None:
         return Ranks(dp_rank or 0, dp_world_size or 1, found_alone=True)
-    if dp_rank is not None and dp_world_size is not None and group is None:
-        members = by_dp_rank(dp_rank, dp_world_size, timeout)
-    else:
-        members = _named(mesh, group)
-    me = members.index(dist.get_rank())
-    if dp_rank is not None and (me, len(members)) != (dp_rank, dp_world_size):
-        raise ValueError(
-            f"This process is rank {me} of {len(members)} in group=, but dp_rank={dp_rank} and dp_world_size={dp_world_size} "
-            f"were given: the group holds exactly the dp ranks, in their order."
-        )
+    numbered = dp_rank is not None and dp_world_size is not None
+    members = by_dp_rank(dp_rank, dp_world_size, timeout) if numbered else _named(mesh)
     if len(members) == 1:
         return Ranks()
+    group = None if isinstance(mesh, DeviceMesh) else mesh
     circle = once(group, ("circle", *members), lambda: _new_circle(members, group))
-    return Ranks(me, len(members), circle, timeout)
+    return Ranks(members.index(dist.get_rank()), len(members), circle, timeout)
 
 
-def _require_one_process(mesh: object, group: object) -> None:
+def _require_one_process(mesh: object) -> None:
     """Refuse, or warn of, what says that this job has several processes, although there is no process group."""
-    given = "mesh=" if mesh is not None else "group=" if group is not None else ""
-    if given:
-        raise ValueError(f"{given} was given, but there is no process group (any more). {BUILD_LATER}")
+    if mesh is not None:
+        raise ValueError(f"mesh= was given, but there is no process group (any more). {BUILD_LATER}")
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise ValueError(
             f"The loader is built before the process group (WORLD_SIZE={os.environ['WORLD_SIZE']}), so every rank would read "
@@ -84,39 +72,28 @@ def _warn_once(message: str) -> None:
     _logger.warning(message)
 
 
-def _require_arguments(mesh: object, dp_rank: int | None, dp_world_size: int | None, group: object) -> None:
+def _require_arguments(mesh: object, dp_rank: int | None, dp_world_size: int | None) -> None:
     if (dp_rank is None) != (dp_world_size is None):
         raise ValueError(f"dp_rank={dp_rank} and dp_world_size={dp_world_size}: give both, or neither.")
     if mesh is not None and dp_rank is not None:
         raise ValueError("Give mesh= or dp_rank= and dp_world_size=, not both.")
-    require_mesh(mesh)
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group={group!r} is a {type(group).__name__}: give a process group of the dp ranks.")
+    if mesh is not None and not isinstance(mesh, DeviceMesh | dist.ProcessGroup):
+        raise TypeError(
+            f"mesh={mesh!r} is a {type(mesh).__name__}: give a DeviceMesh of the dp ranks, world_mesh['dp'], or their process "
+            f"group."
+        )
     if dp_rank is not None and dp_world_size is not None and not 0 <= dp_rank < dp_world_size:
         raise ValueError(
             f"dp_rank={dp_rank}, dp_world_size={dp_world_size}: a rank is at least 0 and less than the size."
         )
 
 
-def require_mesh(mesh: object) -> None:
-    """``TypeError`` of what is given and is no mesh."""
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise TypeError(
-            f"mesh={mesh!r} is a {type(mesh).__name__}: give a DeviceMesh of the dp ranks, world_mesh['dp']."
-        )
-
-
-def _named(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> list[int]:
+def _named(mesh: DeviceMesh | dist.ProcessGroup | None) -> list[int]:
     me = dist.get_rank()
-    of_group = None if group is None else dist.get_process_group_ranks(group)
-    if mesh is not None:
+    if isinstance(mesh, DeviceMesh):
         members = _of_mesh(mesh)
-        if of_group not in (None, members):
-            raise ValueError(
-                f"mesh holds the ranks {members}, group the ranks {of_group}: give the same, in one order."
-            )
-    elif of_group is not None:
-        members = of_group
+    elif mesh is not None:
+        members = dist.get_process_group_ranks(mesh)
     else:
         members = list(range(dist.get_world_size()))
         _logger.info(
@@ -126,8 +103,7 @@ def _named(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> list[int
         )
     if me not in members:
         raise ValueError(
-            f"This process has rank {me}, but {'group' if mesh is None else 'mesh'} holds the ranks {members}: pass the one "
-            f"that it is part of."
+            f"This process has rank {me}, but mesh holds the ranks {members}: pass the one that it is part of."
         )
     return members
 

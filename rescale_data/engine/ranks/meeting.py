@@ -156,7 +156,7 @@ def _meet_by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[i
     if len({len(found) for found in of_rank}) > 1:
         raise ValueError(
             f"The dp ranks were given to {sorted({len(found) for found in of_rank})} processes each: give each dp rank to as "
-            f"many (its TP, PP and CP peers), or pass mesh= or group= of the dp ranks."
+            f"many (its TP, PP and CP peers), or pass mesh= of the dp ranks."
         )
     return [found[place] for found in of_rank]
 

@@ -29,7 +29,7 @@ def check(header: Mapping[str, Any], loader: HasStream) -> None:
     raise DataStateError(
         f"The checkpoint keeps the table of the sources in another shape than the loader does: {added} are new and {removed} "
         f'gone. dcp.load refuses that ("Size mismatch"). Leave the loader out of the dict that dcp.load is given, and call '
-        f"rescale_data.load_changed(path, loader): new sources begin with their first row, the others go on."
+        f"rescale_data.checkpoint.load_changed(path, loader): new sources begin with their first row, the others go on."
     )
 
 

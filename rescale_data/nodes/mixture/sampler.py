@@ -41,7 +41,7 @@ class WeightedSampler(Node[Any]):
 
     Each source keeps its own epoch, ``<name>.<...>.epoch`` in the state. Between the legs of a run the weights may change:
     they count from then on; under a packer, from the end of the document or window that a logical shard is within, which
-    goes on with the weights it was begun with. Sources may come and go with `rescale_data.load_changed`. What a
+    goes on with the weights it was begun with. Sources may come and go with `rescale_data.checkpoint.load_changed`. What a
     packer has begun with a source that is gone is begun again without it, with a warning: give such a source weight 0 for a
     while before.
 

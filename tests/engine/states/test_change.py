@@ -345,7 +345,7 @@ class TestCheckpoint:
     def test_plain_load_takes_new_weights(self, tmp_path: Path) -> None:
         old, _ = self.save(tmp_path)
         [loader] = loaders({"web": 0.9, "code": 0.1})
-        rd.check_checkpoint(tmp_path, loader)
+        rd.checkpoint.check_checkpoint(tmp_path, loader)
         dcp.load({"loader": loader}, checkpoint_id=tmp_path, no_dist=True)
         want, _ = after(old.state_dict(), {"web": 0.9, "code": 0.1}, (1, 12), 3)
         assert steps([loader], 3) == want
@@ -355,7 +355,7 @@ class TestCheckpoint:
         old, _ = self.save(tmp_path)
         weights = {"books": 0.5, "web": 0.5}
         [loader] = loaders(weights)
-        rd.check_checkpoint(tmp_path, loader)
+        rd.checkpoint.check_checkpoint(tmp_path, loader)
         dcp.load({"loader": loader}, checkpoint_id=tmp_path, no_dist=True)
         want, _ = after(old.state_dict(), weights, (1, 12), 3)
         assert steps([loader], 3) == want
@@ -370,9 +370,9 @@ class TestCheckpoint:
         old, _ = self.save(tmp_path)
         ranks = loaders(weights, topology)
         with pytest.raises(rd.DataStateError, match=f"{said}.*load_changed"):
-            rd.check_checkpoint(tmp_path, ranks[0])
+            rd.checkpoint.check_checkpoint(tmp_path, ranks[0])
         for loader in ranks:
-            rd.load_changed(tmp_path, loader)
+            rd.checkpoint.load_changed(tmp_path, loader)
         want, _ = after(old.state_dict(), weights, (1, 12), 5)
         assert steps(ranks, 5) == want
 
@@ -395,6 +395,6 @@ class TestCheckpoint:
     def test_load_changed_is_strict_about_the_rest(self, tmp_path: Path) -> None:
         self.save(tmp_path)
         with pytest.raises(rd.DataStateError, match="stop: saved"):
-            rd.load_changed(tmp_path, loaders(ALL, stop="first")[0])
+            rd.checkpoint.load_changed(tmp_path, loaders(ALL, stop="first")[0])
         with pytest.raises(FileNotFoundError, match=r"No checkpoint at .*none"):
-            rd.load_changed(tmp_path / "none", loaders(ALL)[0])
+            rd.checkpoint.load_changed(tmp_path / "none", loaders(ALL)[0])
