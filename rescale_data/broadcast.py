@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rescale_data.engine.as_pipeline import refuse
 from rescale_data.engine.message import Bytes, to_bytes
+from rescale_data.engine.options import require_seconds
 from rescale_data.engine.ranks.meeting import by_dp_rank, digest
 from rescale_data.engine.ranks.peers import BATCH, RESULT, Peers
 from rescale_data.engine.reading import Batches
 from rescale_data.engine.report import Report
-from rescale_data.engine.setup import require_seconds
 from rescale_data.errors import picklable, require_callable
 from rescale_data.loader import DataLoader
 

@@ -10,14 +10,14 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from rescale_data.engine.as_pipeline import as_pipeline, refuse
-from rescale_data.engine.collate import collate
 from rescale_data.engine.opening import open_stream
+from rescale_data.engine.options import Options, Tail
 from rescale_data.engine.reading import Batches, Reading
 from rescale_data.engine.recipe import Pipeline
 from rescale_data.engine.report import Report
-from rescale_data.engine.setup import Setup, Tail
+from rescale_data.engine.setup import Setup
 from rescale_data.engine.stream import Stream
-from rescale_data.errors import checks_kinds, require_callable
+from rescale_data.errors import checks_kinds
 from rescale_data.sources.dataset import MapStyle
 from rescale_data.sources.iterable import IterableSource
 from rescale_data.sources.source import Source
@@ -27,6 +27,8 @@ _READ_AHEAD = (
     "for good what is on its way. Iterate, save, load and ask what reads it (rescale_data.xla.DeviceLoader) in place of the "
     "loader."
 )
+SLOW_AFTER = 10.0
+"""Seconds after which a wait for a batch is logged, once, as a warning: what is read, called or waited for."""
 _WHERE = ("mesh", "dp_rank", "dp_world_size")
 
 
@@ -63,13 +65,15 @@ class DataLoader:
             grad mode are its own there. 0: each batch is made when it is asked for.
         pin_memory: Whether batches arrive in page-locked memory, where there is an accelerator.
         multiprocessing_context: How workers start. The default is safe although this process has used threads.
-        slow_after: Seconds after which a wait for a batch is logged once, as a warning: what is read, called or waited for.
         timeout: Seconds to wait for a worker, or for another rank in a collective: more than a rank may ever be behind another
             one, so more than reading two steps takes where data is slowest. At most 2,000,000, 23 days.
         verify: Keep a digest of the rows that each logical shard has delivered, 8 bytes a shard and source in the state, and
             prove at the end of each epoch that every row was delivered once, across all legs of the run: else `DataStateError`.
         steps_per_epoch: Where the data has no epoch, or only reading tells its end: an iterator ends whenever `step` is a
             multiple of this. With ``repeat=False`` the data's own end comes within, and ends none (`progress` has its epochs).
+
+    Attributes:
+        options: The arguments, as they were given here or to `reopen` (`Options`, frozen).
 
     Raises:
         ValueError: A topology that does not fit, an epoch without a whole global batch; the message lists what fits. Or
@@ -92,7 +96,6 @@ class DataLoader:
         refuse(kwargs, len(args))
         return super().__new__(cls)
 
-    @checks_kinds
     def __init__(
         self,
         pipeline: Pipeline | Source | IterableSource | MapStyle,
@@ -114,46 +117,14 @@ class DataLoader:
         prefetch_batches: int = 0,
         pin_memory: bool = False,
         multiprocessing_context: str | BaseContext = "forkserver",
-        slow_after: float = 10.0,
         timeout: float = 300.0,
         verify: bool = False,
         steps_per_epoch: int | None = None,
     ) -> None:
-        self._given = {name: value for name, value in locals().items() if name != "self"}
-        require_callable(collate_fn=collate_fn, worker_init_fn=worker_init_fn)
-        if not slow_after > 0:
-            raise ValueError(f"slow_after={slow_after!r}: give seconds, more than 0; math.inf for no warning.")
-        if shuffle is False and num_logical_shards is None:
-            num_logical_shards = global_batch_size * max(num_workers, 1)
-        self.collate_fn = collate_fn or collate
-        stream = open_stream(
-            as_pipeline(pipeline, shuffle),
-            keeps_order=shuffle is False,
-            collate=collate_fn,
-            prefetch_batches=prefetch_batches,
-            pin_memory=pin_memory,
-            workers={
-                "prefetch": prefetch_factor,
-                "context": multiprocessing_context,
-                "timeout": timeout,
-                "slow_after": slow_after,
-                "init_fn": worker_init_fn,
-            },
-            steps_per_epoch=steps_per_epoch,
-            mesh=mesh,
-            dp_rank=dp_rank,
-            dp_world_size=dp_world_size,
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
-            num_logical_shards=num_logical_shards,
-            num_workers=num_workers,
-            seed=seed,
-            repeat=repeat,
-            tail=tail,
-            timeout=timeout,
-            verify=verify,
-        )
-        self._reading: Reading | None = Reading(stream, slow_after=slow_after)
+        given = {name: value for name, value in locals().items() if name not in ("self", "pipeline")}
+        self._pipeline, self.options = pipeline, Options(**given)
+        stream = open_stream(as_pipeline(pipeline, self.options.shuffle), self.options, SLOW_AFTER)
+        self._reading: Reading | None = Reading(stream, slow_after=SLOW_AFTER)
         self._close = self._reading.close
 
     def reopen(self, state: Mapping[str, Any] | None = None, delivered: int = 0, **changed: Any) -> None:
@@ -179,9 +150,10 @@ class DataLoader:
         kept: dict[str, Any] = {"num_logical_shards": layout.num_logical_shards}
         kept |= {"micro_batch_size": layout.micro_batch_size} if state is None else {}
         kept |= dict.fromkeys(_WHERE) if changed.keys() & set(_WHERE) else {}
-        other = DataLoader(**{**self._given, **kept, **changed})
+        given: dict[str, Any] = {"pipeline": self._pipeline, **vars(self.options), **kept, **changed}
+        other = DataLoader(**given)
         reading.reopen(other.give_away(), state, delivered)
-        self._given, self.collate_fn = {**self._given, **changed}, other.collate_fn
+        self._pipeline, self.options = other._pipeline, other.options
 
     # Batches
 

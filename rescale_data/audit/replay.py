@@ -9,11 +9,12 @@ from typing import TypeAlias
 import torch
 
 from rescale_data.engine.feed import Traced
+from rescale_data.engine.options import Options, Tail
 from rescale_data.engine.reading import Reading
 from rescale_data.engine.recipe import OWN_FIELDS, Pipeline, Recipe
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.schema import Schema
-from rescale_data.engine.setup import Tail, set_up
+from rescale_data.engine.setup import set_up
 from rescale_data.engine.states.codec import Saved, read
 from rescale_data.engine.states.differences import differences, without_all, without_functions
 from rescale_data.engine.states.statedict import merged_state_dict
@@ -139,8 +140,7 @@ class Stretch:
         return [self._reading(o, w, b, rank, 0 if together else self.num_workers, shards) for rank in range(w)]
 
     def _reading(self, o: int, w: int, b: int, rank: int, num_workers: int, shards: Container[int]) -> Reading:
-        setup = set_up(
-            lambda shard: self.pipeline(replace(shard, provenance=True)),
+        options = Options(
             global_batch_size=o,
             micro_batch_size=b,
             num_logical_shards=len(self.after.table),
@@ -152,6 +152,7 @@ class Stretch:
             tail=self.tail,
             verify=any(key.rpartition(".")[2] == Reader.PROOF.key for key in self.after.values),
         )
+        setup = set_up(lambda shard: self.pipeline(replace(shard, provenance=True)), options)
         runner = Runner(setup.recipe, setup.schema)
         return Reading(Stream(setup, runner, Traced(runner, shards)))
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from rescale_data.engine.collate import pin
 from rescale_data.engine.feed import Feed, InProcess, InThread, Mapped
+from rescale_data.engine.options import Options
 from rescale_data.engine.pool import Pool
 from rescale_data.engine.ranks.meeting import is_in_a_file
 from rescale_data.engine.recipe import Pipeline
-from rescale_data.engine.runner import Collate, Runner
+from rescale_data.engine.runner import Runner
 from rescale_data.engine.setup import Setup, set_up
 from rescale_data.engine.stream import Stream
 
@@ -23,48 +21,38 @@ _FORKS = (
 )
 
 
-def open_stream(
-    pipeline: Pipeline,
-    *,
-    keeps_order: bool,
-    collate: Collate | None,
-    prefetch_batches: int,
-    pin_memory: bool,
-    workers: Mapping[str, Any],
-    **given: Any,
-) -> Stream:
+def open_stream(pipeline: Pipeline, options: Options, slow_after: float) -> Stream:
     """Return the stream of a loader at the beginning of its run (collective where there is a process group).
 
     Args:
-        keeps_order: True if the order is that of the dataset, which only an aligned case keeps.
-        prefetch_batches: Without workers: the batches that a thread makes ahead.
-        workers: Of a `Pool`, by name.
-        given: The rest of `set_up`.
+        slow_after: Seconds after which a worker says what it does.
     """
-    if prefetch_batches < 0 or (prefetch_batches and given["num_workers"]):
-        raise ValueError(
-            f"prefetch_batches={prefetch_batches}, num_workers={given['num_workers']}: it is for num_workers=0, 0 or more; "
-            f"workers have prefetch_factor."
-        )
-    if workers["prefetch"] < 1:
-        raise ValueError(
-            f"prefetch_factor={workers['prefetch']}: give the messages that a worker may be ahead, at least 1."
-        )
-    setup = set_up(pipeline, **given)
-    if keeps_order and setup.layout.misfit is not None:
+    setup = set_up(pipeline, options)
+    if options.shuffle is False and setup.layout.misfit is not None:
         raise ValueError(
             f"shuffle=False keeps the order of the dataset where the case is aligned: {setup.layout.misfit}."
         )
-    runner, pins = Runner(setup.recipe, setup.schema), pin_memory and torch.accelerator.is_available()
-    if setup.layout.num_workers:
-        return Stream(setup, runner, _pool(setup, collate, pins, workers))
-    feed: Feed = InProcess(runner, collate)
+    runner = Runner(setup.recipe, setup.schema)
+    pins = options.pin_memory and torch.accelerator.is_available()
+    if options.num_workers:
+        return Stream(setup, runner, _pool(setup, options, slow_after, pin_memory=pins))
+    feed: Feed = InProcess(runner, options.collate_fn)
     feed = Mapped(feed, pin) if pins else feed
-    return Stream(setup, runner, InThread(feed, prefetch_batches) if prefetch_batches else feed)
+    return Stream(setup, runner, InThread(feed, options.prefetch_batches) if options.prefetch_batches else feed)
 
 
-def _pool(setup: Setup, collate: Collate | None, pin_memory: bool, workers: Mapping[str, Any]) -> Feed:
-    pool = Pool(setup.recipe, collate, setup.layout.num_workers, pin_memory=pin_memory, **workers)
+def _pool(setup: Setup, options: Options, slow_after: float, *, pin_memory: bool) -> Feed:
+    pool = Pool(
+        setup.recipe,
+        options.collate_fn,
+        options.num_workers,
+        prefetch=options.prefetch_factor,
+        context=options.multiprocessing_context,
+        timeout=options.timeout,
+        slow_after=slow_after,
+        init_fn=options.worker_init_fn,
+        pin_memory=pin_memory,
+    )
     if pool.forks and setup.ranks.circle is not None and is_in_a_file():
         setup.ranks.warn(_FORKS)
     return pool

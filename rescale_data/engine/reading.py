@@ -182,7 +182,7 @@ class Reading:
     def _say_slow(self, seconds: float, frame: FrameType | None) -> None:
         what = self.stream.feed.doing() if waits(frame) else ""
         _logger.warning(
-            "Rank %d has waited %.0f s for a batch (slow_after= says what is long): %s.",
+            "Rank %d has waited %.0f s for a batch: %s.",
             self.stream.ranks.rank,
             seconds,
             what or describe(frame),

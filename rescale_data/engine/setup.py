@@ -7,11 +7,8 @@ import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
 
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
-
+from rescale_data.engine.options import Options, Tail
 from rescale_data.engine.ranks.find_ranks import find_ranks
 from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.recipe import Pipeline, Recipe
@@ -22,9 +19,6 @@ from rescale_data.nodes.reader import Reader
 from rescale_data.sources.decoded.cache import by_owner, owner_of
 from rescale_data.sources.decoded.interest import warn_if_thrashing
 
-Tail: TypeAlias = Literal["drop", "pad"]
-
-_MOST_SECONDS = 2_000_000
 _FEW_ROWS, _EVEN_ROWS = 8, 20  # a shard; from the second on, rows of an endless stream come equally often within 5 %
 _warned: dict[int, bool] = by_owner()
 _log = logging.getLogger("rescale_data")
@@ -47,73 +41,39 @@ class Setup:
         return self.schema.epoch_end(self.schema.fresh_table(self.layout.num_logical_shards)) is not None
 
 
-def set_up(
-    pipeline: Pipeline,
-    *,
-    global_batch_size: int,
-    micro_batch_size: int | None = None,
-    num_logical_shards: int | None = None,
-    mesh: DeviceMesh | ProcessGroup | None = None,
-    dp_rank: int | None = None,
-    dp_world_size: int | None = None,
-    num_workers: int = 0,
-    seed: int = 0,
-    repeat: bool = False,
-    tail: Tail = "drop",
-    timeout: float = 300.0,
-    verify: bool = False,
-    steps_per_epoch: int | None = None,
-) -> Setup:
-    """Return the checked arguments of a loader, defaults resolved (collective where there is a process group)."""
-    if tail not in ("drop", "pad"):
-        raise ValueError(f"tail={tail!r}: give 'drop' or 'pad'.")
-    if global_batch_size < 1:
-        raise ValueError(f"global_batch_size={global_batch_size}: it is at least 1, the samples of one optimizer step.")
-    require_seconds(timeout=timeout)
-    ranks = find_ranks(mesh, dp_rank, dp_world_size, timeout)
-    if micro_batch_size is None:
-        micro_batch_size = max(1, global_batch_size // ranks.world_size)
+def set_up(pipeline: Pipeline, options: Options) -> Setup:
+    """Return the setup of a loader, defaults resolved, what cannot run refused (collective where there is a process group)."""
+    o = options.global_batch_size
+    ranks = find_ranks(options.mesh, options.dp_rank, options.dp_world_size, options.timeout)
     layout = Layout(
-        num_logical_shards=_num_logical_shards(num_logical_shards, global_batch_size, ranks),
-        global_batch_size=global_batch_size,
+        num_logical_shards=_num_logical_shards(options, ranks),
+        global_batch_size=o,
         dp_world_size=ranks.world_size,
-        micro_batch_size=micro_batch_size,
-        num_workers=num_workers,
+        micro_batch_size=max(1, o // ranks.world_size)
+        if options.micro_batch_size is None
+        else options.micro_batch_size,
+        num_workers=options.num_workers,
     )
-    recipe = Recipe(pipeline, layout.num_logical_shards, seed, repeat, verify, global_batch_size)
+    recipe = Recipe(pipeline, layout.num_logical_shards, options.seed, options.repeat, options.verify, o)
     schema = Schema(recipe.build(0))  # on every rank, so that what it says is the same on any topology
     _check_memory(schema, layout)
-    setup = Setup(recipe, schema, layout, ranks, tail, steps_per_epoch)
+    setup = Setup(recipe, schema, layout, ranks, options.tail, options.steps_per_epoch)
     _check_epoch(setup)
-    _check_steps(setup, steps_per_epoch)
+    _check_steps(setup, options.steps_per_epoch)
     _check_shards(setup)
+    alike = ("num_workers", "seed", "repeat", "tail", "verify", "steps_per_epoch")
     ranks = ranks.built(
         {
-            "global_batch_size": global_batch_size,
+            "global_batch_size": o,
             "micro_batch_size": layout.micro_batch_size,
             "num_logical_shards": layout.num_logical_shards,
-            "num_workers": num_workers,
-            "seed": seed,
-            "repeat": repeat,
-            "tail": tail,
-            "verify": verify,
+            **{name: getattr(options, name) for name in alike},
             "pipeline": schema.pipeline_json,
             "sources": schema.sources_json,
-            "steps_per_epoch": steps_per_epoch,
         }
     )
     _warn_if_not_aligned(setup)
     return replace(setup, ranks=ranks)
-
-
-def require_seconds(**given: float) -> None:
-    """``ValueError`` where a time to wait is not a number of seconds that sockets and process groups of torch can count."""
-    for name, seconds in given.items():
-        if not 0 < seconds <= _MOST_SECONDS:
-            raise ValueError(
-                f"{name}={seconds!r}: give the seconds to wait for a worker or another rank, more than 0, at most "
-                f"{_MOST_SECONDS:,} (23 days)."
-            )
 
 
 def _warn_if_not_aligned(setup: Setup) -> None:
@@ -139,10 +99,13 @@ def _check_steps(setup: Setup, steps_per_epoch: int | None) -> None:
         )
 
 
-def _num_logical_shards(given: int | None, global_batch_size: int, ranks: Ranks) -> int:
-    if given is not None:
-        return given
-    default = default_num_logical_shards(global_batch_size)
+def _num_logical_shards(options: Options, ranks: Ranks) -> int:
+    o = options.global_batch_size
+    if options.num_logical_shards is not None:
+        return options.num_logical_shards
+    if options.shuffle is False:
+        return o * max(options.num_workers, 1)
+    default = default_num_logical_shards(o)
     ranks.info(
         "num_logical_shards=%d (by default), fixed from here on for the whole run: name it if the global batch "
         "may change.",

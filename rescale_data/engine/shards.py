@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from rescale_data.engine.feed import InProcess
+from rescale_data.engine.options import Options
 from rescale_data.engine.recipe import Pipeline
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.setup import Setup, set_up
@@ -74,8 +75,7 @@ class LogicalShards(BaseNode[list[Any]]):
     ) -> None:
         super().__init__()
         require_function(pipeline, "a logical shard")
-        self.setup: Setup = set_up(
-            pipeline,
+        options = Options(
             num_logical_shards=num_logical_shards,
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
@@ -85,6 +85,7 @@ class LogicalShards(BaseNode[list[Any]]):
             seed=seed,
             repeat=repeat,
         )
+        self.setup: Setup = set_up(pipeline, options)
         runner = Runner(self.setup.recipe, self.setup.schema)
         self.stream = Stream(self.setup, runner, InProcess(runner, list))
         self._asked: bool | None = None  # for a state, since it was reset to one at an epoch's end

@@ -15,7 +15,6 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
-from rescale_data.engine.collate import collate
 from rescale_data.loader import DataLoader
 
 FILE = "rescale_data.pt"
@@ -117,7 +116,7 @@ def _require_fit(args: TrainingArguments, loader: DataLoader, num_ranks: int) ->
 
 def _require_labels_that_are_not_shifted(loader: DataLoader) -> None:
     is_shifted = any(getattr(node, "labels", False) for _, node in loader.setup.schema.root.walk())
-    if is_shifted and loader.collate_fn is collate:
+    if is_shifted and loader.options.collate_fn is None:
         raise ValueError(
             "The packer has labels=True, so labels[t] is the token after tokens[t]. Models of transformers shift labels "
             "themselves, and would learn the token after the next. Give rd.DataLoader(collate_fn=causal_lm_batch), from "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
-from rescale_data.engine.collate import with_valid
+from rescale_data.engine.collate import collate, with_valid
 from rescale_data.engine.recipe import Recipe
 from rescale_data.engine.shards import LogicalShards
 from rescale_data.engine.states.statedict import merged_state_dict
@@ -109,7 +109,7 @@ class _Reference:
             micro_batch = loader.stream.take()
             samples = [self._next(shard) for shard in micro_batch.shards[: micro_batch.num_real]]
             if len(samples) == len(micro_batch.shards):
-                expected = loader.collate_fn(samples)
+                expected = (loader.options.collate_fn or collate)(samples)
                 if loader.setup.tail == "pad":
                     expected = with_valid(expected, len(samples), len(samples))
                 _compare(micro_batch.batch, expected, f"{where}, rank {rank}")

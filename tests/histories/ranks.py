@@ -46,7 +46,12 @@ class Seat:
     on_devices = False
 
     def __init__(self, loader: rd.DataLoader, ahead: int) -> None:
-        if self.on_devices and ahead and loader.setup.ranks.world_size == 1 and loader.collate_fn is not as_samples:
+        if (
+            self.on_devices
+            and ahead
+            and loader.setup.ranks.world_size == 1
+            and loader.options.collate_fn is not as_samples
+        ):
             from rescale_data.xla import DeviceLoader
 
             loader = DeviceLoader(loader, read_ahead=ahead)

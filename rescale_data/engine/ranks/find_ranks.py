@@ -41,8 +41,8 @@ def find_ranks(
         return Ranks(dp_rank or 0, dp_world_size or 1, found_alone=True)
     if dist.get_world_size() == 1 and mesh is None:
         return Ranks(dp_rank or 0, dp_world_size or 1, found_alone=True)
-    numbered = dp_rank is not None and dp_world_size is not None
-    members = by_dp_rank(dp_rank, dp_world_size, timeout) if numbered else _named(mesh)
+    given = None if dp_rank is None or dp_world_size is None else (dp_rank, dp_world_size)
+    members = _named(mesh) if given is None else by_dp_rank(*given, timeout)
     if len(members) == 1:
         return Ranks()
     group = None if isinstance(mesh, DeviceMesh) else mesh

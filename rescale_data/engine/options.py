@@ -1,0 +1,72 @@
+"""`Options`: the arguments of a loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.context import BaseContext
+from typing import Any, Literal, TypeAlias
+
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from rescale_data.errors import checks_kinds, require_callable
+
+Tail: TypeAlias = Literal["drop", "pad"]
+_MOST_SECONDS = 2_000_000
+
+
+@checks_kinds
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The arguments of a loader as they were given, which `DataLoader` documents; what is wrong by itself is refused."""
+
+    shuffle: bool | int = True
+    global_batch_size: int
+    micro_batch_size: int | None = None
+    num_logical_shards: int | None = None
+    mesh: DeviceMesh | ProcessGroup | None = None
+    dp_rank: int | None = None
+    dp_world_size: int | None = None
+    num_workers: int = 0
+    seed: int = 0
+    repeat: bool = False
+    tail: Tail = "drop"
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    worker_init_fn: Callable[[int], object] | None = None
+    prefetch_factor: int = 2
+    prefetch_batches: int = 0
+    pin_memory: bool = False
+    multiprocessing_context: str | BaseContext = "forkserver"
+    timeout: float = 300.0
+    verify: bool = False
+    steps_per_epoch: int | None = None
+
+    def __post_init__(self) -> None:
+        require_callable(collate_fn=self.collate_fn, worker_init_fn=self.worker_init_fn)
+        if self.tail not in ("drop", "pad"):
+            raise ValueError(f"tail={self.tail!r}: give 'drop' or 'pad'.")
+        if self.global_batch_size < 1:
+            raise ValueError(
+                f"global_batch_size={self.global_batch_size}: it is at least 1, the samples of one optimizer step."
+            )
+        if self.prefetch_batches < 0 or (self.prefetch_batches and self.num_workers):
+            raise ValueError(
+                f"prefetch_batches={self.prefetch_batches}, num_workers={self.num_workers}: it is for num_workers=0, 0 or "
+                f"more; workers have prefetch_factor."
+            )
+        if self.prefetch_factor < 1:
+            raise ValueError(
+                f"prefetch_factor={self.prefetch_factor}: give the messages that a worker may be ahead, at least 1."
+            )
+        require_seconds(timeout=self.timeout)
+
+
+def require_seconds(**given: float) -> None:
+    """``ValueError`` where a time to wait is not a number of seconds that sockets and process groups of torch can count."""
+    for name, seconds in given.items():
+        if not 0 < seconds <= _MOST_SECONDS:
+            raise ValueError(
+                f"{name}={seconds!r}: give the seconds to wait for a worker or another rank, more than 0, at most "
+                f"{_MOST_SECONDS:,} (23 days)."
+            )
