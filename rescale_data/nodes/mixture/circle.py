@@ -1,4 +1,4 @@
-"""In which order a mixture draws from its sources: points on a circle, pure functions of integers.
+"""The order in which a mixture draws from its sources: points on a circle, pure functions of integers.
 
 The sources lie on a circle of ``TURN`` parts, each an arc as long as its share. Draw n of logical shard i of N takes the
 source in whose arc this point falls:
@@ -50,12 +50,12 @@ class Circle:
         return (self.start + draw * self.step) % TURN
 
     def points(self, first: int, num_draws: int) -> Words:
-        """Of the draws from ``first`` on, ``uint64[num_draws]``."""
+        """Return the points of the draws from ``first`` on, ``uint64[num_draws]``."""
         steps = np.arange(num_draws, dtype=np.uint64) * np.uint64(self.step)
         return steps + np.uint64(self.point(first))
 
     def count(self, first: int, stop: int, arc: Arc) -> int:
-        """How many of the draws ``first .. stop - 1`` fall into an arc."""
+        """Count the draws ``first .. stop - 1`` that fall into an arc."""
         num, at = stop - first, self.point(first)
         return floor_sum(num, self.step, at - arc[0]) - floor_sum(num, self.step, at - arc[1])
 
@@ -134,7 +134,7 @@ class Arcs:
         return (self.ends[source - 1] if source else 0, self.ends[source])
 
     def stretch(self, point: int, source: int) -> int:
-        """Where a point of a source's arc comes to lie when the arc is stretched to the whole circle."""
+        """Return the place of a point of a source's arc when the arc is stretched to the whole circle."""
         return stretched(point, self.arc(source))
 
     def stretch_all(self, points: Words, source: int) -> Words:
@@ -149,7 +149,7 @@ def arcs(weights: tuple[float, ...]) -> Arcs:
 
 
 def shares(weights: tuple[float, ...], whole: int) -> list[int]:
-    """What of ``whole`` each weight makes up, together all of it: of the bits of the weights, in integers alone."""
+    """Return the parts of ``whole`` in proportion to the weights, which add up to it: integers of the bits of the weights."""
     exponent = 60 - math.frexp(max(weights))[1]
     exact = [int(math.ldexp(weight, exponent)) for weight in weights]
     total = sum(exact)

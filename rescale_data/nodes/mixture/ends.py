@@ -1,4 +1,4 @@
-"""When the sources of a mixture end, as far as that is known without drawing, and which ends are refused."""
+"""The ends of the sources of a mixture, as far as they are known without drawing, and the errors where one may not end."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def samples_left(
     *,
     endless: bool,
 ) -> list[int] | None:
-    """How many samples each source has before it ends what a mixture reads of it; `None` where that is not known.
+    """Return the samples of each source before the end of what a mixture reads of it; `None` where that is not known.
 
     Args:
         sources: And the slots of each.

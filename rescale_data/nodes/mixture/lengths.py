@@ -61,7 +61,7 @@ class TokenArcs:
 
     @property
     def num_tokens(self) -> int:
-        """Of all sources, also of those that rest."""
+        """The tokens drawn from all sources, also from those that rest."""
         return self._all_tokens + self._resting
 
     def choose(self, point: int) -> int:
@@ -76,7 +76,7 @@ class TokenArcs:
         return at
 
     def stretch(self, point: int, source: int) -> int:
-        """Where a point of a source's arc comes to lie when the arc is stretched to the whole circle."""
+        """Return the place of a point of a source's arc when the arc is stretched to the whole circle."""
         return (point * self._total - sum(self._arcs[:source]) * TURN) // self._arcs[source]
 
     def numbers(self) -> Ints:

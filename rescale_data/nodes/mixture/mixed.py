@@ -64,7 +64,7 @@ class MixedDocuments:
         self._forget()
 
     def _forget(self) -> None:
-        """What was read for one answer: there may be hundreds of sources, in each logical shard."""
+        """Drop the blocks read for one answer: there may be hundreds of sources, in each logical shard."""
         self._supplies: dict[int, Supply] = {}
         self._together, self._places = EMPTY, _NOWHERE
 
@@ -75,7 +75,7 @@ class MixedDocuments:
         return found
 
     def begin_at(self, position: View) -> None:
-        """What lies before a position is not read again: costly documents behind it are kept."""
+        """Drop costly documents before a position; those behind it are kept."""
         for source, kept in self._kept.items():
             kept.begin_at(position[self._mixture.slots_of(source)])
 
@@ -170,7 +170,7 @@ class MixedDocuments:
         return self._places[1]
 
     def _read_of(self, source: int) -> Spans:
-        """Those of a source among them."""
+        """Return the documents of a source among those read together."""
         first, num = self._places[:, source].tolist()
         return self._together[first : first + num]
 
@@ -217,7 +217,7 @@ class MixedDocuments:
         return chosen[:limit], ended
 
     def _have(self, source: int, num: int, most: int, documents: Documents | None = None) -> bool:
-        """Whether a source has so many documents; up to ``most`` are read if any are."""
+        """True if a source has so many documents; up to ``most`` are read if any are."""
         supply = self._supplies.get(source)
         if supply is None:
             slots = self._mixture.slots_of(source)

@@ -1,4 +1,4 @@
-"""What a mixture shows of its progress."""
+"""The progress of a mixture, for loggers."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class MixtureRow:
         return _fields(tuple(self.names), self.unit)
 
     def drawn_in(self, rows: Ints) -> Ints:
-        """What has been drawn in each of ``int64[M, slots]``, in the mixture's unit."""
+        """Return the draws, or by tokens the tokens, in each of ``int64[M, slots]``."""
         return rows[:, self.tokens].sum(axis=1) if self.unit == "tokens" else rows[:, NUM]
 
     def begin_epoch(self, rows: Ints) -> None:

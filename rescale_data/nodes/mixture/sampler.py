@@ -189,7 +189,7 @@ class WeightedSampler(Node[Any]):
         return self._draws.settle(position)
 
     def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
-        """What was drawn since the run began is still counted: schedule and epochs go on."""
+        """Begin the next epoch of all sources; counts since the run began stay, so schedule and epochs go on."""
         own = slice(0, offsets(self.own_fields())[-1])
         kept = copy_of(position[own])
         super().next_epoch(position, is_drawn=is_drawn)
@@ -198,7 +198,7 @@ class WeightedSampler(Node[Any]):
         self._weights.settle(position)
 
     def is_stuck(self, position: View) -> bool:
-        """Some of the weight is that of a source that is gone."""
+        """True if some of the weight is that of a source that is gone."""
         return self._weights.is_stuck(position) or super().is_stuck(position)
 
     def is_blocked(self, position: View) -> bool:
@@ -224,7 +224,7 @@ class WeightedSampler(Node[Any]):
         return {**as_json(self._weights.rule), "unit": self.unit, "column": self.column, "stop": self.stop}
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
-        """Of each source: what was drawn since the run began, its share of that in the mixture's unit, and epochs.
+        """Return what was drawn of each source since the run began, its share of that in the mixture's unit, and its epochs.
 
         ``epochs/...`` is the mean over the readers below a source and over logical shards, and ``ended_shards/...`` in how
         many of these it has had its `max_epochs`.

@@ -49,7 +49,7 @@ class Sources:
         self._documents.clear()
 
     def open(self, source: int) -> Node[Any]:
-        """This shard's own node, bound or not."""
+        """Return this shard's own node, bound or not."""
         node = self.nodes[source]
         if self._is_own(node) or not isinstance(node, Reader) or self._shard is None:
             return node
@@ -67,7 +67,7 @@ class Sources:
         return node
 
     def documents(self, source: int, column: str) -> Documents:
-        """Those of a source."""
+        """Return the documents of a source."""
         opened = self._documents.get(column)
         if opened is None:
             opened = self._documents[column] = {}

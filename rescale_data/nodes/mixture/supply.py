@@ -54,7 +54,7 @@ class Kept:
 
 
 def _num_before(found: Spans, begin: bytes, position: View) -> int:
-    """How many of the documents lie before a position; 0 if it is not between two of them."""
+    """Count the documents before a position; 0 if it is not between two of them."""
     at = np.frombuffer(begin, dtype=np.int64).copy().data
     for number in range(1, len(found)):
         found[number - 1 :].move(at, 1)
@@ -103,7 +103,7 @@ class Supply:
 
     @property
     def lengths(self) -> Ints:
-        """Of its documents."""
+        """The lengths of its documents."""
         return np.concatenate([part.length for part in self._parts])
 
     def spans(self, num: int) -> list[Spans]:

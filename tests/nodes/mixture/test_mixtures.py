@@ -355,8 +355,8 @@ def drawn_lengths(rng: np.random.Generator, mean: int, sigma: float, num: int) -
 @pytest.mark.parametrize(
     ("mean", "sigma", "seeds", "bound"),
     [
-        (4096, 0, 2, 0.35),
-        (500, 0, 1, 0.35),
+        (4096, 0, 2, 0.15),
+        (500, 0, 1, 0.1),
         (100, 1, 1, 0.75),
         (500, 1, 2, 0.95),
         (2000, 1, 3, 1.05),

@@ -41,16 +41,18 @@ def test_global_batches_follow_a_schedule(interpolate: Any) -> None:
     assert (found[85:, 0] == 0).all()
 
 
-def test_a_schedule_by_tokens() -> None:
-    node = mixture(rd.Shard(), rd.Schedule([(0, A), (3000, C)]), unit="tokens", column="tokens").children["source"]  # type: ignore[attr-defined]
+@pytest.mark.parametrize("then", [B, C])
+def test_a_schedule_by_tokens(then: dict[str, float]) -> None:
+    """What was drawn by the weights before is no debt."""
+    node = mixture(rd.Shard(), rd.Schedule([(0, A), (3000, then)]), unit="tokens", column="tokens").children["source"]  # type: ignore[attr-defined]
     drawn: Counter[int] = Counter()
     for sample in itertools.islice(node, 2500):
         drawn[sample["source"]] += len(sample["tokens"])
         if 2990 < drawn.total() <= 3000:
             first = drawn.copy()
-    wanted = [3000 * 0.5, 3000 * 0.3 + 0.6 * (drawn.total() - 3000), 3000 * 0.2 + 0.4 * (drawn.total() - 3000)]
-    assert all(abs(first[i] - w) < 20 for i, w in enumerate((1500, 900, 600)))
-    assert all(abs(drawn[i] - w) < 30 for i, w in enumerate(wanted))
+    after = drawn.total() - 3000
+    assert all(abs(first[i] - 3000 * A[name]) < 20 for i, name in enumerate(NAMES))
+    assert all(abs(drawn[i] - 3000 * A[name] - then[name] * after) < 30 for i, name in enumerate(NAMES))
 
 
 def loader_of(weights: Any, **kwargs: Any) -> rd.DataLoader:
