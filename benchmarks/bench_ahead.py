@@ -30,7 +30,7 @@ import rescale_data as rd
 STEPS = (5, 20, 100)
 MODES: dict[str, dict[str, int]] = {
     "no thread": {},
-    "a thread": {"prefetch_batches": 2},
+    "a thread": {"prefetch": 2},
     "2 workers": {"num_workers": 2},
 }
 KINDS = ["asleep", "busy"]

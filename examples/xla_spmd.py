@@ -27,7 +27,7 @@ from torch import nn
 
 import rescale_data as rd
 from rescale_data import checkpoint
-from rescale_data.xla import DeviceLoader, host_mesh
+from rescale_data.xla import Transfer, host_mesh
 
 SEQ_LEN = 32
 VOCABULARY = 256
@@ -86,9 +86,10 @@ def train(source: rd.Source, leg: Leg, load_from: Path | None, save_to: Path | N
         num_workers=leg.num_workers,
         mesh=host_mesh(),  # one dp rank a host: here there is one
         repeat=True,
+        transfer=Transfer(input_sharding=sharding),  # what is saved is what training has received
     )
     record: list[tuple[float, int]] = []
-    with DeviceLoader(loader, input_sharding=sharding) as loader:  # what is saved is what training has received
+    with loader:
         state = {"model": model, "optimizer": optimizer, "loader": loader}
         if load_from is not None:
             checkpoint.load(load_from, state)

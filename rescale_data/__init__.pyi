@@ -3,7 +3,6 @@
 from rescale_data import audit as audit
 from rescale_data import checkpoint as checkpoint
 from rescale_data import testing as testing
-from rescale_data.broadcast import Broadcast as Broadcast
 from rescale_data.engine.collate import pad_collate as pad_collate
 from rescale_data.engine.shards import LogicalShards as LogicalShards
 from rescale_data.engine.states.statedict import whole_state as whole_state

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from multiprocessing.context import BaseContext, get_spawning_popen
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, cast
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,19 +17,18 @@ from rescale_data.engine.reading import Batches, Reading
 from rescale_data.engine.recipe import Pipeline
 from rescale_data.engine.report import Report
 from rescale_data.engine.setup import Setup
+from rescale_data.engine.shared import Shared
 from rescale_data.engine.stream import Stream
+from rescale_data.engine.transfer import Transfer
 from rescale_data.errors import checks_kinds
 from rescale_data.sources.dataset import MapStyle
 from rescale_data.sources.iterable import IterableSource
 from rescale_data.sources.source import Source
 
-_READ_AHEAD = (
-    "Something reads this loader ahead of training: its position is not that of training, and a state of it would leave out "
-    "for good what is on its way. Iterate, save, load and ask what reads it (rescale_data.xla.DeviceLoader) in place of the "
-    "loader."
-)
 SLOW_AFTER = 10.0
 """Seconds after which a wait for a batch is logged, once, as a warning: what is read, called or waited for."""
+
+
 _WHERE = ("mesh", "dp_rank", "dp_world_size")
 
 
@@ -52,6 +52,13 @@ class DataLoader:
             go through it: all loaders over the same ranks share a gloo group of their own.
         dp_rank: In place of a mesh, together with ``dp_world_size``: all ranks of the job then build the loader, and no group
             spans the TP, PP and CP peers that share a dp rank. ``dp_world_size=1`` alone: this process reads all rows.
+        peers: The processes that share this one's dp rank (TP, PP, CP), as a `DeviceMesh` (several dims count as one) or their
+            process group, on any backend. The first of them reads, and sends all of them its batches, from CPU to CPU, its
+            state and its errors; the others build no pipeline, read nothing and start no worker. ``pipeline`` is then a
+            function without arguments that returns what is read, called on the first alone, and the dp ranks are named. Every
+            method, but for `progress` and `close`, is collective over the peers, in one thread.
+        receives: `False`: this one of the ``peers`` needs no batches (a pipeline stage), and gets `None` for each. The first
+            always has them.
         num_workers: K worker processes; 0 makes batches in this process.
         seed: Seed of every order.
         repeat: `False`: ``iter(loader)`` ends with the epoch. `True`: it never ends.
@@ -59,11 +66,13 @@ class DataLoader:
             ``batch["valid"]: Bool[b]`` in every batch. Of a batch that is no dict the first `last_batch_samples` are real.
         collate_fn: A list of b samples -> batch, run where samples are made. Default: torch's `default_collate`.
         worker_init_fn: Called with its number in each worker process when that starts.
-        prefetch_factor: Messages that each worker may be ahead.
-        prefetch_batches: With ``num_workers=0``: a thread makes so many batches while training computes, and the state stays
-            that of what was taken. Functions of a pipeline, and ``collate_fn``, run in that thread: torch's default device and
-            grad mode are its own there. 0: each batch is made when it is asked for.
-        pin_memory: Whether batches arrive in page-locked memory, where there is an accelerator.
+        prefetch: Batches that a thread makes ahead while training computes; with workers, messages that each may be ahead. The
+            state stays that of what was taken. Functions of a pipeline, and ``collate_fn``, run in that thread: torch's default
+            device and grad mode are its own there. Default: 2 with workers or ``transfer``; else 0, no thread.
+        transfer: A device (``"cuda"``), or a function of a batch that returns it on the device: batches come through it, in the
+            thread of ``prefetch``. Copies of pinned batches to a device are queued without waiting, in the stream that is
+            current when reading begins. For XLA: ``rescale_data.xla.Transfer``.
+        pin_memory: True if batches arrive in page-locked memory, where there is an accelerator; on with ``transfer="cuda"``.
         multiprocessing_context: How workers start. The default is safe although this process has used threads.
         timeout: Seconds to wait for a worker, or for another rank in a collective: more than a rank may ever be behind another
             one, so more than reading two steps takes where data is slowest. At most 2,000,000, 23 days.
@@ -107,14 +116,16 @@ class DataLoader:
         mesh: DeviceMesh | ProcessGroup | None = None,
         dp_rank: int | None = None,
         dp_world_size: int | None = None,
+        peers: DeviceMesh | ProcessGroup | None = None,
+        receives: bool = True,
         num_workers: int = 0,
         seed: int = 0,
         repeat: bool = False,
         tail: Tail = "drop",
         collate_fn: Callable[[list[Any]], Any] | None = None,
         worker_init_fn: Callable[[int], object] | None = None,
-        prefetch_factor: int = 2,
-        prefetch_batches: int = 0,
+        prefetch: int | None = None,
+        transfer: Transfer | None = None,
         pin_memory: bool = False,
         multiprocessing_context: str | BaseContext = "forkserver",
         timeout: float = 300.0,
@@ -123,9 +134,11 @@ class DataLoader:
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "pipeline")}
         self._pipeline, self.options = pipeline, Options(**given)
+        if peers is not None:
+            self._reading: Reading = cast(Any, Shared(self._open, pipeline, self.options))
+            return
         stream = open_stream(as_pipeline(pipeline, self.options.shuffle), self.options, SLOW_AFTER)
-        self._reading: Reading | None = Reading(stream, slow_after=SLOW_AFTER)
-        self._close = self._reading.close
+        self._reading = Reading(stream, slow_after=SLOW_AFTER)
 
     def reopen(self, state: Mapping[str, Any] | None = None, delivered: int = 0, **changed: Any) -> None:
         """Go on with other arguments: a larger global batch, another micro batch, workers, or other ranks.
@@ -145,15 +158,20 @@ class DataLoader:
                 the next one does. Nothing has changed then.
             DataStateError: See `load_state_dict`; nothing has changed then.
         """
-        reading = self._held
-        layout = reading.setup.layout
-        kept: dict[str, Any] = {"num_logical_shards": layout.num_logical_shards}
-        kept |= {"micro_batch_size": layout.micro_batch_size} if state is None else {}
-        kept |= dict.fromkeys(_WHERE) if changed.keys() & set(_WHERE) else {}
-        given: dict[str, Any] = {"pipeline": self._pipeline, **vars(self.options), **kept, **changed}
-        other = DataLoader(**given)
-        reading.reopen(other.give_away(), state, delivered)
-        self._pipeline, self.options = other._pipeline, other.options
+        if changed.keys() & {"peers", "receives"}:
+            raise ValueError("reopen() keeps the peers of a dp rank: peers= and receives= stay as they are.")
+        if changed.keys() & set(_WHERE):
+            changed = {**dict.fromkeys(_WHERE), **changed}
+        self._reading.reopen(self._open, state, delivered, changed)
+        self._pipeline = changed.pop("pipeline", self._pipeline)
+        self.options = replace(self.options, **changed)
+
+    def _open(self, **changed: Any) -> Reading:
+        """Return what this process is to read for its dp rank, with some arguments changed."""
+        given: dict[str, Any] = {"pipeline": self._pipeline, **vars(self.options), **changed}
+        if given["peers"] is not None:
+            given |= {"pipeline": given["pipeline"](), "peers": None, "receives": True, "transfer": None}
+        return DataLoader(**given).reading
 
     # Batches
 
@@ -197,7 +215,7 @@ class DataLoader:
     def start(self) -> None:
         """Begin to read, so that the first batch is ready when training is: call it before the model is loaded.
 
-        Worker processes, or the thread of ``prefetch_batches``, go ahead in the background; else the first batch is made now.
+        Worker processes, or the thread of ``prefetch``, go ahead in the background; else the first batch is made now.
         A later load begins anew.
         """
         self.reading.start()
@@ -230,7 +248,7 @@ class DataLoader:
 
     def close(self) -> None:
         """Stop the worker processes, or the thread; the position stays, and the next batch starts them again."""
-        self._close()
+        self._reading.close()
 
     def __enter__(self) -> DataLoader:
         return self
@@ -249,27 +267,15 @@ class DataLoader:
             "loader}, where DCP asks it for its state; below that DCP takes it for a value."
         )
 
-    def give_away(self) -> Reading:
-        """What reads, for whoever reads ahead of training; the loader itself from now on only closes, all else raises."""
-        reading, self._reading = self.reading, None
-        reading.invalidate()
-        return reading
-
     @property
     def reading(self) -> Reading:
         """The `Reading` that all calls use.
 
         Raises:
-            RuntimeError: It was given away, or the process group is younger than the loader.
+            RuntimeError: The process group is younger than the loader.
         """
-        reading = self._held
-        reading.setup.ranks.require_no_group()
-        return reading
-
-    @property
-    def _held(self) -> Reading:
-        if self._reading is None:
-            raise RuntimeError(_READ_AHEAD)
+        if self.options.peers is None:  # else the first reads by a loader of its own
+            self._reading.setup.ranks.require_no_group()
         return self._reading
 
     # Where the run stands
@@ -300,7 +306,7 @@ class DataLoader:
     @property
     def gradient_accumulation_steps(self) -> int:
         """A, batches of this rank in one optimizer step."""
-        return self.setup.layout.gradient_accumulation_steps
+        return self.reading.gradient_accumulation_steps
 
     @property
     def last_batch_samples(self) -> int:

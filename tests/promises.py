@@ -36,7 +36,7 @@ def run_of(case: Case) -> Run:
             dp_rank=rank,
             dp_world_size=topology.w,
             num_workers=topology.k,
-            prefetch_batches=topology.ahead,
+            prefetch=None if topology.k else topology.ahead,
             seed=7,
             repeat=case.repeat,
             tail=case.tail,  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 
 import rescale_data as rd
 from rescale_data.testing import full_state_dict
@@ -44,7 +45,7 @@ class Watched:
 
 
 def make(rows: Any = ROWS, ahead: int = 3, **arguments: Any) -> rd.DataLoader:
-    return rd.DataLoader(rows, **{"global_batch_size": 4, "prefetch_batches": ahead, **arguments})
+    return rd.DataLoader(rows, **{"global_batch_size": 4, "prefetch": ahead, **arguments})
 
 
 def listed(batches: Any) -> list[list[int]]:
@@ -129,7 +130,7 @@ def test_a_script_that_ends_reads_no_more() -> None:
             num_read += 1
             return row
         pipeline = lambda shard: rd.Map(rd.Reader(range(96), shard), read)
-        loader = rd.DataLoader(pipeline, global_batch_size=4, prefetch_batches=200_000, repeat=True)
+        loader = rd.DataLoader(pipeline, global_batch_size=4, prefetch=200_000, repeat=True)
         atexit.register(lambda: print(num_read))
         next(iter(loader))
     """
@@ -201,14 +202,57 @@ def test_simulated_ranks_share_a_source_and_each_has_its_thread() -> None:
 
 
 def test_what_is_no_number_of_batches_is_refused() -> None:
-    with pytest.raises(TypeError, match="prefetch_batches='two'"):
+    with pytest.raises(TypeError, match="prefetch='two'"):
         make(ahead="two")  # type: ignore[arg-type]
-    for arguments in ({"ahead": -1}, {"ahead": 2, "num_workers": 2}):
-        with pytest.raises(ValueError, match=r"it is for num_workers=0, .* workers have prefetch_factor"):
+    for arguments in ({"ahead": -1}, {"ahead": 0, "num_workers": 2}):
+        with pytest.raises(ValueError, match=r"give the batches that a thread is to be ahead"):
             make(**arguments)
 
 
-@pytest.mark.parametrize("how", [{"prefetch_batches": 2}, {"num_workers": 2}], ids=str)
+def sent(batch: Any) -> Any:
+    """A batch as it is on a device, which says who has sent it."""
+    return {"rows": batch.tolist(), "thread": threading.current_thread().name}
+
+
+@pytest.mark.parametrize("how", [{}, {"prefetch": 0}, {"num_workers": 2}], ids=str)
+def test_batches_go_through_transfer_once_and_the_state_is_that_of_what_training_has(how: dict[str, Any]) -> None:
+    make_loader = functools.partial(rd.DataLoader, ROWS, global_batch_size=4, num_logical_shards=8)
+    plain = make_loader()
+    with make_loader(transfer=sent, **how) as loader:
+        assert loader.peek()["rows"] == plain.peek().tolist()
+        for batch, expected in zip(loader, plain, strict=True):
+            assert batch["rows"] == expected.tolist()
+            assert same_state(loader.state_dict(), plain.state_dict())
+            assert batch["thread"].startswith("MainThread" if how == {"prefetch": 0} else "rescale_data-ahead")
+
+
+def test_a_batch_that_cannot_be_sent_is_sent_again() -> None:
+    failures = iter([None, OSError("device is busy"), *[None] * 99])
+
+    def send(batch: Any) -> Any:
+        if (error := next(failures)) is not None:
+            raise error
+        return batch.tolist()
+
+    loader, expected = make(ahead=2, transfer=send), listed(make(ahead=0))
+    batches = iter(loader)
+    found = [next(batches)]
+    with pytest.raises(OSError, match="device is busy"):
+        next(batches)
+    assert opened(loader.state_dict())["samples"] == 4
+    assert [*found, *batches] == expected
+
+
+def test_tensors_of_a_batch_come_to_a_device() -> None:
+    def collate(rows: list[int]) -> Any:
+        return {"rows": torch.tensor(rows), "more": [torch.zeros(2), "text", (torch.zeros(1), 3)]}
+
+    batch = next(iter(rd.DataLoader(ROWS, global_batch_size=4, collate_fn=collate, transfer="meta")))
+    assert batch["rows"].device.type == batch["more"][0].device.type == batch["more"][2][0].device.type == "meta"
+    assert (batch["more"][1], batch["more"][2][1]) == ("text", 3)
+
+
+@pytest.mark.parametrize("how", [{"prefetch": 2}, {"num_workers": 2}], ids=str)
 @pytest.mark.parametrize("way", ["go on", "begin", "load", "close"])
 def test_a_fork_takes_nothing_of_what_its_parent_reads_ahead(how: dict[str, Any], way: str) -> None:
     with rd.DataLoader(ROWS, global_batch_size=4, num_logical_shards=8, **how) as loader:

@@ -50,7 +50,7 @@ FLOORS = [
     ["nodes"],
     ["engine"],
     ["loader"],
-    ["broadcast", "integrations"],
+    ["integrations"],
     ["checkpoint"],
     ["audit", "xla"],
     ["testing", "cli"],

@@ -72,7 +72,7 @@ class Trainer:
                 num_logical_shards=N,
                 seed=3,
                 num_workers=topology.k,
-                prefetch_batches=0 if topology.k else ahead,
+                prefetch=None if topology.k else ahead,
                 tail=tail,  # type: ignore[arg-type]
                 **({"dp_rank": rank, "dp_world_size": w} if w > 1 else {}),
             )
@@ -216,7 +216,7 @@ class TestBetweenTheLastBatchAndTheEnd:
     @pytest.mark.parametrize("by", ["taking", "skipping"])
     def test_what_is_asked(self, by: str, ahead: int, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.INFO)
-        loader = loader_of(verify=True, prefetch_batches=ahead)
+        loader = loader_of(verify=True, prefetch=ahead)
         with pytest.raises(ValueError, match=r"set_epoch\(1\): the loader is in epoch 0"):
             loader.set_epoch(1)
         if by == "skipping":

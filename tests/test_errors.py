@@ -112,8 +112,8 @@ class TestTopology:
             ),
             ({"repeat": "no"}, TypeError, "repeat='no' is a str; give True or False"),
             ({"mesh": "dp"}, TypeError, r"mesh='dp' is a str: give a DeviceMesh of the dp ranks"),
-            ({"num_workers": 1, "prefetch_factor": 0}, ValueError, "prefetch_factor=0: give the messages"),
-            ({"prefetch_factor": -1}, ValueError, "prefetch_factor=-1: give the messages"),
+            ({"num_workers": 1, "prefetch": 0}, ValueError, "prefetch=0, num_workers=1: give the batches"),
+            ({"prefetch": -1}, ValueError, "prefetch=-1, num_workers=0: give the batches"),
             (
                 {"num_workers": 1, "multiprocessing_context": "bogus"},
                 ValueError,

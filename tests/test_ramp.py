@@ -104,7 +104,7 @@ def test_other_workers_and_micro_batches_afterwards() -> None:
     loader = loader_of(num_logical_shards=24)
     batches = iter(loader)
     rows = [x for _ in range(2) for x in next(batches)["x"].tolist()]
-    loader.reopen(global_batch_size=12, micro_batch_size=6, prefetch_batches=2)
+    loader.reopen(global_batch_size=12, micro_batch_size=6, prefetch=2)
     assert (loader.setup.layout.global_batch_size, loader.gradient_accumulation_steps) == (12, 2)
     rows += [x for batch in batches for x in batch["x"].tolist()]
     assert len(rows) == len(set(rows)) == 92  # of 88 that were left 84 are whole global batches

@@ -57,7 +57,7 @@ def check_checkpoint(path: StrPath, loader: HasStream, key: str | None = None) -
 
     Args:
         path: The checkpoint's folder, or its URL.
-        loader: A `DataLoader`, `LogicalShards` or ``rescale_data.xla.DeviceLoader``.
+        loader: A `DataLoader` or `LogicalShards`.
         key: Where the loader's state is in the checkpoint, ``"loader"``; default: the only one that there is.
 
     Raises:
@@ -86,7 +86,7 @@ def load_changed(path: StrPath, loader: Stateful, key: str | None = None) -> Non
 
     Args:
         path: The checkpoint's folder, or its URL.
-        loader: With the new pipeline; a `DataLoader` or ``rescale_data.xla.DeviceLoader``.
+        loader: A `DataLoader` with the new pipeline.
         key: Where the loader's state is in the checkpoint, ``"loader"``; default: the only one that there is.
 
     Raises:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -148,16 +148,39 @@ def _shapes(values: list[Any]) -> str:
 
 
 def pin(batch: Any) -> Any:
-    """The batch with its tensors, and whatever has a method ``pin_memory``, in page-locked memory; there is an accelerator."""
-    if isinstance(batch, torch.Tensor):
-        return batch.contiguous().pin_memory()  # an expanded tensor cannot be copied into one of its kind
-    if hasattr(batch, "pin_memory"):
-        return batch.pin_memory()
+    """Return the batch in page-locked memory of the accelerator: its tensors, and whatever has a method ``pin_memory``."""
+    # An expanded tensor cannot be copied into one of its kind.
+    return each(
+        batch, "pin_memory", lambda value: (value.contiguous() if isinstance(value, Tensor) else value).pin_memory()
+    )
+
+
+def each(batch: Any, method: str, change: Callable[[Any], Any]) -> Any:
+    """Return the batch with its tensors, and whatever has this method, changed; also in mappings, sequences, named tuples."""
+    if isinstance(batch, Tensor) or hasattr(batch, method):
+        return change(batch)
+    inner = partial(each, method=method, change=change)
     if isinstance(batch, Mapping):
-        return {key: pin(value) for key, value in batch.items()}
+        return {key: inner(value) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(pin, batch))
-    return type(batch)([pin(value) for value in batch]) if type(batch) in (list, tuple, PerDocument) else batch
+        return type(batch)(*map(inner, batch))
+    return type(batch)([inner(value) for value in batch]) if type(batch) in (list, tuple, PerDocument) else batch
+
+
+def each_tensor(
+    batch: Any, change: Callable[[torch.Tensor], Any], pin_others: Callable[[Any], Any] | None = None
+) -> Any:
+    """Return the batch with its tensors changed, in mappings, sequences and named tuples, too."""
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
+    if pin_others is not None and hasattr(batch, "pin_memory"):
+        return pin_others(batch)
+    inner: Callable[[Any], Any] = partial(each_tensor, change=change, pin_others=pin_others)
+    if isinstance(batch, Mapping):
+        return {key: inner(value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(inner, batch))
+    return type(batch)([inner(value) for value in batch]) if type(batch) in (list, tuple, PerDocument) else batch
 
 
 def with_valid(batch: Any, num_real: int, num_samples: int) -> Any:

@@ -13,6 +13,7 @@ from rescale_data.engine.recipe import Pipeline
 from rescale_data.engine.runner import Runner
 from rescale_data.engine.setup import Setup, set_up
 from rescale_data.engine.stream import Stream
+from rescale_data.engine.transfer import is_accelerator, through
 
 _FORKS = (
     "Workers are forked, and the ranks meet in a file (init_method='file://...', or a FileStore), which torch removes when the "
@@ -33,20 +34,25 @@ def open_stream(pipeline: Pipeline, options: Options, slow_after: float) -> Stre
             f"shuffle=False keeps the order of the dataset where the case is aligned: {setup.layout.misfit}."
         )
     runner = Runner(setup.recipe, setup.schema)
-    pins = options.pin_memory and torch.accelerator.is_available()
+    pins = torch.accelerator.is_available() and (options.pin_memory or is_accelerator(options.transfer))
     if options.num_workers:
-        return Stream(setup, runner, _pool(setup, options, slow_after, pin_memory=pins))
-    feed: Feed = InProcess(runner, options.collate_fn)
-    feed = Mapped(feed, pin) if pins else feed
-    return Stream(setup, runner, InThread(feed, options.prefetch_batches) if options.prefetch_batches else feed)
+        feed: Feed = _pool(setup, options, slow_after, pin_memory=pins)
+    else:
+        feed = InProcess(runner, options.collate_fn)
+        feed = Mapped(feed, pin) if pins else feed
+    if options.transfer is not None:
+        feed = through(feed, options.transfer, setup.ranks.rank, setup.ranks.world_size)
+    if options.ahead and (options.transfer is not None or not options.num_workers):
+        feed = InThread(feed, options.ahead)
+    return Stream(setup, runner, feed)
 
 
-def _pool(setup: Setup, options: Options, slow_after: float, *, pin_memory: bool) -> Feed:
+def _pool(setup: Setup, options: Options, slow_after: float, *, pin_memory: bool) -> Pool:
     pool = Pool(
         setup.recipe,
         options.collate_fn,
         options.num_workers,
-        prefetch=options.prefetch_factor,
+        prefetch=options.ahead,
         context=options.multiprocessing_context,
         timeout=options.timeout,
         slow_after=slow_after,

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from rescale_data.engine.transfer import Transfer, require_transfer
 from rescale_data.errors import checks_kinds, require_callable
 
 Tail: TypeAlias = Literal["drop", "pad"]
@@ -28,14 +29,16 @@ class Options:
     mesh: DeviceMesh | ProcessGroup | None = None
     dp_rank: int | None = None
     dp_world_size: int | None = None
+    peers: DeviceMesh | ProcessGroup | None = None
+    receives: bool = True
     num_workers: int = 0
     seed: int = 0
     repeat: bool = False
     tail: Tail = "drop"
     collate_fn: Callable[[list[Any]], Any] | None = None
     worker_init_fn: Callable[[int], object] | None = None
-    prefetch_factor: int = 2
-    prefetch_batches: int = 0
+    prefetch: int | None = None
+    transfer: Transfer | None = None
     pin_memory: bool = False
     multiprocessing_context: str | BaseContext = "forkserver"
     timeout: float = 300.0
@@ -50,16 +53,20 @@ class Options:
             raise ValueError(
                 f"global_batch_size={self.global_batch_size}: it is at least 1, the samples of one optimizer step."
             )
-        if self.prefetch_batches < 0 or (self.prefetch_batches and self.num_workers):
+        if self.ahead < (self.num_workers > 0):
             raise ValueError(
-                f"prefetch_batches={self.prefetch_batches}, num_workers={self.num_workers}: it is for num_workers=0, 0 or "
-                f"more; workers have prefetch_factor."
+                f"prefetch={self.prefetch}, num_workers={self.num_workers}: give the batches that a thread is to be ahead, 0 "
+                f"for no thread; with workers the messages that each of them may be ahead, at least 1."
             )
-        if self.prefetch_factor < 1:
-            raise ValueError(
-                f"prefetch_factor={self.prefetch_factor}: give the messages that a worker may be ahead, at least 1."
-            )
+        require_transfer(self.transfer)
         require_seconds(timeout=self.timeout)
+
+    @property
+    def ahead(self) -> int:
+        """Batches that a thread, or messages that each worker, may be ahead."""
+        if self.prefetch is not None:
+            return self.prefetch
+        return 2 if self.num_workers or self.transfer is not None else 0
 
 
 def require_seconds(**given: float) -> None:

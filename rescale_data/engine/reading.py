@@ -1,7 +1,4 @@
-"""A stream as its batches are taken: iterators over it, and what it counts. One object at a time owns it.
-
-A `DataLoader` does, until it gives it away to another that sends its batches on (`rescale_data.xla.DeviceLoader`).
-"""
+"""A stream as its batches are taken: iterators over it, and what it counts."""
 
 from __future__ import annotations
 
@@ -108,6 +105,10 @@ class Reading:
             raise TypeError(f"The loader has no number of batches: {why}. Give it steps_per_epoch=, or do not ask.")
         return num_batches
 
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        return self.setup.layout.gradient_accumulation_steps
+
     def start(self) -> None:
         if not self.is_over():
             self.stream.start()
@@ -201,8 +202,22 @@ class Reading:
         load_state_dict(self.stream, state, delivered)
         self.invalidate()
 
-    def reopen(self, other: Reading, state: Mapping[str, Any] | None, delivered: int) -> None:
-        """Go on with what another one reads, from a state or, as the same ranks, from here; else nothing has changed."""
+    def reopen(
+        self,
+        open_reading: Callable[..., Reading],
+        state: Mapping[str, Any] | None,
+        delivered: int,
+        changed: Mapping[str, Any],
+    ) -> None:
+        """Go on with what another one reads, from a state or, as the same ranks, from here; else nothing has changed.
+
+        Args:
+            open_reading: Open it, with these arguments of `DataLoader` in place of those that there are.
+        """
+        layout = self.setup.layout
+        kept: dict[str, Any] = {"num_logical_shards": layout.num_logical_shards}
+        kept |= {"micro_batch_size": layout.micro_batch_size} if state is None else {}
+        other = open_reading(**{**kept, **changed})
         if state is None:
             if delivered:
                 raise ValueError(f"reopen(delivered={delivered}): samples that came after a state, so give that, too.")
@@ -249,14 +264,13 @@ class Reading:
                 "Another thread takes the batches of this loader, perhaps ahead of training: its state describes what that "
                 "thread has taken, and a checkpoint leaves out for good what training has not received by then. Take the "
                 "state in that thread, or let the loader itself read ahead, whose state stays that of training: "
-                "num_workers= or prefetch_batches= (XLA: rescale_data.xla.DeviceLoader)."
+                "num_workers= or prefetch=, and transfer= to devices."
             )
 
     def _next(self, batches: Batches) -> Any:
         if batches.number != self._num_iterators:
             raise RuntimeError(
-                "This iterator is no longer valid: a newer iter(loader), a reset, a load or what reads the loader ahead took "
-                "its place. Use the newest."
+                "This iterator is no longer valid: a newer iter(loader), a reset or a load took its place. Use the newest."
             )
         stream = self.stream
         at, ranks, steps = stream.cursor, stream.ends.ranks, stream.ends.setup.steps_per_epoch

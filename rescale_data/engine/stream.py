@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
@@ -301,11 +300,6 @@ class Stream:
                 self.rewind(wait=isinstance(error, Exception))
                 raise
         return queue.next
-
-    def through(self, feed_of: Callable[[Feed], Feed]) -> None:
-        """Let another feed bring what this one's makes."""
-        self.rewind()
-        self.feed = feed_of(self.feed)
 
     def close(self) -> None:
         """Stop the feed; the position stays."""

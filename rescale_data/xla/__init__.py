@@ -11,7 +11,7 @@ except ImportError as error:  # also where it was built for another torch
         f"`pip install 'rescale_data[xla]'` (torch_xla has releases up to 2.9 only, so this may install an older torch)."
     ) from error
 
-from rescale_data.xla.device_loader import DeviceLoader
 from rescale_data.xla.hosts import host_mesh
+from rescale_data.xla.transfer import Transfer
 
-__all__ = ["DeviceLoader", "host_mesh"]
+__all__ = ["Transfer", "host_mesh"]

@@ -13,7 +13,7 @@ import torch
 import rescale_data as rd
 from tests.corpus import documents, write
 
-MODES: dict[str, dict[str, int]] = {"none": {}, "a thread": {"prefetch_batches": 2}, "workers": {"num_workers": 2}}
+MODES: dict[str, dict[str, int]] = {"none": {}, "a thread": {"prefetch": 2}, "workers": {"num_workers": 2}}
 
 
 def packed(shard: rd.Shard, *, folder: Path, form: str) -> Any:

@@ -74,7 +74,7 @@ def on_ranks(folder: Path) -> dict[str, Seen]:
 def _faults() -> Seen:
     """Two epochs in which reads of the last rank fail now and then, once each, and are asked for again; and without."""
     data = Data("skewed", 300, 12, repeat=False)
-    whole, loader = data.loader(12, 2, verify=True), data.loader(12, 2, verify=True, timeout=60, prefetch_batches=1)
+    whole, loader = data.loader(12, 2, verify=True), data.loader(12, 2, verify=True, timeout=60, prefetch=1)
     expected = take_epoch(whole) + take_epoch(whole)
     real, fails, count = Rows.__getitem__, set(random.Random(3).sample(range(600), 60)), itertools.count()
 
@@ -103,7 +103,7 @@ def _faults() -> Seen:
 def _wrong(shard: int) -> Seen:
     """From a state in which a row of one shard is left out, to the error; and the same again, asked for once more."""
     data = Data("skewed", 300, 12, repeat=False)
-    first, loader = (data.loader(12, 2, verify=True, timeout=60, prefetch_batches=ahead) for ahead in (0, 2))
+    first, loader = (data.loader(12, 2, verify=True, timeout=60, prefetch=ahead) for ahead in (0, 2))
     take(first, first.gradient_accumulation_steps)
     state = first.state_dict()
     opened(state)["shards"][next(key for key in opened(state)["shards"] if key.endswith("row"))][shard] += 1
@@ -145,7 +145,7 @@ def _save_and_resume(case: Case, point: int, folder: Path) -> tuple[list[Taken],
     loader = case.data.loader(case.o, case.b)
     before = take(loader, point)
     dcp.save({"loader": loader}, checkpoint_id=folder)
-    again = case.data.loader(case.o, case.b, prefetch_batches=3)
+    again = case.data.loader(case.o, case.b, prefetch=3)
     dcp.load({"loader": again}, checkpoint_id=folder)
     after: list[Taken] = []
     while again.epoch < 2:

@@ -227,9 +227,9 @@ def test_nothing_is_said_of_what_is_not_long() -> None:
     assert said == []
 
 
-def test_the_thread_of_prefetch_batches_is_looked_at(caplog: Any) -> None:
+def test_the_thread_of_prefetch_is_looked_at(caplog: Any) -> None:
     blocks = Blocks()
-    (said,) = said_of(rd.DataLoader(Dataset(blocks), global_batch_size=4, prefetch_batches=2), blocks, caplog)
+    (said,) = said_of(rd.DataLoader(Dataset(blocks), global_batch_size=4, prefetch=2), blocks, caplog)
     assert "waiting for the thread ahead, reading, Dataset.__getitem__ (" in said
 
 

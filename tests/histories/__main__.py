@@ -1,7 +1,4 @@
-"""Random histories, for as long as is wanted: ``python -m tests.histories FIRST SECONDS``, or ``SEED --one`` for all of one.
-
-With ``--devices`` what reads ahead is a `DeviceLoader`, where torch_xla is installed.
-"""
+"""Random histories, for as long as is wanted: ``python -m tests.histories FIRST SECONDS``, or ``SEED --one`` for all of one."""
 
 import faulthandler
 import logging
@@ -15,7 +12,6 @@ from rescale_data.sources.decoded.cache import cache
 from tests.histories.books import Silent
 from tests.histories.crew import Hang, in_threads
 from tests.histories.history import failing_reads
-from tests.histories.ranks import Seat
 from tests.histories.shards import history_of
 
 EMPTY = ("no sample in two whole epochs", "no token in 2 whole", "no sample in 2 whole", "and kept none", "no row of")
@@ -86,7 +82,6 @@ def main(first: int, seconds: float, one: bool) -> None:
 
 
 if __name__ == "__main__":
-    Seat.on_devices = "--devices" in sys.argv
     main(
         int(sys.argv[1]),
         float(sys.argv[2]) if len(sys.argv) > 2 and sys.argv[2][0] != "-" else 60,

@@ -16,7 +16,7 @@ from rescale_data.sources.dataset import DatasetSource
 from rescale_data.testing.epochs import check_epochs
 from tests.histories.books import Books, Failure, Reference, check_blocked, comparable, require, same_state
 from tests.histories.plans import Files, Pipeline, as_samples, numbers_in, plan_of
-from tests.histories.ranks import Seat, Seats, Top, again
+from tests.histories.ranks import Seats, Top, again
 from tests.states import opened
 
 TOPOLOGY = ("global_batch_size", "dp_world_size", "micro_batch_size")
@@ -88,7 +88,7 @@ class History:
             self.steps = self.steps if self.repeat else None
         self.number, self.lists = 0, [self._blocklist()]
         self.changes: list[str] = []  # what differs from when the state was saved
-        self.no_ahead, self.prefetch = not Seat.on_devices, 0
+        self.prefetch = 0
         self.failed: Seats | None = None  # whose read has failed
 
     @property
@@ -121,15 +121,15 @@ class History:
 
     def top(self) -> Top:
         r = self.r
-        ahead = r.choice([1, 2, 4]) if r.random() < 0.15 and not self.no_ahead else 0
+        r.random()  # so that seeds mean what they meant
         if self.aligned:
             chosen = r.choice(self.aligned_tops(self.o))
-            return Top(chosen.dp_world_size, chosen.micro_batch_size, self.o, chosen.num_workers, ahead)
+            return Top(chosen.dp_world_size, chosen.micro_batch_size, self.o, chosen.num_workers)
         for _ in range(9):
             w, b, k = r.choice([1, 1, 2, 3, 4]), r.randint(1, 4), r.choice([0, 0, 0, 1, 2])
             if w * max(k, 1) <= self.n:
-                return Top(w, b, w * b * r.randint(1, 3), k, ahead)
-        return Top(1, 1, self.o, 0, ahead)
+                return Top(w, b, w * b * r.randint(1, 3), k)
+        return Top(1, 1, self.o)
 
     def make(self, top: Top, **more: Any) -> rd.DataLoader:
         return rd.DataLoader(
@@ -138,7 +138,7 @@ class History:
             micro_batch_size=top.b,
             num_logical_shards=self.n,
             num_workers=top.k,
-            prefetch_batches=0 if top.k else self.prefetch,
+            prefetch=None if top.k else self.prefetch,
             seed=self.seed,
             repeat=self.repeat,
             tail=self.tail,  # type: ignore[arg-type]
@@ -330,7 +330,7 @@ class History:
             except TypeError:
                 return None
 
-        if kind == 0 and not self.now.ahead:
+        if kind == 0:
             self.seats.same(peek, "peek")
         elif kind == 1:
             self.seats.all(lambda seat: seat.loader.progress())
@@ -390,7 +390,7 @@ class History:
         self.o = o if self.aligned else self.o
         self.say("ramp to", o, k)
         before, state = self.seats.mark(), self.seats.state()
-        changed = {"global_batch_size": o, "num_workers": k, "prefetch_batches": 0 if k else self.prefetch}
+        changed = {"global_batch_size": o, "num_workers": k, "prefetch": None if k else self.prefetch}
         self.seats.all(lambda seat: seat.loader.reopen(**changed))
         self.seats.tally(self.books, before)
         self.seats.left = None
@@ -404,7 +404,7 @@ class History:
     def shadow(self, state: dict[str, Any], num: int) -> Seats:
         """Others at the same place that take what is left out, into the books."""
         state = copy.deepcopy(state)
-        shadow = Seats(self.make, self.now._replace(ahead=0))
+        shadow = Seats(self.make, self.now)
         shadow.steps = self.steps is not None
         shadow.load(state)
         for seat, real in zip(shadow.seats, self.seats.seats, strict=True):
@@ -437,9 +437,9 @@ class History:
     # Other ranks
 
     def rescale(self) -> None:
-        if self.now.ahead or self.in_step or self.changes or (self.seats.lead.ended and self.steps):
+        if self.in_step or self.changes or (self.seats.lead.ended and self.steps):
             return
-        top = self.top()._replace(ahead=0)
+        top = self.top()
         if top.o != self.now.o:
             fits = [b for b in range(1, self.now.o + 1) if self.now.o % (top.w * b) == 0]
             if not fits:
@@ -465,8 +465,6 @@ class History:
 
     def die(self) -> None:
         """Ranks die within a step; others go on behind the steps that were committed since the last state."""
-        if self.now.ahead:
-            return
         while self.in_step:
             self.take(1)
         a, steps, state = self.now.o // self.micro, self.r.randint(0, 4), self.seats.state()

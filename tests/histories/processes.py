@@ -27,7 +27,7 @@ def play(seed: int, folder: Path) -> str:
     if h.blocks:
         return "with a blocklist"
     for leg in range(h.r.randint(2, 4)):
-        top = h.top()._replace(k=0, ahead=0)
+        top = h.top()._replace(k=0)
         group, taken, found = dist.new_group(list(range(top.w))), [], [""]
         num, name = h.r.choice([1, 5, 12, 40]), f"{folder}/{seed} {leg}"
         if rank < top.w:

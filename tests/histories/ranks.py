@@ -10,19 +10,18 @@ import torch
 import rescale_data as rd
 from tests.histories.books import Books, Failure, require, same_state
 from tests.histories.crew import Crew
-from tests.histories.plans import as_samples, split
+from tests.histories.plans import split
 
 RETRIES = 6
 
 
 class Top(NamedTuple):
-    """W, b, O, K, and how many batches a `DeviceLoader` sends ahead (0: there is none)."""
+    """W, b, O and K."""
 
     w: int
     b: int
     o: int
     k: int = 0
-    ahead: int = 0
 
 
 def passes(error: Exception) -> bool:
@@ -41,20 +40,9 @@ def again(fn: Any) -> Any:
 
 
 class Seat:
-    """One rank's trainer, with a loader, or a `DeviceLoader` made of it."""
+    """One rank's trainer, with a loader."""
 
-    on_devices = False
-
-    def __init__(self, loader: rd.DataLoader, ahead: int) -> None:
-        if (
-            self.on_devices
-            and ahead
-            and loader.setup.ranks.world_size == 1
-            and loader.options.collate_fn is not as_samples
-        ):
-            from rescale_data.xla import DeviceLoader
-
-            loader = DeviceLoader(loader, read_ahead=ahead)
+    def __init__(self, loader: rd.DataLoader) -> None:
         self.loader = loader
         self._batches: Any = None
 
@@ -88,7 +76,7 @@ class Seats:
 
     def __init__(self, make: Any, top: Top, crew: Crew | None = None) -> None:
         self.top, self.crew = top, crew or Crew(top.w)
-        self.seats: list[Seat] = self.crew.all(lambda _: Seat(make(top), top.ahead)) if make else []
+        self.seats: list[Seat] = self.crew.all(lambda _: Seat(make(top))) if make else []
         self.begun = self.steps = False
         self.left: int | None = None  # batches that were promised until the epoch's end
 
@@ -209,11 +197,11 @@ class Seats:
         self.all(lambda seat: self.seats.index(seat) in order or seat.loader.close())
         crew = Crew(top.w, [old[i] if i >= 0 else Crew(1).processes[0] for i in order])
         Crew(0, [process for i, process in enumerate(old) if i not in order]).close()
-        changed = {"micro_batch_size": top.b, "num_workers": top.k, "prefetch_batches": 0}
+        changed = {"micro_batch_size": top.b, "num_workers": top.k, "prefetch": None}
 
         def go_on(rank: int) -> Seat:
             if order[rank] < 0:
-                seat = Seat(make(top), 0)
+                seat = Seat(make(top))
                 seat.loader.load_state_dict(copy.deepcopy(state), delivered)
             else:
                 seat = self.seats[order[rank]]

@@ -57,9 +57,9 @@ class UnderTorchdata(History):
         above = r.choice(["", "Mapper", "Prefetcher"])  # its state is of one kind
         self.say("LogicalShards", above, self.plan, self.n, self.o, self.repeat, self.files)
         for _ in range(r.randint(2, 5)):
-            top = self.top()._replace(k=0, ahead=0)
+            top = self.top()._replace(k=0)
             while above == "Prefetcher" and top.w > 1:  # ranks of a crew are threads
-                top = self.top()._replace(k=0, ahead=0)
+                top = self.top()._replace(k=0)
             given = {"num_logical_shards": self.n, "seed": self.seed, "repeat": self.repeat}
             make = (Pipeline(self.plan, self.files, self.lists[-1]),), given
             crew = Crew(top.w)

@@ -1,21 +1,18 @@
 """Law 4: a public call gives what it gives without workers, or a documented error, whatever the feed is within.
 
-Two calls, one after the other, at each moment, of loaders that make batches in a thread or in worker processes, by themselves
-or through `rd.Broadcast` or `rescale_data.xla.DeviceLoader` (a thread more), on one rank or two; then the rest of the batches,
-and the state. All of it is compared with a loader that makes each batch when it is asked for.
+Two calls, one after the other, at each moment, of loaders that make batches in a thread or in worker processes, that send them
+(`transfer=`), or that peers share, on one rank or two; then the rest of the batches, and the state. All of it
+is compared with a loader that makes each batch when it is asked for.
 """
 
 import fcntl
-import importlib
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -78,10 +75,12 @@ PIPELINES: dict[str, tuple[Callable[..., Any] | None, dict[str, Any]]] = {
 """A pipeline over a corpus, and arguments of the loader. The end of an epoch is known, or found by reading, or is none."""
 ENDS = ("rows", "padded", "filtered", "steps")
 FEEDS: dict[str, dict[str, Any]] = {
-    "thread": {"prefetch_batches": AHEAD + 1},
-    "workers": {"num_workers": 2, "prefetch_factor": AHEAD},
+    "thread": {"prefetch": AHEAD + 1},
+    "workers": {"num_workers": 2, "prefetch": AHEAD},
+    "sent": {"prefetch": AHEAD + 1, "transfer": "cpu"},
+    "workers, sent": {"num_workers": 2, "prefetch": AHEAD, "transfer": "cpu"},
 }
-DOORS = {f"{kind} of {ranks}": (kind, ranks) for ranks in (1, 2) for kind in ("loader", "Broadcast", "DeviceLoader")}
+DOORS = {f"{kind} of {ranks}": (kind, ranks) for ranks in (1, 2) for kind in ("loader", "peers")}
 """What a trainer asks for batches, and on how many ranks."""
 MOMENTS = ("new", "taken", "full", "reading", "broken", "last taken", "end seen", "closed")
 
@@ -152,7 +151,7 @@ def kind_of(case: Case) -> str:
 
 
 def is_allowed(case: Case) -> bool:
-    if DOORS[case["door"]][1] > 1 and case["feed"] == "workers":  # each rank would start a fork server
+    if DOORS[case["door"]][1] > 1 and "workers" in case["feed"]:  # each rank would start a fork server
         return False
     return case["moment"] not in ("last taken", "end seen") or case["pipeline"] in ENDS
 
@@ -171,31 +170,6 @@ CASES = cases(
 )
 
 
-NAMES = ("", ".core", ".runtime", ".distributed", ".distributed.spmd", ".experimental.distributed_checkpoint")
-
-
-@cache
-def device_loader() -> Any:
-    """Return `DeviceLoader`, imported with stand-ins for torch_xla that send a batch to where it is."""
-    modules: dict[str, Any] = {f"torch_xla{name}": MagicMock() for name in NAMES}
-    modules["torch_xla"].runtime = modules["torch_xla.runtime"]
-    modules["torch_xla.runtime"].process_count.return_value = 1
-    modules["torch_xla.core"].xla_model.send_cpu_data_to_device = lambda batches, *_: batches
-    installed = taken_out_of_modules()
-    sys.modules.update(modules)
-    module = importlib.import_module("rescale_data.xla.device_loader")
-    module.check_input_sharding = MagicMock()
-    taken_out_of_modules()
-    sys.modules.update(installed)
-    return module.DeviceLoader
-
-
-def taken_out_of_modules() -> dict[str, Any]:
-    """Forget the modules of torch_xla, and ours that import it, and return them."""
-    names = [name for name in sys.modules if name.startswith(("torch_xla", "rescale_data.xla"))]
-    return {name: sys.modules.pop(name) for name in names}
-
-
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -208,12 +182,9 @@ def opened(case: Case, feed: str, corpus: Corpus) -> Any:
     pipeline, given = PIPELINES[case["pipeline"]]
     data = corpus if pipeline is None else partial(pipeline, corpus)
     arguments = {"global_batch_size": 4, "micro_batch_size": 2, "num_logical_shards": 8, **given, **FEEDS.get(feed, {})}
-    if kind_of(case) == "Broadcast":
-        return rd.Broadcast(lambda: data, dist.group.WORLD, dp_rank=0, dp_world_size=1, **arguments)
-    loader = rd.DataLoader(data, **arguments)
-    if kind_of(case) == "DeviceLoader" and feed:
-        return device_loader()(loader, read_ahead=AHEAD + 1)
-    return loader
+    if kind_of(case) == "peers":
+        return rd.DataLoader(lambda: data, peers=dist.group.WORLD, dp_rank=0, dp_world_size=1, **arguments)
+    return rd.DataLoader(data, **arguments)
 
 
 def plain(value: Any) -> Any:
@@ -272,7 +243,7 @@ def compare(case: Case, folder: Path) -> tuple[list[Any], list[Any]]:
         run = Run(loader)
         take(run, case)
         expected = called(run, case)
-    is_held = bool(how) and (kind_of(case) != "Broadcast" or dist.get_rank() == 0)  # by one that reads
+    is_held = bool(how) and (kind_of(case) != "peers" or dist.get_rank() == 0)  # by one that reads
     os.mkfifo(folder / "entered")
     with (
         (folder / "gate").open("w") as gate,

@@ -299,7 +299,7 @@ def wide(folder: Path, form: str) -> rd.Source:
 
 RUNS: dict[str, dict[str, Any]] = {
     "none": {},
-    "thread": {"prefetch_batches": 2},
+    "thread": {"prefetch": 2},
     "workers": {"num_workers": 2},
     "two ranks": {"dp_world_size": 2},
 }

@@ -25,7 +25,7 @@ from tests.distributed.ranks import run_ranks
 from tests.laws.pairs import Case, cases, name_of
 
 NUM_CALLS = 300
-FEEDS: dict[str, dict[str, Any]] = {"in process": {}, "thread": {"prefetch_batches": 2}, "workers": {"num_workers": 2}}
+FEEDS: dict[str, dict[str, Any]] = {"in process": {}, "thread": {"prefetch": 2}, "workers": {"num_workers": 2}}
 
 
 def is_odd(row: int) -> bool:

@@ -45,7 +45,7 @@ def packed(shard: rd.Shard) -> rd.Node[Any]:
 
 
 DATA = {"rows": rows, "filtered": filtered, "packed": packed}
-AHEAD = {"nothing": {}, "thread": {"prefetch_batches": 2}, "worker": {"num_workers": 1}}
+AHEAD = {"nothing": {}, "thread": {"prefetch": 2}, "worker": {"num_workers": 1}}
 STEP = {1: 4, 2: 4, 3: 3, 4: 4}
 """The samples of a global batch, by the number of ranks; twice as many logical shards."""
 DIMENSIONS: dict[str, list[Any]] = {

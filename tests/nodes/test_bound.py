@@ -127,7 +127,7 @@ def test_a_numpy_integer_in_a_node_is_an_int(name: str) -> None:
 
     def make(kind: Any) -> rd.DataLoader:
         pipeline = functools.partial(IN_A_NODE[name], kind)
-        given: Any = {"timeout": kind(30), "prefetch_factor": kind(2)}
+        given: Any = {"timeout": kind(30), "prefetch": kind(2)}
         return rd.DataLoader(pipeline, global_batch_size=4, num_logical_shards=8, repeat=True, collate_fn=str, **given)
 
     one, other = make(int), make(np.int64)

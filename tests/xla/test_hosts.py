@@ -30,7 +30,7 @@ def test_ranks_are_ordered_as_the_hosts_are() -> None:
 def test_a_single_host_needs_no_group_and_several_do() -> None:
     import torch_xla.runtime as xr
 
-    from rescale_data.xla import DeviceLoader, host_mesh
+    from rescale_data.xla import Transfer, host_mesh
 
     warnings: list[str] = []
     handler = logging.Handler()
@@ -39,14 +39,14 @@ def test_a_single_host_needs_no_group_and_several_do() -> None:
     logging.getLogger("rescale_data").addHandler(handler)
     assert host_mesh() is None
     assert loader(mesh=host_mesh()).setup.ranks.world_size == 1
-    DeviceLoader(loader())
+    loader(transfer=Transfer())
     assert not warnings
     xr.process_count = lambda: 2
     with pytest.raises(ValueError, match=r"init_process_group\('gloo'"):
         host_mesh()
-    DeviceLoader(loader(dp_rank=1, dp_world_size=2))
+    loader(dp_rank=1, dp_world_size=2, transfer=Transfer())
     assert not warnings
-    DeviceLoader(loader())
+    loader(transfer=Transfer())
     assert ["on 2 hosts" in warning for warning in warnings] == [True]
 
 
@@ -89,11 +89,11 @@ def _host(rank: int, world_size: int, folder: Path) -> None:
     import torch_xla.runtime as xr
 
     xr.process_index, xr.process_count = (lambda: 1 - rank), (lambda: 2)
-    from rescale_data.xla import DeviceLoader, host_mesh
+    from rescale_data.xla import Transfer, host_mesh
 
-    leg = training.xla_run("(4,)", shape=(2,), mesh=host_mesh())
     mesh = xs.Mesh(list(range(2)), (2,))
-    leg.loader = DeviceLoader(leg.loader, input_sharding=xs.ShardingSpec(mesh, (0, None), minibatch=True))
+    transfer = Transfer(input_sharding=xs.ShardingSpec(mesh, (0, None), minibatch=True))
+    leg = training.xla_run("(4,)", shape=(2,), mesh=host_mesh(), transfer=transfer)
     batches = iter(leg.loader)
     torch.save([next(batches)["x"].cpu() for _ in range(2)], folder / f"host-{1 - rank}")
     checkpoint.save(folder / "c", leg.state)

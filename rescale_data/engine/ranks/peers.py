@@ -103,7 +103,7 @@ class Peers:
             )
             self._broken = (
                 f"Rank {self.rank} waited at most {self._timeout:g} s for {others}: it makes no call, or has died. All peers "
-                f"of a dp rank make the same calls of rd.Broadcast, in the same order. ({error})"
+                f"of a dp rank make the same calls of their loader, in the same order. ({error})"
             )
             raise RuntimeError(self._broken) from error
 
@@ -113,7 +113,7 @@ def _require_same(settings: dict[str, str], said: list[list[str]], members: Sequ
         if len({words[number] for words in said}) > 1:
             others = [rank for rank, words in zip(members, said, strict=True) if words[number] != said[0][number]]
             raise ValueError(
-                f"The peers {list(members)} of one dp rank built rd.Broadcast with different {name}: rank {dist.get_rank()} "
+                f"The peers {list(members)} of one dp rank built a loader with different {name}: rank {dist.get_rank()} "
                 f"has {mine}, and the ranks {others} another than rank {members[0]}. All of them need the same arguments."
             )
 

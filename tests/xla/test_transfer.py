@@ -36,12 +36,12 @@ def sharding(spec: tuple[Any, ...] = (0, None), **arguments: Any) -> Any:
 
 @on_devices(4)
 def test_the_state_is_that_of_what_training_has_at_every_batch() -> None:
-    from rescale_data.xla import DeviceLoader
+    from rescale_data.xla import Transfer
 
     reference = make()
     expected = [ids(reference) for _ in range(2)]
-    for read_ahead in (1, 2, 5):
-        loader, plain = DeviceLoader(make(), input_sharding=sharding(), read_ahead=read_ahead), make()
+    for prefetch in (1, 2, 5):
+        loader, plain = make(transfer=Transfer(input_sharding=sharding()), prefetch=prefetch), make()
         for epoch in range(2):
             got = []
             for batch, _ in zip(loader, plain, strict=True):
@@ -55,9 +55,9 @@ def test_the_state_is_that_of_what_training_has_at_every_batch() -> None:
 
 @on_devices(4)
 def test_a_ramp_and_steps_left_out_while_batches_are_on_their_way() -> None:
-    from rescale_data.xla import DeviceLoader
+    from rescale_data.xla import Transfer
 
-    loader, plain = DeviceLoader(make(repeat=True), input_sharding=sharding(), read_ahead=5), make(repeat=True)
+    loader, plain = make(repeat=True, transfer=Transfer(input_sharding=sharding()), prefetch=5), make(repeat=True)
     for number, (batch, expected) in enumerate(zip(loader, plain, strict=False)):
         assert batch["id"].cpu().tolist() == expected["id"].tolist()
         for one in (loader, plain):
@@ -73,10 +73,10 @@ def test_a_ramp_and_steps_left_out_while_batches_are_on_their_way() -> None:
 
 @on_devices(4)
 def test_break_close_load_and_reset_lose_nothing() -> None:
-    from rescale_data.xla import DeviceLoader
+    from rescale_data.xla import Transfer
 
     expected = ids(make())
-    loader = DeviceLoader(make(num_workers=2), input_sharding=sharding(), read_ahead=3)
+    loader = make(num_workers=2, transfer=Transfer(input_sharding=sharding()), prefetch=3)
     first = iter(loader)
     got = ids([next(first), next(first)])
     second = iter(loader)
@@ -85,7 +85,7 @@ def test_break_close_load_and_reset_lose_nothing() -> None:
     got += ids([next(second)])
     state = loader.state_dict()
     loader.close()
-    _join_threads()  # of the queues of the workers
+    _join_threads()
     got += ids(second)
     assert got == expected
     loader.load_state_dict(state)
@@ -100,7 +100,7 @@ def test_break_close_load_and_reset_lose_nothing() -> None:
 
 @on_devices(4)
 def test_an_error_of_the_data_comes_when_training_comes_to_it() -> None:
-    from rescale_data.xla import DeviceLoader
+    from rescale_data.xla import Transfer
 
     class Broken:
         def __len__(self) -> int:
@@ -113,7 +113,7 @@ def test_an_error_of_the_data_comes_when_training_comes_to_it() -> None:
 
     order = ids(make())
     bad = order[5][1]
-    loader = DeviceLoader(make(Broken()), read_ahead=4)
+    loader = make(Broken(), transfer=Transfer(), prefetch=4)
     batches = iter(loader)
     assert ids([next(batches) for _ in range(5)]) == order[:5]
     with pytest.raises(OSError, match="corrupt file"):
@@ -123,10 +123,10 @@ def test_an_error_of_the_data_comes_when_training_comes_to_it() -> None:
 
 @on_devices(4)
 def test_batches_that_cannot_be_placed_are_named() -> None:
-    from rescale_data.xla import DeviceLoader
+    from rescale_data.xla import Transfer
 
     def first(input_sharding: Any, **arguments: Any) -> Any:
-        return next(iter(DeviceLoader(make(**arguments), input_sharding=input_sharding)))
+        return next(iter(make(**arguments, transfer=Transfer(input_sharding=input_sharding))))
 
     with pytest.raises(ValueError, match=r"'x' has 2 rows, which do not divide over the 4 devices .* multiple of 4"):
         first({"x": sharding(minibatch=True), "id": None}, micro_batch_size=2)
@@ -134,7 +134,9 @@ def test_batches_that_cannot_be_placed_are_named() -> None:
         first(sharding(minibatch=True))
     with pytest.raises(ValueError, match=r"the columns \['id', 'x'\], input_sharding is for \['x'\]"):
         first({"x": sharding()})
-    texts = DeviceLoader(make([{"x": np.zeros(2), "text": "a"}] * 64), input_sharding={"x": sharding(), "text": None})
+    texts = make(
+        [{"x": np.zeros(2), "text": "a"}] * 64, transfer=Transfer(input_sharding={"x": sharding(), "text": None})
+    )
     with pytest.raises(ValueError, match=r"columns \['text'\] are no tensors"):
         next(iter(texts))
     batch = first({"x": sharding(minibatch=True), "id": sharding((0,))}, micro_batch_size=8)
@@ -143,10 +145,12 @@ def test_batches_that_cannot_be_placed_are_named() -> None:
 
 @on_devices(4)
 def test_rows_of_several_hosts_are_refused_where_torch_xla_would_take_them_for_all() -> None:
-    from rescale_data.xla import DeviceLoader
+    from rescale_data.xla import Transfer
 
     def first(input_sharding: Any, **arguments: Any) -> Any:
-        return next(iter(DeviceLoader(make(dp_rank=1, dp_world_size=2, **arguments), input_sharding=input_sharding)))
+        return next(
+            iter(make(dp_rank=1, dp_world_size=2, **arguments, transfer=Transfer(input_sharding=input_sharding)))
+        )
 
     whole = sharding(minibatch=True)
     for given in (None, sharding(), {"x": whole, "id": None}, {"x": whole, "id": sharding((0,))}):
@@ -163,11 +167,11 @@ def test_rows_of_several_hosts_are_refused_where_torch_xla_would_take_them_for_a
 def test_minibatch_keeps_the_order_of_rows_on_every_mesh_that_is_not_refused() -> None:
     import torch_xla.distributed.spmd as xs
 
-    from rescale_data.xla import DeviceLoader
+    from rescale_data.xla import Transfer
 
     def rows(mesh: Any, dim: Any) -> Any:
         given = {"x": xs.ShardingSpec(mesh, (dim, None), minibatch=True), "id": None}
-        batch = next(iter(DeviceLoader(make(), input_sharding=given)))
+        batch = next(iter(make(transfer=Transfer(input_sharding=given))))
         assert torch.equal(batch["x"][:, 0].cpu(), batch["id"].cpu().float())
 
     named = xs.Mesh(list(range(4)), (2, 2), ("data", "model"))
@@ -221,7 +225,7 @@ def test_the_devices_of_hosts_come_one_host_after_another_whatever_their_numbers
 
 @on_devices(4)
 def test_every_batch_is_checked_and_the_error_comes_when_training_comes_to_it() -> None:
-    from rescale_data.xla import DeviceLoader
+    from rescale_data.xla import Transfer
 
     third = ids(make())[2]
 
@@ -229,8 +233,8 @@ def test_every_batch_is_checked_and_the_error_comes_when_training_comes_to_it() 
         x = torch.stack([torch.from_numpy(row["x"]) for row in rows])
         return {"x": x[..., None] if [row["id"] for row in rows] == third else x}
 
-    for read_ahead in (1, 2, 5):
-        loader = DeviceLoader(make(collate_fn=collate), input_sharding=sharding(minibatch=True), read_ahead=read_ahead)
+    for prefetch in (1, 2, 5):
+        loader = make(collate_fn=collate, transfer=Transfer(input_sharding=sharding(minibatch=True)), prefetch=prefetch)
         batches = iter(loader)
         assert [next(batches)["x"].shape for _ in range(2)] == [(4, 3)] * 2
         for _ in range(2):
@@ -244,11 +248,10 @@ def test_every_batch_is_checked_and_the_error_comes_when_training_comes_to_it() 
 def test_what_xla_would_leave_behind_or_change_is_named() -> None:
     from types import MappingProxyType
 
-    from rescale_data.xla import DeviceLoader
+    from rescale_data.xla import Transfer
 
     def first(batch: Any, input_sharding: Any = None) -> Any:
-        loader = make(collate_fn=lambda rows: batch)
-        return next(iter(DeviceLoader(loader, input_sharding=input_sharding)))
+        return next(iter(make(collate_fn=lambda rows: batch, transfer=Transfer(input_sharding=input_sharding))))
 
     for dtype in (torch.uint16, torch.uint32, torch.uint64):
         with pytest.raises(ValueError, match=r"'tokens\.0' is torch\.uint.*\.to\(torch\.int64\)"):
@@ -279,34 +282,17 @@ def test_a_loader_read_by_torch_xlas_threads_warns_that_its_state_is_ahead() -> 
     batches: Iterator[Any] = iter(MpDeviceLoader(loader, torch_xla.device()))
     torch.testing.assert_close(next(batches)["x"].shape, torch.Size([4, 3]))
     assert opened(loader.state_dict())["samples"] > 4, "if this fails, torch_xla no longer reads ahead"
-    assert any("rescale_data.xla.DeviceLoader" in record for record in records)
+    assert any("transfer= to devices" in record for record in records)
     for _ in batches:
         pass  # its threads crash an interpreter that ends before them
 
 
 @on_devices(4)
-def test_the_loader_inside_refuses_what_would_be_ahead_of_training(tmp_path: Path) -> None:
-    from rescale_data.xla import DeviceLoader
-
-    inner = make()
-    state = inner.state_dict()
-    loader = DeviceLoader(inner, read_ahead=4)
-    batches = iter(loader)
-    assert [next(batches)["x"].shape for _ in range(2)] == [torch.Size([4, 3])] * 2
-    asked = [inner.state_dict, inner.reset, inner.progress, lambda: inner.load_state_dict(state), lambda: iter(inner)]
-    for ask in (*asked, lambda: DeviceLoader(inner), lambda: checkpoint.save(tmp_path / "c", {"loader": inner})):
-        with pytest.raises(RuntimeError, match=r"rescale_data\.xla\.DeviceLoader"):
-            ask()
-    assert opened(loader.state_dict())["samples"] == 8
-    inner.close()
-
-
-@on_devices(4)
 def test_what_a_training_loop_asks_of_a_loader_is_answered_for_training(tmp_path: Path) -> None:
-    from rescale_data.xla import DeviceLoader
+    from rescale_data.xla import Transfer
 
     rows = [{"id": row} for row in range(30)]  # the last global batch of an epoch is padded
-    loader, plain = DeviceLoader(make(rows, tail="pad"), read_ahead=3), make(rows, tail="pad")
+    loader, plain = make(rows, tail="pad", transfer=Transfer(), prefetch=3), make(rows, tail="pad")
 
     def answers(of: Any) -> list[Any]:
         return [len(of), of.step, of.epoch, of.last_batch_samples, _without_time(of.progress())]
@@ -329,17 +315,17 @@ def test_what_a_training_loop_asks_of_a_loader_is_answered_for_training(tmp_path
     assert answers(loader)[:3] == answers(plain)[:3]
     checkpoint.save(tmp_path / "c", {"loader": loader})
     rd.checkpoint.check_checkpoint(tmp_path / "c", loader)
-    fresh = DeviceLoader(make(rows, tail="pad"))
+    fresh = make(rows, tail="pad", transfer=Transfer())
     rd.checkpoint.load_changed(tmp_path / "c", fresh)
     assert ids(fresh) == ids(plain)
     with pytest.raises(TypeError, match="repeat=True is endless"):
-        len(DeviceLoader(make(repeat=True)))
+        len(make(repeat=True, transfer=Transfer()))
     assert loader.progress()["wait_seconds"] > 0
 
 
 @on_devices(4)
 def test_an_error_of_a_transfer_is_raised_by_next_alone_and_the_thread_ends(tmp_path: Path) -> None:
-    from rescale_data.xla import DeviceLoader
+    from rescale_data.xla import Transfer
 
     with make() as plain:
         third = ids(plain)[2]
@@ -349,13 +335,13 @@ def test_an_error_of_a_transfer_is_raised_by_next_alone_and_the_thread_ends(tmp_
         return {"id": torch.tensor(numbers), "x": torch.zeros(2).to_sparse() if numbers == third else 0}
 
     for end in ("load_state_dict", "reset", "close"):
-        loader = DeviceLoader(make(collate_fn=broken), read_ahead=4)
+        loader = make(collate_fn=broken, transfer=Transfer(), prefetch=4)
         state = loader.state_dict()
         next(iter(loader))
         getattr(loader, end)(*[state] * (end == "load_state_dict"))
         loader.close()
         assert threading.active_count() == 1
-    loader = DeviceLoader(make(collate_fn=broken), read_ahead=4)
+    loader = make(collate_fn=broken, transfer=Transfer(), prefetch=4)
     with pytest.raises(RuntimeError, match="to\\(options\\)"):
         list(loader)
     assert opened(loader.state_dict())["samples"] == 8
@@ -368,19 +354,20 @@ def test_an_error_of_a_transfer_is_raised_by_next_alone_and_the_thread_ends(tmp_
 
 
 @on_devices(4)
-def test_threads_end_with_a_device_loader_that_nobody_closes() -> None:
-    from rescale_data.xla import DeviceLoader
+def test_threads_end_with_a_loader_that_nobody_closes() -> None:
+    from rescale_data.xla import Transfer
 
-    for _ in DeviceLoader(make(), read_ahead=5):
+    for _ in make(transfer=Transfer(), prefetch=5):
         break
     _join_threads()
 
 
 def _join_threads() -> None:
-    """Every thread ends, although some may be in their last lines."""
-    for thread in set(threading.enumerate()) - {threading.main_thread()}:
-        thread.join(60)
-    assert threading.active_count() == 1
+    """Every thread of ours ends, although some may be in their last lines."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("rescale_data"):
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 def _without_time(progress: dict[str, float]) -> dict[str, float]:

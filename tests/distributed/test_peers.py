@@ -1,4 +1,4 @@
-"""`rd.Broadcast`: of the peers of a dp rank one reads, and all have its batches, its state and its errors."""
+"""`peers=`: of the peers of a dp rank one reads, and all have its batches, its state and its errors."""
 
 import functools
 import gc
@@ -86,11 +86,15 @@ def open_data(folder: str, bad: int = -1) -> Any:
     return functools.partial(pipeline, rd.ParquetSource(f"counted://{folder}"), bad)
 
 
-def make(data: Path, dp: int, bad: int = -1, receives: bool = True, **arguments: Any) -> rd.Broadcast:
+def make(data: Path, dp: int, bad: int = -1, receives: bool = True, **arguments: Any) -> rd.DataLoader:
     mesh = init_device_mesh("cpu", (dp, 4 // dp), mesh_dim_names=("dp", "tp"))
     given: dict[str, Any] = {"mesh": mesh["dp"], "global_batch_size": O, "micro_batch_size": 2, "num_logical_shards": 8}
     source = functools.partial(open_data, str(data), bad)
-    return rd.Broadcast(source, mesh["tp"], receives=receives, **{**given, "collate_fn": nested, **arguments})
+    return rd.DataLoader(source, peers=mesh["tp"], receives=receives, **{**given, "collate_fn": nested, **arguments})
+
+
+def row_sums(batch: Any) -> Any:
+    return batch["row"].sum().item()
 
 
 def plain(value: Any) -> Any:
@@ -122,7 +126,7 @@ def on_4_ranks(folder: Path) -> dict[str, Any]:
             "first": taken,
             "left": [*left, loader.batches_left],
             "step": loader.step,
-            "reads": loader.loader is not None,
+            "reads": len(loader.progress()) > 1,
         }
         dcp.save({"loader": loader}, checkpoint_id=folder / "saved")
         found["state"] = {name: tensor.tolist() for name, tensor in opened(loader.state_dict())["shards"].items()}
@@ -141,6 +145,8 @@ def on_4_ranks(folder: Path) -> dict[str, Any]:
     dcp.load({"loader": wider}, checkpoint_id=folder / "saved")
     found["rescaled"] = [plain(batch) for batch in wider]
     found["requests of 4"] = Counted.requests
+    sent = make(data, 2, collate_fn=None, transfer=row_sums)
+    found["sent"] = [sent.peek(), list(sent)]
     stage = make(data, 1, receives=me in (0, 3), pin_memory=True)  # a pipeline of 4 stages
     found["stages"] = [plain(batch) for batch in stage]
 
@@ -155,9 +161,9 @@ def on_4_ranks(folder: Path) -> dict[str, Any]:
     found["before the error"] = len([next(failing) for _ in range(2)])
     if me < 2:
         found["error"] = said(KeyError, failing.__next__)
-    by_number = rd.Broadcast(
+    by_number = rd.DataLoader(
         functools.partial(open_data, str(data)),
-        init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"].get_group(),
+        peers=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"].get_group(),
         dp_rank=me // 2, dp_world_size=2, global_batch_size=O, micro_batch_size=2, num_logical_shards=8, collate_fn=nested,
     )  # fmt: skip
     found["by number"] = [plain(batch) for batch in by_number][:5]
@@ -174,7 +180,7 @@ def on_4_ranks(folder: Path) -> dict[str, Any]:
     return found
 
 
-def exit_code_of_a_fork(loader: rd.Broadcast) -> int:
+def exit_code_of_a_fork(loader: rd.DataLoader) -> int:
     """Return 3 if a call in a forked child is an error that says so."""
     child = os.fork()
     if child == 0:
@@ -187,10 +193,10 @@ def exit_code_of_a_fork(loader: rd.Broadcast) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def by_number_of(data: Path, dp_rank: int) -> rd.Broadcast:
+def by_number_of(data: Path, dp_rank: int) -> rd.DataLoader:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     source = functools.partial(open_data, str(data))
-    return rd.Broadcast(source, mesh["tp"], dp_rank=dp_rank, dp_world_size=2, global_batch_size=O)
+    return rd.DataLoader(source, peers=mesh["tp"], dp_rank=dp_rank, dp_world_size=2, global_batch_size=O)
 
 
 def said_or(kind: type[Exception], call: Any) -> str:
@@ -205,8 +211,8 @@ def said_or(kind: type[Exception], call: Any) -> str:
 def after_a_death(dead: int) -> list[str]:
     """Of three peers one is gone, as its sockets tell; what the others hear, who try again and again."""
     peers = DeviceMesh("cpu", [0, 1, dead], _init_backend=False)
-    loader = rd.Broadcast(
-        lambda: range(1000), peers, dp_rank=0, dp_world_size=1, global_batch_size=4, timeout=8.0, shuffle=False
+    loader = rd.DataLoader(
+        lambda: range(1000), peers=peers, dp_rank=0, dp_world_size=1, global_batch_size=4, timeout=8.0, shuffle=False
     )
     batches = iter(loader)
     next(batches)
@@ -224,10 +230,10 @@ def after_a_death(dead: int) -> list[str]:
     return heard
 
 
-def make_pair() -> rd.Broadcast:
-    return rd.Broadcast(
+def make_pair() -> rd.DataLoader:
+    return rd.DataLoader(
         lambda: range(100),
-        DeviceMesh("cpu", [2, 3], _init_backend=False),
+        peers=DeviceMesh("cpu", [2, 3], _init_backend=False),
         dp_rank=0,
         dp_world_size=1,
         global_batch_size=4,
@@ -284,6 +290,12 @@ def test_all_have_the_same_state_and_go_on_as_one_dp_rank_of_4(ranks: list[dict[
     assert sorted(first + later) == list(range(ROWS))
 
 
+def test_each_peer_sends_its_batches_to_its_own_device(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        sums = [sum(batch["row"][2]) for batch in found["first"] + found["rest"]]
+        assert found["sent"] == [sums[0], sums]
+
+
 def test_a_fork_of_a_peer_sends_nothing_on_its_connections(ranks: list[dict[str, Any]]) -> None:
     assert [found["in a fork"] for found in ranks] == [3, 3, 3, 3]
 
@@ -299,7 +311,7 @@ def test_peers_that_differ_are_told_where(ranks: list[dict[str, Any]]) -> None:
         assert (
             f"different seed: rank {rank} has {rank // 3}, and the ranks [3] another than rank 0" in found["different"]
         )
-    assert all("different open_data" in found["other data"] for found in ranks)
+    assert all("different pipeline" in found["other data"] for found in ranks)
     assert "make the same calls in the same order" in ranks[3]["apart"]
 
 
@@ -317,9 +329,9 @@ def test_data_that_cannot_be_opened_is_told_at_once_where_dp_ranks_are_given_by_
     assert max(found["seconds until it was said"] for found in ranks) < 200  # timeout is 300
 
 
-def test_a_call_of_another_broadcast_among_the_same_peers_is_an_error(ranks: list[dict[str, Any]]) -> None:
+def test_a_call_of_another_loader_among_the_same_peers_is_an_error(ranks: list[dict[str, Any]]) -> None:
     assert [bool(found["of another"]) for found in ranks] == [False, False, False, True]
-    assert "that of another rd.Broadcast" in ranks[3]["of another"]
+    assert "that of another loader" in ranks[3]["of another"]
 
 
 def test_when_a_peer_is_gone_the_others_are_told_so_and_given_nothing_else(ranks: list[dict[str, Any]]) -> None:

@@ -1,0 +1,87 @@
+"""Batches on their way to a device: functions of the user's, a device of torch's, devices of other frameworks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+
+from rescale_data.engine.collate import each
+from rescale_data.engine.feed import Feed, Mapped
+from rescale_data.engine.leg import Leg
+from rescale_data.errors import require_callable
+from rescale_data.state import Ints
+
+
+class DpTransfer(ABC):
+    """A transfer that depends on the dp rank whose batches it sends."""
+
+    @abstractmethod
+    def bind(self, dp_rank: int, dp_world_size: int) -> Callable[[Any], Any]:
+        """Return the function that sends the batches of a dp rank."""
+
+
+Transfer: TypeAlias = Callable[[Any], Any] | torch.device | str | DpTransfer
+
+
+def require_transfer(transfer: object) -> None:
+    """``TypeError`` or ``ValueError`` where it is no device, and no function."""
+    if isinstance(transfer, str):
+        try:
+            torch.device(transfer)
+        except RuntimeError as error:
+            raise ValueError(f"transfer={transfer!r}: give a device, or a function of a batch. {error}") from error
+    elif not isinstance(transfer, torch.device | DpTransfer):
+        require_callable(transfer=transfer)
+
+
+def through(feed: Feed, transfer: Transfer, dp_rank: int, dp_world_size: int) -> Feed:
+    """Return a feed whose batches have gone through a transfer."""
+    if isinstance(transfer, torch.device | str):
+        return ToDevice(feed, torch.device(transfer))
+    return Mapped(feed, transfer.bind(dp_rank, dp_world_size) if isinstance(transfer, DpTransfer) else transfer)
+
+
+def function_of(transfer: Transfer | None) -> Callable[[Any], Any] | None:
+    """Return the function of a transfer for a process that peers send its batches, in the stream that is current there."""
+    if isinstance(transfer, DpTransfer):
+        raise ValueError(
+            f"transfer={transfer!r} with peers=: each host of XLA reads for itself, so give mesh=host_mesh() alone."
+        )
+    return partial(_to, torch.device(transfer)) if isinstance(transfer, torch.device | str) else transfer
+
+
+def _to(device: torch.device, batch: Any) -> Any:
+    return each(batch, "to", lambda value: value.to(device, non_blocking=True))
+
+
+class ToDevice(Mapped):
+    """Copies the tensors of batches to a device, in the stream in which training works when it begins to read.
+
+    A copy is queued behind the work that training has queued, as if training had asked for it with ``non_blocking=True``.
+    """
+
+    def __init__(self, feed: Feed, device: torch.device) -> None:
+        super().__init__(feed, partial(_to, device))
+        self._device, self._stream = device, nullcontext()
+
+    def begin(self, leg: Leg, table: Ints, first: int) -> None:
+        if is_accelerator(self._device):
+            self._stream: Any = torch.accelerator.current_stream(self._device)
+        super().begin(leg, table, first)
+
+    def next(self) -> Any:
+        with self._stream:
+            return super().next()
+
+
+def is_accelerator(device: Transfer | None) -> bool:
+    """True if it is a device of torch that copies from page-locked memory."""
+    if not isinstance(device, torch.device | str) or not torch.accelerator.is_available():
+        return False
+    current = torch.accelerator.current_accelerator()
+    return current is not None and torch.device(device).type == current.type
