@@ -318,7 +318,7 @@ def test_what_a_training_loop_asks_of_a_loader_is_answered_for_training(tmp_path
     fresh = make(rows, tail="pad", transfer=Transfer())
     rd.checkpoint.load_changed(tmp_path / "c", fresh)
     assert ids(fresh) == ids(plain)
-    with pytest.raises(TypeError, match="repeat=True is endless"):
+    with pytest.raises(TypeError, match="repeat=True has no end"):
         len(make(repeat=True, transfer=Transfer()))
     assert loader.progress()["wait_seconds"] > 0
 
