@@ -84,7 +84,7 @@ def train(folder: Path, leg: str, repeat: bool, stop: int) -> None:
     # to here
     loader = config.build(
         dp_world_size=world_size, dp_rank=rank, tokenizer=None, seq_len=SEQ_LEN, local_batch_size=MICRO_BATCH_SIZE,
-        snapshot_every_n_steps=2,
+        snapshot_every_n_steps=2 * (GLOBAL_BATCH_SIZE // (world_size * MICRO_BATCH_SIZE)),  # batches, as the trainer counts
     )  # fmt: skip
     state, record = TrainState(), Record(folder / leg)
     checkpointer = CheckpointManager.Config(enable=True, interval=2, last_save_model_only=False, keep_latest_k=0).build(
