@@ -35,7 +35,19 @@ from rescale_data.nodes.reading.documents import Documents, Texts
 from rescale_data.nodes.tray import Columns, Tray
 from rescale_data.shard import Shard
 from rescale_data.sources.source import Described
-from rescale_data.state import Field, Ints, decode, encode, flatten, joined, nest, offsets, place_slots, require_limits
+from rescale_data.state import (
+    Field,
+    Ints,
+    copy_of,
+    decode,
+    encode,
+    flatten,
+    joined,
+    nest,
+    offsets,
+    place_slots,
+    require_limits,
+)
 
 __all__ = [
     "BaseNode",
@@ -56,11 +68,6 @@ __all__ = [
 T = TypeVar("T")
 _ENDED = "_ended"
 _NO_CHILDREN: dict[str, Any] = {}  # of leaves, of which there may be many
-
-
-def copy_of(position: View) -> View:
-    """A row of its own."""
-    return np.array(position, dtype=np.int64).data
 
 
 _BESIDE_NEXT = ("documents", "texts", "write", "skip", "epoch_end")

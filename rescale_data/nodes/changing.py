@@ -17,7 +17,7 @@ View = memoryview  # of int64, always over a NumPy row, so that slices copy from
 class Changing:
     """The part of `Node` that a change between legs is about. By default a node hands all of it on to those below."""
 
-    MAY_CHANGE: ClassVar[frozenset[str]] = frozenset()
+    MAY_CHANGE: frozenset[str] = frozenset()
     """The `parameters` that may differ when a state is loaded. Those in use are then part of the position; see `settle`."""
     FORM: ClassVar[frozenset[str]] = frozenset()
     """The `parameters` that may differ when a state is loaded, and say in which form the same data comes from then on: a node
@@ -96,7 +96,7 @@ class Changing:
         return any(child.is_stuck(position[self._slots(name)]) for name, child in self.children.items())
 
     def pass_blocked(self, position: View) -> None:
-        """Move a row of this node, at the beginning of a sample, behind what is on a blocklist (`Exclude`)."""
+        """Move a row of this node, at the beginning of a sample, behind what is on a blocklist (`Reader`)."""
         if self.READS_AHEAD if self.within is None else position[self.within]:
             return
         for name, child in self.children.items():

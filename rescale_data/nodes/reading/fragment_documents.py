@@ -18,7 +18,7 @@ from rescale_data.nodes.reading.spans import EMPTY, Spans
 from rescale_data.sources.decoded.cache import cache, owner_of
 from rescale_data.sources.decoded.interest import PARTS, beside, room_for_block
 from rescale_data.sources.source import TokenSource
-from rescale_data.state import Ints
+from rescale_data.state import Ints, copy_of
 
 if TYPE_CHECKING:
     from rescale_data.nodes.reader import Reader
@@ -76,11 +76,13 @@ class FragmentDocuments:
     is_costly = False
 
     def read(self, position: memoryview, most: int) -> Spans:
-        epoch, row = position[0], position[1]
-        if row >= self._reader.rows.size(epoch):
+        at = copy_of(position)
+        if not self._reader.to_next_row(at):
             return EMPTY
+        epoch, row = at[0], at[1]
         spans = self._of_block(epoch, row, most) or self._found(epoch, row, most)
-        return spans.with_moves(self._reader.moves(position, len(spans)))
+        kept, moves = self._reader.moves(position, at, len(spans))
+        return spans.with_moves(moves) if kept is None else spans.take(kept, moves)
 
     def _found(self, epoch: int, row: int, most: int) -> Spans:
         self._share = self._reader.share(epoch)
@@ -128,6 +130,8 @@ class FragmentDocuments:
             return None
         self._share = self._reader.share(epoch)
         runs, parts = list[tuple[int, int, int]](), list[Ints]()
+        if self._reader.is_relisted(position):
+            return None
         while left and self._share is None and self._reader.are_counted(epoch):
             if row < self._reader.rows.size(epoch):
                 parts.append(self._reader.rows_from(epoch, row)[:left])
@@ -168,7 +172,7 @@ class FragmentDocuments:
         return False
 
     def turn(self, position: memoryview) -> None:
-        self._reader.turn(position)
+        self._reader.turn_in_blocks(position)
 
     def _copied(self, rows: Ints, stops: Sequence[int], passed: TokenSource | None = None) -> list[Spans]:
         """The same as copies, those up to each stop in arrays of their own.
