@@ -95,7 +95,6 @@ class Reader(Node[Any]):
     _chunks: Chunks | None = None
     _fetching: Fetching | None = None
     _proof: Proof | None = None
-    _excluded: Excluded | None = None
     _blocklist: Blocklist | None = None
     _views: list[SourceView] | None = None
     _leave: Callable[[], None] | None = None
@@ -116,7 +115,7 @@ class Reader(Node[Any]):
         self.shard = self.of_shard = shard
         self.reads = self.source = as_source(source)
         if exclude is not None:
-            self._excluded, self._blocklist = exclude, blocklist_of(self.source, exclude)
+            self._blocklist = blocklist_of(self.source, exclude)
             self.MAY_CHANGE = _MAY_CHANGE
         super().__init__()
         self.repeat = shard.repeat
@@ -144,7 +143,7 @@ class Reader(Node[Any]):
 
     @property
     def rows(self) -> ShardRows:
-        """Which rows, in which order. There may be many readers: they keep it while the cache has room."""
+        """The rows of this shard in their order. There may be many readers: they keep it while the cache has room."""
         found = self._rows
         if found is None:
             found = ShardRows(
@@ -161,7 +160,7 @@ class Reader(Node[Any]):
         return found
 
     def is_like(self, other: object) -> bool:
-        """Whether another reader, of another shard, differs from this one in the shard alone; a user's subclass may do so in
+        """True if another reader, of another shard, differs from this one in the shard alone; a user's subclass may do so in
         anything."""
         return (
             type(self) is Reader
@@ -170,20 +169,13 @@ class Reader(Node[Any]):
             and self.source is other.source
             and self._views is other._views
             and self._chunks is None
+            and self._blocklist is None  # what it passes is the shard's own
             and replace(other.shard, index=self.shard.index) == self.shard
         )
 
     @property
     def _how(self) -> tuple[object, ...]:
-        return (
-            type(self),
-            type(self.shuffle),
-            self.shuffle,
-            self._by_global_batch,
-            self._must_say,
-            self._on_error,
-            self._blocklist,
-        )
+        return type(self), type(self.shuffle), self.shuffle, self._by_global_batch, self._must_say, self._on_error
 
     def for_shard(self, shard: Shard, leave: Callable[[], None]) -> Reader:
         """The same of another shard; ``leave`` is called when the cache has no room for where it reads."""
@@ -194,14 +186,13 @@ class Reader(Node[Any]):
             by_global_batch=self._by_global_batch,
             provenance=self._must_say,
             on_error=self._on_error,
-            exclude=self._excluded,
         )
         made._views, made._number, made._leave = self._views, self._number, leave
         return made
 
     @property
     def key(self) -> tuple[int, int]:
-        """Who reads, in keys of the cache."""
+        """The part of cache keys that names this reader and its shard."""
         return self._number, self.shard.index
 
     @property
@@ -443,7 +434,7 @@ class Reader(Node[Any]):
         return rows[:, 0] + rows[:, 1] / np.maximum(1, self.rows.sizes(rows[:, 0], shards))
 
     def share(self, epoch: int) -> ShardShare | None:
-        """How fragments are cut up for this shard; `None` where they stay whole."""
+        """Return how fragments are cut up for this shard; `None` if they stay whole."""
         if not self._cuts:
             return None
         if self._share is None or self._share.epoch != epoch:

@@ -166,6 +166,23 @@ def test_a_document_that_is_blocked_within_ends_there(
     assert not {t % 100_000 // 100 for tokens in after.values() for t in tokens if t != 99} & second
 
 
+@pytest.mark.parametrize("window", [1, 4])
+def test_each_shard_of_a_mixture_passes_its_own_rows(window: int) -> None:
+    """Below a node that reads samples one at a time, which asks the mixture to pass what is blocked."""
+    blocked = set(range(0, NUM, 3)) | {50, 52, 53}
+
+    def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+        nodes = {s.name: rd.Reader(s, shard, shuffle=8, exclude=blocked) for s in (DOCUMENTS, OTHERS)}
+        mixed = rd.WeightedSampler(nodes, {"documents": 1, "others": 1}, stop="all")
+        through = rd.Map(rd.Shuffle(mixed, window), lambda row: {"tokens": row["tokens"]})
+        return rd.TokenPacker(through, column="tokens", seq_len=16, eos_id=None, last="pad", pad_id=99)
+
+    with loader(pipeline) as run:
+        found = [token for batch in run for token in batch["tokens"][batch["valid"]].flatten().tolist() if token != 99]
+    kept = [s.row(i)["tokens"].tolist() for s in (DOCUMENTS, OTHERS) for i in range(NUM) if i not in blocked]
+    assert Counter(found) == Counter(token for tokens in kept for token in tokens if token != 99)
+
+
 def tokens_of(ranks: list[rd.DataLoader], steps: int) -> dict[int, list[int]]:
     found: dict[int, list[int]] = defaultdict(list)
     for _ in range(steps):

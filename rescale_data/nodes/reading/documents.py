@@ -48,7 +48,7 @@ class Documents(Protocol):
 
 
 class Texts(Protocol):
-    """What `Documents` are of tokens. ``position`` is a row of the node whose texts they are."""
+    """Texts as `Documents` are tokens. ``position`` is a row of the node whose texts they are."""
 
     def read(self, position: memoryview, most: int) -> tuple[list[str], Moves]:
         """The next texts, from one to ``most``, and what each does to ``position``; none at the end of the epoch.

@@ -120,7 +120,7 @@ class FragmentDocuments:
         return found
 
     def at_hand(self, position: memoryview, most: int, turns: bool) -> Near | None:
-        """Where the next documents lie; `None` where `read` has more to do than to find them.
+        """Return the places of the next documents; `None` if `read` has more to do than to find them.
 
         Args:
             turns: Whether those of the next epochs follow.
@@ -157,7 +157,7 @@ class FragmentDocuments:
         return Near(runs, rows, which, [self._lend(fragment) for fragment in used])
 
     def _stay(self, epoch: int, row: int, used: list[int], first: Lent) -> bool:
-        """Whether documents stay where they were decoded. If there is room for more, that is begun for what is read soon."""
+        """True if documents stay where they were decoded. If there is room, decoding of what is read soon is begun."""
         if self._share is not None:
             return False
         if self._decoding is None:
@@ -204,7 +204,7 @@ class FragmentDocuments:
         return max(1, int(num_bytes / max(1.0, mean)))
 
     def _have_room(self, num_fragments: int, found: Lent) -> bool:
-        """Whether the cache has room for so many fragments like that one of each shard, and for as much of each source."""
+        """True if the cache has room for so many fragments like that one of each shard, and for as much of each source."""
         sources, shards = beside(self._owner)
         return sources * shards * num_fragments * found.nbytes <= self._source.cache_bytes
 
@@ -233,7 +233,7 @@ def _up_to(num_bytes: int, spans: Spans) -> Spans:
 
 @lru_cache(maxsize=64)
 def block_bytes(cache_bytes: int, num_shards: int) -> int:
-    """How much of a shard's tokens to put in order at once, where a process serves so many shards.
+    """Return the bytes of a shard's tokens to put in order at once, if a process serves so many shards.
 
     Enough for many samples, so that a fragment is not decoded for each of them where the fragments of all shards exceed the
     cache; little enough for what all shards have put in order to take a quarter of it.

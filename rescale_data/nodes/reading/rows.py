@@ -117,7 +117,7 @@ class ShardRows(ShardEpochs):
         return self._size
 
     def plan(self, epoch: int, row: int) -> tuple[Plan, bool]:
-        """Which rows of the source the shard reads around ``row``, and whether that was computed now."""
+        """Return the rows of the source that the shard reads around ``row``, and whether they were computed now."""
         plan = self.kept(epoch, row)
         if plan is not None:
             return plan, False
@@ -130,7 +130,7 @@ class ShardRows(ShardEpochs):
         return plan, True
 
     def kept(self, epoch: int, row: int) -> Plan | None:
-        """What `plan` would say, if that need not be computed."""
+        """Return the plan of a row if it need not be computed."""
         plan = self._plan
         if plan is not None and plan.epoch == epoch and 0 <= row - plan.first < len(plan.rows):
             return plan
@@ -198,7 +198,7 @@ class ShardRows(ShardEpochs):
         return rows - starts[at] + (np.cumsum(lengths) - lengths)[at]
 
     def places(self, rows: Ints, epoch: int) -> list[tuple[int, int]]:
-        """Where in an epoch the shards read some rows of the source: each shard and the number of its row, by both."""
+        """Return the shards that read some rows of the source in an epoch, each with the number of its row, sorted."""
         shards = np.arange(self.shard.num_logical_shards, dtype=np.int64)
         sizes, found = self.sizes(np.full_like(shards, epoch), shards), list[tuple[int, int]]()
         for shard in np.flatnonzero(sizes).tolist():
@@ -209,7 +209,7 @@ class ShardRows(ShardEpochs):
         return found
 
     def share(self, epoch: int, shard: int = -1) -> ShardShare | None:
-        """How fragments are cut up for a shard; `None` where there are none."""
+        """Return how fragments are cut up for a shard; `None` if there are none."""
         if self._source.fragments is None or self.steps is not None:
             return None
         shard = self.shard.index if shard < 0 else shard
