@@ -47,11 +47,6 @@ class Files(FiledSource):
     def manifest(self) -> Mapping[str, Any]:
         return {"format": "fuzz", "files": [[name, size] for name, size in self.files.items()]}
 
-    def rows_of_file(self, name: str) -> range:
-        sizes = np.cumsum([0, *self.files.values()]).tolist()
-        at = [*self.files].index(name)
-        return range(sizes[at], sizes[at + 1])
-
     def subset(self, manifest: Mapping[str, Any]) -> Ints:
         named = {name for name, *_ in manifest["files"]}
         return np.flatnonzero([name in named for name in self.of_fragment])

@@ -12,8 +12,8 @@ import numpy as np
 
 from rescale_data.errors import checks_kinds
 from rescale_data.sources.dataset import MapStyle, as_source
-from rescale_data.sources.decoded.cache import follows, owner_of
-from rescale_data.sources.source import FiledSource, GrowingSource, Source, TextSource
+from rescale_data.sources.decoded.cache import owner_of
+from rescale_data.sources.source import FiledSource, Source
 from rescale_data.state import Ints
 
 Excluded: TypeAlias = Mapping[str, Collection[int] | Ints] | Collection[int] | Ints
@@ -109,7 +109,7 @@ def find_rows(source: Source | MapStyle, ids: Collection[Any], column: str = "id
             rows.append(row)
     if num_failed == source.num_rows:
         raise ValueError(f"No row of {source.name} can be looked up by its column {column!r}: give one that rows have.")
-    if not follows(source, FiledSource):
+    if not isinstance(source, FiledSource):
         return rows
     for row in rows:
         file, place = source.file_row(row)
@@ -122,7 +122,7 @@ def _values(source: Source, column: str) -> Iterator[tuple[int, Any]]:
     for first in range(0, source.num_rows, _AT_ONCE):
         rows = range(first, min(first + _AT_ONCE, source.num_rows))
         try:
-            if not follows(source, TextSource):
+            if not source.has_texts:
                 raise TypeError
             yield from zip(rows, source.texts(column, np.array(rows)), strict=True)
         except Exception:  # no strings, or a row among them that cannot be read
@@ -137,11 +137,11 @@ def _values(source: Source, column: str) -> Iterator[tuple[int, Any]]:
 
 def _by_file(source: Source, excluded: Excluded) -> list[tuple[str, Ints]]:
     """Return the rows of each file, those of a source without files under an empty name; sorted."""
-    if not follows(source, FiledSource):
-        if isinstance(excluded, Mapping) or follows(source, GrowingSource):
+    if not isinstance(source, FiledSource):
+        if isinstance(excluded, Mapping):
             raise TypeError(
-                f"exclude= was given a {type(excluded).__name__}, and {source.name} does not name the files of its rows "
-                f"(rows_in_file). Give the numbers of its rows, which no file may join."
+                f"exclude= was given a {type(excluded).__name__}, and {source.name} does not name the files of its rows: give "
+                f"row numbers, or make it an rd.FiledSource."
             )
         return [("", _numbers("", excluded))]
     if not isinstance(excluded, Mapping):
@@ -157,7 +157,7 @@ def _by_file(source: Source, excluded: Excluded) -> list[tuple[str, Ints]]:
 
 def _numbered(source: Source, file: str, numbers: Ints) -> Ints:
     """Return rows of a file as the source numbers them; ``ValueError`` where the source has no such row."""
-    if follows(source, FiledSource):
+    if isinstance(source, FiledSource):
         return source.rows_in_file(file, numbers)
     if len(numbers) and not 0 <= numbers[0] <= numbers[-1] < source.num_rows:
         raise ValueError(
