@@ -282,16 +282,18 @@ class Reader(Node[Any]):
         if self._blocklist is None:
             return position[1] < size(position[0])
         while position[1] < size(position[0]) and (num := self._num_blocked(position)):
-            self._move(position, num)
+            self.advance(position, num)
             position[_BLOCKED] += num
         position[_LIST] = self._blocklist.digest
         return position[1] < size(position[0])
 
     def advance(self, position: View, num_rows: int) -> None:
-        """Move a position behind so many rows, and those behind them that are left out."""
-        self._move(position, num_rows)
-        if self._leaves_out:
-            self.to_next_row(position)
+        """Move a position behind so many rows."""
+        if self._proof is not None:
+            position[3] = self._proof.read(position[3], position[0], position[1], num_rows)
+        position[1] += num_rows
+        if position[1] >= self.rows.size(position[0]) and self.rows.goes_on(position[0]):
+            self.turn(position)
 
     def turn(self, position: View) -> None:
         """Write the beginning of the next epoch into a position of one; what was left of it, a packer has dropped."""
@@ -324,6 +326,7 @@ class Reader(Node[Any]):
         if self.rows.goes_on(at[0]):  # the shard has no other row in this epoch
             after = copy_of(at)
             self.advance(after, num_rows)
+            self.pass_blocked(after)
             return None, Moves.between(position, after)
         ends = np.arange(1, num_rows + 1)
         if self._is_plain and at == position:
@@ -349,13 +352,6 @@ class Reader(Node[Any]):
         self.to_next_row(behind)
         moves = Moves.join([Moves.between(position, at), moves, Moves.between(last, behind)])
         return kept, moves.grouped(np.array([*range(2, len(kept) + 1), len(kept) + 2]))
-
-    def _move(self, position: View, num_rows: int) -> None:
-        if self._proof is not None:
-            position[3] = self._proof.read(position[3], position[0], position[1], num_rows)
-        position[1] += num_rows
-        if position[1] >= self.rows.size(position[0]) and self.rows.goes_on(position[0]):
-            self.turn(position)
 
     def _num_blocked(self, position: View) -> int:
         """Return how many rows from a position on, up to the end of its window, are left out."""

@@ -1,8 +1,10 @@
 """`Reader(exclude=)`: served, blocked and filtered rows together are the source, whatever changes between legs."""
 
+import functools
 import itertools
 import json
 import logging
+import tempfile
 from collections import Counter, defaultdict
 from typing import Any
 
@@ -10,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pyarrow import compute, parquet
 
@@ -24,6 +26,7 @@ DOCUMENTS = rd.DatasetSource(
     [{"id": f"d{i}", "tokens": 100 * i + np.arange(n)} for i, n in enumerate(LENGTHS)], name="documents"
 )
 some = settings(max_examples=max(5, settings().max_examples // 5))
+ODD, EVEN = set(range(1, NUM, 2)), set(range(0, NUM, 2))
 rows_of = st.sets(st.integers(0, NUM - 1), max_size=NUM // 2)
 
 
@@ -115,9 +118,26 @@ def test_another_list_in_each_leg(legs: list[tuple[set[int], int, int]]) -> None
         assert all(n in at for n in served)  # a subsequence of what the shard reads
 
 
+@functools.cache
+def in_blocks() -> rd.ArrowSource:
+    """The documents at rest, which packers read many at a time."""
+    table = pa.table(
+        {"tokens": pa.array([DOCUMENTS.row(i)["tokens"].tolist() for i in range(NUM)], pa.list_(pa.int64()))}
+    )
+    path = f"{_FOLDER.name}/a.arrow"
+    with pa.OSFile(path, "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=20)
+    return rd.ArrowSource(path)
+
+
+_FOLDER = tempfile.TemporaryDirectory()
+
+
 def packed(blocked: set[int], kind: str = "reader") -> Any:
     def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
         node: Any = rd.Reader(DOCUMENTS, shard, exclude=blocked)
+        if kind == "blocks":
+            node = rd.Reader(in_blocks(), shard, shuffle=4, exclude={"a.arrow": blocked})
         if kind == "mixture":
             other = rd.Reader(OTHERS, shard, exclude=blocked)
             node = rd.WeightedSampler({"a": node, "b": other}, {"a": 0.5, "b": 0.5})
@@ -136,8 +156,13 @@ OTHERS = rd.DatasetSource(
     rows_of,
     st.sampled_from([1, 2, 3]),
     st.integers(1, 9),
-    st.sampled_from(["reader", "mixture"]),
+    st.sampled_from(["reader", "blocks", "mixture"]),
 )
+@example(ODD, set(), 1, 3, "blocks")
+@example(ODD, set(), 1, 4, "blocks")
+@example(ODD, EVEN, 1, 5, "blocks")
+@example(ODD, set(), 1, 3, "reader")
+@example(ODD, EVEN, 1, 5, "mixture")
 @some
 def test_a_document_that_is_blocked_within_ends_there(
     first: set[int], second: set[int], world_size: int, steps: int, kind: str
