@@ -12,7 +12,6 @@ from rescale_data.loader import DataLoader as DataLoader
 from rescale_data.nodes.base import BaseNode as BaseNode
 from rescale_data.nodes.base import Node as Node
 from rescale_data.nodes.clean import CleanDocuments as CleanDocuments
-from rescale_data.nodes.exclude import Exclude as Exclude
 from rescale_data.nodes.filter import Filter as Filter
 from rescale_data.nodes.map import Map as Map
 from rescale_data.nodes.map import RandomMap as RandomMap
@@ -23,6 +22,7 @@ from rescale_data.nodes.packing.packer import TokenPacker as TokenPacker
 from rescale_data.nodes.packing.varlen import flat_cu_seqlens as flat_cu_seqlens
 from rescale_data.nodes.packing.whole import WholeDocumentPacker as WholeDocumentPacker
 from rescale_data.nodes.reader import Reader as Reader
+from rescale_data.nodes.reading.blocklist import find_rows as find_rows
 from rescale_data.nodes.shuffle import Shuffle as Shuffle
 from rescale_data.nodes.stream_reader import StreamReader as StreamReader
 from rescale_data.nodes.tokenize import Tokenize as Tokenize

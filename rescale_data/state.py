@@ -31,6 +31,11 @@ COUNT = (0, 2**48)
 _SCALARS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
+def copy_of(position: memoryview) -> memoryview:
+    """Return a row of int64 slots of its own, with the same values."""
+    return np.array(position, dtype=np.int64).data
+
+
 @dataclass(frozen=True)
 class Field:
     """One value of a node's state: where it is, and what it looks like.

@@ -53,7 +53,6 @@ CASES: dict[str, Callable[[Path], tuple[Callable[..., Any], dict[str, Any]]]] = 
     "Reader": lambda folder: (rd.Reader, {"source": [1, 2], "shard": rd.Shard()}),
     "StreamReader": lambda folder: (rd.StreamReader, {"source": rd.IterableSource([[1]]), "shard": rd.Shard()}),
     "CleanDocuments": lambda folder: (rd.CleanDocuments, {"source": reader(), "column": "tokens"}),
-    "Exclude": lambda folder: (rd.Exclude, {"source": reader()}),
     "Filter": lambda folder: (rd.Filter, {"source": reader(), "predicate": bool}),
     "Map": lambda folder: (rd.Map, {"source": reader(), "fn": bool}),
     "RandomMap": lambda folder: (rd.RandomMap, {"source": reader(), "fn": max}),

@@ -37,9 +37,17 @@ def answer(run: str, pipelines: Sequence[str], find: str | None, steps: str | No
 
 
 def _imported(name: str) -> Pipeline:
+    try:
+        return as_pipeline(imported(name))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--pipeline {name}: {error}") from error
+
+
+def imported(name: str) -> Any:
+    """Return the object that ``MODULE:NAME`` stands for; ``ValueError`` where there is none."""
     module, colon, function = name.partition(":")
     if not (module and colon and function):
-        raise ValueError(f"--pipeline {name}: give MODULE:FUNCTION, train:pipeline for `pipeline` in train.py.")
+        raise ValueError(f"{name!r} names nothing: give MODULE:NAME, train:pipeline for `pipeline` in train.py.")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -47,10 +55,5 @@ def _imported(name: str) -> Pipeline:
         for part in function.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"--pipeline {name}: {error}. Give MODULE:FUNCTION, as `import` and Python name them."
-        ) from error
-    try:
-        return as_pipeline(found)
-    except TypeError as error:
-        raise ValueError(f"--pipeline {name}: {error}") from error
+        raise ValueError(f"{error}. Give MODULE:NAME, as `import` and Python name them.") from error
+    return found

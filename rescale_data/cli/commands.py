@@ -78,6 +78,22 @@ def index(
 
 
 @app.command()
+def rows(
+    source: Annotated[str, typer.Argument(help="MODULE:NAME of a source or a map-style dataset.")],
+    ids: Annotated[str, typer.Argument(help="A text file with one id a line.")],
+    out: Annotated[str, typer.Argument(help="The JSON file to write, for rd.Reader(exclude=).")],
+    column: Annotated[str, typer.Option(help="Of the source, the one that holds ids.")] = "id",
+    as_json: Json = False,
+) -> None:
+    """Find the rows of SOURCE that have one of the IDS and write the list OUT, to leave them out of a run."""
+    from rescale_data.cli.rows import write_rows
+
+    found = _or_exit(lambda: write_rows(source, ids, column, out))
+    text = "{rows} rows have one of the {ids} ids: {out}".format(**found)
+    _out(as_json, found, lambda console: console.print(text, markup=False))
+
+
+@app.command()
 def show(
     path: Annotated[str, typer.Argument(help="A checkpoint, or with --html also a run's folder; a path or URL.")],
     html: Annotated[str | None, typer.Option(help="Write a page with pictures to this file.")] = None,

@@ -35,7 +35,19 @@ from rescale_data.nodes.reading.documents import Documents, Texts
 from rescale_data.nodes.tray import Columns, Tray
 from rescale_data.shard import Shard
 from rescale_data.sources.source import Described
-from rescale_data.state import Field, Ints, decode, encode, flatten, joined, nest, offsets, place_slots, require_limits
+from rescale_data.state import (
+    Field,
+    Ints,
+    copy_of,
+    decode,
+    encode,
+    flatten,
+    joined,
+    nest,
+    offsets,
+    place_slots,
+    require_limits,
+)
 
 __all__ = [
     "BaseNode",
@@ -56,11 +68,6 @@ __all__ = [
 T = TypeVar("T")
 _ENDED = "_ended"
 _NO_CHILDREN: dict[str, Any] = {}  # of leaves, of which there may be many
-
-
-def copy_of(position: View) -> View:
-    """A row of its own."""
-    return np.array(position, dtype=np.int64).data
 
 
 _BESIDE_NEXT = ("documents", "texts", "write", "skip", "epoch_end")
@@ -151,7 +158,7 @@ class Node(Changing, BaseNode[T]):
 
     @cached_property
     def position(self) -> View:
-        """Where this node stands: until it is bound, a row of its own."""
+        """The row of slots that says where this node stands; a row of its own until it is bound."""
         return self.initial()
 
     def initial(self) -> View:
@@ -193,7 +200,7 @@ class Node(Changing, BaseNode[T]):
             child.bind(part)
 
     def borrow(self, other: Node[Any]) -> None:
-        """Of what ``other``, this node in another logical shard, has as well, keep that in place of one's own."""
+        """Share with ``other``, this node in another logical shard, what both have alike."""
         for name, child in self.children.items():
             child.borrow(other.children[name])
 
@@ -308,7 +315,7 @@ class Node(Changing, BaseNode[T]):
         return self.children["source"].skip_ahead(num_samples) if self.one_for_one else 0
 
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
-        """How many samples are left in the epoch, and the rows at which the next begins; `None` where it must be read.
+        """Return the samples left in the epoch, and the rows at which the next begins; `None` where only reading tells.
 
         Args:
             rows: ``int64[M, slots]``, positions of this node in any logical shards; not changed.
@@ -326,7 +333,7 @@ class Node(Changing, BaseNode[T]):
         return None if end is None else (end[0], np.concatenate([rows[:, :own], end[1]], axis=1))
 
     def prepare(self, rows: Ints, shards: Ints) -> None:
-        """This process is about to draw from these positions: begin to bring what is needed there. It returns at once.
+        """Begin to bring what is needed at these positions, from which this process is about to draw; returns at once.
 
         Args:
             rows: ``int64[M, slots]``, positions of this node in any logical shards; not changed.
@@ -354,18 +361,18 @@ class Node(Changing, BaseNode[T]):
         return None
 
     def parameters(self) -> dict[str, Any]:
-        """Whatever changes the order or the content of the samples, JSON values by name; checked when a state is loaded."""
+        """Return all that changes order or content of the samples, JSON values by name; checked when a state is loaded."""
         return {}
 
     def locate(self) -> str:
-        """Where the sample that was yielded last comes from, for messages; empty where that is not known."""
+        """Return the place of the sample that was yielded last, for messages; empty if it is not known."""
         return next(iter(self.children.values())).locate() if len(self.children) == 1 else ""
 
     def verify(self) -> None:
         """``DataStateError`` where what was read is not what the position says, as far as this node keeps account of it."""
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
-        """What the given logical shards have drawn, for a logger; keys start with the kind of value, ``"rows/..."``.
+        """Return counts of what logical shards have drawn, for a logger; keys start with the kind of value, ``"rows/..."``.
 
         Args:
             rows: ``int64[M, slots]`` of this node.
@@ -376,7 +383,7 @@ class Node(Changing, BaseNode[T]):
         return {}
 
     def walk(self, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Node[Any]]]:
-        """This node and all below it, with their paths."""
+        """Yield this node and all below it, with their paths."""
         yield path, self
         for name, child in self.children.items():
             yield from child.walk((*path, name))
@@ -387,7 +394,7 @@ class Node(Changing, BaseNode[T]):
         return None if slots is None else rows[:, slots]
 
     def slots_of(self, path: tuple[str, ...]) -> slice | None:
-        """Which slots those are."""
+        """Return the slots of the node at ``path`` in a row of this node; `None` inside a torchdata node."""
         node, first = self, 0
         for name in path:
             if name not in node.children:

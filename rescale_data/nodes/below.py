@@ -1,4 +1,4 @@
-"""What is known of a part of a pipeline from its nodes: the logical shard, sources and readers, and how epochs move it."""
+"""Questions about the nodes below a node: their logical shard, sources and readers, and how epochs move them."""
 
 from __future__ import annotations
 

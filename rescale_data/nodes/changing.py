@@ -17,7 +17,7 @@ View = memoryview  # of int64, always over a NumPy row, so that slices copy from
 class Changing:
     """The part of `Node` that a change between legs is about. By default a node hands all of it on to those below."""
 
-    MAY_CHANGE: ClassVar[frozenset[str]] = frozenset()
+    MAY_CHANGE: frozenset[str] = frozenset()
     """The `parameters` that may differ when a state is loaded. Those in use are then part of the position; see `settle`."""
     FORM: ClassVar[frozenset[str]] = frozenset()
     """The `parameters` that may differ when a state is loaded, and say in which form the same data comes from then on: a node
@@ -51,7 +51,7 @@ class Changing:
         """
 
     def reform(self, rows: Ints) -> None:
-        """These rows of the node, a view, were saved with the form that is the last in its history, not with that of now."""
+        """Change rows that were saved with the last form in the node's history; ``rows`` is a view."""
 
     def check_change(self, saved: Mapping[str, Any], rows: Ints) -> None:
         """``DataStateError`` where what may change (`MAY_CHANGE`) does not fit what has been drawn.
@@ -62,7 +62,7 @@ class Changing:
         """
 
     def earlier(self, saved: Mapping[str, Any], rows: Ints) -> Sequence[tuple[int, Mapping[str, Any]]]:
-        """What `adopt` is told of the parameters that there were, to go on within what was begun with them; kept in states.
+        """Return the earlier parameters that `adopt` needs, to go on within what was begun with them; kept in states.
 
         Args:
             saved: The `parameters` of this node in the state, and what this returned before it, as "earlier".
@@ -92,32 +92,32 @@ class Changing:
         return again if position[slot] else source.settle(below) or again
 
     def is_stuck(self, position: View) -> bool:
-        """Whether a row of this node needs a child that is gone, to yield what it would have yielded."""
+        """True if a row of this node needs a child that is gone, to yield what it would have yielded."""
         return any(child.is_stuck(position[self._slots(name)]) for name, child in self.children.items())
 
     def pass_blocked(self, position: View) -> None:
-        """Move a row of this node, at the beginning of a sample, behind what is on a blocklist (`Exclude`)."""
+        """Move a row of this node, at the beginning of a sample, behind what is on a blocklist (`Reader`)."""
         if self.READS_AHEAD if self.within is None else position[self.within]:
             return
         for name, child in self.children.items():
             child.pass_blocked(position[self._slots(name)])
 
     def is_blocked(self, position: View) -> bool:
-        """Whether somebody who went back to this row, to go on within a sample, finds that one on a blocklist that is new."""
+        """True if the sample that begins at this row, and is begun, is on a new blocklist."""
         if not self.one_for_one:
             return self.is_lost(position)
         return self.children["source"].is_blocked(position[self._slots("source")])
 
     def is_lost(self, position: View) -> bool:
-        """Whether, with the blocklist that there is now, nobody knows which sample begins at this row."""
+        """True if, with the present blocklist, nobody knows which sample begins at this row."""
         if not self.one_for_one:
             return self.is_relisted(position)
         return self.children["source"].is_lost(position[self._slots("source")])
 
     def is_relisted(self, position: View) -> bool:
-        """Whether a blocklist below is another than when this row was written."""
+        """True if a blocklist below is another than when this row was written."""
         return any(child.is_relisted(position[self._slots(name)]) for name, child in self.children.items())
 
     def is_pending(self, position: View) -> bool:
-        """Whether a change between legs has still to take effect in a row of this node (`settle`)."""
+        """True if a change between legs has still to take effect in a row of this node (`settle`)."""
         return any(child.is_pending(position[self._slots(name)]) for name, child in self.children.items())

@@ -112,7 +112,7 @@ class CleanDocuments(Node[dict[str, Any]]):
         return [self.pieces(view) for view in spans.views()]
 
     def pieces(self, tokens: Sequence[int]) -> list[slice]:
-        """Where in a document lies what is left of it, in one piece or several."""
+        """Return the pieces of a document that are left, as slices of its tokens."""
         start, stop = 0, len(tokens)
         while start < stop and int(tokens[start]) in self.strip:
             start += 1

@@ -21,7 +21,7 @@ TakeOut: TypeAlias = Callable[[Mapping[str, Any], int, Node[Any]], Mapping[str, 
 
 
 class Beside(dict[str, Any]):
-    """What there is of one document beside its tokens, as something that `Spans` keep."""
+    """Values of one document alongside its tokens, as `Spans` keep them."""
 
     @property
     def nbytes(self) -> int:

@@ -124,7 +124,7 @@ class Filter(Node[Any]):
             misses = self._bound.missed(misses)
 
     def documents(self, column: str) -> Documents | None:
-        """Where samples consist of that column alone, the predicate is asked without reading them one at a time."""
+        """Return documents in blocks if samples have that column alone: the predicate is then asked without reading rows."""
         dtype = self.dtype_of(column)
         inner = None if self._guard.skips or dtype is None else self._source.documents(column)
         if inner is None or dtype is None:

@@ -217,7 +217,7 @@ def _wrapped_by(node: BaseNode[Any]) -> Any:
 
 
 def _with_ranks(node: BaseNode[Any]) -> Iterator[Any]:
-    """What has a rank and a number of ranks, of the nodes from one on down and of the samplers that they wrap."""
+    """Yield the nodes from one on down, and the samplers that they wrap, that have a rank and a number of ranks."""
     for below in _all_below(node):
         yield from (part for part in (below, _wrapped_by(below)) if all(value is not None for value in _ranks_of(part)))
 
@@ -228,7 +228,7 @@ def _ranks_of(part: Any) -> tuple[Any, Any]:
 
 
 def _parameters(node: BaseNode[Any]) -> dict[str, Any]:
-    """What a node was built with and JSON can hold, and the same of the foreign nodes below it."""
+    """Return the arguments of a node that JSON can hold, and those of the foreign nodes below it."""
     public = {k: v.item() if isinstance(v, np.generic) else v for k, v in vars(node).items() if not k.startswith("_")}
     below = {
         name: {"node": type(child).__name__, **_parameters(child)}

@@ -1,4 +1,4 @@
-"""What form samples had in earlier legs of a run: scalars beside the state, from which tokens are counted on.
+"""Forms that samples had in earlier legs of a run: scalars alongside the state, from which tokens are counted on.
 
 A packer of windows is within one that may have been packed in other forms before. How many samples it has yielded in each is
 one integer: 21 bits for the form of now, then, where it has changed, those before.
@@ -62,7 +62,7 @@ def stages(emitted: int, history: History, now: Stage) -> Iterator[Stage]:
 
 
 def begin_form(emitted: Ints) -> None:
-    """What was yielded of windows was of the form before."""
+    """Count what windows have yielded as of the form before."""
     if (emitted >> (2 * _DIGIT)).any():
         raise DataStateError(
             "A third change of seq_len, max_documents or limits within one window of a WholeDocumentPacker. Train on with the "

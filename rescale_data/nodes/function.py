@@ -1,4 +1,4 @@
-"""What a state keeps of a function of the user's: the version that he gives it, or its name and what its source says."""
+"""Identity of a user's function in a state: the version that the user gives, or its name and a digest of its source."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def identity(fn: Any, version: str | int | None) -> dict[str, Any]:
 
 
 def _digest(made_of: Any) -> str:
-    """Of the lines that define it, wherever they stand; empty where there are none."""
+    """Return a digest of the lines that define an object, wherever they stand; empty if there are none."""
     try:
         lines = inspect.getsource(made_of).split()
     except (OSError, TypeError):

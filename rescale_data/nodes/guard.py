@@ -66,7 +66,7 @@ class Guard:
 
 
 def guard_of(node: Node[Any], on_error: OnError, note: str = "") -> Guard:
-    """That of a node; the one of "raise" is that of all nodes of a class, of which there may be many."""
+    """Return the guard of a node; with "raise" all nodes of a class share one."""
     return _raising(type(node), note) if on_error == "raise" else Guard(type(node), on_error, note)
 
 
@@ -76,7 +76,7 @@ def _raising(kind: type[Node[Any]], note: str) -> Guard:
 
 
 def described(sample: object) -> str:
-    """What was given in place of a sample with the column that is wanted, for messages."""
+    """Describe a sample that lacks the wanted column, for messages."""
     return f"the keys {list(sample)}" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
 
 

@@ -1,4 +1,4 @@
-"""Where samples come from, as a value that travels with them.
+"""Provenance: the place that a sample comes from, as a value that travels with it.
 
 It is text, one line a document, so that it passes through every collate function and between processes.
 """
@@ -22,7 +22,7 @@ def with_provenance(sample: Any, where: str | list[str]) -> dict[str, Any]:
 
 
 def carried(sample: Any, result: Any) -> Any:
-    """What a function made of a sample, with the provenance of that sample unless it has its own."""
+    """Return a function's result, with the provenance of its sample unless it has its own."""
     if not (isinstance(sample, Mapping) and isinstance(result, Mapping)) or PROVENANCE not in sample:
         return result
     return {PROVENANCE: sample[PROVENANCE], **result}

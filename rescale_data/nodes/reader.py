@@ -13,6 +13,7 @@ from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import Node, View, copy_of
 from rescale_data.nodes.guard import OnError, guard_of
 from rescale_data.nodes.provenance import with_provenance
+from rescale_data.nodes.reading.blocklist import Blocklist, Excluded, blocklist_of
 from rescale_data.nodes.reading.chunks import Chunks
 from rescale_data.nodes.reading.documents import Documents, RowTexts, Texts
 from rescale_data.nodes.reading.epochs import View as SourceView
@@ -30,6 +31,9 @@ from rescale_data.sources.source import FiledSource, Source, TokenSource
 from rescale_data.state import COUNT, Field, Ints
 
 __all__ = ["DEFAULT_WINDOW", "Reader"]
+
+_BLOCKED, _LIST = -2, -1  # slots, where there is a list
+_MAY_CHANGE = frozenset({"exclude"})
 
 
 class Reader(Node[Any]):
@@ -49,18 +53,28 @@ class Reader(Node[Any]):
         provenance: Add ``"provenance"`` to each sample, a line that says which row of which file of which source it is.
             `Map`, `Tokenize` and packers hand it on. The order stays the same, but packers read a row at a time.
         on_error: Of a row that cannot be read: as in `Map`.
+        exclude: Rows that are left out, another list in each leg if need be: of files ``{file: rows in it}``, else row numbers;
+            `find_rows` makes it of ids. They count as drawn and are counted apart (``blocked_rows``). Give ``()`` when the run
+            begins, and to all logical shards the same object, made outside of the pipeline. A document that a `TokenPacker` is
+            within when it is blocked ends there. A window (`WholeDocumentPacker`, `Shuffle`), and a document below a node that
+            leaves out samples, such as `Filter`, is begun again if a state was saved within it and is loaded with another
+            list: of the old one there is but a digest. That repeats what it had delivered, and a warning says in how many
+            logical shards.
 
     Yields:
         ``{column: value}`` of arrays, bytes, strings or numbers; from a map-style dataset, its own samples.
 
     Raises:
         ValueError: ``shuffle`` is no window. Whatever reading a row raises comes with the file and the row.
-        TypeError: ``provenance`` of samples that are no dicts.
+            ``exclude`` has a file or a row that the source has not.
+        TypeError: ``provenance`` of samples that are no dicts. ``exclude`` is no collection of ints, or no mapping of files.
 
     Example:
         >>> import rescale_data as rd
         >>> list(rd.Reader(["a", "b", "c", "d"], rd.Shard(index=1, num_logical_shards=2), shuffle=False))
         ['c', 'd']
+        >>> list(rd.Reader([10, 11, 12, 13], rd.Shard(), shuffle=False, exclude=[1, 3]))
+        [10, 12]
     """
 
     FIELDS: ClassVar[tuple[Field, ...]] = (
@@ -70,14 +84,18 @@ class Reader(Node[Any]):
     )
     PROOF: ClassVar[Field] = Field(("digest",), counts=True)
     """What is kept in addition where `Shard.verify` asks for it."""
+    LISTED: ClassVar[tuple[Field, ...]] = (
+        Field(("blocked",), counts=True, limits=COUNT),
+        Field(("list",), counts=True),
+    )
+    """What is kept in addition, as the last, where ``exclude`` is given: rows left out, and the digest of the list."""
     repeats_itself = True
-    before_row: Callable[[], object] | None = None
-    """Set by `Exclude`: moves the position of this reader behind blocked rows, before each row that is read."""
 
     # Not of each reader: an instance of more than 30 attributes takes 1.3 KB more (CPython), and there may be many.
     _chunks: Chunks | None = None
     _fetching: Fetching | None = None
     _proof: Proof | None = None
+    _blocklist: Blocklist | None = None
     _views: list[SourceView] | None = None
     _leave: Callable[[], None] | None = None
 
@@ -91,11 +109,15 @@ class Reader(Node[Any]):
         by_global_batch: bool = False,
         provenance: bool = False,
         on_error: OnError = "raise",
+        exclude: Excluded | None = None,
     ) -> None:
         require_shard(shard, self)
         self.shard = self.of_shard = shard
-        super().__init__()
         self.reads = self.source = as_source(source)
+        if exclude is not None:
+            self._blocklist = blocklist_of(self.source, exclude)
+            self.MAY_CHANGE = _MAY_CHANGE
+        super().__init__()
         self.repeat = shard.repeat
         self.shuffle, self.provenance, self._must_say = shuffle, provenance or shard.provenance, provenance
         self._guard = guard_of(self, on_error, "while reading")
@@ -117,20 +139,28 @@ class Reader(Node[Any]):
             self._fetching = Fetching(source, source.fragments, owner_of(source), self.rows.width)
         if shard.verify:
             self._proof = Proof(self)
+        self._is_plain = not shard.verify and not self._leaves_out
 
     @property
     def rows(self) -> ShardRows:
-        """Which rows, in which order. There may be many readers: they keep it while the cache has room."""
+        """The rows of this shard in their order. There may be many readers: they keep it while the cache has room."""
         found = self._rows
         if found is None:
             found = ShardRows(
-                self.source, self.shard, self.shuffle, self._by_global_batch, self._views, self, self._number
+                self.source,
+                self.shard,
+                self.shuffle,
+                self._by_global_batch,
+                self._views,
+                self,
+                self._number,
+                self._blocklist,
             )
             self._rows = found
         return found
 
     def is_like(self, other: object) -> bool:
-        """Whether another reader, of another shard, differs from this one in the shard alone; a user's subclass may do so in
+        """True if another reader, of another shard, differs from this one in the shard alone; a user's subclass may do so in
         anything."""
         return (
             type(self) is Reader
@@ -139,6 +169,7 @@ class Reader(Node[Any]):
             and self.source is other.source
             and self._views is other._views
             and self._chunks is None
+            and self._blocklist is None  # what it passes is the shard's own
             and replace(other.shard, index=self.shard.index) == self.shard
         )
 
@@ -161,7 +192,7 @@ class Reader(Node[Any]):
 
     @property
     def key(self) -> tuple[int, int]:
-        """Who reads, in keys of the cache."""
+        """The part of cache keys that names this reader and its shard."""
         return self._number, self.shard.index
 
     @property
@@ -176,7 +207,14 @@ class Reader(Node[Any]):
             self._leave()
 
     def own_fields(self) -> tuple[Field, ...]:
-        return (*self.FIELDS, self.PROOF) if self.shard.verify else self.FIELDS
+        proof = (self.PROOF,) if self.shard.verify else ()
+        return (*self.FIELDS, *proof, *(() if self._blocklist is None else self.LISTED))
+
+    def initial(self) -> View:
+        row = super().initial()
+        if self._blocklist is not None:  # also where a first window begins, which a node above reads again
+            row[_LIST] = self._blocklist.digest
+        return row
 
     def seek(self) -> None:
         self._over = False
@@ -187,13 +225,10 @@ class Reader(Node[Any]):
     def next(self) -> Any:
         position = self.position
         while True:
-            if self.before_row is not None and not self._over:
-                self.before_row()
-            epoch, row = position[0], position[1]
-            rows = self.rows
-            if self._over or row >= rows.size(epoch):
+            if self._over or not self.to_next_row(position):
                 self._finish()
-            plan = rows.kept(epoch, row) or self.plan(epoch, row)
+            epoch, row = position[0], position[1]
+            plan = self.rows.kept(epoch, row) or self.plan(epoch, row)
             at = row - plan.first
             self._drawn = int(plan.rows[at])
             try:
@@ -204,7 +239,7 @@ class Reader(Node[Any]):
                     self.advance(position, 1)
                     position[2] += 1
                     continue
-            if self._proof is None and at + 1 < len(plan.rows):
+            if self._is_plain and at + 1 < len(plan.rows):
                 position[1] = row + 1  # the same, of a row after which the epoch goes on
             else:
                 self.advance(position, 1)
@@ -214,11 +249,19 @@ class Reader(Node[Any]):
     def skip(self, num_samples: int) -> None:
         if self._guard.skips:  # only reading tells which rows are samples
             return super().skip(num_samples)
+        if self._leaves_out:
+            for _ in range(num_samples):
+                if self._over or not self.to_next_row(self.position):
+                    self._finish()
+                self.advance(self.position, 1)
+            return None
         if not num_samples:
             return None
+        if self._over or not self.to_next_row(self.position):
+            self._finish()
         epoch, row = self.position[0], self.position[1]
         stop = row + num_samples
-        if self._over or (stop > self.rows.size(epoch) and stop > self.rows.end_of(epoch, self.shard.index)[0]):
+        if stop > self.rows.size(epoch) and stop > self.rows.end_of(epoch, self.shard.index)[0]:
             self._finish()
         if stop > self.rows.size(epoch):  # it goes on at once to others
             self.position[0], before = self.rows.epoch_after(epoch, stop, self.shard.index)
@@ -227,30 +270,30 @@ class Reader(Node[Any]):
                 self.position[3] = 0
         return self.advance(self.position, num_samples)
 
+    # How a position moves: to the next row that is not left out, behind rows, to the next epoch
+
+    @property
+    def _leaves_out(self) -> bool:
+        return self._blocklist is not None and len(self._blocklist.rows) > 0
+
+    def to_next_row(self, position: View) -> bool:
+        """Move a position of this reader behind rows that are left out; True if there is a row then, before the epoch ends."""
+        size = self.rows.size
+        if self._blocklist is None:
+            return position[1] < size(position[0])
+        while position[1] < size(position[0]) and (num := self._num_blocked(position)):
+            self.advance(position, num)
+            position[_BLOCKED] += num
+        position[_LIST] = self._blocklist.digest
+        return position[1] < size(position[0])
+
     def advance(self, position: View, num_rows: int) -> None:
-        """Write into a position where to go on after so many rows more."""
+        """Move a position behind so many rows."""
         if self._proof is not None:
             position[3] = self._proof.read(position[3], position[0], position[1], num_rows)
         position[1] += num_rows
         if position[1] >= self.rows.size(position[0]) and self.rows.goes_on(position[0]):
             self.turn(position)
-
-    def are_counted(self, epoch: int) -> bool:
-        """Whether each row does nothing to a position but to count up its second slot."""
-        return self._proof is None and not self.rows.goes_on(epoch)
-
-    def moves(self, position: View, num_rows: int) -> Moves:
-        """What `advance` writes into a position after each of the next rows, all of one window."""
-        if self.rows.goes_on(position[0]):  # the shard has no other row in this epoch
-            after = copy_of(position)
-            self.advance(after, num_rows)
-            return Moves.between(position, after)
-        ends = np.arange(num_rows + 1)
-        rows = ends[1:] + position[1]
-        if self._proof is None:
-            return Moves(ends, np.ones(num_rows, dtype=np.int64), rows)
-        digests = self._proof.after_each(position[3], position[0], position[1], num_rows)
-        return Moves.of([1, 3], np.stack([rows, digests], axis=1))
 
     def turn(self, position: View) -> None:
         """Write the beginning of the next epoch into a position of one; what was left of it, a packer has dropped."""
@@ -258,6 +301,77 @@ class Reader(Node[Any]):
             self._proof.check(position[0], position[1], position[3])
             position[3] = 0
         position[0], position[1] = self.rows.next_epoch(position[0]), 0
+
+    def turn_in_blocks(self, position: View) -> None:
+        """`turn`, to the next document itself: whoever is within it then finds it with any list."""
+        self.to_next_row(position)
+        self.turn(position)
+        self.to_next_row(position)
+
+    def are_counted(self, epoch: int) -> bool:
+        """True if each row does nothing to a position but to count up its second slot."""
+        return self._proof is None and not self._leaves_out and not self.rows.goes_on(epoch)
+
+    def moves(self, position: View, at: View, num_rows: int) -> tuple[Ints | None, Moves]:
+        """Return which of the next rows are samples, and what each of these does to a position.
+
+        Args:
+            position: From which they are read.
+            at: The same, moved `to_next_row`.
+            num_rows: Of one window, from ``at`` on.
+
+        Returns:
+            ``int64[k]`` places among the rows, `None` for all; the moves of ``position``.
+        """
+        if self.rows.goes_on(at[0]):  # the shard has no other row in this epoch
+            after = copy_of(at)
+            self.advance(after, num_rows)
+            self.pass_blocked(after)
+            return None, Moves.between(position, after)
+        ends = np.arange(1, num_rows + 1)
+        if self._is_plain and at == position:
+            return None, Moves(np.arange(num_rows + 1), np.ones(num_rows, dtype=np.int64), ends + at[1])
+        plan = self.plan(at[0], at[1])
+        first = at[1] - plan.first
+        free = (
+            np.arange(first, first + num_rows + 1)
+            if plan.free is None
+            else np.asarray(plan.free)[first:][: num_rows + 1]
+        )
+        kept = np.flatnonzero(free[:-1] == np.arange(first, first + num_rows))
+        ends = np.append(kept[1:], num_rows)  # behind each sample and what is left out behind it
+        values = {1: at[1] + ends}
+        if self._proof is not None:
+            values[3] = self._proof.after_each(at[3], at[0], at[1], num_rows)[ends - 1]
+        if self._blocklist is not None:
+            values[len(at) + _BLOCKED] = at[_BLOCKED] + ends - np.arange(1, len(kept) + 1)
+        moves = Moves.of([*values], np.stack([*values.values()], axis=1))
+        last = copy_of(at)
+        moves.apply(last, len(kept))
+        behind = copy_of(last)
+        self.to_next_row(behind)
+        moves = Moves.join([Moves.between(position, at), moves, Moves.between(last, behind)])
+        return kept, moves.grouped(np.array([*range(2, len(kept) + 1), len(kept) + 2]))
+
+    def _num_blocked(self, position: View) -> int:
+        """Return how many rows from a position on, up to the end of its window, are left out."""
+        plan = self.plan(position[0], position[1])
+        at = position[1] - plan.first
+        return 0 if plan.free is None else plan.free[at] - at
+
+    def pass_blocked(self, position: View) -> None:
+        if self._blocklist is not None:
+            self.to_next_row(position)
+
+    def is_blocked(self, position: View) -> bool:
+        within = position[1] < self.rows.size(position[0])
+        return self.is_relisted(position) and within and self._num_blocked(position) > 0
+
+    def is_lost(self, position: View) -> bool:
+        return False
+
+    def is_relisted(self, position: View) -> bool:
+        return self._blocklist is not None and position[_LIST] != self._blocklist.digest
 
     def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
         if is_drawn or position[1]:
@@ -316,7 +430,7 @@ class Reader(Node[Any]):
         return rows[:, 0] + rows[:, 1] / np.maximum(1, self.rows.sizes(rows[:, 0], shards))
 
     def share(self, epoch: int) -> ShardShare | None:
-        """How fragments are cut up for this shard; `None` where they stay whole."""
+        """Return how fragments are cut up for this shard; `None` if they stay whole."""
         if not self._cuts:
             return None
         if self._share is None or self._share.epoch != epoch:
@@ -329,11 +443,13 @@ class Reader(Node[Any]):
         return plan.rows[row - plan.first :]
 
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
-        if self._guard.skips:
+        if self._guard.skips or self._leaves_out:
             return None
-        end = np.zeros_like(rows)
+        end = rows.copy()
         left, end[:, 0] = self.rows.epoch_ends(rows[:, 0], shards)
-        end[:, 2] = rows[:, 2]
+        end[:, 1] = 0
+        if self._proof is not None:
+            end[:, 3] = 0
         return left - rows[:, 1], end
 
     def locate(self) -> str:
@@ -345,6 +461,7 @@ class Reader(Node[Any]):
             "shuffle": "full" if self.rows.is_full else self.rows.window,
             **({"columns": columns} if columns is not None else {}),
             **({} if self.rows.steps is None else {"global_batch_size": self.shard.global_batch_size}),
+            **({} if self._blocklist is None else {"exclude": self._blocklist.parameters()}),
         }
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
@@ -354,6 +471,7 @@ class Reader(Node[Any]):
             f"epoch_min/{name}": float(rows[:, 0].min()),
             f"epoch_max/{name}": float(rows[:, 0].max()),
             "skipped_rows": float(rows[:, 2].sum()),
+            **({} if self._blocklist is None else {"blocked_rows": float(rows[:, _BLOCKED].sum())}),
         }
 
     def plan(self, epoch: int, row: int) -> Plan:

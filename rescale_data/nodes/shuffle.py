@@ -10,6 +10,7 @@ from rescale_data.errors import DataStateError, checks_kinds
 from rescale_data.nodes.base import BaseNode, Node, View, copy_of
 from rescale_data.nodes.below import num_below, shard_of
 from rescale_data.nodes.form import CHANGED
+from rescale_data.nodes.room import Room
 from rescale_data.nodes.tray import Tray
 from rescale_data.order import permutation
 from rescale_data.shard import Shard
@@ -44,7 +45,8 @@ class Shuffle(Node[Any]):
 
     The order follows from the seed, the logical shard and the position of the node at the window's beginning, which is
     the state, with how many samples of the window were yielded. Who resumes makes the samples of the window again, at most
-    ``window`` of them. Samples of an open window lie in the process's cache, those of all logical shards together.
+    ``window`` of them. Samples of an open window lie in the process's cache, those of all logical shards together; where they
+    do not fit, windows are made again at each draw, and a warning says which ``window`` would.
     An epoch's last window is shorter. After weights below a packer have changed, samples pass as they come until the packer
     begins a document with the new ones.
 
@@ -80,7 +82,7 @@ class Shuffle(Node[Any]):
         self._places = self._source.place()
         self._changes = any(node.MAY_CHANGE for _, node in self._source.walk())
         self._below = [node for _, node in self._source.walk() if node.reads is None and not node.reread]
-        self._key = (owner_of(self), "window")
+        self._key, self._room = (owner_of(self), "window"), Room(self, "window", window)
         self._passes, self._where = True, ""
         self._let_pass(False)
 
@@ -138,6 +140,8 @@ class Shuffle(Node[Any]):
         window: Window | None = cache().get(self._key) if self._read else None
         if window is None:
             window = self._make()
+            if self._read:
+                self._room.dropped(window.nbytes, len(window))
             if self.position[_EMITTED] >= len(window):
                 raise DataStateError(CHANGED)
             cache().put(self._key, window)
@@ -199,7 +203,7 @@ class Shuffle(Node[Any]):
             self._source.pass_blocked(self._bookmark)
 
     def _is_pending(self) -> bool:
-        """Whether samples pass one by one until a node below, within a document, has let a change take effect."""
+        """True if samples pass one by one until a node below, within a document, has let a change take effect."""
         if not self._changes or self.reread or self.position[_EMITTED]:
             return False
         return self._source.is_pending(self._bookmark)

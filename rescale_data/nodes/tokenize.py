@@ -20,6 +20,7 @@ from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.function import require_function
 from rescale_data.nodes.guard import OnError, described, guard_of
 from rescale_data.nodes.reading.documents import Documents
+from rescale_data.nodes.room import Room
 from rescale_data.nodes.tokenized import FIRST_TEXTS, TokenizedDocuments
 from rescale_data.sources.decoded.cache import Made, cache, owner_of
 from rescale_data.state import COUNT, Field, Ints
@@ -70,7 +71,7 @@ class Tokenize(Node[dict[str, Any]]):
         into: The column of the tokens, an ``int64`` array.
         batch_size: Texts at a time. After a start or a resume they are few at first, and twice as many each time, so that the
             first batch of many logical shards does not wait for texts that it does not need. What has been made and not
-            yielded lies in the process's cache.
+            yielded lies in the process's cache; where that does not fit, a warning says which ``batch_size`` would.
         on_error: As in `Map`, of samples without a string there, and of those for whose text the tokenizer raises or returns
             something else than token ids. A function returns token ids, or `None`.
 
@@ -108,7 +109,7 @@ class Tokenize(Node[dict[str, Any]]):
         self.tokenizer, self.column, self.into, self.batch_size = tokenizer, column, into, batch_size
         self._source = self.children["source"]
         self._guard, self._bound = guard_of(self, on_error), Bound(self)
-        self._key = (owner_of(self), "batch")
+        self._key, self._room = (owner_of(self), "batch"), Room(self, "batch_size", batch_size)
 
     def seek(self) -> None:
         self._bookmark = self.bookmark("source")
@@ -169,7 +170,10 @@ class Tokenize(Node[dict[str, Any]]):
     def _entry(self) -> tuple[dict[str, Any] | _Mark, View]:
         batch: Batch | None = cache().get(self._key) if self._at >= 0 else None
         if batch is None or self._at == len(batch.entries):
+            was_dropped = batch is None and self._at >= 0
             batch, self._at = self._load(), 0
+            if was_dropped:
+                self._room.dropped(batch.nbytes, len(batch.entries))
             cache().put(self._key, batch)
         self._at += 1
         return batch.entries[self._at - 1]
@@ -194,7 +198,7 @@ class Tokenize(Node[dict[str, Any]]):
         return found
 
     def _load(self, most: int = sys.maxsize) -> Batch:
-        """What comes after the sample that was yielded last."""
+        """Make the samples behind the one that was yielded last."""
         if self._source.position != self._bookmark:
             self._source.go_to(self._bookmark)
         samples, where = list[Any](), list[str]()
@@ -233,7 +237,7 @@ class Tokenize(Node[dict[str, Any]]):
         return found
 
     def _tokens(self, samples: list[Any]) -> list[Tokens | None]:
-        """What the tokenizer returns for some samples, if any, each checked."""
+        """Return the tokens of each sample, checked."""
         texts = [self._text(sample) for sample in samples]
         return [_integers(ids) for ids in self.tokenizer(texts)] if texts else []
 

@@ -179,10 +179,36 @@ class KnownFiles(FiledSource):
         return np.flatnonzero(np.repeat(files, np.diff(self._index.files)))
 
     def rows_of_file(self, name: str) -> range:
-        files = [file for file in range(len(self._files.names)) if f"/{self._files.path(file)}".endswith(f"/{name}")]
+        file = self._file_named(name)
+        return range(self._index.first_row(file), self._index.first_row(file + 1))
+
+    def rows_in_file(self, name: str, rows: Ints) -> Ints:
+        file = self._file_named(name)
+        fragments = range(*self._index.files[file : file + 2].tolist())
+        chosen = [(fragment, self._index.chosen_of(fragment)) for fragment in fragments]
+        first, num = self._index.first_row(file), len(self.rows_of_file(name))
+        kept = [
+            self._index.place("base", fragment) + part.astype(np.int64) for fragment, part in chosen if part is not None
+        ]
+        least, most = (int(rows.min()), int(rows.max())) if len(rows) else (0, -1)
+        if least < 0 or (not kept and most >= num):
+            raise ValueError(
+                f"{name} of {self.name} has the rows 0 to {num - 1}: there are none from {least} to {most}."
+            )
+        return first + (np.flatnonzero(np.isin(np.concatenate(kept), rows)) if kept else rows)
+
+    def file_row(self, index: int) -> tuple[str, int]:
+        file, row = self._in_file(index)
+        return self._files.names[file], row
+
+    def _file_named(self, name: str) -> int:
+        """Return the number of a file by its name below the root, its path, or the end of that."""
+        names = self._files.names
+        files = [file for file, known in enumerate(names) if known == name]
+        files = files or [file for file in range(len(names)) if f"/{self._files.path(file)}".endswith(f"/{name}")]
         if len(files) != 1:
             raise ValueError(f"{len(files)} of the files of {self.name} are named {name!r}: give the path of one.")
-        return range(self._index.first_row(files[0]), self._index.first_row(files[0] + 1))
+        return files[0]
 
     def locate(self, index: int) -> str:
         file, row = self._in_file(index)

@@ -219,3 +219,15 @@ class FiledSource(Source):
         Raises:
             ValueError: There is no such file, or several.
         """
+
+    @abstractmethod
+    def rows_in_file(self, name: str, rows: Ints) -> Ints:
+        """Return the numbers over all files of ``rows`` of a file (``int64[n]``, as `locate` has them) that are there.
+
+        Raises:
+            ValueError: There is no such file, there are several, or it cannot have such a row.
+        """
+
+    @abstractmethod
+    def file_row(self, index: int) -> tuple[str, int]:
+        """Return the name of a row's file, below the root, and the number of the row in it, as `locate` has them."""

@@ -32,7 +32,7 @@ NAME_OF = {
 
 
 def reader(name: str, shard: rd.Shard, blocked: Any = ()) -> rd.BaseNode[Any]:
-    return rd.Exclude(rd.Reader(SOURCES[name], shard, shuffle=8), rows=blocked if name == "web" else ())
+    return rd.Reader(SOURCES[name], shard, shuffle=8, exclude=blocked if name == "web" else ())
 
 
 def rows(shard: rd.Shard, blocked: Any = ()) -> rd.BaseNode[Any]:

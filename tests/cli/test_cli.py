@@ -356,4 +356,16 @@ def test_audit(tmp_path: Path) -> None:
     ):
         assert says in call(*asked, *wrong, code=2).replace("\n", " ")
     for name in ("nowhere:f", f"{__name__}:nothing", __name__):
-        assert "MODULE:FUNCTION" in call("audit", tmp_path / "run", "--pipeline", name, "--steps", "1", code=2)
+        assert "MODULE:NAME" in call("audit", tmp_path / "run", "--pipeline", name, "--steps", "1", code=2)
+
+
+def test_rows_are_looked_up_and_written_as_a_reader_takes_them(tmp_path: Path) -> None:
+    (tmp_path / "ids.txt").write_text("3\n17\n\n999\n")
+    asked = ["rows", f"{__name__}:SOURCE", tmp_path / "ids.txt", tmp_path / "list.json"]
+    assert "2 rows have one of the 3 ids" in call(*asked, "--column", "x")
+    exclude = json.loads((tmp_path / "list.json").read_text())
+    assert exclude == [3, 17]
+    left = {row["x"] for row in rd.Reader(SOURCE, rd.Shard(), exclude=exclude)}
+    assert left == set(range(48)) - {3, 17}
+    assert "No row of numbers can be looked up by its column 'id'" in call(*asked, code=2).replace("\n", " ")
+    assert "nowhere" in call("rows", f"{__name__}:SOURCE", tmp_path / "nowhere", tmp_path / "list.json", code=2)

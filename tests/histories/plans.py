@@ -47,14 +47,21 @@ class Files(FiledSource):
     def manifest(self) -> Mapping[str, Any]:
         return {"format": "fuzz", "files": [[name, size] for name, size in self.files.items()]}
 
+    def subset(self, manifest: Mapping[str, Any]) -> Ints:
+        named = {name for name, *_ in manifest["files"]}
+        return np.flatnonzero([name in named for name in self.of_fragment])
+
     def rows_of_file(self, name: str) -> range:
         sizes = np.cumsum([0, *self.files.values()]).tolist()
         at = [*self.files].index(name)
         return range(sizes[at], sizes[at + 1])
 
-    def subset(self, manifest: Mapping[str, Any]) -> Ints:
-        named = {name for name, *_ in manifest["files"]}
-        return np.flatnonzero([name in named for name in self.of_fragment])
+    def rows_in_file(self, name: str, rows: Ints) -> Ints:
+        return self.rows_of_file(name).start + rows
+
+    def file_row(self, index: int) -> tuple[str, int]:
+        name = self.of_fragment[int(np.searchsorted(self.fragments, index, side="right")) - 1]
+        return name, index - self.rows_of_file(name).start
 
     def row(self, index: int) -> dict[str, Any]:
         return dict(self.documents[index])
@@ -114,23 +121,24 @@ class Pipeline:
     def __init__(self, plan: Plan, files: Mapping[str, int] | None = None, blocked: Any = ()) -> None:
         self.plan, self.blocked = plan, tuple(blocked)
         self.source = Files(files) if files else None
+        self._lists: dict[Any, Any] = {}
 
     def __call__(self, shard: rd.Shard) -> rd.BaseNode[Any]:
         return self.build(self.plan, shard)
 
-    def build(self, plan: Plan, shard: rd.Shard) -> rd.BaseNode[Any]:
+    def build(self, plan: Plan, shard: rd.Shard, exclude: Any = None) -> rd.BaseNode[Any]:
         kind = plan[0]
         if kind == "Files":
-            return rd.Reader(self.source, shard, shuffle=plan[1])
+            return rd.Reader(self.source, shard, shuffle=plan[1], exclude=exclude)
         if kind == "Parquet":
             return rd.Reader(_parquet(tuple(self.source.files.items()), plan[2]), shard, shuffle=plan[1])
         if kind == "Exclude":
-            reader = self.build(plan[1], shard)
-            if plan[1][0] == "Files":  # whose rows have other numbers when files are added
-                return rd.Exclude(reader, ids=range(20_000 + plan[3], 30_000, plan[2]))
-            return rd.Exclude(reader, rows=range(plan[3], reader.source.num_rows, plan[2]))
+            if plan[1][0] == "Files":
+                return self.build(plan[1], shard, self._with(range(20_000 + plan[3], 30_000, plan[2]), plan[1]))
+            source = nested.SOURCES[plan[1][1]]
+            return self.build(plan[1], shard, range(plan[3], source.num_rows, plan[2]))
         if kind == "Blocked":
-            return rd.Exclude(self.build(plan[1], shard), ids=self.blocked)
+            return self.build(plan[1], shard, self._with(self.blocked, plan[1]))
         if kind == "Shuffle" and len(plan) == 3:
             return rd.Shuffle(self.build(plan[1], shard), plan[2])
         if kind == "Mix":
@@ -145,8 +153,16 @@ class Pipeline:
             weights = {name: 1.0 + i for i, name in enumerate(below)}
             return nodes.MultiNodeWeightedSampler(below, weights, plan[1], **where)
         if kind in ("Reader", "StreamReader", "MapStyleWrapper"):
-            return nested.build(plan, shard)
+            return nested.build(plan, shard, exclude)
         return (nested.UNARY | nested.LAST)[kind](self.build(plan[1], shard), shard)
+
+    def _with(self, ids: Any, plan: Plan) -> Any:
+        """The list of rows that have some ids, the same object for all logical shards."""
+        source = self.source if plan[0] == "Files" else nested.SOURCES[plan[1]]
+        key = (id(source), tuple(ids))
+        if key not in self._lists:
+            self._lists[key] = rd.find_rows(source, ids)
+        return self._lists[key]
 
     def _mixture(self, plan: Plan, shard: rd.Shard) -> rd.BaseNode[Any]:
         _, unit, stop, weights, epochs, schedule, below = plan

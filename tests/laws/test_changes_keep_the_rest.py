@@ -21,6 +21,7 @@ import rescale_data as rd
 from rescale_data.testing import full_state_dict
 from tests.laws.pairs import Case, cases, name_of
 from tests.laws.tables import ENDLESS, LENGTHS, MIXTURES, ROWS, TOPS, WEIGHTS, Row, packer, parquet, rows_of
+from tests.nodes.listed import listed as excluded
 
 N = 2
 Weights = Mapping[str, float]
@@ -142,9 +143,10 @@ class Legs:
             self.sources["web"] = rd.ParquetSource(self.folder)
 
     def below(self, shard: rd.Shard, name: str) -> rd.Node[Any]:
-        node: Any = rd.Reader(self.sources[name], shard, shuffle=False)
+        exclude = None
         if self.case["change"] == "blocklist":
-            node = rd.Exclude(node, rows=[5, 11, 13] if self.leg and name == self.case["source"] else [])
+            exclude = excluded(self.sources[name], [5, 11, 13] if self.leg and name == self.case["source"] else [])
+        node: Any = rd.Reader(self.sources[name], shard, shuffle=False, exclude=exclude)
         return {**ROWS, **RANDOM}[self.case["rows"]](node)
 
     def pipeline(self, shard: rd.Shard) -> rd.Node[Any]:

@@ -39,7 +39,7 @@ def pipeline(case: Case, shard: rd.Shard) -> rd.Node[Any]:
 
 CASES = cases({"rows": list(ROWS), "mixture": list(MIXTURES), "top": list(TOPS)})
 OTHERS = {
-    "Exclude": lambda shard: rd.Exclude(rd.Reader(range(40), shard, shuffle=4), rows=[1, 2, 30]),
+    "Reader-exclude": lambda shard: rd.Reader(range(40), shard, shuffle=4, exclude=[1, 2, 30]),
     "Reader-verify": lambda shard: rd.Reader(range(40), replace(shard, verify=True), shuffle=4),
     "Reader-few": lambda shard: rd.Reader(range(3), replace(shard, repeat=True)),
     "StreamReader": lambda shard: rd.StreamReader(rd.IterableSource([[1, 2, 3], [4]] * NUM_SHARDS), shard),

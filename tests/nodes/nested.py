@@ -101,13 +101,13 @@ LAST: dict[str, Callable[..., Any]] = {
 """From a node that yields documents to samples."""
 
 
-def build(plan: Plan, shard: rd.Shard) -> rd.BaseNode[Any]:
+def build(plan: Plan, shard: rd.Shard, exclude: Any = None) -> rd.BaseNode[Any]:
     """The node that a plan stands for."""
     kind = plan[0]
     if kind == "Reader":
-        return rd.Reader(SOURCES[plan[1]], shard, shuffle=plan[2])
+        return rd.Reader(SOURCES[plan[1]], shard, shuffle=plan[2], exclude=exclude)
     if kind == "Exclude":
-        return rd.Exclude(rd.Reader(SOURCES[plan[1]], shard, shuffle=plan[2]), rows=range(0, 40, 3))
+        return rd.Reader(SOURCES[plan[1]], shard, shuffle=plan[2], exclude=range(0, 40, 3))
     if kind == "StreamReader":
         return rd.StreamReader(STREAMS[plan[1]], shard)
     if kind == "MapStyleWrapper":

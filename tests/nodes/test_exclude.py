@@ -1,15 +1,20 @@
-"""`Exclude`: served, blocked and filtered rows together are the source, whatever changes between legs and topologies."""
+"""`Reader(exclude=)`: served, blocked and filtered rows together are the source, whatever changes between legs."""
 
+import functools
 import itertools
+import json
 import logging
+import tempfile
 from collections import Counter, defaultdict
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from pyarrow import compute, parquet
 
 import rescale_data as rd
 from rescale_data.testing import full_state_dict
@@ -21,6 +26,7 @@ DOCUMENTS = rd.DatasetSource(
     [{"id": f"d{i}", "tokens": 100 * i + np.arange(n)} for i, n in enumerate(LENGTHS)], name="documents"
 )
 some = settings(max_examples=max(5, settings().max_examples // 5))
+ODD, EVEN = set(range(1, NUM, 2)), set(range(0, NUM, 2))
 rows_of = st.sets(st.integers(0, NUM - 1), max_size=NUM // 2)
 
 
@@ -36,11 +42,9 @@ def loader(pipeline: Any, rank: int = 0, world_size: int = 1, *, repeat: bool = 
     )
 
 
-def rows(blocked: set[int], *, by_id: bool = False, keep: int = 1, source: Any = DOCUMENTS) -> Any:
-    listed: Any = {"ids": {f"d{i}" for i in blocked}} if by_id else {"rows": blocked}
-
+def rows(blocked: set[int], *, keep: int = 1, source: Any = DOCUMENTS) -> Any:
     def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
-        left = rd.Exclude(rd.Reader(source, shard, on_error="raise" if source is DOCUMENTS else "skip"), **listed)
+        left = rd.Reader(source, shard, on_error="raise" if source is DOCUMENTS else "skip", exclude=blocked)
         return rd.Map(
             rd.Filter(left, lambda row: int(row["id"][1:]) % keep == 0), lambda row: {"n": int(row["id"][1:])}
         )
@@ -59,40 +63,38 @@ class Unreadable(list[Any]):
         return super().__getitem__(index)
 
 
-@given(rows_of, rows_of, st.booleans(), st.sampled_from([1, 3]))
+@given(rows_of, rows_of, st.sampled_from([1, 3]))
 @some
 def test_served_blocked_unreadable_and_filtered_rows_are_the_source(
-    blocked: set[int], bad: set[int], by_id: bool, keep: int
+    blocked: set[int], bad: set[int], keep: int
 ) -> None:
-    """Also behind a row that cannot be read no blocked row is served; one whose id cannot be looked up is unreadable."""
+    """Also behind a row that cannot be read no blocked row is served."""
     if len(blocked | bad) > NUM - 4 * BATCH * keep:
         return
     rows_in_doubt = Unreadable({"id": f"d{i}"} for i in range(NUM))
     rows_in_doubt.bad = frozenset(bad)
     source = rd.DatasetSource(rows_in_doubt, name="documents")
     found: list[int] = []
-    with loader(rows(blocked, by_id=by_id, keep=keep, source=source)) as run:
+    with loader(rows(blocked, keep=keep, source=source)) as run:
         for batch in run:
             found += batch["n"][batch["valid"]].tolist()
         counts = run.progress()
     assert Counter(found) == Counter(i for i in range(NUM) if i not in blocked | bad and i % keep == 0)
-    num_unreadable = len(bad) if by_id else len(bad - blocked)
+    num_unreadable = len(bad - blocked)
     assert counts["skipped_rows"] == num_unreadable
     assert counts["blocked_rows"] == len(blocked | bad) - num_unreadable
     assert counts["filtered_rows"] == NUM - len(blocked | bad) - len(found)
 
 
-@given(
-    st.lists(st.tuples(rows_of, st.sampled_from([1, 2, 3]), st.integers(0, 3)), min_size=2, max_size=4), st.booleans()
-)
+@given(st.lists(st.tuples(rows_of, st.sampled_from([1, 2, 3]), st.integers(0, 3)), min_size=2, max_size=4))
 @some
-def test_another_list_in_each_leg(legs: list[tuple[set[int], int, int]], by_id: bool) -> None:
+def test_another_list_in_each_leg(legs: list[tuple[set[int], int, int]]) -> None:
     """Each row is drawn once an epoch, and is served or blocked as the list of that leg says."""
     state: Any = None
     epochs: dict[int, list[int]] = defaultdict(list)
     total = 0
     for blocked, world_size, steps in legs:
-        ranks = [loader(rows(blocked, by_id=by_id), r, world_size, repeat=True) for r in range(world_size)]
+        ranks = [loader(rows(blocked), r, world_size, repeat=True) for r in range(world_size)]
         for one in ranks if state is not None else []:
             one.load_state_dict(state)
         for _ in range(steps):
@@ -116,13 +118,28 @@ def test_another_list_in_each_leg(legs: list[tuple[set[int], int, int]], by_id: 
         assert all(n in at for n in served)  # a subsequence of what the shard reads
 
 
-def packed(blocked: set[int], kind: str = "reader", *, by_id: bool = False) -> Any:
-    listed: Any = {"ids": {f"d{i}" for i in blocked}} if by_id else {"rows": blocked}
+@functools.cache
+def in_blocks() -> rd.ArrowSource:
+    """The documents at rest, which packers read many at a time."""
+    table = pa.table(
+        {"tokens": pa.array([DOCUMENTS.row(i)["tokens"].tolist() for i in range(NUM)], pa.list_(pa.int64()))}
+    )
+    path = f"{_FOLDER.name}/a.arrow"
+    with pa.OSFile(path, "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=20)
+    return rd.ArrowSource(path)
 
+
+_FOLDER = tempfile.TemporaryDirectory()
+
+
+def packed(blocked: set[int], kind: str = "reader") -> Any:
     def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
-        node: Any = rd.Exclude(rd.Reader(DOCUMENTS, shard), **listed)
+        node: Any = rd.Reader(DOCUMENTS, shard, exclude=blocked)
+        if kind == "blocks":
+            node = rd.Reader(in_blocks(), shard, shuffle=4, exclude={"a.arrow": blocked})
         if kind == "mixture":
-            other = rd.Exclude(rd.Reader(OTHERS, shard), rows=blocked)
+            other = rd.Reader(OTHERS, shard, exclude=blocked)
             node = rd.WeightedSampler({"a": node, "b": other}, {"a": 0.5, "b": 0.5})
         return rd.TokenPacker(node, column="tokens", seq_len=16, eos_id=99)
 
@@ -139,18 +156,22 @@ OTHERS = rd.DatasetSource(
     rows_of,
     st.sampled_from([1, 2, 3]),
     st.integers(1, 9),
-    st.sampled_from(["reader", "mixture"]),
-    st.booleans(),
+    st.sampled_from(["reader", "blocks", "mixture"]),
 )
+@example(ODD, set(), 1, 3, "blocks")
+@example(ODD, set(), 1, 4, "blocks")
+@example(ODD, EVEN, 1, 5, "blocks")
+@example(ODD, set(), 1, 3, "reader")
+@example(ODD, EVEN, 1, 5, "mixture")
 @some
 def test_a_document_that_is_blocked_within_ends_there(
-    first: set[int], second: set[int], world_size: int, steps: int, kind: str, by_id: bool
+    first: set[int], second: set[int], world_size: int, steps: int, kind: str
 ) -> None:
     """What follows begins with its first token; a document that is not blocked goes on with its next one."""
-    ranks = [loader(packed(first, kind, by_id=by_id), r, world_size, repeat=True) for r in range(world_size)]
+    ranks = [loader(packed(first, kind), r, world_size, repeat=True) for r in range(world_size)]
     before, after = tokens_of(ranks, steps), defaultdict(list)
     state = full_state_dict(ranks)
-    ranks = [loader(packed(second, kind, by_id=by_id), r, 3, repeat=True) for r in range(3)]
+    ranks = [loader(packed(second, kind), r, 3, repeat=True) for r in range(3)]
     for one in ranks:
         one.load_state_dict(state)
     after = tokens_of(ranks, 4)
@@ -170,6 +191,23 @@ def test_a_document_that_is_blocked_within_ends_there(
     assert not {t % 100_000 // 100 for tokens in after.values() for t in tokens if t != 99} & second
 
 
+@pytest.mark.parametrize("window", [1, 4])
+def test_each_shard_of_a_mixture_passes_its_own_rows(window: int) -> None:
+    """Below a node that reads samples one at a time, which asks the mixture to pass what is blocked."""
+    blocked = set(range(0, NUM, 3)) | {50, 52, 53}
+
+    def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+        nodes = {s.name: rd.Reader(s, shard, shuffle=8, exclude=blocked) for s in (DOCUMENTS, OTHERS)}
+        mixed = rd.WeightedSampler(nodes, {"documents": 1, "others": 1}, stop="all")
+        through = rd.Map(rd.Shuffle(mixed, window), lambda row: {"tokens": row["tokens"]})
+        return rd.TokenPacker(through, column="tokens", seq_len=16, eos_id=None, last="pad", pad_id=99)
+
+    with loader(pipeline) as run:
+        found = [token for batch in run for token in batch["tokens"][batch["valid"]].flatten().tolist() if token != 99]
+    kept = [s.row(i)["tokens"].tolist() for s in (DOCUMENTS, OTHERS) for i in range(NUM) if i not in blocked]
+    assert Counter(found) == Counter(token for tokens in kept for token in tokens if token != 99)
+
+
 def tokens_of(ranks: list[rd.DataLoader], steps: int) -> dict[int, list[int]]:
     found: dict[int, list[int]] = defaultdict(list)
     for _ in range(steps):
@@ -181,8 +219,6 @@ def tokens_of(ranks: list[rd.DataLoader], steps: int) -> dict[int, list[int]]:
 
 
 def test_packers_read_blocks_of_documents_over_arrow_as_one_by_one(tmp_path: Any) -> None:
-    import pyarrow as pa
-
     ids = pa.array([f"d{i}" for i in range(NUM)])
     table = pa.table(
         {
@@ -195,27 +231,40 @@ def test_packers_read_blocks_of_documents_over_arrow_as_one_by_one(tmp_path: Any
     source = rd.ArrowSource(str(tmp_path / "a.arrow"))
     blocked = {0, 1, 2, 17, 40, 41, 99, 148, 149}
 
-    def pipeline(shard: rd.Shard, listed: Any) -> rd.TokenPacker:
-        return rd.TokenPacker(
-            rd.Exclude(rd.Reader(source, shard), **listed), column="tokens", seq_len=16, eos_id=99, last="pad"
-        )
+    def pipeline(shard: rd.Shard, through: Any) -> rd.TokenPacker:
+        reader = rd.Reader(source, shard, exclude={"a.arrow": blocked})
+        return rd.TokenPacker(through(reader), column="tokens", seq_len=16, eos_id=99, last="pad")
 
     for shard in range(4):
-        by_row, by_id = (
-            pipeline(rd.Shard(shard, 4), listed) for listed in ({"rows": blocked}, {"ids": {f"d{i}" for i in blocked}})
-        )
+        blocks, one_by_one = (pipeline(rd.Shard(shard, 4), through) for through in (_itself, Through))
         for _ in range(2):
-            one, other = list(by_row), list(by_id)
+            one, other = list(blocks), list(one_by_one)
             assert len(one) == len(other) > 10
             assert all(torch.equal(a["tokens"], b["tokens"]) for a, b in zip(one, other, strict=True))
-            assert by_row.get_state()["source"]["blocked"] == by_id.get_state()["source"]["blocked"] > 0
-            by_row.reset(None)
-            by_id.reset(None)
+            states = blocks.get_state()["source"], one_by_one.get_state()["source"]["source"]
+            assert states[0] == states[1]
+            assert states[0]["blocked"] > 0
+            blocks.reset(None)
+            one_by_one.reset(None)
+
+
+class Through(rd.Node[Any]):
+    """Samples as they come, and no documents."""
+
+    def __init__(self, source: Any) -> None:
+        super().__init__(source=source)
+
+    def next(self) -> Any:
+        return next(self.children["source"])
+
+
+def _itself(node: Any) -> Any:
+    return node
 
 
 def test_a_window_is_begun_again_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
     def pipeline(blocked: set[int]) -> Any:
-        return lambda shard: rd.Shuffle(rd.Exclude(rd.Reader(DOCUMENTS, shard), rows=blocked), window=8)
+        return lambda shard: rd.Shuffle(rd.Reader(DOCUMENTS, shard, exclude=blocked), window=8)
 
     def make(blocked: set[int]) -> rd.DataLoader:
         collate = lambda samples: [int(sample["id"][1:]) for sample in samples]  # noqa: E731
@@ -232,7 +281,7 @@ def test_a_window_is_begun_again_and_that_is_said(caplog: pytest.LogCaptureFixtu
         other.load_state_dict(run.state_dict())
         later = [n for _, batch in zip(range(4), other, strict=False) for n in batch]
     assert all(n % 2 for n in later)
-    assert "source: blocklist: rows: saved 0, now 75" in caplog.text
+    assert "source: exclude: rows: saved 0, now 75" in caplog.text
     assert "6 of 6 logical shards were within a document or window" in caplog.text
 
 
@@ -248,7 +297,7 @@ def test_what_is_repeated_is_said_and_nothing_else_is(first: set[int], second: s
         def of(shard: rd.Shard) -> rd.BaseNode[Any]:
             if kind in ("mixture", "reader"):
                 return packed(blocked, kind)(shard)
-            node: Any = rd.Exclude(rd.Reader(DOCUMENTS, shard), rows=blocked)
+            node: Any = rd.Reader(DOCUMENTS, shard, exclude=blocked)
             if kind == "whole":
                 return rd.WholeDocumentPacker(node, column="tokens", seq_len=24, window=5, eos_id=99)
             if kind == "filtered":
@@ -278,16 +327,74 @@ def test_what_is_repeated_is_said_and_nothing_else_is(first: set[int], second: s
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: rd.Exclude(rd.Map(rd.Reader(range(3), rd.Shard()), int)), "right over an rd.Reader"),
-        (lambda: rd.Exclude(rd.Reader(range(3), rd.Shard()), rows=[3]), "range has the rows 0 to 2|rows 0 to 2"),
-        (lambda: next(rd.Exclude(rd.Reader([{"a": 1}], rd.Shard()), ids=["x"])), r"column='id'.*keys \['a'\] in list"),
-        (lambda: next(rd.Exclude(rd.Reader([1], rd.Shard()), ids=["x"])), "given a int in list"),
-        (lambda: rd.Exclude(rd.Reader(range(3), rd.Shard()), ids="d17"), "ids='d17'.*give a list"),
-        (lambda: rd.Exclude(rd.Reader(range(3), rd.Shard()), rows=2), "rows=2.*give a list"),
-        (lambda: rd.Exclude(rd.Reader(range(3), rd.Shard()), rows=[0.5]), "values of float64"),
-        (lambda: rd.Exclude(rd.Reader(range(3), rd.Shard()), rows=np.array([True, False, True])), "values of bool"),
+        (lambda: rd.Reader(range(3), rd.Shard(), exclude=[3]), "range has the rows 0 to 2"),
+        (lambda: rd.Reader(range(3), rd.Shard(), exclude="d17"), "exclude='d17'.*give a list"),
+        (lambda: rd.Reader(range(3), rd.Shard(), exclude=2), "exclude=2.*give"),
+        (lambda: rd.Reader(range(3), rd.Shard(), exclude={"a": [1]}), "given a dict.*does not name the files"),
+        (lambda: rd.Reader(range(3), rd.Shard(), exclude=[0.5]), "values of float64"),
+        (lambda: rd.Reader(range(3), rd.Shard(), exclude=np.array([True, False, True])), "values of bool"),
+        (lambda: rd.find_rows([1, 2], ["a"]), "No row of list can be looked up by its column 'id'"),
+        (lambda: rd.find_rows(DOCUMENTS, "d17"), "ids='d17': give a list"),
     ],
 )
 def test_what_does_not_fit_is_an_error(make: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         make()
+
+
+class TestFiles:
+    @staticmethod
+    def source(folder: Any, **files: int) -> rd.ParquetSource:
+        """Files of so many rows, each of which names its file and its number there."""
+        for name, size in files.items():
+            table = pa.table({"id": [f"{name}{i}" for i in range(size)], "n": range(size)})
+            parquet.write_table(table, folder / f"{name}.parquet", row_group_size=3)
+        return rd.ParquetSource(folder)
+
+    def test_a_file_that_joins_shifts_no_row(self, tmp_path: Any) -> None:
+        exclude = {"m.parquet": [0, 7], "z.parquet": [2]}
+        alone = rd.Reader(self.source(tmp_path, m=8, z=4), rd.Shard(), exclude=exclude)
+        more = rd.Reader(self.source(tmp_path, a=5, n=5), rd.Shard(), exclude=exclude)
+        for reader in (alone, more):
+            assert not {"m0", "m7", "z2"} & {row["id"] for row in reader}
+            assert reader.progress(*at_end(reader))["blocked_rows"] == 3
+        assert alone.parameters()["exclude"] == more.parameters()["exclude"]
+
+    def test_rows_are_numbered_as_messages_have_them_also_behind_a_filter(self, tmp_path: Any) -> None:
+        self.source(tmp_path, m=8)
+        source = rd.ParquetSource(tmp_path, filter=compute.field("n") >= 3)
+        assert source.locate(1).endswith("m.parquet, row 4")
+        assert source.file_row(1) == ("m.parquet", 4)
+        left = list(rd.Reader(source, rd.Shard(), shuffle=False, exclude={"m.parquet": [1, 4]}))
+        assert [row["n"] for row in left] == [3, 5, 6, 7]
+
+    def test_find_rows_names_files_and_what_cannot_be_read(
+        self, tmp_path: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        source = self.source(tmp_path, m=8, z=4)
+        found = rd.find_rows(source, ["z1", "m3", "m7", "nowhere"])
+        assert found == {"m.parquet": [3, 7], "z.parquet": [1]}
+        assert json.loads(json.dumps(found)) == found
+        rows_in_doubt = Unreadable({"id": i} for i in range(9))
+        rows_in_doubt.bad = frozenset({4})
+        with caplog.at_level(logging.WARNING, "rescale_data"):
+            assert rd.find_rows(rd.DatasetSource(rows_in_doubt, name="doubt"), {2, 4, 8}) == [2, 8]
+        assert "doubt[4] cannot be looked up: ValueError: row 4 cannot be read" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("exclude", "message"),
+        [
+            ([3], "{file: rows in it}"),
+            ({"q.parquet": [0]}, "0 of the files .* are named 'q.parquet'"),
+            ({"m.parquet": [8]}, "m.parquet of .* has the rows 0 to 7: there are none from 8 to 8"),
+            ({"m.parquet": [-1]}, "from -1 to -1"),
+            ({"m.parquet": [0.5]}, "float64 for m.parquet"),
+        ],
+    )
+    def test_what_does_not_fit_is_an_error(self, tmp_path: Any, exclude: Any, message: str) -> None:
+        with pytest.raises((TypeError, ValueError), match=message):
+            rd.Reader(self.source(tmp_path, m=8), rd.Shard(), exclude=exclude)
+
+
+def at_end(reader: Any) -> Any:
+    return np.array(reader.position)[None], np.zeros(1, np.int64), np.zeros(1, np.int64)

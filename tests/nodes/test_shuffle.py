@@ -1,6 +1,9 @@
 """`Shuffle`: every sample once, in windows, also where weights change below it."""
 
+import gc
 import itertools
+import logging
+import re
 from collections import Counter
 from typing import Any
 
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 from torchdata import nodes
 
 import rescale_data as rd
+from rescale_data.nodes import room
 from rescale_data.sources.decoded.cache import cache
 from tests.nodes.resume import endless
 from tests.states import opened
@@ -62,7 +66,11 @@ def test_weights_change_below_a_packer(legs: list[tuple[int, float]], window: in
     draw(loader, window + 10)
     while (shards := opened(loader.state_dict())["shards"])["emitted"].item():
         draw(loader, 1)
-    assert shards["source.source.weight.a"].item() == weight
+    fresh = rd.DataLoader(
+        lambda shard: packed(shard, weight, window), global_batch_size=1, num_logical_shards=1, repeat=True
+    )
+    begun_with = opened(fresh.state_dict())["shards"]
+    assert shards["source.source.rule"].item() == begun_with["source.source.rule"].item() != 0
     wanted: Counter[int] = Counter()
     for name, source in DOCUMENTS.items():
         drawn = int(shards[f"source.source.drawn.{name}"])
@@ -96,6 +104,47 @@ def test_a_window_is_made_again_where_it_was_evicted_and_skipped_without_reading
     assert len(read) <= 16  # the window that it ends in, and the one of the reader
     assert skipping.get_state() == drawing.get_state()
     assert list(skipping) == list(drawing)
+
+
+def many_tokens(texts: list[str]) -> list[list[int]]:
+    return [[1] * 1000 for _ in texts]
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize(
+    ("make", "argument"),
+    [
+        (lambda reader: rd.Shuffle(reader, 37), "Shuffle(window=37)"),
+        (
+            lambda reader: rd.Tokenize(reader, lambda texts: [[1] * 1000 for _ in texts], "x", batch_size=37),
+            "Tokenize(batch_size=37)",
+        ),
+    ],
+)
+def test_what_does_not_stay_in_the_cache_is_said_once_with_what_would_fit(
+    make: Any, argument: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def draws(cache_bytes: int, num: int) -> str:
+        gc.collect()  # the source before, whose budget counts while it is alive
+        rows = rd.DatasetSource([{"x": "a" * 8_000}] * 4000, cache_bytes=cache_bytes)
+        cache().register(rows)
+        shards = [make(rd.Reader(rows, rd.Shard(i, 8, repeat=True), shuffle=False)) for i in range(8)]
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "rescale_data"):
+            for _ in range(num):
+                for shard in shards:
+                    next(shard)
+        return "".join(record.getMessage() for record in caplog.records if argument in record.getMessage())
+
+    room._warned.clear()
+    assert not draws(2**26, 45)
+    said = draws(600_000, 45)
+    assert said.count(argument) == 1
+    assert "8 logical shards" in said
+    found = re.search(r"cache_bytes=(\d+), or run fewer", said)
+    assert found is not None
+    room._warned.clear()
+    assert not draws(int(found[1]), 45)
 
 
 def test_bad_arguments() -> None:

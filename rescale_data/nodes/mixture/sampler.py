@@ -72,7 +72,7 @@ class WeightedSampler(Node[Any]):
         'cwcwwcwwwwcwwcwcwwcw'
     """
 
-    MAY_CHANGE: ClassVar[frozenset[str]] = frozenset({"weights", "max_epochs"})
+    MAY_CHANGE: frozenset[str] = frozenset({"weights", "max_epochs"})
     CHILDREN_MAY_CHANGE: ClassVar[bool] = True
     repeats_itself = True
 

@@ -27,7 +27,7 @@ Values: TypeAlias = dict[str, npt.NDArray[Any]]
 
 
 class Aligned:
-    """Which columns there are, and how they are taken out of samples.
+    """Columns alongside the tokens, and how they are taken out of samples.
 
     Args:
         columns: Name in the samples and in what is packed -> dtype.

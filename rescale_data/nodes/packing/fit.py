@@ -1,4 +1,4 @@
-"""Which pieces of documents share a sample: long ones are cut or left out, then best fit, in each form of a window."""
+"""Best fit: pieces of documents that share a sample; long ones are cut or left out first, in each form of a window."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COUNTED = {"split": "split_documents", "truncate": "truncated_documents", "drop"
 
 @dataclass(frozen=True)
 class Fit:
-    """How documents were packed.
+    """Samples that documents were packed into.
 
     Args:
         pieces: Where each lies, and of which document.
@@ -77,13 +77,13 @@ def num_untrained(
 
 
 def room(piece: Piece, multiple: int) -> int:
-    """Of a piece in a sample, filled up."""
+    """Return the room of a piece in a sample, filled up."""
     start, stop, _ = piece
     return -(-(stop - start) // multiple) * multiple
 
 
 def _cut(piece: Piece, seq_len: int, long: Long) -> list[Piece]:
-    """What is packed of a document in samples of ``seq_len`` tokens."""
+    """Return the pieces of a document that are packed, in samples of ``seq_len`` tokens."""
     start, stop, document = piece
     if stop - start <= seq_len:
         return [piece] if stop > start else []
@@ -93,7 +93,7 @@ def _cut(piece: Piece, seq_len: int, long: Long) -> list[Piece]:
 
 
 def _if_first(sizes: Sequence[int], piece: Piece, documents: Sequence[Piece]) -> int:
-    """What a piece carries of what its document does."""
+    """Return what a piece carries of its document's values."""
     start, _, number = piece
     return sizes[number] if start == documents[number][0] else 0
 

@@ -1,4 +1,4 @@
-"""What documents carry along: images, references to them, ratings. It goes whole into the sample its document begins in."""
+"""Payload of documents: images, references to them, ratings. It goes whole into the sample its document begins in."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PerDocument(list[Any]):
 
 
 class Payload:
-    """Which columns there are, and how much of them a sample has room for.
+    """Columns that documents carry along, and how much of them a sample has room for.
 
     Args:
         names: Columns of the source.
@@ -61,7 +61,7 @@ class Payload:
         }
 
     def of(self, sample: Mapping[str, Any], num_tokens: int, node: Node[Any]) -> dict[str, Any]:
-        """What a document carries, of a sample that ``node`` has yielded; errors name its row."""
+        """Return the payload of a sample that ``node`` has yielded; errors name its row."""
         del num_tokens
         try:
             self._check(sample)
@@ -71,7 +71,7 @@ class Payload:
         return {name: sample[name] for name in self.names}
 
     def of_all(self, spans: Spans) -> dict[str, list[Any]]:
-        """What documents carry that were read with `of`: a value for each, by name."""
+        """Return the payload of several documents, by name, a value for each."""
         kept: list[Any] = [spans.keeps[array] for array in spans.array.tolist()] if self.names else []
         return {name: [beside[name] for beside in kept] for name in self.names}
 
@@ -92,7 +92,7 @@ class Payload:
 
 
 def size(value: Any) -> int:
-    """What a value counts against a limit: as many as a list, tuple, array or tensor has; `None` has none, all else is one."""
+    """Return what a value counts against a limit: the length of a list, tuple, array or tensor; `None` 0, all else 1."""
     if isinstance(value, list | tuple) or (isinstance(value, np.ndarray | torch.Tensor) and value.ndim):
         return len(value)
     return int(value is not None)

@@ -100,7 +100,7 @@ class TokenStream:
         return num_ready
 
     def _look_at(self, rest: Spans, num_passed: int, *, begins: bool) -> None:
-        """What a sample did to the documents that were left: so many have ended in it."""
+        """Note what a sample did to the documents that were left: so many have ended in it."""
         is_within = self._position[0] > 0
         if self._aligned.has_mask:
             self.num_untrained = self._aligned.num_untrained(rest[:num_passed], self._around)
@@ -175,14 +175,14 @@ class TokenStream:
             raise DataStateError(BEHIND)
 
     def _num_documents(self, num_tokens: int) -> int:
-        """How many documents to ask for where so many tokens are missing: rather too few, where each of them costs."""
+        """Return the number of documents to ask for if so many tokens are missing: rather too few, if each of them costs."""
         if not self._documents.is_costly:
             return MANY
         needed = num_tokens * self._num_read // max(1, self._num_gained)
         return max(1, self._num_read // _AHEAD + min(needed, self._num_read))
 
     def _settle(self, found: Stretch) -> bool:
-        """What has changed takes effect here, as a mark, if anything has; whether it waits for the next document."""
+        """Let what has changed take effect here, as a mark; return whether it waits for the next document."""
         before = copy_of(found.reach)
         waits = self._documents.settle(found.reach)
         if found.reach != before:

@@ -65,7 +65,7 @@ class Window(Made):
         return len(self.fit.bins)
 
     def pieces(self, number: int) -> list[Piece]:
-        """Those of a sample."""
+        """Return the pieces of a sample."""
         return [self.fit.pieces[item] for item in self.fit.bins[number]]
 
     def used(self, number: int) -> int:
@@ -75,7 +75,7 @@ class Window(Made):
 
 @dataclass(frozen=True)
 class Packing:
-    """How windows are packed, whatever the form of the samples.
+    """Packs windows, whatever the form of the samples.
 
     Args:
         around: What stands around documents.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rescale_data.nodes.reading.spans import NOTHING, Moves, Spans
 from rescale_data.sources.source import Source
+from rescale_data.state import copy_of
 
 if TYPE_CHECKING:
     from rescale_data.nodes.reader import Reader
@@ -47,7 +48,7 @@ class Documents(Protocol):
 
 
 class Texts(Protocol):
-    """What `Documents` are of tokens. ``position`` is a row of the node whose texts they are."""
+    """Texts as `Documents` are tokens. ``position`` is a row of the node whose texts they are."""
 
     def read(self, position: memoryview, most: int) -> tuple[list[str], Moves]:
         """The next texts, from one to ``most``, and what each does to ``position``; none at the end of the epoch.
@@ -62,17 +63,18 @@ class Texts(Protocol):
 
 
 class RowTexts:
-    """Those of one logical shard; positions are those of its `Reader`, (epoch, row, ...)."""
+    """The texts of one logical shard; positions are those of its `Reader`, (epoch, row, ...)."""
 
     def __init__(self, source: Source, column: str, reader: Reader) -> None:
         self._source, self._column, self._reader = source, column, reader
 
     def read(self, position: memoryview, most: int) -> tuple[list[str], Moves]:
-        epoch, row = position[0], position[1]
-        if row >= self._reader.rows.size(epoch):
+        at = copy_of(position)
+        if not self._reader.to_next_row(at):
             return [], NOTHING
-        rows = self._reader.rows_from(epoch, row)[:most]
-        return self._source.texts(self._column, rows), self._reader.moves(position, len(rows))
+        rows = self._reader.rows_from(at[0], at[1])[:most]
+        kept, moves = self._reader.moves(position, at, len(rows))
+        return self._source.texts(self._column, rows if kept is None else rows[kept]), moves
 
     def turn(self, position: memoryview) -> None:
-        self._reader.turn(position)
+        self._reader.turn_in_blocks(position)

@@ -17,7 +17,7 @@ from rescale_data.state import Ints
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a source consists of, from an epoch on: some of its fragments, or all of it.
+    """Contents of a source from an epoch on: some of its fragments, or all of them.
 
     Args:
         since: The first epoch.
@@ -39,7 +39,7 @@ _SINCE_EVER = [0]
 
 
 class ShardEpochs:
-    """Of one logical shard, or of any other of the same source where one is named.
+    """Epochs of one logical shard, or of any other of the same source if one is named.
 
     Args:
         shard: The logical shard.
@@ -55,16 +55,16 @@ class ShardEpochs:
 
     @property
     def grows(self) -> bool:
-        """Whether the source consists of something else in later epochs."""
+        """True if the source has other contents in later epochs."""
         return len(self.views) > 1
 
     @property
     def is_small(self) -> bool:
-        """Whether there are fewer rows than logical shards, in some epochs at least."""
+        """True if there are fewer rows than logical shards, in some epochs at least."""
         return any(view.num_rows < self.shard.num_logical_shards for view in self.views)
 
     def view(self, epoch: int) -> View:
-        """What the source consists of in an epoch."""
+        """Return the contents of the source in an epoch."""
         return self.views[0] if len(self.views) == 1 else self.views[bisect_right(self.since, epoch) - 1]
 
     def range_of(self, epoch: int, shard: int) -> int:
@@ -87,7 +87,7 @@ class ShardEpochs:
         raise AssertionError
 
     def goes_on(self, epoch: int) -> bool:
-        """Whether the end of an epoch is none for whoever reads: it has a row or none, and others of its round follow."""
+        """True if reading goes on over the end of an epoch: the shard has one row or none, and others of its round follow."""
         n = self.shard.num_logical_shards
         is_small = self.shard.repeat and self.view(epoch).num_rows < n
         return is_small and self.next_epoch(epoch) // n == epoch // n
@@ -153,7 +153,7 @@ class ShardEpochs:
         return shard_sizes(parts, view.num_rows, self.shard.num_logical_shards)
 
     def args(self, view: View) -> tuple[int, int, int]:
-        """Of the functions of `rescale_data.rounds`."""
+        """Return the arguments that the functions of `rescale_data.rounds` share."""
         return view.num_rows, self.shard.num_logical_shards, self.shard.seed
 
     def _stops(self) -> list[int]:

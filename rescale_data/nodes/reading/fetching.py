@@ -1,4 +1,4 @@
-"""Which fragments a logical shard needs soon, told to a source that brings them in the background."""
+"""`Fetching`: asks a source for the fragments that a logical shard needs soon, which it brings in the background."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Fetching:
 
     @property
     def num_windows(self) -> int:
-        """How many windows have room in the cache, that which is read among them, together with those of all other shards here.
+        """The number of windows with room in the cache, the present one included, alongside those of all shards here.
 
         A window takes as many fragments as its rows make, and the first one more, since it begins inside of one.
         """

@@ -18,7 +18,7 @@ from rescale_data.nodes.reading.spans import EMPTY, Spans
 from rescale_data.sources.decoded.cache import cache, owner_of
 from rescale_data.sources.decoded.interest import PARTS, beside, room_for_block
 from rescale_data.sources.source import TokenSource
-from rescale_data.state import Ints
+from rescale_data.state import Ints, copy_of
 
 if TYPE_CHECKING:
     from rescale_data.nodes.reader import Reader
@@ -76,11 +76,13 @@ class FragmentDocuments:
     is_costly = False
 
     def read(self, position: memoryview, most: int) -> Spans:
-        epoch, row = position[0], position[1]
-        if row >= self._reader.rows.size(epoch):
+        at = copy_of(position)
+        if not self._reader.to_next_row(at):
             return EMPTY
+        epoch, row = at[0], at[1]
         spans = self._of_block(epoch, row, most) or self._found(epoch, row, most)
-        return spans.with_moves(self._reader.moves(position, len(spans)))
+        kept, moves = self._reader.moves(position, at, len(spans))
+        return spans.with_moves(moves) if kept is None else spans.take(kept, moves)
 
     def _found(self, epoch: int, row: int, most: int) -> Spans:
         self._share = self._reader.share(epoch)
@@ -118,7 +120,7 @@ class FragmentDocuments:
         return found
 
     def at_hand(self, position: memoryview, most: int, turns: bool) -> Near | None:
-        """Where the next documents lie; `None` where `read` has more to do than to find them.
+        """Return the places of the next documents; `None` if `read` has more to do than to find them.
 
         Args:
             turns: Whether those of the next epochs follow.
@@ -128,6 +130,8 @@ class FragmentDocuments:
             return None
         self._share = self._reader.share(epoch)
         runs, parts = list[tuple[int, int, int]](), list[Ints]()
+        if self._reader.is_relisted(position):
+            return None
         while left and self._share is None and self._reader.are_counted(epoch):
             if row < self._reader.rows.size(epoch):
                 parts.append(self._reader.rows_from(epoch, row)[:left])
@@ -153,7 +157,7 @@ class FragmentDocuments:
         return Near(runs, rows, which, [self._lend(fragment) for fragment in used])
 
     def _stay(self, epoch: int, row: int, used: list[int], first: Lent) -> bool:
-        """Whether documents stay where they were decoded. If there is room for more, that is begun for what is read soon."""
+        """True if documents stay where they were decoded. If there is room, decoding of what is read soon is begun."""
         if self._share is not None:
             return False
         if self._decoding is None:
@@ -168,7 +172,7 @@ class FragmentDocuments:
         return False
 
     def turn(self, position: memoryview) -> None:
-        self._reader.turn(position)
+        self._reader.turn_in_blocks(position)
 
     def _copied(self, rows: Ints, stops: Sequence[int], passed: TokenSource | None = None) -> list[Spans]:
         """The same as copies, those up to each stop in arrays of their own.
@@ -200,7 +204,7 @@ class FragmentDocuments:
         return max(1, int(num_bytes / max(1.0, mean)))
 
     def _have_room(self, num_fragments: int, found: Lent) -> bool:
-        """Whether the cache has room for so many fragments like that one of each shard, and for as much of each source."""
+        """True if the cache has room for so many fragments like that one of each shard, and for as much of each source."""
         sources, shards = beside(self._owner)
         return sources * shards * num_fragments * found.nbytes <= self._source.cache_bytes
 
@@ -229,7 +233,7 @@ def _up_to(num_bytes: int, spans: Spans) -> Spans:
 
 @lru_cache(maxsize=64)
 def block_bytes(cache_bytes: int, num_shards: int) -> int:
-    """How much of a shard's tokens to put in order at once, where a process serves so many shards.
+    """Return the bytes of a shard's tokens to put in order at once, if a process serves so many shards.
 
     Enough for many samples, so that a fragment is not decoded for each of them where the fragments of all shards exceed the
     cache; little enough for what all shards have put in order to take a quarter of it.

@@ -49,7 +49,7 @@ _log = logging.getLogger("rescale_data")
 
 @dataclass(frozen=True)
 class Around:
-    """What stands around each document, and in which dtype tokens come out.
+    """Tokens that stand around each document, and the dtype that tokens come out in.
 
     Args:
         eos_id, bos_id: Put after and before each document; `None` for nothing.
@@ -72,11 +72,11 @@ class Around:
 
     @property
     def tokens(self) -> list[int]:
-        """What stands between two documents."""
+        """Tokens between two documents."""
         return [token for token in (self.eos_id, self.bos_id) if token is not None]
 
     def num_tokens(self, spans: Spans) -> int:
-        """Of all documents with what stands around them."""
+        """Return the tokens of all documents with what stands around them."""
         return int(spans.length.sum()) + len(self.tokens) * int(np.count_nonzero(spans.array >= 0))
 
     def lengths(self, spans: Spans) -> Ints:
@@ -143,7 +143,7 @@ def fill(stretches: list[Any], first: int, tokens: Rows, labels: Rows | None, do
 
 
 def rows_around(order: ShardOrder, epoch: int, row: int, fragments: FragmentOrder | None) -> Ints:
-    """What ``order.rows`` says."""
+    """Return ``order.rows(epoch, row, fragments)``."""
     if kernel is None or order.full or not order.window:
         return order.rows(epoch, row, fragments)
     first, stop = order.span(row)
@@ -166,7 +166,7 @@ def copied(array: TokenArray, start: Ints, length: Ints) -> TokenArray:
 
 
 def fragments_of(rows: Ints, starts: Ints) -> tuple[list[int], Ints]:
-    """Which fragments rows lie in, in order, and for each row the number of its own among these.
+    """Return the fragments that rows lie in, in order, and for each row the number of its own among these.
 
     Args:
         rows: ``int64[n]``.
@@ -181,7 +181,7 @@ def fragments_of(rows: Ints, starts: Ints) -> tuple[list[int], Ints]:
 
 
 def places_of(rows: Ints, which: Ints, first: Sequence[int], offsets: list[Ints]) -> tuple[Ints, Ints]:
-    """Where rows begin in the values of their fragments, and how long they are.
+    """Return the places at which rows begin in the values of their fragments, and their lengths.
 
     Args:
         rows, which: As of `fragments_of`.
@@ -264,7 +264,7 @@ def _native(base: Any) -> Any:
 
 
 class _Joined(Held):
-    """What `kernel.Stretch` is, in NumPy."""
+    """`kernel.Stretch` in NumPy."""
 
     def __init__(self, around: Around, position: memoryview, dropped: Callable[[], None]) -> None:
         self.nbytes, self.dropped = 0, dropped

@@ -34,7 +34,7 @@ lent: WeakValueDictionary[tuple[int, str, int, int], Lent] = WeakValueDictionary
 
 
 def located(rows: Ints, which: Ints, found: list[Lent]) -> Spans:
-    """Where rows lie in fragments, without their moves."""
+    """Return the places of rows in fragments, without their moves."""
     start, length = places_of(rows, which, [each.first for each in found], [each.offsets for each in found])
     return Spans(tuple([each.values for each in found]), which, start, length, NOTHING, tuple(found))
 

@@ -11,6 +11,7 @@ from weakref import ref
 
 import numpy as np
 
+from rescale_data.nodes.reading.blocklist import Blocklist
 from rescale_data.nodes.reading.epochs import ShardEpochs, View, whole
 from rescale_data.nodes.reading.gather import rows_around
 from rescale_data.nodes.reading.proof import running_sums
@@ -37,6 +38,7 @@ class Plan(Evicted):
 
     Args:
         sums: Their `running_sums`, where `Shard.verify` asks for them.
+        free: Where some of them are left out, for each place the first from there on that is not: `Blocklist.free`.
         reader: Told when the cache has no room for it, if it is still there: the cache keeps no reader, nor its source.
     """
 
@@ -44,11 +46,12 @@ class Plan(Evicted):
     first: int
     rows: Ints
     sums: memoryview
+    free: memoryview | None
     reader: ref[Reader] | None
 
     @property
     def nbytes(self) -> int:
-        return self.rows.nbytes + self.sums.nbytes + _ENTRY
+        return self.rows.nbytes + self.sums.nbytes + (0 if self.free is None else self.free.nbytes) + _ENTRY
 
     def evicted(self) -> None:
         reader = None if self.reader is None else self.reader()
@@ -66,10 +69,12 @@ class ShardRows(ShardEpochs):
         views: What the source consists of, in the order of their first epochs; default: all of it.
         reader: Who keeps this, as long as the cache has room for where the shard reads.
         number: Of those who read the same so, a logical shard each; default: of this alone.
+        blocklist: The rows that the reader leaves out.
     """
 
     __slots__ = (
-        "_epoch", "_plan", "_plan_key", "_reader", "_size", "_source", "_source_key", "farthest", "is_full", "window",
+        "_blocklist", "_epoch", "_plan", "_plan_key", "_reader", "_size", "_source", "_source_key", "farthest", "is_full",
+        "window",
     )  # fmt: skip
 
     def __init__(
@@ -81,10 +86,11 @@ class ShardRows(ShardEpochs):
         views: Sequence[View] | None = None,
         reader: Reader | None = None,
         number: int = -1,
+        blocklist: Blocklist | None = None,
     ) -> None:
         steps = Steps(**_sizes_of(shard, shuffle)) if by_global_batch else None
         super().__init__(shard, views or whole(source.num_rows), steps)
-        self._source = source
+        self._source, self._blocklist = source, blocklist
         self.is_full = shuffle is True and source.fragments is None
         self.window = 0 if self.is_full else _window(shuffle)
         self._source_key = owner_of(source)
@@ -111,19 +117,20 @@ class ShardRows(ShardEpochs):
         return self._size
 
     def plan(self, epoch: int, row: int) -> tuple[Plan, bool]:
-        """Which rows of the source the shard reads around ``row``, and whether that was computed now."""
+        """Return the rows of the source that the shard reads around ``row``, and whether they were computed now."""
         plan = self.kept(epoch, row)
         if plan is not None:
             return plan, False
         rows = self.around(epoch, row)
         sums = running_sums(self.numbered(epoch, rows)) if self.shard.verify else _NO_SUMS
-        plan = Plan(epoch, self.order(epoch).span(row)[0], rows, sums, self._reader)
+        free = None if self._blocklist is None else self._blocklist.free(rows)
+        plan = Plan(epoch, self.order(epoch).span(row)[0], rows, sums, free, self._reader)
         cache().put(self._plan_key, plan)
         self._plan = plan  # as long as the cache has room: without it, the reader keeps none of this
         return plan, True
 
     def kept(self, epoch: int, row: int) -> Plan | None:
-        """What `plan` would say, if that need not be computed."""
+        """Return the plan of a row if it need not be computed."""
         plan = self._plan
         if plan is not None and plan.epoch == epoch and 0 <= row - plan.first < len(plan.rows):
             return plan
@@ -191,7 +198,7 @@ class ShardRows(ShardEpochs):
         return rows - starts[at] + (np.cumsum(lengths) - lengths)[at]
 
     def places(self, rows: Ints, epoch: int) -> list[tuple[int, int]]:
-        """Where in an epoch the shards read some rows of the source: each shard and the number of its row, by both."""
+        """Return the shards that read some rows of the source in an epoch, each with the number of its row, sorted."""
         shards = np.arange(self.shard.num_logical_shards, dtype=np.int64)
         sizes, found = self.sizes(np.full_like(shards, epoch), shards), list[tuple[int, int]]()
         for shard in np.flatnonzero(sizes).tolist():
@@ -202,7 +209,7 @@ class ShardRows(ShardEpochs):
         return found
 
     def share(self, epoch: int, shard: int = -1) -> ShardShare | None:
-        """How fragments are cut up for a shard; `None` where there are none."""
+        """Return how fragments are cut up for a shard; `None` if there are none."""
         if self._source.fragments is None or self.steps is not None:
             return None
         shard = self.shard.index if shard < 0 else shard

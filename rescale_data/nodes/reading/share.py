@@ -15,7 +15,7 @@ from rescale_data.state import Ints
 
 
 class ShardShare:
-    """What one logical shard reads in one epoch, and what the others of this process read beside it.
+    """The parts of fragments that one logical shard, and the others of this process, read in one epoch.
 
     Args:
         shard: The shard.

@@ -28,7 +28,7 @@ class Kept(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """What documents do to a position, a row of int64 slots: after document i, ``position[slot[k]] = value[k]`` for k from
+    """Writes of documents into a position, a row of int64 slots: after document i, ``position[slot[k]] = value[k]`` for k from
     ``ends[i]`` to ``ends[i + 1] - 1``, in this order.
 
     Args:
@@ -56,7 +56,7 @@ class Moves:
 
     @staticmethod
     def between(before: memoryview, after: memoryview) -> Moves:
-        """That of one document, which leads from one position to another."""
+        """Return the moves of one document, which leads from one position to another."""
         old, new = np.asarray(before), np.asarray(after)
         slot = np.flatnonzero(old != new)
         return Moves(np.array([0, len(slot)]), slot, new[slot])
@@ -72,12 +72,12 @@ class Moves:
 
     @property
     def width(self) -> int:
-        """How many each document makes; -1 where not all make as many."""
+        """The number of writes of each document; -1 if they differ."""
         width = len(self.slot) // max(1, len(self))
         return width if (np.diff(self.ends) == width).all() else -1
 
     def take(self, index: Ints) -> Moves:
-        """Those of some documents, in a new order."""
+        """Return the moves of some documents, in a new order."""
         width = self.width
         if width >= 0:
             rows = (each.reshape(len(self), width)[index].reshape(-1) for each in (self.slot, self.value))
@@ -88,12 +88,12 @@ class Moves:
         return Moves(ends, self.slot[at], self.value[at])
 
     def grouped(self, stops: Ints) -> Moves:
-        """Those of several documents in turn as those of one: of the first ``stops[0]``, of those up to ``stops[1]``, ..."""
+        """Join the moves of several documents to those of one: of the first ``stops[0]``, of those up to ``stops[1]``, ..."""
         ends = np.concatenate([[0], self.ends[stops]])
         return Moves(ends, self.slot[: ends[-1]], self.value[: ends[-1]])
 
     def then(self, other: Moves) -> Moves:
-        """Those of two nodes for the same documents, both in the same row: of each document these first."""
+        """Join the moves of two nodes for the same documents, both in one row: of each document these first."""
         ends, mine, theirs = self.ends + other.ends, self.width, other.width
         if mine >= 0 <= theirs:
             pairs = ((self.slot, other.slot), (self.value, other.value))
@@ -118,7 +118,7 @@ class Moves:
 
     @staticmethod
     def join(parts: Sequence[Moves], first_slots: Sequence[int] = ()) -> Moves:
-        """Those of some documents, then those of others; each `under` a slot of its own, where these are given."""
+        """Join the moves of some documents and of others behind them; each `under` a slot of its own, if these are given."""
         sizes = [len(part.slot) for part in parts]
         slot = np.concatenate([part.slot for part in parts])
         value = np.concatenate([part.value for part in parts])
@@ -166,7 +166,7 @@ class Spans:
 
     @staticmethod
     def mark(before: memoryview, after: memoryview) -> Spans:
-        """What leads from one position to another without a document."""
+        """Return a mark, which leads from one position to another without a document."""
         zero = np.zeros(1, dtype=np.int64)
         return Spans((), zero - 1, zero, zero, Moves.between(before, after), ())
 
@@ -222,7 +222,7 @@ class Spans:
 
     @property
     def nbytes(self) -> int:
-        """Of all that this keeps alive; parts that were joined may keep the same."""
+        """Bytes of all that this keeps alive; parts that were joined may keep the same."""
         kept = [array if of is None else of for array, of in zip(self.arrays, self.keeps, strict=True)]
         num_bytes = sum({id(each): each.nbytes for each in kept}.values())
         return num_bytes + 24 * len(self) + 16 * len(self.moves.slot)

@@ -1,0 +1,26 @@
+"""Look up the rows that have some ids, and write the list that `Reader(exclude=)` takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rescale_data.cli.auditing import imported
+from rescale_data.nodes.reading.blocklist import find_rows
+
+
+def write_rows(source: str, ids: str, column: str, out: str) -> dict[str, Any]:
+    """Write the rows of a source whose column holds an id of a file, one a line; return how many ids and rows there are.
+
+    Raises:
+        ValueError: There is no such source or file, or the source has no such column.
+        FileNotFoundError: There is no file of ids.
+    """
+    lines = Path(ids).read_text().split("\n")
+    wanted = {line.strip() for line in lines if line.strip()}
+    numbers = {int(line) for line in wanted if line.removeprefix("-").isdecimal()}
+    found = find_rows(imported(source), wanted | numbers, column)
+    Path(out).write_text(json.dumps(found))
+    num_rows = len(found) if isinstance(found, list) else sum(map(len, found.values()))
+    return {"ids": len(wanted), "rows": num_rows, "out": out}

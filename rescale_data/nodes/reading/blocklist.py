@@ -1,0 +1,179 @@
+"""`Blocklist`: the rows of one source that a `Reader` leaves out, and `find_rows`, which makes such a list from ids."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+
+from rescale_data.errors import checks_kinds
+from rescale_data.sources.dataset import MapStyle, as_source
+from rescale_data.sources.decoded.cache import owner_of
+from rescale_data.sources.source import FiledSource, Source
+from rescale_data.state import Ints
+
+Excluded: TypeAlias = Mapping[str, Collection[int] | Ints] | Collection[int] | Ints
+"""Rows of a source: of files ``{file: rows in it}``, as messages number them; of any other source its rows."""
+
+_KEPT = 1024
+_AT_ONCE = 1024
+_log = logging.getLogger("rescale_data")
+
+
+class Blocklist:
+    """Rows of a source that are left out.
+
+    Args:
+        source: The source.
+        excluded: The rows, see `Excluded`.
+
+    Raises:
+        TypeError: ``excluded`` is no collection of ints, or, of a source of files, no mapping.
+        ValueError: A file or a row that the source has not.
+    """
+
+    def __init__(self, source: Source, excluded: Excluded) -> None:
+        rows, digest = list[Ints](), hashlib.blake2b(digest_size=8)
+        for file, numbers in _by_file(source, excluded):
+            digest.update(f"{file}\0{len(numbers)}\0".encode() + numbers.tobytes())
+            rows.append(_numbered(source, file, numbers))
+        self.rows = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *rows]))
+        """``int64[n]``, ascending, numbered over all files that there are."""
+        self.digest = int.from_bytes(digest.digest(), "little") >> 1 | 1
+        """A positive number that stands for the files and rows, whatever files have joined."""
+
+    def free(self, rows: Ints) -> memoryview | None:
+        """Return for each place in ``rows``, and the end, the first from there on that is not listed; `None`: none is."""
+        found = np.isin(rows, self.rows)
+        if not found.any():
+            return None
+        places = np.arange(len(rows) + 1)
+        places[:-1][found] = len(rows)
+        return np.minimum.accumulate(places[::-1])[::-1].copy().data
+
+    def parameters(self) -> dict[str, Any]:
+        return {"rows": len(self.rows), "digest": f"{self.digest:x}"}
+
+
+_made: dict[tuple[int, int], tuple[object, Blocklist]] = {}
+"""By the collection, which all logical shards are given alike and which is kept so that its id stays, and the source."""
+
+
+def blocklist_of(source: Source, excluded: Excluded) -> Blocklist:
+    """Return the `Blocklist` of a collection, the same for all logical shards that are given the same object."""
+    key = (id(excluded), owner_of(source))
+    known = _made.get(key)
+    if known is None:
+        while len(_made) >= _KEPT:
+            _made.pop(next(iter(_made)))
+        known = _made[key] = (excluded, Blocklist(source, excluded))
+    return known[1]
+
+
+@checks_kinds
+def find_rows(source: Source | MapStyle, ids: Collection[Any], column: str = "id") -> dict[str, list[int]] | list[int]:
+    """Return the rows whose ``column`` holds one of ``ids``, as ``Reader(exclude=)`` takes them and JSON keeps them.
+
+    Every row is read once, so give a source that reads that column alone. A row that cannot be read or has no such column is
+    logged with its place, and is not in the list.
+
+    Args:
+        source: A source or a map-style dataset.
+        ids: Strings or integers.
+        column: Of the source.
+
+    Returns:
+        Of a source of files ``{file: [row in it, ...]}``, else ``[row, ...]``.
+
+    Raises:
+        TypeError: ``ids`` is no collection.
+        ValueError: No row could be read.
+
+    Example:
+        >>> import rescale_data as rd
+        >>> source = rd.DatasetSource([{"id": "a"}, {"id": "b"}, {"id": "c"}])
+        >>> rd.find_rows(source, ["b", "c"])
+        [1, 2]
+    """
+    source, wanted, num_failed = as_source(source), frozenset(_require_several("ids", ids)), 0
+    rows, by_file = list[int](), defaultdict[str, list[int]](list)
+    for row, value in _values(source, column):
+        if isinstance(value, Exception):
+            num_failed += 1
+            _log.warning("%s cannot be looked up: %s: %s", source.locate(row), type(value).__name__, value)
+        elif value in wanted:
+            rows.append(row)
+    if num_failed == source.num_rows:
+        raise ValueError(f"No row of {source.name} can be looked up by its column {column!r}: give one that rows have.")
+    if not isinstance(source, FiledSource):
+        return rows
+    for row in rows:
+        file, place = source.file_row(row)
+        by_file[file].append(place)
+    return dict(by_file)
+
+
+def _values(source: Source, column: str) -> Iterator[tuple[int, Any]]:
+    """Yield each row with its value of a column, or with the error that reading it raised."""
+    for first in range(0, source.num_rows, _AT_ONCE):
+        rows = range(first, min(first + _AT_ONCE, source.num_rows))
+        try:
+            if not source.has_texts:
+                raise TypeError
+            yield from zip(rows, source.texts(column, np.array(rows)), strict=True)
+        except Exception:  # no strings, or a row among them that cannot be read
+            for row in rows:
+                try:
+                    value = source.row(row)[column]
+                    hash(value)
+                except Exception as error:
+                    value = error
+                yield row, value
+
+
+def _by_file(source: Source, excluded: Excluded) -> list[tuple[str, Ints]]:
+    """Return the rows of each file, those of a source without files under an empty name; sorted."""
+    if not isinstance(source, FiledSource):
+        if isinstance(excluded, Mapping):
+            raise TypeError(
+                f"exclude= was given a {type(excluded).__name__}, and {source.name} does not name the files of its rows: give "
+                f"row numbers, or make it an rd.FiledSource."
+            )
+        return [("", _numbers("", excluded))]
+    if not isinstance(excluded, Mapping):
+        if not len(_require_several("exclude", excluded)):
+            return []
+        raise TypeError(
+            f"exclude= was given a {type(excluded).__name__} for {source.name}, whose rows have other numbers when files join. "
+            f"Give {{file: rows in it}}, as rd.find_rows returns it."
+        )
+    by_file = cast("Mapping[str, Collection[int]]", excluded)
+    return [(file, _numbers(file, by_file[file])) for file in sorted(by_file)]
+
+
+def _numbered(source: Source, file: str, numbers: Ints) -> Ints:
+    """Return rows of a file as the source numbers them; ``ValueError`` where the source has no such row."""
+    if isinstance(source, FiledSource):
+        return source.rows_in_file(file, numbers)
+    if len(numbers) and not 0 <= numbers[0] <= numbers[-1] < source.num_rows:
+        raise ValueError(
+            f"exclude= has rows from {numbers[0]} to {numbers[-1]}; {source.name} has the rows 0 to {source.num_rows - 1}."
+        )
+    return numbers
+
+
+def _numbers(file: str, rows: Any) -> Ints:
+    found = np.asarray([*_require_several("exclude", rows)])
+    if found.size and (found.ndim != 1 or found.dtype.kind not in "iu"):
+        raise TypeError(f"exclude= holds values of {found.dtype}{f' for {file}' * bool(file)}: give row numbers, ints.")
+    return np.unique(found.astype(np.int64))
+
+
+def _require_several(name: str, value: Any) -> Any:
+    if isinstance(value, str | bytes) or not isinstance(value, Collection):
+        raise TypeError(f"{name}={value!r}: give a list, a set or an array.")
+    return value

@@ -1,0 +1,51 @@
+"""`Room`: warns where what a node has made ahead does not stay in the cache, so that it is made again and again."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from rescale_data.nodes.base import Node
+from rescale_data.sources.decoded.cache import cache, owner_of
+from rescale_data.sources.decoded.interest import shards_of
+
+_ALLOWED = 2  # dropped before it was used up: once is a cache that was cleared, or a large fragment
+_log = logging.getLogger("rescale_data")
+_warned: set[tuple[str, int]] = set()
+
+
+class Room:
+    """Counts how often what a node keeps in the cache was dropped before it was used up.
+
+    Args:
+        node: The node.
+        argument: The name of its argument that says how many samples are made at a time.
+        num_samples: The value of that argument.
+    """
+
+    __slots__ = ("_argument", "_node", "_num_dropped", "_num_samples")
+
+    def __init__(self, node: Node[Any], argument: str, num_samples: int) -> None:
+        self._node, self._argument, self._num_samples, self._num_dropped = node, argument, num_samples, 0
+
+    def dropped(self, nbytes: int, num_samples: int) -> None:
+        """Take note that samples of so many bytes were dropped and have been made again; warn, once, where that goes on."""
+        self._num_dropped += 1
+        key = type(self._node).__name__, self._num_samples
+        if self._num_dropped < _ALLOWED or key in _warned:
+            return
+        _warned.add(key)
+        below = [(node.reads, node.of_shard) for _, node in self._node.walk() if node.reads is not None]
+        counts = [
+            len(shards_of(owner_of(read), 1 if shard is None else shard.num_logical_shards)) for read, shard in below
+        ]
+        num_shards, budget = max(counts, default=1), cache().budget
+        needed = nbytes * self._num_samples // max(1, num_samples) * num_shards
+        fits = max(1, self._num_samples * (budget // 2) // max(needed, budget // 2 + 1))
+        _log.warning(
+            "%s(%s=%d): what was made ahead has been dropped before it was used, and is made again at each draw. For the %d "
+            "logical shards of this process it takes about %d bytes, and half of cache_bytes=%d is for all such nodes. "
+            "Give %s=%d, a source with cache_bytes=%d, or run fewer shards in a process (more ranks or workers).",
+            *key[:1], self._argument, self._num_samples, num_shards, needed, budget, self._argument, fits,
+            2 * max(needed, budget),
+        )  # fmt: skip
