@@ -41,7 +41,7 @@ MIB = 2**20
 class Case:
     name: str
     world_size: int
-    spill: bool
+    on_disk: bool
     epochs: int = 1
     steps: int | None = None  # of an epoch; None: all
 
@@ -56,7 +56,7 @@ def write_corpus(folder: Path, groups: int) -> None:
         pq.write_table(table, folder / f"{number:03d}.parquet", row_group_size=rows, use_dictionary=False)
 
 
-def measure(case: Case, folder: str, spill: str, answers: Any) -> None:
+def measure(case: Case, folder: str, cache_dir: str, answers: Any) -> None:
     """One case, in a process of its own."""
     decoded = [0]
     decode = ParquetSource._decode
@@ -67,7 +67,7 @@ def measure(case: Case, folder: str, spill: str, answers: Any) -> None:
         return table
 
     ParquetSource._decode = count  # type: ignore[method-assign]
-    source = rd.ParquetSource(folder, cache_bytes=CACHE, cache_dir=spill if case.spill else None)
+    source = rd.ParquetSource(folder, cache_bytes=CACHE, cache_dir=cache_dir if case.on_disk else None)
     loader = rd.DataLoader(
         source, global_batch_size=BATCH, num_logical_shards=SHARDS, dp_rank=0, dp_world_size=case.world_size
     )
@@ -119,13 +119,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_corpus(Path(folder), groups)
         for case in (
-            Case("W=64, rank 0", 64, spill=False),
-            Case("W=1, decoded again", 1, spill=False, steps=1),
-            Case("W=1, cut up, beyond it on disk", 1, spill=True, epochs=2),
+            Case("W=64, rank 0", 64, on_disk=False),
+            Case("W=1, decoded again", 1, on_disk=False, steps=1),
+            Case("W=1, cut up, beyond it on disk", 1, on_disk=True, epochs=2),
         ):
             answers: Any = context.Queue()
-            with tempfile.TemporaryDirectory() as spill:
-                process = context.Process(target=measure, args=(case, folder, spill, answers))
+            with tempfile.TemporaryDirectory() as cache_dir:
+                process = context.Process(target=measure, args=(case, folder, cache_dir, answers))
                 process.start()
                 for epoch in range(case.epochs):
                     rate, amplification, *most = answers.get()

@@ -101,7 +101,9 @@ ONCE: Any = {"retries": 0, "timeout": 200.0}
 """A slow answer is waited for: on a busy machine it would be asked for once more."""
 
 
-def requests_of_an_epoch(case: Case, server: Server, index: Path) -> tuple[Counter[Request], int]:
+def requests_of_an_epoch(
+    case: Case, server: Server, index: Path, cache_dir: Path | None = None
+) -> tuple[Counter[Request], int]:
     """Return what all ranks and workers request for the rows of an epoch, and the bytes that come, once files are indexed."""
     found: Counter[Request] = Counter()
     num_bytes = 0
@@ -111,6 +113,7 @@ def requests_of_an_epoch(case: Case, server: Server, index: Path) -> tuple[Count
             storage_options={**server.options, "use_listings_cache": False},
             index_dir=index,
             cache_bytes=case["cache_bytes"],
+            cache_dir=cache_dir,
             remote=rd.Remote(read_ahead=case["read_ahead"], **ONCE),
         )
         loader = rd.DataLoader(
@@ -144,3 +147,25 @@ def test_an_epoch_is_requested_once_by_any_number_of_ranks_and_workers(
     assert found == expected
     assert set(found.values()) == {1}
     assert bytes_here == num_bytes
+
+
+@pytest.mark.parametrize("kind", list(SOURCES))
+def test_a_restart_on_other_ranks_fetches_nothing_of_what_lies_on_the_local_disk(
+    kind: str, server: Server, tmp_path: Path
+) -> None:
+    alone = {
+        "kind": kind,
+        "pipeline": "rows",
+        "read_ahead": True,
+        "cache_bytes": 2**23,
+        "num_workers": 0,
+        "num_ranks": 1,
+    }
+    requests_of_an_epoch(alone, server, tmp_path / "index")  # makes the index
+    first, _ = requests_of_an_epoch(alone, server, tmp_path / "index", tmp_path / "cache")
+    again, num_bytes = requests_of_an_epoch(
+        {**alone, "num_workers": 2, "num_ranks": 2}, server, tmp_path / "index", tmp_path / "cache"
+    )
+    assert sum(first.values()) >= NUM_SHARDS
+    assert num_bytes == 0
+    assert {request.method for request in again} <= {"HEAD"}  # the size of an .idx is asked for when it is opened
