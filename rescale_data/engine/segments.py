@@ -105,8 +105,9 @@ def _moved(at: Cursor, clock: Clock, table: Ints, ends: Ends) -> Cursor:
 
 def _leg(ends: Ends, u: int, stop: int | None, samples: Ints, left: Ints | None) -> Leg:
     """Return the main phase of an epoch, from micro batch u on."""
-    pads, endless = ends.setup.tail == "pad", sys.maxsize if ends.setup.recipe.repeat else 0
-    calm_until = endless if stop is None else stop
+    pads, recipe = ends.setup.tail == "pad", ends.setup.recipe
+    endless = sys.maxsize if recipe.repeat else 0
+    calm_until = 0 if recipe.verify else endless if stop is None else stop  # a proof that has failed stays so
     return Leg(ends.layout, ends.ranks.rank, stop, u, samples, left, None, ends.schema.histories, pads, calm_until)
 
 
