@@ -106,8 +106,10 @@ def _moved(at: Cursor, clock: Clock, table: Ints, ends: Ends) -> Cursor:
 def _leg(ends: Ends, u: int, stop: int | None, samples: Ints, left: Ints | None) -> Leg:
     """Return the main phase of an epoch, from micro batch u on."""
     pads, endless = ends.setup.tail == "pad", sys.maxsize if ends.setup.recipe.repeat else 0
-    calm_until = endless if stop is None else stop
-    return Leg(ends.layout, ends.ranks.rank, stop, u, samples, left, None, ends.schema.histories, pads, calm_until)
+    calm_until, whole_steps = endless if stop is None else stop, ends.setup.balance is not None
+    return Leg(
+        ends.layout, ends.ranks.rank, stop, u, samples, left, None, ends.schema.histories, pads, calm_until, whole_steps
+    )
 
 
 def _leg_of_deal(ends: Ends, u: int, left: Ints, samples: Ints, *, is_known: bool) -> Leg:

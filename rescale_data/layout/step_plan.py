@@ -71,6 +71,10 @@ class StepPlan:
         order = permutation(self.micro_batches, "balance", self.seed, self.step)
         return self._near_owners(bin_of, level), order[level][bin_of]
 
+    def num_tokens(self, rank: Ints, micro_batch: Ints) -> Ints:
+        """Return the tokens of each micro batch of each rank: ``int64[ranks * micro_batches]``."""
+        return _totals(self.tokens, rank * self.micro_batches + micro_batch, self.num_bins, padded=self.padded)
+
     @property
     def num_bins(self) -> int:
         return self.ranks * self.micro_batches
