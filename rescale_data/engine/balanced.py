@@ -13,7 +13,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -29,7 +29,7 @@ from rescale_data.engine.leg import Leg
 from rescale_data.engine.message import from_bytes, to_bytes
 from rescale_data.engine.micro_batch import MicroBatch, Rows, joined
 from rescale_data.engine.options import MOST_SECONDS
-from rescale_data.engine.ranks.circle import Call
+from rescale_data.engine.ranks.circle import Call, Circle
 from rescale_data.engine.ranks.meeting import digest
 from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.runner import Collate, Exhausted
@@ -51,22 +51,31 @@ def as_samples(samples: list[Any]) -> list[Any]:
     return samples
 
 
+@dataclass(frozen=True)
 class Group:
-    """Ranks that exchange integers and samples, in one thread each.
+    """Ranks that exchange integers and samples, one exchange after the other.
 
     Args:
         members: Their dp ranks.
-        ranks: This rank among all.
-
-    Attributes:
+        me: Index of this one.
+        circle: Their processes; `None` where there is one.
         number: Tells exchanges of one `begin` of the feed from those of another, which some ranks may have left.
     """
 
-    def __init__(self, members: list[int], ranks: Ranks) -> None:
-        name = f"balance/{ranks.loader}/{digest(members)}"
-        is_alone = ranks.circle is None or len(members) == 1
-        self.members, self.me, self.number = members, members.index(ranks.rank), 0
-        self.circle = None if is_alone or ranks.circle is None else ranks.circle.part(name, members)
+    members: list[int]
+    me: int
+    circle: Circle | None
+    number: int = 0
+
+    @classmethod
+    def of(cls, members: list[int], ranks: Ranks) -> Group:
+        is_alone, name = len(members) == 1, f"balance/{ranks.loader}/{digest(members)}"
+        circle = None if is_alone or ranks.circle is None else ranks.circle.part(name, members)
+        return cls(members, members.index(ranks.rank), circle)
+
+    def next(self) -> Group:
+        """Return the same ranks, whose exchanges are others."""
+        return replace(self, number=self.number + 1)
 
     def gather(self, name: str, numbers: Ints) -> Ints:
         """Return integers of all members, stacked (collective)."""
@@ -93,13 +102,21 @@ class Group:
 
 @dataclass
 class _Step:
-    """This rank's samples of a step.
+    """This rank's samples of a step. A thread that is left alone knows this alone, and nothing of what comes after.
 
     Args:
+        near: Among whom samples move.
+        everyone: Whose weights are summed up, where these are more.
+        leg: Of which it is a step.
+        first: Its first micro batch.
         made: The micro batches as they were read.
         numbers: ``int64[samples, 5]``: of each sample cost, tokens, weight, logical shard, and 1 if it is real.
     """
 
+    near: Group
+    everyone: Group | None
+    leg: Leg
+    first: int
     made: list[MicroBatch] = field(default_factory=list[MicroBatch])
     numbers: Ints = field(default_factory=lambda: np.zeros((0, 5), dtype=np.int64))
     failure: Exception | None = None
@@ -132,9 +149,9 @@ class Balanced(Over):
         super().__init__(feed)
         self._setup, self._balance, self._collate = setup, balance, collate or stack
         members, everyone = _members(balance, setup.ranks), list(range(setup.ranks.world_size))
-        self._near = Group(members, setup.ranks)
+        self._near = Group.of(members, setup.ranks)
         is_alone = balance.weight is None or members == everyone
-        self._everyone = None if is_alone else Group(everyone, setup.ranks)
+        self._everyone = None if is_alone else Group.of(everyone, setup.ranks)
         self._u = self._skips = 0
         self._leg: Leg | None = None
         self._ready: deque[MicroBatch] = deque()
@@ -144,9 +161,7 @@ class Balanced(Over):
     def begin(self, leg: Leg, table: Ints, first: int) -> None:
         self._leg, self._u, self._ready, self._is_interrupted = leg, leg.step_of(first), deque(), False
         self._skips = first - self._u  # micro batches of the step that were taken before
-        for group in (self._near, self._everyone):
-            if group is not None:
-                group.number += 1
+        self._near, self._everyone = self._near.next(), self._everyone and self._everyone.next()
         self.feed.begin(leg, table, self._u)
 
     def next(self) -> MicroBatch:
@@ -174,16 +189,17 @@ class Balanced(Over):
     def _make_step(self, leg: Leg) -> list[MicroBatch]:
         in_step = leg.layout.gradient_accumulation_steps
         num = in_step - self._u % in_step
-        mine = self._read(num)
-        if self._near.circle is None and self._everyone is None:
-            micro_batches = self._arrange(mine, num, leg)
+        mine = _Step(self._near, self._everyone, leg, self._u)
+        self._read(mine, num)
+        if mine.near.circle is None and mine.everyone is None:
+            micro_batches = self._arrange(mine, num)
         else:
-            micro_batches = self._interruptible(lambda: self._arrange(mine, num, leg))
+            micro_batches = self._interruptible(lambda: self._arrange(mine, num))
         self._u += num
         return micro_batches
 
-    def _read(self, num: int) -> _Step:
-        step = _Step()
+    def _read(self, step: _Step, num: int) -> None:
+        """Read this rank's samples, and measure them; an error is kept."""
         try:
             for _ in range(num):
                 if self._is_interrupted:
@@ -197,7 +213,6 @@ class Balanced(Over):
             step.numbers = np.array(rows, dtype=np.int64)
         except Exception as error:
             step.failure = error
-        return step
 
     def _interruptible(self, work: Callable[[], list[MicroBatch]]) -> list[MicroBatch]:
         """Return what a piece of work returns, done in a thread that is left alone where `interrupt` is called."""
@@ -225,46 +240,46 @@ class Balanced(Over):
             raise error
         return micro_batches
 
-    def _arrange(self, mine: _Step, num: int, leg: Leg) -> list[MicroBatch]:
+    def _arrange(self, mine: _Step, num: int) -> list[MicroBatch]:
         """Return this rank's micro batches of a step (collective over the group)."""
-        size = num * leg.layout.micro_batch_size
+        size = num * mine.leg.layout.micro_batch_size
         told = np.zeros((size + 1, 5), dtype=np.int64)  # a row of its own for the status
         told[0, 0] = mine.status
         if mine.failure is None:
             told[1:] = mine.numbers
-        told = self._near.gather("costs", told)
+        told = mine.near.gather("costs", told)
         statuses = told[:, 0, 0]
         numbers = told[:, 1:].reshape(-1, 5)
         weight = int(numbers[:, 2] @ numbers[:, 4])
-        if self._everyone is not None:
-            own = told[self._near.me, 1:]
-            sums = self._everyone.gather("weights", np.array([statuses.max(), own[:, 2] @ own[:, 4]]))
+        if mine.everyone is not None:
+            own = told[mine.near.me, 1:]
+            sums = mine.everyone.gather("weights", np.array([statuses.max(), own[:, 2] @ own[:, 4]]))
             statuses, weight = sums[:, 0], int(sums[:, 1].sum())
         mine.require_made(statuses)
-        owners = np.repeat(np.arange(len(self._near.members)), size)
-        rank, micro_batch = self._plan(numbers, owners, num, leg)
+        owners = np.repeat(np.arange(len(mine.near.members)), size)
+        rank, micro_batch = self._plan(mine, numbers, owners, num)
         samples = self._move(mine, owners, rank)
         batches = [
-            self._batch(np.flatnonzero((rank == self._near.me) & (micro_batch == m)), numbers, samples, weight, leg)
+            self._batch(np.flatnonzero((rank == mine.near.me) & (micro_batch == m)), numbers, samples, weight, mine.leg)
             for m in range(num)
         ]
         batches[-1] = batches[-1]._replace(rows=joined([each.rows for each in mine.made]))
         return batches
 
-    def _plan(self, numbers: Ints, owners: Ints, num: int, leg: Leg) -> tuple[Ints, Ints]:
+    def _plan(self, mine: _Step, numbers: Ints, owners: Ints, num: int) -> tuple[Ints, Ints]:
         balance, costs, tokens = self._balance, numbers[:, 0], numbers[:, 1]
-        most = balance.max_tokens or leg.layout.micro_batch_size * int(tokens.max())
+        most = balance.max_tokens or mine.leg.layout.micro_batch_size * int(tokens.max())
         plan = StepPlan(
             costs=costs,
             tokens=tokens,
             owners=owners,
-            ranks=len(self._near.members),
+            ranks=len(mine.near.members),
             micro_batches=num,
             max_tokens=most,
             sync=balance.sync,
             padded=balance.padded,
             seed=self._setup.recipe.seed,
-            step=self._u // leg.layout.gradient_accumulation_steps,
+            step=mine.first // mine.leg.layout.gradient_accumulation_steps,
         )
         rank, micro_batch = plan.assign()
         if balance.max_tokens is not None and not self._has_warned:
@@ -284,12 +299,12 @@ class Balanced(Over):
 
     def _move(self, mine: _Step, owners: Ints, rank: Ints) -> dict[int, Any]:
         """Return the samples that this rank computes, by their number (collective over the group)."""
-        me, numbers = self._near.me, np.arange(len(rank))
+        me, numbers = mine.near.me, np.arange(len(rank))
         mine_now = owners == me
         own = dict(zip(numbers[mine_now].tolist(), (s for each in mine.made for s in each.batch), strict=True))
         to = _by(rank[mine_now], numbers[mine_now], me)
         of = _by(owners[rank == me], numbers[rank == me], me)
-        received = self._near.swap({index: [own[n] for n in given] for index, given in to.items()}, list(of))
+        received = mine.near.swap({index: [own[n] for n in given] for index, given in to.items()}, list(of))
         moved = {n: s for index, values in received.items() for n, s in zip(of[index], values, strict=True)}
         return own | moved
 
