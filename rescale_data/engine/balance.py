@@ -109,7 +109,8 @@ def transformer_cost(
 
     Args:
         crossover: In tokens, in place of the other three.
-        active_parameters: That a token passes: of a mixture of experts those of its experts; without the embedding.
+        active_parameters: Those that a token is multiplied with: the output head, but no input embedding; of a mixture of
+            experts those that it passes.
         layers: The number of layers with full attention.
         attention_width: Number of heads times their dim.
 
@@ -127,7 +128,7 @@ def transformer_cost(
         >>> import rescale_data as rd
         >>> cost = rd.transformer_cost(active_parameters=7.5e9, layers=32, attention_width=4096)
         >>> cost({"tokens": range(57_220)})
-        114439
+        114440
     """
     sizes = (active_parameters, layers, attention_width)
     if [value is not None for value in (crossover, *sizes)] not in (

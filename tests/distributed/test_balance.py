@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 import rescale_data as rd
 from tests.distributed.ranks import run_ranks
@@ -273,3 +274,46 @@ def test_samples_stay_on_their_host(tmp_path: Path) -> None:
 
 def plain_batches() -> list[list[int]]:
     return played(opened(None, repeat=True), 8)[0]
+
+
+def packed(samples: list[Any]) -> dict[str, Any]:
+    return {"tokens": torch.cat([sample["tokens"] for sample in samples])}
+
+
+def trained(how: str) -> list[float]:
+    """Return the loss of each step, the mean over the tokens of its global batch, and what the model is after them."""
+    n = dist.get_world_size() if how else 1
+    torch.manual_seed(0)
+    model: Any = torch.nn.Sequential(torch.nn.Embedding(ROWS, 8), torch.nn.Linear(8, 1)).double()
+    if how == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    elif how == "fsdp":
+        fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    balance = rd.Balance(cost=COST, over="all", weight=len_of)
+    where = {} if how else {"dp_rank": 0, "dp_world_size": 1}
+    sizes = {"global_batch_size": GLOBAL, "micro_batch_size": GLOBAL // 2 // n, "num_logical_shards": 24}
+    losses = []
+    with rd.DataLoader(Rows(), **sizes, **where, repeat=True, balance=balance, collate_fn=packed, prefetch=1) as loader:
+        batches = iter(loader)
+        for _ in range(6):
+            total = torch.zeros(1, dtype=torch.float64)
+            for _ in range(loader.gradient_accumulation_steps):
+                batch = next(batches)
+                loss = model(batch["tokens"]).square().sum() * n / batch["step_weight"]
+                loss.backward()
+                total += loss.detach()
+            if how:
+                dist.all_reduce(total)
+            losses.append(float(total) / n)
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_losses_are_those_of_one_rank(how: str, tmp_path: Path) -> None:
+    """Micro batches are uneven, and the mean is one over the tokens of the step."""
+    one = run_ranks(1, tmp_path, trained, "")[0]
+    for losses in run_ranks(3, tmp_path, trained, how):
+        assert losses == pytest.approx(one, rel=1e-12)
