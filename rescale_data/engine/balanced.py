@@ -309,14 +309,12 @@ class Balanced(Over):
         return own | moved
 
     def _batch(self, places: Ints, numbers: Ints, samples: dict[int, Any], weight: int, leg: Leg) -> MicroBatch:
-        """Return a micro batch of some samples, by their numbers: the real ones first."""
-        is_real = numbers[places, 4] == 1
-        places = np.concatenate([places[is_real], places[~is_real]])
+        """Return a micro batch of some samples, by their numbers: those that fill the last global batch have the highest."""
         try:
             batch = self._collate([samples[n] for n in places.tolist()])
         except StopIteration as error:  # it would end the loop over the batches
             raise RuntimeError("collate_fn raised StopIteration") from error
-        num_real = int(is_real.sum())
+        num_real = int(numbers[places, 4].sum())
         if leg.pads:
             batch = with_valid(batch, num_real, len(places))
         if self._balance.weight is not None:
