@@ -3,6 +3,8 @@
 from rescale_data import audit as audit
 from rescale_data import checkpoint as checkpoint
 from rescale_data import testing as testing
+from rescale_data.engine.balance import Balance as Balance
+from rescale_data.engine.balance import transformer_cost as transformer_cost
 from rescale_data.engine.collate import pad_collate as pad_collate
 from rescale_data.engine.shards import LogicalShards as LogicalShards
 from rescale_data.engine.states.statedict import whole_state as whole_state

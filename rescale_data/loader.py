@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from rescale_data.engine.as_pipeline import as_pipeline, refuse
+from rescale_data.engine.balance import Balance
 from rescale_data.engine.opening import open_stream
 from rescale_data.engine.options import Options, Tail
 from rescale_data.engine.reading import Batches, Reading
@@ -80,6 +81,9 @@ class DataLoader:
             prove at the end of each epoch that every row was delivered once, across all legs of the run: else `DataStateError`.
         steps_per_epoch: Where the data has no epoch, or only reading tells its end: an iterator ends whenever `step` is a
             multiple of this. With ``repeat=False`` the data's own end comes within, and ends none (`progress` has its epochs).
+        balance: Samples of a step change places, so that ranks finish together (`Balance`). The global batch stays the same
+            set, and a state within a step is that of its beginning. Over several ranks iterating, `skip`, `reset`, loading and
+            `close` are collective. ``collate_fn`` then runs in this process, behind the exchange.
 
     Attributes:
         options: The arguments, as they were given here or to `reopen` (`Options`, frozen).
@@ -131,6 +135,7 @@ class DataLoader:
         timeout: float = 300.0,
         verify: bool = False,
         steps_per_epoch: int | None = None,
+        balance: Balance | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "pipeline")}
         self._pipeline, self.options = pipeline, Options(**given)

@@ -60,15 +60,22 @@ class Cursor(NamedTuple):
         return self.table
 
     def now(self, layout: Layout) -> Clock:
-        """Return the counts of the run at the next micro batch."""
-        return self.clock.later(self.u - self.clock.micro_batch(layout), layout)
+        """Return the counts of the run at the next micro batch, or of the step that it is part of (`Leg.whole_steps`)."""
+        return self.clock.later(self.counted - self.clock.micro_batch(layout), layout)
+
+    @property
+    def counted(self) -> int:
+        """The micro batch before which a state stands."""
+        return self.u if self.leg is None else self.leg.counted(self.u)
 
     def past(self, made: MicroBatch) -> Cursor:
         """Return the cursor behind the next micro batch."""
         if self.last is not None:
             self.last.write(self.table)
-        deal = None if self.leg is None else self.leg.deal
-        owners = self.owners if deal is None else deal.owners(self.owners, self.u)
+        owners, leg = self.owners, self.leg
+        if leg is not None and leg.deal is not None:
+            for u in range(leg.counted(self.u), leg.counted(self.u + 1)):
+                owners = leg.deal.owners(owners, u)
         return Cursor(
             self.clock, self.table, owners, self.u + 1, self.leg, made.rows, False, self.seen, False, 0
         )  # fmt: skip

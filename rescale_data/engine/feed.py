@@ -64,6 +64,9 @@ class Feed(ABC):
             wait: Return when the runner and the sources are the caller's. Else they are only after another `stop`.
         """
 
+    def interrupt(self) -> None:  # noqa: B027
+        """Let a `next` that waits for other ranks, in another thread, raise; `stop` follows."""
+
     def close(self) -> None:  # noqa: B027
         """End the processes or the thread; `begin` starts them again."""
 
@@ -136,6 +139,9 @@ class Over(Feed):
     def stop(self, *, wait: bool = True) -> None:
         self.feed.stop(wait=wait)
 
+    def interrupt(self) -> None:
+        self.feed.interrupt()
+
     def close(self) -> None:
         self.feed.close()
 
@@ -206,6 +212,7 @@ class InThread(Over):
         with self._lock:
             self._to_make = self._to_take = 0
         if self._thread is not None:
+            self.feed.interrupt()
             self._thread.shutdown(wait)
             if wait:  # else, or where Ctrl-C has come, the thread may still be in a read, and is waited for later
                 self._thread = None

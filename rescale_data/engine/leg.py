@@ -28,6 +28,7 @@ class Leg:
         deal: At the end of an epoch, what serves the shards; else the layout does.
         histories: Of what the sources consist.
         pads: True if batches say which of their samples are real.
+        whole_steps: True if the rows of a step count as taken with its last micro batch (balanced steps).
         calm_until: The micro batch up to which each simply follows the one before; 0 where its end has to be looked for.
     """
 
@@ -41,6 +42,7 @@ class Leg:
     histories: Histories = field(default_factory=dict[str, History])
     pads: bool = False
     calm_until: int = 0
+    whole_steps: bool = False
 
     def turns(self, table: Ints) -> Turns:
         """Return who serves which samples, from its first micro batch on."""
@@ -59,6 +61,14 @@ class Leg:
         return np.unique(
             np.concatenate([np.arange(len(self.deal.left))[self.deal.turn(self.rank, v).index] for v in soon])
         )
+
+    def step_of(self, u: int) -> int:
+        """Return the first micro batch of the step that micro batch `u` is part of; of a step that began before, of the leg."""
+        return max(self.first, u - u % self.layout.gradient_accumulation_steps)
+
+    def counted(self, u: int) -> int:
+        """Return the micro batch before which a state stands where `u` is the next."""
+        return self.step_of(u) if self.whole_steps else u
 
     def for_a_worker(self) -> Leg:
         """Return the part of it that its micro batches are made by."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,22 @@ class Rows(NamedTuple):
             table[self.visited] = self.values
         else:
             table.flat[self.slots] = self.values
+
+
+def joined(parts: Sequence[Rows]) -> Rows:
+    """Return the rows of several micro batches of one feed as one, which leaves the table as they do one after the other."""
+    visited = np.concatenate([_indices(part.visited) for part in parts])
+    values, slots = (
+        np.concatenate([part.values for part in parts]),
+        [part.slots for part in parts if part.slots is not None],
+    )
+    return Rows(
+        visited, values, np.concatenate(slots) if slots else None
+    )  # of an index that comes twice the last one counts
+
+
+def _indices(visited: slice | Ints) -> Ints:
+    return np.arange(visited.start, visited.stop, visited.step) if isinstance(visited, slice) else visited
 
 
 class MicroBatch(NamedTuple):

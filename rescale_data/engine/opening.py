@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
+from rescale_data.engine.balance import Balance
+from rescale_data.engine.balanced import Balanced, as_samples
 from rescale_data.engine.collate import pin
 from rescale_data.engine.feed import Feed, InProcess, InThread, Mapped
 from rescale_data.engine.options import Options
@@ -35,16 +39,32 @@ def open_stream(pipeline: Pipeline, options: Options, slow_after: float) -> Stre
         )
     runner = Runner(setup.recipe, setup.schema)
     pins = torch.accelerator.is_available() and (options.pin_memory or is_accelerator(options.transfer))
-    if options.num_workers:
-        feed: Feed = _pool(setup, options, slow_after, pin_memory=pins)
+    if options.balance is not None:
+        feed: Feed = _balanced(setup, options, options.balance, runner, slow_after)
+        feed = Mapped(feed, pin) if pins else feed
+    elif options.num_workers:
+        feed = _pool(setup, options, slow_after, pin_memory=pins)
     else:
         feed = InProcess(runner, options.collate_fn)
         feed = Mapped(feed, pin) if pins else feed
     if options.transfer is not None:
         feed = through(feed, options.transfer, setup.ranks.rank, setup.ranks.world_size)
-    if options.ahead and (options.transfer is not None or not options.num_workers):
+    if options.balance is not None and options.ahead:
+        feed = InThread(feed, setup.layout.gradient_accumulation_steps)
+    elif options.ahead and (options.transfer is not None or not options.num_workers):
         feed = InThread(feed, options.ahead)
     return Stream(setup, runner, feed)
+
+
+def _balanced(setup: Setup, options: Options, balance: Balance, runner: Runner, slow_after: float) -> Feed:
+    """Return the feed of balanced steps: what reads ahead is below it, so that a slow read is not waited for by all."""
+    if options.num_workers:
+        below: Feed = _pool(setup, replace(options, collate_fn=as_samples), slow_after, pin_memory=False)
+    else:
+        below = InProcess(runner, as_samples)
+        ahead = max(options.ahead, setup.layout.gradient_accumulation_steps)
+        below = InThread(below, ahead) if options.ahead else below
+    return Balanced(below, setup, balance, options.collate_fn)
 
 
 def _pool(setup: Setup, options: Options, slow_after: float, *, pin_memory: bool) -> Pool:

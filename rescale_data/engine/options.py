@@ -10,11 +10,12 @@ from typing import Any, Literal, TypeAlias
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from rescale_data.engine.balance import Balance
 from rescale_data.engine.transfer import Transfer, require_transfer
-from rescale_data.errors import checks_kinds, require_callable
+from rescale_data.errors import checks_kinds, require, require_callable
 
 Tail: TypeAlias = Literal["drop", "pad"]
-_MOST_SECONDS = 2_000_000
+MOST_SECONDS = 2_000_000
 
 
 @checks_kinds
@@ -44,9 +45,11 @@ class Options:
     timeout: float = 300.0
     verify: bool = False
     steps_per_epoch: int | None = None
+    balance: Balance | None = None
 
     def __post_init__(self) -> None:
         require_callable(collate_fn=self.collate_fn, worker_init_fn=self.worker_init_fn)
+        require((Balance, type(None)), "rd.Balance(cost=...), or leave it out", balance=self.balance)
         if self.tail not in ("drop", "pad"):
             raise ValueError(f"tail={self.tail!r}: give 'drop' or 'pad'.")
         if self.global_batch_size < 1:
@@ -72,8 +75,8 @@ class Options:
 def require_seconds(**given: float) -> None:
     """``ValueError`` where a time to wait is not a number of seconds that sockets and process groups of torch can count."""
     for name, seconds in given.items():
-        if not 0 < seconds <= _MOST_SECONDS:
+        if not 0 < seconds <= MOST_SECONDS:
             raise ValueError(
                 f"{name}={seconds!r}: give the seconds to wait for a worker or another rank, more than 0, at most "
-                f"{_MOST_SECONDS:,} (23 days)."
+                f"{MOST_SECONDS:,} (23 days)."
             )

@@ -130,8 +130,20 @@ class Reading:
             )
         n, stop = self.setup.layout.num_logical_shards, self.stream.clock.samples + num_samples
         require_countable(f"skip(num_samples={num_samples})", stop, n)
+        self._require_whole_steps(num_samples // whole)
         if num_samples:
             self.stream.skip(num_samples // whole)
+
+    def _require_whole_steps(self, num_micro_batches: int) -> None:
+        """``ValueError`` where steps are balanced, and a state between their micro batches would be needed."""
+        at, in_step = self._cursor, self.setup.layout.gradient_accumulation_steps
+        if self.setup.balance is None or not num_micro_batches:
+            return
+        if at.counted != at.u or (at.u + num_micro_batches) % in_step:
+            raise ValueError(
+                f"skip() with balance= begins and ends with a step: {self.stream.begun} of its {in_step} micro batches have "
+                f"been taken, and {num_micro_batches} are to be left out."
+            )
 
     @checks_kinds
     def set_epoch(self, epoch: int) -> None:
@@ -244,7 +256,8 @@ class Reading:
 
     def _require_whole_step(self, other: Reading) -> None:
         was, now, begun = self.setup.layout, other.setup.layout, self.stream.begun
-        if begun and (was.global_batch_size, was.micro_batch_size) != (now.global_batch_size, now.micro_batch_size):
+        sizes = (was.global_batch_size, was.micro_batch_size) != (now.global_batch_size, now.micro_batch_size)
+        if begun and (sizes or self.setup.balance is not None or other.setup.balance is not None):
             in_step = was.gradient_accumulation_steps
             raise ValueError(
                 f"reopen() within a step, with another global batch or micro batch: {begun} of its {in_step} micro batches "

@@ -106,9 +106,11 @@ def _moved(at: Cursor, clock: Clock, table: Ints, ends: Ends) -> Cursor:
 def _leg(ends: Ends, u: int, stop: int | None, samples: Ints, left: Ints | None) -> Leg:
     """Return the main phase of an epoch, from micro batch u on."""
     pads, recipe = ends.setup.tail == "pad", ends.setup.recipe
-    endless = sys.maxsize if recipe.repeat else 0
+    endless, whole_steps = sys.maxsize if recipe.repeat else 0, ends.setup.balance is not None
     calm_until = 0 if recipe.verify else endless if stop is None else stop  # a proof that has failed stays so
-    return Leg(ends.layout, ends.ranks.rank, stop, u, samples, left, None, ends.schema.histories, pads, calm_until)
+    return Leg(
+        ends.layout, ends.ranks.rank, stop, u, samples, left, None, ends.schema.histories, pads, calm_until, whole_steps
+    )
 
 
 def _leg_of_deal(ends: Ends, u: int, left: Ints, samples: Ints, *, is_known: bool) -> Leg:

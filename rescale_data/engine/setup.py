@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from rescale_data.engine.balance import Balance
 from rescale_data.engine.options import Options, Tail
 from rescale_data.engine.ranks.find_ranks import find_ranks
 from rescale_data.engine.ranks.ranks import Ranks
@@ -34,6 +35,7 @@ class Setup:
     ranks: Ranks
     tail: Tail
     steps_per_epoch: int | None = None
+    balance: Balance | None = None
 
     @property
     def counts_are_known(self) -> bool:
@@ -45,6 +47,7 @@ def set_up(pipeline: Pipeline, options: Options) -> Setup:
     """Return the setup of a loader, defaults resolved, what cannot run refused (collective where there is a process group)."""
     o = options.global_batch_size
     ranks = find_ranks(options.mesh, options.dp_rank, options.dp_world_size, options.timeout)
+    _require_ranks(options.balance, ranks)
     layout = Layout(
         num_logical_shards=_num_logical_shards(options, ranks),
         global_batch_size=o,
@@ -57,7 +60,7 @@ def set_up(pipeline: Pipeline, options: Options) -> Setup:
     recipe = Recipe(pipeline, layout.num_logical_shards, options.seed, options.repeat, options.verify, o)
     schema = Schema(recipe.build(0))  # on every rank, so that what it says is the same on any topology
     _check_memory(schema, layout)
-    setup = Setup(recipe, schema, layout, ranks, options.tail, options.steps_per_epoch)
+    setup = Setup(recipe, schema, layout, ranks, options.tail, options.steps_per_epoch, options.balance)
     _check_epoch(setup)
     _check_steps(setup, options.steps_per_epoch)
     _check_shards(setup)
@@ -70,10 +73,24 @@ def set_up(pipeline: Pipeline, options: Options) -> Setup:
             **{name: getattr(options, name) for name in alike},
             "pipeline": schema.pipeline_json,
             "sources": schema.sources_json,
+            "balance": None if options.balance is None else options.balance.described(),
         }
     )
     _warn_if_not_aligned(setup)
+    if options.balance is not None and options.balance.over == "rank" and layout.gradient_accumulation_steps == 1:
+        ranks.warn(
+            "rd.Balance(over='rank') changes nothing: a rank has one micro batch a step. Give over='host' or 'all'."
+        )
     return replace(setup, ranks=ranks)
+
+
+def _require_ranks(balance: Balance | None, ranks: Ranks) -> None:
+    """``ValueError`` where costs have to be exchanged, and ranks cannot be reached."""
+    if balance is not None and ranks.simulated and (balance.over != "rank" or balance.weight is not None):
+        raise ValueError(
+            f"rd.Balance(over={balance.over!r}) with dp_rank={ranks.rank} and dp_world_size={ranks.world_size}, but there is "
+            f"no process group in which ranks exchange costs. Start it, or give over='rank' without weight=."
+        )
 
 
 def _warn_if_not_aligned(setup: Setup) -> None:

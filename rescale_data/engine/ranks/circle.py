@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
@@ -71,25 +71,50 @@ class Circle:
         Args:
             decide: ``int64[W, len(values)] -> int64[any]``, the same on every process.
         """
-        result = self._begin(call, torch.tensor(values, dtype=torch.int64, device="cpu"))
+        result = self._gather(call, torch.tensor(values, dtype=torch.int64, device="cpu"))
         return lambda: decide(result().numpy())
 
     def gather(self, call: Call, tensor: torch.Tensor) -> torch.Tensor:
-        """Tensors of one shape, stacked, one of each process."""
-        return self._begin(call, tensor)()
+        """Return tensors of one shape, stacked, one of each process."""
+        return self._gather(call, tensor)()
 
-    def _begin(self, call: Call, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def exchange(self, call: Call, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
+        """Send a tensor to some processes, and receive into a tensor from some, by their index; each of one shape on both."""
+        self._begin(call, sends, receives)()
+
+    def part(self, name: str, members: Sequence[int]) -> Circle:
+        """Return a circle of some of these processes, this one among them, with a group of its own."""
+        names = [self._names[index] for index in members]
+        return Circle(PrefixStore(name, self._store), list(members).index(self._me), names)
+
+    def _gather(self, call: Call, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Send a tensor to all; the result, called, waits for the tensors of all."""
+        tensor = tensor.contiguous()
+        gathered = torch.empty((len(self._names), *tensor.shape), dtype=tensor.dtype, device="cpu")
+        gathered[self._me] = tensor
+        others = [index for index in range(len(self._names)) if index != self._me]
+        result = self._begin(call, dict.fromkeys(others, tensor), {index: gathered[index] for index in others})
+
+        def wait() -> torch.Tensor:
+            result()
+            return gathered
+
+        return wait
+
+    def _begin(
+        self, call: Call, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
+    ) -> Callable[[], None]:
+        """Send to some and receive from some; the result, called, waits for all of it."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"this process was forked from the rank {self._process}, and is none: build a loader in it"
             )
         group = self._find_group(call)
-        exchange = group.begin(call, tensor)
+        exchange = group.begin(call, sends, receives)
 
-        def result() -> torch.Tensor:
+        def result() -> None:
             try:
-                return group.end(exchange, call.seconds)
+                group.end(exchange, call.seconds)
             except BaseException as error:
                 exchange.works.clear()
                 self._give_up(group)
@@ -98,7 +123,11 @@ class Circle:
                 missing = self._find_missing(group.number, call)
                 if missing is None or self._names[self._me] not in missing:
                     raise self._failure(call, missing, str(error)) from error
-            return self._begin(call, tensor)()  # the others gave this group up before this process came to the exchange
+                again()
+
+        def again() -> None:
+            """Exchange anew: the others gave this group up before this process came to the exchange."""
+            self._begin(call, sends, receives)()
 
         return result
 
@@ -150,10 +179,9 @@ class Circle:
 
 @dataclass(eq=False)
 class _Exchange:
-    """One exchange that has begun: what was sent, where the others' tensors go, and gloo's handles (or why there are none)."""
+    """One exchange that has begun: the tensors, and gloo's handles (or why there are none)."""
 
-    sent: torch.Tensor
-    gathered: torch.Tensor
+    tensors: list[torch.Tensor]
     works: list[Any]
     error: RuntimeError | dist.DistError | None = None
 
@@ -167,29 +195,26 @@ class _Group:
     """
 
     def __init__(self, store: Any, number: int, me: int, size: int, seconds: float) -> None:
-        self.number, self._me, self._size = number, me, size
+        self.number = number
         self._gloo: Any = gloo(f"gloo/{number}", store, me, size, seconds)
         self._begun: set[_Exchange] = set()  # gloo writes to memory of exchanges that nobody waits for any more, too
 
-    def begin(self, call: Call, tensor: torch.Tensor) -> _Exchange:
-        """Send to all others, and receive from them."""
-        gathered = torch.empty((self._size, *tensor.shape), dtype=tensor.dtype, device="cpu")
-        exchange = _Exchange(tensor.contiguous(), gathered, [])
-        gathered[self._me] = exchange.sent
-        others = [index for index in range(self._size) if index != self._me]
+    def begin(self, call: Call, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> _Exchange:
+        """Begin to receive from some, and to send to some."""
+        exchange = _Exchange([*sends.values(), *receives.values()], [])
         group = self._gloo
         if group is None:
             exchange.error = RuntimeError("another thread has found the network of this exchange broken")
             return exchange
         self._begun.add(exchange)
         try:
-            exchange.works += [group.recv([gathered[index]], index, call.tag) for index in others]
-            exchange.works += [group.send([exchange.sent], index, call.tag) for index in others]
+            exchange.works += [group.recv([tensor], index, call.tag) for index, tensor in receives.items()]
+            exchange.works += [group.send([tensor], index, call.tag) for index, tensor in sends.items()]
         except (RuntimeError, dist.DistError) as error:
             exchange.error = error
         return exchange
 
-    def end(self, exchange: _Exchange, seconds: float) -> torch.Tensor:
+    def end(self, exchange: _Exchange, seconds: float) -> None:
         if exchange.error is not None:
             raise exchange.error
         works, until = list(exchange.works), monotonic() + seconds
@@ -200,7 +225,6 @@ class _Group:
 
         in_a_thread(wait)
         self._begun.discard(exchange)
-        return exchange.gathered
 
     def close(self) -> None:
         """Let go of the connections, which tells the other processes."""

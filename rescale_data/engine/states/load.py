@@ -49,6 +49,11 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0
     was_dealt = is_dealt(table)
     _require_one_end(table)
     _require_rows(stream.schema, table)
+    if stream.setup.balance is not None and delivered % saved.sizes[0]:
+        raise ValueError(
+            f"delivered={delivered} with balance=: samples of a step change places within it, so give whole steps, a multiple "
+            f"of global_batch_size={saved.sizes[0]}."
+        )
     if delivered:
         _refuse_changes(stream.schema, fitted, delivered)
         clock, table = _deliver(stream, saved, clock, table, fitted.growth.histories, delivered)

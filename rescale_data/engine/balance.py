@@ -1,0 +1,188 @@
+"""`Balance`: what a user says about balanced steps; and what a transformer's samples cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, cast, get_args
+
+from rescale_data.errors import checks_kinds
+from rescale_data.layout.step_plan import Sync
+
+Over: TypeAlias = Literal["rank", "host", "all"]
+Number: TypeAlias = Callable[[Any], int] | str
+"""An integer of a sample: a function of it, or the column that holds it."""
+
+_MOST = 1 << 40
+_COLUMNS = ("tokens", "input_ids")
+
+
+@checks_kinds
+@dataclass(frozen=True, kw_only=True)
+class Balance:
+    """Balanced steps: ranks that finish together. Give it to ``DataLoader(balance=)``; see docs/balance.md.
+
+    Each rank still makes its samples of a step. Then samples change places, within the step alone: a micro batch has another
+    number of samples, ``micro_batch_size`` on the average, and the number of micro batches of a step stays.
+
+    Args:
+        cost: What a sample takes to compute, an integer in any unit: a function of the sample, as `transformer_cost` returns,
+            or the name of a column.
+        over: Where samples may go: "rank", into other micro batches of their rank, without any message; "host", to other ranks
+            of their host; "all", to all ranks.
+        sync: "micro" where ranks wait for each other in every micro batch: FSDP, DDP without ``no_sync``; "step" where they do
+            once a step. With "step" the first and the last micro batches are the least, as a pipeline wants it.
+        padded: True if ``collate_fn`` pads the samples of a micro batch to the longest: that many times the largest cost.
+        max_tokens: Of a micro batch with several samples. Default ``micro_batch_size`` times the longest of the step, which a
+            micro batch may have without balance, too.
+        tokens: The tokens of a sample, a function or a column. Default: the length of "tokens" or "input_ids"; a sample with
+            neither counts as one, so that each micro batch has ``micro_batch_size`` samples.
+        weight: What a sample counts in the loss, a function or a column, such as the number of trained tokens. Each batch then
+            has ``"step_weight"``, the sum over the global batch.
+
+    Raises:
+        ValueError: There is no such ``over`` or ``sync``, or ``max_tokens`` is less than 1.
+        TypeError: ``cost``, ``tokens`` or ``weight`` is neither a function nor a string.
+
+    Example:
+        >>> import rescale_data as rd
+        >>> documents = [{"tokens": [0] * n} for n in (900, 100, 800, 200)]
+        >>> balance = rd.Balance(cost=rd.transformer_cost(crossover=10_000), over="rank")
+        >>> loader = rd.DataLoader(
+        ...     documents, global_batch_size=4, micro_batch_size=2, balance=balance, collate_fn=lambda samples: samples
+        ... )
+        >>> sorted(sum(len(sample["tokens"]) for sample in batch) for batch in loader)
+        [1000, 1000]
+    """
+
+    cost: Number
+    over: Over = "host"
+    sync: Sync = "micro"
+    padded: bool = False
+    max_tokens: int | None = None
+    tokens: Number | None = None
+    weight: Number | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("over", get_args(Over)), ("sync", get_args(Sync))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"rd.Balance({name}={getattr(self, name)!r}): give one of {list(allowed)}.")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"rd.Balance(max_tokens={self.max_tokens}): give at least 1, or leave it out.")
+        for name in ("cost", "tokens", "weight"):
+            value = getattr(self, name)
+            if not (callable(value) or isinstance(value, str) or (value is None and name != "cost")):
+                raise TypeError(
+                    f"rd.Balance({name}={value!r}) is a {type(value).__name__}: give a function of a sample, or a column."
+                )
+
+    def measure(self, sample: Any) -> tuple[int, int, int]:
+        """Return cost, tokens and weight of a sample.
+
+        Raises:
+            ValueError: One is no integer, or out of range; or a sample has no such column.
+        """
+        tokens = (_length(sample) or 1) if self.tokens is None else _integer("tokens", self.tokens, sample)
+        weight = 0 if self.weight is None else _integer("weight", self.weight, sample)
+        return _integer("cost", self.cost, sample), max(tokens, 1), weight
+
+    def described(self) -> dict[str, Any]:
+        """Return what all ranks have to give alike; functions by their names."""
+        return {
+            name: value if isinstance(value, str | int | TransformerCost | None) else getattr(value, "__qualname__", "")
+            for name, value in vars(self).items()
+        }
+
+
+@checks_kinds
+def transformer_cost(
+    *,
+    crossover: float | None = None,
+    active_parameters: float | None = None,
+    layers: int | None = None,
+    attention_width: int | None = None,
+) -> TransformerCost:
+    """Return a cost for `Balance`: ``L + L^2 / crossover`` of a document of L tokens, in the time of one token.
+
+    ``crossover`` is the length at which causal attention takes as long as all else: the active parameters divided by
+    ``layers * attention_width``. docs/balance.md has that of ten models.
+
+    Args:
+        crossover: In tokens, in place of the other three.
+        active_parameters: Those that a token is multiplied with: the output head, but no input embedding; of a mixture of
+            experts those that it passes.
+        layers: The number of layers with full attention.
+        attention_width: Number of heads times their dim.
+
+    Returns:
+        A function of a sample that has "tokens" or "input_ids": its length L; where it also has "cost", as
+        ``WholeDocumentPacker(cost=True)`` writes it, that is the sum of L^2 over its documents. It pickles.
+
+    Raises:
+        ValueError: Not one of the two ways was given, or a number is not positive.
+
+    Source: 6 * parameters * L operations against 6 * layers * width * L^2, forward and backward (Kaplan et al., "Scaling laws
+    for neural language models", 2020, table 1; causal attention is half of theirs).
+
+    Example:
+        >>> import rescale_data as rd
+        >>> cost = rd.transformer_cost(active_parameters=7.5e9, layers=32, attention_width=4096)
+        >>> cost({"tokens": range(57_220)})
+        114440
+    """
+    sizes = (active_parameters, layers, attention_width)
+    if [value is not None for value in (crossover, *sizes)] not in (
+        [True, False, False, False],
+        [False, True, True, True],
+    ):
+        raise ValueError(
+            "transformer_cost: give crossover=, or all of active_parameters=, layers= and attention_width=."
+        )
+    if crossover is None:
+        parameters, depth, width = cast("tuple[float, int, int]", sizes)
+        if min(parameters, depth, width) <= 0:
+            raise ValueError(
+                f"transformer_cost: active_parameters, layers and attention_width are {sizes}; give more than 0."
+            )
+        crossover = parameters / (depth * width)
+    if not crossover >= 1:
+        raise ValueError(f"transformer_cost: crossover={crossover:g} tokens; it is at least 1.")
+    return TransformerCost(int(min(crossover, _MOST)))
+
+
+@dataclass(frozen=True)
+class TransformerCost:
+    """See `transformer_cost`."""
+
+    crossover: int
+
+    def __call__(self, sample: Any) -> int:
+        length = _length(sample)
+        if length is None:
+            given = sorted(map(str, sample)) if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
+            raise ValueError(
+                f"transformer_cost looks for the column 'tokens' or 'input_ids'; a sample is {given}. Give rd.Balance(cost=) a "
+                f"function of the sample."
+            )
+        squares = int(sample["cost"]) if "cost" in sample else length * length
+        return length + squares // self.crossover
+
+
+def _length(sample: Any) -> int | None:
+    """Return the number of tokens of a sample; `None` where no column tells."""
+    columns = [name for name in _COLUMNS if name in sample] if isinstance(sample, Mapping) else []
+    return len(sample[columns[0]]) if columns else None
+
+
+def _integer(name: str, of: Number, sample: Any) -> int:
+    if isinstance(of, str) and not (isinstance(sample, Mapping) and of in sample):
+        given = sorted(map(str, sample)) if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
+        raise ValueError(f"rd.Balance({name}={of!r}): there is no such column; a sample is {given}.")
+    value = sample[of] if isinstance(of, str) else of(sample)
+    try:
+        number = int(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"rd.Balance({name}=): {value!r} is no integer.") from error
+    if not 0 <= number <= _MOST:
+        raise ValueError(f"rd.Balance({name}=): a sample has {number}; give 0 to {_MOST}.")
+    return number

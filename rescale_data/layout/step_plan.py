@@ -1,0 +1,258 @@
+"""Which rank computes which samples of a step, and in which micro batch, so that ranks finish together.
+
+The samples of a step are a set: whichever rank computes one of them, the gradient is the same. All of it is integers, and ties
+go by the number of a sample, so each rank finds the same plan by itself. A *bin* is one micro batch of one rank. Bins that are
+computed at the same time form a *level*, and the bins of the first level cost the most:
+
+    rank 0   #########  ####  ###        a step takes the sum over levels of the largest bin: short samples (=) fill up the
+    rank 1   ######===  ###=  ===        bins beside an expensive one (#), so that the bins of other levels are small
+    rank 2   ####=====  ##==  ===
+
+Source: the largest first, each to the bin with the least (Graham, "Bounds on multiprocessing timing anomalies", 1969).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from rescale_data.order import permutation
+from rescale_data.state import Ints
+
+_PRECISION = 256
+"""The cost of padded bins is found to within a part of so many."""
+Sync: TypeAlias = Literal["micro", "step"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StepPlan:
+    """Assigns the samples of one step to micro batches of ranks, each of which has one sample at least.
+
+    Args:
+        costs: ``int64[samples]``, by the number of the sample; 0 or more, and their sum times ``samples`` below 2**62.
+        tokens: ``int64[samples]``, 1 or more.
+        owners: ``int64[samples]``, the rank that has each.
+        ranks: The number of ranks that plan together.
+        micro_batches: Of each rank; ``ranks * micro_batches`` is at most ``samples``.
+        max_tokens: Of a micro batch with several samples. It is raised where the step has no room else.
+        sync: "micro" where ranks wait for each other in every micro batch; "step" where they wait once a step: then the sums of
+            ranks are alike, and the first and the last micro batches of a rank are its least.
+        padded: A micro batch costs its number of samples times the largest cost, and has so many times the most tokens.
+        seed: With ``step`` the key of the order of levels, the same for all groups of ranks.
+    """
+
+    costs: Ints
+    tokens: Ints
+    owners: Ints
+    ranks: int
+    micro_batches: int
+    max_tokens: int
+    sync: Sync = "micro"
+    padded: bool = False
+    seed: int = 0
+    step: int = 0
+
+    def assign(self) -> tuple[Ints, Ints]:
+        """Return the rank and the micro batch of each sample: ``int64[samples]`` both."""
+        bin_of = self._padded_bins() if self.padded else self._bins()
+        loads = _totals(self.costs, bin_of, self.num_bins, padded=self.padded)
+        if self.sync == "step":
+            group = np.arange(self.num_bins) // self.micro_batches  # bins of one rank
+            if self.padded:
+                ones, zeros = np.ones(self.num_bins, dtype=np.int64), np.zeros(self.ranks, dtype=np.int64)
+                group = fill(loads, ones, zeros, self.micro_batches)
+            rank = self._near_owners(group[bin_of], np.zeros(self.ranks, dtype=np.int64))
+            return rank, _hill(loads, group, self.micro_batches)[bin_of]
+        level = np.empty(self.num_bins, dtype=np.int64)
+        level[np.argsort(-loads, kind="stable")] = np.arange(self.num_bins) // self.ranks
+        order = permutation(self.micro_batches, "balance", self.seed, self.step)
+        return self._near_owners(bin_of, level), order[level][bin_of]
+
+    def num_tokens(self, rank: Ints, micro_batch: Ints) -> Ints:
+        """Return the tokens of each micro batch of each rank: ``int64[ranks * micro_batches]``."""
+        return _totals(self.tokens, rank * self.micro_batches + micro_batch, self.num_bins, padded=self.padded)
+
+    @property
+    def num_bins(self) -> int:
+        return self.ranks * self.micro_batches
+
+    def _bins(self) -> Ints:
+        """Return the bin of each sample, where the costs of a bin add up."""
+        limit = max(self.max_tokens, -(-int(self.tokens.sum()) // self.num_bins))
+        if self.sync == "step":
+            zeros, whole = np.zeros(self.ranks, dtype=np.int64), limit * self.micro_batches
+            rank = _with_room(self.costs, self.tokens, zeros, whole, fewest=self.micro_batches)
+            return rank * self.micro_batches + _fill_each(self.costs, self.tokens, rank, self.micro_batches, limit)
+        first, other = self._level_costs(self.costs)
+        offsets = np.full(self.num_bins, first - other, dtype=np.int64)
+        offsets[: self.ranks] = 0
+        return _with_room(self.costs, self.tokens, offsets, limit)
+
+    def _padded_bins(self) -> Ints:
+        """Return the bin of each sample: neighbours by cost, as many as make the bins of a level cost the same when padded.
+
+        Source: the length-grouped sampler of transformers finds a limit of the cost by bisection, too.
+        """
+        order = np.lexsort((-self.tokens, -self.costs))
+        costs, tokens = np.maximum(self.costs[order], 1), self.tokens[order]
+        first, low = self._level_costs(costs)
+        num_first = self.ranks if self.sync == "micro" else 0
+
+        def cut(limit: int) -> list[int] | None:
+            """Return the first sample of each bin, and the end, where bins cost at most this; those of the first level more."""
+            few = _following(costs, tokens, limit, most_tokens)
+            many = _following(costs, tokens, max(limit, first), most_tokens)
+            starts, stop, least = [0], 0, len(costs) - self.num_bins
+            for number in range(self.num_bins):
+                stop, least = (many if number < num_first else few)[stop], least + 1
+                stop = min(stop, least)  # one is left for each other bin
+                starts.append(stop)
+            return starts if stop == len(costs) else None
+
+        most_tokens, high = max(self.max_tokens, int(tokens.max())), int(costs[0]) * len(costs)
+        while (starts := cut(high)) is None:
+            most_tokens += most_tokens // 16 + 1
+        while (found := cut(2 * low)) is None:
+            low *= 2
+        starts, high = found, 2 * low
+        while high - low > 1 + low // _PRECISION:
+            middle = (low + high) // 2
+            found = cut(middle)
+            low, high, starts = (middle, high, starts) if found is None else (low, middle, found)
+        bin_of = np.empty(len(costs), dtype=np.int64)
+        bin_of[order] = np.repeat(np.arange(self.num_bins), np.diff(starts))
+        return bin_of
+
+    def _level_costs(self, costs: Ints) -> tuple[int, int]:
+        """Return what a bin of the first level is to cost, at least as much as the largest sample, and a bin of the others."""
+        total = int(costs.sum())
+        mean = -(-total // self.num_bins)
+        if self.sync == "step":  # levels do not matter
+            return mean, max(1, mean)
+        first = max(int(costs.max()), mean)
+        return first, max(1, (total - first * self.ranks) // max(self.num_bins - self.ranks, 1))
+
+    def _near_owners(self, group: Ints, level: Ints) -> Ints:
+        """Return the rank of each sample: those of a group have one, and groups of one level have different ones.
+
+        The group and the rank that have the most tokens in common come together first.
+
+        Args:
+            group: ``int64[samples]``.
+            level: ``int64[groups]``; each has as many groups as there are ranks.
+        """
+        pairs, number = np.unique(group * self.ranks + self.owners, return_inverse=True)
+        common = np.zeros(len(pairs), dtype=np.int64)
+        np.add.at(common, number, self.tokens)
+        groups, wanted = np.divmod(pairs[np.argsort(-common, kind="stable")], self.ranks)
+        rank = np.full(len(level), -1, dtype=np.int64)
+        is_free = np.ones((len(level) // self.ranks, self.ranks), dtype=np.bool_)
+        while len(groups):
+            match = _is_first(groups) & _is_first(level[groups] * self.ranks + wanted)
+            rank[groups[match]] = wanted[match]
+            is_free[level[groups[match]], wanted[match]] = False
+            is_left = (rank[groups] < 0) & is_free[level[groups], wanted]
+            groups, wanted = groups[is_left], wanted[is_left]
+        rest = np.flatnonzero(rank < 0)
+        rank[rest[np.argsort(level[rest], kind="stable")]] = np.nonzero(is_free)[1]
+        return rank[group]
+
+
+def fill(costs: Ints, sizes: Ints, loads: Ints, limit: int, *, fewest: int = 1) -> Ints:
+    """Return the bin of each item, the largest cost first to the bin with the least; -1 from where no bin has room on.
+
+    The bins with the least take an item each at a time, as many of them as would have taken one each in turn: so thousands of
+    samples take a millisecond or two, without a loop over them.
+
+    Args:
+        costs: ``int64[items]``.
+        sizes: ``int64[items]``.
+        loads: ``int64[bins]``, what each bin costs before.
+        limit: The sizes in a bin with more than ``fewest`` items.
+        fewest: Items of each bin at least; there are so many.
+    """
+    loads, used, counts = loads.copy(), np.zeros_like(loads), np.zeros_like(loads)
+    bin_of, left = np.full(len(costs), -1, dtype=np.int64), np.argsort(-costs, kind="stable")
+    while len(left):
+        lacks = counts < fewest
+        spare = len(left) - int(np.maximum(fewest - counts, 0).sum())  # items that may go to bins which lack none
+        has_room = lacks | (used <= limit - sizes[left[0]]) if spare else lacks
+        room = np.flatnonzero(has_room)
+        if not len(room):
+            break
+        into = room[np.argsort(loads[room], kind="stable")][: len(left)]
+        items = left[: len(into)]
+        least = np.minimum.accumulate(loads[into] + costs[items])  # of the bins that have just taken one
+        in_turn = (loads[into[1:]] <= least[:-1]) & (np.cumsum(~lacks[into])[1:] <= spare)
+        turns = 1 + int(np.argmin(np.append(in_turn, False)))
+        items, into, left = items[:turns], into[:turns], left[turns:]
+        fits = lacks[into] | (used[into] <= limit - sizes[items])
+        left, items, into = np.concatenate([items[~fits], left]), items[fits], into[fits]
+        bin_of[items] = into
+        loads[into] += costs[items]
+        used[into] += sizes[items]
+        counts[into] += 1
+    return bin_of
+
+
+def _with_room(costs: Ints, sizes: Ints, loads: Ints, limit: int, *, fewest: int = 1) -> Ints:
+    """Return the bins of `fill` under the first limit that leaves nothing out."""
+    while (bin_of := fill(costs, sizes, loads, limit, fewest=fewest)).min() < 0:
+        limit += limit // 16 + 1
+    return bin_of
+
+
+def _fill_each(costs: Ints, sizes: Ints, rank: Ints, bins: int, limit: int) -> Ints:
+    """Return the bin of each item in its rank, as `fill` does, of all ranks at once; without room it is the one used least."""
+    order, counts = np.lexsort((-costs, rank)), np.bincount(rank)
+    starts, most = np.cumsum(counts) - counts, int(counts.max())
+    loads, used = np.zeros((2, len(counts), bins), dtype=np.int64)
+    bin_of = np.empty(len(costs), dtype=np.int64)
+    for turn in range(most):
+        ranks = np.flatnonzero(counts > turn)
+        items = order[starts[ranks] + turn]
+        is_empty = used[ranks] == 0
+        must = is_empty.sum(axis=1) >= counts[ranks] - turn  # each item that is left goes to an empty bin
+        fits = is_empty | (used[ranks] <= (limit - sizes[items])[:, None])
+        fits = np.where(must[:, None], is_empty, fits)
+        last = loads.max() + 1 + used[ranks]
+        into = np.argmin(np.where(fits, loads[ranks], last), axis=1)
+        bin_of[items] = into
+        loads[ranks, into] += costs[items]
+        used[ranks, into] += sizes[items]
+    return bin_of
+
+
+def _following(costs: Ints, tokens: Ints, most_cost: int, most_tokens: int) -> list[int]:
+    """Return, for each sample, the one after a bin that it begins: padded, that costs and holds at most so much."""
+    num = np.minimum(most_cost // costs, most_tokens // tokens)
+    return (np.arange(len(costs)) + np.maximum(num, 1)).tolist()
+
+
+def _totals(costs: Ints, bin_of: Ints, num_bins: int, *, padded: bool) -> Ints:
+    """Return the cost of each bin: ``int64[num_bins]``."""
+    totals = np.zeros(num_bins, dtype=np.int64)
+    if not padded:
+        np.add.at(totals, bin_of, costs)
+        return totals
+    np.maximum.at(totals, bin_of, costs)
+    return totals * np.bincount(bin_of, minlength=num_bins)
+
+
+def _hill(loads: Ints, group: Ints, micro_batches: int) -> Ints:
+    """Return the micro batch of each bin of its group: the least are the first and the last, the largest is in the middle."""
+    ascending = np.lexsort((loads, group)).reshape(-1, micro_batches)
+    hill = np.concatenate([np.arange(0, micro_batches, 2), np.arange(1, micro_batches, 2)[::-1]])
+    micro_batch = np.empty(len(loads), dtype=np.int64)
+    micro_batch[ascending[:, hill]] = np.arange(micro_batches)
+    return micro_batch
+
+
+def _is_first(values: Ints) -> npt.NDArray[np.bool_]:
+    """True for each value that has not come before: ``bool[values]``."""
+    is_first = np.zeros(len(values), dtype=np.bool_)
+    is_first[np.unique(values, return_index=True)[1]] = True
+    return is_first

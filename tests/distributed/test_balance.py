@@ -1,0 +1,319 @@
+"""Balanced steps on real ranks: the same global batches as sets, and the same table at each step's end, as without."""
+
+import os
+import signal
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+import rescale_data as rd
+from tests.distributed.ranks import run_ranks
+
+ROWS, GLOBAL = 93, 12
+LENGTHS = np.random.default_rng(0).lognormal(2.5, 0.9, 4 * ROWS).astype(int).clip(1, 200).tolist()
+COST = rd.transformer_cost(crossover=30)
+
+
+def first(loader: rd.DataLoader, num_batches: int) -> list[list[int]]:
+    return [batch["id"] for batch in islice(loader, num_batches)]
+
+
+def flat(lists: Any) -> list[int]:
+    return sorted(chain.from_iterable(lists))
+
+
+class Rows:
+    """Rows with an id and as many tokens as the id says; one of them cannot be read."""
+
+    def __init__(self, broken: int = -1, size: int = ROWS) -> None:
+        self.broken, self.size = broken, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        if row == self.broken:
+            raise OSError("corrupt")
+        return {"id": row, "tokens": torch.full((LENGTHS[row],), row)}
+
+
+def ragged(samples: list[Any]) -> dict[str, Any]:
+    for sample in samples:
+        assert sample["tokens"].tolist() == [sample["id"]] * LENGTHS[sample["id"]]
+    return {"id": [sample["id"] for sample in samples]}
+
+
+def is_kept(row: dict[str, Any]) -> bool:
+    return row["id"] % 3 != 0
+
+
+def filtered(source: Rows, shard: rd.Shard) -> Any:
+    return rd.Filter(rd.Reader(source, shard), is_kept)
+
+
+def opened(
+    balance: rd.Balance | None, source: Any = None, *, is_filtered: bool = False, **kwargs: Any
+) -> rd.DataLoader:
+    source = source or Rows()
+    sizes = {
+        "global_batch_size": GLOBAL,
+        "micro_batch_size": GLOBAL // 2 // dist.get_world_size(),
+        "num_logical_shards": 24,
+    }
+    data = partial(filtered, source) if is_filtered else source
+    return rd.DataLoader(data, **{**sizes, "collate_fn": ragged, "balance": balance, **kwargs})
+
+
+def played(loader: rd.DataLoader, num_batches: int) -> tuple[list[list[int]], list[Any]]:
+    """Return the ids of each batch with which are real, and the table at each step's end."""
+    batches, tables = [], []
+    with loader:
+        while len(batches) < num_batches:
+            for batch in loader:
+                real = batch["valid"].tolist() if "valid" in batch else [True] * len(batch["id"])
+                assert sum(real) == loader.last_batch_samples
+                assert real == sorted(real, reverse=True)
+                batches.append([row if is_real else -1 - row for row, is_real in zip(batch["id"], real, strict=True)])
+                if loader.stream.begun == 0:
+                    tables.append(loader.state_dict()["table"])
+                if len(batches) == num_batches:
+                    break
+    return batches, tables
+
+
+FEEDS = {"": {}, "thread": {"prefetch": 1}, "workers": {"num_workers": 2, "prefetch": 1}}
+
+
+def compare(over: Any, feed: str, kwargs: dict[str, Any]) -> list[list[int]]:
+    """Return this rank's batches with balance; everything else is compared here."""
+    given = {**FEEDS[feed], **kwargs}
+    expected, tables = played(opened(None, **kwargs), 40)
+    found, balanced = played(opened(rd.Balance(cost=COST, over=over), **given), 40)
+    assert len(tables) == len(balanced)
+    assert all(torch.equal(one, other) for one, other in zip(tables, balanced, strict=True))
+    batches: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(batches, (expected, found))
+    for step in range(20):
+        one, other = (
+            sorted(row for rank in batches for batch in rank[kind][2 * step : 2 * step + 2] for row in batch)
+            for kind in (0, 1)
+        )
+        assert one == other, (step, one, other)
+    assert over == "rank" or any(sorted(a) != sorted(b) for a, b in zip(expected, found, strict=True))
+    return found
+
+
+CASES = [
+    ("rank", "", {"repeat": True}),
+    ("host", "thread", {"verify": True}),
+    ("all", "", {"tail": "pad"}),
+    ("host", "thread", {"is_filtered": True, "tail": "pad"}),
+]
+
+
+def compare_all() -> list[list[list[int]]]:
+    return [compare(*case) for case in CASES]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_global_batches_and_tables_are_those_without_balance(ranks: int, tmp_path: Path) -> None:
+    found = run_ranks(ranks, tmp_path, compare_all)
+    assert all(len(batches) == 40 for rank in found for batches in rank)
+
+
+def test_workers_read_before_the_exchange(tmp_path: Path) -> None:
+    run_ranks(2, tmp_path, compare, "all", "workers", {"repeat": True})
+
+
+def resumed_anywhere() -> None:
+    """From a state of any micro batch, by `reset` and by `close`: the batches of a run that nothing interrupts."""
+    balance = rd.Balance(cost=COST, over="all")
+    whole, _ = played(opened(balance, repeat=True), 12)
+    for feed in ("", "thread"):
+        with opened(balance, repeat=True, **FEEDS[feed]) as loader:
+            for taken in range(1, 6):
+                loader.reset()
+                batches = first(loader, taken)
+                if taken % 2:
+                    loader.close()
+                else:
+                    state = loader.state_dict()
+                    assert state["table"].equal(loader.state_dict()["table"])
+                batches += first(loader, 3)
+                assert batches == whole[: taken + 3]
+                loader.load_state_dict(state := loader.state_dict())
+                begun = (taken + 3) // 2 * 2
+                assert first(loader, 2) == whole[begun : begun + 2]
+                assert len(state["table"])
+
+
+def test_a_run_that_stops_within_a_step_goes_on_with_its_micro_batches(tmp_path: Path) -> None:
+    run_ranks(2, tmp_path, resumed_anywhere)
+
+
+def skipped_and_refused() -> None:
+    with opened(rd.Balance(cost=COST, over="all"), repeat=True) as loader, opened(None, repeat=True) as plain:
+        plain.skip(3 * GLOBAL)
+        loader.skip(3 * GLOBAL)
+        state = loader.state_dict()
+        assert torch.equal(state["table"], plain.state_dict()["table"])
+        with pytest.raises(ValueError, match="begins and ends with a step"):
+            loader.skip(GLOBAL // 2)
+        next(iter(loader))
+        with pytest.raises(ValueError, match="begins and ends with a step: 1 of its 2 micro batches"):
+            loader.skip(GLOBAL // 2)
+        assert torch.equal(loader.state_dict()["table"], state["table"])
+        with pytest.raises(ValueError, match="give whole steps"):
+            loader.load_state_dict(state, delivered=GLOBAL // 2)
+        loader.load_state_dict(state, delivered=2 * GLOBAL)
+        plain.skip(2 * GLOBAL)
+        assert torch.equal(loader.state_dict()["table"], plain.state_dict()["table"])
+
+
+def test_skips_are_of_whole_steps(tmp_path: Path) -> None:
+    run_ranks(2, tmp_path, skipped_and_refused)
+
+
+def weighed(over: Any) -> list[int]:
+    balance = rd.Balance(cost=COST, over=over, weight=len_of)
+    with opened(balance, repeat=True, collate_fn=with_lengths) as loader:
+        batches = list(islice(loader, 8))
+    own = torch.tensor([[sum(batch["lengths"]), 0] for batch in batches]).reshape(4, 2, 2)[:, :, 0].sum(dim=1)
+    dist.all_reduce(own)
+    told = [batch["step_weight"] for batch in batches]
+    assert told[::2] == told[1::2] == own.tolist()
+    return told
+
+
+def len_of(sample: Any) -> int:
+    return len(sample["tokens"])
+
+
+def with_lengths(samples: list[Any]) -> dict[str, Any]:
+    return {"lengths": [len(sample["tokens"]) for sample in samples]}
+
+
+@pytest.mark.parametrize("over", ["rank", "all"])
+def test_the_weight_is_that_of_the_global_batch(over: str, tmp_path: Path) -> None:
+    one, other = run_ranks(2, tmp_path, weighed, over)
+    assert one == other
+
+
+def failing() -> list[str]:
+    """One rank cannot read a row: all raise before the same step, and go on where they are when it can."""
+    source = Rows()
+    errors = []
+    with opened(rd.Balance(cost=COST, over="all"), source, repeat=True, prefetch=1, timeout=60) as loader:
+        batches = iter(loader)
+        whole = [next(batches)["id"] for _ in range(4)]
+        loader.reset()
+        source.broken = whole[3][0]
+        batches = iter(loader)
+        found = []
+        try:
+            for _ in range(4):
+                found.append(next(batches)["id"])
+        except (OSError, RuntimeError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+        assert found == whole[:2]
+        source.broken = -1
+        assert [next(batches)["id"] for _ in range(2)] == whole[2:]
+    return errors
+
+
+def test_an_error_of_one_rank_is_raised_on_all_and_all_go_on(tmp_path: Path) -> None:
+    errors = [error for rank in run_ranks(2, tmp_path, failing) for error in rank]
+    assert len(errors) == 2
+    assert any("corrupt" in error for error in errors)
+    assert all("corrupt" in error or "Another dp rank could not make its samples" in error for error in errors)
+
+
+def killed() -> str:
+    with opened(rd.Balance(cost=COST, over="all"), repeat=True, timeout=20) as loader:
+        batches = iter(loader)
+        next(batches)
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            for _ in range(4):
+                next(batches)
+        except RuntimeError as error:
+            os._exit(0 if "ranks [1] did not come" in str(error) else 3)
+    return ""
+
+
+def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="process 1 terminated with signal SIGKILL"):
+        run_ranks(2, tmp_path, killed)
+
+
+def uneven_hosts() -> list[list[int]]:
+    """Three ranks on two hosts: samples move on each host."""
+    with patch("socket.gethostname", lambda: "a" if dist.get_rank() < 2 else "b"):
+        loader = opened(rd.Balance(cost=COST, over="host"), repeat=True)
+    found, _ = played(loader, 8)
+    return found
+
+
+def test_samples_stay_on_their_host(tmp_path: Path) -> None:
+    expected = run_ranks(3, tmp_path, plain_batches)
+    found = run_ranks(3, tmp_path, uneven_hosts)
+    for step in range(0, 8, 2):
+        assert flat(found[2][step : step + 2]) == flat(expected[2][step : step + 2])
+    assert found[0] != expected[0]
+    assert flat(found[0] + found[1]) == flat(expected[0] + expected[1])
+
+
+def plain_batches() -> list[list[int]]:
+    return played(opened(None, repeat=True), 8)[0]
+
+
+def packed(samples: list[Any]) -> dict[str, Any]:
+    return {"tokens": torch.cat([sample["tokens"] for sample in samples])}
+
+
+def trained(how: str) -> list[float]:
+    """Return the loss of each step, the mean over the tokens of its global batch, and what the model is after them."""
+    n = dist.get_world_size() if how else 1
+    torch.manual_seed(0)
+    model: Any = torch.nn.Sequential(torch.nn.Embedding(ROWS, 8), torch.nn.Linear(8, 1)).double()
+    if how == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    elif how == "fsdp":
+        fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    balance = rd.Balance(cost=COST, over="all", weight=len_of)
+    where = {} if how else {"dp_rank": 0, "dp_world_size": 1}
+    sizes = {"global_batch_size": GLOBAL, "micro_batch_size": GLOBAL // 2 // n, "num_logical_shards": 24}
+    losses = []
+    with rd.DataLoader(Rows(), **sizes, **where, repeat=True, balance=balance, collate_fn=packed, prefetch=1) as loader:
+        batches = iter(loader)
+        for _ in range(6):
+            total = torch.zeros(1, dtype=torch.float64)
+            for _ in range(loader.gradient_accumulation_steps):
+                batch = next(batches)
+                loss = model(batch["tokens"]).square().sum() * n / batch["step_weight"]
+                loss.backward()
+                total += loss.detach()
+            if how:
+                dist.all_reduce(total)
+            losses.append(float(total) / n)
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_losses_are_those_of_one_rank(how: str, tmp_path: Path) -> None:
+    """Micro batches are uneven, and the mean is one over the tokens of the step."""
+    one = run_ranks(1, tmp_path, trained, "")[0]
+    for losses in run_ranks(3, tmp_path, trained, how):
+        assert losses == pytest.approx(one, rel=1e-12)

@@ -1,0 +1,95 @@
+"""What a user says about balanced steps: checked when it is said; and what samples cost."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import rescale_data as rd
+
+COST = rd.transformer_cost(crossover=10)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"over": "node"}, ValueError, "over='node'"),
+        ({"sync": "batch"}, ValueError, "sync='batch'"),
+        ({"max_tokens": 0}, ValueError, "max_tokens=0"),
+        ({"max_tokens": 1.5}, TypeError, "max_tokens=1.5"),
+        ({"cost": None}, TypeError, "cost=None"),
+        ({"weight": 3}, TypeError, "weight=3"),
+        ({"padded": "yes"}, TypeError, "padded='yes'"),
+    ],
+)
+def test_what_is_wrong_is_refused_at_once(given: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        rd.Balance(**{"cost": "cost", **given})
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"crossover": 0}, {"crossover": 9, "layers": 2}, {"active_parameters": 9, "layers": 2}]
+)
+def test_a_cost_has_one_crossover(given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="crossover"):
+        rd.transformer_cost(**given)
+
+
+def test_a_document_costs_its_tokens_and_their_square() -> None:
+    assert COST({"tokens": torch.zeros(20)}) == COST({"input_ids": [0] * 20}) == 20 + 40
+    assert rd.transformer_cost(active_parameters=600, layers=3, attention_width=20)({"tokens": [0] * 20}) == 60
+    assert COST({"tokens": [0] * 20, "cost": torch.tensor([200])}) == 20 + 20, "two documents of ten tokens"
+
+
+@pytest.mark.parametrize(
+    ("cost", "sample", "words"),
+    [
+        (COST, {"text": "x"}, "'tokens' or 'input_ids'"),
+        (COST, 3, "a int"),
+        ("price", {"tokens": [1]}, "there is no such column"),
+        (lambda sample: "much", {"tokens": [1]}, "'much' is no integer"),
+        (lambda sample: -1, {"tokens": [1]}, "a sample has -1"),
+        (lambda sample: 1 << 60, {"tokens": [1]}, "give 0 to"),
+    ],
+)
+def test_a_cost_that_is_none_is_an_error(cost: str | Callable[[Any], Any], sample: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        rd.Balance(cost=cost).measure(sample)
+
+
+def test_a_sample_without_tokens_counts_as_one() -> None:
+    assert rd.Balance(cost="cost").measure({"cost": 5, "image": 0}) == (5, 1, 0)
+    assert rd.Balance(cost="cost", tokens="n", weight="w").measure({"cost": 5, "n": 7, "w": 3}) == (5, 7, 3)
+
+
+def test_ranks_that_cannot_be_reached_exchange_nothing() -> None:
+    with pytest.raises(ValueError, match="no process group in which ranks exchange costs"):
+        rd.DataLoader(range(8), global_batch_size=4, dp_rank=0, dp_world_size=2, balance=rd.Balance(cost=int))
+    with pytest.raises(TypeError, match="balance='host'"):
+        rd.DataLoader(range(8), global_batch_size=4, balance="host")  # type: ignore[arg-type]
+
+
+def test_one_micro_batch_a_step_is_said_to_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    rd.DataLoader(range(8), global_batch_size=4, balance=rd.Balance(cost=int, over="rank"))
+    assert "changes nothing" in caplog.text
+
+
+def test_a_sample_that_is_longer_than_a_micro_batch_stands_alone(caplog: pytest.LogCaptureFixture) -> None:
+    documents = [{"tokens": [row] * length} for row, length in enumerate([90, 5, 5, 5, 5, 5, 5, 5] * 4)]
+    balance = rd.Balance(cost=COST, over="rank", max_tokens=40)
+    with rd.DataLoader(
+        documents, shuffle=False, global_batch_size=8, micro_batch_size=2, balance=balance, collate_fn=list
+    ) as loader:
+        for _ in range(2):
+            step = [next(iter(loader)) for _ in range(4)]
+            assert sorted(len(batch) for batch in step if any(len(s["tokens"]) == 90 for s in batch)) == [1]
+            assert sum(len(batch) for batch in step) == 8
+    assert caplog.text.count("a micro batch has 90 tokens") == 1
+
+
+def test_batches_that_are_no_dict_take_no_weight() -> None:
+    balance = rd.Balance(cost=COST, over="rank", weight=lambda sample: 1)
+    loader = rd.DataLoader([{"tokens": [0]}] * 8, global_batch_size=4, balance=balance, collate_fn=list)
+    with loader, pytest.raises(TypeError, match="collate_fn returns a list"):
+        next(iter(loader))
