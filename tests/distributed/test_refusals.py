@@ -12,7 +12,6 @@ from torch.distributed.checkpoint import CheckpointException
 
 import rescale_data as rd
 from rescale_data import checkpoint
-from rescale_data.engine.states.statedict import local_state_dict
 from rescale_data.state import Field
 from tests.distributed.legs import Data, take
 from tests.distributed.ranks import run_ranks
@@ -51,17 +50,13 @@ def on_2_ranks(folder: Path) -> dict[str, str]:
         lambda: dcp.save({"loader": uneven}, checkpoint_id=folder / "apart"), CheckpointException
     )
     said["different steps, loaded"] = _said(lambda: UNEVEN.loader(O, 6).load_state_dict(apart), rd.DataStateError)
-    whole = functools.partial(rd.whole_state, {"root": _local(uneven)})
+    whole = functools.partial(rd.whole_state, {"root": uneven.local_state_dict()})
     said["different steps, made whole"] = _said(whole, rd.DataStateError)
 
     said["another N"] = _said(lambda: _load(Data("rows", 200, 48).loader(O, 6), folder / "whole"), CheckpointException)
     said["another field"] = _said(lambda: _load(FILTERED.loader(O, 6), folder / "whole"), CheckpointException)
     said["another seed"] = _said(lambda: _load(ROWS.loader(O, 6, seed=8), folder / "whole"), rd.DataStateError)
     return said
-
-
-def _local(loader: rd.DataLoader) -> dict[str, Any]:
-    return local_state_dict(loader.stream)
 
 
 def _load(loader: rd.DataLoader, path: Path) -> None:
