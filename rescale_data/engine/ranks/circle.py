@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -207,11 +208,13 @@ class _Group:
             exchange.error = RuntimeError("another thread has found the network of this exchange broken")
             return exchange
         self._begun.add(exchange)
-        try:
-            exchange.works += [group.recv([tensor], index, call.tag) for index, tensor in receives.items()]
-            exchange.works += [group.send([tensor], index, call.tag) for index, tensor in sends.items()]
-        except (RuntimeError, dist.DistError) as error:
-            exchange.error = error
+        receive = [partial(group.recv, [tensor], index, call.tag) for index, tensor in receives.items()]
+        send = [partial(group.send, [tensor], index, call.tag) for index, tensor in sends.items()]
+        for start in receive + send:  # also behind one that fails: those that live wait for what is sent to them
+            try:
+                exchange.works.append(start())
+            except (RuntimeError, dist.DistError) as error:
+                exchange.error = error
         return exchange
 
     def end(self, exchange: _Exchange, seconds: float) -> None:

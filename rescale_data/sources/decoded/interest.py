@@ -52,8 +52,8 @@ def serve(reader: object, sources: Iterable[Described], shards: Sequence[int]) -
 
 def _leave(reader: int) -> None:
     _readers.discard(reader)
-    for owner, found in list(_by_reader.items()):
-        if found.pop(reader, None) is not None:
+    for owner in list(_by_reader):  # a copy at once: the collector may end another reader meanwhile
+        if _by_reader.get(owner, {}).pop(reader, None) is not None:
             _sum_up(owner)
 
 
