@@ -260,31 +260,3 @@ def test_order_of_pieces_does_not_matter(corpus: Path, tmp_path: Path) -> None:
             node.reset(state)
             rows.append(next(node)["text"])
         assert rows[0] == rows[1]
-
-
-class Reader:
-    """Something that reads sources, and then waits for the collector; without any it goes at once."""
-
-    def __init__(self, sources: list[Any]) -> None:
-        self.sources, self.itself = sources, self if sources else None
-
-
-def test_a_loader_leaves_while_the_collector_ends_others_and_their_sources() -> None:
-    before = gc.get_threshold()
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(20):
-            sources = [rd.DatasetSource(range(10)) for _ in range(20)]
-            serve(Reader(sources), sources, [0])
-        del sources
-        loader, source = Reader([]), rd.DatasetSource(range(10))
-        serve(loader, [source], [0, 1])
-        gc.set_threshold(1)
-        gc.enable()
-        del loader
-    finally:
-        gc.set_threshold(*before)
-        gc.enable()
-    gc.collect()
-    assert shards_of(owner_of(source), 4) == range(4)
