@@ -141,6 +141,7 @@ class CleanDocuments(Node[dict[str, Any]]):
                 self.is_blocked(self.position)
             if not (self.reread or self.position[_PIECE]):
                 self._source.settle(self._bookmark)
+                self._source.pass_blocked(self._bookmark)
             if self._source.position != self._bookmark:
                 self._source.go_to(self._bookmark)
             try:

@@ -368,7 +368,8 @@ class Reader(Node[Any]):
         return self.is_relisted(position) and within and self._num_blocked(position) > 0
 
     def is_lost(self, position: View) -> bool:
-        return False
+        """True if only the old list tells which row is begun: the first behind it that can be read."""
+        return self._guard.skips and self.is_relisted(position)
 
     def is_relisted(self, position: View) -> bool:
         return self._blocklist is not None and position[_LIST] != self._blocklist.digest

@@ -24,6 +24,7 @@ from rescale_data.sources.decoded.columns import Fragment, check_columns, chosen
 from rescale_data.sources.decoded.interest import needed_with, room_for_block
 from rescale_data.sources.decoded.pieces import Cut, Piece, Share, cut_out
 from rescale_data.sources.file_source import FileSource
+from rescale_data.sources.files.local_store import LocalStore
 from rescale_data.sources.files.paths import Paths
 from rescale_data.sources.files.remote import Remote
 from rescale_data.sources.fragments import Footer, gather
@@ -153,7 +154,7 @@ class TableSource(FileSource, TokenSource):
         where = self._key(fragment, column)
         for cut in share.cuts(fragment):
             key = (*where, "piece", cut.key)
-            leave = partial(self._store, self._piece_name(fragment, column, cut))
+            leave = partial(self._store, fragment, self._piece_name(fragment, column, cut))
             piece = Piece(cut_out(table, cut.start, cut.stop), cut.start, leave)
             mine = piece if cut.key == share.key else mine
             if cache().get(key) is None:
@@ -162,15 +163,19 @@ class TableSource(FileSource, TokenSource):
             raise RuntimeError(f"{share.key} reads no row of fragment {fragment}")
         return mine
 
-    def _store(self, name: str, data: ArrowBuffer) -> None:
-        if self._files.store is not None:
-            self._files.store.put(name, data)
+    def _local_store(self, fragment: int) -> LocalStore | None:
+        """Return the store of a fragment's pieces; `None` where its file has no stamp, so that a change would not be seen."""
+        return self._files.store if self._files.stamps[self._index.file_of(fragment)] else None
+
+    def _store(self, fragment: int, name: str, data: ArrowBuffer) -> None:
+        if (store := self._local_store(fragment)) is not None:
+            store.put(name, data)
 
     def _stored(self, fragment: int, share: Share, column: str | None) -> Piece | None:
-        if self._files.store is None:
+        if (store := self._local_store(fragment)) is None:
             return None
         cut = share.cut(fragment)
-        data = self._files.store.get(self._piece_name(fragment, column, cut))
+        data = store.get(self._piece_name(fragment, column, cut))
         return None if data is None else Piece(data, cut.start, _stay)
 
     def _piece_name(self, fragment: int, column: str | None, cut: Cut) -> str:

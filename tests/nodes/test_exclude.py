@@ -398,3 +398,101 @@ class TestFiles:
 
 def at_end(reader: Any) -> Any:
     return np.array(reader.position)[None], np.zeros(1, np.int64), np.zeros(1, np.int64)
+
+
+def clean(node: rd.BaseNode[Any]) -> rd.BaseNode[Any]:
+    return rd.CleanDocuments(node, "tokens", max_length=2)
+
+
+def padded(node: rd.BaseNode[Any]) -> rd.BaseNode[Any]:
+    return rd.Map(
+        node, lambda s: {"tokens": np.pad(s["tokens"], (0, 8 - len(s["tokens"])), constant_values=-1)}, version=1
+    )
+
+
+LISTED: dict[str, Any] = {
+    "clean": lambda read, other: padded(clean(read)),
+    "whole": lambda read, other: rd.WholeDocumentPacker(read, column="tokens", seq_len=5, window=3, pad_id=-1),
+    "mixed": lambda read, other: padded(
+        rd.WeightedSampler({"a": clean(read), "b": clean(other)}, {"a": 1, "b": 1}, stop="all")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LISTED)
+@pytest.mark.parametrize(("old", "new"), [([], [1]), ([3], []), ([0], [2]), ([7], [])])
+def test_a_list_that_has_changed_once_is_that_of_the_next_leg_too(
+    name: str, old: list[int], new: list[int], tmp_path: Any
+) -> None:
+    """The next leg goes on where one that never stopped does."""
+    tokens = pa.array([[100 * i + k for k in range(5)] for i in range(8)], pa.list_(pa.int64()))
+    parquet.write_table(pa.table({"tokens": tokens}), tmp_path / "a.parquet")
+    source = rd.ParquetSource(str(tmp_path))
+    other = rd.DatasetSource([{"tokens": 100 * i + np.arange(5)} for i in range(50, 54)])
+
+    def begun(blocked: list[int], state: Any = None) -> rd.DataLoader:
+        def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+            exclude = {"a.parquet": blocked} if blocked else ()
+            read = rd.Reader(source, shard, exclude=exclude)
+            return LISTED[name](read, rd.Reader(other, shard, exclude=()))
+
+        run = rd.DataLoader(pipeline, global_batch_size=1, num_logical_shards=1)
+        if state is not None:
+            run.load_state_dict(state)
+        return run
+
+    first = begun(old)
+    for _ in zip(range(5), first, strict=False):
+        changed = begun(new, first.state_dict())
+        states, served = [], []
+        for batch in changed:
+            served.append(batch["tokens"].tolist())
+            states.append(changed.state_dict())
+        for num, state in enumerate(states[:4], 1):
+            assert [batch["tokens"].tolist() for batch in begun(new, state)] == served[num:]
+
+
+def test_a_list_that_was_added_to_is_another_one() -> None:
+    listed = [1]
+    for blocked in (listed, [*listed, 3]):
+        if blocked is not listed:
+            listed.append(3)
+        run = rd.DataLoader(
+            lambda shard: rd.Reader(DOCUMENTS, shard, exclude=listed), global_batch_size=1, num_logical_shards=1,
+            collate_fn=lambda samples: samples,
+        )  # fmt: skip
+        served = {sample["id"] for batch in run for sample in batch}
+        assert served == {f"d{i}" for i in range(NUM)} - {f"d{i}" for i in blocked}
+
+
+@pytest.mark.parametrize("stop", ["all", "never"])
+@pytest.mark.parametrize("name", ["web", "code"])
+def test_a_document_is_cut_from_its_beginning_whatever_another_list_blocks(name: str, stop: Any) -> None:
+    """Also where the source that is chosen next has ended, and the document is of another choice."""
+    sources = {
+        "web": rd.DatasetSource([{"tokens": 100 * i + np.arange(5)} for i in range(12)]),
+        "code": rd.DatasetSource([{"tokens": 100 * i + np.arange(5)} for i in range(50, 54)]),
+    }
+
+    def begun(blocked: list[int]) -> rd.DataLoader:
+        def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+            readers = {
+                each: rd.Reader(source, shard, shuffle=False, exclude=blocked if each == name else ())
+                for each, source in sources.items()
+            }
+            mixed = rd.WeightedSampler(readers, {"web": 1, "code": 1}, stop=stop)
+            return rd.TokenPacker(mixed, column="tokens", seq_len=3, eos_id=None)
+
+        return rd.DataLoader(pipeline, global_batch_size=1, num_logical_shards=1, repeat=stop == "never")
+
+    nothing: list[int] = []
+    first = begun(nothing)
+    for batch in itertools.islice(first, 19):
+        state, last = first.state_dict(), batch["tokens"].flatten().tolist()[-1]
+        for row in range(sources[name].num_rows):
+            after = begun([row])
+            after.load_state_dict(state)
+            tokens = [last]
+            for packed in itertools.islice(after, 10):
+                tokens += packed["tokens"].flatten().tolist()
+            assert all(b == a + 1 or b % 100 == 0 for a, b in itertools.pairwise(tokens))

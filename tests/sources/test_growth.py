@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -164,6 +165,40 @@ def test_packers_and_workers_follow(tmp_path: Path) -> None:
     assert any(token >= 100 for batch in tokens[0] for sample in batch for token in sample)
     make = partial(make_loader, None, pipeline=pipeline, repeat=True)
     assert_rescalable(make, [(1, 6, 0), (3, 2, 0)], steps=3)
+
+
+@pytest.mark.parametrize("top", ["token", "whole", "shuffle"])
+def test_files_join_and_weights_change_at_once(top: str, tmp_path: Path) -> None:
+    """Within a document or a window, which the rule before has chosen."""
+
+    def add(name: str, rows: range) -> None:
+        table = pa.table({"tokens": pa.array([[i] * 5 for i in rows], pa.list_(pa.int32()))})
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+
+    other = rd.DatasetSource([{"tokens": np.full(5, 50 + i)} for i in range(10)], name="other")
+    tops: dict[str, Any] = {
+        "token": lambda node: rd.TokenPacker(node, column="tokens", seq_len=6, eos_id=None),
+        "whole": lambda node: rd.WholeDocumentPacker(node, column="tokens", seq_len=8, window=4),
+        "shuffle": lambda node: rd.Shuffle(node, 4),
+    }
+
+    def begun(weights: dict[str, int]) -> rd.DataLoader:
+        source = rd.ParquetSource(tmp_path)
+        return make_loader(
+            None, 0, 1, 6, repeat=True,
+            pipeline=lambda shard: tops[top](
+                rd.WeightedSampler({"web": rd.Reader(source, shard), "other": rd.Reader(other, shard)}, weights)
+            ),
+        )  # fmt: skip
+
+    add("a", range(60))
+    before = begun({"web": 1, "other": 1})
+    [next(iter(before)) for _ in range(3)]
+    state = before.state_dict()
+    add("b", range(100, 124))
+    after = begun({"web": 1, "other": 3})
+    after.load_state_dict(state)
+    assert len([next(iter(after)) for _ in range(3)]) == 3
 
 
 class TestDigests:

@@ -53,6 +53,16 @@ def test_urls(tmp_path: Path) -> None:
     assert [source.row(i)["tokens"].tolist() for i in range(30)] == DOCS
 
 
+def test_files_that_are_written_anew_are_read_anew_beside_a_local_store(tmp_path: Path) -> None:
+    """Their index has the size of the one before."""
+    for docs in ([[1, 1, 1], [2], [3, 3]], [[7], [8, 8], [9, 9, 9]]):
+        write_megatron(tmp_path / "data" / "a", docs)
+        for file in (tmp_path / "data").iterdir():
+            fsspec.filesystem("memory").pipe(f"/written_anew/{file.name}", file.read_bytes())
+        source = MegatronSource("memory://written_anew", cache_dir=tmp_path / "local")
+        assert [source.row(i)["tokens"].tolist() for i in range(3)] == docs
+
+
 @pytest.mark.parametrize("dtype", ["uint16", "int64"])
 def test_knows_its_tokens_without_reading_them(dtype: str, tmp_path: Path) -> None:
     write_megatron(tmp_path / "a", DOCS[:17], dtype, 2)

@@ -62,7 +62,7 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0
     loaded = _place(stream, stream.layout, clock, table, saved.sizes, was_dealt=was_dealt)
     moved, histories = loaded, fitted.growth.histories
     if fitted.growth.grown:
-        histories = _join(stream, fitted.growth, table)
+        histories = _join(stream, fitted.growth, table, forms)
         if was_dealt and not is_dealt(table):
             moved = loaded.restarted(stream.layout.global_batch_size)
     stream.schema.adopt({**needed(histories, stream.schema, table), **forms})  # from here on nothing is refused
@@ -191,8 +191,8 @@ def _differ(saved: Nodes, now: Nodes, *apart: str) -> bool:
     return without_all(saved, *apart) != without_all(now, *apart)
 
 
-def _join(stream: Stream, growth: Growth, table: Ints) -> dict[str, History]:
-    histories = joined(growth, stream.schema, table, partial(_reached, stream, table))
+def _join(stream: Stream, growth: Growth, table: Ints, forms: Mapping[str, History]) -> dict[str, History]:
+    histories = joined(growth, stream.schema, table, partial(_reached, stream, table, forms))
     for path, added in growth.grown.items():
         since = histories[path][-1][0]
         stream.ranks.warn(
@@ -202,7 +202,9 @@ def _join(stream: Stream, growth: Growth, table: Ints) -> dict[str, History]:
     return histories
 
 
-def _reached(stream: Stream, table: Ints, histories: Histories, paths: Sequence[str]) -> list[int]:
+def _reached(
+    stream: Stream, table: Ints, forms: Mapping[str, History], histories: Histories, paths: Sequence[str]
+) -> list[int]:
     """Of each of these sources the last epoch that is read again to go on within windows and documents that have begun; -1:
     none is (collective where something has begun)."""
     begun, ranks = stream.schema.begun(table), stream.ranks.loading
@@ -212,7 +214,7 @@ def _reached(stream: Stream, table: Ints, histories: Histories, paths: Sequence[
         for shard in range(len(table)) if ranks.simulated else stream.ends.owned.tolist():
             if nodes := [node for node, rows in begun.items() if rows[shard]]:
                 row = table[shard : shard + 1, FIRST_SLOT:]
-                of_shard = stream.ends.runner.farthest(shard, row, histories, nodes)
+                of_shard = stream.ends.runner.farthest(shard, row, {**histories, **forms}, nodes)
                 found.append([of_shard.get(path, -1) for path in paths])
         return np.max(found, axis=0).tolist()
 

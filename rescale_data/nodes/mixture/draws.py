@@ -260,6 +260,15 @@ class MixtureDraws:
 
     # Ends
 
+    def pass_end(self, chosen: int) -> bool:
+        """Leave out a sample of the source that was chosen; where it has ended, note that, and return True."""
+        try:
+            self._pass_over(self._bound(chosen))
+        except StopIteration:
+            self._end(chosen)
+            return True
+        return False
+
     def _end(self, chosen: int) -> None:
         """A source has ended, and its position is the beginning of its next epoch."""
         self._arcs = None

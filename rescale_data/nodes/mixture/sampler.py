@@ -204,12 +204,17 @@ class WeightedSampler(Node[Any]):
     def is_blocked(self, position: View) -> bool:
         if not self.is_relisted(position):
             return False
-        own, sources = self.position, self._draws.sources
-        self.bind(copy_of(position))
-        chosen = self._draws.choose()
-        is_blocked = chosen is not None and sources.nodes[chosen].is_blocked(position[sources.slots[chosen]])
+        own, at, draws, found = self.position, copy_of(position), self._draws, False
+        self.bind(at)
+        while (chosen := draws.choose()) is not None:  # also behind the ends of sources, as a draw goes on
+            node, part = draws.sources.nodes[chosen], at[draws.slots_of(chosen)]
+            is_relisted, found = node.is_relisted(part), node.is_blocked(part)
+            if found or not draws.pass_end(chosen):
+                break
+            if found := is_relisted and self.stop == "never":  # the old list says with what its next epoch begins
+                break
         self.bind(own)  # the nodes above are bound to it
-        return is_blocked
+        return found
 
     def is_lost(self, position: View) -> bool:
         return any(node.is_lost(position[self._slots(name)]) for name, node in self.children.items())

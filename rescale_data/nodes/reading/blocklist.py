@@ -59,19 +59,26 @@ class Blocklist:
         return {"rows": len(self.rows), "digest": f"{self.digest:x}"}
 
 
-_made: dict[tuple[int, int], tuple[object, Blocklist]] = {}
-"""By the collection, which all logical shards are given alike and which is kept so that its id stays, and the source."""
+_made: dict[tuple[int, int, int], tuple[object, Blocklist]] = {}
+"""By the collection (all logical shards are given the same, which is kept so that its id stays), its size, and the source."""
 
 
 def blocklist_of(source: Source, excluded: Excluded) -> Blocklist:
     """Return the `Blocklist` of a collection, the same for all logical shards that are given the same object."""
-    key = (id(excluded), owner_of(source))
+    key = (id(excluded), _size(excluded), owner_of(source))
     known = _made.get(key)
     if known is None:
         while len(_made) >= _KEPT:
             _made.pop(next(iter(_made)))
         known = _made[key] = (excluded, Blocklist(source, excluded))
     return known[1]
+
+
+def _size(excluded: Excluded) -> int:
+    try:
+        return sum(map(len, excluded.values())) if isinstance(excluded, Mapping) else len(excluded)
+    except TypeError:  # which `Blocklist` explains
+        return -1
 
 
 @checks_kinds

@@ -168,7 +168,7 @@ class FragmentDocuments:
         return self._have_room(len(used) + _DECODED_AHEAD, first)
 
     def settle(self, position: memoryview) -> bool:
-        del position
+        self._reader.pass_blocked(position)
         return False
 
     def turn(self, position: memoryview) -> None:

@@ -28,7 +28,7 @@ from rescale_data.errors import require
 from rescale_data.sources.arrow_types import ArrowFile
 from rescale_data.sources.files.local_store import LocalStore
 from rescale_data.sources.files.ranges import Mapped, Ranges
-from rescale_data.sources.files.remote import Remote, RemoteFile, attempt, spread_out
+from rescale_data.sources.files.remote import Remote, RemoteFile, attempt, of_this_process, spread_out
 from rescale_data.state import Ints
 
 _NUM_PROBES = 16
@@ -119,7 +119,9 @@ class Files:
         """Another file where these are."""
         if self.filesystem is None:
             return Mapped(path)
-        return RemoteFile(self.filesystem, path, self.remote, store=self.store)
+        filesystem = of_this_process(self.filesystem)
+        info = attempt(self.remote, filesystem.unstrip_protocol(path), partial(filesystem.info, path), 0)
+        return RemoteFile(filesystem, path, self.remote, int(info["size"]), _stamp(info), self.store)
 
 
 @lru_cache(maxsize=2**16)

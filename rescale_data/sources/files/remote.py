@@ -157,7 +157,7 @@ class RemoteFile(Ranges):
 
         if not length:
             return pa.py_buffer(b"")
-        if self._store is None:
+        if self._store is None or not self._stamp:  # a change of the file would not be seen
             return pa.py_buffer(fetch())
         return self._store.read(f"{self.url}|{self.size}|{self._stamp}|{offset}|{length}", length, fetch)
 
