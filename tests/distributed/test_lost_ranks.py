@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from rescale_data.engine.ranks import circle, meeting
@@ -47,6 +48,30 @@ def test_a_rank_that_does_not_join_and_one_that_dies_are_named(tmp_path: Path) -
                 f"A collective of the data loader failed on rank {rank} after at most {seconds:g} s, because the ranks [1] did"
                 in said
             )
+
+
+def one_exchange_apart() -> str:
+    """What two ranks are told of a third that has sent one of them what it owed, and the other nothing."""
+    circle_of_3: Any = UNEVEN.loader(12, 2).setup.ranks.circle
+    me, call = dist.get_rank(), circle.Call("apart", LONG, "")
+    mine, others = torch.full((1,), me), {rank: torch.empty(1, dtype=torch.int64) for rank in range(3)}
+    circle_of_3.gather(call, mine)
+    dist.barrier()
+    if me == 1:
+        circle_of_3.exchange(call, {2: mine}, {})
+        os._exit(0)
+    sends, receives = ({2: mine}, {1: others[1]}) if me == 0 else ({}, {0: others[0], 1: others[1]})
+    if me == 2:
+        circle_of_3.exchange(call, sends, receives)
+        receives = {0: others[0]}  # who comes no more, since it has seen that rank 1 is gone
+    return _failure(lambda: circle_of_3.exchange(call, sends, receives))
+
+
+def test_ranks_that_see_a_dead_one_in_different_exchanges_name_it_alone(tmp_path: Path) -> None:
+    said = run_ranks(3, tmp_path, one_exchange_apart)
+    assert said[1] is None
+    for rank in (0, 2):
+        assert f"failed on rank {rank} after at most {LONG:g} s, because the ranks [1] did" in said[rank]
 
 
 def late_at_a_save() -> list[Any]:

@@ -116,15 +116,17 @@ class Circle:
         def result() -> None:
             try:
                 group.end(exchange, call.seconds)
+                return
             except BaseException as error:
-                exchange.works.clear()
                 self._give_up(group)
                 if not isinstance(error, RuntimeError | dist.DistError):
                     raise
-                missing = self._find_missing(group.number, call)
-                if missing is None or self._names[self._me] not in missing:
-                    raise self._failure(call, missing, str(error)) from error
-                again()
+                reason = str(error)
+            # The error is gone, whose frames held the connections open: by their end the others notice
+            missing = self._find_missing(group.number, call)
+            if missing is None or self._names[self._me] not in missing:
+                raise self._failure(call, missing, reason)
+            again()
 
         def again() -> None:
             """Exchange anew: the others gave this group up before this process came to the exchange."""
@@ -214,7 +216,7 @@ class _Group:
             try:
                 exchange.works.append(start())
             except (RuntimeError, dist.DistError) as error:
-                exchange.error = error
+                exchange.error = error.with_traceback(None)  # of frames that hold the group
         return exchange
 
     def end(self, exchange: _Exchange, seconds: float) -> None:
@@ -232,4 +234,6 @@ class _Group:
     def close(self) -> None:
         """Let go of the connections, which tells the other processes."""
         self._gloo = None
+        for exchange in self._begun:
+            exchange.works.clear()  # each holds the group
         self._begun.clear()

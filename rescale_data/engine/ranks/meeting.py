@@ -127,8 +127,11 @@ def in_a_thread(work: Callable[[], T], seconds: float | None = None) -> T:
 
     threading.Thread(target=run, daemon=True, name="rescale_data-store").start()
     value, error = results.get(timeout=seconds)
-    if error is not None:
-        raise error
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error  # whose traceback holds this frame
     return value
 
 
