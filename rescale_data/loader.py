@@ -287,12 +287,12 @@ class DataLoader:
 
     @property
     def setup(self) -> Setup:
-        """What it runs with."""
+        """The checked arguments of the loader (`Setup`)."""
         return self.reading.setup
 
     @property
     def stream(self) -> Stream:
-        """What it reads, as far as it has read."""
+        """The stream of micro batches of this rank."""
         return self.reading.stream
 
     @property
@@ -326,7 +326,7 @@ class DataLoader:
         return self.reading.progress()
 
     def report(self) -> Report:
-        """Which rank waits, and for what: numbers of `progress` over all dp ranks (collective), for a log line every so often.
+        """Return numbers of `progress` over all dp ranks (collective), for a log line: which rank waits, and for what.
 
         Returns:
             By name ``(minimum, median, maximum, worst)``, the last a dp rank; ``str`` makes a line of it.

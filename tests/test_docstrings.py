@@ -1,5 +1,6 @@
 """Every public name's docstring ends with an example, which imports what it needs and shows what comes out."""
 
+import ast
 import doctest
 import inspect
 import re
@@ -36,3 +37,18 @@ def test_example(module: ModuleType, name: str, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("name", NOT_OURS)
 def test_those_left_out_are_not_ours(name: str) -> None:
     assert not getattr(rescale_data, name).__module__.startswith("rescale_data")
+
+
+HIDDEN = re.compile(
+    r"(What|Whatever|Whether|Where|Which|Who|How|When|Those|That|These|This|Its?|They|Of|From what|As far|So that|In which|By which)\b"
+)
+"""First words that hide what a sentence is about."""
+PACKAGE = Path(rescale_data.__path__[0])
+
+
+@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_a_first_line_names_its_subject(file: Path) -> None:
+    """It says what is returned or done: "Return the rows of ...", "True if ...", "Positions of one logical shard"."""
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    texts = [ast.get_docstring(node) for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)]
+    assert [text.splitlines()[0] for text in texts if text and HIDDEN.match(text)] == []

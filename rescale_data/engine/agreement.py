@@ -1,4 +1,4 @@
-"""How ranks find, ahead of time, the step at which the first shard of any of them ends.
+"""Agreement of ranks, ahead of time, on the step at which the first shard of any of them ends.
 
 Each rank makes micro batches ahead and says how many it is sure of; the smallest of these counts is safe for all. The
 next exchange begins one step before that is used up, so that no step waits for the other ranks.
@@ -20,7 +20,7 @@ _UNREAD, _FAILED = -1, -2
 
 
 def failure_elsewhere(*, wrong_rows: bool) -> Exception:
-    """What a rank raises where another one has failed: that one says why, and nobody waits for it."""
+    """Return the error of a rank where another one has failed; the failing rank reports the cause, and nobody waits."""
     if wrong_rows:
         return DataStateError("Another dp rank found that its rows are not those of the epoch, and says more.")
     return RuntimeError(
@@ -30,7 +30,7 @@ def failure_elsewhere(*, wrong_rows: bool) -> Exception:
 
 
 def together(ranks: Ranks, work: Callable[[], T]) -> T:
-    """What a piece of work returns; where it fails on some rank it fails on all (collective)."""
+    """Return what a piece of work returns; if it fails on some rank it fails on all (collective)."""
     values: list[T] = []
     failure = None
     try:
@@ -45,7 +45,7 @@ def together(ranks: Ranks, work: Callable[[], T]) -> T:
 
 
 class Agreement:
-    """How far every rank can go.
+    """The agreement of all ranks on how far each of them can go.
 
     Args:
         first: The next micro batch.
@@ -61,7 +61,7 @@ class Agreement:
         self._failure: Exception | None = None
 
     def end(self, u: int, make_until: Callable[[int], int]) -> bool:
-        """Whether the main phase ends before micro batch u (collective, in step with the other ranks).
+        """True if the main phase ends before micro batch u (collective, in step with the other ranks).
 
         Args:
             u: The next micro batch.

@@ -1,4 +1,4 @@
-"""From what a loader may be given, files or rows or streams, to the pipeline that reads it; and what it may not."""
+"""The pipeline that the first argument of `DataLoader` (files, rows, a stream, a function) becomes, if it is not refused."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Group:
 
 @dataclass
 class _Step:
-    """This rank's samples of a step. A thread that is left alone knows this alone, and nothing of what comes after.
+    """Samples that this rank has made of a step. A thread that is left alone has this step alone, and nothing of later ones.
 
     Args:
         near: Among whom samples move.

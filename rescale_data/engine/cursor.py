@@ -13,7 +13,7 @@ from rescale_data.state import Ints
 
 
 class Cursor(NamedTuple):
-    """Where a run stands on one rank. A run moves by one assignment, of another cursor.
+    """The place of a run on one rank. A run moves by one assignment, of another cursor.
 
     When a segment begins every rank has all N rows of the table right; within it, those that it owns.
 

@@ -48,7 +48,7 @@ _TEXT_BYTES = 2000
 
 
 class Segment:
-    """What a crew is to make from one `begin` to the next, and where its messages arrive.
+    """The work of a crew from one `begin` to the next, and the queues in which its messages arrive.
 
     Args:
         begin: The command; `None` ends the workers.

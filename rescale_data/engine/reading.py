@@ -40,7 +40,7 @@ class Batches(Iterator[Any]):
 
 
 class Reading:
-    """What `DataLoader` documents, method by method.
+    """The methods that `DataLoader` documents, over a stream of this process.
 
     Args:
         slow_after: Seconds after which a wait for a batch is a warning.

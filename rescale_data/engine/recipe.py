@@ -1,4 +1,4 @@
-"""What it takes to run any logical shard anywhere, the user's pipeline; and how a row of the table begins."""
+"""`Recipe`: all that runs a logical shard in any process; and the first columns of a row of the table."""
 
 from __future__ import annotations
 

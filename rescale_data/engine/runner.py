@@ -148,7 +148,7 @@ class Runner:
     def farthest(
         self, shard: int, rows: Ints, histories: Histories, paths: Iterable[tuple[str, ...]]
     ) -> dict[str, int]:
-        """Of each source the last epoch that is read again, to go on within what these nodes of a shard have begun.
+        """Return for each source the last epoch that is read again, to go on within what these nodes of a shard have begun.
 
         Args:
             rows: ``int64[1, slots]``, where the shard stands in another table than this one's.

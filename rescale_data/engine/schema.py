@@ -42,7 +42,7 @@ def _require_all_named_or_none(root: Node[Any]) -> None:
 
 
 class Schema:
-    """What holds for every logical shard of a pipeline: the columns of the table, the sources and the parameters.
+    """The facts that hold for every logical shard of a pipeline: the columns of the table, the sources and the parameters.
 
     It is known before any data is read, from the pipeline of one shard, and asked from then on in place of
     that pipeline.
@@ -121,7 +121,7 @@ class Schema:
         return None if end is None else int(end[0].sum())
 
     def epochs_are_alike(self, table: Ints) -> bool:
-        """Whether each epoch moves each position by the same: a row is a sample, and no shard owns other rows than before."""
+        """True if each epoch moves each position by the same: a row is a sample, and no shard owns other rows than before."""
         if self.epoch_end(table) is None:
             return False
         nodes = [node for _, node in self.root.walk()]
@@ -136,7 +136,7 @@ class Schema:
         return {path_name(path): node.reads for path, node in self.root.walk() if node.reads is not None}
 
     def progress(self, table: Ints, shards: Ints) -> dict[str, float]:
-        """What the given shards have drawn; values of several readers of one source add up, those of namesakes do not."""
+        """Return the counters of the given shards; several readers of one source add up, namesakes do not."""
         total: dict[str, float] = {}
         namesakes = self._namesakes()
         for path, node in self.root.walk():
@@ -188,7 +188,7 @@ class Schema:
 
     @cached_property
     def manifests(self) -> Mapping[str, Mapping[str, Any]]:
-        """Of what each source consists now, by the path of its reader: listed once, since there may be many files."""
+        """Return the manifest of each source now, by the path of its reader: listed once, since there may be many files."""
         return {path: dict(source.manifest()) for path, source in self.sources().items()}
 
     @property

@@ -27,7 +27,7 @@ _log = logging.getLogger("rescale_data")
 
 @dataclass(frozen=True)
 class Setup:
-    """What a loader runs with."""
+    """The checked arguments of a loader."""
 
     recipe: Recipe
     schema: Schema
@@ -39,7 +39,7 @@ class Setup:
 
     @property
     def counts_are_known(self) -> bool:
-        """Whether the number of samples of an epoch follows from the pipeline without reading."""
+        """True if the number of samples of an epoch follows from the pipeline without reading."""
         return self.schema.epoch_end(self.schema.fresh_table(self.layout.num_logical_shards)) is not None
 
 

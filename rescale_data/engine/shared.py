@@ -36,7 +36,7 @@ class _Numbers(NamedTuple):
 
 
 class Shared:
-    """What `Reading` documents, on each of the peers.
+    """The methods of `Reading`, on each of the peers.
 
     Args:
         open_reading: Return the `Reading` of the dp rank, with some arguments changed. Called on the first alone.

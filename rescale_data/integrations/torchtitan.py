@@ -37,7 +37,7 @@ class RescaleDataLoader(BaseDataLoader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        """Of the arguments of `rescale_data.DataLoader` those that torchtitan does not know itself."""
+        """The arguments of `rescale_data.DataLoader` that torchtitan does not know itself."""
 
         pipeline: Annotated[Callable[..., BaseNode[Any]], tyro.conf.Suppress]
         """``(tokenizer, seq_len, shard) -> node`` of ``{"tokens", "labels"}``, as `TokenPacker(labels=True)` makes them."""

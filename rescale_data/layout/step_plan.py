@@ -1,4 +1,4 @@
-"""Which rank computes which samples of a step, and in which micro batch, so that ranks finish together.
+"""The plan of a step: the rank and micro batch that computes each sample, so that ranks finish together.
 
 The samples of a step are a set: whichever rank computes one of them, the gradient is the same. All of it is integers, and ties
 go by the number of a sample, so each rank finds the same plan by itself. A *bin* is one micro batch of one rank. Bins that are

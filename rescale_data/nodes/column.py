@@ -93,7 +93,7 @@ def integers(sample: Any, column: str, reader: str, node: Node[Any]) -> npt.NDAr
 
 
 def length_of(sample: Any, column: str, node: Node[Any]) -> int:
-    """How many tokens a sample that ``node`` has yielded has for a mixture by tokens; ``TypeError`` where that is unknown."""
+    """Return the tokens of a sample that ``node`` has yielded, for a mixture by tokens; ``TypeError`` if that is unknown."""
     try:
         return len(sample[column])
     except (TypeError, LookupError) as cause:

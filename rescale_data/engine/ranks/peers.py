@@ -27,7 +27,7 @@ NUM_COUNTS = 4
 
 
 class Heard(NamedTuple):
-    """What followed a header: of a batch `None` where this process receives none."""
+    """The body that followed a header; `None` for a batch if this process receives none."""
 
     kind: int
     counts: list[int]
@@ -78,7 +78,7 @@ class Peers:
         self._exchange(self._receivers if kind == BATCH else self._all, body)
 
     def hear(self, pin_memory: bool) -> Heard:
-        """What the first one says next."""
+        """Receive the next message of the first peer."""
         header = torch.zeros(3 + NUM_COUNTS, dtype=torch.int64, device="cpu")
         self._exchange(self._all, header)
         kind, size, start, *counts = header.tolist()

@@ -1,4 +1,4 @@
-"""What may change in a pipeline between the legs of a run: parameters that a node names, children that come and go, the form of
+"""Changes of a pipeline between the legs of a run: parameters that a node names, children that come and go, the form of
 samples: a longer ``seq_len``, labels, another dtype (`Node.FORM`).
 
 What a state says is first made into what the pipeline of now would have said, and then compared like any other. The forms
@@ -43,13 +43,13 @@ class Changed:
         return ".".join(self.path)
 
     def has(self, key: str) -> bool:
-        """Whether a field, a source or a node belongs to it."""
+        """True if a field, a source or a node belongs to it."""
         return key in self.own or key == self.name or key.startswith(self.name + ".")
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """What a state says, its table aside, as the pipeline of now would have said it.
+    """A state without its table, translated to the current pipeline.
 
     Args:
         columns, pipeline, sources: As JSON has them; sources are `None` where they are those of now.
@@ -104,7 +104,7 @@ def check_changes(schema: Schema, saved: Nodes, table: Ints) -> None:
 
 
 def earlier(schema: Schema, saved: Nodes, table: Ints) -> dict[str, History]:
-    """What nodes have to know of their parameters in the state, by path: `Node.earlier`."""
+    """Return the parameters in the state that nodes have to know, by path: `Node.earlier`."""
     found = {path: node.earlier(old, rows) for path, node, old, rows in _kept(schema, saved, table) if node.MAY_CHANGE}
     return {path_name(path): list(history) for path, history in found.items() if history}
 
@@ -127,19 +127,19 @@ def settle(schema: Schema, table: Ints) -> int:
 
 
 def _is_settled(root: Node[Any], path: Path) -> bool:
-    """Whether every node above the one at ``path`` hands on that something has changed."""
+    """True if every node above the one at ``path`` passes on that something has changed."""
     return not _is_below(
         root, path, lambda node: node.READS_AHEAD and node.within is None and type(node).settle is Node.settle
     )
 
 
 def _is_drawn_once(root: Node[Any], path: Path) -> bool:
-    """Whether nobody above reads again what a node yields."""
+    """True if no node above reads again what a node yields."""
     return not _is_below(root, path, lambda node: node.READS_AHEAD)
 
 
 def _is_below(root: Node[Any], path: Path, holds: Callable[[Node[Any]], bool]) -> bool:
-    """Whether that holds of a node above the one at ``path``, or it is in a torchdata node, whose state is its own affair."""
+    """True if ``holds`` for a node above the one at ``path``, or it is in a torchdata node, whose state is its own affair."""
     node = root
     for name in path:
         if holds(node) or name not in node.children:

@@ -1,4 +1,4 @@
-"""Whether a state fits a loader: what is compared when it is loaded, and of a checkpoint before anything is.
+"""The comparison of a state with a loader: when it is loaded, and for a checkpoint before anything is.
 
 A plain ``dcp.load`` finds another number of logical shards, or of columns, by itself ("Size mismatch between saved ... and
 current ..."), before our code runs, and in words that tell nobody what to do; so `check` reads the header alone.

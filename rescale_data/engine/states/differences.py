@@ -1,4 +1,4 @@
-"""What differs between a state and a pipeline, in words; and what of it is but said: functions, blocklists, weights."""
+"""Differences between a state and a pipeline, in words; and those that are only logged: functions, blocklists, weights."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _short(value: Any) -> str:
 
 
 def _of_parameters(one: Nodes, other: Nodes, keys: Mapping[str, Set[str]]) -> list[str]:
-    """Of some parameters of each node; of a node of which the state says none of them, nothing."""
+    """Return the differences in some parameters of each node; none for a node of which the state has none of them."""
     picked = [
         {name: {k: v for k, v in nodes[name].items() if k in keys[name]} for name in keys} for nodes in (one, other)
     ]

@@ -25,7 +25,7 @@ _NEVER = 1 << 40
 
 @dataclass(frozen=True)
 class Growth:
-    """What has become of the data since a state was saved.
+    """The changes of the data since a state was saved.
 
     Args:
         histories: As they were saved, by the path of the node that reads the source.
@@ -121,7 +121,7 @@ def parse(value: Any) -> History:
 
 
 def _history(schema: Schema, path: str) -> History:
-    """That which a schema would save."""
+    """Return the history that a schema would save."""
     known = schema.histories.get(path, ())
     return list(known) if len(known) > 1 else [(0, schema.manifests[path])]
 

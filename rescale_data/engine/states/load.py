@@ -132,7 +132,7 @@ def _deliver(
 def _place(
     stream: Stream, layout: Layout, clock: Clock, table: Ints, saved: tuple[int, int, int], *, was_dealt: bool
 ) -> Clock:
-    """Where the run goes on in its steps; what is dealt in the table goes where it does not hold there."""
+    """Return the place in its steps where the run goes on; a remainder in the table goes if it does not hold there."""
     loaded = clock.loaded(saved, layout)
     if was_dealt and not is_dealt(table):
         loaded = clock.restarted(saved[0])
@@ -170,7 +170,7 @@ def _require_rows(schema: Schema, table: Ints) -> None:
 
 
 def _warn_of_epochs(stream: Stream, table: Ints) -> None:
-    """Of an endless stream's shards, each in an epoch of its own, where the loader has epochs."""
+    """Warn of an endless stream's shards, each in an epoch of its own, if the loader has epochs."""
     readers = readers_of(stream.schema.root, FIRST_SLOT)
     if stream.setup.recipe.repeat or len(readers) != 1 or readers[0][0].rows.is_small:
         return
@@ -187,7 +187,7 @@ def _warn_of_epochs(stream: Stream, table: Ints) -> None:
 
 
 def _differ(saved: Nodes, now: Nodes, *apart: str) -> bool:
-    """Whether parameters of two pipelines differ, but for some."""
+    """True if parameters of two pipelines differ, but for some."""
     return without_all(saved, *apart) != without_all(now, *apart)
 
 
@@ -205,7 +205,7 @@ def _join(stream: Stream, growth: Growth, table: Ints, forms: Mapping[str, Histo
 def _reached(
     stream: Stream, table: Ints, forms: Mapping[str, History], histories: Histories, paths: Sequence[str]
 ) -> list[int]:
-    """Of each of these sources the last epoch that is read again to go on within windows and documents that have begun; -1:
+    """Return for each of these sources the last epoch that is read again to go on within windows and documents that began; -1:
     none is (collective where something has begun)."""
     begun, ranks = stream.schema.begun(table), stream.ranks.loading
 
