@@ -40,7 +40,7 @@ def test_those_left_out_are_not_ours(name: str) -> None:
 
 
 HIDDEN = re.compile(
-    r"(What|Whatever|Whether|Where|Which|Who|How|When|Those|That|These|This|Its?|They|Of|From what|As far|So that)\b|(In|By) which\b"
+    r"(What|Whatever|Whether|Where|Which|Who|How|When|Those|Th(at|ese|is|ey)|Its?|Of|(In|By) which|From what|As far|So that)\b"
 )
 """First words that hide what a sentence is about."""
 PACKAGE = Path(rescale_data.__path__[0])
