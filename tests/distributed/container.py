@@ -1,6 +1,6 @@
 """One rank of a job whose hosts are containers: `python -m tests.distributed.container ARGUMENTS`, see `test_containers`.
 
-It says on its standard output what it trains, for its host's disk goes with the host.
+It writes what it trains to its standard output, for its host's disk goes with the host.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import rescale_data as rd
 from rescale_data.checkpoint import CheckpointManager
 
 GLOBAL_BATCH, SAVE_EVERY = 12, 2
+OUTPUT = os.dup(1)
+os.dup2(2, 1)  # gloo of torch 2.9 writes lines of its own to the standard output
 
 
 def train(data: str, run: str, options: dict[str, Any], stop: int, waits_at: int) -> None:
@@ -38,7 +40,7 @@ def train(data: str, run: str, options: dict[str, Any], stop: int, waits_at: int
 
 
 def say(**what: Any) -> None:
-    os.write(1, json.dumps({"rank": dist.get_rank(), **what}).encode() + b"\n")  # at once: ranks share the pipe
+    os.write(OUTPUT, json.dumps({"rank": dist.get_rank(), **what}).encode() + b"\n")  # at once: ranks share the pipe
 
 
 def main() -> None:
