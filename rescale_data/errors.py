@@ -56,7 +56,7 @@ class DataStateError(ValueError):
 
 
 class DamagedCheckpointError(ValueError):
-    """Files of a checkpoint are not those that were saved.
+    """Files of a checkpoint have changed since they were saved.
 
     Attributes:
         problems: One sentence a file.
@@ -68,7 +68,7 @@ class DamagedCheckpointError(ValueError):
 
 
 def picklable(error: Exception) -> Exception:
-    """The error, or what says the same and can be told to another process."""
+    """The error, or one with the same words that can be sent to another process."""
     try:
         return pickle.loads(pickle.dumps(error))
     except Exception:
@@ -134,7 +134,7 @@ def require(classes: type | tuple[type, ...], words: str, **given: object) -> No
 
 
 def require_callable(**given: object) -> None:
-    """``TypeError`` of what is given and is no function."""
+    """``TypeError`` unless the argument is a function."""
     for name, value in given.items():
         if value is not None and not callable(value):
             raise TypeError(f"{name}={value!r} is a {type(value).__name__}: give a function, or leave it out.")

@@ -159,7 +159,7 @@ class Watch:
         self._seen: dict[str, tuple[bytes, float]] = {}
 
     def look(self, path: str) -> tuple[Seen, Mapping[str, Any]]:
-        """Return what is known of the holder of the lease at `path`, and what the lease says; nothing if it is half written."""
+        """Return the state of the holder of the lease at `path`, and the content of the lease; empty if it is half written."""
         try:
             content: bytes = self._files.cat_file(path)
         except FileNotFoundError:

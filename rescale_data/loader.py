@@ -189,7 +189,7 @@ class DataLoader:
         return iter(self.reading)
 
     def __len__(self) -> int:
-        """Micro batches of the whole epoch; ``TypeError`` where it has no end, or only reading would tell."""
+        """Number of micro batches in the whole epoch; ``TypeError`` if it has no end, or if only reading finds it."""
         return len(self.reading)
 
     def __bool__(self) -> bool:

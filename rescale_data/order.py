@@ -141,7 +141,7 @@ def fragments_in_order(starts: Ints, lengths: Ints) -> FragmentOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """The rows of a source in their own order, global batch by global batch, dealt to the shards that serve its rows.
+    """The rows of a source in their own order, global batch by global batch, divided among the shards that serve them.
 
     With G = N / O and O <= N, draw n of shard i is row ``(n * G + i % G) * O + i // G``; where O is a multiple of N, each shard
     has its O / N rows of each global batch.

@@ -16,7 +16,7 @@ from rescale_data.state import Ints
 
 
 def shard_starts(shards: Ints, num_rows: int, num_logical_shards: int) -> Ints:
-    """First virtual row of each logical shard; that of ``num_logical_shards`` is ``num_rows``."""
+    """First virtual row of each logical shard; for ``num_logical_shards`` it is ``num_rows``."""
     whole, rest = divmod(num_rows, num_logical_shards)
     return shards * whole + shards * rest // num_logical_shards  # i * R // N without its overflow
 

@@ -194,7 +194,7 @@ def _joined(
 
 
 def place_slots(fields: Sequence[Field], *, epochs: bool = True) -> list[int]:
-    """The slots that say where a stream stands, without those that count, and without ``epochs`` within an epoch."""
+    """The slots that say where a stream stands, without counters, and without ``epochs`` within an epoch."""
     wanted = [not f.counts and (epochs or f.path[-1] != EPOCH) for f in fields]
     places = zip(wanted, fields, offsets(fields), strict=False)
     return [slot for is_wanted, f, start in places if is_wanted for slot in range(start, start + f.num_slots)]

@@ -52,3 +52,38 @@ def test_a_first_line_names_its_subject(file: Path) -> None:
     kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
     texts = [ast.get_docstring(node) for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)]
     assert [text.splitlines()[0] for text in texts if text and HIDDEN.match(text)] == []
+
+
+LONGEST = 25
+"""Words of a docstring's first sentence."""
+NOT_USED = re.compile(
+    r"\b(th(ose|at) of|those that|of (now|then)|who(m)?ever|is said|what is|told|tells?|hears?|heard|dealt|legs?)\b",
+    re.IGNORECASE,
+)
+"""Words that have no noun, or another one in the glossary of docs/concepts.md."""
+NOT_READ_YET = ("engine", "nodes", "sources")
+READ = [file for file in sorted(PACKAGE.rglob("*.py")) if file.relative_to(PACKAGE).parts[0] not in NOT_READ_YET]
+
+
+@pytest.mark.parametrize("file", READ, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_a_first_sentence_is_short_and_plain(file: Path) -> None:
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    texts = [ast.get_docstring(node) for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)]
+    first = [re.split(r"(?<=[.!?:])\s", re.sub(r"\s+", " ", text.split("\n\n")[0]))[0] for text in texts if text]
+    assert [sentence for sentence in first if len(sentence.split()) > LONGEST or NOT_USED.search(sentence)] == []
+
+
+PAGES = [*sorted((PACKAGE.parent / "docs").glob("*.md")), *sorted(PACKAGE.parent.rglob("README.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(PACKAGE.parent)))
+def test_a_page_uses_plain_words(page: Path) -> None:
+    prose = re.sub(r"```.*?```|`[^`\n]*`|^    .*?$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert (
+        re.findall(
+            r"[^.]{0,60}\b(?:th(?:ose|at) of|of (?:now|then)|is said|legs?|dealt)\b[^.]{0,60}",
+            prose,
+            re.IGNORECASE,
+        )
+        == []
+    )

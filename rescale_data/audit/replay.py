@@ -185,7 +185,7 @@ def _skip(reading: Reading, step: int, until: int) -> None:
 
 
 def _play(readings: Sequence[Reading], until: int, skipped: Sequence[tuple[int, int]]) -> Iterator[Served]:
-    """All samples up to one, but for ranges that the run has left out; those that are not drawn are from nowhere."""
+    """All samples up to one, without the ranges that the run has left out; samples that are not drawn have no origin."""
     head = readings[0].stream
     while head.clock.samples < until:
         for reading in readings:
@@ -206,7 +206,7 @@ def _play(readings: Sequence[Reading], until: int, skipped: Sequence[tuple[int, 
 
 
 def _is_arrived(state: State, after: State, shards: Sequence[int]) -> bool:
-    """True if all shards have delivered as many samples, and those that were drawn stand where they should."""
+    """True if all shards have delivered the same number of samples, and the drawn shards stand at their saved positions."""
     samples, remainder = (field.key for field in OWN_FIELDS)
     there, wanted = state.values, after.values
     counts = torch.equal(there[samples], wanted[samples]) and state.header["step"] == after.header["step"]

@@ -57,7 +57,7 @@ class Entry:
 
 
 def of_all_ranks(per_rank: list[Misfits]) -> Misfits:
-    """Return what is missing or different on any rank, and what none of them asks for."""
+    """Return the names that are missing or different on any rank, and the names that no rank requests."""
     merged = {kind: _on_any([found[kind] for found in per_rank]) for kind in per_rank[0]}
     for kind in ("unexpected", NOT_ASKED):
         common = set.intersection(*(set(found[kind]) for found in per_rank))

@@ -50,7 +50,7 @@ class Saving:
 
 
 class CheckpointManager(RunReader):
-    """Saves a run's checkpoints as ``<folder>/step-<step>``, deletes those that no rule keeps, and loads them.
+    """Saves a run's checkpoints as ``<folder>/step-<step>``, loads them, and deletes the checkpoints that no rule keeps.
 
     All ranks make the manager, and all call ``save``, ``load``, ``load_latest`` and ``close``. What is copied when, who
     writes, and what a failure or a kill leaves: the README of this module. Where one rank dies, the save of the others fails,

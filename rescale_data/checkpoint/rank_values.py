@@ -1,4 +1,4 @@
-"""Values and ranks: what all ranks hold under one name is one value, and what is each rank's own is said to be.
+"""Values and ranks: a plain value is the same on all ranks; a rank's own value is a `PerRank`.
 
 DCP saves a value that is not sharded from one of the ranks that hold it. Where they differ, the others' is lost without a word.
 So a plain value that differs is an error here. Ranks compare a digest of all, and those of each only where these differ.
@@ -47,7 +47,7 @@ def own_name(rank: int) -> str:
 
 
 def source_rank(saved: Set[str], rank: int) -> int:
-    """The rank whose value this rank loads, of those that are saved under these keys."""
+    """The rank whose value this rank loads, among the ranks that are saved under these keys."""
     ranks = sorted(int(match[1]) for name in saved if (match := _OWN.fullmatch(name)))
     return rank if rank in ranks or not ranks else ranks[rank % len(ranks)]
 
@@ -86,7 +86,7 @@ def refuse_disagreement(plain: Mapping[str, Any], ranks: Ranks) -> None:
 
 
 def _digest(value: Any) -> bytes:
-    """Return eight bytes; none for what is sharded or of a class unknown here."""
+    """Return a digest of eight bytes; no bytes for sharded tensors and unknown classes."""
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         flat = cast(torch.Tensor, value).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         parts = [f"{value.dtype} {value.shape}".encode(), flat.numpy().tobytes()]

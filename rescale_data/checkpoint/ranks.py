@@ -1,4 +1,4 @@
-"""The ranks that save or load together, how they fail together, and what is then said: the cause."""
+"""The ranks that save or load together; if one fails, all raise an error with the cause."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Rules of what is kept, as ``CheckpointManager`` has them; the newest always stays, and nan is worse than any number.
+    """The rules of ``CheckpointManager`` for keeping checkpoints; the newest always stays, and nan is worse than any number.
 
     Raises:
         ValueError: a count that is no integer of at least 1, or a mode that is neither ``"min"`` nor ``"max"``.
@@ -97,7 +97,7 @@ def prune(owner: Ownership, folder: RunFolder, rules: Retention, saved: int, tol
 
 
 def delete_steps(folder: RunFolder, steps: list[int], *, wait: bool) -> dict[str, str]:
-    """Delete steps of a run that nobody saves to: by step "deleted", "being read", or "undecided" where one look does not tell.
+    """Delete steps of a run that nobody saves to; return for each "deleted", "being read", or "undecided" after one look.
 
     Args:
         wait: Look twice, about a minute apart, at holders of other hosts.

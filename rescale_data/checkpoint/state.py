@@ -35,7 +35,7 @@ State: TypeAlias = Mapping[str, Any]
 
 
 class _StatefulEntry(Entry):
-    """The state of any object; that of a loader is loaded also where the columns of its table have changed."""
+    """The state of any object; a loader's state is loaded also where the columns of its table have changed."""
 
     def placeholder(self, reader: Reader) -> Any:
         return with_columns_of(self.plain(), reader.contents.values.get(f"{self.name}.{TABLE}"))
@@ -125,7 +125,7 @@ def _replace(path: Path, value: Any, holder: Mapping[str, Any], key: str, loaded
 
 
 def _refuse_inside(path: Path, value: Any) -> None:
-    """``TypeError`` where a value holds what has a state, which would be pickled whole, or keys that no name tells apart."""
+    """``TypeError`` if a value holds an object with a state, which would be pickled whole, or keys with equal names."""
     if isinstance(value, Mapping):
         items = list(cast(Mapping[Any, Any], value).items())
         odd = [key for key, _ in items if not isinstance(key, str | int | float | None)]

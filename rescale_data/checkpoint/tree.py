@@ -33,7 +33,7 @@ def tree_of(paths: Mapping[str, tuple[Any, ...]], leaves: Mapping[str, Any], los
 
 
 def lost_in_names(tree: Any, path: tuple[str | int, ...] = ()) -> list[tuple[list[str | int], Any]]:
-    """Return what of a nested state its flat names do not tell."""
+    """Return the parts of a nested state that its flat names do not hold."""
     if isinstance(tree, Mapping):
         found: list[tuple[list[str | int], Any]] = [([*path], {})] if path and not tree else []
         for key, inner in cast(Mapping[Any, Any], tree).items():

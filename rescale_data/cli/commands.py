@@ -206,7 +206,7 @@ def prune(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Delete the checkpoints in a run's FOLDER that no rule keeps, except those that are, or may be, being read.
+    """Delete the checkpoints in a run's FOLDER that no rule keeps, except checkpoints that are, or may be, being read.
 
     A run that still saves is left to its own manager.
     """

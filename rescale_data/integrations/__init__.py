@@ -1,2 +1,4 @@
-"""Thin modules that put `rescale_data.DataLoader` into a trainer, each imported when it is used: `lightning`,
-`huggingface` and `torchtitan`; and `causal_lm`, the batches that transformers' models expect."""
+"""Thin modules, each imported when it is used, for the trainers `lightning`, `huggingface` and `torchtitan`.
+
+`causal_lm` makes the batches that transformers' models expect.
+"""

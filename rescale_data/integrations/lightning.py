@@ -44,7 +44,7 @@ class DataState(pl.Callback):
         self._was_asked = trainer.train_dataloader is not None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Look at what Lightning was told, and load what it has not: it leaves loaders new whose epoch it takes for over."""
+        """Check Lightning's arguments, and load states that it has not: it loads none where it takes the epoch for over."""
         pairs = zip(_loaders(trainer.train_dataloader), self._loaded, strict=False)
         behind = [(loader, state) for loader, state in pairs if loader.step != read(state).header["step"]]
         for loader, state in behind:

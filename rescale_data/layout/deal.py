@@ -1,4 +1,4 @@
-"""The end of an epoch: what the shards still have is dealt anew to the same ranks, until less than a global batch is left.
+"""The end of an epoch: the remainder of the shards is redistributed over the ranks, until less than a global batch is left.
 
 The shard with the most samples left serves first, the lowest index first among equals. That order needs the counts
 alone, so every rank computes the same deal. In each step of it the O samples are sorted by shard and become the rows

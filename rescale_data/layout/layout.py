@@ -255,7 +255,7 @@ def _nearest(value: int, fits: Callable[[int], bool]) -> list[int]:
 
 
 def default_num_logical_shards(global_batch_size: int) -> int:
-    """N where the user names none: 4 * O keeps the order for K = 0, 1, 2 and 4 workers; above 2,048 it costs too much.
+    """The default N: 4 * O keeps the order for K = 0, 1, 2 and 4 workers; above 2,048 it costs too much.
 
     Then it is 2 * O or O; of a larger O the part, not below 256, that most world sizes divide.
     """

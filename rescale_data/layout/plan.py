@@ -74,7 +74,7 @@ class Plan(Sequence[Option]):
     __repr__ = __str__
 
     def table(self) -> str:
-        """Each topology; A is that of the first global batch."""
+        """Each topology; A is of the first global batch."""
         rows = ["  ranks W  micro batch b  accumulation A  workers K"]
         rows += [f"{w:9}{b:15}{a:16}  {_listed(ks)}" for (w, b, a), ks in self._by_topology().items()]
         return "\n".join([self._title(), *rows])

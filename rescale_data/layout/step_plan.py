@@ -102,7 +102,7 @@ class StepPlan:
         num_first = self.ranks if self.sync == "micro" else 0
 
         def cut(limit: int) -> list[int] | None:
-            """Return the first sample of each bin, and the end, where bins cost at most this; those of the first level more."""
+            """Return the first sample of each bin, and the end. Bins cost at most this; the first level may cost more."""
             few = _following(costs, tokens, limit, most_tokens)
             many = _following(costs, tokens, max(limit, first), most_tokens)
             starts, stop, least = [0], 0, len(costs) - self.num_bins
@@ -136,7 +136,7 @@ class StepPlan:
         return first, max(1, (total - first * self.ranks) // max(self.num_bins - self.ranks, 1))
 
     def _near_owners(self, group: Ints, level: Ints) -> Ints:
-        """Return the rank of each sample: those of a group have one, and groups of one level have different ones.
+        """Return the rank of each sample: samples of a group have one, and groups of one level have different ranks.
 
         The group and the rank that have the most tokens in common come together first.
 

@@ -43,8 +43,10 @@ class Turns(Protocol):
 
 
 class AlignedTurns:
-    """Rows of the global batch have their shards by arithmetic alone, so a turn is a function of u; turns are the same object
-    or have no shard in common."""
+    """Rows of the global batch have their shards by arithmetic alone, so a turn is a function of u.
+
+    Turns are the same object or have no shard in common.
+    """
 
     def __init__(self, layout: Layout, rank: int) -> None:
         self._layout, self._rank, self._period = layout, rank, layout.period

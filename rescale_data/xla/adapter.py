@@ -1,4 +1,4 @@
-"""The adapter that tells `rescale_data.checkpoint` about XLA tensors, by torch_xla's own planners.
+"""The adapter by which `rescale_data.checkpoint` saves and loads XLA tensors, with torch_xla's own planners.
 
 XLAShardedTensor  [ piece | piece | piece | pad ]      one process a host, a piece a device
                       SHARD items, without padding ──►  the same entries that FSDP2 writes
@@ -55,7 +55,7 @@ class XlaAdapter:
         return pieces
 
     def first_state(self, optimizer: torch.optim.Optimizer) -> Mapping[torch.Tensor, dict[str, Any]]:
-        """By torch_xla's ``prime_optimizer``, a step with zero gradients: only the step itself tells how its state is sharded.
+        """Make the first state by torch_xla's ``prime_optimizer``, a step with zero gradients: only a step shards the state.
 
         A copy of the optimizer without its hooks takes the step, on copies of the parameters: it may change them, by its weight
         decay or 0 / 0.

@@ -40,7 +40,7 @@ def host_mesh() -> DeviceMesh | None:
 
 
 def warn_if_hosts_share_samples(num_ranks: int) -> None:
-    """One warning where several hosts would train on the same samples, because nobody told the loader of them."""
+    """Warn once if several hosts would train on the same samples, because the loader was not given them."""
     if num_ranks == 1 and xr.process_count() > 1:
         _logger.warning(
             "The loader has a single dp rank on %d hosts: all of them read the same samples. That is right where the model "

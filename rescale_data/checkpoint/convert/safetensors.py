@@ -143,7 +143,7 @@ def _library() -> Any:
 
 
 def parse_size(size: int | str) -> int:
-    """Return a size in bytes; ``ValueError`` for what is no size."""
+    """Return a size in bytes; ``ValueError`` for any other text."""
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMGT]?)(I?)B?\s*", str(size).upper())
     num_bytes = int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]]) if match else 0
     if num_bytes < 1:
@@ -213,7 +213,7 @@ def _what_is_there(source: Path) -> str:
 
 
 def _refuse_used(store: Store, folder: str) -> None:
-    """``ValueError`` for a folder with anything in it: nothing tells the files of two conversions apart."""
+    """``ValueError`` for a folder that is not empty: the files of two conversions look alike."""
     if folder.endswith(".safetensors"):
         raise ValueError(
             f"{folder} is the name of a file. Give a folder (and --to safetensors): its files are named model*.safetensors."

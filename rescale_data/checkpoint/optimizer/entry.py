@@ -1,4 +1,4 @@
-"""An optimizer in a state: what of a checkpoint's is taken, and what is refused."""
+"""An optimizer in a state: the parts of a saved optimizer that it loads, and the parts that it refuses."""
 
 from __future__ import annotations
 

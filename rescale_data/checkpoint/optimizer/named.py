@@ -18,7 +18,7 @@ GROUPS = "param_groups"
 
 
 def owner(name: str, optimizer: torch.optim.Optimizer, modules: list[tuple[tuple[str, ...], nn.Module]]) -> nn.Module:
-    """The module of the state that has all of the optimizer's parameters, or those that have them together."""
+    """The module of the state that has all of the optimizer's parameters, or the modules that have them together."""
     wanted = {id(parameter) for parameter in parameters_of(optimizer)}
     owned = [(path, module, wanted & {id(p) for p in module.parameters()}) for path, module in modules]
     for _, module, found in owned:

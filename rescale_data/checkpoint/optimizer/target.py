@@ -1,4 +1,4 @@
-"""An optimizer that is about to be loaded: the tensors for what was saved, what of it does not fit, and then all of it at once.
+"""An optimizer that is about to be loaded: tensors to load into, differences, and all state assigned at once.
 
 Parameters that have no state in the checkpoint (unused, frozen, never stepped) are left without one: nothing here steps an
 optimizer, but what torch_xla needs.
@@ -84,7 +84,7 @@ class Target:
         return mapped(saved, place), misfits
 
     def apply(self, states: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Give the optimizer these states by name, and its groups the values of those that match them."""
+        """Give the optimizer these states by name, and its groups the values of the saved groups that match them."""
         values = [{} if number is None else groups[number] for number in self.numbers]
         merged = [
             {**group, **new, "params": group["params"]} for group, new in zip(self.current[GROUPS], values, strict=True)

@@ -53,7 +53,7 @@ class SupersededError(ValueError):
 
 
 class UndecidedError(ValueError):
-    """One look does not tell if the last owner of a folder is still there."""
+    """One look does not show if the last owner of a folder is still alive."""
 
 
 class Ownership:
@@ -365,7 +365,7 @@ class Ownership:
 
 
 def prepare(store: Store, final: str, *, overwrite: bool) -> None:
-    """Raise `ValueError` unless a checkpoint may be saved at `final`; a link becomes a folder of links to what is in there."""
+    """Raise `ValueError` unless a checkpoint may be saved at `final`; a link becomes a folder of links to its files."""
     if not (store.is_link(final) and overwrite):
         if store.is_file(final):
             raise ValueError(f"{final} is a file; a checkpoint is a folder. Give another path, or move the file away.")

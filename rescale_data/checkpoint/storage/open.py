@@ -150,7 +150,7 @@ def _lease(stack: ExitStack, reader: CheckpointReader) -> Save | None:
 
 @checks_kinds
 def verify(path: StrPath, *, checksums: bool = True, storage_options: Mapping[str, Any] | None = None) -> list[str]:
-    """Return what is wrong with the checkpoint at ``path``, one sentence a file; empty if nothing is.
+    """Return the defects of the checkpoint at ``path``, one sentence a file; empty if it is sound.
 
     Args:
         checksums: Read every file; False compares sizes alone. A checkpoint of another tool has no checksums.
@@ -177,13 +177,13 @@ def verify(path: StrPath, *, checksums: bool = True, storage_options: Mapping[st
 def damaged(
     path: str, problems: list[str], became: str = "Nothing was loaded. Load an earlier checkpoint."
 ) -> Exception:
-    """Return the error that lists what is wrong with a checkpoint."""
+    """Return the error that lists the defects of a checkpoint."""
     listed = "\n  ".join(problems)
     return DamagedCheckpointError(f"The checkpoint {path} is damaged:\n  {listed}\n{became}", problems)
 
 
 def _expected(reader: CheckpointReader) -> tuple[Manifest | None, list[str]]:
-    """Return the manifest, and what is wrong with the sizes of files.
+    """Return the manifest, and the files of wrong size.
 
     Of a checkpoint of another tool there is no manifest, and the files are at least as long as its metadata tells.
     """
@@ -224,7 +224,7 @@ def _files_of_another_tool(reader: CheckpointReader) -> dict[str, FileRecord]:
 
 
 def wrong_sizes(store: Store, path: str, files: Mapping[str, FileRecord], *, exact: bool = True) -> dict[str, str]:
-    """Return what is wrong by size alone, by name, from listings: few requests, whatever the number of files.
+    """Return the files of wrong size, by name, from listings: few requests, whatever the number of files.
 
     Args:
         exact: False where files may be longer than what is known of them.
@@ -242,7 +242,7 @@ def wrong_sizes(store: Store, path: str, files: Mapping[str, FileRecord], *, exa
 
 
 def _unlike(reader: CheckpointReader) -> list[str]:
-    """Return what is wrong with the content of files, one sentence a file."""
+    """Return the defects in the content of files, one sentence a file."""
     files = reader.pieces
 
     def problem(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Readers of checkpoints: each has a lease in the run, so that the owner leaves alone what is read.
+"""Readers of checkpoints: each has a lease in the run, so that the owner does not delete checkpoints that are being read.
 
 A reader puts its lease, which then covers the whole run, before it lists; once it has chosen, the lease names one save. The
 owner puts its manifest, and then looks at the leases before it removes. One of the two always sees the other.
@@ -49,7 +49,7 @@ class Readers:
         self.watch = Watch(store.files)
 
     def look(self) -> list[tuple[Seen, Mapping[str, Any]]]:
-        """Return all leases but those of readers that are gone, which are removed."""
+        """Return the leases of living readers, and remove all others."""
         found: list[tuple[Seen, Mapping[str, Any]]] = []
         for name in self._store.names(self._folder):
             seen, about = self.watch.look(path := join(self._folder, name))

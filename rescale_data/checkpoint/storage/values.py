@@ -1,4 +1,4 @@
-"""Plain values in a checkpoint: read without running code; which cannot be read so is said when they are saved.
+"""Plain values in a checkpoint: read without running code; a save warns of values that cannot be read so.
 
     a file of torch.save ──► records (``records.py``) ──► values, by the makers that are listed here
 
