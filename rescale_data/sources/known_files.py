@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import posixpath
 import struct
 from abc import abstractmethod
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -183,29 +184,33 @@ class KnownFiles(FiledSource):
         return range(self._index.first_row(file), self._index.first_row(file + 1))
 
     def rows_in_file(self, name: str, rows: Ints) -> Ints:
-        file = self._file_named(name)
-        fragments = range(*self._index.files[file : file + 2].tolist())
-        chosen = [(fragment, self._index.chosen_of(fragment)) for fragment in fragments]
-        first, num = self._index.first_row(file), len(self.rows_of_file(name))
-        kept = [
-            self._index.place("base", fragment) + part.astype(np.int64) for fragment, part in chosen if part is not None
-        ]
+        of_file, is_filtered = self.rows_of_file(name), self._index.chosen is not None
         least, most = (int(rows.min()), int(rows.max())) if len(rows) else (0, -1)
-        if least < 0 or (not kept and most >= num):
+        if least < 0 or (not is_filtered and most >= len(of_file)):
             raise ValueError(
-                f"{name} of {self.name} has the rows 0 to {num - 1}: there are none from {least} to {most}."
+                f"{name} of {self.name} has the rows 0 to {len(of_file) - 1}: there are none from {least} to {most}."
             )
-        return first + (np.flatnonzero(np.isin(np.concatenate(kept), rows)) if kept else rows)
+        if not is_filtered:
+            return of_file.start + rows
+        return of_file.start + np.flatnonzero(np.isin(self._places_in_file(self._file_named(name)), rows))
+
+    def _places_in_file(self, file: int) -> Ints:
+        """Return ``int64[n]``, the rows of a file that a filter has kept, as the file numbers them."""
+        index, kept = self._index, [np.zeros(0, dtype=np.int64)]
+        for fragment in range(*index.files[file : file + 2].tolist()):
+            kept.append(index.place("base", fragment) + np.asarray(index.chosen_of(fragment), dtype=np.int64))
+        return np.concatenate(kept)
 
     def file_row(self, index: int) -> tuple[str, int]:
         file, row = self._in_file(index)
         return self._files.names[file], row
 
     def _file_named(self, name: str) -> int:
-        """Return the number of a file by its name below the root, its path, or the end of that."""
-        names = self._files.names
-        files = [file for file, known in enumerate(names) if known == name]
-        files = files or [file for file in range(len(names)) if f"/{self._files.path(file)}".endswith(f"/{name}")]
+        """Return the number of a file by its name below the root, its path or URL, or the end of these."""
+        names, end = self._files.names, posixpath.normpath(name.rpartition("://")[2])
+        at = bisect_left(names, end)
+        files = [at] if at < len(names) and names[at] == end else []
+        files = files or [file for file in range(len(names)) if f"/{self._files.path(file)}".endswith(f"/{end}")]
         if len(files) != 1:
             raise ValueError(f"{len(files)} of the files of {self.name} are named {name!r}: give the path of one.")
         return files[0]

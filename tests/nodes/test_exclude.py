@@ -368,6 +368,29 @@ class TestFiles:
         left = list(rd.Reader(source, rd.Shard(), shuffle=False, exclude={"m.parquet": [1, 4]}))
         assert [row["n"] for row in left] == [3, 5, 6, 7]
 
+    def test_a_file_of_which_a_filter_keeps_no_row_has_none_to_leave_out(self, tmp_path: Any) -> None:
+        self.source(tmp_path, a=2, m=8)
+        source = rd.ParquetSource(tmp_path, filter=compute.field("n") >= 3)
+        exclude = {"a.parquet": [0, 1], "m.parquet": [4]}
+        reader = rd.Reader(source, rd.Shard(), shuffle=False, exclude=exclude)
+        assert [row["n"] for row in reader] == [3, 5, 6, 7]
+
+    def test_a_list_is_the_same_however_it_spells_a_path(self, tmp_path: Any) -> None:
+        (tmp_path / "b").mkdir()
+        self.source(tmp_path / "b", m=8)
+        self.source(tmp_path, a=2)
+        source = rd.ParquetSource(f"{tmp_path}/**/*.parquet")
+        expected = rd.Reader(source, rd.Shard(), exclude={"b/m.parquet": [1, 4]}).parameters()["exclude"]
+        path = tmp_path / "b" / "m.parquet"
+        for name in ("m.parquet", "./b/m.parquet", "b//m.parquet", "b/../b/m.parquet", str(path), f"file://{path}"):
+            reader = rd.Reader(source, rd.Shard(), exclude={name: [1, 4]})
+            assert reader.parameters()["exclude"] == expected
+            assert [row["id"] for row in reader if row["id"] in ("m1", "m4")] == []
+        twice = rd.Reader(source, rd.Shard(), exclude={"m.parquet": [1], str(path): [1, 4]})
+        assert twice.parameters()["exclude"] == expected
+        other = rd.Reader(source, rd.Shard(), exclude={"b/m.parquet": [1, 5]})
+        assert other.parameters()["exclude"] != expected
+
     def test_find_rows_names_files_and_what_cannot_be_read(
         self, tmp_path: Any, caplog: pytest.LogCaptureFixture
     ) -> None:

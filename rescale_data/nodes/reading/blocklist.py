@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -37,14 +37,11 @@ class Blocklist:
     """
 
     def __init__(self, source: Source, excluded: Excluded) -> None:
-        rows, digest = list[Ints](), hashlib.blake2b(digest_size=8)
-        for file, numbers in _by_file(source, excluded):
-            digest.update(f"{file}\0{len(numbers)}\0".encode() + numbers.tobytes())
-            rows.append(_numbered(source, file, numbers))
+        rows = [_numbered(source, file, numbers) for file, numbers in _by_file(source, excluded)]
         self.rows = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *rows]))
         """``int64[n]``, ascending, numbered over all files that there are."""
-        self.digest = int.from_bytes(digest.digest(), "little") >> 1 | 1
-        """A positive number that stands for the files and rows, whatever files have joined."""
+        self.digest = _digest(_of_files(source, self.rows))
+        """A positive number that stands for the files and rows, however the list spells them and whatever files have joined."""
 
     def free(self, rows: Ints) -> memoryview | None:
         """Return for each place in ``rows``, and the end, the first from there on that is not listed; `None`: none is."""
@@ -160,6 +157,26 @@ def _by_file(source: Source, excluded: Excluded) -> list[tuple[str, Ints]]:
         )
     by_file = cast("Mapping[str, Collection[int]]", excluded)
     return [(file, _numbers(file, by_file[file])) for file in sorted(by_file)]
+
+
+def _of_files(source: Source, rows: Ints) -> Iterator[tuple[str, Ints]]:
+    """Yield the name of each file that some rows are of, with their numbers in it; without files, all under an empty name."""
+    if not isinstance(source, FiledSource):
+        yield "", rows
+        return
+    while len(rows):
+        name, _ = source.file_row(int(rows[0]))
+        of_file = source.rows_of_file(name)
+        num = int(np.searchsorted(rows, of_file.stop))
+        yield name, rows[:num] - of_file.start
+        rows = rows[num:]
+
+
+def _digest(listed: Iterable[tuple[str, Ints]]) -> int:
+    digest = hashlib.blake2b(digest_size=8)
+    for name, numbers in listed:
+        digest.update(f"{name}\0{len(numbers)}\0".encode() + numbers.tobytes())
+    return int.from_bytes(digest.digest(), "little") >> 1 | 1
 
 
 def _numbered(source: Source, file: str, numbers: Ints) -> Ints:
