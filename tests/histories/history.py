@@ -70,6 +70,7 @@ class History:
         if self.blocks:
             self._with_a_blocklist()
         self.files = {f"f{i}": r.randint(1, 40) for i in r.sample(range(9), r.randint(1, 3))}
+        self.first_files = self.files
         self.aligned, self.repeat = r.random() < 0.5, r.random() < 0.4 and not self.packs_blocked
         self.tail = "pad" if self.packs_blocked else r.choice(["drop", "pad"])
         self.verify = r.random() < 0.3 and "Stock" not in repr(self.plan)
@@ -160,7 +161,7 @@ class History:
         self.books, self.saves = Books(), list[Any]()
         num_legs = r.randint(1, 5)
         for leg in range(num_legs):
-            self.pipeline = Pipeline(self.plan, self.files, self.lists[-1])
+            self.pipeline = Pipeline(self.plan, self.files, self.lists[-1], self.first_files)
             self.prefetch = 0 if self.faults else r.choice([0, 0, 0, 1, 3])
             if self.aligned and leg and r.random() < 0.2:
                 self.o = r.choice([o for o in (2, 4, 6, 8, 12, 16, 24) if self.aligned_tops(o)])
@@ -230,7 +231,7 @@ class History:
         """What shards yield, by the data of now and since when it is so: a state keeps what it needs of that, the books all."""
         schema, recipe = self.seats.lead.stream.schema, self.seats.lead.loader.setup.recipe
         if self.blocks:
-            bare = Pipeline(self.plan, self.files)
+            bare = Pipeline(self.plan, self.files, listed=self.first_files)
             recipe = type(recipe)(bare, recipe.num_logical_shards, recipe.seed, recipe.repeat, recipe.verify)
         histories = self.books.histories
         for path, manifest in schema.manifests.items():

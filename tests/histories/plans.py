@@ -116,10 +116,21 @@ _sources: WeakValueDictionary[Any, rd.ParquetSource] = WeakValueDictionary()
 
 
 class Pipeline:
-    """What a plan stands for, with the files that there are and the rows that are left out."""
+    """What a plan stands for, with the files that there are and the rows that are left out.
 
-    def __init__(self, plan: Plan, files: Mapping[str, int] | None = None, blocked: Any = ()) -> None:
-        self.plan, self.blocked = plan, tuple(blocked)
+    Args:
+        listed: The files of whose rows an Exclude leaves out some, and no others, so that its list stays when files join;
+            without, all.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        files: Mapping[str, int] | None = None,
+        blocked: Any = (),
+        listed: Mapping[str, int] | None = None,
+    ) -> None:
+        self.plan, self.blocked, self._listed = plan, tuple(blocked), files if listed is None else listed
         self.source = Files(files) if files else None
         self._lists: dict[Any, Any] = {}
 
@@ -134,7 +145,8 @@ class Pipeline:
             return rd.Reader(_parquet(tuple(self.source.files.items()), plan[2]), shard, shuffle=plan[1])
         if kind == "Exclude":
             if plan[1][0] == "Files":
-                return self.build(plan[1], shard, self._with(range(20_000 + plan[3], 30_000, plan[2]), plan[1]))
+                ids = range(20_000 + plan[3], 30_000, plan[2])
+                return self.build(plan[1], shard, self._with(ids, plan[1], self._listed))
             source = nested.SOURCES[plan[1][1]]
             return self.build(plan[1], shard, range(plan[3], source.num_rows, plan[2]))
         if kind == "Blocked":
@@ -156,12 +168,15 @@ class Pipeline:
             return nested.build(plan, shard, exclude)
         return (nested.UNARY | nested.LAST)[kind](self.build(plan[1], shard), shard)
 
-    def _with(self, ids: Any, plan: Plan) -> Any:
-        """The list of rows that have some ids, the same object for all logical shards."""
-        source = self.source if plan[0] == "Files" else nested.SOURCES[plan[1]]
-        key = (id(source), tuple(ids))
-        if key not in self._lists:
-            self._lists[key] = rd.find_rows(source, ids)
+    def _with(self, ids: Any, plan: Plan, files: Mapping[str, int] | None = None) -> Any:
+        """Return the rows that have some ids, the same object for all logical shards; no read of them can fail."""
+        if (key := (plan, ids)) not in self._lists:
+            wanted = frozenset(ids)
+            if plan[0] == "Files":
+                named = {name: _documents(name, size) for name, size in (files or self.source.files).items()}
+                self._lists[key] = {name: _rows_with(wanted, documents) for name, documents in named.items()}
+            else:
+                self._lists[key] = _rows_with(wanted, nested.SOURCES[plan[1]].dataset)
         return self._lists[key]
 
     def _mixture(self, plan: Plan, shard: rd.Shard) -> rd.BaseNode[Any]:
@@ -174,6 +189,10 @@ class Pipeline:
         column = "tokens" if unit == "tokens" else None
         more: Any = {"max_epochs": {"s0": epochs}} if epochs else {}
         return rd.WeightedSampler(children, given, unit=unit, column=column, stop=stop, **more)
+
+
+def _rows_with(ids: Any, documents: Any) -> list[int]:
+    return [row for row, document in enumerate(documents) if document["id"] in ids]
 
 
 _PACKED = ("seq_len", "eos_id", "bos_id", "labels", "doc_ids", "last")

@@ -61,7 +61,7 @@ class UnderTorchdata(History):
             while above == "Prefetcher" and top.w > 1:  # ranks of a crew are threads
                 top = self.top()._replace(k=0)
             given = {"num_logical_shards": self.n, "seed": self.seed, "repeat": self.repeat}
-            make = (Pipeline(self.plan, self.files, self.lists[-1]),), given
+            make = (Pipeline(self.plan, self.files, self.lists[-1], self.first_files),), given
             crew = Crew(top.w)
             pairs = crew.all(lambda _, *it: Pair(*it), make, top, above)
             self.say("leg", top, "" if state is None else opened(_shards_in(state))["samples"])
