@@ -19,7 +19,7 @@ import rescale_data as rd
 from rescale_data.nodes.reading.share import ShardShare
 from rescale_data.sources.decoded import interest
 from rescale_data.sources.decoded.cache import Cache, cache, owner_of
-from rescale_data.sources.decoded.interest import beside, needed_with, serve, shards_of
+from rescale_data.sources.decoded.interest import beside, needed_with, room_for_block, serve, shards_of
 from rescale_data.sources.files import local_store
 from rescale_data.sources.files.local_store import LocalStore
 from rescale_data.sources.parquet import ParquetSource
@@ -167,6 +167,9 @@ def test_two_loaders_of_one_source_share_the_cache_out(corpus: Path) -> None:
     del loaders[1]
     gc.collect()
     assert (beside(owner), list(shards_of(owner, 9))) == ((1, 1), [7])
+    serve(loaders[0], sources[:1], [])  # all that is left of an epoch is of other ranks, and this one's batch is padding
+    assert (beside(owner), list(shards_of(owner, 2))) == ((1, 1), [0, 1])
+    assert room_for_block(small(corpus)) == room_for_block(sources[0]) == 0
 
 
 def test_few_shards_and_large_caches_keep_whole_fragments(corpus: Path) -> None:

@@ -58,7 +58,7 @@ def _leave(reader: int) -> None:
 
 
 def _sum_up(source: int) -> None:
-    found = list(_by_reader.get(source, {}).values())
+    found = [each for each in _by_reader.get(source, {}).values() if each.shards]  # a rank may have no row left to serve
     _of_all.pop(source, None)
     if found:
         shards = [shard for each in found for shard in each.shards]
