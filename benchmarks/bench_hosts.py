@@ -208,7 +208,8 @@ def work(task: dict[str, Any]) -> None:
     me = dist.get_rank()
     rd.DataLoader(pipeline, global_batch_size=GLOBAL_BATCH, dp_world_size=1)  # imports do not count
     with timed("loader"):
-        loader = rd.DataLoader(pipeline, global_batch_size=GLOBAL_BATCH, timeout=task["timeout"])
+        sizes = {"global_batch_size": GLOBAL_BATCH, "micro_batch_size": GLOBAL_BATCH // dist.get_world_size()}
+        loader = rd.DataLoader(pipeline, **sizes, timeout=task["timeout"])
     if "from" in task:
         with timed("load"):
             dcp.load({"loader": loader}, checkpoint_id=folder / task["from"])

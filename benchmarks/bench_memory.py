@@ -69,7 +69,12 @@ def measure(case: Case, folder: str, cache_dir: str, answers: Any) -> None:
     ParquetSource._decode = count  # type: ignore[method-assign]
     source = rd.ParquetSource(folder, cache_bytes=CACHE, cache_dir=cache_dir if case.on_disk else None)
     loader = rd.DataLoader(
-        source, global_batch_size=BATCH, num_logical_shards=SHARDS, dp_rank=0, dp_world_size=case.world_size
+        source,
+        global_batch_size=BATCH,
+        micro_batch_size=BATCH // case.world_size,
+        num_logical_shards=SHARDS,
+        dp_rank=0,
+        dp_world_size=case.world_size,
     )
     with Peak() as peak:
         for _ in range(case.epochs):

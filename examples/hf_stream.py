@@ -47,6 +47,7 @@ def loader_of(source: rd.IterableSource, rank: int, world_size: int) -> rd.DataL
     return rd.DataLoader(
         functools.partial(pipeline, source=source),
         global_batch_size=16,
+        micro_batch_size=16 // world_size,
         num_logical_shards=FILES,
         dp_rank=rank,
         dp_world_size=world_size,

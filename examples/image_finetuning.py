@@ -77,6 +77,7 @@ class Run:
             rd.DataLoader(
                 dataset,
                 global_batch_size=GLOBAL_BATCH,
+                micro_batch_size=GLOBAL_BATCH // world_size,
                 dp_rank=rank,
                 dp_world_size=world_size,
                 collate_fn=Processor(),

@@ -50,6 +50,7 @@ def make_loaders(world_size: int, pipeline: Any) -> list[rd.DataLoader]:
         rd.DataLoader(
             pipeline,
             global_batch_size=GLOBAL_BATCH,
+            micro_batch_size=GLOBAL_BATCH // world_size,
             num_logical_shards=SHARDS,
             dp_rank=rank,
             dp_world_size=world_size,

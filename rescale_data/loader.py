@@ -45,7 +45,8 @@ class DataLoader:
         shuffle: Of rows: `True` (default), or a window as in `Reader`. `False`: evaluation; the global batches hold the rows in
             the order of the dataset, each once. Leave it out with a pipeline, which says it itself (`Reader`).
         global_batch_size: O, samples per optimizer step over all ranks.
-        micro_batch_size: b, samples of one batch of one rank; ``W * b`` divides O. Default O / W.
+        micro_batch_size: b, samples of one batch of one rank; ``W * b`` divides O. Required, since a default would grow as
+            ranks become fewer; but for one rank or with ``shuffle=False``, where it is O / W.
         num_logical_shards: N, fixed for the whole run. Default 4 * O; less where that is above 2,048 (`rd.plan`); with
             ``shuffle=False`` O times the number of workers, so name it where they are to change within an epoch.
         mesh: The data-parallel ranks: a `DeviceMesh`, several dims counted row-major as one, or a process group of exactly

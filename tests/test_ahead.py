@@ -193,7 +193,10 @@ def test_another_micro_batch() -> None:
 
 
 def test_simulated_ranks_share_a_source_and_each_has_its_thread() -> None:
-    made = {ahead: [make(ahead=ahead, dp_rank=rank, dp_world_size=2) for rank in range(2)] for ahead in (0, 2)}
+    made = {
+        ahead: [make(ahead=ahead, micro_batch_size=2, dp_rank=rank, dp_world_size=2) for rank in range(2)]
+        for ahead in (0, 2)
+    }
     iterators = {ahead: [iter(loader) for loader in loaders] for ahead, loaders in made.items()}
     for _ in range(len(made[0][0])):
         one, other = (listed(map(next, each)) for each in iterators.values())

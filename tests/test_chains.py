@@ -288,6 +288,7 @@ def test_the_first_batch_after_a_resume_reads_as_many_rows_wherever_it_is(kind: 
         return rd.DataLoader(
             pipeline_of(kind, data),
             global_batch_size=12,
+            micro_batch_size=12 // w,
             num_logical_shards=12,
             dp_rank=rank,
             dp_world_size=w,

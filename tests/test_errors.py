@@ -43,7 +43,18 @@ class TestTopology:
 
     def test_a_global_batch_smaller_than_the_ranks(self) -> None:
         with pytest.raises(ValueError, match=r"global_batch_size=4 .*nearest global_batch_size are \[8\]"):
-            loader_of(global_batch_size=4, dp_rank=0, dp_world_size=8)
+            loader_of(global_batch_size=4, micro_batch_size=1, dp_rank=0, dp_world_size=8)
+
+    def test_a_micro_batch_that_nobody_named_over_several_ranks(self) -> None:
+        """A default would double the batch, and what a device needs, when ranks halve; evaluation has the memory."""
+        with pytest.raises(
+            ValueError, match=r"micro_batch_size is missing: 3 dp ranks share global_batch_size=12\. Give"
+        ):
+            loader_of(dp_rank=0, dp_world_size=3)
+        with pytest.raises(ValueError, match="micro_batch_size is missing"):
+            rd.LogicalShards(rd.Reader, num_logical_shards=4, global_batch_size=4, dp_rank=0, dp_world_size=2)
+        evaluated = rd.DataLoader(ROWS, shuffle=False, global_batch_size=12, dp_rank=0, dp_world_size=3)
+        assert evaluated.gradient_accumulation_steps == loader_of().gradient_accumulation_steps == 1
 
     @pytest.mark.parametrize(("o", "w", "b"), [(768, 48, 5), (100, 3, 7), (12, 2, 5), (7, 2, 3), (5, 8, 2)])
     def test_what_is_listed_fits(self, o: int, w: int, b: int) -> None:
@@ -61,8 +72,8 @@ class TestTopology:
             ValueError,
             match=r"num_logical_shards=5 is less than dp_world_size=3 times 2 worker.*fewer workers or ranks",
         ):
-            loader_of(num_logical_shards=5, dp_rank=0, dp_world_size=3, num_workers=2)
-        assert loader_of(num_logical_shards=6, dp_rank=0, dp_world_size=3, num_workers=2)
+            loader_of(num_logical_shards=5, micro_batch_size=4, dp_rank=0, dp_world_size=3, num_workers=2)
+        assert loader_of(num_logical_shards=6, micro_batch_size=4, dp_rank=0, dp_world_size=3, num_workers=2)
 
     @pytest.mark.parametrize(
         ("kwargs", "message"),
@@ -72,7 +83,10 @@ class TestTopology:
                 {"num_logical_shards": 18, "micro_batch_size": 3},
                 r"num_logical_shards=18 and global_batch_size=12: .* are \[9, 18\]",
             ),
-            ({"num_logical_shards": 6, "dp_rank": 0, "dp_world_size": 4}, r"=6 is not a multiple of dp_world_size=4"),
+            (
+                {"num_logical_shards": 6, "micro_batch_size": 3, "dp_rank": 0, "dp_world_size": 4},
+                r"=6 is not a multiple of dp_world_size=4",
+            ),
             (
                 {"num_logical_shards": 3, "global_batch_size": 24, "micro_batch_size": 12},
                 r"micro_batch_size=12 and the 8 samples .* are \[8, 24\]",
@@ -381,8 +395,8 @@ class TestData:
     def test_an_epoch_end_that_ranks_cannot_agree_on(self) -> None:
         pipeline = pipeline_of("packed", Documents(96))
         with pytest.raises(ValueError, match=r"needs a process group.*dp_rank=0 and dp_world_size=2.*repeat=True"):
-            loader_of(pipeline, dp_rank=0, dp_world_size=2)
-        next(iter(loader_of(pipeline, dp_rank=0, dp_world_size=2, repeat=True)))
+            loader_of(pipeline, micro_batch_size=6, dp_rank=0, dp_world_size=2)
+        next(iter(loader_of(pipeline, micro_batch_size=6, dp_rank=0, dp_world_size=2, repeat=True)))
 
     def test_a_source_made_for_each_shard_is_warned_of(self, caplog: pytest.LogCaptureFixture) -> None:
         loader_of(lambda shard: rd.Reader(Rows(48), shard))

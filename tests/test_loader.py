@@ -143,7 +143,7 @@ class TestIteration:
 
     def test_defaults(self, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.INFO, "rescale_data")
-        loader = rd.DataLoader(ROWS, global_batch_size=8, dp_rank=1, dp_world_size=2)
+        loader = rd.DataLoader(ROWS, global_batch_size=8, micro_batch_size=4, dp_rank=1, dp_world_size=2)
         assert loader.setup.layout.num_logical_shards == 32
         assert loader.gradient_accumulation_steps == 1
         assert len(next(iter(loader))["row"]) == 4
@@ -791,7 +791,9 @@ class TestTorchdata:
                 self.index = shard.index
 
         def make(rank: int, w: int) -> rd.DataLoader:
-            return loader_of(Shown, repeat=True, collate_fn=list, dp_rank=rank, dp_world_size=w, micro_batch_size=None)
+            return loader_of(
+                Shown, repeat=True, collate_fn=list, dp_rank=rank, dp_world_size=w, micro_batch_size=12 // w
+            )
 
         ranks = [make(rank, 3) for rank in range(3)]
         for loader in ranks:
@@ -850,7 +852,12 @@ class TestTorchdata:
     def test_logical_shards_of_simulated_ranks(self) -> None:
         def make(rank: int, w: int) -> rd.LogicalShards:
             return rd.LogicalShards(
-                pipeline_of("rows", ROWS), num_logical_shards=24, global_batch_size=12, dp_rank=rank, dp_world_size=w
+                pipeline_of("rows", ROWS),
+                num_logical_shards=24,
+                global_batch_size=12,
+                micro_batch_size=12 // w,
+                dp_rank=rank,
+                dp_world_size=w,
             )
 
         ranks = [make(rank, 3) for rank in range(3)]

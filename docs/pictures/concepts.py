@@ -94,7 +94,13 @@ def serves() -> None:
         axes.text(x + 4, 0.6, f"{ranks} ranks", ha="center", fontweight="bold")
         for rank in range(ranks):
             loader = rd.DataLoader(
-                endless, global_batch_size=4, num_logical_shards=8, dp_rank=rank, dp_world_size=ranks, repeat=True
+                endless,
+                global_batch_size=4,
+                micro_batch_size=4 // ranks,
+                num_logical_shards=8,
+                dp_rank=rank,
+                dp_world_size=ranks,
+                repeat=True,
             )
             for step, batch in zip(range(4), loader, strict=False):
                 for row, shard in enumerate(batch.tolist(), rank * 4 // ranks):

@@ -25,7 +25,12 @@ def ours() -> Batches:
     def loaders(ranks: int) -> list[rd.DataLoader]:
         return [
             rd.DataLoader(
-                ROWS, global_batch_size=BATCH, num_logical_shards=4 * BATCH, dp_rank=rank, dp_world_size=ranks
+                ROWS,
+                global_batch_size=BATCH,
+                micro_batch_size=BATCH // ranks,
+                num_logical_shards=4 * BATCH,
+                dp_rank=rank,
+                dp_world_size=ranks,
             )
             for rank in range(ranks)
         ]

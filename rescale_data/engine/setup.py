@@ -52,9 +52,7 @@ def set_up(pipeline: Pipeline, options: Options) -> Setup:
         num_logical_shards=_num_logical_shards(options, ranks),
         global_batch_size=o,
         dp_world_size=ranks.world_size,
-        micro_batch_size=max(1, o // ranks.world_size)
-        if options.micro_batch_size is None
-        else options.micro_batch_size,
+        micro_batch_size=_micro_batch_size(options, ranks),
         num_workers=options.num_workers,
     )
     recipe = Recipe(pipeline, layout.num_logical_shards, options.seed, options.repeat, options.verify, o)
@@ -114,6 +112,17 @@ def _check_steps(setup: Setup, steps_per_epoch: int | None) -> None:
             f"steps_per_epoch={steps_per_epoch}, but the pipeline knows how many samples an epoch has. Leave it out, or give "
             f"repeat=True."
         )
+
+
+def _micro_batch_size(options: Options, ranks: Ranks) -> int:
+    """Return b; ``ValueError`` where a default would grow when ranks become fewer, and training then run out of memory."""
+    o, w = options.global_batch_size, ranks.world_size
+    if options.micro_batch_size is None and w > 1 and options.shuffle is not False:
+        raise ValueError(
+            f"micro_batch_size is missing: {w} dp ranks share global_batch_size={o}. Give the samples of one batch that fit "
+            f"into the memory of a rank; dp_world_size * micro_batch_size divides global_batch_size."
+        )
+    return max(1, o // w) if options.micro_batch_size is None else options.micro_batch_size
 
 
 def _num_logical_shards(options: Options, ranks: Ranks) -> int:

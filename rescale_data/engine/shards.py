@@ -40,7 +40,7 @@ class LogicalShards(BaseNode[list[Any]]):
         pipeline: ``Shard -> node``, the node graph of one logical shard.
         num_logical_shards: N, fixed for the whole run.
         global_batch_size: O, samples per optimizer step over all ranks.
-        micro_batch_size: b; default O / W.
+        micro_batch_size: b; default, for one rank alone, O.
         mesh: `DeviceMesh` or process group of the data-parallel ranks; default: the process group where there is one.
         dp_rank: In place of a mesh, together with ``dp_world_size``.
         seed: Seed of every order.

@@ -28,7 +28,13 @@ def make_loader(num_logical_shards: int = 24) -> rd.DataLoader:
     rank, size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
     where: dict[str, Any] = {} if distributed else {"dp_rank": rank, "dp_world_size": size}
     return rd.DataLoader(
-        Squares(), global_batch_size=12, num_logical_shards=num_logical_shards, seed=3, repeat=True, **where
+        Squares(),
+        global_batch_size=12,
+        micro_batch_size=12 // size,
+        num_logical_shards=num_logical_shards,
+        seed=3,
+        repeat=True,
+        **where,
     )
 
 

@@ -26,7 +26,8 @@ os.dup2(2, 1)  # gloo of torch 2.9 writes lines of its own to the standard outpu
 def train(data: str, run: str, options: dict[str, Any], stop: int, waits_at: int) -> None:
     model = torch.nn.Linear(1, 1)
     source = rd.JsonlSource(data, storage_options=options, index_dir=f"{tempfile.gettempdir()}/index")
-    loader = rd.DataLoader(source, global_batch_size=GLOBAL_BATCH, num_workers=2)
+    sizes = {"global_batch_size": GLOBAL_BATCH, "micro_batch_size": GLOBAL_BATCH // dist.get_world_size()}
+    loader = rd.DataLoader(source, **sizes, num_workers=2)
     with CheckpointManager(run, keep_latest=2, storage_options=options) as manager, loader:
         manager.load_latest({"model": model, "loader": loader})
         for step, batch in zip(range(loader.step, stop), loader, strict=False):

@@ -104,7 +104,8 @@ def make_trouble() -> dict[str, Any]:
     me, found = dist.get_rank(), dict[str, Any]()
 
     def make(pipeline: Any = ROWS, **given: Any) -> rd.DataLoader:
-        return rd.DataLoader(pipeline, global_batch_size=4, num_logical_shards=8, seed=1, collate_fn=list, **given)
+        sizes = {"global_batch_size": 4, "micro_batch_size": 2, "num_logical_shards": 8}
+        return rd.DataLoader(pipeline, **sizes, seed=1, collate_fn=list, **given)
 
     loader = make()
     state = loader.state_dict()

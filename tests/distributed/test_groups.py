@@ -59,7 +59,7 @@ def on_4_ranks() -> dict[str, Any]:
         UNEVEN.loader(12, 1, num_workers=1, multiprocessing_context=context)
         found[context] = sum("which torch removes" in line for line in records)
 
-    by_dp_rank = UNEVEN.loader(12, dp_rank=me // 2, dp_world_size=2)  # two TP peers each
+    by_dp_rank = UNEVEN.loader(12, 6, dp_rank=me // 2, dp_world_size=2)  # two TP peers each
     take(by_dp_rank, 3)
     found["peers"] = opened(by_dp_rank.state_dict())["shards"]["samples"].tolist()
     found["members"] = by_dp_rank.setup.ranks.circle._names  # type: ignore[union-attr]
@@ -73,7 +73,7 @@ def on_4_ranks() -> dict[str, Any]:
     no_cpu = UNEVEN.loader(12, 1, mesh=dist.new_group(backend="cuda:gloo"))
     found["no CPU"] = sum(opened(no_cpu.state_dict())["shards"]["samples"].tolist())
     if pair is not None:
-        found["pair"] = UNEVEN.loader(12, mesh=pair).setup.ranks.world_size
+        found["pair"] = UNEVEN.loader(12, 6, mesh=pair).setup.ranks.world_size
     dist.barrier()
     found["threads"] = _in_threads()
     return found

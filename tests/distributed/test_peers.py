@@ -196,7 +196,8 @@ def exit_code_of_a_fork(loader: rd.DataLoader) -> int:
 def by_number_of(data: Path, dp_rank: int) -> rd.DataLoader:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     source = functools.partial(open_data, str(data))
-    return rd.DataLoader(source, peers=mesh["tp"], dp_rank=dp_rank, dp_world_size=2, global_batch_size=O)
+    where = {"peers": mesh["tp"], "dp_rank": dp_rank, "dp_world_size": 2}
+    return rd.DataLoader(source, **where, global_batch_size=O, micro_batch_size=2)
 
 
 def said_or(kind: type[Exception], call: Any) -> str:

@@ -65,7 +65,9 @@ def test_a_sample_without_tokens_counts_as_one() -> None:
 
 def test_ranks_that_cannot_be_reached_exchange_nothing() -> None:
     with pytest.raises(ValueError, match="no process group in which ranks exchange costs"):
-        rd.DataLoader(range(8), global_batch_size=4, dp_rank=0, dp_world_size=2, balance=rd.Balance(cost=int))
+        rd.DataLoader(
+            range(8), global_batch_size=4, micro_batch_size=2, dp_rank=0, dp_world_size=2, balance=rd.Balance(cost=int)
+        )
     with pytest.raises(TypeError, match="balance='host'"):
         rd.DataLoader(range(8), global_batch_size=4, balance="host")  # type: ignore[arg-type]
 

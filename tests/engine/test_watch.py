@@ -83,7 +83,8 @@ def test_a_function_of_the_users_is_named_once_with_shard_and_row(tmp_path: Path
     write(tmp_path)
     blocks = Blocks()
     pipeline = functools.partial(mapped, rd.ParquetSource(tmp_path), blocks)
-    loader = rd.DataLoader(pipeline, global_batch_size=4, num_logical_shards=4, dp_rank=1, dp_world_size=2)
+    sizes = {"global_batch_size": 4, "num_logical_shards": 4}
+    loader = rd.DataLoader(pipeline, micro_batch_size=2, **sizes, dp_rank=1, dp_world_size=2)
     (said,) = said_of(loader, blocks, caplog)
     assert "Rank 1 has waited 10 s for a batch" in said  # at 11.0, since 0.5
     assert "in a function of the user's, Blocks.__call__ (" in said
@@ -204,7 +205,7 @@ def test_the_worst_rank_is_named() -> None:
 
 
 def test_a_rank_whose_others_are_simulated_reports_itself() -> None:
-    loader = rd.DataLoader(range(8), global_batch_size=4, dp_rank=1, dp_world_size=2)
+    loader = rd.DataLoader(range(8), global_batch_size=4, micro_batch_size=2, dp_rank=1, dp_world_size=2)
     assert {spread.worst for spread in loader.report().values()} == {1}
 
 

@@ -318,6 +318,7 @@ def test_a_function_in_a_loader_sees_what_a_row_holds(case: Case, tmp_path: Path
         with rd.DataLoader(
             partial(pipeline, source, case["function"]),
             global_batch_size=4,
+            micro_batch_size=2,
             num_logical_shards=8,
             dp_rank=rank,
             collate_fn=list if case["function"] == "Map" else descriptions,

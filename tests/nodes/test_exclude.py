@@ -34,6 +34,7 @@ def loader(pipeline: Any, rank: int = 0, world_size: int = 1, *, repeat: bool = 
     return rd.DataLoader(
         pipeline,
         global_batch_size=BATCH,
+        micro_batch_size=BATCH // world_size,
         num_logical_shards=N,
         dp_rank=rank,
         dp_world_size=world_size,

@@ -36,7 +36,8 @@ class Pipeline:
 
 def loader(pipeline: Any, dp_rank: int = 0, dp_world_size: int = 1) -> rd.DataLoader:
     return rd.DataLoader(
-        pipeline, global_batch_size=4, num_logical_shards=4, dp_rank=dp_rank, dp_world_size=dp_world_size, repeat=True
+        pipeline, global_batch_size=4, micro_batch_size=4 // dp_world_size, num_logical_shards=4, dp_rank=dp_rank,
+        dp_world_size=dp_world_size, repeat=True,
     )  # fmt: skip
 
 

@@ -44,7 +44,7 @@ def test_a_single_host_needs_no_group_and_several_do() -> None:
     xr.process_count = lambda: 2
     with pytest.raises(ValueError, match=r"init_process_group\('gloo'"):
         host_mesh()
-    loader(dp_rank=1, dp_world_size=2, transfer=Transfer())
+    loader(micro_batch_size=6, dp_rank=1, dp_world_size=2, transfer=Transfer())
     assert not warnings
     loader(transfer=Transfer())
     assert ["on 2 hosts" in warning for warning in warnings] == [True]

@@ -154,7 +154,7 @@ def _fsdp2(rank: int, world_size: int, load_from: Path | None, save_to: Path, st
 
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
     net = fully_shard(training.model(seed=0 if load_from is None else 1), mesh=mesh)
-    leg = training.Run(net, adamw(net), loader(mesh=mesh))
+    leg = training.Run(net, adamw(net), loader(mesh=mesh, micro_batch_size=12 // world_size))
     if load_from is not None:
         checkpoint.load(load_from, leg.state)
     leg.train(steps)

@@ -30,6 +30,7 @@ def loaders(packer: Any, world_size: int, *, repeat: bool = True, **form: Any) -
         rd.DataLoader(
             pipeline,
             global_batch_size=BATCH,
+            micro_batch_size=BATCH // world_size,
             num_logical_shards=N,
             dp_rank=rank,
             dp_world_size=world_size,

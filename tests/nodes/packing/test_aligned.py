@@ -43,7 +43,8 @@ def loaders(world_size: int, packer: Any, **others: Any) -> list[rd.DataLoader]:
         rows = rd.Reader(SOURCE, shard)
         return packer(rows, **{"column": "tokens", "eos_id": EOS, "columns": COLUMNS, "labels": True, **others})
 
-    arguments = {"global_batch_size": BATCH, "num_logical_shards": N, "dp_world_size": world_size, "repeat": True}
+    sizes = {"global_batch_size": BATCH, "micro_batch_size": BATCH // world_size, "num_logical_shards": N}
+    arguments = {**sizes, "dp_world_size": world_size, "repeat": True}
     return [rd.DataLoader(pipeline, dp_rank=rank, **arguments) for rank in range(world_size)]
 
 

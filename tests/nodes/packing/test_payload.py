@@ -84,7 +84,8 @@ def test_each_document_has_what_it_carries_once(rows: Any, long: Any, limits: An
 
 
 def loaders(world_size: int, **others: Any) -> list[rd.DataLoader]:
-    arguments = {"global_batch_size": BATCH, "num_logical_shards": N, "dp_world_size": world_size, "repeat": True}
+    sizes = {"global_batch_size": BATCH, "micro_batch_size": BATCH // world_size, "num_logical_shards": N}
+    arguments = {**sizes, "dp_world_size": world_size, "repeat": True}
     return [
         rd.DataLoader(lambda shard: packer(SOURCE, shard, **others), dp_rank=rank, **arguments)
         for rank in range(world_size)
