@@ -106,7 +106,7 @@ def run_rank(folder: Path, leg: int, rank: int) -> None:
     # copy from here
     loader = rd.DataLoader(
         functools.partial(pipeline, rd.JsonlSource(folder / "chats.jsonl"), template_of(conversations)),
-        global_batch_size=GLOBAL_BATCH, num_logical_shards=SHARDS, tail="pad",
+        global_batch_size=GLOBAL_BATCH, micro_batch_size=GLOBAL_BATCH // world_size, num_logical_shards=SHARDS, tail="pad",
     )  # fmt: skip
     # to here
     if leg:

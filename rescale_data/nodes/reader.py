@@ -374,6 +374,9 @@ class Reader(Node[Any]):
     def is_relisted(self, position: View) -> bool:
         return self._blocklist is not None and position[_LIST] != self._blocklist.digest
 
+    def is_pending(self, position: View) -> bool:
+        return self.is_relisted(position)
+
     def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
         if is_drawn or position[1]:
             position[0], position[1] = position[0] + 1, 0

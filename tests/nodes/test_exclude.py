@@ -520,3 +520,36 @@ def test_a_document_is_cut_from_its_beginning_whatever_another_list_blocks(name:
             for packed in itertools.islice(after, 10):
                 tokens += packed["tokens"].flatten().tolist()
             assert all(b == a + 1 or b % 100 == 0 for a, b in itertools.pairwise(tokens))
+
+
+PACKED = {
+    "cut": lambda rows: rd.TokenPacker(rows, column="tokens", seq_len=6, eos_id=None),
+    "whole": lambda rows: rd.WholeDocumentPacker(rows, column="tokens", seq_len=18, window=3, eos_id=None),
+}
+
+
+@pytest.mark.parametrize("packer", PACKED)
+def test_a_window_over_documents_that_began_with_another_list_goes_on_where_it_was(packer: str) -> None:
+    """Who loads another list and resumes at each sample gets what one that never stops gets: a window is not begun again."""
+    documents = [{"tokens": 100 * i + np.arange(n)} for i, n in enumerate([9, 3, 17, 5, 9, 2, 17, 4, 11, 6])]
+
+    def begun(blocked: list[int], state: Any) -> rd.DataLoader:
+        def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+            return rd.Shuffle(PACKED[packer](rd.Reader(documents, shard, shuffle=False, exclude=blocked)), 4)
+
+        loader = rd.DataLoader(
+            pipeline, global_batch_size=1, num_logical_shards=1, collate_fn=lambda batch: batch[0]["tokens"].tolist()
+        )
+        if state is not None:
+            loader.load_state_dict(state)
+        return loader
+
+    before = begun([1], None)
+    states = [before.state_dict(), *(before.state_dict() for _ in before)]
+    for state in states:
+        expected, found, now = list(begun([4], state)), [], state
+        for _ in expected:
+            loader = begun([4], now)
+            found.append(next(iter(loader)))
+            now = loader.state_dict()
+        assert found == expected
