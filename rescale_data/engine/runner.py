@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -145,23 +145,25 @@ class Runner:
                 return count, self._slots(shard).copy()
         return num_samples, None
 
-    def farthest(
-        self, shard: int, rows: Ints, histories: Histories, paths: Iterable[tuple[str, ...]]
-    ) -> dict[str, int]:
-        """Return for each source the last epoch that is read again, to go on within what these nodes of a shard have begun.
+    def farthest(self, shard: int, row: Ints, histories: Histories) -> dict[str, int]:
+        """Return for each source the last epoch that is read again, to go on within what a shard has begun.
 
         Args:
-            rows: ``int64[1, slots]``, where the shard stands in another table than this one's.
+            row: ``int64[1, columns]``, where the shard stands in another table than this one's.
             histories: Of what the sources consist there.
         """
-        root = self._recipe.build(shard)
+        root, row = self._recipe.build(shard), row.copy()
         adopt(root, histories)
+        root.settle(
+            row[0, FIRST_SLOT:].data
+        )  # as the load does: what needs an old blocklist begins again, and is not read
         nodes = dict(root.walk())
-        for path in paths:
-            if (here := root.columns(rows, path)) is not None:
-                nodes[path].bind(here[0].copy().data)
-            with contextlib.suppress(StopIteration):
-                nodes[path].read_begun()
+        for path, begun in self.schema.begun(row).items():
+            slots = self.schema.slots_at(row, path)
+            if begun[0] and slots is not None:
+                nodes[path].bind(slots[0].copy().data)
+                with contextlib.suppress(StopIteration):
+                    nodes[path].read_begun()
         return {path_name(path): below.farthest for path, below in nodes.items() if isinstance(below, Reader)}
 
     def prove(self, shard: int, num_left: int) -> None:

@@ -32,7 +32,8 @@ def full_state_dict(loaders: Sequence[DataLoader | LogicalShards]) -> dict[str, 
     Example:
         >>> import rescale_data as rd
         >>> from rescale_data import testing
-        >>> loaders = [rd.DataLoader(range(16), global_batch_size=4, dp_rank=rank, dp_world_size=2) for rank in range(2)]
+        >>> sizes = {"global_batch_size": 4, "micro_batch_size": 2, "dp_world_size": 2}
+        >>> loaders = [rd.DataLoader(range(16), dp_rank=rank, **sizes) for rank in range(2)]
         >>> batches = [next(iter(loader)) for loader in loaders]
         >>> testing.full_state_dict(loaders)["table"].shape
         torch.Size([16, 6])

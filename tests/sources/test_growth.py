@@ -201,6 +201,35 @@ def test_files_join_and_weights_change_at_once(top: str, tmp_path: Path) -> None
     assert len([next(iter(after)) for _ in range(3)]) == 3
 
 
+def test_files_join_and_a_blocklist_changes_at_once(tmp_path: Path) -> None:
+    """A window of the old list is begun again and no damage; those that wait for the next epoch come in it."""
+
+    def begun(blocked: int) -> rd.DataLoader:
+        source = rd.ParquetSource(tmp_path)
+
+        def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+            rows = rd.Reader(source, shard, shuffle=False, exclude={"a.parquet": [blocked]})
+            return rd.TokenPacker(rd.Shuffle(rows, 3), column="tokens", seq_len=4, eos_id=None)
+
+        return rd.DataLoader(
+            pipeline, global_batch_size=1, num_logical_shards=1, collate_fn=lambda batch: batch[0]["tokens"].tolist()
+        )
+
+    def write_documents(name: str, rows: range) -> None:
+        pq.write_table(pa.table({"tokens": [[row] * 7 for row in rows]}), tmp_path / f"{name}.parquet")
+
+    write_documents("a", range(6))
+    before = begun(1)
+    states = [before.state_dict() for _ in before]
+    write_documents("z", range(50, 53))
+    for state in states:
+        after = begun(4)
+        after.load_state_dict(state)
+        epochs = [{row for batch in after for row in batch} for _ in range(2)]
+        assert epochs[0] <= {0, 1, 2, 3, 5}
+        assert epochs[1] == {0, 1, 2, 3, 5, 50, 51, 52}
+
+
 class TestDigests:
     """With an index a state has a digest a folder, and the index has the list of the files."""
 

@@ -212,9 +212,9 @@ def _reached(
     def farthest() -> list[int]:
         found = [[-1] * len(paths)]
         for shard in range(len(table)) if ranks.simulated else stream.ends.owned.tolist():
-            if nodes := [node for node, rows in begun.items() if rows[shard]]:
-                row = table[shard : shard + 1, FIRST_SLOT:]
-                of_shard = stream.ends.runner.farthest(shard, row, {**histories, **forms}, nodes)
+            if any(rows[shard] for rows in begun.values()):
+                row = table[shard : shard + 1]
+                of_shard = stream.ends.runner.farthest(shard, row, {**histories, **forms})
                 found.append([of_shard.get(path, -1) for path in paths])
         return np.max(found, axis=0).tolist()
 
