@@ -30,6 +30,7 @@ python_use_unqualified_type_names = True
 PAGES = {  # files of the repository that are pages of their own here
     "../README.md": "index.md",
     "../CHANGELOG.md": "changelog.md",
+    "docs/compatibility.md": "compatibility.md",
     "../benchmarks/README.md": "benchmarks.md",
     "../benchmarks/RESULTS.md": "results.md",
     "RESULTS.md": "results.md",
