@@ -167,7 +167,8 @@ def test_two_loaders_of_one_source_share_the_cache_out(corpus: Path) -> None:
     del loaders[1]
     gc.collect()
     assert (beside(owner), list(shards_of(owner, 9))) == ((1, 1), [7])
-    serve(loaders[0], sources[:1], [])  # all that is left of an epoch is of other ranks, and this one's batch is padding
+    # Other ranks have the rest of an epoch, and this one's batch is padding.
+    serve(loaders[0], sources[:1], [])
     assert (beside(owner), list(shards_of(owner, 2))) == ((1, 1), [0, 1])
     assert room_for_block(small(corpus)) == room_for_block(sources[0]) == 0
 

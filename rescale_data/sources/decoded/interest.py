@@ -58,7 +58,8 @@ def _leave(reader: int) -> None:
 
 
 def _sum_up(source: int) -> None:
-    found = [each for each in _by_reader.get(source, {}).values() if each.shards]  # a rank may have no row left to serve
+    # A rank may have no row left to serve.
+    found = [each for each in _by_reader.get(source, {}).values() if each.shards]
     _of_all.pop(source, None)
     if found:
         shards = [shard for each in found for shard in each.shards]
