@@ -35,6 +35,7 @@ class Changing:
     reread: bool = False
     """Whether a node above goes back behind the samples that it has drawn from this one, to go on within them."""
 
+    position: Any
     children: dict[str, Any]
     READS_AHEAD: ClassVar[bool]
     one_for_one: bool
@@ -85,15 +86,17 @@ class Changing:
             parts = () if self.READS_AHEAD else self.children.items()
             return sum(child.settle(position[self._slots(name)]) for name, child in parts) > 0
         source, below = self.children["source"], position[self._slots("source")]
-        is_lost = source.is_lost if self.within_document else source.is_relisted
-        again = bool(position[slot]) and (source.is_stuck(below) or is_lost(below))
+        is_lost = source.is_lost if self.within_document else source.is_stale
+        again = bool(position[slot]) and is_lost(below)
         if again:
             position[slot] = 0
         return again if position[slot] else source.settle(below) or again
 
-    def is_stuck(self, position: View) -> bool:
-        """True if a row of this node needs a child that is gone, to yield what it would have yielded."""
-        return any(child.is_stuck(position[self._slots(name)]) for name, child in self.children.items())
+    def take_effect(self) -> None:
+        """Let a change take effect where this node reads next, unless a node above goes back behind it."""
+        if not self.reread:
+            self.settle(self.position)
+            self.pass_blocked(self.position)
 
     def pass_blocked(self, position: View) -> None:
         """Move a row of this node, at the beginning of a sample, behind what is on a blocklist (`Reader`)."""
@@ -109,14 +112,14 @@ class Changing:
         return self.children["source"].is_blocked(position[self._slots("source")])
 
     def is_lost(self, position: View) -> bool:
-        """True if, with the present blocklist, nobody knows which sample begins at this row."""
+        """True if, with the present blocklist and sources, nobody knows which sample begins at this row."""
         if not self.one_for_one:
-            return self.is_relisted(position)
+            return self.is_stale(position)
         return self.children["source"].is_lost(position[self._slots("source")])
 
-    def is_relisted(self, position: View) -> bool:
-        """True if a blocklist below is another than when this row was written."""
-        return any(child.is_relisted(position[self._slots(name)]) for name, child in self.children.items())
+    def is_stale(self, position: View) -> bool:
+        """True if this row was written with another blocklist, or by the weight of a source that is gone."""
+        return any(child.is_stale(position[self._slots(name)]) for name, child in self.children.items())
 
     def is_pending(self, position: View) -> bool:
         """True if a change between legs has still to take effect in a row of this node (`settle`)."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rescale_data.errors import checks_kinds, require, require_int
-from rescale_data.nodes.base import BaseNode, Node, View
+from rescale_data.nodes.base import BaseNode, Node
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.column import integers
 from rescale_data.nodes.reading.documents import Documents
@@ -94,11 +94,6 @@ class CleanDocuments(Node[dict[str, Any]]):
     def read_begun(self) -> None:
         self._open()
 
-    def is_blocked(self, position: View) -> bool:
-        again = self.is_relisted(position)
-        position[_PIECE] *= not again  # which document that was, nobody knows: the one there is begun again
-        return again
-
     def documents(self, column: str) -> Documents | None:
         if column != self.column:
             return None
@@ -137,11 +132,7 @@ class CleanDocuments(Node[dict[str, Any]]):
     def _open(self) -> list[slice]:
         """The pieces of the document at the bookmark; none where it is too short, or the epoch has ended."""
         if self._pieces is None:
-            if self.position[_PIECE] and not self.reread:
-                self.is_blocked(self.position)
-            if not (self.reread or self.position[_PIECE]):
-                self._source.settle(self._bookmark)
-                self._source.pass_blocked(self._bookmark)
+            self.take_effect()
             if self._source.position != self._bookmark:
                 self._source.go_to(self._bookmark)
             try:

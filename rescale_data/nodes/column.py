@@ -71,12 +71,6 @@ class ColumnDocuments:
             kept.update(take_out(sample, len(tokens), self._node))
         return replace(spans, keeps=(kept,))
 
-    def settle(self, position: memoryview) -> bool:
-        if self._settles:
-            self._node.settle(position)
-            self._node.pass_blocked(position)
-        return False
-
     def turn(self, position: memoryview) -> None:
         position[:] = self._node.position
         if self._settles:

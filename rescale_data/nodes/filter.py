@@ -54,9 +54,6 @@ class FilteredDocuments:
                 self._documents, self._in_blocks = ColumnDocuments(self._node, self._column, "Filter"), False
         return self._documents.read(position, most)
 
-    def settle(self, position: View) -> bool:
-        return self._documents.settle(position)
-
     def turn(self, position: View) -> None:
         self._documents.turn(position)
 

@@ -365,13 +365,13 @@ class Reader(Node[Any]):
 
     def is_blocked(self, position: View) -> bool:
         within = position[1] < self.rows.size(position[0])
-        return self.is_relisted(position) and within and self._num_blocked(position) > 0
+        return self.is_stale(position) and within and self._num_blocked(position) > 0
 
     def is_lost(self, position: View) -> bool:
         """True if only the old list tells which row is begun: the first behind it that can be read."""
-        return self._guard.skips and self.is_relisted(position)
+        return self._guard.skips and self.is_stale(position)
 
-    def is_relisted(self, position: View) -> bool:
+    def is_stale(self, position: View) -> bool:
         return self._blocklist is not None and position[_LIST] != self._blocklist.digest
 
     def is_pending(self, position: View) -> bool:

@@ -80,7 +80,6 @@ class Shuffle(Node[Any]):
         shard = shard_of(self, shard)
         self._shard, self._order_key = shard.index, (shard.seed, shard.index, num_below(self, Shuffle))
         self._places = self._source.place()
-        self._changes = any(node.MAY_CHANGE for _, node in self._source.walk())
         self._below = [node for _, node in self._source.walk() if node.reads is None and not node.reread]
         self._key, self._room = (owner_of(self), "window"), Room(self, "window", window)
         self._passes, self._where = True, ""
@@ -111,7 +110,7 @@ class Shuffle(Node[Any]):
         while num_samples:
             whole = 0 if self.position[_EMITTED] or self._over else min(num_samples, self._left()) // self.window
             if whole and not self._is_pending():
-                self._settle()
+                self.take_effect()
                 self._aim(passes=False)
                 self._source.skip(whole * self.window)
                 self._bookmark[:] = self._source.position
@@ -161,9 +160,7 @@ class Shuffle(Node[Any]):
         """The window at the bookmark."""
         if self._over:
             raise StopIteration
-        if self.position[_EMITTED] and not self.reread and self._source.is_relisted(self._bookmark):
-            self.position[_EMITTED] = 0
-        self._settle()
+        self.take_effect()
         passes = self._is_pending()
         place = [self._bookmark[slot] for slot in self._places]
         self._aim(passes=passes)
@@ -197,16 +194,9 @@ class Shuffle(Node[Any]):
 
     # Weights that change below
 
-    def _settle(self) -> None:
-        if self._changes and not (self.reread or self.position[_EMITTED]):
-            self._source.settle(self._bookmark)
-            self._source.pass_blocked(self._bookmark)
-
     def _is_pending(self) -> bool:
         """True if samples pass one by one until a node below, within a document, has let a change take effect."""
-        if not self._changes or self.reread or self.position[_EMITTED]:
-            return False
-        return self._source.is_pending(self._bookmark)
+        return not (self.reread or self.position[_EMITTED]) and self._source.is_pending(self._bookmark)
 
     def _aim(self, *, passes: bool) -> None:
         """Have the source stand at the bookmark."""

@@ -47,10 +47,6 @@ class TokenizedDocuments:
                 found = None  # the sample that raises it says which it is
         return self._of_samples(position, most) if found is None else found
 
-    def settle(self, position: memoryview) -> bool:
-        del position  # nothing below may change
-        return False
-
     def turn(self, position: memoryview) -> None:
         if self._texts is not None:
             self._texts.turn(position[1:])

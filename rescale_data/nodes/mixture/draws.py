@@ -302,10 +302,6 @@ class MixtureDraws:
     def slots_of(self, source: int) -> slice:
         return self.sources.slots[source]
 
-    def pass_blocked(self, position: View) -> None:
-        for node, slots in self._changing:
-            node.pass_blocked(position[slots])
-
     def settle(self, position: View) -> bool:
         """Other weights count from here on. A source that has ended in this epoch stays so."""
         self.weights.settle(position)

@@ -114,11 +114,6 @@ class MixedDocuments:
                 break
         return EMPTY
 
-    def settle(self, position: View) -> bool:
-        self._mixture.settle(position)
-        self._mixture.pass_blocked(position)
-        return False
-
     def turn(self, position: View) -> None:
         position[:] = self._after
 
@@ -264,9 +259,6 @@ class AtPoints:
         spans = self._documents.read(position, most, self._points)
         self._points = self._points[len(spans) :]
         return spans
-
-    def settle(self, position: View) -> bool:
-        return self._documents.settle(position)
 
     def turn(self, position: View) -> None:
         self._documents.turn(position)

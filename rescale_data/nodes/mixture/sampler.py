@@ -197,27 +197,27 @@ class WeightedSampler(Node[Any]):
         self._row.begin_epoch(np.asarray(position)[None])
         self._weights.settle(position)
 
-    def is_stuck(self, position: View) -> bool:
-        """True if some of the weight is that of a source that is gone."""
-        return self._weights.is_stuck(position) or super().is_stuck(position)
+    def is_stale(self, position: View) -> bool:
+        return self._weights.is_stuck(position) or super().is_stale(position)
 
     def is_blocked(self, position: View) -> bool:
-        if not self.is_relisted(position):
+        if not self.is_stale(position):
             return False
         own, at, draws, found = self.position, copy_of(position), self._draws, False
         self.bind(at)
         while (chosen := draws.choose()) is not None:  # also behind the ends of sources, as a draw goes on
             node, part = draws.sources.nodes[chosen], at[draws.slots_of(chosen)]
-            is_relisted, found = node.is_relisted(part), node.is_blocked(part)
+            is_stale, found = node.is_stale(part), node.is_blocked(part)
             if found or not draws.pass_end(chosen):
                 break
-            if found := is_relisted and self.stop == "never":  # the old list says with what its next epoch begins
+            if found := is_stale and self.stop == "never":  # the old list says with what its next epoch begins
                 break
         self.bind(own)  # the nodes above are bound to it
         return found
 
     def is_lost(self, position: View) -> bool:
-        return any(node.is_lost(position[self._slots(name)]) for name, node in self.children.items())
+        is_lost = any(node.is_lost(position[self._slots(name)]) for name, node in self.children.items())
+        return is_lost or self._weights.is_stuck(position)
 
     def is_pending(self, position: View) -> bool:
         return self._weights.is_pending(position) or super().is_pending(position)

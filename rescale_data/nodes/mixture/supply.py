@@ -46,9 +46,6 @@ class Kept:
                 break
         self._turned = {key: after for key, after in self._turned.items() if key in self._found}
 
-    def settle(self, position: View) -> bool:
-        return self._documents.settle(position)
-
     def turn(self, position: View) -> None:
         position[:] = self._turned[position.tobytes()]
 

@@ -120,6 +120,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         self._before: History = ()
         self._changes = any(node.MAY_CHANGE for _, node in child.walk())
         self.stream = TokenStream(
+            child,
             (None if self._aligned else child.documents(column))
             or ColumnDocuments(child, column, type(self).__name__, *[self._aligned.of] * bool(self._aligned)),
             Around(eos_id, bos_id, DTYPES[dtype]),
@@ -127,8 +128,6 @@ class TokenPacker(Node[dict[str, Tensor]]):
             num_ahead=int(self.tells_next),
             repeat=self._repeat,
             bound=Bound(child, type(self).__name__),
-            is_blocked=child.is_blocked,
-            pass_blocked=child.pass_blocked,
             aligned=self._aligned,
             says_where=any(node.provenance for _, node in child.walk()),
         )

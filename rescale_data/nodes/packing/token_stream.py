@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 from weakref import ref
 
 from rescale_data.errors import DataStateError
-from rescale_data.nodes.base import View, copy_of
+from rescale_data.nodes.base import Node, View, copy_of
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.packing.aligned import Aligned, Values
 from rescale_data.nodes.reading.documents import Documents
@@ -28,19 +28,19 @@ class TokenStream:
     begin and end: documents without a token are passed on the way to the next one.
 
     Args:
-        documents: Where documents come from.
+        source: The node whose samples are documents.
+        documents: The documents.
         around: What stands around each.
         num_tokens: Tokens of a sample.
         num_ahead: As many of those behind it are looked at, and not consumed.
         repeat: Whether to go on with the next epoch after the last document of one.
-        is_blocked: Of a position of the documents, whether the one that is begun there is blocked since.
-        pass_blocked: Moves such a position behind documents that are blocked.
         aligned: Columns beside the tokens.
         says_where: Whether documents say where they come from.
     """
 
     def __init__(
         self,
+        source: Node[Any],
         documents: Documents,
         around: Around,
         *,
@@ -48,8 +48,6 @@ class TokenStream:
         num_ahead: int,
         repeat: bool,
         bound: Bound,
-        is_blocked: Callable[[View], bool],
-        pass_blocked: Callable[[View], None],
         aligned: Aligned,
         says_where: bool,
     ) -> None:
@@ -58,8 +56,7 @@ class TokenStream:
         """Of the columns beside the tokens, for the sample that was drawn last and what it looked ahead at."""
         self.num_untrained, self.cuts = 0, False
         """With a loss mask: how many documents ended in that sample untrained, and whether one that began in it goes on."""
-        self._is_blocked, self._pass_blocked = is_blocked, pass_blocked
-        self._bound = bound
+        self._source, self._bound = source, bound
         self._documents, self._around, self._repeat = documents, around, repeat
         self._num_tokens, self._width = num_tokens, num_tokens + num_ahead
         self._key = (owner_of(self), "stretch")
@@ -138,13 +135,13 @@ class TokenStream:
         cache().put(self._key, found)
 
     def _begin(self) -> Stretch:
-        if self._position[0] and self._is_blocked(self._position[1:]):
+        if self._position[0] and self._source.is_blocked(self._position[1:]):
             self._position[0] = 0  # the document ends here
         this: ref[TokenStream] = ref(self)
         found = stretch(self._around, self._position, lambda: _forget(this))
         before = copy_of(found.reach)
         if not self._position[0]:  # so that the position of the first document is its own
-            self._pass_blocked(found.reach)
+            self._source.pass_blocked(found.reach)
         if found.reach != before:
             found.append(Spans.mark(before, found.reach))
         return found
@@ -184,10 +181,11 @@ class TokenStream:
     def _settle(self, found: Stretch) -> bool:
         """Let what has changed take effect here, as a mark; return whether it waits for the next document."""
         before = copy_of(found.reach)
-        waits = self._documents.settle(found.reach)
+        self._source.settle(found.reach)
+        self._source.pass_blocked(found.reach)
         if found.reach != before:
             found.append(Spans.mark(before, found.reach))
-        return waits
+        return self._source.is_pending(found.reach)
 
     def _turned(self, position: View, num_turns: int) -> Spans:
         if num_turns > SILENT_EPOCHS:

@@ -250,10 +250,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
 
     def _pack(self) -> Window | None:
         """The window at the bookmark; `None` where the epoch has ended."""
-        if self.position[_EMITTED] and not self.reread and self.children["source"].is_relisted(self._bookmark):
-            self.position[_EMITTED] = 0
-        if not (self.reread or self.position[_EMITTED]):
-            self._documents.settle(self._bookmark)
+        self.take_effect()
         position = copy_of(self._bookmark)
         spans = self._documents_at(position)
         if not len(spans):

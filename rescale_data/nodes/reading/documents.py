@@ -34,14 +34,6 @@ class Documents(Protocol):
         """
         ...
 
-    def settle(self, position: memoryview) -> bool:
-        """Let what has changed between legs take effect in ``position``, the beginning of a document: `Node.settle`.
-
-        Returns:
-            Whether it may have to wait, since ``position`` is within what a node below has begun.
-        """
-        ...
-
     def turn(self, position: memoryview) -> None:
         """Write the beginning of the next epoch into ``position``, after `read` has found the end of this one."""
         ...

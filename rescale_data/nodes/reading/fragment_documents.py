@@ -130,7 +130,7 @@ class FragmentDocuments:
             return None
         self._share = self._reader.share(epoch)
         runs, parts = list[tuple[int, int, int]](), list[Ints]()
-        if self._reader.is_relisted(position):
+        if self._reader.is_stale(position):
             return None
         while left and self._share is None and self._reader.are_counted(epoch):
             if row < self._reader.rows.size(epoch):
@@ -166,10 +166,6 @@ class FragmentDocuments:
             for soon in self._reader.rows.ends(epoch, row):
                 self._decoding.decode_ahead(self._column, self._fragment_at(soon))
         return self._have_room(len(used) + _DECODED_AHEAD, first)
-
-    def settle(self, position: memoryview) -> bool:
-        self._reader.pass_blocked(position)
-        return False
 
     def turn(self, position: memoryview) -> None:
         self._reader.turn_in_blocks(position)

@@ -52,9 +52,6 @@ class PickedDocuments:
             misses = self._bound.missed(misses, self._start, num_read)
         return EMPTY
 
-    def settle(self, position: memoryview) -> bool:
-        return bool(self._within(position)) or self._documents.settle(position[_NUM_OWN:])
-
     def turn(self, position: memoryview) -> None:
         source = position[_NUM_OWN:]
         source[:] = self._start
