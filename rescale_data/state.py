@@ -167,6 +167,24 @@ def nest(leaves: Sequence[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
     return state
 
 
+def state_of(fields: Sequence[Field], row: memoryview) -> dict[str, Any]:
+    """Return the nested state that a row of int64 slots stands for."""
+    places = zip(fields, offsets(fields), strict=False)
+    return nest([(field.path, decode(field, row[a : a + field.num_slots].tolist())) for field, a in places])
+
+
+def row_of(fields: Sequence[Field], state: Mapping[str, Any], node: str) -> memoryview:
+    """Return the row of a nested state; ``ValueError`` where its paths are not those of the node."""
+    values = dict(flatten(state))
+    if values.keys() != {field.path for field in fields}:
+        given = sorted(".".join(path) for path in values)
+        raise ValueError(
+            f"{node} was given a state with the fields {given}; its own are {sorted(f.key for f in fields)}. Load a state that "
+            f"the same pipeline saved."
+        )
+    return np.array([slot for field in fields for slot in encode(field, values[field.path])], dtype=np.int64).data
+
+
 def offsets(fields: Sequence[Field]) -> list[int]:
     """First slot of each field, and the width of the row."""
     starts = [0]

@@ -24,7 +24,7 @@ from rescale_data.nodes.foreign import Foreign
 from rescale_data.nodes.form import BEFORE
 from rescale_data.nodes.reader import Reader
 from rescale_data.sources.source import Described
-from rescale_data.state import Ints, encode, field_of, flatten, place_slots
+from rescale_data.state import Ints, encode, field_of, flatten, place_slots, state_of
 
 Nodes: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Parameters by the path of the node."""
@@ -85,7 +85,7 @@ class Schema:
     def require_same_state(self, node: Node[Any], shard: int) -> None:
         """The same, and where it begins in another state."""
         self.require_same_fields(node, shard)
-        first, here = flatten(self.root.decode(self.root.initial())), flatten(node.decode(node.initial()))
+        first, here = (flatten(state_of(each.fields, each.initial())) for each in (self.root, node))
         for (path, one), (_, other) in zip(first, here, strict=True):
             if encode(field_of(path, one), one) != encode(field_of(path, other), other):
                 raise TypeError(
@@ -103,7 +103,7 @@ class Schema:
         numbers = np.arange(len(table), dtype=np.int64)
         found: list[tuple[tuple[str, ...], Node[Any]]] = []
         for path, node in self.root.walk():
-            rows = self.root.columns(table[:, FIRST_SLOT:], path)
+            rows = self.slots_at(table, path)
             if rows is not None and node.epoch_end(rows, numbers) is None:
                 found = [(above, other) for above, other in found if path[: len(above)] != above] + [(path, node)]
         return sorted({type(node.node if isinstance(node, Foreign) else node).__name__ for _, node in found})
@@ -164,7 +164,8 @@ class Schema:
 
     def slots_at(self, table: Ints, path: tuple[str, ...]) -> Ints | None:
         """The slots of the node at ``path``, a view; `None` where it lives inside a foreign node."""
-        return self.root.columns(table[:, FIRST_SLOT:], path)
+        slots = self.root.slots_of(path)
+        return None if slots is None else table[:, FIRST_SLOT:][:, slots]
 
     def begun(self, table: Ints) -> dict[tuple[str, ...], Ints]:
         """``bool[N]``, by the path of a node that `READS_AHEAD`: whether it is within something that was delivered in part,
@@ -174,7 +175,7 @@ class Schema:
         for path, node in self.root.walk():
             rows = self.slots_at(table, path)
             if node.READS_AHEAD and rows is not None:
-                found[path] = (rows[:, place_slots(node.own_fields())] != 0).any(axis=1)
+                found[path] = (rows[:, place_slots(node.FIELDS)] != 0).any(axis=1)
                 if node.tells_next:
                     found[path] |= (rows != self.slots_at(fresh, path)).any(axis=1)
         return found

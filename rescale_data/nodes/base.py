@@ -39,14 +39,12 @@ from rescale_data.state import (
     Field,
     Ints,
     copy_of,
-    decode,
-    encode,
-    flatten,
     joined,
-    nest,
     offsets,
     place_slots,
     require_limits,
+    row_of,
+    state_of,
 )
 
 __all__ = [
@@ -99,7 +97,8 @@ class Node(Changing, BaseNode[T]):
         [0, 2, 4]
     """
 
-    FIELDS: ClassVar[tuple[Field, ...]] = ()
+    FIELDS: tuple[Field, ...] = ()
+    """The fields of this node's own slots; one whose arguments decide sets them before ``super().__init__``."""
     READS_AHEAD: ClassVar[bool] = False
     """True where a node reads its children further than the samples it has yielded. Their live positions are then
     private, and this node writes into its own row (`bookmark`) where each child has to go on."""
@@ -125,9 +124,6 @@ class Node(Changing, BaseNode[T]):
     provenance: bool = False
     """Whether each sample says which row it is, where this node reads rows itself."""
 
-    repeat: bool = False
-    """Whether this node reads an endless stream (`Shard.repeat`): whoever consumes it then restarts it at an epoch's end."""
-
     is_built: bool = False
     """Whether a loader has this node: no other may."""
 
@@ -150,11 +146,8 @@ class Node(Changing, BaseNode[T]):
         self.is_bound = self._ended = False
         self.children: dict[str, Node[Any]] = {name: as_node(child) for name, child in children.items()} or _NO_CHILDREN
         self.fields, self._slices = joined(
-            self.own_fields(), tuple((name, child.fields) for name, child in self.children.items())
+            self.FIELDS, tuple((name, child.fields) for name, child in self.children.items())
         )
-
-    def own_fields(self) -> tuple[Field, ...]:
-        return self.FIELDS
 
     @cached_property
     def position(self) -> View:
@@ -177,10 +170,10 @@ class Node(Changing, BaseNode[T]):
         super().reset(None)
         self.is_bound, self._ended = True, False
         self.position = position
-        self.bind_children()
+        self._bind_children()
         self.seek()
 
-    def bind_once(self) -> None:
+    def _bind_once(self) -> None:
         """Go on from the position of this node if it has not been bound yet."""
         if not self.is_bound:
             self.bind(self.position)
@@ -190,7 +183,7 @@ class Node(Changing, BaseNode[T]):
         self.position[:] = position
         self.bind(self.position)
 
-    def bind_children(self) -> None:
+    def _bind_children(self) -> None:
         """Bind them to their parts of the position."""
         for name, child in self.children.items():
             part = self.bookmark(name)
@@ -217,7 +210,7 @@ class Node(Changing, BaseNode[T]):
         values = dict(initial_state or {})
         ended = bool(values.pop(_ENDED, False))
         if initial_state is not None:
-            position = self.encode(values)
+            position = row_of(self.fields, values, type(self).__name__)
             require_limits(self.fields, np.asarray(position)[None], f"a {type(self).__name__}")
             self.position[:] = position
             if not self.reread:
@@ -228,7 +221,7 @@ class Node(Changing, BaseNode[T]):
         self._ended = ended
 
     def get_state(self) -> dict[str, Any]:
-        return self.decode(self.position)
+        return state_of(self.fields, self.position)
 
     def state_dict(self) -> dict[str, Any]:
         """`get_state`, and whether the epoch has ended: what torchdata's nodes keep, some of which yield once more then."""
@@ -237,7 +230,7 @@ class Node(Changing, BaseNode[T]):
     def __next__(self) -> T:
         if self._ended:
             raise StopIteration
-        self.bind_once()
+        self._bind_once()
         try:
             return self.next()
         except StopIteration:
@@ -251,7 +244,7 @@ class Node(Changing, BaseNode[T]):
             is_drawn: Something has been drawn all the same: a node above is within the first sample.
         """
         first = self.initial()
-        for slot in place_slots(self.own_fields()):
+        for slot in place_slots(self.FIELDS):
             is_drawn |= self.READS_AHEAD and position[slot] != first[slot]
             position[slot] = first[slot]
         for name, child in self.children.items():
@@ -263,23 +256,7 @@ class Node(Changing, BaseNode[T]):
         They hold the same values whichever sources come and go between legs.
         """
         below = [self._slots(name).start + slot for name, child in self.children.items() for slot in child.place()]
-        return [*place_slots(self.own_fields()), *below]
-
-    def decode(self, position: View) -> dict[str, Any]:
-        """The nested state that a row stands for."""
-        starts = offsets(self.fields)
-        return nest([(f.path, decode(f, position[a : a + f.num_slots].tolist())) for f, a in zip(self.fields, starts)])  # noqa: B905
-
-    def encode(self, state: Mapping[str, Any]) -> View:
-        """The row of a nested state; ``ValueError`` where its paths are not those of this node."""
-        values = dict(flatten(state))
-        if values.keys() != {f.path for f in self.fields}:
-            given = sorted(".".join(path) for path in values)
-            raise ValueError(
-                f"{type(self).__name__} was given a state with the fields {given}; its own are "
-                f"{sorted(f.key for f in self.fields)}. Load a state that the same pipeline saved."
-            )
-        return np.array([slot for f in self.fields for slot in encode(f, values[f.path])], dtype=np.int64).data
+        return [*place_slots(self.FIELDS), *below]
 
     def write(self, tray: Tray, place: int) -> None:
         """Draw the next sample into row ``place`` of a tray of `writes`; at the end of an epoch as `next`."""
@@ -298,7 +275,7 @@ class Node(Changing, BaseNode[T]):
     def skip(self, num_samples: int) -> None:
         """Leave out the next samples, as if they had been drawn."""
         if self.one_for_one:
-            self.bind_once()
+            self._bind_once()
             return self.children["source"].skip(num_samples)
         for _ in range(num_samples):
             next(self)
@@ -326,9 +303,9 @@ class Node(Changing, BaseNode[T]):
         Returns:
             ``int64[M]`` samples and ``int64[M, slots]`` rows, or `None`.
         """
-        return self.epoch_end_of_source(rows, shards) if self.one_for_one else None
+        return self._epoch_end_of_source(rows, shards) if self.one_for_one else None
 
-    def epoch_end_of_source(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
+    def _epoch_end_of_source(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
         """`epoch_end` of a node that yields one sample for each of its source, and whose own slots stay as they are."""
         own = self._slots("source").start
         end = self.children["source"].epoch_end(rows[:, own:], shards)
@@ -389,11 +366,6 @@ class Node(Changing, BaseNode[T]):
         yield path, self
         for name, child in self.children.items():
             yield from child.walk((*path, name))
-
-    def columns(self, rows: Ints, path: tuple[str, ...]) -> Ints | None:
-        """The slots of the node at ``path`` in rows of this node, a view; `None` inside a torchdata node."""
-        slots = self.slots_of(path)
-        return None if slots is None else rows[:, slots]
 
     def slots_of(self, path: tuple[str, ...]) -> slice | None:
         """Return the slots of the node at ``path`` in a row of this node; `None` inside a torchdata node."""

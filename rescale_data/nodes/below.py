@@ -17,6 +17,11 @@ def find_shard(node: Node[Any]) -> Shard | None:
     return next((below.of_shard for _, below in node.walk() if below.of_shard is not None), None)
 
 
+def is_endless(node: Node[Any]) -> bool:
+    """True if a node reads an endless stream (`Shard.repeat`): whoever consumes it then restarts it at an epoch's end."""
+    return any(below.of_shard.repeat for _, below in node.walk() if below.of_shard is not None)
+
+
 def shard_of(node: Node[Any], given: Shard | None) -> Shard:
     """``given``, or the logical shard that the node reads; ``ValueError`` where there is neither."""
     if given is not None:

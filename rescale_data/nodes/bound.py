@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.below import find_shard, source_names
-from rescale_data.state import Ints
 
 _EVERY = 256  # draws between two looks
 _WHOLE_EPOCHS = 2
@@ -45,8 +42,9 @@ class Bound:
         return after
 
     def _look(self, misses: int, position: View, *, is_first: bool) -> None:
-        row = np.array([position])
-        now = [_place(self._node, row, path, below) for path, below in self._node.walk() if below.reads is not None]
+        now = [
+            _place(self._node, position, path, below) for path, below in self._node.walk() if below.reads is not None
+        ]
         if is_first:
             self._since = now
             return
@@ -66,7 +64,7 @@ class Bound:
         )
 
 
-def _place(node: Node[Any], row: Ints, path: tuple[str, ...], below: Node[Any]) -> list[int]:
-    """The slots of a node below in a row of ``node``; inside a torchdata node, as they are."""
-    found = node.columns(row, path)
-    return below.position.tolist() if found is None else found[0].tolist()
+def _place(node: Node[Any], position: View, path: tuple[str, ...], below: Node[Any]) -> list[int]:
+    """The slots of a node below in a position of ``node``; inside a torchdata node, as they are."""
+    slots = node.slots_of(path)
+    return (below.position if slots is None else position[slots]).tolist()

@@ -44,7 +44,7 @@ class CleanDocuments(Node[dict[str, Any]]):
         [[5, 6]]
     """
 
-    FIELDS: ClassVar[tuple[Field, ...]] = (
+    FIELDS = (
         Field(("piece",), limits=COUNT),
         Field(("short",), counts=True, limits=COUNT),
     )

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -79,7 +79,7 @@ class Filter(Node[Any]):
         [0, 2, 4]
     """
 
-    FIELDS: ClassVar[tuple[Field, ...]] = (
+    FIELDS = (
         Field(("filtered",), counts=True, limits=COUNT),
         Field(("skipped",), counts=True, limits=COUNT),
     )

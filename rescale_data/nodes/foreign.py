@@ -25,7 +25,7 @@ from rescale_data.nodes.base import (
 )
 from rescale_data.nodes.guard import guard_of
 from rescale_data.shard import Shard
-from rescale_data.state import Field, field_of, flatten
+from rescale_data.state import Field, field_of, flatten, row_of, state_of
 
 T = TypeVar("T")
 
@@ -48,10 +48,8 @@ class Foreign(Node[T]):
         self.node = node
         self._samplers = [below for below in _all_below(node) if isinstance(below, SamplerWrapper)]
         self._first = node.state_dict()
+        self.FIELDS = (_BEGUN, *(field_of(path, value) for path, value in flatten(self._first)))
         super().__init__()
-
-    def own_fields(self) -> tuple[Field, ...]:
-        return (_BEGUN, *(field_of(path, value) for path, value in flatten(self._first)))
 
     def seek(self) -> None:
         self._reset(self.position)
@@ -85,13 +83,13 @@ class Foreign(Node[T]):
                 sampler.reset(None)
 
     def _reset(self, position: View) -> None:
-        kept = self.decode(position)
+        kept = state_of(self.fields, position)
         as_built = kept.pop(_BEGUN.key) == _AS_BUILT
         # a node may go on writing in what it is given
         self.node.reset(_apart(copy.deepcopy(self._first) if as_built else kept))
 
     def _keep(self, position: View, begun: int) -> None:
-        position[:] = self.encode({_BEGUN.key: begun, **self.node.state_dict()})
+        position[:] = row_of(self.fields, {_BEGUN.key: begun, **self.node.state_dict()}, type(self.node).__name__)
 
     def parameters(self) -> dict[str, Any]:
         return _parameters(self.node)

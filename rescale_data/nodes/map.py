@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from rescale_data.state import COUNT, Field, Ints
 class OfEach(Node[Any]):
     """One sample for each of its source, or none: what `Map` and `RandomMap` share."""
 
-    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("skipped",), counts=True, limits=COUNT),)
+    FIELDS = (Field(("skipped",), counts=True, limits=COUNT),)
     _beside: Any = None
     """Of a class whose ``fn`` is given something beside the sample: makes it, before that is drawn."""
 

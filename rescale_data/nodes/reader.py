@@ -77,7 +77,7 @@ class Reader(Node[Any]):
         [10, 12]
     """
 
-    FIELDS: ClassVar[tuple[Field, ...]] = (
+    ROW: ClassVar[tuple[Field, ...]] = (
         Field(("epoch",), limits=(0, 2**62)),
         Field(("row",), limits=COUNT),
         Field(("skipped",), counts=True, limits=COUNT),
@@ -117,8 +117,8 @@ class Reader(Node[Any]):
         if exclude is not None:
             self._blocklist = blocklist_of(self.source, exclude)
             self.MAY_CHANGE = _MAY_CHANGE
+        self.FIELDS = self.ROW + ((self.PROOF,) if shard.verify else ()) + (() if exclude is None else self.LISTED)
         super().__init__()
-        self.repeat = shard.repeat
         self.shuffle, self.provenance, self._must_say = shuffle, provenance or shard.provenance, provenance
         self._guard = guard_of(self, on_error, "while reading")
         self._on_error: OnError = on_error
@@ -205,10 +205,6 @@ class Reader(Node[Any]):
         self._rows = self._share = None
         if self._leave is not None:
             self._leave()
-
-    def own_fields(self) -> tuple[Field, ...]:
-        proof = (self.PROOF,) if self.shard.verify else ()
-        return (*self.FIELDS, *proof, *(() if self._blocklist is None else self.LISTED))
 
     def initial(self) -> View:
         row = super().initial()

@@ -11,7 +11,7 @@ from rescale_data.nodes.base import BaseNode, Node, View, copy_of
 from rescale_data.nodes.below import num_below, shard_of
 from rescale_data.nodes.form import CHANGED
 from rescale_data.nodes.room import Room
-from rescale_data.nodes.tray import Tray
+from rescale_data.nodes.tray import Tray, written
 from rescale_data.order import permutation
 from rescale_data.shard import Shard
 from rescale_data.sources.decoded.cache import Made, cache, owner_of
@@ -64,7 +64,7 @@ class Shuffle(Node[Any]):
         [0, 1, 2, 3, 4, 6, 7, 5]
     """
 
-    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("emitted",), limits=COUNT),)
+    FIELDS = (Field(("emitted",), limits=COUNT),)
     READS_AHEAD: ClassVar[bool] = True
     repeats_itself = True
     within = _EMITTED
@@ -91,11 +91,7 @@ class Shuffle(Node[Any]):
         self._stands = True  # the source, where it can go on from
 
     def next(self) -> Any:
-        if self.writes:
-            tray = Tray(self.writes, 1)
-            self.write(tray, 0)
-            return tray.sample()
-        return self._draw()
+        return written(self) if self.writes else self._draw()
 
     def write(self, tray: Tray, place: int) -> None:
         drawn: Tray = self._draw()
@@ -106,7 +102,7 @@ class Shuffle(Node[Any]):
 
     def skip(self, num_samples: int) -> None:
         """Whole windows as the node below skips them, where it knows how many samples are left."""
-        self.bind_once()
+        self._bind_once()
         while num_samples:
             whole = 0 if self.position[_EMITTED] or self._over else min(num_samples, self._left()) // self.window
             if whole and not self._is_pending():

@@ -44,7 +44,7 @@ class StreamReader(Node[Any]):
         ['a', 'b', 'c', 'd']
     """
 
-    FIELDS: ClassVar[tuple[Field, ...]] = (
+    ROW: ClassVar[tuple[Field, ...]] = (
         Field(("epoch",), limits=(0, 2**62)),
         Field(("stream",), limits=COUNT),
         Field(("count",), limits=COUNT),
@@ -54,8 +54,10 @@ class StreamReader(Node[Any]):
         require_shard(shard, self)
         require(IterableSource, "an rd.IterableSource", source=source)
         self.source = source
+        state = Field(("length",), limits=COUNT), Field(("state",), torch.uint8, (source.state_bytes,))
+        self.FIELDS = self.ROW + (state if source.keeps == "state" else ())
         super().__init__()
-        self.reads, self.of_shard, self.repeat, self.provenance = source, shard, shard.repeat, shard.provenance
+        self.reads, self.of_shard, self.provenance = source, shard, shard.provenance
         self._streams = range(shard.index, source.num_streams, shard.num_logical_shards)
         self._rows: Iterator[Any] | None = None
         self._stateful: Stateful | None = None
@@ -67,15 +69,6 @@ class StreamReader(Node[Any]):
                 f"{source.num_streams}, or split the data into more streams."
             )
         _warn(source)
-
-    def own_fields(self) -> tuple[Field, ...]:
-        if self.source.keeps != "state":
-            return self.FIELDS
-        return (
-            *self.FIELDS,
-            Field(("length",), limits=COUNT),
-            Field(("state",), torch.uint8, (self.source.state_bytes,)),
-        )
 
     def seek(self) -> None:
         self._rows, self._over = None, False

@@ -87,7 +87,7 @@ class Tokenize(Node[dict[str, Any]]):
         [97, 98, 99]
     """
 
-    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("skipped",), counts=True, limits=COUNT),)
+    FIELDS = (Field(("skipped",), counts=True, limits=COUNT),)
     READS_AHEAD: ClassVar[bool] = True
     repeats_itself = True
 
@@ -134,7 +134,7 @@ class Tokenize(Node[dict[str, Any]]):
     def skip(self, num_samples: int) -> None:
         if self._guard.skips:
             return super().skip(num_samples)
-        self.bind_once()
+        self._bind_once()
         if self._over:  # the source, bound anew, would go on with its next epoch
             raise StopIteration
         self._source.go_to(self._bookmark)
@@ -155,7 +155,7 @@ class Tokenize(Node[dict[str, Any]]):
         self._source.pass_blocked(position[self._slots("source")])
 
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
-        return None if self._guard.skips else self.epoch_end_of_source(rows, shards)
+        return None if self._guard.skips else self._epoch_end_of_source(rows, shards)
 
     def parameters(self) -> dict[str, Any]:
         return {"column": self.column, "into": self.into, "tokenizer": self._fingerprint()}

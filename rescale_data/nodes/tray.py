@@ -65,3 +65,10 @@ class Tray:
         """``{column: Tensor[length]}``, the only sample of a tray of one."""
         columns: dict[str, Any] = {name: torch.from_numpy(array[0]) for name, array in self.arrays.items()}
         return {**columns, **{name: value for name, [value] in self.lists.items()}}
+
+
+def written(node: Any) -> dict[str, Any]:
+    """Return the next sample of a node that writes its samples into trays."""
+    tray = Tray(node.writes, 1)
+    node.write(tray, 0)
+    return tray.sample()

@@ -81,7 +81,7 @@ def _rows_in(sample: Any, rows: Counter[Hashable]) -> Iterator[Hashable]:
 
 
 def _counted(nodes: list[Node[Any]]) -> int:
-    states = (flatten(node.decode(node.position)) for node in nodes)
+    states = (flatten(node.get_state()) for node in nodes)
     return sum(int(value) for state in states for path, value in state if path[-1] in _COUNTED)
 
 

@@ -19,6 +19,7 @@ import rescale_data as rd
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import as_node
 from rescale_data.nodes.reading.gather import kernel
+from rescale_data.state import state_of
 from tests.laws.pairs import Case, cases, name_of
 from tests.laws.tables import CORPORA, ENDLESS, MIXTURES, ROWS, TOPS
 from tests.states import closed, opened
@@ -53,7 +54,7 @@ def refuses_or_goes_on(node: rd.Node[Any], data: st.DataObject) -> None:
     for slot in data.draw(st.sets(st.integers(0, len(position) - 1), min_size=1, max_size=3)):
         position[slot] = data.draw(NUMBERS)
     try:
-        node.reset(node.decode(position.data))
+        node.reset(state_of(node.fields, position.data))
         list(islice(node, 4))
         node.reset(node.get_state())
     except DataStateError:

@@ -160,7 +160,7 @@ def _changes(schema: Schema, saved: Mapping[str, Any]) -> tuple[list[Changed], l
 
 
 def _changed(path: Path, node: Node[Any], child: str) -> Changed:
-    kept = {field.path[:-1] for field in node.own_fields() if field.path[-1] in node.children}
+    kept = {field.path[:-1] for field in node.FIELDS if field.path[-1] in node.children}
     return Changed((*path, child), frozenset(".".join((*path, *own, child)) for own in kept))
 
 

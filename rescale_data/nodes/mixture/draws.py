@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from rescale_data.nodes.base import Node, View
-from rescale_data.nodes.below import pass_epochs
+from rescale_data.nodes.below import is_endless, pass_epochs
 from rescale_data.nodes.column import length_of
 from rescale_data.nodes.mixture.circle import WHOLE, Arc, Arcs, Circle, arcs, circle_of, stretched, within
 from rescale_data.nodes.mixture.ends import (
@@ -290,7 +290,7 @@ class MixtureDraws:
         return self._stop == "first"
 
     def _require_more(self, in_use: InUse) -> None:
-        if not any(in_use.values) and any(below.repeat for node in self.sources.nodes for _, below in node.walk()):
+        if not any(in_use.values) and any(map(is_endless, self.sources.nodes)):
             refuse_end(dict(self.weights.rule.max_epochs), self._shard)
 
     # At any position, for `rescale_data.nodes.mixture.mixed.MixedDocuments`

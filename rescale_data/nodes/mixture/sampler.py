@@ -9,7 +9,7 @@ import numpy as np
 
 from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import BaseNode, Node, View, copy_of
-from rescale_data.nodes.below import find_shard
+from rescale_data.nodes.below import find_shard, is_endless
 from rescale_data.nodes.form import History
 from rescale_data.nodes.mixture.arguments import check_max_epochs, check_mixture, epoch_slot
 from rescale_data.nodes.mixture.circle import circle_of
@@ -23,7 +23,7 @@ from rescale_data.nodes.mixture.schedule import Schedule
 from rescale_data.nodes.mixture.sources import Sources
 from rescale_data.nodes.mixture.weights import MixtureWeights
 from rescale_data.nodes.reading.documents import Documents
-from rescale_data.state import Field, Ints, offsets
+from rescale_data.state import Ints, offsets
 
 
 class WeightedSampler(Node[Any]):
@@ -92,6 +92,7 @@ class WeightedSampler(Node[Any]):
         self.unit, self.column, self.stop = unit, column, stop
         check_max_epochs(max_epochs or {}, self.names)
         self._row = MixtureRow(self.names, unit)
+        self.FIELDS = self._row.fields()
         rule = rule_of(weights, {name: int(num) for name, num in (max_epochs or {}).items()})
         self._weights = MixtureWeights(self._row, rule, (0, 1), {})
         super().__init__(**{name: nodes[name] for name in self.names})
@@ -106,9 +107,6 @@ class WeightedSampler(Node[Any]):
             if isinstance(node, WeightedSampler):
                 node._draws.circle = circle_of(*self._shard, ".".join(path))
 
-    def own_fields(self) -> tuple[Field, ...]:
-        return self._row.fields()
-
     @property
     def _sources(self) -> dict[str, tuple[Node[Any], slice]]:
         return {name: (node, self._slots(name)) for name, node in self.children.items()}
@@ -118,7 +116,7 @@ class WeightedSampler(Node[Any]):
         sources, counted = self._sources, {name for rule in rules for name, _ in rule.max_epochs}
         return {name: epoch_slot(name, *sources[name]) for name in sorted(counted) if name in sources}
 
-    def bind_children(self) -> None:
+    def _bind_children(self) -> None:
         self._draws.sources.close()  # until they are drawn from: there may be hundreds
         for name, node in self.children.items():
             if node.children:
@@ -153,8 +151,7 @@ class WeightedSampler(Node[Any]):
         return self._draws.skip(num_samples)
 
     def skip_ahead(self, num_samples: int) -> int:
-        goes_on = any(below.repeat for _, below in self.walk())
-        return 0 if self.unit == "tokens" else self._draws.skip_ahead(num_samples, goes_on=goes_on)
+        return 0 if self.unit == "tokens" else self._draws.skip_ahead(num_samples, goes_on=is_endless(self))
 
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
         """Known by samples, where each source is read to its end."""
@@ -190,7 +187,7 @@ class WeightedSampler(Node[Any]):
 
     def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
         """Begin the next epoch of all sources; counts since the run began stay, so schedule and epochs go on."""
-        own = slice(0, offsets(self.own_fields())[-1])
+        own = slice(0, offsets(self.FIELDS)[-1])
         kept = copy_of(position[own])
         super().next_epoch(position, is_drawn=is_drawn)
         position[own] = kept

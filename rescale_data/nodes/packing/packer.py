@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import Node
-from rescale_data.nodes.below import source_names
+from rescale_data.nodes.below import is_endless, source_names
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.column import ColumnDocuments, length_of
 from rescale_data.nodes.form import History, num_tokens
@@ -20,7 +20,7 @@ from rescale_data.nodes.packing.aligned import MASK, Aligned
 from rescale_data.nodes.packing.token_stream import SILENT_EPOCHS, TokenStream
 from rescale_data.nodes.provenance import PROVENANCE, joined
 from rescale_data.nodes.reading.gather import Around, Rows, fill, say_without_kernel
-from rescale_data.nodes.tray import Tray
+from rescale_data.nodes.tray import Tray, written
 from rescale_data.state import COUNT, Field, Ints
 
 IGNORED = -100
@@ -74,7 +74,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         tensor([1, 2, 3, 0, 4, 5])
     """
 
-    FIELDS: ClassVar[tuple[Field, ...]] = (Field(("offset",), limits=COUNT),)
+    OFFSET: ClassVar[tuple[Field, ...]] = (Field(("offset",), limits=COUNT),)
     COUNTS: ClassVar[tuple[Field, ...]] = (
         Field(("untrained",), counts=True, limits=COUNT),
         Field(("cut",), counts=True, limits=COUNT),
@@ -104,10 +104,11 @@ class TokenPacker(Node[dict[str, Tensor]]):
         require_pad(pad_id, dtype)
         names = ["tokens", *["labels"] * labels, *["doc_ids"] * doc_ids]
         self._aligned = Aligned(columns, column, {*names, "labels", "doc_ids"}, type(self).__name__)
+        self.FIELDS = (self.COUNTS if self._aligned.has_mask else ()) + self.OFFSET
         super().__init__(source=source)
         say_without_kernel()
         child = self.children["source"]
-        self.within = self._offset = len(self.own_fields()) - 1
+        self.within = self._offset = len(self.FIELDS) - 1
         self.column, self.seq_len, self.labels, self.doc_ids = column, seq_len, labels, doc_ids
         self.dtype, self.last, self.eos_id, self.bos_id = dtype, last, eos_id, bos_id
         self.pad_id = pad_id if pad_id is not None else eos_id or 0
@@ -116,7 +117,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
             **{name: (seq_len, kind) for name, kind in self._aligned.dtypes.items()},
         }
         self.tells_next = labels or self._aligned.has_mask
-        self._repeat = any(node.repeat for _, node in child.walk())
+        self._repeat = is_endless(child)
         self._before: History = ()
         self._changes = any(node.MAY_CHANGE for _, node in child.walk())
         self.stream = TokenStream(
@@ -137,9 +138,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         self._over = False
 
     def next(self) -> dict[str, Tensor]:
-        tray = Tray(self.writes, 1)
-        self.write(tray, 0)
-        return tray.sample()
+        return written(self)
 
     def write(self, tray: Tray, place: int) -> None:
         self._draw(tray, place)
@@ -158,7 +157,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         return first
 
     def skip(self, num_samples: int) -> None:
-        self.bind_once()
+        self._bind_once()
         tray = Tray(self.writes, 1)
         for _ in range(num_samples):
             self._draw(tray, 0)
@@ -189,9 +188,6 @@ class TokenPacker(Node[dict[str, Tensor]]):
             counts = rows[:, [_UNTRAINED, _CUT]].sum(0).tolist()
             found |= {"untrained_documents": float(counts[0]), "cut_documents": float(counts[1])}
         return found
-
-    def own_fields(self) -> tuple[Field, ...]:
-        return (*self.COUNTS, *self.FIELDS) if self._aligned.has_mask else self.FIELDS
 
     def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         self._before = history

@@ -11,7 +11,7 @@ import torch
 
 from rescale_data.errors import DataStateError, checks_kinds
 from rescale_data.nodes.base import Node, View, copy_of
-from rescale_data.nodes.below import source_names
+from rescale_data.nodes.below import is_endless, source_names
 from rescale_data.nodes.bound import Bound
 from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.form import CHANGED, MOST, History, Stage, begin_form, num_tokens, stages
@@ -23,7 +23,7 @@ from rescale_data.nodes.packing.window import Packing, Window, write
 from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.nodes.reading.gather import Around
 from rescale_data.nodes.reading.spans import Spans
-from rescale_data.nodes.tray import Tray
+from rescale_data.nodes.tray import Tray, written
 from rescale_data.sources.decoded.cache import cache, owner_of
 from rescale_data.state import COUNT, Field, Ints
 
@@ -89,14 +89,14 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         [[1, 2, 3, 7, 8], [4, 5, 6, 0, 0]]
     """
 
-    FIELDS: ClassVar[tuple[Field, ...]] = (
+    PACKED: ClassVar[tuple[Field, ...]] = (
         Field(("emitted",), limits=(0, 2**63 - 1)),
         Field(("padding",), counts=True, limits=COUNT),
         Field(("long",), counts=True, limits=COUNT),
     )
     READS_AHEAD: ClassVar[bool] = True
     within = _EMITTED
-    UNTRAINED: ClassVar[Field] = Field(("untrained",), counts=True, limits=COUNT)
+    UNTRAINED: ClassVar[tuple[Field, ...]] = (Field(("untrained",), counts=True, limits=COUNT),)
     """What is kept in addition where there is a loss mask."""
     FORM: ClassVar[frozenset[str]] = frozenset({"seq_len", "labels", "dtype", "max_documents", "limits"})
 
@@ -131,6 +131,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         self._aligned = Aligned(columns, column, reserved, name)
         self._payload = Payload(payload, limits, {*reserved, *columns, MASK, column}, long=long, reader=name)
         self.pad_documents_to, self.cost = pad_documents_to, cost
+        self.FIELDS = self.PACKED + (self.UNTRAINED if self._aligned.has_mask else ())
         super().__init__(source=source)
         self.column, self.seq_len, self.eos_id, self.bos_id, self.window = column, seq_len, eos_id, bos_id, window
         self.long, self.labels, self.dtype = long, labels, dtype
@@ -150,7 +151,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         around = Around(eos_id, bos_id, self._numpy_dtype)
         self._packing = Packing(around, long, pad_documents_to, self._aligned, self._payload)
         self._before: History = ()
-        self._repeat = any(node.repeat for _, node in child.walk())
+        self._repeat = is_endless(child)
         self._key = (owner_of(self), "window")
         self._bound = Bound(self)
 
@@ -160,9 +161,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         self._over = False
 
     def next(self) -> dict[str, Any]:
-        tray = Tray(self.writes, 1)
-        self.write(tray, 0)
-        return tray.sample()
+        return written(self)
 
     def write(self, tray: Tray, place: int) -> None:
         window = self._window()
@@ -171,7 +170,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         write(tray, place, window, number, pad_id=self.pad_id, multiple=self.pad_documents_to)
 
     def skip(self, num_samples: int) -> None:
-        self.bind_once()
+        self._bind_once()
         for _ in range(num_samples):
             self._go_on(self._window())
 
@@ -193,9 +192,6 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
             COUNTED[self.long]: float(rows[:, _LONG].sum()),
             **({"untrained_documents": float(rows[:, _UNTRAINED].sum())} if self._aligned.has_mask else {}),
         }
-
-    def own_fields(self) -> tuple[Field, ...]:
-        return (*self.FIELDS, self.UNTRAINED) if self._aligned.has_mask else self.FIELDS
 
     def adopt(self, history: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         self._before = history
