@@ -201,7 +201,7 @@ def _check_shards(setup: Setup) -> None:
 
 def _warn_if_small(readers: Iterable[Reader]) -> None:
     """Say once that what a logical shard reads together is little, or nothing in most epochs: of all such sources at once."""
-    small = [each for each in readers if each.repeat and _is_small(each) and owner_of(each.source) not in _warned]
+    small = [each for each in readers if each.shard.repeat and _is_small(each) and owner_of(each.source) not in _warned]
     if not small:
         return
     _warned.update((owner_of(each.source), True) for each in small)

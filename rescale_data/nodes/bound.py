@@ -9,9 +9,19 @@ from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.below import find_shard, source_names
 
 _EVERY = 256  # draws between two looks
-_WHOLE_EPOCHS = 2
+SILENT_EPOCHS = 2
+"""After so many whole epochs without anything a source has none."""
 _EPOCHS_BESIDE_RESTING = 64
 _DRAWS = 2**24  # where no source of ours says how far it has come
+
+
+def require_tokens(num_epochs: int) -> None:
+    """``DataStateError`` where an endless stream of documents has had no token in too many whole epochs."""
+    if num_epochs > SILENT_EPOCHS:
+        raise DataStateError(
+            f"A logical shard had no token in {SILENT_EPOCHS} whole epochs: its documents are empty, filtered out or dropped. "
+            f"Check the column and the filters, or give fewer logical shards."
+        )
 
 
 class Bound:
@@ -50,8 +60,8 @@ class Bound:
             return
         passed = [here[0] - there[0] for here, there in zip(now, self._since, strict=True) if here != there]
         num_resting = len(now) - len(passed)
-        enough = _EPOCHS_BESIDE_RESTING if num_resting else _WHOLE_EPOCHS + 1
-        if misses >= _DRAWS if not passed else min(passed) > _WHOLE_EPOCHS and max(passed) >= enough:
+        enough = _EPOCHS_BESIDE_RESTING if num_resting else SILENT_EPOCHS + 1
+        if misses >= _DRAWS if not passed else min(passed) > SILENT_EPOCHS and max(passed) >= enough:
             self._raise(misses)
 
     def _raise(self, misses: int) -> None:
@@ -59,7 +69,7 @@ class Bound:
         where = "" if shard is None else f" in logical shard {shard.index} of {shard.num_logical_shards}"
         raise DataStateError(
             f"{self._name} has drawn {misses} samples in a row from {names or 'its source'}{where} "
-            f"and kept none, over more than {_WHOLE_EPOCHS} whole epochs: all were filtered out, skipped or empty. Check the "
+            f"and kept none, over more than {SILENT_EPOCHS} whole epochs: all were filtered out, skipped or empty. Check the "
             f"predicate or the column, or give fewer logical shards or more data."
         )
 

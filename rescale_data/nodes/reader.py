@@ -15,7 +15,7 @@ from rescale_data.nodes.guard import OnError, guard_of
 from rescale_data.nodes.provenance import with_provenance
 from rescale_data.nodes.reading.blocklist import Blocklist, Excluded, blocklist_of
 from rescale_data.nodes.reading.chunks import Chunks
-from rescale_data.nodes.reading.documents import Documents, RowTexts, Texts
+from rescale_data.nodes.reading.documents import Documents, Texts
 from rescale_data.nodes.reading.epochs import View as SourceView
 from rescale_data.nodes.reading.fetching import Fetching
 from rescale_data.nodes.reading.fragment_documents import FragmentDocuments, block_bytes
@@ -407,7 +407,7 @@ class Reader(Node[Any]):
     def texts(self, column: str) -> Texts | None:
         if self._guard.skips or self.provenance or not self.source.has_texts:
             return None
-        return RowTexts(self.source, column, self)
+        return Texts(self.source, column, self)
 
     def dtype_of(self, column: str) -> np.dtype[Any] | None:
         source = self.source

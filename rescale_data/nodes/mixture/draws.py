@@ -9,10 +9,10 @@ import numpy as np
 
 from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.below import is_endless, pass_epochs
+from rescale_data.nodes.bound import SILENT_EPOCHS
 from rescale_data.nodes.column import length_of
 from rescale_data.nodes.mixture.circle import WHOLE, Arc, Arcs, Circle, arcs, circle_of, stretched, within
 from rescale_data.nodes.mixture.ends import (
-    SILENT_EPOCHS,
     first_end,
     leave_out_of_epoch,
     refuse_end,
@@ -41,6 +41,7 @@ class MixtureDraws:
         stop: What happens when a source ends.
 
     Attributes:
+        row: Where the mixture keeps what.
         circle: The points of the draws.
         chosen: The source of the last draw.
     """
@@ -56,7 +57,7 @@ class MixtureDraws:
         column: str | None,
         stop: Stop,
     ) -> None:
-        self.sources, self._inner, self._row = sources, inner, row
+        self.sources, self._inner, self.row = sources, inner, row
         each = zip(sources.nodes, sources.slots, strict=True)
         self._changing = [below for below in each if any(n.MAY_CHANGE for _, n in below[0].walk())]
         self.weights, self._shard, self._column, self._stop = weights, shard, column, stop
@@ -75,7 +76,7 @@ class MixtureDraws:
 
     @property
     def by_tokens(self) -> bool:
-        return self._row.unit == "tokens"
+        return self.row.unit == "tokens"
 
     def draw(self, how: Callable[[Node[Any]], Any]) -> Any:
         """The next sample, or what ``how`` makes of the node that would yield it."""
@@ -118,24 +119,24 @@ class MixtureDraws:
 
     def arcs_at(self, position: View, in_use: InUse) -> Arcs | TokenArcs | None:
         """The same at any position, of its weights; where the epoch has ended, the beginning of the next is written there."""
-        drawn = position[self._row.drawn].tolist()
+        drawn = position[self.row.drawn].tolist()
         counts = [max(count, ~count) for count in drawn]
         going = tuple(weight if count >= 0 else 0.0 for weight, count in zip(in_use.values, drawn, strict=True))
         if not any(going):
             self._require_more(in_use)
-            position[self._row.drawn] = np.array(counts, dtype=np.int64).data
+            position[self.row.drawn] = np.array(counts, dtype=np.int64).data
             return None
         if not self.by_tokens:
             return arcs(going)
-        return TokenArcs(going, counts, *(position[kind].tolist() for kind in (self._row.tokens, self._row.since)))
+        return TokenArcs(going, counts, *(position[kind].tolist() for kind in (self.row.tokens, self.row.since)))
 
     def _count(self, chosen: int, length: int) -> None:
         self._position[NUM] += 1
-        self._position[self._row.drawn.start + chosen] += 1
+        self._position[self.row.drawn.start + chosen] += 1
         if length and self._silent:
             self._silent.pop(chosen, None)
         if isinstance(self._arcs, TokenArcs):
-            self._position[self._row.tokens.start + chosen] += length
+            self._position[self.row.tokens.start + chosen] += length
             self._arcs.drew(chosen, length)
         self._turn()
 
@@ -250,7 +251,7 @@ class MixtureDraws:
                 first = circle.find(first, part, passed)
                 left -= passed
         self._position[NUM] += count
-        self._position[self._row.drawn.start + source] += count
+        self._position[self.row.drawn.start + source] += count
 
     def _pass_end(self, source: int) -> None:
         try:
@@ -286,7 +287,7 @@ class MixtureDraws:
     def end_at(self, position: View, source: int) -> bool:
         """Note that a source has ended; whether the epoch has."""
         if self._stop == "all":
-            position[self._row.drawn.start + source] ^= -1
+            position[self.row.drawn.start + source] ^= -1
         return self._stop == "first"
 
     def _require_more(self, in_use: InUse) -> None:
@@ -294,10 +295,6 @@ class MixtureDraws:
             refuse_end(dict(self.weights.rule.max_epochs), self._shard)
 
     # At any position, for `rescale_data.nodes.mixture.mixed.MixedDocuments`
-
-    def drawn_at(self, position: View) -> list[tuple[int, list[int]]]:
-        """The first slot and the values of what is counted of each source: documents, by tokens these too."""
-        return self._row.counted_at(position)
 
     def slots_of(self, source: int) -> slice:
         return self.sources.slots[source]
@@ -308,4 +305,4 @@ class MixtureDraws:
         return sum(node.settle(position[slots]) for node, slots in self._changing) > 0
 
     def refuse_silent(self, source: int) -> None:
-        refuse_silent(self._row.names[source], self._row.unit, self._shard)
+        refuse_silent(self.row.names[source], self.row.unit, self._shard)

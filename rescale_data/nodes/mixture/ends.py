@@ -11,12 +11,11 @@ import numpy as np
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.below import readers_of
+from rescale_data.nodes.bound import SILENT_EPOCHS
 from rescale_data.nodes.mixture.circle import Arc, Circle
 from rescale_data.nodes.mixture.row import NUM, MixtureRow
 from rescale_data.state import Ints
 
-SILENT_EPOCHS = 2
-"""After so many whole epochs without anything a source has none."""
 ENDLESS = 1 << 62
 """As many samples are left of a source that goes on from epoch to epoch."""
 

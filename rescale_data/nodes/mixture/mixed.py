@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rescale_data.nodes.base import View, copy_of
+from rescale_data.nodes.bound import SILENT_EPOCHS
 from rescale_data.nodes.mixture.circle import Arcs
 from rescale_data.nodes.mixture.draws import MixtureDraws
-from rescale_data.nodes.mixture.ends import SILENT_EPOCHS
 from rescale_data.nodes.mixture.lengths import TokenArcs
 from rescale_data.nodes.mixture.supply import Kept, Supply
 from rescale_data.nodes.mixture.weights import InUse
@@ -244,7 +244,7 @@ class MixedDocuments:
             parts += supply.spans(each[source])
             first_slots += [self._mixture.slots_of(source).start] * (len(parts) - len(first_slots))
             begins[source], at = at, at + each[source]
-        return woven(chosen, Spans.join(parts, first_slots), begins, first, self._mixture.drawn_at(self._start))
+        return woven(chosen, Spans.join(parts, first_slots), begins, first, self._mixture.row.counted_at(self._start))
 
 
 class AtPoints:

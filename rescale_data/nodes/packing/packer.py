@@ -13,11 +13,11 @@ from torch import Tensor
 from rescale_data.errors import checks_kinds
 from rescale_data.nodes.base import Node
 from rescale_data.nodes.below import is_endless, source_names
-from rescale_data.nodes.bound import Bound
+from rescale_data.nodes.bound import SILENT_EPOCHS, Bound
 from rescale_data.nodes.column import ColumnDocuments, length_of
 from rescale_data.nodes.form import History, num_tokens
 from rescale_data.nodes.packing.aligned import MASK, Aligned
-from rescale_data.nodes.packing.token_stream import SILENT_EPOCHS, TokenStream
+from rescale_data.nodes.packing.token_stream import TokenStream
 from rescale_data.nodes.provenance import PROVENANCE, joined
 from rescale_data.nodes.reading.gather import Around, Rows, fill, say_without_kernel
 from rescale_data.nodes.tray import Tray, written

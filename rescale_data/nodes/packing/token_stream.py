@@ -8,14 +8,13 @@ from weakref import ref
 
 from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import Node, View, copy_of
-from rescale_data.nodes.bound import Bound
+from rescale_data.nodes.bound import Bound, require_tokens
 from rescale_data.nodes.packing.aligned import Aligned, Values
 from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.reading.gather import BEHIND, Around, Rows, Stretch, fill, stretch
 from rescale_data.nodes.reading.spans import MANY, Spans
 from rescale_data.sources.decoded.cache import cache, owner_of
 
-SILENT_EPOCHS = 2
 _FEW = 4  # a quarter of what there was when documents were read last
 _AHEAD = 8  # of costly documents, at most an eighth of those that were read is read ahead
 
@@ -188,11 +187,7 @@ class TokenStream:
         return self._source.is_pending(found.reach)
 
     def _turned(self, position: View, num_turns: int) -> Spans:
-        if num_turns > SILENT_EPOCHS:
-            raise DataStateError(
-                f"A logical shard had no token in {SILENT_EPOCHS} whole epochs: its documents are empty or filtered out. "
-                f"Check the column and the filters, or give fewer logical shards."
-            )
+        require_tokens(num_turns)
         after = copy_of(position)
         self._documents.turn(after)
         return Spans.mark(position, after)

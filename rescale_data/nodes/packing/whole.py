@@ -12,7 +12,7 @@ import torch
 from rescale_data.errors import DataStateError, checks_kinds
 from rescale_data.nodes.base import Node, View, copy_of
 from rescale_data.nodes.below import is_endless, source_names
-from rescale_data.nodes.bound import Bound
+from rescale_data.nodes.bound import Bound, require_tokens
 from rescale_data.nodes.column import ColumnDocuments
 from rescale_data.nodes.form import CHANGED, MOST, History, Stage, begin_form, num_tokens, stages
 from rescale_data.nodes.packing.aligned import MASK, Aligned
@@ -28,7 +28,6 @@ from rescale_data.sources.decoded.cache import cache, owner_of
 from rescale_data.state import COUNT, Field, Ints
 
 _EMITTED, _PADDING, _LONG, _UNTRAINED = 0, 1, 2, 3
-_SILENT_EPOCHS = 2
 
 
 class WholeDocumentPacker(Node[dict[str, Any]]):
@@ -215,11 +214,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
                 self._leave(window)
                 window = None
                 misses = self._bound.missed(misses)
-            if num_turns > _SILENT_EPOCHS:
-                raise DataStateError(
-                    f"A logical shard had no token in {_SILENT_EPOCHS} whole epochs: its documents are empty, filtered out or "
-                    f"dropped. Check the column and the filters, or give fewer logical shards."
-                )
+            require_tokens(num_turns)
         if window is None:
             raise StopIteration
         if not self._read:

@@ -39,28 +39,17 @@ class Documents(Protocol):
         ...
 
 
-class Texts(Protocol):
-    """Texts as `Documents` are tokens. ``position`` is a row of the node whose texts they are."""
-
-    def read(self, position: memoryview, most: int) -> tuple[list[str], Moves]:
-        """The next texts, from one to ``most``, and what each does to ``position``; none at the end of the epoch.
-
-        Whatever it raises, the samples of the node are read instead, and say why.
-        """
-        ...
-
-    def turn(self, position: memoryview) -> None:
-        """Write the beginning of the next epoch into ``position``, after `read` has found the end of this one."""
-        ...
-
-
-class RowTexts:
-    """The texts of one logical shard; positions are those of its `Reader`, (epoch, row, ...)."""
+class Texts:
+    """The texts of one logical shard, read as `Documents` are; positions are those of its `Reader`, (epoch, row, ...)."""
 
     def __init__(self, source: Source, column: str, reader: Reader) -> None:
         self._source, self._column, self._reader = source, column, reader
 
     def read(self, position: memoryview, most: int) -> tuple[list[str], Moves]:
+        """Return the next texts, up to ``most``, and the moves of each; none at the end of the epoch.
+
+        Whatever it raises, the samples of the node are read instead, and say why.
+        """
         at = copy_of(position)
         if not self._reader.to_next_row(at):
             return [], NOTHING
