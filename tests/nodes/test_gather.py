@@ -6,6 +6,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +41,7 @@ def built() -> Any:
 
 
 KERNEL = built()
+_PLAIN = gather.Around(None, None, np.dtype("i8"))
 WAYS = [None, KERNEL] if KERNEL is not None else [None]
 
 
@@ -183,6 +186,28 @@ class TestBothWays:
         assert gather.fill([full, None, full], 0, rows, None, None) == 1
         assert gather.fill([full, None, full], 2, rows, None, None) == 3
         assert rows.tolist() == [[0, 1, 2, 3], [0, 0, 0, 0], [4, 5, 6, 7]]
+
+
+@pytest.mark.skipif(KERNEL is None, reason="NumPy keeps the interpreter's lock")
+def test_two_threads_that_draw_from_one_stretch_have_no_token_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "kernel", KERNEL)
+    size, num = 512, 1 << 21
+    tokens = np.arange(num, dtype=np.int32)
+    stretch = ready(Spans.of(tokens, Moves.of([0], np.array([[1]]))), _PLAIN, np.array([0, 0]))
+
+    def draw() -> list[int]:
+        firsts: list[int] = []
+        rows = np.zeros((64, size), dtype=np.int64)
+        while stretch.left >= size:
+            with suppress(ValueError):  # drawn from in two threads
+                done = gather.fill([stretch] * 64, 0, rows, None, None)
+                assert (np.diff(rows[:done]) == 1).all()
+                firsts += rows[:done, 0].tolist()
+        return firsts
+
+    with ThreadPoolExecutor(4) as threads:
+        found = [first for each in [threads.submit(draw) for _ in range(4)] for first in each.result()]
+    assert sorted(found) == list(range(0, num, size))
 
 
 def test_what_parts_keep_together_is_counted_once() -> None:

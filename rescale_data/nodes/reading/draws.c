@@ -133,7 +133,7 @@ PyObject* run(PyObject* module, PyObject* args) {
   }
   for (Py_ssize_t i = 0; i < num; i++) {
     PyObject* each = PyList_GetItem(lengths, i);
-    if (each != Py_None && PyObject_GetBuffer(each, &given[i], PyBUF_SIMPLE)) goto done;
+    if (!each || (each != Py_None && PyObject_GetBuffer(each, &given[i], PyBUF_SIMPLE))) goto done;
   }
   Py_ssize_t next = first, missing = sum(&a, counts) ? -1 : -2;
   if (missing == -1) rebuild(&a);

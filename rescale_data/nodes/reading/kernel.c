@@ -448,13 +448,20 @@ static PyObject* fill(PyObject* module, PyObject* args) {
     while (count < MOST && at < num) {
       PyObject* item = at < PyList_Size(list) ? PyList_GetItem(list, at) : NULL;
       if (!item || !PyObject_TypeCheck(item, (PyTypeObject*)state->stretch_type)) break;
+      Py_ssize_t ours = 0;
+      while (ours < count && some[ours] != (Stretch*)item && ((Stretch*)item)->busy) ours++;
+      if (((Stretch*)item)->busy && ours == count) {
+        error("a stretch is drawn from in two threads");
+        status = FAILED;
+        break;
+      }
       Py_INCREF(item);
       ((Stretch*)item)->busy++;
       some[count++] = (Stretch*)item, at++;
     }
     is_over = at < num && count < MOST;
     Py_BEGIN_ALLOW_THREADS
-    for (Py_ssize_t i = 0; i < count; i++) {
+    for (Py_ssize_t i = 0; i < count && status == DONE; i++) {
       if (some[i]->left < needed || size < 1) {
         is_over = 1;
         break;
@@ -463,8 +470,7 @@ static PyObject* fill(PyObject* module, PyObject* args) {
       const Stretch* below = i + 1 < count ? some[i + 1] : NULL;
       status = rows[0].itemsize == 8 ? sample_64(some[i], below, (int64_t*)t, (int64_t*)l, (int64_t*)d, size)
                                      : sample_32(some[i], below, (int32_t*)t, (int32_t*)l, (int32_t*)d, size);
-      if (status != DONE) break;
-      first++;
+      first += status == DONE;
     }
     Py_END_ALLOW_THREADS
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -587,10 +593,13 @@ static PyObject* cut(PyObject* module, PyObject* args) {
   Py_ssize_t num_offsets = 0;
   if (!PyArg_ParseTuple(args, "OOOO!OO", &objects[0], &objects[1], &objects[2], &PyList_Type, &list, &objects[3], &objects[4]))
     return NULL;
-  offsets = PyMem_Malloc((PyList_Size(list) + 1) * sizeof(*offsets));
+  const Py_ssize_t num_fragments = PyList_Size(list);
+  offsets = PyMem_Malloc((num_fragments + 1) * sizeof(*offsets));
   if (!offsets) return PyErr_NoMemory();
-  for (; num_offsets < PyList_Size(list); num_offsets++)
-    if (PyObject_GetBuffer(PyList_GetItem(list, num_offsets), &offsets[num_offsets], PyBUF_SIMPLE)) goto done;
+  for (; num_offsets < num_fragments; num_offsets++) {
+    PyObject* each = PyList_GetItem(list, num_offsets); /* NULL where a buffer's owner has made the list shorter */
+    if (!each || PyObject_GetBuffer(each, &offsets[num_offsets], PyBUF_SIMPLE)) goto done;
+  }
   if (take_buffers(objects, views, &num_views, 5, 3)) goto done;
   const int64_t *rows = views[0].buf, *which = views[1].buf, *first = views[2].buf, num = views[0].len / 8;
   int64_t *start = views[3].buf, *length = views[4].buf;
