@@ -16,8 +16,8 @@ from rescale_data.nodes.provenance import PROVENANCE
 from rescale_data.nodes.reading.spans import EMPTY, Moves, Spans
 from rescale_data.sources.decoded.sizes import size_of
 
-TakeOut: TypeAlias = Callable[[Mapping[str, Any], int, Node[Any]], Mapping[str, Any]]
-"""Of a sample with so many tokens, which the node has yielded: what of it is wanted beside them, by name."""
+TakeOut: TypeAlias = Callable[[Mapping[str, Any], int], Mapping[str, Any]]
+"""Of a sample with so many tokens: what of it is wanted beside them, by name."""
 
 
 class Beside(dict[str, Any]):
@@ -59,17 +59,19 @@ class ColumnDocuments:
             self._ended = True
             return EMPTY
         where = sample.get(PROVENANCE) if isinstance(sample, Mapping) else None
-        tokens = integers(sample, self._column, self._reader, self._node)
+        kept = Beside()
+        try:
+            tokens = _integers(sample, self._column, self._reader)
+            for take_out in self._beside:
+                kept.update(take_out(sample, len(tokens)))
+        except (TypeError, ValueError) as error:
+            add_place(error, self._reader, self._node.locate())
+            raise
         after = copy_of(self._node.position)
         if self._settles:
             self._node.pass_blocked(after)
         spans = Spans.of(tokens.copy(), Moves.between(position, after), where)
-        if not self._beside:
-            return spans
-        kept = Beside()
-        for take_out in self._beside:
-            kept.update(take_out(sample, len(tokens), self._node))
-        return replace(spans, keeps=(kept,))
+        return replace(spans, keeps=(kept,)) if self._beside else spans
 
     def turn(self, position: memoryview) -> None:
         position[:] = self._node.position

@@ -1,4 +1,4 @@
-"""`Room`: warns where what a node has made ahead does not stay in the cache, so that it is made again and again."""
+"""`Room`: warns where what a node makes ahead does not fit the cache, so that it is made again and again."""
 
 from __future__ import annotations
 
@@ -28,23 +28,36 @@ class Room:
     def __init__(self, node: Node[Any], argument: str, num_samples: int) -> None:
         self._node, self._argument, self._num_samples, self._num_dropped = node, argument, num_samples, 0
 
+    def expect(self, nbytes: int) -> None:
+        """Warn, once, where samples of so many bytes each cannot fit, before any is made."""
+        num_shards = self._num_shards()
+        if nbytes * self._num_samples * num_shards > cache().budget:
+            self._warn(nbytes * self._num_samples * num_shards, num_shards)
+
     def dropped(self, nbytes: int, num_samples: int) -> None:
         """Take note that samples of so many bytes were dropped and have been made again; warn, once, where that goes on."""
         self._num_dropped += 1
-        key = type(self._node).__name__, self._num_samples
-        if self._num_dropped < _ALLOWED or key in _warned:
-            return
-        _warned.add(key)
+        if self._num_dropped >= _ALLOWED:
+            num_shards = self._num_shards()
+            self._warn(nbytes * self._num_samples // max(1, num_samples) * num_shards, num_shards)
+
+    def _num_shards(self) -> int:
+        """Return the logical shards of this process, of the source that most of them read."""
         below = [(node.reads, node.of_shard) for _, node in self._node.walk() if node.reads is not None]
         counts = [
             len(shards_of(owner_of(read), 1 if shard is None else shard.num_logical_shards)) for read, shard in below
         ]
-        num_shards, budget = max(counts, default=1), cache().budget
-        needed = nbytes * self._num_samples // max(1, num_samples) * num_shards
+        return max(counts, default=1)
+
+    def _warn(self, needed: int, num_shards: int) -> None:
+        key, budget = (type(self._node).__name__, self._num_samples), cache().budget
+        if key in _warned:
+            return
+        _warned.add(key)
         fits = max(1, self._num_samples * (budget // 2) // max(needed, budget // 2 + 1))
         _log.warning(
-            "%s(%s=%d): what was made ahead has been dropped before it was used, and is made again at each draw. For the %d "
-            "logical shards of this process it takes about %d bytes, and half of cache_bytes=%d is for all such nodes. "
+            "%s(%s=%d): what is made ahead does not fit the cache, and is made again at each draw. For the %d logical shards "
+            "of this process it takes about %d bytes, and half of cache_bytes=%d is for all such nodes. "
             "Give %s=%d, a source with cache_bytes=%d, or run fewer shards in a process (more ranks or workers).",
             *key[:1], self._argument, self._num_samples, num_shards, needed, budget, self._argument, fits,
             2 * max(needed, budget),

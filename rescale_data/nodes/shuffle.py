@@ -46,7 +46,8 @@ class Shuffle(Node[Any]):
     The order follows from the seed, the logical shard and the position of the node at the window's beginning, which is
     the state, with how many samples of the window were yielded. Who resumes makes the samples of the window again, at most
     ``window`` of them. Samples of an open window lie in the process's cache, those of all logical shards together; where they
-    do not fit, windows are made again at each draw, and a warning says which ``window`` would.
+    do not fit, windows are made again at each draw, and a warning says which ``window`` would: over a packer when the loader
+    is opened, else when the first windows have been dropped.
     An epoch's last window is shorter. After weights below a packer have changed, samples pass as they come until the packer
     begins a document with the new ones.
 
@@ -99,6 +100,10 @@ class Shuffle(Node[Any]):
             tray.arrays[name][place] = array[0]
         for name, [value] in drawn.lists.items():
             tray.add(name, value)
+
+    def prepare(self, rows: Ints, shards: Ints) -> None:
+        if self.writes:  # then each sample is as large as the next
+            self._room.expect(sum(length * dtype.itemsize for length, dtype in self.writes.values()))
 
     def skip(self, num_samples: int) -> None:
         """Whole windows as the node below skips them, where it knows how many samples are left."""

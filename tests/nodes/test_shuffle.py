@@ -147,6 +147,31 @@ def test_what_does_not_stay_in_the_cache_is_said_once_with_what_would_fit(
     assert not draws(int(found[1]), 45)
 
 
+@pytest.mark.usefixtures("own_cache")
+def test_packed_windows_that_cannot_fit_are_said_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    def opened(cache_bytes: int, window: int) -> str:
+        gc.collect()
+        source = rd.DatasetSource([{"tokens": [1] * 50}] * 64, cache_bytes=cache_bytes)
+        cache().register(source)
+
+        def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+            packer = rd.TokenPacker(rd.Reader(source, shard), column="tokens", seq_len=100, eos_id=0)
+            return rd.Shuffle(packer, window)
+
+        room._warned.clear()
+        caplog.clear()
+        loader = rd.DataLoader(pipeline, global_batch_size=8, num_logical_shards=8, repeat=True)
+        with caplog.at_level(logging.WARNING, "rescale_data"):
+            next(iter(loader))
+        return "".join(message for message in caplog.messages if "Shuffle(" in message)
+
+    assert not opened(2**20, 64)
+    said = opened(2**18, 64)  # 8 shards of 64 samples of 800 bytes
+    assert "Shuffle(window=64)" in said
+    assert "8 logical shards of this process it takes about 409600 bytes" in said
+    assert not opened(2**18, int(said.split("Give window=")[1].split(",")[0]))
+
+
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match=r"window=0: give the samples that are permuted .* at least 1"):
         rd.Shuffle(rd.Reader(range(3), rd.Shard()), 0)

@@ -10,8 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rescale_data.nodes.base import Node
-from rescale_data.nodes.guard import add_place
 from rescale_data.nodes.reading.gather import Around
 from rescale_data.nodes.reading.spans import Spans
 
@@ -64,13 +62,9 @@ class Aligned:
         """As JSON values."""
         return {name: str(dtype) for name, dtype in sorted(self.dtypes.items())}
 
-    def of(self, sample: Mapping[str, Any], num_tokens: int, node: Node[Any]) -> Values:
-        """The values of a sample that ``node`` has yielded; errors name its row."""
-        try:
-            return {name: self._of(sample, name, dtype, num_tokens) for name, dtype in self.dtypes.items()}
-        except (TypeError, ValueError) as error:
-            add_place(error, self._reader, node.locate())
-            raise
+    def of(self, sample: Mapping[str, Any], num_tokens: int) -> Values:
+        """Return the values of a sample with so many tokens."""
+        return {name: self._of(sample, name, dtype, num_tokens) for name, dtype in self.dtypes.items()}
 
     def _of(self, sample: Mapping[str, Any], name: str, dtype: np.dtype[Any], num_tokens: int) -> npt.NDArray[Any]:
         if name not in sample:

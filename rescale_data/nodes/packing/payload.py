@@ -9,8 +9,6 @@ import numpy as np
 import torch
 
 from rescale_data.errors import require, require_int
-from rescale_data.nodes.base import Node
-from rescale_data.nodes.guard import add_place
 from rescale_data.nodes.reading.spans import Spans
 
 
@@ -60,14 +58,10 @@ class Payload:
             **({"limits": self.limits} if self.limits else {}),
         }
 
-    def of(self, sample: Mapping[str, Any], num_tokens: int, node: Node[Any]) -> dict[str, Any]:
-        """Return the payload of a sample that ``node`` has yielded; errors name its row."""
+    def of(self, sample: Mapping[str, Any], num_tokens: int) -> dict[str, Any]:
+        """Return the payload of a sample."""
         del num_tokens
-        try:
-            self._check(sample)
-        except ValueError as error:
-            add_place(error, self._reader, node.locate())
-            raise
+        self._check(sample)
         return {name: sample[name] for name in self.names}
 
     def of_all(self, spans: Spans) -> dict[str, list[Any]]:
