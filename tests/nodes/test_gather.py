@@ -155,13 +155,14 @@ class TestBothWays:
     def test_nothing_beyond_an_array_is_read(self, start: int, length: int) -> None:
         numbers = (np.array([0]), np.array([start]), np.array([length]))
         spans = Spans((np.arange(6),), *numbers, Moves.of([0], np.array([[1]])), (None,))
-        with pytest.raises(IndexError, match="beyond its array"):
-            ready(spans, gather.Around(None, None, np.dtype("i8")), np.array([0, 0]))
+        for use in (lambda: ready(spans, _PLAIN, np.array([0, 0])), lambda: gather.joined(spans, _PLAIN), spans.views):
+            with pytest.raises(IndexError, match="beyond its array"):
+                use()
 
     def test_a_position_that_is_no_longer_one(self) -> None:
         spans = Spans.of(np.arange(3), Moves.of([0], np.array([[1]])))
         with pytest.raises(ValueError, match="the data is not what it was"):
-            ready(spans, gather.Around(None, None, np.dtype("i8")), np.array([4, 0]))
+            ready(spans, _PLAIN, np.array([4, 0]))
 
     @pytest.mark.parametrize(
         ("kind", "token", "dtype"),
@@ -180,7 +181,7 @@ class TestBothWays:
         assert len(gather.copied(array, np.array([0]), np.array([0]))) == 0
 
     def test_where_there_is_none_it_stops(self) -> None:
-        around, position = gather.Around(None, None, np.dtype("i8")), np.array([0, 0])
+        around, position = _PLAIN, np.array([0, 0])
         full = ready(Spans.of(np.arange(9), Moves.of([0], np.array([[1]]))), around, position)
         rows = np.zeros((3, 4), np.int64)
         assert gather.fill([full, None, full], 0, rows, None, None) == 1

@@ -279,7 +279,6 @@ class _Joined(Held):
         return len(self.tokens) - self._at
 
     def append(self, spans: Spans) -> None:
-        spans.require_within()
         begin = int(self._starts[self._document])
         tokens, starts = joined(spans, self._around)
         self._spans = Spans.join([self.rest(), spans])

@@ -236,7 +236,8 @@ class Spans:
             raise IndexError("a document reaches beyond its array, or lies in none")
 
     def views(self) -> list[memoryview]:
-        """Each document without the marks; for those who look at them one by one."""
+        """Each document without the marks, for those who look at them one by one; errors as in `require_within`."""
+        self.require_within()
         places = zip(self.array.tolist(), self.start.tolist(), (self.start + self.length).tolist(), strict=True)
         data = [array.data for array in self.arrays]
         return [data[array][start:stop] for array, start, stop in places if array >= 0]
