@@ -371,7 +371,7 @@ class Reader(Node[Any]):
         return self._blocklist is not None and position[_LIST] != self._blocklist.digest
 
     def is_pending(self, position: View) -> bool:
-        return self.is_relisted(position)
+        return self.is_stale(position)
 
     def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
         if is_drawn or position[1]:
