@@ -21,6 +21,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.reduction import ForkingPickler
@@ -271,6 +272,7 @@ def context_of(given: str | BaseContext) -> BaseContext:
     if given == "forkserver":
         loaded = sorted(name for name in sys.modules if name.startswith(_OF_PIPELINES))
         multiprocessing.set_forkserver_preload([*PRELOAD, *loaded, "__main__"])  # of no effect where the server runs
+        forkserver.ensure_running()  # it imports torch while the trainer builds its model
     return multiprocessing.get_context(given) if isinstance(given, str) else given
 
 

@@ -3,7 +3,7 @@
 import functools
 import gc
 import itertools
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import random
 import signal
@@ -179,6 +179,15 @@ def pid_pipeline(shard: rd.Shard) -> rd.BaseNode:
 
 def _pid(_: int) -> int:
     return os.getpid()
+
+
+def test_the_fork_server_imports_torch_while_a_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[bool] = []
+    monkeypatch.setattr(multiprocessing.forkserver, "ensure_running", lambda: started.append(True))
+    loader_of()
+    assert started == []
+    loader_of(k=1)
+    assert started == [True]
 
 
 class TestProcesses:
