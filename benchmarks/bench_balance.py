@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import rescale_data as rd
-from rescale_data.engine.balanced import Group
+from rescale_data.engine.exchanges import Exchanges
 from rescale_data.layout.step_plan import StepPlan
 
 Ints = npt.NDArray[np.int64]
@@ -137,13 +137,13 @@ def rank(me: int, world: int, folder: str, steps: int, told: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=me, world_size=world)
     moved = [0]
-    swap = Group.swap
+    swap = Exchanges.swap
 
-    def counted(self: Group, outgoing: dict[int, list[Any]], incoming: Any) -> Any:
+    def counted(self: Exchanges, outgoing: dict[int, list[Any]], incoming: Any) -> Any:
         moved[0] += sum(sample["tokens"].nbytes for values in outgoing.values() for sample in values)
         return swap(self, outgoing, incoming)
 
-    Group.swap = counted  # type: ignore[method-assign]
+    Exchanges.swap = counted  # type: ignore[method-assign]
     for over in (None, "all"):
         balance = over and rd.Balance(cost="cost", over=over)
         sizes = {"global_batch_size": 16 * world, "micro_batch_size": 8, "num_logical_shards": 16 * world}

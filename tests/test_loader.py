@@ -685,14 +685,6 @@ class TestCollate:
                 next(iter(loader))
         assert opened(loader.state_dict())["samples"] == 0
 
-    def test_a_stop_iteration_does_not_end_the_loop(self) -> None:
-        def search(samples: list[Any]) -> Any:
-            return next(sample for sample in samples if sample["row"] > 100)
-
-        for repeat in (False, True):
-            with pytest.raises(RuntimeError, match="collate_fn raised StopIteration"):
-                next(iter(loader_of(repeat=repeat, collate_fn=search)))
-
 
 def to_float(sample: dict[str, Any]) -> dict[str, Any]:
     return {"x": torch.tensor([sample["row"] / 2]), "row": sample["row"]}

@@ -8,16 +8,17 @@ Feeds of other modules: worker processes (`rescale_data.engine.workers`).
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import inf
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeAlias
 
 from rescale_data.engine.leg import Leg
 from rescale_data.engine.micro_batch import MicroBatch
@@ -161,7 +162,8 @@ class Mapped(Over):
 class InThread(Over):
     """Asks a feed for its micro batches in a thread, ahead of the caller; an error is raised where its micro batch is due.
 
-    Between `begin` and `stop` the feed below belongs to the thread. Collectives stay with the caller.
+    Between `begin` and `stop` the feed below belongs to the thread. Collectives stay with the caller. The interpreter does not
+    wait for the thread before `atexit`, where it is interrupted: one that waits for other ranks would keep the process alive.
 
     Args:
         num_batches: How many micro batches the thread may be ahead.
@@ -171,7 +173,8 @@ class InThread(Over):
         super().__init__(feed)
         self.is_ahead, self._num_batches = True, num_batches
         self._thread_id = 0
-        self._thread: ThreadPoolExecutor | None = None  # ends with `stop`, or with this object
+        self._thread: threading.Thread | None = None
+        self._tasks: _Tasks = SimpleQueue()
         self._lock, self._makes = threading.Lock(), False
         self._made: SimpleQueue[MicroBatch | BaseException] = SimpleQueue()
         self._to_make = self._to_take = 0.0
@@ -181,7 +184,10 @@ class InThread(Over):
         self.stop()
         self._process = os.getpid()
         self.feed.begin(leg, table, first)
-        self._thread, self._makes, self._made = ThreadPoolExecutor(1, "rescale_data-ahead"), False, SimpleQueue()
+        self._tasks, self._makes, self._made = SimpleQueue(), False, SimpleQueue()
+        self._thread = threading.Thread(target=_work, args=(self._tasks,), daemon=True, name="rescale_data-ahead")
+        self._thread.start()
+        _in_threads.add(self)
         self._to_make = self._to_take = inf if leg.stop is None else leg.stop - first
         self._ask()
 
@@ -213,25 +219,26 @@ class InThread(Over):
             self._to_make = self._to_take = 0
         if self._thread is not None:
             self.feed.interrupt()
-            self._thread.shutdown(wait)
+            self._tasks.put(None)
             if wait:  # else, or where Ctrl-C has come, the thread may still be in a read, and is waited for later
+                self._thread.join()
                 self._thread = None
         self.feed.stop(wait=wait)  # it may have a thread of its own, which uses the runner
+
+    def __del__(self) -> None:
+        self._tasks.put(None)
 
     def close(self) -> None:
         self.stop()
         self.feed.close()
 
     def _ask(self) -> None:
-        """Let the thread make one more, where it makes none and there is room.
-
-        The thread asks itself for each but the first, so that at most one is on its way when the interpreter exits.
-        """
+        """Let the thread make one more, where it makes none and there is room."""
         with self._lock:
             if self._thread is None or self._makes or not self._to_make or self._made.qsize() >= self._num_batches:
                 return
             self._makes, self._to_make = True, self._to_make - 1
-            self._thread.submit(self._make)
+            self._tasks.put(self._make)
 
     def _make(self) -> None:
         self._thread_id = threading.get_ident()
@@ -242,6 +249,23 @@ class InThread(Over):
             return
         self._makes = False
         self._ask()
+
+
+_Tasks: TypeAlias = SimpleQueue[Callable[[], None] | None]
+_in_threads: weakref.WeakSet[InThread] = weakref.WeakSet()
+
+
+def _work(tasks: _Tasks) -> None:
+    """Do tasks up to a `None`. Between two of them nothing holds the feed, which goes when nobody else does."""
+    while (task := tasks.get()) is not None:
+        task()
+        del task
+
+
+@atexit.register
+def _stop_threads() -> None:
+    for feed in list(_in_threads):
+        feed.stop()
 
 
 class Traced(InProcess):

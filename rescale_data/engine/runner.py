@@ -76,10 +76,8 @@ class Runner:
             visit.samples += visit.count
             return MicroBatch(batch, Rows(turn.index, visit.rows.copy()), turn.shards, len(visit.nodes))
         if turn.numbers is not None:  # each is counted when it is fetched
-            batch = _collated(
-                [self._fetch(*p) for p in zip(turn.shards, turn.numbers, turn.is_real, strict=True)], collate
-            )
-            return self._served(batch, turn)
+            fetched = [self._fetch(*p) for p in zip(turn.shards, turn.numbers, turn.is_real, strict=True)]
+            return self._served((collate or stack)(fetched), turn)
         if collate is None and self._columns:
             nodes = [self._live[shard] or self._wake(shard) for shard in turn.shards]
             batch = self._write(nodes, turn.shards)
@@ -87,7 +85,7 @@ class Runner:
                 rows, samples = self.table[turn.index], self._samples[turn.index]
                 self._visits[id(turn)] = _Visit(turn, nodes, rows, samples, turn.counts)
         else:
-            batch = _collated([self._draw(shard) for shard in turn.shards], collate)
+            batch = (collate or stack)([self._draw(shard) for shard in turn.shards])
         self._samples[turn.index] += turn.counts
         return self._served(batch, turn)
 
@@ -298,10 +296,3 @@ class _Visit:
 def _lines(sample: Any, node: Node[Any] | None) -> list[str]:
     where = cast(Mapping[str, Any], sample).get(PROVENANCE) if isinstance(sample, Mapping) else None
     return str(where or (node.locate() if node is not None else "")).splitlines()
-
-
-def _collated(samples: list[Any], collate: Collate | None) -> Any:
-    try:
-        return (collate or stack)(samples)
-    except StopIteration as error:  # it would end the loop over the batches
-        raise RuntimeError("collate_fn raised StopIteration") from error

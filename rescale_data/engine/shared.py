@@ -21,6 +21,7 @@ from rescale_data.engine.options import Options
 from rescale_data.engine.ranks.meeting import by_dp_rank, digest
 from rescale_data.engine.ranks.peers import BATCH, RESULT, Peers
 from rescale_data.engine.reading import Batches, Reading
+from rescale_data.engine.stream import ENDS_NOTHING
 from rescale_data.engine.transfer import function_of
 from rescale_data.errors import picklable, require_callable
 
@@ -135,7 +136,13 @@ class Shared:
             kind, value = self._hear(name)
         else:
             value = self._work(name, work, kind)
-        return self._send(value) if kind == BATCH and value is not None and self._send else value
+        return self._sent(value) if kind == BATCH and value is not None else value
+
+    def _sent(self, batch: Any) -> Any:
+        try:
+            return batch if self._send is None else self._send(batch)
+        except StopIteration as error:
+            raise RuntimeError(ENDS_NOTHING) from error
 
     def _work(self, name: str, work: Callable[[], Any], kind: int) -> Any:
         try:

@@ -22,6 +22,11 @@ from rescale_data.layout.clock import Clock
 from rescale_data.layout.layout import Layout
 from rescale_data.state import Ints
 
+ENDS_NOTHING = (
+    "collate_fn, transfer= or a function of rd.Balance raised StopIteration, which would end the epoch: return a value, or "
+    "raise another error."
+)
+
 
 @runtime_checkable
 class HasStream(Protocol):
@@ -298,6 +303,8 @@ class Stream:
             except BaseException as error:
                 # The runner is past what was taken: whoever goes on begins from the cursor. Ctrl-C does not wait for a read.
                 self.rewind(wait=isinstance(error, Exception))
+                if isinstance(error, StopIteration):
+                    raise RuntimeError(ENDS_NOTHING) from error
                 raise
         return queue.next
 

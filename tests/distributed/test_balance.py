@@ -2,6 +2,9 @@
 
 import os
 import signal
+import subprocess
+import sys
+import threading
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -30,11 +33,15 @@ def flat(lists: Any) -> list[int]:
     return sorted(chain.from_iterable(lists))
 
 
-class Rows:
-    """Rows with an id and as many tokens as the id says; one of them cannot be read."""
+SECONDS = 120.0
+"""Two processes start, and end, within this on a busy machine; ``timeout`` of a loader is longer."""
 
-    def __init__(self, broken: int = -1, size: int = ROWS) -> None:
-        self.broken, self.size = broken, size
+
+class Rows:
+    """Rows with an id and as many tokens as the id says; one of them cannot be read, or none of them be sent."""
+
+    def __init__(self, broken: int = -1, size: int = ROWS, *, locks: bool = False) -> None:
+        self.broken, self.size, self.locks = broken, size, locks
 
     def __len__(self) -> int:
         return self.size
@@ -42,7 +49,8 @@ class Rows:
     def __getitem__(self, row: int) -> dict[str, Any]:
         if row == self.broken:
             raise OSError("corrupt")
-        return {"id": row, "tokens": torch.full((LENGTHS[row],), row)}
+        lock = {"lock": threading.Lock()} if self.locks else {}
+        return {"id": row, "tokens": torch.full((LENGTHS[row],), row), **lock}
 
 
 def ragged(samples: list[Any]) -> dict[str, Any]:
@@ -234,6 +242,130 @@ def test_an_error_of_one_rank_is_raised_on_all_and_all_go_on(tmp_path: Path) -> 
     assert len(errors) == 2
     assert any("corrupt" in error for error in errors)
     assert all("corrupt" in error or "Another dp rank could not make its samples" in error for error in errors)
+
+
+def apart() -> list[str]:
+    """One rank alone cannot collate a step that the other takes: no rank goes on before all load one state."""
+    calls = [0]
+
+    def collated(samples: list[Any]) -> dict[str, Any]:
+        calls[0] += 1
+        if calls[0] == 5 and dist.get_rank() == 1:
+            raise OSError("no memory")
+        return ragged(samples)
+
+    errors = []
+    balance = rd.Balance(cost=COST, over="all")
+    with opened(balance, repeat=True, collate_fn=collated, timeout=200) as loader:
+        state, found = loader.state_dict(), []
+        batches = iter(loader)
+        while len(errors) < 3:
+            try:
+                found.append(next(batches)["id"])
+            except (OSError, RuntimeError) as error:
+                errors.append(f"{type(error).__name__}: {error}")
+        assert len(found) == (6 if dist.get_rank() == 0 else 4)
+        loader.load_state_dict(state)
+        assert first(loader, 4) == found[:4]
+    return errors
+
+
+def test_ranks_that_are_at_different_steps_never_exchange_samples(tmp_path: Path) -> None:
+    one, other = run_ranks(2, tmp_path, apart)
+    assert one[0].startswith("RuntimeError: Another dp rank has stopped")
+    assert other[0] == "OSError: no memory"
+    for errors in (one[1:], other[1:]):
+        assert errors
+        assert all("The dp ranks are at different places of the run, [24, 36] samples" in error for error in errors)
+
+
+def unsendable() -> str:
+    source = Rows(locks=dist.get_rank() == 1)
+    with (
+        opened(rd.Balance(cost=COST, over="all"), source, repeat=True, timeout=200) as loader,
+        pytest.raises(Exception, match=r"pickle|Another dp rank") as raised,
+    ):
+        first(loader, 4)
+    return str(raised.value)
+
+
+def test_samples_of_one_rank_that_cannot_be_sent_are_an_error_on_all(tmp_path: Path) -> None:
+    one, other = run_ranks(2, tmp_path, unsendable)
+    assert "could not make its samples" in one
+    assert "cannot pickle" in other
+
+
+def leaves() -> list[str]:
+    """Stop in every way while other ranks may be a step ahead, and return the threads that are left."""
+    loader = opened(rd.Balance(cost=COST, over="all"), repeat=True, prefetch=2)
+    state = loader.state_dict()
+    for leave in (loader.reset, lambda: loader.load_state_dict(state), loader.close, loader.reopen) * 3:
+        first(loader, 6)
+        leave()
+        first(loader, 2)
+    loader.close()
+    ours = ("rescale_data-balance", "rescale_data-ahead")
+    return [thread.name for thread in threading.enumerate() if thread.name in ours]
+
+
+def test_ranks_that_stop_leave_no_thread(tmp_path: Path) -> None:
+    assert run_ranks(3, tmp_path, leaves) == [[], [], []]
+
+
+TRAINER = """
+import os, sys, threading
+import torch.distributed as dist
+import rescale_data as rd
+rank, how = int(sys.argv[1]), sys.argv[3]
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
+loader = rd.DataLoader([{"tokens": [0] * (1 + i % 7)} for i in range(4000)], global_batch_size=8, micro_batch_size=4,
+    repeat=True, prefetch=2, collate_fn=len, balance=rd.Balance(cost=lambda sample: len(sample["tokens"]), over="all"))
+batches = iter(loader)
+next(batches)
+if how == "ends":
+    next(batches)
+elif rank == 0:
+    next(batches)
+    raise SystemExit(3)
+else:
+    sys.stdin.read()
+    try:
+        while True:
+            next(batches)
+    except RuntimeError as error:
+        assert "ranks [0] did not come" in str(error) or "Another dp rank has stopped" in str(error), error
+"""
+
+
+def trainers(tmp_path: Path, how: str) -> list[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", TRAINER]
+    return [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / how), how], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+
+
+def test_processes_end_without_close(tmp_path: Path) -> None:
+    """No thread that waits for another rank meets the end of the interpreter, which would end the process by a signal."""
+    for process in trainers(tmp_path, "ends"):
+        _, said = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0, said
+
+
+def test_a_rank_that_fails_ends_while_another_one_is_behind(tmp_path: Path) -> None:
+    """It waits for nobody; the other one sees it when it comes."""
+    failing, behind = trainers(tmp_path, "fails")
+    try:
+        _, said = failing.communicate(timeout=SECONDS)
+        assert failing.returncode == 3, said
+        assert behind.poll() is None
+        _, said = behind.communicate("", timeout=SECONDS)
+        assert behind.returncode == 0, said
+    finally:
+        failing.kill()
+        behind.kill()
 
 
 def killed() -> str:

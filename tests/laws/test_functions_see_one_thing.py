@@ -6,12 +6,16 @@ dictionaries, nested); the function (`Map`, a predicate, a tokenizer, ``collate_
 mixture, below each packer; without workers, in a thread, in workers, on two ranks). It describes what it is given and then
 writes into all of it; four logical shards are read in turn, twice, with a cache for one fragment. Limit: a map-style
 dataset that returns one object twice, or other rows from ``__getitems__`` than from ``[]``.
+
+An error of a function is raised by ``next``, and ends nothing. Crossed: each function that a user can give, where it runs,
+errors by which loops end (`StopIteration`) and others.
 """
 
 import copy
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch.distributed as dist
 from datasets import Dataset
 from datasets.table import InMemoryTable
 
@@ -334,3 +339,75 @@ def test_a_function_in_a_loader_sees_what_a_row_holds(case: Case, tmp_path: Path
 def pipeline(source: rd.Source, function: str, shard: rd.Shard) -> rd.Node[Any]:
     reader = rd.Reader(source, shard, shuffle=5)
     return rd.Map(reader, looked) if function == "Map" else reader
+
+
+def fails(error: type[Exception], *given: Any) -> Any:
+    raise error("from a function")
+
+
+class Unreadable(Rows):
+    """Rows that raise where they are read."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        super().__init__(NUMBERS)
+        self.error = error
+
+    def __getitem__(self, index: int) -> Any:
+        raise self.error("from a function")
+
+
+def one(sample: Any) -> int:
+    return 1
+
+
+def node_with(name: str, error: type[Exception], shard: rd.Shard) -> rd.Node[Any]:
+    reader = rd.Reader(Rows([str(row) for row in NUMBERS]), shard)
+    function = partial(fails, error)
+    made: dict[str, Callable[[], rd.Node[Any]]] = {
+        "Map": lambda: rd.Map(reader, function),
+        "RandomMap": lambda: rd.RandomMap(reader, function),
+        "Filter": lambda: rd.Filter(reader, function),
+        "Tokenize": lambda: rd.Tokenize(reader, function, "x"),
+        "row": lambda: rd.Reader(Unreadable(error), shard),
+    }
+    return made.get(name, lambda: reader)()
+
+
+FAILING: dict[str, Callable[[Callable[..., Any]], dict[str, Any]]] = {
+    **dict.fromkeys(("Map", "RandomMap", "Filter", "Tokenize", "row"), lambda function: {}),
+    "collate_fn": lambda function: {"collate_fn": function},
+    "transfer": lambda function: {"transfer": function},
+    "cost": lambda function: {"balance": rd.Balance(cost=function, over="rank")},
+    "tokens": lambda function: {"balance": rd.Balance(cost=one, tokens=function, over="rank")},
+    "weight": lambda function: {"balance": rd.Balance(cost=one, weight=function, over="rank")},
+    "balanced collate_fn": lambda function: {"balance": rd.Balance(cost=one, over="rank"), "collate_fn": function},
+}
+"""Functions of a user's, and the arguments of a loader that has them."""
+ERRORS = (StopIteration, StopAsyncIteration, IndexError, OSError)
+FAILURES = cases(
+    {"function": list(FAILING), "error": list(ERRORS), "run": ["none", "thread", "workers", "peers"], "repeat": [0, 1]}
+)
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("case", FAILURES, ids=name_of)
+def test_an_error_of_a_function_is_raised_and_ends_nothing(case: Case) -> None:
+    """Also one by which loops end."""
+    given = {"global_batch_size": 4, "micro_batch_size": 2, "num_logical_shards": 8, "repeat": bool(case["repeat"])}
+    given |= {"collate_fn": list, **FAILING[case["function"]](partial(fails, case["error"]))}
+    data: Any = partial(node_with, case["function"], case["error"])
+    if case["run"] == "peers":
+        given |= {"peers": dist.group.WORLD, "dp_rank": 0, "dp_world_size": 1}
+    given |= RUNS.get(case["run"], {})
+    loader = rd.DataLoader((lambda: data) if case["run"] == "peers" else data, **given)
+    with loader, pytest.raises(Exception, match=r"from a function|StopIteration") as raised:
+        list(islice(loader, 4))
+    assert issubclass(raised.type, RuntimeError if case["error"] is StopIteration else case["error"])
+    assert loader.step == 0

@@ -1,0 +1,288 @@
+"""`Exchanges`: the numbers and samples that ranks exchange for their balanced steps, and how all ranks stop together.
+
+All ranks come to each exchange, up to the first in which some rank has no samples: its epoch has ended, reading has failed, or
+it stops. That exchange is the last one on every rank, so nobody waits for a rank that does not come:
+
+    rank 0   step 5   step 6   stopped      a rank that stops says so in the exchange that is due
+    rank 1   step 5   step 6   step 7       where the other one learns that step 7 does not come about
+
+An exchange waits without end, since a gloo group in which a wait has ended is broken for good. It runs in a thread of its own,
+behind the one before; a caller that stops, or has waited too long, leaves that thread alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from time import monotonic
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from rescale_data.engine.agreement import failure_elsewhere
+from rescale_data.engine.message import Bytes, from_bytes, to_bytes
+from rescale_data.engine.options import MOST_SECONDS
+from rescale_data.engine.ranks.circle import Call, Circle
+from rescale_data.engine.ranks.meeting import digest
+from rescale_data.engine.ranks.ranks import Ranks
+from rescale_data.engine.runner import Exhausted
+from rescale_data.errors import DataStateError
+from rescale_data.state import Ints
+
+T = TypeVar("T")
+
+MADE, ENDED, STOPPED, UNREAD, FAILED, APART = range(6)
+"""What a rank says of its samples of a step, the worst last: made; ended with the epoch; not made, as the rank stops, or for an
+error; not those of the epoch; of another step than another rank's."""
+COST, TOKENS, WEIGHT, SHARD, IS_REAL = range(5)
+"""The numbers of a sample."""
+_SECONDS_TO_STOP = 5.0
+_CURE = (
+    "State that was saved is whole; restart from it. timeout= of the loader is how long a rank may keep others waiting."
+)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that take part in one exchange.
+
+    Args:
+        members: Their dp ranks.
+        me: Index of this one.
+        circle: Their processes; `None` where there is one.
+    """
+
+    members: list[int]
+    me: int
+    circle: Circle | None
+
+    @classmethod
+    def of(cls, members: list[int], ranks: Ranks) -> Group:
+        is_alone, name = len(members) == 1, f"balance/{ranks.loader}/{digest(members)}"
+        circle = None if is_alone or ranks.circle is None else ranks.circle.part(name, members)
+        return cls(members, members.index(ranks.rank), circle)
+
+
+class Exchanges:
+    """The exchanges of one `begin` of a feed, one after the other, behind those of the `begin` before.
+
+    Args:
+        ranks: All data-parallel ranks.
+        near: Among whom samples move.
+        everyone: Whose weights are summed up; `near`, or all ranks.
+        size: Samples of a rank in a step.
+        before: The exchanges before, which have stopped.
+    """
+
+    def __init__(self, ranks: Ranks, near: Group, everyone: Group, size: int, before: Exchanges | None) -> None:
+        self._ranks, self._near, self._everyone, self._size = ranks, near, everyone, size
+        self._is_alone = near.circle is None and everyone.circle is None
+        self._thread = None if before is None else before._thread
+        self._answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        self._lock, self._process = threading.Lock(), os.getpid()
+        self.is_stopped = self._is_over = False
+        _open.add(self)
+
+    # On the caller's side
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Return what a piece of work returns, which is one exchange.
+
+        Raises:
+            Exhausted: `stop` was called, or the last exchange is over.
+            RuntimeError: The other ranks did not come within ``timeout``.
+        """
+        if self._is_alone:
+            return work()
+        answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+
+        def answer() -> None:
+            try:
+                answers.put((work(), None))
+            except BaseException as error:
+                answers.put((None, error))
+
+        with self._lock:
+            if self.is_stopped or self._is_over:
+                raise Exhausted
+            self._answers = answers
+            self._start(answer)
+        try:
+            value, error = answers.get(timeout=self._ranks.timeout)
+        except Empty:
+            raise RuntimeError(
+                f"Dp rank {self._ranks.rank} waited timeout={self._ranks.timeout:g} s for samples of the dp ranks "
+                f"{self._near.members}: one of them reads slowly, makes no batches, or made other calls of the loader before. "
+                f"{_CURE}"
+            ) from None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # whose traceback holds this frame
+        return value
+
+    def stop(self) -> None:
+        """Let `run` raise, and tell the other ranks in the exchange that is due; return at once."""
+        if os.getpid() != self._process:  # a fork has neither the thread nor the connections
+            return
+        with self._lock:
+            if self.is_stopped:
+                return
+            self.is_stopped = True
+            if not (self._is_alone or self._is_over):
+                self._start(self._say_stopped)
+        self._answers.put((None, Exhausted()))
+
+    def join(self, seconds: float = _SECONDS_TO_STOP) -> None:
+        """Wait until the last exchange is over; some seconds at most, since other ranks may be late."""
+        if self._thread is not None and os.getpid() == self._process:
+            self._thread.join(seconds)
+
+    def _start(self, work: Callable[[], None]) -> None:
+        before = self._thread
+
+        def run() -> None:
+            if before is not None:
+                before.join()
+            work()
+
+        self._thread = threading.Thread(target=run, daemon=True, name="rescale_data-balance")
+        self._thread.start()
+
+    def _say_stopped(self) -> None:
+        if not self._is_over:
+            with suppress(Exception):  # the others are gone, or raise it
+                self._gather_all(STOPPED, -1, np.zeros((0, 5), dtype=np.int64))
+
+    # In the thread
+
+    def agree(self, failure: Exception | None, place: int, numbers: Ints, *, is_last: bool) -> tuple[Ints, int]:
+        """Exchange the numbers of this rank's samples of a step, or the reason why there are none (collective).
+
+        Args:
+            failure: The reason, `Exhausted` at the end of the epoch.
+            place: The samples of the run before the step, the same on all ranks.
+            numbers: ``int64[samples, 5]``, of each sample `COST` to `IS_REAL`.
+            is_last: True if no step follows.
+
+        Returns:
+            The numbers of all samples of the group, in the order of its ranks, and the weight of the whole global batch.
+
+        Raises:
+            Exception: Some rank has no samples; on that rank its own error, on each other one that there is one.
+        """
+        told, said = self._gather_all(_status(failure), place, numbers)
+        statuses, places = said[:, 0], np.unique(said[said[:, 0] != STOPPED, 1])
+        worst = APART if len(places) > 1 else int(statuses.max())
+        self._is_over = worst != MADE or is_last
+        if worst == APART:
+            raise RuntimeError(
+                f"The dp ranks are at different places of the run, {places.tolist()} samples from its beginning: an error came "
+                f"on some of them alone, or they made other calls. Load one state on all of them."
+            )
+        if worst != MADE:
+            raise failure if failure is not None and _status(failure) == worst else _failure_elsewhere(worst)
+        return told[:, : len(numbers)].reshape(-1, 5), int(said[:, 2].sum())
+
+    def swap(self, outgoing: Mapping[int, list[Any]], incoming: Sequence[int]) -> dict[int, list[Any]]:
+        """Send lists to some ranks of the group and receive those of others, by their index (both know of it)."""
+        if not (outgoing or incoming):
+            return {}
+        packed, failure = _packed(outgoing)
+        sizes = {index: torch.tensor([body.numel(), start], device="cpu") for index, (body, start) in packed.items()}
+        sizes |= {index: torch.tensor([-1, 0], device="cpu") for index in outgoing if index not in packed}
+        expected = {index: torch.empty(2, dtype=torch.int64, device="cpu") for index in incoming}
+        self._exchange("sizes", sizes, expected)
+        bodies = {
+            index: torch.empty(int(size[0]), dtype=torch.uint8, device="cpu")
+            for index, size in expected.items()
+            if size[0] >= 0
+        }
+        self._exchange("samples", {index: body for index, (body, _) in packed.items()}, bodies)
+        if failure is not None or len(bodies) < len(expected):
+            raise failure or failure_elsewhere(wrong_rows=False)
+        return {index: from_bytes(body, int(expected[index][1])) for index, body in bodies.items()}
+
+    def _gather_all(self, status: int, place: int, numbers: Ints) -> tuple[Ints, Ints]:
+        """Return the numbers of each rank of the group, and status, place and weight of each rank of all."""
+        told = np.zeros((1 + self._size, 5), dtype=np.int64)
+        told[0, :3] = status, place, numbers[:, WEIGHT] @ numbers[:, IS_REAL]
+        told[1 : 1 + len(numbers)] = numbers
+        gathered = self._gather(self._near, "costs", told)
+        said = gathered[:, 0, :3]
+        if self._everyone is not self._near:
+            said = self._gather(self._everyone, "weights", told[0, :3].copy())
+        return gathered[:, 1:], said
+
+    def _gather(self, group: Group, name: str, numbers: Ints) -> Ints:
+        if group.circle is None:
+            return numbers[None]
+        with self._network():
+            return group.circle.gather(_call(name), torch.from_numpy(numbers)).numpy()
+
+    def _exchange(self, name: str, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> None:
+        assert self._near.circle is not None  # else nothing moves
+        with self._network():
+            self._near.circle.exchange(_call(name), sends, receives)
+
+    @contextmanager
+    def _network(self) -> Iterator[None]:
+        """A connection that breaks ends the exchanges on all ranks."""
+        try:
+            yield
+        except BaseException:
+            self._is_over = True
+            raise
+
+
+def _call(name: str) -> Call:
+    return Call(f"balance/{name}", MOST_SECONDS, _CURE)
+
+
+def _packed(lists: Mapping[int, list[Any]]) -> tuple[dict[int, Bytes], Exception | None]:
+    """Return the bytes of each list, up to one that does not pickle, and the error of that one."""
+    packed = dict[int, Bytes]()
+    try:
+        for index, values in lists.items():
+            packed[index] = to_bytes(values)
+    except Exception as error:
+        return packed, error
+    return packed, None
+
+
+def _status(failure: Exception | None) -> int:
+    if isinstance(failure, DataStateError):
+        return FAILED
+    return MADE if failure is None else ENDED if isinstance(failure, Exhausted) else UNREAD
+
+
+def _failure_elsewhere(status: int) -> Exception:
+    if status == ENDED:
+        return Exhausted()
+    if status == STOPPED:
+        return RuntimeError(
+            "Another dp rank has stopped: an error came there, or it closed, loaded or reset its loader, or ended. All ranks "
+            "make the same calls."
+        )
+    return failure_elsewhere(wrong_rows=status == FAILED)
+
+
+_open: weakref.WeakSet[Exchanges] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Tell the other ranks before the interpreter ends: a thread that waits for them then would end the process by a signal."""
+    exchanges, until = list(_open), monotonic() + _SECONDS_TO_STOP
+    for each in exchanges:
+        each.stop()
+    for each in exchanges:
+        each.join(max(0.0, until - monotonic()))
