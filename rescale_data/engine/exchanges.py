@@ -16,7 +16,7 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -234,7 +234,7 @@ class Exchanges:
             self._near.circle.exchange(_call(name), sends, receives)
 
     @contextmanager
-    def _network(self) -> Iterator[None]:
+    def _network(self) -> Generator[None, None, None]:
         """A connection that breaks ends the exchanges on all ranks."""
         try:
             yield

@@ -400,7 +400,8 @@ def group() -> Iterator[None]:
 @pytest.mark.parametrize("case", FAILURES, ids=name_of)
 def test_an_error_of_a_function_is_raised_and_ends_nothing(case: Case) -> None:
     """Also one by which loops end."""
-    given = {"global_batch_size": 4, "micro_batch_size": 2, "num_logical_shards": 8, "repeat": bool(case["repeat"])}
+    sizes = {"global_batch_size": 4, "micro_batch_size": 2, "num_logical_shards": 8}
+    given: dict[str, Any] = {**sizes, "repeat": bool(case["repeat"])}
     given |= {"collate_fn": list, **FAILING[case["function"]](partial(fails, case["error"]))}
     data: Any = partial(node_with, case["function"], case["error"])
     if case["run"] == "peers":
