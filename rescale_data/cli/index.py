@@ -14,7 +14,7 @@ from rich.progress import Progress
 from rescale_data.sources.arrow import ArrowSource
 from rescale_data.sources.file_source import FileSource
 from rescale_data.sources.files.paths import find
-from rescale_data.sources.index import PART_FILES, parts_done
+from rescale_data.sources.index import count_parts
 from rescale_data.sources.jsonl import JsonlSource
 from rescale_data.sources.megatron import MegatronSource
 from rescale_data.sources.parquet import ParquetSource
@@ -39,15 +39,15 @@ def index(paths: Sequence[str], index_dir: str, form: str | None, processes: int
         raise ValueError(f"--format {form}: give one of {', '.join(FORMATS)}.")
     kind = FORMATS[form] if form is not None else _format_of(given)
     num_files = len(find(given, kind.SUFFIXES).names)
-    found, arguments = 0, (kind, given, index_dir)
+    found, arguments, before = 0, (kind, given, index_dir), count_parts(index_dir)
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, spawn) as pool, Progress(console=console) as bar:
         task = bar.add_task(f"{num_files} files", total=num_files)
-        running = {pool.submit(_open, *arguments) for _ in range(min(processes, -(-num_files // PART_FILES)))}
+        running = {pool.submit(_open, *arguments) for _ in range(min(processes, -(-num_files // kind.FILES_A_PART)))}
         while running:
             done, running = wait(running, _POLL_SECONDS, "FIRST_COMPLETED")
             rows = [future.result() for future in done]
-            bar.update(task, completed=min(num_files, PART_FILES * parts_done(index_dir)))
+            bar.update(task, completed=min(num_files, kind.FILES_A_PART * (count_parts(index_dir) - before)))
             if rows:
                 found = rows[0]
         bar.update(task, completed=num_files)

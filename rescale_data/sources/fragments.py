@@ -28,6 +28,7 @@ class Footer:
         places: ``int64[F]`` each: what the format needs to find a fragment.
         kind: What it needs to know of the file, as JSON values, the same in as many files as can be.
         chosen: ``uint32[sum of rows]``, which row of its fragment each is, where a filter has chosen.
+        arrays: What else the format keeps of the file, in the part of an index that holds it alone.
     """
 
     rows: Ints
@@ -35,6 +36,7 @@ class Footer:
     places: Mapping[str, Ints] = field(default_factory=dict[str, Ints])
     kind: Mapping[str, Any] = field(default_factory=dict[str, Any])
     chosen: npt.NDArray[np.uint32] | None = None
+    arrays: Arrays = field(default_factory=dict[str, npt.NDArray[Any]])
 
 
 @dataclass(frozen=True)
@@ -99,11 +101,15 @@ class Fragments:
         return {**own, **chosen, **{_PLACE + name: values for name, values in self.places.items()}}
 
     @staticmethod
-    def of(bundle: Bundle) -> Fragments:
-        """Return the fragments that lie in an index, mapped."""
-        own = {name: bundle.array(name) for name in ("starts", "nbytes", "files", "kind_of")}
-        places = {name.removeprefix(_PLACE): bundle.array(name) for name in bundle.names if name.startswith(_PLACE)}
-        chosen = bundle.array(_CHOSEN) if _CHOSEN in bundle.names else None
+    def of(bundle: Bundle, *, copy: bool = False) -> Fragments:
+        """Return the fragments that lie in an index, mapped or as a copy."""
+
+        def take(name: str) -> npt.NDArray[Any]:
+            return np.array(bundle.array(name)) if copy else bundle.array(name)
+
+        own = {name: take(name) for name in ("starts", "nbytes", "files", "kind_of")}
+        places = {name.removeprefix(_PLACE): take(name) for name in bundle.names if name.startswith(_PLACE)}
+        chosen = take(_CHOSEN) if _CHOSEN in bundle.names else None
         return Fragments(**own, places=places, kinds=bundle.facts["kinds"], chosen=chosen)
 
 

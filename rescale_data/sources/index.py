@@ -1,12 +1,13 @@
 """The index of a source on disk: where its fragments are, and the list of its files, made once for all processes and runs.
 
-    <folder>/<what is indexed>-<listing>.rdindex        listing: a digest of names, sizes and times of the files
+    <folder>/<about>-<files>.rdpart      some files: their fragments, and what else their format keeps of each
+    <folder>/<about>-<files>.rdindex     all files: their fragments and their list, joined out of parts
 
-It is never changed: other files have another one, for which only those files are read that the last one does not name. Whoever
-opens the source maps it. Processes that find none make it together, some files a part, each part by whoever comes first. A part
-is named by the names, sizes and times of its files: what a killed process leaves is right for whoever finds it.
+about: a digest of the format and of the arguments on which fragments depend. files: a digest of names, sizes and times. So
+nothing is ever changed: other files have another index, and what a killed process leaves is right for whoever finds it.
+Processes that find no index make it together, each part by whoever comes first; every process maps it.
 
-A local file with the bytes of the last index and another time, as on a host to which files were copied, counts as the same.
+A local file with the bytes of an earlier index and another time, as on a host to which files were copied, counts as the same.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import json
 import logging
 import os
 import random
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -31,10 +32,10 @@ from rescale_data.sources.fragments import Footer, Fragments, gather
 
 Read: TypeAlias = Callable[[Sequence[int]], list[Footer]]
 
-_VERSION = 2
-PART_FILES = 32
-_SUFFIX, _OLD, _PARTS = ".rdindex", ".rdindex.old", ".parts"
-_PROBES = "probes"
+_VERSION = 3
+_OPENING_THREADS = 16
+_SUFFIX, _PART = ".rdindex", ".rdpart"
+_PROBES, _PARTS, _PART_OF, _OWN = "probes", "parts", "part_of", "own."
 _SHOWN = 5
 _log = logging.getLogger("rescale_data")
 
@@ -47,11 +48,13 @@ class IndexFolder:
         folder: Shared by all ranks.
         about: What is indexed, as JSON values: the format, and what of its arguments the fragments depend on.
         given: The paths that stand for the files, to know which earlier index was of these.
+        files_a_part: So many files are read by one process, as one part.
     """
 
     folder: str
     about: Mapping[str, Any]
     given: Sequence[str]
+    files_a_part: int
 
     @property
     def _about(self) -> dict[str, Any]:
@@ -59,112 +62,140 @@ class IndexFolder:
         return {"version": _VERSION, **self.about}
 
     def open(self, files: Files, read: Read) -> str:
-        """The index of these files, made where there is none.
+        """Return the path of the index of these files, made where there is none that is whole.
 
         Args:
             files: As they are now.
             read: Numbers of files -> what is known of each.
-
-        Raises:
-            ValueError: The index is damaged or of another format, or a file is not what it was; it is named.
         """
-        path = self.path(files)
-        if not os.path.exists(path):
+        path = self._path(files, _SUFFIX)
+        if not _is_whole(path):
             self._make(path, files, read)
         return path
 
-    def path(self, files: Files) -> str:
-        return os.path.join(self.folder, f"{_digest(self._about)}-{_listing_digest(files)}{_SUFFIX}")
-
     def all(self) -> Iterator[Bundle]:
-        """All indices in the folder, also those put aside, the newest first."""
-        for path in self._found("", (_SUFFIX, _OLD)):
+        """Yield all indices in the folder, the newest first."""
+        for path in self._found(""):
             with suppress(ValueError):
                 yield Bundle(path)
 
-    def earlier(self) -> Iterator[str]:
-        """The indices of this source, the newest first."""
-        return self._found(f"{_digest(self._about)}-", (_SUFFIX,))
-
-    def _found(self, begin: str, suffixes: tuple[str, ...]) -> Iterator[str]:
-        try:
-            entries = [entry for entry in os.scandir(self.folder) if entry.name.startswith(begin)]
-        except OSError:
-            return
-        found = [entry for entry in entries if entry.name.endswith(suffixes)]  # others make something: that may be gone
-        for entry in sorted(found, key=lambda entry: entry.stat().st_mtime_ns, reverse=True):
-            yield entry.path
-
     def load(self, path: str) -> Bundle:
-        """An index, mapped; ``ValueError`` where it is not one of this source."""
-        try:
-            bundle = Bundle(path)
-        except ValueError as error:
-            raise ValueError(f"{error}: it was cut short, or is none. Delete it, and it is made anew.") from None
+        """Return an index, mapped; ``ValueError`` where it is not one of this source."""
+        bundle = Bundle(path)
         if bundle.facts.get("about") != json.loads(json.dumps(self._about)):
             raise ValueError(f"{path} is an index of {bundle.facts.get('about')}, not of {self._about}. Delete it.")
         if bundle.facts.get("listing", "") not in os.path.basename(path):
             raise ValueError(f"{path} is an index of other files, under a name that is not its own. Delete it.")
         return bundle
 
+    def part(self, files: Files) -> str:
+        """Return the path of the part that holds some files."""
+        return self._path(files, _PART)
+
+    def part_in(self, index: Bundle, file: int) -> str:
+        """Return the path of the part in which an index found a file."""
+        return os.path.join(self.folder, Strings(index, _PARTS)[int(index.array(_PART_OF)[file])])
+
+    def _path(self, files: Files, suffix: str) -> str:
+        return os.path.join(self.folder, f"{_digest(self._about)}-{_listing_digest(files)}{suffix}")
+
+    def _found(self, begin: str) -> Iterator[str]:
+        try:
+            entries = [entry for entry in os.scandir(self.folder) if entry.name.startswith(begin)]
+        except OSError:
+            return
+        found = [entry for entry in entries if entry.name.endswith(_SUFFIX)]  # others make something: that may be gone
+        for entry in sorted(found, key=lambda entry: entry.stat().st_mtime_ns, reverse=True):
+            yield entry.path
+
     def _make(self, path: str, files: Files, read: Read) -> None:
         known = self._known(files)
         os.makedirs(self.folder, exist_ok=True)
         todo = [file for file, name in enumerate(files.names) if name not in known]
         _log.info("%s: %d of %d files are read for its index, %s", files.root, len(todo), len(files.names), path)
-        parts: dict[str, Sequence[int]] = {}
-        if len(todo) > PART_FILES:
-            chunks = (todo[at : at + PART_FILES] for at in range(0, len(todo), PART_FILES))
-            parts = {os.path.join(path + _PARTS, _listing_digest(files.some(chunk))): chunk for chunk in chunks}
+        chunks = [todo[at : at + self.files_a_part] for at in range(0, len(todo), self.files_a_part)]
+        parts = {self.part(files.some(chunk)): chunk for chunk in chunks}
+        self._make_parts(parts, read)
+        for part, chunk in parts.items():
+            index = Fragments.of(Bundle(part), copy=True)  # a map for each of very many parts would be too many
+            known |= {files.names[file]: (index.footer(i), os.path.basename(part)) for i, file in enumerate(chunk)}
+        make_once(path, lambda: _is_whole(path), lambda aside: self._write(aside, files, known))
 
-        def write(aside: str) -> None:
-            read_now = [footer for part in parts for footer in _footers(part)] if parts else read(todo)
-            found = {**known, **dict(zip((files.names[file] for file in todo), read_now, strict=True))}
-            self._write(aside, files, gather([found[name] for name in files.names]))
+    def _make_parts(self, parts: Mapping[str, Sequence[int]], read: Read) -> None:
+        """Read files until all parts are there: first those that nobody has begun, then those that nobody has finished."""
+        mixed = random.sample(list(parts), len(parts))
+        with ThreadPoolExecutor(max(1, _OPENING_THREADS // self.files_a_part)) as pool:
+            for wait in (False, True):
 
-        try:
-            _make_parts(path, parts, read)
-            make_once(path, lambda: os.path.exists(path), write)
-        except (FileNotFoundError, FileExistsError):
-            if not os.path.exists(path):  # else somebody has made the whole of it, and cleared the parts away
-                raise
-        shutil.rmtree(path + _PARTS, ignore_errors=True)
+                def make(part: str, wait: bool = wait) -> None:
+                    make_part(part, parts[part], read, wait=wait)
 
-    def _known(self, files: Files) -> dict[str, Footer]:
-        """Return what the last index of the same paths says of `files`; ``ValueError`` where one has changed since."""
-        for path in self.earlier():
-            bundle = self.load(path)
-            if bundle.facts["given"] != list(self.given):
+                list(pool.map(make, mixed))
+
+    def _known(self, files: Files) -> dict[str, tuple[Footer, str]]:
+        """Return what earlier indices say of `files`, by name, and in which part; a warning names those that have changed."""
+        known, changed = dict[str, tuple[Footer, str]](), set[str]()
+        warns_of_gone = True
+        for path in self._found(f"{_digest(self._about)}-"):
+            try:
+                bundle = self.load(path)
+            except ValueError:  # a damaged one tells nothing
                 continue
-            then, fragments = listed(bundle, files), Fragments.of(bundle)
+            then, index, probes = listed(bundle, files), Fragments.of(bundle), Strings(bundle, _PROBES)
             old = {name: file for file, name in enumerate(then.names)}
-            now = {name: file for file, name in enumerate(files.names)}
-            both = [(now[name], file) for name, file in old.items() if name in now]
-            probes = Strings(bundle, _PROBES)
-            stale = [
-                files.names[f]
-                for f, g in both
-                if files.sizes[f] != then.sizes[g]
-                or (files.stamps[f] != then.stamps[g] and not files.is_copy(f, probes[g]))
-            ]
-            if stale:
-                raise ValueError(
-                    f"{_some(stale)} below {files.root} changed since the index {path} was made. Restore what was there, or "
-                    f"rename the index to end in {_OLD}, so that all files are read anew (checkpoints may need its list)."
-                )
-            if gone := [name for name in old if name not in now]:
-                _log.warning("%s: %s are in its index, and no longer there.", files.root, _some(gone))
-            return {name: fragments.footer(file) for name, file in old.items() if name in now}
-        return {}
+            if warns_of_gone and bundle.facts["given"] == list(self.given):
+                warns_of_gone = False
+                if gone := sorted(old.keys() - {*files.names}):
+                    _log.warning("%s: %s are in its index, and no longer there.", files.root, _some(gone))
+            for file, name in enumerate(files.names):
+                if name not in old or name in known:
+                    continue
+                if _is_same(files, file, then, old[name], probes):
+                    known[name] = index.footer(old[name]), os.path.basename(self.part_in(bundle, old[name]))
+                else:
+                    changed.add(name)
+            if len(known) == len(files.names):
+                break
+        if anew := sorted(changed - known.keys()):
+            _log.warning("%s: %s changed since an index of them was made, and are read anew.", files.root, _some(anew))
+        return known
 
-    def _write(self, path: str, files: Files, index: Fragments) -> None:
+    def _write(self, path: str, files: Files, known: Mapping[str, tuple[Footer, str]]) -> None:
+        index = gather([known[name][0] for name in files.names])
+        parts = {part: number for number, part in enumerate(dict.fromkeys(known[name][1] for name in files.names))}
+        part_of = np.array([parts[known[name][1]] for name in files.names], dtype=np.int32)
         facts: dict[str, Any] = {"about": self._about, "given": list(self.given)}
         facts |= {"listing": _listing_digest(files), "kinds": list(index.kinds)}
-        write_bundle(path, facts, {**index.arrays(), **_listing(files), **string_arrays(_PROBES, files.probes())})
+        of_files = {**string_arrays(_PROBES, files.probes()), **string_arrays(_PARTS, [*parts]), _PART_OF: part_of}
+        write_bundle(path, facts, {**index.arrays(), **_listing(files), **of_files})
+
+
+def make_part(part: str, files: Sequence[int], read: Read, *, wait: bool = True) -> None:
+    """Write a part where there is none that is whole.
+
+    Args:
+        part: Its path.
+        files: Numbers of the files in it.
+        read: What reads them.
+        wait: Whether to wait for a process that is making it.
+    """
+
+    def write(aside: str) -> None:
+        footers = read(files)
+        index = gather(footers)
+        own = {_OWN + name: array for footer in footers for name, array in footer.arrays.items()}
+        write_bundle(aside, {"kinds": list(index.kinds)}, {**index.arrays(), **own})
+
+    make_once(part, lambda: _is_whole(part), write, wait=wait)
+
+
+def own_array(part: Bundle, name: str) -> Any:
+    """Return what a format keeps of the file of a part, see `Footer.arrays`, mapped."""
+    return part.array(_OWN + name)
 
 
 def listed(bundle: Bundle, files: Files) -> Files:
-    """The files that an index is of, in the place of those that were found."""
+    """Return the files that an index is of, in the place of those that were found."""
     return files.listed(Strings(bundle, "names"), bundle.array("sizes"), Strings(bundle, "stamps"))
 
 
@@ -173,40 +204,25 @@ def _listing(files: Files) -> dict[str, Any]:
     return {**string_arrays("names", files.names), "sizes": sizes, **string_arrays("stamps", files.stamps)}
 
 
-def _make_parts(path: str, parts: Mapping[str, Sequence[int]], read: Read) -> None:
-    """Read files until all parts are there: first those that nobody has begun, then those that nobody has finished."""
-    mixed = random.sample(list(parts), len(parts))
-    if mixed:
-        os.makedirs(path + _PARTS, exist_ok=True)
-    for wait in (False, True):
-        for part in mixed:
-
-            def write(aside: str, files: Sequence[int] = parts[part]) -> None:
-                index = gather(read(files))
-                write_bundle(aside, {"kinds": list(index.kinds)}, index.arrays())
-
-            make_once(part, lambda part=part: os.path.exists(path) or _is_whole(part), write, wait=wait)
+def _is_same(files: Files, file: int, then: Files, old: int, probes: Sequence[str]) -> bool:
+    """Return True if a file is what it was when an index was made."""
+    same_size = int(files.sizes[file]) == int(then.sizes[old])
+    return same_size and (files.stamps[file] == then.stamps[old] or files.is_copy(file, probes[old]))
 
 
-def _is_whole(part: str) -> bool:
+def _is_whole(path: str) -> bool:
     try:
-        Bundle(part)
+        Bundle(path)
     except (FileNotFoundError, ValueError):
         return False
     return True
 
 
-def _footers(part: str) -> list[Footer]:
-    index = Fragments.of(Bundle(part))
-    return [index.footer(file) for file in range(len(index.files) - 1)]
-
-
-def parts_done(folder: str) -> int:
-    """Return the number of finished parts of all indices that are being made in a folder."""
+def count_parts(folder: str) -> int:
+    """Return the number of finished parts of all indices in a folder."""
     try:
-        making = [entry.path for entry in os.scandir(folder) if entry.name.endswith(_PARTS)]
-        return sum("." not in entry.name for path in making for entry in os.scandir(path))
-    except FileNotFoundError:  # not begun, or just done
+        return sum(entry.name.endswith(_PART) for entry in os.scandir(folder))
+    except FileNotFoundError:  # not begun
         return 0
 
 

@@ -1,14 +1,14 @@
-"""`IndexedSource`: files that hold no index of their own; one is written once, for all processes and runs."""
+"""`IndexedSource`: files that hold no index of their own; each is scanned once, for all processes and runs."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
+import posixpath
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,19 +17,19 @@ from rescale_data.errors import checks_kinds
 from rescale_data.sources.decoded.cache import DEFAULT_BYTES
 from rescale_data.sources.decoded.columns import chosen_columns
 from rescale_data.sources.file_source import FileSource
-from rescale_data.sources.files.blocks import BlockRanges, BlockTable, codec_of, decompressed, write_blocks
-from rescale_data.sources.files.bundle import Bundle, write_bundle
-from rescale_data.sources.files.once import make_once, write_aside
-from rescale_data.sources.files.paths import Paths
+from rescale_data.sources.files.blocks import BlockRanges, codec_of, decompressed, write_blocks
+from rescale_data.sources.files.bundle import Bundle
+from rescale_data.sources.files.once import make_once
+from rescale_data.sources.files.paths import Files, Paths
 from rescale_data.sources.files.ranges import Ranges
 from rescale_data.sources.files.remote import Remote
 from rescale_data.sources.fragments import Footer, cut, spans
-from rescale_data.sources.known_files import CACHE_DIR_BYTES, Explained
+from rescale_data.sources.index import make_part, own_array
+from rescale_data.sources.known_files import CACHE_DIR_BYTES
 from rescale_data.state import Ints
 
 FRAGMENT_ROWS = 1024
 FRAGMENT_BYTES = 2**22
-_VERSION = 2
 _log = logging.getLogger("rescale_data")
 
 
@@ -50,12 +50,20 @@ class Scan:
 
 @dataclass(frozen=True)
 class Opened:
+    """A file, and the part of the index that holds it alone."""
+
     ranges: Ranges
-    index: Bundle
+    part: Bundle
+
+    def array(self, name: str) -> npt.NDArray[Any]:
+        """Return one of the arrays of `Scan`, mapped."""
+        return own_array(self.part, name)
 
 
 class IndexedSource(FileSource):
     """Rows of files that are scanned once. A format says how to scan a file and how to cut a fragment into rows."""
+
+    FILES_A_PART: ClassVar[int] = 1
 
     @checks_kinds
     def __init__(
@@ -86,117 +94,68 @@ class IndexedSource(FileSource):
     def _scan(self, ranges: Ranges) -> Scan:
         """Read a file from its beginning to its end; ``ValueError`` where it is not whole."""
 
-    def _indexed(self, file: int) -> tuple[str, str | None]:
-        """Return the paths of the index of a file and of its copy, made where they are missing."""
-        path = self._index_path(file)
-        copy = self._copy_path(path, file)
-        facts = {
-            "version": _VERSION,
-            "format": self.FORMAT,
-            "size": int(self._files.sizes[file]),
-        }
-        try:
-            make_once(
-                path,
-                lambda: self._is_good(file, path, copy, facts),
-                lambda aside: self._write_index(file, copy, aside, facts),
+    def _find(self, paths: Paths, storage_options: Mapping[str, Any] | None, remote: Remote | None) -> Files:
+        files = super()._find(paths, storage_options, remote)
+        packed = next((name for name in files.names if codec_of(name) is not None), None)
+        if packed is not None and not self._transcode:
+            raise ValueError(
+                f"{posixpath.join(files.root, packed)} is compressed as a whole, so that none of its rows can be read without "
+                f"all before it. Allow transcode=True, which writes a copy in blocks once beside the index, or decompress it."
             )
-        except PermissionError as error:
-            raise PermissionError(
-                f"The index of {self._files.path(file)} cannot be written beside it: {error}. Give index_dir=, a folder that "
-                f"all ranks share and may write to."
-            ) from error
-        return path, copy
+        return files
+
+    @property
+    def _must_index(self) -> bool:
+        return True
 
     def _footer(self, file: int) -> Footer:
-        index = Bundle(self._indexed(file)[0])
-        cuts = np.array(index.array("cuts"))
-        places = np.array(index.array("starts")[cuts])
-        return Footer(np.diff(cuts), *spans(places), index.facts["own"])
+        scan = self._scan(self._opened(file, self._folder.part(self._files.some([file]))))
+        cuts = cut(np.arange(len(scan.starts)), scan.starts, FRAGMENT_ROWS, FRAGMENT_BYTES)
+        arrays = {"starts": scan.starts, **scan.arrays}
+        return Footer(np.diff(cuts), *spans(scan.starts[cuts]), scan.facts, arrays=arrays)
 
     def _open(self, file: int) -> Opened:
-        path, copy = self._indexed(file)
-        index = Bundle(path)
-        return Opened(self._opened(file, copy, index), index)
+        path = self._folder.part_in(self._bundle, file)
+        try:
+            part = Bundle(path)
+        except (FileNotFoundError, ValueError):  # somebody has deleted or damaged it
+            make_part(path, [file], self._read_footers)
+            part = Bundle(path)
+        return Opened(self._opened(file, path), part)
 
     def _extent(self, fragment: int) -> tuple[int, int]:
         return self._span(fragment)
 
     def _part(self, fragment: int) -> tuple[Opened, slice, Ints]:
-        """An open file, the rows in it that make a fragment, and where they begin, with the end of the last."""
+        """Return an open file, the rows in it that make a fragment, and where they begin, with the end of the last."""
         file = self._index.file_of(fragment)
         opened: Opened = self._handle(file)
         first, stop = (self._index.starts[fragment : fragment + 2] - self._index.first_row(file)).tolist()
-        return opened, slice(first, stop), np.array(opened.index.array("starts")[first : stop + 1])
+        return opened, slice(first, stop), np.array(opened.array("starts")[first : stop + 1])
 
-    def _opened(self, file: int, copy: str | None, index: Bundle) -> Ranges:
-        if copy is None:
+    def _opened(self, file: int, part: str) -> Ranges:
+        """Return the bytes of a file, or of the copy of a compressed one, which is made where it is missing."""
+        codec = codec_of(self._files.names[file])
+        if codec is None:
             return self._files.ranges(file)
-        return BlockRanges(copy, BlockTable(np.array(index.array("raw")), np.array(index.array("stored"))))
+        copy = os.path.splitext(part)[0] + ".rdblocks"
+        make_once(copy, lambda: _is_whole(copy), lambda aside: self._write_copy(file, codec, copy, aside))
+        return BlockRanges(copy)
 
-    def _index_path(self, file: int) -> str:
-        if self._index_dir is not None:
-            root = hashlib.blake2b(self._files.root.encode(), digest_size=4).hexdigest()
-            path = os.path.join(self._index_dir, root, f"{self._files.names[file]}.rdindex")
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            return path
-        if self._files.filesystem is not None:
-            raise Explained(
-                f"{self._files.path(file)}: files of this format are scanned once, and their index must lie where all ranks "
-                f"can read it. Give index_dir=, a folder that they share."
-            )
-        folder, name = os.path.split(self._files.path(file))
-        return os.path.join(folder, f".{name}.rdindex")  # hidden, so that no folder is found to hold it
-
-    def _copy_path(self, index: str, file: int) -> str | None:
-        if codec_of(self._files.names[file]) is None:
-            return None
-        if not self._transcode:
-            raise Explained(
-                f"{self._files.path(file)} is compressed as a whole, so that none of its rows can be read without all before "
-                f"it. Allow transcode=True, which writes a copy in blocks once beside the index, or decompress it."
-            )
-        return index.removesuffix(".rdindex") + ".rdblocks"
-
-    def _is_good(self, file: int, path: str, copy: str | None, facts: Mapping[str, Any]) -> bool:
-        """True if the index is of the file as it is now, and the copy that it speaks of is there."""
-        try:
-            known = Bundle(path).facts
-            whole = copy is None or os.path.getsize(copy) == known["copy"]
-        except (OSError, ValueError, KeyError):
-            return False
-        if not whole or any(known.get(name) != value for name, value in facts.items()):
-            return False
-        return known["stamp"] == self._files.stamps[file] or self._files.is_copy(file, known["probe"])
-
-    def _write_index(self, file: int, copy: str | None, aside: str, facts: Mapping[str, Any]) -> None:
-        arrays: dict[str, npt.NDArray[Any]] = {}
-        facts = {**facts, "stamp": self._files.stamps[file], "probe": self._files.probe(file)}
-        if copy is None:
-            ranges = self._files.ranges(file)
-        else:
-            table = self._write_copy(file, copy)
-            arrays |= {"raw": table.raw, "stored": table.stored}
-            facts["copy"] = int(table.stored[-1])
-            ranges = BlockRanges(copy, table)
-        scan = self._scan(ranges)
-        cuts = cut(np.arange(len(scan.starts)), scan.starts, FRAGMENT_ROWS, FRAGMENT_BYTES)
-        arrays |= {"starts": scan.starts, "cuts": cuts, **scan.arrays}
-        write_bundle(aside, {**facts, "own": dict(scan.facts)}, arrays)
-
-    def _write_copy(self, file: int, copy: str) -> BlockTable:
+    def _write_copy(self, file: int, codec: str, copy: str, aside: str) -> None:
         if not self._files.sizes[file]:
             raise ValueError("it has no bytes, not even those of a compressed file that holds nothing")
         _log.warning(
             "%s (%d bytes) is compressed as a whole and cannot be read at random: a copy in blocks of about the same size is "
             "written once, to %s.", self._files.path(file), self._files.sizes[file], copy,
         )  # fmt: skip
-        tables: list[BlockTable] = []
-        codec = codec_of(self._files.names[file])
+        with self._files.open(file) as stream:
+            write_blocks(decompressed(stream, codec), aside)
 
-        def write(aside: str) -> None:
-            with self._files.open(file) as stream:
-                tables.append(write_blocks(decompressed(stream, str(codec)), aside))
 
-        write_aside(copy, write)
-        return tables[0]
+def _is_whole(copy: str) -> bool:
+    try:
+        BlockRanges(copy)
+    except (OSError, ValueError):
+        return False
+    return True

@@ -29,15 +29,15 @@ _scan = cast(Any, json.JSONDecoder()).scan_once
 class JsonlSource(IndexedSource):
     """Rows of JSON-lines files: each line is an object, ``{column: value}``; lists of numbers become arrays.
 
-    Where lines begin is found in one scan of each file, whichever rank comes first, and kept in an index beside it. Empty lines
-    are no rows.
+    Where lines begin is found in one scan of each file, whichever rank comes first, and kept in an index beside them. Empty
+    lines are no rows.
 
     Args:
         paths: A glob, a folder (``*.jsonl`` below it, also with ``.gz``, ``.zst`` or ``.bz2``), a file, or a list; local or
             any URL.
         columns: Which to keep; a row without one of them is an error. Default: whatever a line holds.
         cache_bytes, storage_options, remote, cache_dir, cache_dir_bytes: As of `ParquetSource`.
-        index_dir: Where indices are kept, a folder that all ranks share; default beside each file. Needed for URLs.
+        index_dir: Where the index is kept, a folder that all ranks share; default beside the files. Needed for URLs.
         transcode: Whether files that are compressed as a whole may be copied once, beside the index, in a form that can
             be read at random. `False` refuses them.
 
@@ -63,7 +63,7 @@ class JsonlSource(IndexedSource):
 
     def locate(self, index: int) -> str:
         file, row = self._in_file(index)
-        empty = self._handle(file).index.array("empty")
+        empty = self._handle(file).array("empty")
         return f"{self._files.path(file)}, line {row + 1 + int(np.searchsorted(empty, row, side='right'))}"
 
     def texts(self, column: str, rows: Ints) -> list[str]:

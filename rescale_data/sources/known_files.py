@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import posixpath
 import struct
@@ -36,15 +37,13 @@ _OPENING_THREADS = 16
 _DAMAGE = (OSError, ValueError, LookupError, OverflowError, struct.error, pa.ArrowException)
 
 
-class Explained(ValueError):
-    """An error that names the file and the cure already."""
-
-
 class KnownFiles(FiledSource):
     """Files that have fragments. A format says how to read a footer."""
 
     FORMAT: ClassVar[str]
     SUFFIXES: ClassVar[tuple[str, ...]]
+    FILES_A_PART: ClassVar[int] = 32
+    """Files of which one process reads the footers, as one part of an index."""
 
     @checks_kinds
     def __init__(
@@ -70,34 +69,38 @@ class KnownFiles(FiledSource):
         self._files = replace(self._find(paths, storage_options, remote), store=store)
         self.name = self._files.root.rstrip("/").rpartition("/")[2] or self._files.root
         self._mapped: str | None = None
-        self._indices: IndexFolder | None = None
-        folder = self._index_folder(paths)
+        self._folder = self._index_folder(paths)
         if index_dir is not None or self._must_index:
-            self._map(folder)
+            self._map()
         else:
             self._set(gather(self._read_footers(range(len(self._files.names)))))
         self._accept()
 
-    def _map(self, folder: IndexFolder) -> None:
+    def _map(self) -> None:
         if self._files.filesystem is not None and self._index_dir is None:
             raise ValueError(
                 f"{self._files.root} is behind URLs, and an index of it must lie where all ranks can read it. Give "
                 f"index_dir=, a folder that they share."
             )
         try:
-            self._mapped = folder.open(self._files, self._read_footers)
-        except PermissionError as error:
-            raise PermissionError(
-                f"The index of {self._files.root} cannot be written: {error}. Give index_dir=, a folder that all ranks share "
-                f"and may write to."
-            ) from error
-        except (FileExistsError, NotADirectoryError) as error:
-            raise ValueError(f"index_dir={self._index_dir!r} cannot be a folder: {error}. Give a folder.") from error
-        bundle = folder.load(self._mapped)
-        if self._index_dir is not None:
-            self._indices = replace(folder, given=())
-        self._files = listed(bundle, self._files)
-        self._set(Fragments.of(bundle))
+            self._mapped = self._folder.open(self._files, self._read_footers)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise PermissionError(
+                    f"The index of {self._files.root} cannot be written: {error}. Give index_dir=, a folder that all ranks "
+                    f"share and may write to."
+                ) from error
+            if error.errno in (errno.EEXIST, errno.ENOTDIR):
+                raise ValueError(f"{self._folder.folder} cannot be a folder: {error}. Give index_dir=.") from error
+            raise
+        self._folder.load(self._mapped)
+        self._folder = replace(self._folder, given=())  # which may be long, and is pickled
+        self._take_index(self._mapped)
+
+    def _take_index(self, path: str) -> None:
+        self._bundle = Bundle(path)
+        self._files = listed(self._bundle, self._files)
+        self._set(Fragments.of(self._bundle))
 
     def _set(self, index: Fragments) -> None:
         self._index, self.fragments, self.num_rows = index, index.starts, int(index.starts[-1])
@@ -108,10 +111,11 @@ class KnownFiles(FiledSource):
         about = {"format": self.FORMAT, **self._indexed_with()}
         if self._index_dir is None:
             folder = os.path.join(root, HIDDEN)
-            return IndexFolder(folder, about, [os.path.relpath(os.path.expanduser(path), root) for path in given])
+            given = [os.path.relpath(os.path.expanduser(path), root) for path in given]
+            return IndexFolder(folder, about, given, self.FILES_A_PART)
         stamped_by = "" if self._files.filesystem is None else type(self._files.filesystem).__name__
         about |= {"root": root, "filesystem": stamped_by}
-        return IndexFolder(self._index_dir, about, [os.fspath(path) for path in given])
+        return IndexFolder(self._index_dir, about, [os.fspath(path) for path in given], self.FILES_A_PART)
 
     def _indexed_with(self) -> Mapping[str, Any]:
         """The arguments, as JSON values, on which fragments depend."""
@@ -125,16 +129,14 @@ class KnownFiles(FiledSource):
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         if self._mapped is not None:  # another process maps it too
-            del state["_index"], state["fragments"]
+            del state["_bundle"], state["_index"], state["fragments"]
             state["_files"] = self._files.listed((), (), ())
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         if self._mapped is not None:
-            bundle = Bundle(self._mapped)
-            self._files = listed(bundle, self._files)
-            self._set(Fragments.of(bundle))
+            self._take_index(self._mapped)
 
     def _find(self, paths: Paths, storage_options: Mapping[str, Any] | None, remote: Remote | None) -> Files:
         return find(paths, self.SUFFIXES, storage_options, remote)
@@ -153,7 +155,7 @@ class KnownFiles(FiledSource):
     def manifest(self) -> Mapping[str, Any]:
         """The files; with ``index_dir=``, which has the list of them, a digest a folder."""
         full = {"format": self.FORMAT, FILES: _list_of(self._files, self._index)}
-        return full if self._indices is None else fold(full)
+        return full if self._index_dir is None else fold(full)
 
     def unfold(self, manifest: Mapping[str, Any]) -> Mapping[str, Any] | None:
         if FILES in manifest:
@@ -165,7 +167,7 @@ class KnownFiles(FiledSource):
     def _known(self) -> Iterator[tuple[Files, Fragments]]:
         """The files and fragments of now, and of each earlier index."""
         yield self._files, self._index
-        for bundle in () if self._indices is None else self._indices.all():
+        for bundle in () if self._index_dir is None else self._folder.all():
             yield listed(bundle, self._files), Fragments.of(bundle)
 
     def subset(self, manifest: Mapping[str, Any]) -> Ints:
@@ -235,7 +237,7 @@ class KnownFiles(FiledSource):
         """Errors of reading a file name it."""
         try:
             yield
-        except (FileNotFoundError, PermissionError, RemoteError, Explained):
+        except (FileNotFoundError, PermissionError, RemoteError):
             raise
         except _DAMAGE as error:
             if isinstance(error, OSError) and error.errno:  # of the machine, such as a full disk, and not of the file

@@ -31,7 +31,7 @@ class WebDatasetSource(IndexedSource):
 
     Members that follow each other and have the same name up to its first dot are one row; what is behind that dot, in
     lower case, is the column. Where members are is found in one scan of each file, whichever rank comes first, and kept
-    in an index beside it.
+    in an index beside them.
 
     Args:
         paths: A glob, a folder (``*.tar`` below it, also with ``.gz``, ``.zst`` or ``.bz2``), a file, or a list; local or
@@ -90,14 +90,13 @@ class WebDatasetSource(IndexedSource):
     def _load(self, fragment: int) -> Rows:
         data = self._bytes(fragment, self._extent(fragment))
         opened, rows, starts = self._part(fragment)
-        index = opened.index
-        names = list(index.facts["own"]["counts"])
-        first = np.array(index.array("first")[rows.start : rows.stop + 1])
+        names = list(self._index.kind(self._index.file_of(fragment))["counts"])
+        first = np.array(opened.array("first")[rows.start : rows.stop + 1])
         part = slice(int(first[0]), int(first[-1]))
-        ends = np.array(index.array("key_ends")[max(0, rows.start - 1) : rows.stop])
+        ends = np.array(opened.array("key_ends")[max(0, rows.start - 1) : rows.stop])
         ends = ends if rows.start else np.append(0, ends)
-        keys = index.array("keys")[int(ends[0]) : int(ends[-1])].tobytes()
-        places = np.stack([np.array(index.array(name)[part], dtype=np.int64) for name in ("column", "offset", "size")])
+        keys = opened.array("keys")[int(ends[0]) : int(ends[-1])].tobytes()
+        places = np.stack([np.array(opened.array(name)[part], dtype=np.int64) for name in ("column", "offset", "size")])
         places[1] -= starts[0]
         samples = _Samples(data, keys, ends - ends[0], first - first[0], places, names, self.columns or ())
         opened.ranges.release_with(samples, data)

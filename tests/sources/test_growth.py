@@ -40,11 +40,6 @@ def index_of(folder: Path) -> Path:
     return Path(f"{folder}.index")
 
 
-def put_index_aside(folder: Path) -> None:
-    for path in index_of(folder).glob("*.rdindex"):
-        path.rename(f"{path}.old")
-
-
 def make_loader(source: Any, rank: int, world: int, micro: int, workers: int = 0, **kwargs: Any) -> rd.DataLoader:
     return rd.DataLoader(
         kwargs.pop("pipeline", None) or source,
@@ -256,7 +251,6 @@ class TestDigests:
     @pytest.mark.parametrize("saved_with", ["list", "digests"])
     def test_what_was_added_is_found(self, folder: Path, saved_with: str, caplog: pytest.LogCaptureFixture) -> None:
         state = leg(rd.ParquetSource(folder), None, 4, repeat=True)[1] if saved_with == "list" else self.state(folder)
-        put_index_aside(folder)
         write(folder / "x", "parquet", "c", range(200, 212))
         with caplog.at_level(logging.WARNING, "rescale_data"):
             seen, state, _ = leg(source_of(folder, "parquet"), state, 16, repeat=True)
@@ -392,7 +386,6 @@ class TestChanges:
         later = file.stat().st_mtime_ns + 10**9
         file.unlink()
         if change == "changed":
-            put_index_aside(data)
             write(data, kind, "d", range(30, 54))
             os.utime(file, ns=(later, later))
 

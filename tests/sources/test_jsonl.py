@@ -4,6 +4,7 @@ import json
 import logging
 import multiprocessing
 import os
+import pickle
 import tarfile
 import time
 from pathlib import Path
@@ -122,24 +123,25 @@ class TestIndex:
     def test_is_read_and_not_made_again(self, packed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         write_jsonl(tmp_path / f"a.jsonl{packed}", ROWS)
         first = JsonlSource(tmp_path)
-        names = sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("."))
-        copies = [f".a.jsonl{packed}.rdblocks"] if packed else []
-        assert names == [*copies, f".a.jsonl{packed}.rdindex"]
+        kinds = sorted(path.suffix for path in (tmp_path / ".rescale_data").iterdir())
+        assert kinds == [*([".rdblocks"] if packed else []), ".rdindex", ".rdpart"]
         monkeypatch.setattr(JsonlSource, "_scan", None)
         again = JsonlSource(tmp_path)
         assert rows_of(again) == ROWS
         assert again.manifest() == first.manifest()
 
-    @pytest.mark.parametrize("damage", ["index", "copy", "gone"])
-    def test_is_made_again_where_it_is_not_whole(self, packed: str, damage: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("damage", [".rdindex", ".rdpart", ".rdblocks"])
+    @pytest.mark.parametrize("is_cut", [True, False])
+    def test_is_made_again_where_it_is_not_whole(self, packed: str, damage: str, is_cut: bool, tmp_path: Path) -> None:
         path = write_jsonl(tmp_path / f"a.jsonl{packed}", ROWS)
-        JsonlSource(path)
-        hurt = tmp_path / f".a.jsonl{packed}.{'rdblocks' if damage == 'copy' else 'rdindex'}"
-        if damage == "gone":
-            hurt.unlink()
-        elif hurt.exists():
-            hurt.write_bytes(hurt.read_bytes()[:-3])
+        kept = pickle.dumps(JsonlSource(path))
+        for hurt in (tmp_path / ".rescale_data").glob(f"*{damage}"):
+            if is_cut:
+                hurt.write_bytes(hurt.read_bytes()[:-3])
+            else:
+                hurt.unlink()
         assert rows_of(JsonlSource(path)) == ROWS
+        assert rows_of(pickle.loads(kept)) == ROWS
 
     def test_is_made_again_where_the_file_has_changed(self, packed: str, tmp_path: Path) -> None:
         path = write_jsonl(tmp_path / f"a.jsonl{packed}", ROWS)
@@ -187,12 +189,14 @@ class TestIndex:
         [process.join() for process in processes]
         assert [process.exitcode for process in processes] == [0] * 4
         assert counter.value == 6
-        assert not [path for path in tmp_path.iterdir() if path.suffix in (".tmp", ".claim")]
+        assert not [path for path in tmp_path.rglob("*") if path.suffix in (".tmp", ".claim")]
 
     def test_the_claim_of_a_dead_process_is_taken_over(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("rescale_data.lease.DEAD_SECONDS", 0.2)
         write_jsonl(tmp_path / "a.jsonl", ROWS)
-        (tmp_path / ".a.jsonl.rdindex.claim").touch()
+        JsonlSource(tmp_path)
+        for path in (tmp_path / ".rescale_data").iterdir():
+            path.rename(f"{path}.claim")
         assert JsonlSource(tmp_path).num_rows == 50
 
     def test_a_copy_is_announced(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -201,7 +205,7 @@ class TestIndex:
             JsonlSource(path)
         (message,) = caplog.messages
         assert f"a.jsonl.gz ({path.stat().st_size} bytes)" in message
-        assert ".a.jsonl.gz.rdblocks" in message
+        assert ".rdblocks" in message
 
     def test_a_copy_is_refused(self, tmp_path: Path) -> None:
         write_jsonl(tmp_path / "a.jsonl.gz", ROWS)

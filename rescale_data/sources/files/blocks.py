@@ -1,11 +1,15 @@
-"""Random access into what a compressed file holds: a copy of it in blocks, each compressed on its own."""
+"""Random access into what a compressed file holds: a copy of it in blocks, each compressed on its own.
+
+    block | block | ... | int64[B + 1] | int64[B + 1] | int64 B | "RDBLOCKS"
+
+The numbers are where blocks begin: among the bytes that they stand for, and in the copy.
+"""
 
 from __future__ import annotations
 
 import bisect
 import io
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -13,33 +17,33 @@ import pyarrow as pa
 
 from rescale_data.sources.arrow_types import ArrowBuffer
 from rescale_data.sources.files.ranges import Mapped, Ranges
-from rescale_data.state import Ints
 
 BLOCK_BYTES = 2**20
+_MAGIC = b"RDBLOCKS"
 CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 
 
-@dataclass(frozen=True)
-class BlockTable:
-    """The beginnings of blocks, ``int64[B + 1]`` each: among the bytes they stand for, and in the copy."""
-
-    raw: Ints
-    stored: Ints
-
-
 class BlockRanges(Ranges):
-    """The bytes that a copy in blocks stands for."""
+    """The bytes that a copy in blocks stands for; ``ValueError`` where the copy is not whole."""
 
-    def __init__(self, path: str, table: BlockTable) -> None:
-        self._copy, self._table = Mapped(path), table
-        self._codec = pa.Codec("zstd")
+    def __init__(self, path: str) -> None:
+        self._copy, self._codec = Mapped(path), pa.Codec("zstd")
+        tail = self._copy.read(max(0, self._copy.size - 16), 16).to_pybytes().rjust(16, b"\0")
+        ends = int.from_bytes(tail[:8], "little") + 1
+        begin = self._copy.size - 16 * ends - 16
+        if tail[8:] != _MAGIC or begin < 0:
+            raise ValueError(f"{path} is not whole")
+        table = np.frombuffer(self._copy.read(begin, 16 * ends), dtype=np.int64)
+        self._raw, self._stored = table[:ends], table[ends:]
+        if self._stored[-1] != begin:
+            raise ValueError(f"{path} is not whole")
 
     @property
     def size(self) -> int:
-        return int(self._table.raw[-1])
+        return int(self._raw[-1])
 
     def read(self, offset: int, length: int) -> ArrowBuffer:
-        raw = self._table.raw
+        raw = self._raw
         stop = min(offset + length, self.size)
         if stop <= offset:
             return pa.py_buffer(b"")
@@ -53,9 +57,8 @@ class BlockRanges(Ranges):
         return self.read(0, self.size)
 
     def _block(self, block: int) -> bytes:
-        table = self._table
-        start, stop = table.stored[block : block + 2].tolist()
-        size = int(table.raw[block + 1] - table.raw[block])
+        start, stop = self._stored[block : block + 2].tolist()
+        size = int(self._raw[block + 1] - self._raw[block])
         return self._codec.decompress(self._copy.read(start, stop - start), size, asbytes=True)
 
 
@@ -64,8 +67,8 @@ def codec_of(name: str) -> str | None:
     return next((codec for suffix, codec in CODECS.items() if name.endswith(suffix)), None)
 
 
-def write_blocks(chunks: Iterator[bytes], path: str) -> BlockTable:
-    """Write the copy."""
+def write_blocks(chunks: Iterator[bytes], path: str) -> None:
+    """Write a copy in blocks."""
     codec, raw, stored = pa.Codec("zstd"), [0], [0]
     with open(path, "wb") as file:
         for chunk in chunks:
@@ -73,7 +76,7 @@ def write_blocks(chunks: Iterator[bytes], path: str) -> BlockTable:
             file.write(data)
             raw.append(raw[-1] + len(chunk))
             stored.append(stored[-1] + len(data))
-    return BlockTable(np.array(raw, dtype=np.int64), np.array(stored, dtype=np.int64))
+        file.write(np.array([*raw, *stored, len(raw) - 1], dtype=np.int64).tobytes() + _MAGIC)
 
 
 def decompressed(stream: Any, codec: str) -> Iterator[bytes]:
