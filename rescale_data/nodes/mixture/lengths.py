@@ -7,13 +7,14 @@ drawn as by samples, and global batches are as even. All of it follows from coun
 processors would be another order.
 
 What belongs to all sources, the mean length and the tokens so far, counts in steps: a source is behind or ahead if it is at
-both ends of the present one. So a draw changes the arc of its own source alone, most of the time, and costs the logarithm of
-their number. A source that rests counts for nothing: it may be left out between segments of a run.
+both ends of the present one. So a draw changes the arc of its own source alone, most of the time. A source that rests counts for nothing: it may be left out between segments of a run.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from operator import mul
 
 import numpy as np
@@ -66,14 +67,7 @@ class TokenArcs:
 
     def choose(self, point: int) -> int:
         """The source in whose arc a point falls."""
-        at, bit, left = 0, self._top, point * self._total // TURN
-        tree = self._tree
-        while bit:
-            if at + bit <= len(self._arcs) and tree[at + bit] <= left:
-                at += bit
-                left -= tree[at]
-            bit >>= 1
-        return at
+        return bisect_right([*accumulate(self._arcs)], point * self._total // TURN)
 
     def stretch(self, point: int, source: int) -> int:
         """Return the place of a point of a source's arc when the arc is stretched to the whole circle."""
@@ -136,7 +130,9 @@ class TokenArcs:
         if self._shared() != (self._mean, self._due):
             self._rebuild()
         else:
-            self._set(source, self._arc(source))
+            self._total -= self._arcs[source]
+            self._arcs[source] = self._arc(source)
+            self._total += self._arcs[source]
 
     def _shared(self) -> tuple[int, int]:
         """The mean length of all documents, to an eighth of it, and the tokens that count, to a multiple of that."""
@@ -151,20 +147,6 @@ class TokenArcs:
         self._step = self._mean * self._grid
         self._arcs = [self._arc(source) for source in range(len(self._shares))]
         self._total = sum(self._arcs)
-        self._top = 1 << (len(self._arcs).bit_length() - 1)
-        self._tree = [0, *self._arcs]
-        for i in range(1, len(self._tree)):
-            above = i + (i & -i)
-            if above < len(self._tree):
-                self._tree[above] += self._tree[i]
-
-    def _set(self, source: int, arc: int) -> None:
-        change, i = arc - self._arcs[source], source + 1
-        self._arcs[source] = arc
-        self._total += change
-        while i < len(self._tree):
-            self._tree[i] += change
-            i += i & -i
 
     def _arc(self, source: int) -> int:
         share = self._shares[source]
