@@ -148,6 +148,11 @@ class Node(Changing, BaseNode[T]):
         self.fields, self._slices = joined(
             self.FIELDS, tuple((name, child.fields) for name, child in self.children.items())
         )
+        self._changing = tuple(
+            (child, self._slots(name))
+            for name, child in self.children.items()
+            if any(below.MAY_CHANGE for _, below in child.walk())
+        )
 
     @cached_property
     def position(self) -> View:

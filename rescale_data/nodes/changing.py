@@ -37,6 +37,8 @@ class Changing:
 
     position: Any
     children: dict[str, Any]
+    _changing: Sequence[tuple[Any, slice]]
+    """The children below which anything may change between legs, with their slots."""
     READS_AHEAD: ClassVar[bool]
     one_for_one: bool
 
@@ -83,8 +85,8 @@ class Changing:
         """
         slot = self.within
         if slot is None:
-            parts = () if self.READS_AHEAD else self.children.items()
-            return sum(child.settle(position[self._slots(name)]) for name, child in parts) > 0
+            parts = () if self.READS_AHEAD else self._changing
+            return sum(child.settle(position[slots]) for child, slots in parts) > 0
         source, below = self.children["source"], position[self._slots("source")]
         is_lost = source.is_lost if self.within_document else source.is_stale
         again = bool(position[slot]) and is_lost(below)
@@ -102,8 +104,8 @@ class Changing:
         """Move a row of this node, at the beginning of a sample, behind what is on a blocklist (`Reader`)."""
         if self.READS_AHEAD if self.within is None else position[self.within]:
             return
-        for name, child in self.children.items():
-            child.pass_blocked(position[self._slots(name)])
+        for child, slots in self._changing:
+            child.pass_blocked(position[slots])
 
     def is_blocked(self, position: View) -> bool:
         """True if the sample that begins at this row, and is begun, is on a new blocklist."""
@@ -119,8 +121,8 @@ class Changing:
 
     def is_stale(self, position: View) -> bool:
         """True if this row was written with another blocklist, or by the weight of a source that is gone."""
-        return any(child.is_stale(position[self._slots(name)]) for name, child in self.children.items())
+        return any(child.is_stale(position[slots]) for child, slots in self._changing)
 
     def is_pending(self, position: View) -> bool:
         """True if a change between legs has still to take effect in a row of this node (`settle`)."""
-        return any(child.is_pending(position[self._slots(name)]) for name, child in self.children.items())
+        return any(child.is_pending(position[slots]) for child, slots in self._changing)

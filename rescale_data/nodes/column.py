@@ -41,7 +41,6 @@ class ColumnDocuments:
     def __init__(self, node: Node[Any], column: str, reader: str, *beside: TakeOut) -> None:
         self._beside = beside
         self._node, self._column, self._reader = node, column, reader
-        self._settles = any(below.MAY_CHANGE for _, below in node.walk())
         for _, below in node.walk():
             below.reread = True
         self._ended = False
@@ -68,15 +67,13 @@ class ColumnDocuments:
             add_place(error, self._reader, self._node.locate())
             raise
         after = copy_of(self._node.position)
-        if self._settles:
-            self._node.pass_blocked(after)
+        self._node.pass_blocked(after)
         spans = Spans.of(tokens.copy(), Moves.between(position, after), where)
         return replace(spans, keeps=(kept,)) if self._beside else spans
 
     def turn(self, position: memoryview) -> None:
         position[:] = self._node.position
-        if self._settles:
-            self._node.pass_blocked(position)
+        self._node.pass_blocked(position)
 
 
 def integers(sample: Any, column: str, reader: str, node: Node[Any]) -> npt.NDArray[Any]:

@@ -58,8 +58,6 @@ class MixtureDraws:
         stop: Stop,
     ) -> None:
         self.sources, self._inner, self.row = sources, inner, row
-        each = zip(sources.nodes, sources.slots, strict=True)
-        self._changing = [below for below in each if any(n.MAY_CHANGE for _, n in below[0].walk())]
         self.weights, self._shard, self._column, self._stop = weights, shard, column, stop
         self._given: int | None = None  # the next draw's point, where the mixture above says it
         self.circle = circle_of(*shard)
@@ -298,11 +296,6 @@ class MixtureDraws:
 
     def slots_of(self, source: int) -> slice:
         return self.sources.slots[source]
-
-    def settle(self, position: View) -> bool:
-        """Other weights count from here on. A source that has ended in this epoch stays so."""
-        self.weights.settle(position)
-        return sum(node.settle(position[slots]) for node, slots in self._changing) > 0
 
     def refuse_silent(self, source: int) -> None:
         refuse_silent(self.row.names[source], self.row.unit, self._shard)

@@ -7,7 +7,8 @@ drawn as by samples, and global batches are as even. All of it follows from coun
 processors would be another order.
 
 What belongs to all sources, the mean length and the tokens so far, counts in steps: a source is behind or ahead if it is at
-both ends of the present one. So a draw changes the arc of its own source alone, most of the time. A source that rests counts for nothing: it may be left out between segments of a run.
+both ends of the present one. So a draw changes the arc of its own source alone, most of the time. A source that rests counts
+for nothing: it may be left out between segments of a run.
 """
 
 from __future__ import annotations

@@ -183,7 +183,8 @@ class WeightedSampler(Node[Any]):
 
     def settle(self, position: View) -> bool:
         """Other weights count from here on. A source that has ended in this epoch stays so."""
-        return self._draws.settle(position)
+        self._weights.settle(position)
+        return super().settle(position)
 
     def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
         """Begin the next epoch of all sources; counts since the run began stay, so schedule and epochs go on."""
@@ -213,8 +214,7 @@ class WeightedSampler(Node[Any]):
         return found
 
     def is_lost(self, position: View) -> bool:
-        is_lost = any(node.is_lost(position[self._slots(name)]) for name, node in self.children.items())
-        return is_lost or self._weights.is_stuck(position)
+        return self._weights.is_stuck(position) or any(c.is_lost(position[slots]) for c, slots in self._changing)
 
     def is_pending(self, position: View) -> bool:
         return self._weights.is_pending(position) or super().is_pending(position)

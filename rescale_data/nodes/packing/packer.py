@@ -119,7 +119,6 @@ class TokenPacker(Node[dict[str, Tensor]]):
         self.tells_next = labels or self._aligned.has_mask
         self._repeat = is_endless(child)
         self._before: History = ()
-        self._changes = any(node.MAY_CHANGE for _, node in child.walk())
         self.stream = TokenStream(
             child,
             (None if self._aligned else child.documents(column))
@@ -134,7 +133,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         )
 
     def seek(self) -> None:
-        self.stream.bind(self.position[self._offset :], settles=self._changes and not self.reread)
+        self.stream.bind(self.position[self._offset :], settles=bool(self._changing) and not self.reread)
         self._over = False
 
     def next(self) -> dict[str, Tensor]:

@@ -70,18 +70,8 @@ class Moves:
         inside = slice(int(ends[0]), int(ends[-1]))
         return Moves(ends - ends[0], self.slot[inside], self.value[inside])
 
-    @property
-    def width(self) -> int:
-        """The number of writes of each document; -1 if they differ."""
-        width = len(self.slot) // max(1, len(self))
-        return width if (np.diff(self.ends) == width).all() else -1
-
     def take(self, index: Ints) -> Moves:
         """Return the moves of some documents, in a new order."""
-        width = self.width
-        if width >= 0:
-            rows = (each.reshape(len(self), width)[index].reshape(-1) for each in (self.slot, self.value))
-            return Moves(np.arange(len(index) + 1) * width, *rows)
         counts = np.diff(self.ends)[index]
         ends = np.concatenate([[0], np.cumsum(counts)])
         at = np.arange(ends[-1]) + np.repeat(self.ends[index] - ends[:-1], counts)
@@ -94,11 +84,7 @@ class Moves:
 
     def then(self, other: Moves) -> Moves:
         """Join the moves of two nodes for the same documents, both in one row: of each document these first."""
-        ends, mine, theirs = self.ends + other.ends, self.width, other.width
-        if mine >= 0 <= theirs:
-            pairs = ((self.slot, other.slot), (self.value, other.value))
-            rows = (np.hstack([a.reshape(len(self), mine), b.reshape(len(self), theirs)]) for a, b in pairs)
-            return Moves(ends, *(each.reshape(-1) for each in rows))
+        ends = self.ends + other.ends
         mine = np.arange(len(self.slot)) + np.repeat(other.ends[:-1], np.diff(self.ends))
         theirs = np.arange(len(other.slot)) + np.repeat(self.ends[1:], np.diff(other.ends))
         slot, value = np.empty((2, ends[-1]), dtype=np.int64)
@@ -237,10 +223,11 @@ class Spans:
 
     def views(self) -> list[memoryview]:
         """Each document without the marks, for those who look at them one by one; errors as in `require_within`."""
-        self.require_within()
-        places = zip(self.array.tolist(), self.start.tolist(), (self.start + self.length).tolist(), strict=True)
-        data = [array.data for array in self.arrays]
-        return [data[array][start:stop] for array, start, stop in places if array >= 0]
+        each = zip(self.array.tolist(), self.start.tolist(), (self.start + self.length).tolist(), strict=True)
+        data, places = [array.data for array in self.arrays], [place for place in each if place[0] >= 0]
+        if not all(0 <= start <= stop <= len(data[array]) for array, start, stop in places):  # few: NumPy takes longer
+            self.require_within()
+        return [data[array][start:stop] for array, start, stop in places]
 
 
 def plain(array: npt.NDArray[Any]) -> TokenArray:
