@@ -212,14 +212,14 @@ class TestTopology:
         ("top", "arguments", "why"),
         [
             (lambda rows: rows, {"repeat": True}, "repeat=True has no end"),
-            (lambda rows: rd.TokenPacker(rows, column="tokens", seq_len=2, eos_id=0), {}, "come of TokenPacker"),
-            (lambda rows: rd.Map(rd.Filter(rows, bool), dict), {}, "come of Filter"),
+            (lambda rows: rd.TokenPacker(rows, column="tokens", seq_len=2, eos_id=0), {}, "come out of TokenPacker"),
+            (lambda rows: rd.Map(rd.Filter(rows, bool), dict), {}, "come out of Filter"),
             (
                 lambda rows: rd.TokenPacker(rd.Filter(rows, bool), column="tokens", seq_len=2, eos_id=0),
                 {},
-                "come of Filter",
+                "come out of Filter",
             ),
-            (lambda rows: Batcher(rows, 2), {}, "come of Batcher"),
+            (lambda rows: Batcher(rows, 2), {}, "come out of Batcher"),
         ],
     )
     def test_no_len(self, top: Any, arguments: dict[str, Any], why: str) -> None:
@@ -227,6 +227,8 @@ class TestTopology:
         loader = loader_of(lambda shard: top(rd.Reader(rows, shard)), **arguments)
         with pytest.raises(TypeError, match=rf"no number of batches: .*{why}\. Give it steps_per_epoch="):
             len(loader)
+        with pytest.raises(TypeError, match=r"A torch DataLoader over it .* makes the batches itself"):
+            next(iter(torch.utils.data.DataLoader(loader)))
 
     def test_an_iterable_dataset(self) -> None:
         class Stream(torch.utils.data.IterableDataset[int]):

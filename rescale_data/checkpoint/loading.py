@@ -157,8 +157,9 @@ def _hint(misfits: Misfits, saved: Contents) -> str:
     """Return the cure if N has changed; else nothing."""
     if misfits["mismatched"].keys() & {".".join((*root, TABLE)) for root in data_states(saved.paths.values())}:
         return (
-            " num_logical_shards is fixed for a whole run: build the loader with the saved one, the first number of those "
-            "shapes (the world size, the workers, the micro batch and the global batch may all change)."
+            " num_logical_shards is fixed for a whole run, and its default follows global_batch_size: give the loader the "
+            "saved one, the first number of those shapes (the world size, the workers, the micro batch and the global batch "
+            "may all change)."
         )
     return ""
 

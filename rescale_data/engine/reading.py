@@ -101,8 +101,11 @@ class Reading:
             why = "repeat=True has no end"
             if not self.setup.recipe.repeat:
                 nodes = self.setup.schema.uncounted(self.stream.table)
-                why = f"only reading tells how many samples come of {' and '.join(nodes)}"
-            raise TypeError(f"The loader has no number of batches: {why}. Give it steps_per_epoch=, or do not ask.")
+                why = f"only reading tells how many samples come out of {' and '.join(nodes)}"
+            raise TypeError(
+                f"The loader has no number of batches: {why}. Give it steps_per_epoch=, or iterate without len(). A torch "
+                f"DataLoader over it asks for len(): leave that out, rd.DataLoader makes the batches itself."
+            )
         return num_batches
 
     @property

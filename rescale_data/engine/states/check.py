@@ -68,8 +68,8 @@ def _require_same(name: str, saved: Any, now: Any, fixed: Sequence[str] = ()) ->
 
 
 _FIXED = {
-    "num_logical_shards": "It is fixed for a whole run: build the loader with the saved one (the world size, the workers, the "
-    "micro batch and the global batch may all change).",
+    "num_logical_shards": "It is fixed for a whole run, and its default follows global_batch_size: give the loader the saved "
+    "one (the world size, the workers, the micro batch and the global batch may all change).",
     "seed": "Another seed is another order: build the loader with the saved one, or begin a new run.",
 }
 _DESCRIBED = {

@@ -96,7 +96,7 @@ def test_counts_of_an_epoch_are_known_where_sources_end() -> None:
     total = WEB.num_rows + CODE.num_rows + BOOKS.num_rows
     assert len(loader) == total // 6
     assert len(list(loader)) == total // 6
-    with pytest.raises(TypeError, match="only reading tells how many samples come of WeightedSampler"):
+    with pytest.raises(TypeError, match="only reading tells how many samples come out of WeightedSampler"):
         len(rd.DataLoader(mixture, global_batch_size=6, num_logical_shards=6, dp_rank=0, dp_world_size=1))
 
 
