@@ -142,8 +142,8 @@ _MIXTURE = ("Mix", "samples", "never", (1, 1), None, None, [("Files", 4), ("Read
 def test_files_that_are_added_leave_what_has_begun_as_it_is(plan: Plan) -> None:
     """It may be of an epoch behind the one at which whoever goes on within it begins to read."""
     few, more = {"f1": 24, "f4": 14}, {"f1": 24, "f2": 19, "f4": 14}
-    first = Seats(lambda _: _endless(Pipeline(plan, few)), Top(1, 8, 8))
-    then, books = Seats(lambda _: _endless(Pipeline(plan, more)), Top(1, 8, 8)), Books()
+    first = Seats(lambda _: _endless(Pipeline(plan, few)), Top(1, 4, 8))
+    then, books = Seats(lambda _: _endless(Pipeline(plan, more)), Top(1, 4, 8)), Books()
     for _ in range(7):
         first.take(3, books)
         then.load(first.state())
@@ -178,4 +178,5 @@ def test_a_read_that_fails_while_files_join_keeps_no_other_waiting() -> None:
 
 
 def _endless(pipeline: Pipeline) -> rd.DataLoader:
-    return rd.DataLoader(pipeline, global_batch_size=8, num_logical_shards=16, repeat=True, collate_fn=as_samples)
+    sizes = {"global_batch_size": 8, "micro_batch_size": 4, "num_logical_shards": 16}
+    return rd.DataLoader(pipeline, **sizes, repeat=True, collate_fn=as_samples)

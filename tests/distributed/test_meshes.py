@@ -141,18 +141,18 @@ def refused(folder: Path) -> list[str]:
     said: list[str] = []
     for arguments in ({"mesh": mesh}, {"mesh": other}, {"mesh": mesh["dp"], "dp_rank": 0, "dp_world_size": 1}):
         with pytest.raises(ValueError) as error:
-            DATA.loader(O, **arguments)
+            DATA.loader(O, O // 2, **arguments)
         said.append(str(error.value))
     for name, value in DIFFERENT.items():
         with pytest.raises(ValueError) as error:
-            DATA.loader(O, **{name: value[dist.get_rank()]})
+            DATA.loader(O, O // 2, **{name: value[dist.get_rank()]})
         said.append(str(error.value))
     with pytest.raises(ValueError) as error:
-        DATA.loader(O, dp_rank=dist.get_rank(), dp_world_size=4)
+        DATA.loader(O, 2, dp_rank=dist.get_rank(), dp_world_size=4)
     said.append(str(error.value))
     logging.getLogger("rescale_data").setLevel(logging.INFO)
     with Logged(logging.INFO) as information:
-        DATA.loader(O)
+        DATA.loader(O, O // 2)
     return [*said, *(line for line in information if "rows for" not in line)]  # that shards have few is said as well
 
 
