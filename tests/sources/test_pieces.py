@@ -227,6 +227,7 @@ class TestStored:
             store.put("a", pa.py_buffer(b"x" * 100))
             assert store.get("a") == pa.py_buffer(b"x" * 100)
             (path,) = [path for path in tmp_path.rglob("*") if path.is_file()]
+            path.chmod(0o600)
             os.truncate(path, kept)
             assert store.get("a") is None
 

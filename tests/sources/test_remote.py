@@ -466,6 +466,19 @@ class TestLocalStore:
         assert source.row(3)["tokens"].tolist() == DOCS[3]
         assert [record.getMessage().count("Not a directory") for record in caplog.records] == [1]
 
+    def test_a_folder_of_another_user_is_left_alone_with_one_warning(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        LocalStore(str(tmp_path), 10_000).put("a", pa.py_buffer(b"theirs"))
+        before = sorted(tmp_path.rglob("*"))
+        monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+        kept = LocalStore(str(tmp_path), 10_000)
+        kept.put("b", pa.py_buffer(b"mine"))
+        assert kept.get("a") is None
+        assert [kept.read("a", 4, lambda: b"mine") for _ in range(2)] == [pa.py_buffer(b"mine")] * 2
+        assert sorted(tmp_path.rglob("*")) == before
+        assert [record.getMessage().count("another user has made") for record in caplog.records] == [1]
+
     def test_a_folder_that_hosts_share_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         mounts = tmp_path / "mounts"
         mounts.write_text(f"disk / ext4 rw 0 0\nhost:/x {tmp_path} nfs4 rw 0 0\n/dev/y {tmp_path}/local ext4 rw 0 0\n")
@@ -478,8 +491,11 @@ class TestLocalStore:
         kept = LocalStore(str(tmp_path), 10_000)
         kept.read("a", 100, lambda: bytes(100))
         (path,) = [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert path.stat().st_mode & 0o222 == 0
+        path.chmod(0o600)
         path.write_bytes(b"short")
         assert kept.read("a", 100, lambda: bytes(range(100))) == pa.py_buffer(bytes(range(100)))
+        path.chmod(0o600)
         data = path.read_bytes()
         path.write_bytes(b"?" + data[1:])  # as a disk may leave it
         assert kept.get("a") is None

@@ -308,14 +308,13 @@ def test_a_childs_life_does_not_lengthen_a_lock(tmp_path: Path) -> None:
 def test_without_a_folder_for_locks_ranges_are_kept_all_the_same(
     bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    locks = tmp_path / "locks"
+    locks, cache = tmp_path / "locks", LocalStore(str(tmp_path / "cache"), 2**20)
     monkeypatch.setattr("rescale_data.sources.files.local_store._LOCKS", str(locks))
     if bad == "a file":
         locks.touch()
     else:
         locks.mkdir()
         monkeypatch.setattr(os, "getuid", lambda: locks.stat().st_uid + 1)
-    cache = LocalStore(str(tmp_path / "cache"), 2**20)
     assert [cache.read("range", 3, lambda: b"abc") for _ in range(2)] == [pa.py_buffer(b"abc")] * 2
     assert not locks.is_dir() or not list(locks.iterdir())
 

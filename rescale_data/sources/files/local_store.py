@@ -1,9 +1,9 @@
 """`LocalStore`: ranges of remote files and pieces of decoded fragments on a local disk, shared by all processes of a machine.
 
-Each entry is a file of its own, its data and their CRC-32, written aside and renamed. Of several processes that miss the same
-range one fetches it, and the others wait. The entry that was not used for longest is deleted first, by a process that has
-written enough to look: also files aside, which killed processes leave. What cannot be kept is read again when it is wanted: a
-store never ends a run.
+Each entry is a read-only file of its own, its data and their CRC-32, written aside and renamed. Of several processes that miss
+the same range one fetches it, and the others wait. The entry that was not used for longest is deleted first, by a process that
+has written enough to look: also files aside, which killed processes leave. What cannot be kept is read again when it is wanted:
+a store never ends a run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LocalStore:
 
     def __init__(self, folder: str, max_bytes: int) -> None:
         self._given, self._folder, self.max_bytes = folder, os.path.join(folder, _OWN), max_bytes
-        self._has_warned = False
+        self._has_warned = self._is_off = False
         self._sound: dict[str, int] = {}  # sizes of files whose checksum this process has found right
         self._written = max_bytes  # look at once: others may have left much
         if (kind := _kind_of_mount(folder)) in _SHARED:
@@ -54,7 +54,10 @@ class LocalStore:
             )
         try:
             os.makedirs(self._folder, exist_ok=True)
+            if os.stat(self._folder).st_uid != os.getuid():
+                raise PermissionError(f"another user has made {self._folder}")
         except OSError as error:
+            self._is_off = True
             self._warn(error)
 
     def __reduce__(self) -> tuple[Callable[[str, int], LocalStore], tuple[str, int]]:
@@ -62,6 +65,8 @@ class LocalStore:
 
     def read(self, name: str, length: int, fetch: Callable[[], bytes]) -> ArrowBuffer:
         """Return the bytes called ``name``, fetched where they are not there."""
+        if self._is_off:
+            return pa.py_buffer(fetch())
         path = self._path(name)
         data = _read(path, length)
         if data is not None:
@@ -76,6 +81,8 @@ class LocalStore:
     def get(self, name: str) -> ArrowBuffer | None:
         """Return the entry called ``name``, mapped; `None` where there is none, or it is damaged."""
         path = self._path(name)
+        if self._is_off:
+            return None
         try:
             with pa.memory_map(path) as file:  # the mapping outlives the file, even its deletion
                 data = file.read_buffer()
@@ -93,7 +100,7 @@ class LocalStore:
     def put(self, name: str, data: ArrowBuffer) -> None:
         """Write the entry called ``name`` if it is not there."""
         path = self._path(name)
-        if not os.path.exists(path):
+        if not self._is_off and not os.path.exists(path):
             self._keep(path, data)
 
     @contextmanager
@@ -180,6 +187,7 @@ def _write(path: str, data: ArrowBuffer) -> None:
     with open(path, "wb") as file:
         file.write(memoryview(data))
         file.write(zlib.crc32(data).to_bytes(_CHECKSUM, "little"))
+        os.fchmod(file.fileno(), 0o400)  # cut off under a map it would end whoever reads it by SIGBUS
 
 
 def _read(path: str, length: int) -> ArrowBuffer | None:
