@@ -174,7 +174,7 @@ def state_of(fields: Sequence[Field], row: memoryview) -> dict[str, Any]:
 
 
 def row_of(fields: Sequence[Field], state: Mapping[str, Any], node: str) -> memoryview:
-    """Return the row of a nested state; ``ValueError`` where its paths are not those of the node."""
+    """Return the row of a nested state; ``ValueError`` if its paths differ from the fields of the node."""
     values = dict(flatten(state))
     if values.keys() != {field.path for field in fields}:
         given = sorted(".".join(path) for path in values)
