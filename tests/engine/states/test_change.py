@@ -5,6 +5,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -273,6 +275,40 @@ def test_a_packer_goes_on_within_what_it_has_begun(packer: str, at: int) -> None
     assert shards[next(key for key in shards if key.endswith(".rule"))].item() == rule.digest
     del delivered[0]
     assert delivered == drawn_before(state, "web") + drawn_before(state, "code") + drawn_before(state, "books")
+
+
+@pytest.mark.parametrize("at", [1, 4, 7])
+def test_new_weights_count_from_the_same_document_on_however_often_a_run_stops(at: int, tmp_path: Path) -> None:
+    """Of documents that are read in blocks, none is read by the old weights behind the one that was begun."""
+    for base, name in enumerate("ab"):
+        lists = [(10**6 * base + 100 * i + np.arange(1 + 7 * i % 40)).tolist() for i in range(200)]
+        table = pa.table({"tokens": pa.array(lists, pa.list_(pa.int64()))})
+        with pa.ipc.new_file(tmp_path / f"{name}.arrow", table.schema) as writer:
+            writer.write_table(table, max_chunksize=40)
+    sources = {name: rd.ArrowSource(tmp_path / f"{name}.arrow") for name in "ab"}
+
+    def begun(weights: dict[str, float], state: Any = None) -> rd.DataLoader:
+        def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+            rows = rd.WeightedSampler({name: rd.Reader(sources[name], shard) for name in "ab"}, weights)
+            pieces = rd.CleanDocuments(rows, "tokens", max_length=3)
+            return rd.TokenPacker(pieces, column="tokens", seq_len=8, eos_id=0)
+
+        made = rd.DataLoader(pipeline, global_batch_size=2, num_logical_shards=2, repeat=True)
+        if state is not None:
+            made.load_state_dict(state)
+        return made
+
+    first = begun({"a": 1, "b": 0.05})
+    for _ in zip(range(at), first, strict=False):
+        pass
+    changed = begun({"a": 0.05, "b": 1}, first.state_dict())
+    served, states = [], []
+    for _, batch in zip(range(16), changed, strict=False):
+        served.append(batch["tokens"].tolist())
+        states.append(changed.state_dict())
+    for stop in (0, 2, 5):
+        again = begun({"a": 0.05, "b": 1}, states[stop])
+        assert [b["tokens"].tolist() for _, b in zip(range(10), again, strict=False)] == served[stop + 1 : stop + 11]
 
 
 @pytest.mark.parametrize("packer", PACKERS)
