@@ -218,8 +218,6 @@ class Node(Changing, BaseNode[T]):
             position = row_of(self.fields, values, type(self).__name__)
             require_limits(self.fields, np.asarray(position)[None], f"a {type(self).__name__}")
             self.position[:] = position
-            if not self.reread:
-                self.settle(self.position)
         elif not self._ended:
             self.next_epoch(self.position)
         self.bind(self.position)

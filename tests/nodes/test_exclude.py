@@ -553,3 +553,23 @@ def test_a_window_over_documents_that_began_with_another_list_goes_on_where_it_w
             found.append(next(iter(loader)))
             now = loader.state_dict()
         assert found == expected
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 4])
+def test_a_node_that_is_reset_without_a_loader_begins_blocked_documents_again(num: int) -> None:
+    source = rd.DatasetSource([{"tokens": 100 * i + np.arange(7)} for i in range(6)])
+
+    def packer(blocked: list[int]) -> rd.TokenPacker:
+        reader = rd.Reader(source, rd.Shard(), shuffle=False, exclude=blocked)
+        return rd.TokenPacker(
+            rd.CleanDocuments(reader, "tokens", max_length=4), column="tokens", seq_len=3, eos_id=None
+        )
+
+    first = packer([])
+    for _ in range(num):
+        last = next(first)["tokens"].tolist()[-1]
+    other = packer([last // 100])
+    other.reset(first.get_state())
+    tokens = [token for sample in other for token in sample["tokens"].tolist()]
+    assert tokens[0] % 100 == 0
+    assert all(b == a + 1 or b % 100 == 0 for a, b in itertools.pairwise(tokens))
