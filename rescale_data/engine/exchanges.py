@@ -30,7 +30,6 @@ from rescale_data.engine.agreement import failure_elsewhere
 from rescale_data.engine.message import Bytes, from_bytes, to_bytes
 from rescale_data.engine.options import MOST_SECONDS
 from rescale_data.engine.ranks.circle import Call, Circle
-from rescale_data.engine.ranks.meeting import digest
 from rescale_data.engine.ranks.ranks import Ranks
 from rescale_data.engine.runner import Exhausted
 from rescale_data.errors import DataStateError
@@ -65,8 +64,7 @@ class Group:
 
     @classmethod
     def of(cls, members: list[int], ranks: Ranks) -> Group:
-        is_alone, name = len(members) == 1, f"balance/{ranks.loader}/{digest(members)}"
-        circle = None if is_alone or ranks.circle is None else ranks.circle.part(name, members)
+        circle = None if len(members) == 1 or ranks.circle is None else ranks.circle.part(members)
         return cls(members, members.index(ranks.rank), circle)
 
 
@@ -226,12 +224,15 @@ class Exchanges:
         if group.circle is None:
             return numbers[None]
         with self._network():
-            return group.circle.gather(_call(name), torch.from_numpy(numbers)).numpy()
+            return group.circle.gather(self._call(name), torch.from_numpy(numbers)).numpy()
 
     def _exchange(self, name: str, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> None:
         assert self._near.circle is not None  # else nothing moves
         with self._network():
-            self._near.circle.exchange(_call(name), sends, receives)
+            self._near.circle.exchange(self._call(name), sends, receives)
+
+    def _call(self, name: str) -> Call:
+        return Call(f"balance/{name}/{self._ranks.loader}", MOST_SECONDS, _CURE)
 
     @contextmanager
     def _network(self) -> Generator[None, None, None]:
@@ -241,10 +242,6 @@ class Exchanges:
         except BaseException:
             self._is_over = True
             raise
-
-
-def _call(name: str) -> Call:
-    return Call(f"balance/{name}", MOST_SECONDS, _CURE)
 
 
 def _packed(lists: Mapping[int, list[Any]]) -> tuple[dict[int, Bytes], Exception | None]:

@@ -15,6 +15,9 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from rescale_data.engine.states.codec import Saved, epoch_left, is_state, read
 from rescale_data.loader import DataLoader
 
+_COUNTS = ("ready", "started", "processed", "completed")
+"""Lightning's counts of micro batches."""
+
 
 class DataState(pl.Callback):
     """Resumes a `rescale_data.DataLoader` with `Trainer.fit(ckpt_path=...)`, on any number of ranks.
@@ -104,6 +107,8 @@ class DataState(pl.Callback):
         states = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
         states[:] = [epoch_left(state) if is_state(state) else state for state in states]
         self._loaded = [state for state in states if is_state(state)]
+        for state in self._loaded[:1]:
+            _back_to_step(checkpoint["loops"]["fit_loop"], read(state))
 
 
 def _loaders(dataloaders: Any) -> Iterator[DataLoader]:
@@ -133,6 +138,21 @@ def _require_ranks(trainer: pl.Trainer, loader: DataLoader) -> None:
         )
 
 
+def _back_to_step(loop: dict[str, Any], state: Saved) -> None:
+    """Count from the step's beginning where a save came within a step and the loader's state stands there (balanced steps).
+
+    The model is that of the step's beginning, too: what Lightning has accumulated since is in no checkpoint.
+    """
+    o, w, b = state.sizes
+    progress = loop["epoch_loop.batch_progress"]
+    begun = progress["current"]["ready"] % (o // (w * b))
+    if begun and not state.clock.begun(o):
+        loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # Lightning adds it again
+        for counts in (progress["current"], progress["total"]):
+            for name in _COUNTS:
+                counts[name] -= begun
+
+
 def _recount(current: Any, state: Saved, now: int) -> None:
     """Count the micro batches of the epoch as this topology does; "completed", one less in some saves, stays one less."""
     o, w, b = state.sizes
@@ -144,5 +164,5 @@ def _recount(current: Any, state: Saved, now: int) -> None:
             f"Lightning counts micro batches: resume it once with {saved}, or from a checkpoint at the end of a step."
         )
     more = steps * now + begun - current.ready
-    for name in ("ready", "started", "processed", "completed"):
+    for name in _COUNTS:
         setattr(current, name, getattr(current, name) + more)

@@ -49,6 +49,7 @@ PIPELINES: dict[str, tuple[Any, dict[str, Any]]] = {
     "rows": (range(64), {}),
     "filtered": (filtered, {}),
     "packed": (packed, {"repeat": True, "steps_per_epoch": 7}),
+    "balanced": (DOCUMENTS, {"balance": rd.Balance(cost=len, over="rank", weight=len)}),
 }
 CALLS: dict[str, Callable[[rd.DataLoader, dict[str, Any], int], Any]] = {
     "next": lambda loader, state, i: next(iter(loader), None),
@@ -75,7 +76,10 @@ def peeked(loader: rd.DataLoader) -> Any:
         return next(iter(loader), None)
 
 
-CASES = cases({"call": list(CALLS), "feed": list(FEEDS), "pipeline": list(PIPELINES)})
+CASES = cases(
+    {"call": list(CALLS), "feed": list(FEEDS), "pipeline": list(PIPELINES)},
+    lambda case: case["pipeline"] != "balanced" or not case["call"].startswith("skip"),  # refused within a step
+)
 
 
 def opened(pipeline: str, feed: str) -> rd.DataLoader:
@@ -213,6 +217,14 @@ def keys_of_ranks() -> dict[str, int]:
             next(iter(another))
             another.state_dict()
 
+    def balanced() -> rd.DataLoader:
+        balance, sizes = rd.Balance(cost=len, over="all"), {"global_batch_size": 8, "num_logical_shards": 8}
+        return rd.DataLoader(DOCUMENTS, micro_batch_size=2, balance=balance, prefetch=1, repeat=True, **sizes)
+
+    def use_another_balanced() -> None:
+        with balanced() as another:
+            next(iter(another))
+
     loader = made()
     state = loader.state_dict()
     count("epochs", lambda: list(loader))
@@ -220,6 +232,13 @@ def keys_of_ranks() -> dict[str, int]:
     count("load", lambda: (loader.load_state_dict(state), next(iter(loader))))
     count("skip", lambda: (loader.load_state_dict(state), loader.skip(4)))
     count("loaders", use_another)
+    loader = balanced()
+    count("balanced", lambda: (loader.reset(), next(iter(loader))))
+    count("balanced loaders", use_another_balanced)
+    loader.close()
+    grown["threads"] = sum(
+        each.name in ("rescale_data-balance", "rescale_data-ahead") for each in threading.enumerate()
+    )
     return grown
 
 

@@ -75,3 +75,44 @@ def test_two_loaders_that_go_on_with_another_micro_batch(tmp_path: Path) -> None
         assert trainer.global_step == 9
         assert len(rows) == 6 * 8 // micro_batch_size
         assert trainer.fit_loop.epoch_loop.batch_progress.current.ready == 3 * 8 // micro_batch_size
+
+
+class SavesWithinAStep(pl.Callback):  # type: ignore[misc,name-defined]
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.current_epoch, batch_idx) == (0, 4):
+            trainer.save_checkpoint(self.path)
+
+
+def test_a_save_within_a_balanced_step_goes_on_with_the_step(tmp_path: Path) -> None:
+    """The model in it is that of the step's beginning, and so is the loader."""
+    from rescale_data.integrations.lightning import DataState
+
+    def fit(path: Path | None, *callbacks: Any) -> tuple[Any, Model]:
+        torch.manual_seed(0)
+        model = Model()
+        balance = rd.Balance(cost=lambda row: 1 + row["row"] % 7, over="rank")
+        model.train_dataloader = (
+            lambda: rd.DataLoader(  # type: ignore[method-assign]
+                ROWS[:48], global_batch_size=12, micro_batch_size=4, num_logical_shards=24, balance=balance
+            )
+        )
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = pl.Trainer(accelerator="cpu", callbacks=[DataState(), *callbacks], max_epochs=2, **quiet)
+        trainer.fit(model, ckpt_path=path)
+        return trainer, model
+
+    path = tmp_path / "a.ckpt"
+    before, whole = fit(None, SavesWithinAStep(path))
+    after, rest = fit(path)
+    assert rest.rows == whole.rows[3:]
+    assert all(torch.equal(one, other) for one, other in zip(whole.parameters(), rest.parameters(), strict=True))
+    loops = [trainer.fit_loop.epoch_loop for trainer in (before, after)]
+    for one, other in (
+        [each.batch_progress.state_dict() for each in loops],
+        [each._batches_that_stepped for each in loops],
+        [each.global_step for each in loops],
+    ):
+        assert one == other

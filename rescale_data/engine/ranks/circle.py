@@ -64,6 +64,7 @@ class Circle:
         self._store, self._me, self._names, self._process = store, me, list(names), os.getpid()
         self.num_loaders = 0
         self._group: _Group | None = None
+        self._parts = dict[str, Circle]()
         self._making = threading.Lock()
 
     def agree(self, call: Call, values: Sequence[int], decide: Callable[[Ints], Ints]) -> Callable[[], Ints]:
@@ -83,10 +84,13 @@ class Circle:
         """Send a tensor to some processes, and receive into a tensor from some, by their index; each of one shape on both."""
         self._begin(call, sends, receives)()
 
-    def part(self, name: str, members: Sequence[int]) -> Circle:
-        """Return a circle of some of these processes, this one among them, with a group of its own."""
-        names = [self._names[index] for index in members]
-        return Circle(PrefixStore(name, self._store), list(members).index(self._me), names)
+    def part(self, members: Sequence[int]) -> Circle:
+        """Return the circle of some of these processes, this one among them: one for all loaders, with a group of its own."""
+        name = f"part/{digest(list(members))}"
+        if name not in self._parts:
+            names = [self._names[index] for index in members]
+            self._parts[name] = Circle(PrefixStore(name, self._store), list(members).index(self._me), names)
+        return self._parts[name]
 
     def _gather(self, call: Call, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Send a tensor to all; the result, called, waits for the tensors of all."""
