@@ -17,7 +17,7 @@ import torch
 import rescale_data as rd
 from rescale_data.testing import full_state_dict
 from tests.simulate import same_state
-from tests.states import closed, opened
+from tests.states import opened
 
 ROWS = list(range(72))
 
@@ -167,16 +167,6 @@ def test_no_thread_is_left_behind(end: str) -> None:
         elif end == "reopen":
             loader.reopen(global_batch_size=8)
     assert threads() == []
-
-
-def test_a_load_that_is_refused_changes_nothing() -> None:
-    loader = make()
-    batches = iter(loader)
-    taken, state = listed([next(batches)]), loader.state_dict()
-    with pytest.raises(rd.DataStateError, match="seed"):
-        loader.load_state_dict(closed({**opened(state), "seed": 1}))
-    assert same_state(state, loader.state_dict())
-    assert taken + listed(batches) == listed(make(ahead=0))
 
 
 def test_another_micro_batch() -> None:

@@ -112,18 +112,6 @@ class TestSameAsWithout:
                 assert plainly(found) == batches[at : at + 3]
                 assert same_state(loader.state_dict(), states[at + 3])
 
-    def test_peek_skip_reset_and_close(self) -> None:
-        whole = plainly(loader_of())
-        with loader_of(k=2) as loader:
-            found = plainly([loader.peek(), *itertools.islice(iter(loader), 2), loader.peek()])
-            assert found == [whole[0], whole[0], whole[1], whole[2]]
-            loader.skip(8)
-            assert plain(next(iter(loader))) == whole[4]
-            loader.close()
-            assert plainly(itertools.islice(loader, 3)) == whole[5:8]
-            loader.reset()
-            assert plainly(loader) == whole
-
     def test_many_small_micro_batches_share_a_message_and_keep_their_order(self) -> None:
         data = Rows(40_000)
         pipeline = pipeline_of("rows", data)
