@@ -61,17 +61,20 @@ class IndexFolder:
         """``about`` with the version of this module: other versions make an index of their own."""
         return {"version": _VERSION, **self.about}
 
-    def open(self, files: Files, read: Read) -> str:
-        """Return the path of the index of these files, made where there is none that is whole.
+    def open(self, files: Files, read: Read) -> Bundle:
+        """Return the index of these files, mapped, made where there is none that is whole.
 
         Args:
             files: As they are now.
             read: Numbers of files -> what is known of each.
+
+        Raises:
+            ValueError: The index under that name is of something else.
         """
         path = self._path(files, _SUFFIX)
         if not _is_whole(path):
             self._make(path, files, read)
-        return path
+        return self._load(path)
 
     def all(self) -> Iterator[Bundle]:
         """Yield all indices in the folder, the newest first."""
@@ -79,7 +82,7 @@ class IndexFolder:
             with suppress(ValueError):
                 yield Bundle(path)
 
-    def load(self, path: str) -> Bundle:
+    def _load(self, path: str) -> Bundle:
         """Return an index, mapped; ``ValueError`` where it is not one of this source."""
         bundle = Bundle(path)
         if bundle.facts.get("about") != json.loads(json.dumps(self._about)):
@@ -138,7 +141,7 @@ class IndexFolder:
         warns_of_gone = True
         for path in self._found(f"{_digest(self._about)}-"):
             try:
-                bundle = self.load(path)
+                bundle = self._load(path)
             except ValueError:  # a damaged one tells nothing
                 continue
             then, index, probes = listed(bundle, files), Fragments.of(bundle), Strings(bundle, _PROBES)

@@ -8,7 +8,7 @@ import posixpath
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -115,7 +115,7 @@ class IndexedSource(FileSource):
         return Footer(np.diff(cuts), *spans(scan.starts[cuts]), scan.facts, arrays=arrays)
 
     def _open(self, file: int) -> Opened:
-        path = self._folder.part_in(self._bundle, file)
+        path = self._folder.part_in(cast(Bundle, self._bundle), file)
         try:
             part = Bundle(path)
         except (FileNotFoundError, ValueError):  # somebody has deleted or damaged it

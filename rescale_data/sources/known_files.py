@@ -68,7 +68,7 @@ class KnownFiles(FiledSource):
         self._index_dir = None if index_dir is None else os.path.abspath(os.fspath(index_dir))
         self._files = replace(self._find(paths, storage_options, remote), store=store)
         self.name = self._files.root.rstrip("/").rpartition("/")[2] or self._files.root
-        self._mapped: str | None = None
+        self._bundle: Bundle | None = None
         self._folder = self._index_folder(paths)
         if index_dir is not None or self._must_index:
             self._map()
@@ -83,24 +83,22 @@ class KnownFiles(FiledSource):
                 f"index_dir=, a folder that they share."
             )
         try:
-            self._mapped = self._folder.open(self._files, self._read_footers)
+            bundle = self._folder.open(self._files, self._read_footers)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise PermissionError(
-                    f"The index of {self._files.root} cannot be written: {error}. Give index_dir=, a folder that all ranks "
-                    f"share and may write to."
+                    f"The index of {self._files.root} cannot be read or written: {error}. Give index_dir=, a folder that all "
+                    f"ranks share and may write to."
                 ) from error
             if error.errno in (errno.EEXIST, errno.ENOTDIR):
                 raise ValueError(f"{self._folder.folder} cannot be a folder: {error}. Give index_dir=.") from error
             raise
-        self._folder.load(self._mapped)
         self._folder = replace(self._folder, given=())  # which may be long, and is pickled
-        self._take_index(self._mapped)
+        self._take_index(bundle)
 
-    def _take_index(self, path: str) -> None:
-        self._bundle = Bundle(path)
-        self._files = listed(self._bundle, self._files)
-        self._set(Fragments.of(self._bundle))
+    def _take_index(self, bundle: Bundle) -> None:
+        self._bundle, self._files = bundle, listed(bundle, self._files)
+        self._set(Fragments.of(bundle))
 
     def _set(self, index: Fragments) -> None:
         self._index, self.fragments, self.num_rows = index, index.starts, int(index.starts[-1])
@@ -128,15 +126,15 @@ class KnownFiles(FiledSource):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        if self._mapped is not None:  # another process maps it too
-            del state["_bundle"], state["_index"], state["fragments"]
+        if self._bundle is not None:  # another process maps it too
+            del state["_index"], state["fragments"]
             state["_files"] = self._files.listed((), (), ())
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        if self._mapped is not None:
-            self._take_index(self._mapped)
+        if self._bundle is not None:
+            self._take_index(self._bundle)
 
     def _find(self, paths: Paths, storage_options: Mapping[str, Any] | None, remote: Remote | None) -> Files:
         return find(paths, self.SUFFIXES, storage_options, remote)

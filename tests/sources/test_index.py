@@ -1,5 +1,6 @@
 """The index of a source: made once for all processes, mapped by them, and right."""
 
+import errno
 import json
 import logging
 import multiprocessing
@@ -24,6 +25,7 @@ from rescale_data.sources.file_source import FileSource
 from rescale_data.sources.files.bundle import Bundle
 from rescale_data.sources.folders import fold
 from rescale_data.testing import assert_rescalable, assert_source
+from tests.formats import write_jsonl
 from tests.sources.test_rescalable import loader_of, make_source, packed
 
 FORMATS = ["parquet", "arrow", "jsonl", "jsonl.gz", "tar", "megatron"]
@@ -258,6 +260,19 @@ class TestBadIndices:
         with pytest.raises(ValueError, match=r"^index_dir='': give a folder"):
             rd.ParquetSource(tmp_path / "data", index_dir="")
 
+    @pytest.mark.parametrize("why", [errno.EACCES, errno.EROFS])
+    @pytest.mark.parametrize("index_dir", [None, "index"])
+    def test_a_folder_that_cannot_be_written(
+        self, why: int, index_dir: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*args: Any, **kwargs: Any) -> None:
+            raise OSError(why, os.strerror(why))
+
+        write_jsonl(tmp_path / "a.jsonl", [{"x": 1}])
+        monkeypatch.setattr(os, "makedirs", refuse)
+        with pytest.raises(PermissionError, match=r"cannot be read or written: .* Give index_dir=, a folder that all"):
+            rd.JsonlSource(tmp_path / "a.jsonl", index_dir=index_dir and tmp_path / index_dir)
+
     def test_of_another_format(self, made: Path, tmp_path: Path) -> None:
         with pa.ipc.new_file(tmp_path / "data" / "b.arrow", pa.schema({"x": pa.int64()})) as writer:
             writer.write_table(pa.table({"x": [1]}))
@@ -269,7 +284,8 @@ class TestBadIndices:
     def test_of_other_files(self, made: Path, tmp_path: Path) -> None:
         write(tmp_path / "data", "b")
         source = rd.ParquetSource(tmp_path / "data", index_dir=tmp_path / "index")
-        made.replace(str(source._mapped))
+        assert source._bundle is not None
+        made.replace(source._bundle.path)
         with pytest.raises(ValueError, match="is an index of other files"):
             rd.ParquetSource(tmp_path / "data", index_dir=tmp_path / "index")
 

@@ -21,9 +21,10 @@ _CHECKED = 1 << 24
 
 
 class Bundle:
-    """An open one; ``ValueError`` where the file is not whole."""
+    """An open index, which pickles as its path; ``ValueError`` where the file is not whole."""
 
     def __init__(self, path: str) -> None:
+        self.path = path
         try:
             self._data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
         except ValueError:  # it is empty
@@ -37,6 +38,9 @@ class Bundle:
         self._begin = _aligned(16 + length)
         if self._begin + self._header["bytes"] + 8 != len(self._data):
             raise ValueError(f"{path} is not whole")
+
+    def __reduce__(self) -> tuple[type[Bundle], tuple[str]]:
+        return Bundle, (self.path,)
 
     @property
     def names(self) -> list[str]:
