@@ -77,7 +77,9 @@ class Node(Changing, BaseNode[T]):
 
     A subclass lists its own fields in `FIELDS`, hands its children to ``super().__init__(name=child)``, reads and writes
     ``self.position[0 .. len(FIELDS) - 1]`` in `next`, and forgets in `seek` whatever it derived from the position.
-    `get_state` and `reset` then follow.
+    `get_state` and `reset` then follow. `parameters` returns what must not change between two segments of a run. A node that
+    reads rows itself sets `of_shard`. By default `skip` draws, and `epoch_end`, `locate` and `progress` know nothing. All other
+    names serve the nodes of this package.
 
     Contract, in addition to that of `BaseNode`:
 
@@ -98,7 +100,7 @@ class Node(Changing, BaseNode[T]):
     """
 
     FIELDS: tuple[Field, ...] = ()
-    """The fields of this node's own slots; one whose arguments decide sets them before ``super().__init__``."""
+    """The fields of this node's own slots. A node whose arguments decide on them sets them before ``super().__init__``."""
     READS_AHEAD: ClassVar[bool] = False
     """True where a node reads its children further than the samples it has yielded. Their live positions are then
     private, and this node writes into its own row (`bookmark`) where each child has to go on."""
