@@ -147,8 +147,8 @@ class Audit:
                     shards[number].add(shard)
         stretches = self._stretches()
         served = [one for number in sorted(shards) for one in stretches[number].replay(shards[number])]
-        held = [replace(one, documents=[line for line in one.documents if line in lines]) for one in served]
-        return Found(len(rows), drawn, [one for one in held if one.documents], self.steps)
+        matching = [replace(one, documents=[line for line in one.documents if line in lines]) for one in served]
+        return Found(len(rows), drawn, [one for one in matching if one.documents], self.steps)
 
     def _stretches(self) -> list[Stretch]:
         befores = [None, *self._states[:-1]]
@@ -172,18 +172,18 @@ class Audit:
         for schema in self._schemas:
             readers = [(path, node) for path, node in schema.root.walk() if isinstance(node, Reader)]
             for name in {node.source.name for _, node in readers if document.startswith(f"{node.source.name}:")}:
-                found = [(path, node) for path, node in readers if node.source.name == name]
-                first = found[0][1].source
+                named = [(path, node) for path, node in readers if node.source.name == name]
+                first = named[0][1].source
                 if any(
                     node.source.locate(0) != first.locate(0) or node.source.manifest() != first.manifest()
-                    for _, node in found
+                    for _, node in named
                 ):
-                    places = sorted(path_name(path) for path, _ in found)
+                    places = sorted(path_name(path) for path, _ in named)
                     raise ValueError(
                         f"{document!r}: several sources have the name {name!r}. Give the place of one of the readers in its "
                         f"stead: {places}."
                     )
-                return schema, found, name
+                return schema, named, name
             for path, node in readers:
                 if document.startswith(f"{path_name(path)}:"):
                     return schema, [(path, node)], path_name(path)
@@ -205,7 +205,7 @@ def _states(run: StrPath, name: str | None, storage_options: Mapping[str, Any] |
     RunFolder.existing(store, folder)
     paths = [join(folder, entry) for entry in store.names(folder) if not entry.startswith(".")]
     paths = [path for path in paths if find_save(store, path) or store.is_file(join(path, METADATA))]
-    found: dict[int, State] = {}
+    by_samples: dict[int, State] = {}
     why: Exception | None = None
     for path in sorted(paths):
         try:
@@ -219,17 +219,17 @@ def _states(run: StrPath, name: str | None, storage_options: Mapping[str, Any] |
             logger.warning("The audit goes without the checkpoint %s: %s", path, error)
             why = error
         else:
-            found[state.header["samples"]] = state
-    if not found:
+            by_samples[state.header["samples"]] = state
+    if not by_samples:
         raise why or FileNotFoundError(f"No checkpoint in {folder}.")
-    states = [found[samples] for samples in sorted(found)]
+    states = [by_samples[samples] for samples in sorted(by_samples)]
     left_out = skipped_in(states[-1])  # a checkpoint within is of an attempt that was given up
     return [state for state in states if not any(first < state.header["samples"] < stop for first, stop in left_out)]
 
 
 def _num_windows(schema: Schema, path: Sequence[str]) -> int:
-    node, found = schema.root, 0
+    node, num_samples = schema.root, 0
     for name in path:
-        found += node.READS_AHEAD
+        num_samples += node.READS_AHEAD
         node = node.children[name]
-    return found
+    return num_samples

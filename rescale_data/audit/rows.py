@@ -35,10 +35,10 @@ def rows_named(source: Source, name: str) -> range:
         rows = source.rows_of_file(file if comma else name)
         if not comma:
             return rows
-    found = next((row for row in rows if source.locate(row) == name or source.locate(row).endswith(f"/{name}")), None)
-    if found is None:
+    index = next((row for row in rows if source.locate(row) == name or source.locate(row).endswith(f"/{name}")), None)
+    if index is None:
         raise ValueError(f"No row of {source.name} is {name!r}. A row is called, say, {source.locate(rows[0])!r}.")
-    return range(found, found + 1)
+    return range(index, index + 1)
 
 
 @dataclass(frozen=True)

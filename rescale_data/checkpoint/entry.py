@@ -58,9 +58,9 @@ class Entry:
 
 def of_all_ranks(per_rank: list[Misfits]) -> Misfits:
     """Return the names that are missing or different on any rank, and the names that no rank requests."""
-    merged = {kind: _on_any([found[kind] for found in per_rank]) for kind in per_rank[0]}
+    merged = {kind: _on_any([differences[kind] for differences in per_rank]) for kind in per_rank[0]}
     for kind in ("unexpected", NOT_ASKED):
-        common = set.intersection(*(set(found[kind]) for found in per_rank))
+        common = set.intersection(*(set(differences[kind]) for differences in per_rank))
         merged[kind] = {name: text for name, text in merged[kind].items() if name in common}
     return merged
 
@@ -110,8 +110,8 @@ def fitting(wanted: dict[str, Any], misfits: Misfits, skipped: list[Entry]) -> d
 def _on_any(per_rank: list[dict[str, str]]) -> dict[str, str]:
     """Merge texts by name; where not all ranks have it, the text says which do."""
     merged: dict[str, str] = {}
-    for key in sorted({key for found in per_rank for key in found}):
-        ranks = [rank for rank, found in enumerate(per_rank) if key in found]
+    for key in sorted({key for names in per_rank for key in names}):
+        ranks = [rank for rank, names in enumerate(per_rank) if key in names]
         where = "" if len(ranks) == len(per_rank) else f" (on rank {', '.join(map(str, ranks))})"
         merged[key] = per_rank[ranks[0]][key] + where
     return merged

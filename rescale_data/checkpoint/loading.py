@@ -102,9 +102,9 @@ def load(
     return load_folder(path, state, ranks, strict=strict, storage_options=storage_options)
 
 
-def load_folder(path: StrPath, state: State, ranks: Ranks, *, strict: bool, **how: Any) -> LoadReport:
+def load_folder(path: StrPath, state: State, ranks: Ranks, *, strict: bool, **options: Any) -> LoadReport:
     """Load the checkpoint at ``path``, a folder; ``how`` as for ``storage.open.opened``."""
-    return read_checkpoint(path, lambda reader: _read(reader, state, ranks, strict), ranks, **how)
+    return read_checkpoint(path, lambda reader: _read(reader, state, ranks, strict), ranks, **options)
 
 
 def _read(reader: Reader, state: State, ranks: Ranks, strict: bool) -> LoadReport:
@@ -113,10 +113,10 @@ def _read(reader: Reader, state: State, ranks: Ranks, strict: bool) -> LoadRepor
     entries = ranks.together(lambda: entries_of(state, ranks.rank, reader.contents))
     live, wanted = ranks.together(lambda: _placeholders(entries, reader))
     own = compare(entries, wanted, reader.contents)
-    found = of_all_ranks(ranks.on_each(lambda: own))
-    report = LoadReport(**{kind: tuple(sorted(names)) for kind, names in found.items()})
-    if strict and any(found[kind] for kind in KINDS):
-        raise ValueError(_complaint(reader.name, found, reader.contents))
+    differences = of_all_ranks(ranks.on_each(lambda: own))
+    report = LoadReport(**{kind: tuple(sorted(names)) for kind, names in differences.items()})
+    if strict and any(differences[kind] for kind in KINDS):
+        raise ValueError(_complaint(reader.name, differences, reader.contents))
     if report.not_asked:
         logger.info("%s also holds %s, which the state does not ask for.", reader.name, ", ".join(report.not_asked))
     left = skipped(entries, own)

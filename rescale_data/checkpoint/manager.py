@@ -106,7 +106,7 @@ class CheckpointManager(RunReader):
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
         self._running: Future[None] | None = None
         self._pruning = _done()
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._closed = False
         self.num_waits, self.wait_seconds = 0, 0.0
         if self._owner is not None:
@@ -231,7 +231,7 @@ class CheckpointManager(RunReader):
         write(self._store, path, plain, self._ranks, run=self._owner, overwrite=True, step=step, metrics=metrics)
         if self._owner is not None:
             with contextlib.suppress(RuntimeError):  # the interpreter exits: the next run deletes them
-                self._pruning = self._pool.submit(prune, self._owner, self._folder, self._rules, step, self._told)
+                self._pruning = self._pool.submit(prune, self._owner, self._folder, self._rules, step, self._warned)
 
 
 def _checked(step: int, metrics: Mapping[str, float] | None) -> dict[str, float]:

@@ -60,12 +60,12 @@ def refuse_disagreement(plain: Mapping[str, Any], ranks: Ranks) -> None:
     """
     if ranks.size == 1:
         return
-    held = {
+    compared = {
         ".".join(path): leaf
         for path, leaf in leaves(plain, _has_text)
         if not (isinstance(leaf, torch.Tensor) or any(map(_OWN.fullmatch, path)))
     }
-    digests = {name: digest for name, leaf in held.items() if (digest := _digest(leaf))}
+    digests = {name: digest for name, leaf in compared.items() if (digest := _digest(leaf))}
     total = hashlib.blake2b(repr(sorted(digests.items())).encode(), digest_size=16).digest()
     totals = ranks.on_each(lambda: total)
     if len(set(totals)) == 1:
@@ -73,8 +73,8 @@ def refuse_disagreement(plain: Mapping[str, Any], ranks: Ranks) -> None:
     # Stages of a pipeline hold other names: one rank of each kind tells its own.
     tells = totals.index(total) == ranks.rank
     holders: dict[str, dict[bytes, int]] = {}
-    for rank, told in enumerate(ranks.on_each(lambda: digests if tells else {})):
-        for name, digest in told.items():
+    for rank, digests_there in enumerate(ranks.on_each(lambda: digests if tells else {})):
+        for name, digest in digests_there.items():
             holders.setdefault(name, {}).setdefault(digest, rank)
     odd = {name: sorted(values.values()) for name, values in holders.items() if len(values) > 1}
     if odd:

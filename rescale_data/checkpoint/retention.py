@@ -68,21 +68,21 @@ def ranked(metrics: Mapping[int, Mapping[str, float]], name: str, mode: str) -> 
     return sorted(scores, key=lambda step: (math.isnan(scores[step]), scores[step], step))
 
 
-def prune(owner: Ownership, folder: RunFolder, rules: Retention, saved: int, told: set[str]) -> None:
+def prune(owner: Ownership, folder: RunFolder, rules: Retention, saved: int, warned: set[str]) -> None:
     """Delete what no rule keeps but for the step that was saved last; never raises.
 
     Args:
-        told: What was warned of already; more comes in.
+        warned: What was warned of already; more comes in.
     """
     try:
         steps = owner.steps(folder.named())
         metrics = owner.metrics(steps) if rules.keep_best else {step: {} for step in steps}
-        if (later := sorted(step for step in metrics if step > saved)) and "later" not in told:
-            told.add("later")
+        if (later := sorted(step for step in metrics if step > saved)) and "later" not in warned:
+            warned.add("later")
             logger.warning(_LATER, saved, folder.path, later)
         doomed = rules.to_delete(metrics)
-        if doomed and (missing := rules.missing_metric(metrics)) and "missing" not in told:
-            told.add("missing")
+        if doomed and (missing := rules.missing_metric(metrics)) and "missing" not in warned:
+            warned.add("missing")
             logger.warning("In %s %s. Give save() metrics of that name.", folder.path, missing)
     except Exception as error:
         logger.warning(_NOT_DELETED, folder.path, error)
@@ -107,14 +107,14 @@ def delete_steps(folder: RunFolder, steps: list[int], *, wait: bool) -> dict[str
     """
     owner = Ownership(folder.store, folder.path, wait=wait)
     try:
-        found = {step: owner.delete(f"step-{step}") for step in steps}
-        while wait and "undecided" in found.values():
+        outcomes = {step: owner.delete(f"step-{step}") for step in steps}
+        while wait and "undecided" in outcomes.values():
             time.sleep(RENEW_SECONDS)
-            found |= {step: owner.delete(f"step-{step}") for step, seen in found.items() if seen == "undecided"}
+            outcomes |= {step: owner.delete(f"step-{step}") for step, seen in outcomes.items() if seen == "undecided"}
     finally:
         owner.close()
     words = {"gone": "deleted", "alive": "being read", "undecided": "undecided"}
-    return {str(step): words[seen] for step, seen in found.items()}
+    return {str(step): words[seen] for step, seen in outcomes.items()}
 
 
 _NOT_DELETED = "%s: what no rule keeps was not deleted; the next save tries again: %s"

@@ -113,9 +113,9 @@ class RunReader:
             )
         return None
 
-    def _load(self, step: int, state: State, **how: bool) -> LoadReport:
+    def _load(self, step: int, state: State, **options: bool) -> LoadReport:
         path = self._folder.checkpoint(step)
-        return load_folder(path, state, self._ranks, storage_options=self._options, **how)
+        return load_folder(path, state, self._ranks, storage_options=self._options, **options)
 
     def _prepare_load(self) -> None:
         """Before a load."""

@@ -146,8 +146,10 @@ def write(
 def _refuse_different(own: str, ranks: Ranks) -> None:
     others = ranks.on_each(lambda: own)
     if len(set(others)) > 1:
-        said = ", ".join(sorted(set(others))[:4])
-        raise ValueError(f"All ranks save one checkpoint, and they name {len(set(others))}: {said}. Give all the same.")
+        names = ", ".join(sorted(set(others))[:4])
+        raise ValueError(
+            f"All ranks save one checkpoint, and they name {len(set(others))}: {names}. Give all the same."
+        )
 
 
 def _write_files(store: Store, final: str, save: Save, plain: dict[str, Any], ranks: Ranks) -> dict[str, FileRecord]:

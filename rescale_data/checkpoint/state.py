@@ -67,7 +67,7 @@ def plain_of(entries: list[Entry]) -> dict[str, Any]:
 
 
 def _walk(state: Mapping[Any, Any], path: Path) -> list[tuple[Path, Any, Mapping[str, Any]]]:
-    found: list[tuple[Path, Any, Mapping[str, Any]]] = []
+    entries: list[tuple[Path, Any, Mapping[str, Any]]] = []
     for key, value in state.items():
         if not isinstance(key, str):
             raise TypeError(
@@ -75,10 +75,10 @@ def _walk(state: Mapping[Any, Any], path: Path) -> list[tuple[Path, Any, Mapping
             )
         here = (*path, key)
         if isinstance(value, Mapping) and value and not isinstance(value, Stateful) and _has_names(value):
-            found.extend(_walk(cast(Mapping[Any, Any], value), here))
+            entries.extend(_walk(cast(Mapping[Any, Any], value), here))
         else:
-            found.append((here, value, state))
-    return found
+            entries.append((here, value, state))
+    return entries
 
 
 def _has_names(value: Mapping[Any, Any]) -> bool:
@@ -150,9 +150,9 @@ def _refuse_inside(path: Path, value: Any) -> None:
 def refuse_unfit(plain: Mapping[str, Any]) -> None:
     """``ValueError`` naming every tensor of a nested state that has no place in a checkpoint, and the cure."""
     tensors = {".".join(path): leaf for path, leaf in leaves(plain) if isinstance(leaf, torch.Tensor)}
-    found = [f"{name} {why}" for name, tensor in tensors.items() if (why := _why(tensor))]
-    if found:
-        listed = "\n  ".join(found)
+    refused = [f"{name} {why}" for name, tensor in tensors.items() if (why := _why(tensor))]
+    if refused:
+        listed = "\n  ".join(refused)
         raise ValueError(f"These tensors can be neither saved nor loaded; nothing was done:\n  {listed}")
 
 

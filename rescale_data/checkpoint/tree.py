@@ -25,9 +25,9 @@ def tree_of(paths: Mapping[str, tuple[Any, ...]], leaves: Mapping[str, Any], los
     root: dict[str, Any] = {}
     for name, leaf in leaves.items():
         _put(root, paths[name], leaf)
-    for path, _ in (found for found in lost if found[1] == {}):
+    for path, _ in (entry for entry in lost if entry[1] == {}):
         _put(root, tuple(path), {})
-    for path, key in sorted((found for found in lost if found[1] != {}), key=lambda found: -len(found[0])):
+    for path, key in sorted((entry for entry in lost if entry[1] != {}), key=lambda entry: -len(entry[0])):
         _rename(root, path, key)
     return root
 
@@ -35,12 +35,12 @@ def tree_of(paths: Mapping[str, tuple[Any, ...]], leaves: Mapping[str, Any], los
 def lost_in_names(tree: Any, path: tuple[str | int, ...] = ()) -> list[tuple[list[str | int], Any]]:
     """Return the parts of a nested state that its flat names do not hold."""
     if isinstance(tree, Mapping):
-        found: list[tuple[list[str | int], Any]] = [([*path], {})] if path and not tree else []
+        entries: list[tuple[list[str | int], Any]] = [([*path], {})] if path and not tree else []
         for key, inner in cast(Mapping[Any, Any], tree).items():
             here = (*path, str(key))
-            found += [([*here], key)] if isinstance(key, int | float | None) else []
-            found += lost_in_names(inner, here)
-        return found
+            entries += [([*here], key)] if isinstance(key, int | float | None) else []
+            entries += lost_in_names(inner, here)
+        return entries
     items = cast("list[Any]", tree) if isinstance(tree, list) else []
     return [lost for place, inner in enumerate(items) for lost in lost_in_names(inner, (*path, place))]
 

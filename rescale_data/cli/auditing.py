@@ -51,9 +51,9 @@ def imported(name: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
         for part in function.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{error}. Give MODULE:NAME, as `import` and Python name them.") from error
-    return found
+    return value

@@ -50,8 +50,8 @@ def ls(folder: Folder, as_json: Json = False) -> None:
     """List the checkpoints in a run's FOLDER, with size, time and metrics."""
     from rescale_data.cli import inspect, render
 
-    found = _or_exit(lambda: inspect.list_checkpoints(folder))
-    _out(as_json, found, lambda console: render.show_list(console, found))
+    checkpoints = _or_exit(lambda: inspect.list_checkpoints(folder))
+    _out(as_json, checkpoints, lambda console: render.show_list(console, checkpoints))
 
 
 @app.command()
@@ -88,9 +88,9 @@ def rows(
     """Find the rows of SOURCE that have one of the IDS and write the list OUT, to leave them out of a run."""
     from rescale_data.cli.rows import write_rows
 
-    found = _or_exit(lambda: write_rows(source, ids, column, out))
-    text = "{rows} rows have one of the {ids} ids: {out}".format(**found)
-    _out(as_json, found, lambda console: console.print(text, markup=False))
+    report = _or_exit(lambda: write_rows(source, ids, column, out))
+    text = "{rows} rows have one of the {ids} ids: {out}".format(**report)
+    _out(as_json, report, lambda console: console.print(text, markup=False))
 
 
 @app.command()
@@ -123,8 +123,8 @@ def plan(
     from rescale_data.cli import planning, render
 
     sizes = [*([] if before is None else [before]), *(to or [])]
-    found = _or_exit(lambda: planning.answer(global_batch_size, sizes, gpus, model_parallel, num_logical_shards))
-    _out(as_json, found, lambda console: render.show_plan(console, found))
+    answer = _or_exit(lambda: planning.answer(global_batch_size, sizes, gpus, model_parallel, num_logical_shards))
+    _out(as_json, answer, lambda console: render.show_plan(console, answer))
 
 
 @app.command()
@@ -148,8 +148,8 @@ def audit(
     from rescale_data.cli import auditing, render
 
     as_loaded = {"repeat": repeat, "tail": tail.value, "num_workers": num_workers}
-    found = _or_exit(lambda: auditing.answer(folder, pipeline, find, steps, **as_loaded))
-    _out(as_json, found, lambda console: render.show_audit(console, found, limit))
+    answer = _or_exit(lambda: auditing.answer(folder, pipeline, find, steps, **as_loaded))
+    _out(as_json, answer, lambda console: render.show_audit(console, answer, limit))
 
 
 @app.command()
@@ -163,10 +163,10 @@ def verify(
     """Compare the files of the checkpoint at PATH with the sizes and checksums that were recorded. Exit code 1 if damaged."""
     from rescale_data.cli import inspect
 
-    found = _or_exit(lambda: inspect.verified(path, checksums=not sizes_only))
-    whole = "whole" if found["checked"] == "checksums" else f"sizes only: {found['why']}"
-    _out(as_json, found, lambda console: console.print("\n".join(found["problems"]) or whole, markup=False))
-    raise typer.Exit(1 if found["problems"] else 0)
+    report = _or_exit(lambda: inspect.verified(path, checksums=not sizes_only))
+    whole = "whole" if report["checked"] == "checksums" else f"sizes only: {report['why']}"
+    _out(as_json, report, lambda console: console.print("\n".join(report["problems"]) or whole, markup=False))
+    raise typer.Exit(1 if report["problems"] else 0)
 
 
 @app.command()

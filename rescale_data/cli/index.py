@@ -39,7 +39,7 @@ def index(paths: Sequence[str], index_dir: str, form: str | None, processes: int
         raise ValueError(f"--format {form}: give one of {', '.join(FORMATS)}.")
     kind = FORMATS[form] if form is not None else _format_of(given)
     num_files = len(find(given, kind.SUFFIXES).names)
-    found, arguments, before = 0, (kind, given, index_dir), count_parts(index_dir)
+    num_rows, arguments, before = 0, (kind, given, index_dir), count_parts(index_dir)
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, spawn) as pool, Progress(console=console) as bar:
         task = bar.add_task(f"{num_files} files", total=num_files)
@@ -49,9 +49,9 @@ def index(paths: Sequence[str], index_dir: str, form: str | None, processes: int
             rows = [future.result() for future in done]
             bar.update(task, completed=min(num_files, kind.FILES_A_PART * (count_parts(index_dir) - before)))
             if rows:
-                found = rows[0]
+                num_rows = rows[0]
         bar.update(task, completed=num_files)
-    return {"format": kind.FORMAT, "files": num_files, "rows": found, "index_dir": os.path.abspath(index_dir)}
+    return {"format": kind.FORMAT, "files": num_files, "rows": num_rows, "index_dir": os.path.abspath(index_dir)}
 
 
 def _open(kind: type[Any], paths: Any, index_dir: str) -> int:

@@ -34,12 +34,12 @@ def list_checkpoints(folder: StrPath) -> list[dict[str, Any]]:
     steps = [join(path, f"step-{step}") for step in RunFolder.existing(store, path).steps()]
     names = [name for name in store.names(path) if not name.startswith(".")]
     others = sorted({join(path, name) for name in names} - set(steps))
-    found = [about for candidate in [*steps, *others] if (about := _about(store, candidate)) is not None]
-    if not found:
+    checkpoints = [about for candidate in [*steps, *others] if (about := _about(store, candidate)) is not None]
+    if not checkpoints:
         raise FileNotFoundError(
             f"No checkpoint in {path}: it holds {names[:5]}. Give the folder of a run, which holds a checkpoint a step."
         )
-    return found
+    return checkpoints
 
 
 def summarize(path: StrPath) -> dict[str, Any]:
@@ -91,8 +91,8 @@ def verified(path: StrPath, *, checksums: bool = True) -> dict[str, Any]:
     problems = verify(path, checksums=checksums)
     recorded = manifest_at(*open_store(path)) is not None if not problems else True
     why = "" if recorded else "the checkpoint has no checksums, as another tool wrote it"
-    how = {"checked": "checksums"} if checksums and recorded else {"checked": "sizes", "why": why or "as asked for"}
-    return {"path": str(path), **how, "problems": problems}
+    extent = {"checked": "checksums"} if checksums and recorded else {"checked": "sizes", "why": why or "as asked for"}
+    return {"path": str(path), **extent, "problems": problems}
 
 
 def _entries(saved: Contents) -> dict[str, dict[str, Any]]:
@@ -153,7 +153,7 @@ def _rows(source: Mapping[str, Any]) -> int:
 
 def _mixture(shards: Mapping[str, torch.Tensor], pipeline: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """The ``share`` of each source so far, in tokens where those are counted, and its ``weight``: its share from here on."""
-    found: dict[str, dict[str, float]] = {}
+    shares: dict[str, dict[str, float]] = {}
     for path, node in pipeline.items():
         if node.get("node") != "WeightedSampler":
             continue
@@ -176,8 +176,8 @@ def _mixture(shards: Mapping[str, torch.Tensor], pipeline: Mapping[str, Any]) ->
         totals = {name: int(torch.maximum(rows, ~rows).sum()) for name, rows in counted.items()}
         for name, weight in zip(rule.names, weights, strict=True):
             share = totals[name] / max(1, sum(totals.values()))
-            found[f"{begin}{name}".removeprefix("source.")] = {"share": share, "weight": weight / (sum(weights) or 1)}
-    return found
+            shares[f"{begin}{name}".removeprefix("source.")] = {"share": share, "weight": weight / (sum(weights) or 1)}
+    return shares
 
 
 def _about(store: Store, path: str) -> dict[str, Any] | None:

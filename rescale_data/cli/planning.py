@@ -21,23 +21,26 @@ def answer(
     Raises:
         ValueError: a number below 1, too few GPUs for one rank, or ``gpus`` where no number of ranks keeps the order.
     """
-    found = plan(global_batch_size, num_logical_shards=num_logical_shards)
-    aligned = sorted({option.dp_world_size for option in found})
+    options = plan(global_batch_size, num_logical_shards=num_logical_shards)
+    aligned = sorted({option.dp_world_size for option in options})
     for value in sizes:
         if value < 1:
             raise ValueError(f"{value} ranks: give at least 1.")
     if gpus is not None and not aligned:
         raise ValueError(
             f"No number of ranks keeps the order with {global_batch_size} samples a global batch and "
-            f"{found.num_logical_shards} logical shards: one has to be a multiple of the other."
+            f"{options.num_logical_shards} logical shards: one has to be a multiple of the other."
         )
     best = None if gpus is None else _largest(aligned, gpus, model_parallel)
     asked = [*sizes, *([] if best is None else [best["ranks"]])] or aligned
     return {
         "global_batch_size": global_batch_size,
-        "num_logical_shards": found.num_logical_shards,
+        "num_logical_shards": options.num_logical_shards,
         "ranks": [
-            {**_about(found, aligned, ranks), "allowed": _allowed(global_batch_size, found.num_logical_shards, ranks)}
+            {
+                **_about(options, aligned, ranks),
+                "allowed": _allowed(global_batch_size, options.num_logical_shards, ranks),
+            }
             for ranks in dict.fromkeys(asked)
         ],
         "largest": best,

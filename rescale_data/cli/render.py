@@ -42,33 +42,33 @@ def show_summary(console: Console, summary: Mapping[str, Any]) -> None:
         _show_data(console, name, data)
 
 
-def show_plan(console: Console, found: Mapping[str, Any]) -> None:
+def show_plan(console: Console, answer: Mapping[str, Any]) -> None:
     table = _table("ranks", "allowed", "same global batches", "micro batches", "workers, with any of these")
-    for about in found["ranks"]:
+    for about in answer["ranks"]:
         sizes = about["micro_batches"]
-        told = ", ".join(map(str, sizes if len(sizes) <= 8 else [*sizes[:6], "...", sizes[-1]]))
+        text = ", ".join(map(str, sizes if len(sizes) <= 8 else [*sizes[:6], "...", sizes[-1]]))
         nearest = " and ".join(map(str, about["nearest"]))
         keeps = "yes" if about["keeps_order"] else f"no; {nearest} would" if nearest else "no"
         allowed = "yes" if about["allowed"] else "no"
-        table.add_row(str(about["ranks"]), allowed, keeps, told, ", ".join(map(str, about["workers"])))
-    console.print(f"global batch {found['global_batch_size']}, {found['num_logical_shards']} logical shards")
+        table.add_row(str(about["ranks"]), allowed, keeps, text, ", ".join(map(str, about["workers"])))
+    console.print(f"global batch {answer['global_batch_size']}, {answer['num_logical_shards']} logical shards")
     console.print(table)
-    if found["largest"]:
-        told = (
+    if answer["largest"]:
+        text = (
             "{gpus} GPUs, {model_parallel} a data-parallel rank: at most {ranks} ranks keep the order, on {used} GPUs"
         )
-        console.print(told.format(**found["largest"]))
+        console.print(text.format(**answer["largest"]))
 
 
-def show_audit(console: Console, found: Mapping[str, Any], limit: int) -> None:
-    table, served = _table("step", "sample", "shard", "documents"), found["served"]
+def show_audit(console: Console, answer: Mapping[str, Any], limit: int) -> None:
+    table, served = _table("step", "sample", "shard", "documents"), answer["served"]
     for one in served[:limit]:
         numbers = (str(one[key]) for key in ("step", "sample", "shard"))
         table.add_row(*numbers, escape("\n".join(one["documents"])))
     if served:
         console.print(table)
-    more, (first, stop) = len(served) - limit, found["steps"]
-    about = f"{found['rows']} rows, drawn {found['drawn']} times; in " if "rows" in found else ""
+    more, (first, stop) = len(served) - limit, answer["steps"]
+    about = f"{answer['rows']} rows, drawn {answer['drawn']} times; in " if "rows" in answer else ""
     console.print(
         f"{about}{len(served)} samples of steps {first} to {stop - 1}" + (f", {more} not shown" if more > 0 else "")
     )

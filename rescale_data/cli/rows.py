@@ -20,7 +20,7 @@ def write_rows(source: str, ids: str, column: str, out: str) -> dict[str, Any]:
     lines = Path(ids).read_text().split("\n")
     wanted = {line.strip() for line in lines if line.strip()}
     numbers = {int(line) for line in wanted if line.removeprefix("-").isdecimal()}
-    found = find_rows(imported(source), wanted | numbers, column)
-    Path(out).write_text(json.dumps(found))
-    num_rows = len(found) if isinstance(found, list) else sum(map(len, found.values()))
+    rows = find_rows(imported(source), wanted | numbers, column)
+    Path(out).write_text(json.dumps(rows))
+    num_rows = len(rows) if isinstance(rows, list) else sum(map(len, rows.values()))
     return {"ids": len(wanted), "rows": num_rows, "out": out}

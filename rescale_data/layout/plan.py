@@ -118,11 +118,11 @@ class Plan(Sequence[Option]):
         ]
 
     def _by_topology(self) -> dict[tuple[int, int, int], list[int]]:
-        found: dict[tuple[int, int, int], list[int]] = {}
+        workers: dict[tuple[int, int, int], list[int]] = {}
         for option in self._options:
             key = (option.dp_world_size, option.micro_batch_size, option.gradient_accumulation_steps)
-            found.setdefault(key, []).append(option.num_workers)
-        return found
+            workers.setdefault(key, []).append(option.num_workers)
+        return workers
 
 
 @checks_kinds
@@ -167,7 +167,7 @@ def plan(
         _check(0, num_workers=k)
     if num_logical_shards is None:
         plans = {n: _options(several, n, micro_batch_size, workers) for n in _candidates(several)}
-        n, options = max(plans.items(), key=lambda found: (len(found[1]), -found[0]))
+        n, options = max(plans.items(), key=lambda item: (len(item[1]), -item[0]))
     else:
         _check(1, num_logical_shards=num_logical_shards)
         n, options = num_logical_shards, _options(several, num_logical_shards, micro_batch_size, workers)

@@ -115,13 +115,13 @@ class StepPlan:
         most_tokens, high = max(self.max_tokens, int(tokens.max())), int(costs[0]) * len(costs)
         while (starts := cut(high)) is None:
             most_tokens += most_tokens // 16 + 1
-        while (found := cut(2 * low)) is None:
+        while (bins := cut(2 * low)) is None:
             low *= 2
-        starts, high = found, 2 * low
+        starts, high = bins, 2 * low
         while high - low > 1 + low // _PRECISION:
             middle = (low + high) // 2
-            found = cut(middle)
-            low, high, starts = (middle, high, starts) if found is None else (low, middle, found)
+            bins = cut(middle)
+            low, high, starts = (middle, high, starts) if bins is None else (low, middle, bins)
         bin_of = np.empty(len(costs), dtype=np.int64)
         bin_of[order] = np.repeat(np.arange(self.num_bins), np.diff(starts))
         return bin_of

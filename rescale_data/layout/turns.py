@@ -55,11 +55,11 @@ class AlignedTurns:
 
     def turn(self, u: int) -> Turn:
         u %= self._period
-        found = self._turns.get(u)
-        if found is None:
+        turn = self._turns.get(u)
+        if turn is None:
             made = self._make(u)
-            found = self._turns[u] = self._first.setdefault(made.shards[0], made)
-        return found
+            turn = self._turns[u] = self._first.setdefault(made.shards[0], made)
+        return turn
 
     def _make(self, u: int) -> Turn:
         layout = self._layout

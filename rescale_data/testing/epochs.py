@@ -40,20 +40,20 @@ def check_epochs(recipe: Recipe) -> None:
         return
     rows = Counter(key for source in sources for key in _readable(source))
     for epoch in range(_EPOCHS):
-        counted, found = -_counted(nodes), Counter[Hashable]()
+        counted, served = -_counted(nodes), Counter[Hashable]()
         try:
             for node in nodes:
-                found.update(key for sample in islice(node, 2 * rows.total()) for key in _rows_in(sample, rows))
+                served.update(key for sample in islice(node, 2 * rows.total()) for key in _rows_in(sample, rows))
                 if next(node, None) is not None:
                     return
                 node.reset(None)
         except _Other:
             return
-        _compare(epoch, rows, found, counted + _counted(nodes))
+        _compare(epoch, rows, served, counted + _counted(nodes))
 
 
-def _compare(epoch: int, rows: Counter[Hashable], found: Counter[Hashable], counted: int) -> None:
-    missing, extra = rows - found, found - rows
+def _compare(epoch: int, rows: Counter[Hashable], served: Counter[Hashable], counted: int) -> None:
+    missing, extra = rows - served, served - rows
     if extra or missing.total() > counted:
         raise AssertionError(
             f"Epoch {epoch} of the pipeline is not that of its sources: of {rows.total()} rows {missing.total()} do not come, "

@@ -58,8 +58,8 @@ def assert_source(source: Source, *, num_rows: int = 100, columns: Iterable[str]
         _check_readers(source)
 
 
-def _require(held: bool, message: str) -> None:
-    if not held:
+def _require(holds: bool, message: str) -> None:
+    if not holds:
         raise AssertionError(message)
 
 
@@ -113,9 +113,9 @@ def _check_tokens(source: Source, column: str, first: Mapping[int, Any]) -> None
     for index, row in first.items():
         fragment = int(np.searchsorted(source.fragments, index, side="right")) - 1
         tokens, at = source.tokens(column, fragment), index - int(source.fragments[fragment])
-        found = tokens.values[tokens.offsets[at] : tokens.offsets[at + 1]]
-        held = found.tolist() == row[column].tolist()
-        _require(held, f"tokens({column!r}, {fragment}) are not those of row({index})")
+        part = tokens.values[tokens.offsets[at] : tokens.offsets[at + 1]]
+        same = part.tolist() == row[column].tolist()
+        _require(same, f"tokens({column!r}, {fragment}) are not those of row({index})")
         _require(
             row[column].dtype == dtype, f"token_dtype({column!r}) is {dtype}, row({index}) has {row[column].dtype}"
         )

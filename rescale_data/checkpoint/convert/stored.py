@@ -36,8 +36,8 @@ class StoredCheckpoint:
             tops = sorted({str(path[0]) for path in reader.contents.paths.values()})
             raise ValueError(f"The checkpoint {reader.path} holds nothing named {name!r}. It holds {tops}.")
         self.paths = {short: saved.paths[key] for short, key in self._keys.items()}
-        found = {short: saved.values[key] for short, key in self._keys.items()}
-        self.tensors = {short: tensor for short, tensor in found.items() if tensor is not None}
+        values = {short: saved.values[key] for short, key in self._keys.items()}
+        self.tensors = {short: tensor for short, tensor in values.items() if tensor is not None}
         lost = reader.manifest.lost if reader.manifest else ()
         self.lost: Lost = [(path[len(root) :], key) for path, key in lost if (*path[:-1][: len(root)],) == root]
 

@@ -154,9 +154,9 @@ class TorchFile:
             read: Gives the tensors for these names, in their order.
         """
         names = {id(tensor): name for name, tensor in self.tensors.items()}
-        found = _Tensors.of(tree, set(names))
-        following = iter(read([names[id(tensor)] for tensor in found if id(tensor) in names]))
-        contents = (next(following) if id(tensor) in names else _storage(tensor) for tensor in found)
+        tensors = _Tensors.of(tree, set(names))
+        following = iter(read([names[id(tensor)] for tensor in tensors if id(tensor) in names]))
+        contents = (next(following) if id(tensor) in names else _storage(tensor) for tensor in tensors)
         with tempfile.TemporaryFile() as skeleton:
             with skip_data():
                 torch.save(tree, skeleton)
@@ -179,19 +179,19 @@ class _Tensors(pickle.Pickler):
     def __init__(self, pending: set[int]) -> None:
         super().__init__(io.BytesIO(), protocol=2)
         self.pending = pending
-        self.found: dict[tuple[str, int], torch.Tensor] = {}
+        self.tensors: dict[tuple[str, int], torch.Tensor] = {}
 
     @classmethod
     def of(cls, tree: Any, pending: set[int]) -> list[torch.Tensor]:
         pickler = cls(pending)
         pickler.dump(tree)
-        return list(pickler.found.values())
+        return list(pickler.tensors.values())
 
     def persistent_id(self, obj: Any, /) -> Any:
         if not isinstance(obj, torch.Tensor):
             return None
         address = 0 if id(obj) in self.pending else obj.untyped_storage().data_ptr()
-        self.found.setdefault(("memory", address) if address else ("object", id(obj)), obj)
+        self.tensors.setdefault(("memory", address) if address else ("object", id(obj)), obj)
         return "tensor"
 
 

@@ -21,11 +21,11 @@ def owner(name: str, optimizer: torch.optim.Optimizer, modules: list[tuple[tuple
     """The module of the state that has all of the optimizer's parameters, or the modules that have them together."""
     wanted = {id(parameter) for parameter in parameters_of(optimizer)}
     owned = [(path, module, wanted & {id(p) for p in module.parameters()}) for path, module in modules]
-    for _, module, found in owned:
-        if found == wanted:
+    for _, module, parameters in owned:
+        if parameters == wanted:
             return module
-    if wanted <= {parameter for _, _, found in owned for parameter in found}:
-        return _together({"/".join(path): module for path, module, found in owned if found})
+    if wanted <= {parameter for _, _, parameters in owned for parameter in parameters}:
+        return _together({"/".join(path): module for path, module, parameters in owned if parameters})
     raise ValueError(
         f"The parameters of the optimizer {name!r} are not those of a module in the state "
         f"({[p for p, _ in modules] or 'there is none'}), so they have no names. "

@@ -46,8 +46,8 @@ class Target:
         places: defaultdict[frozenset[str], deque[int]] = defaultdict(deque)
         for number, names in enumerate(saved):
             places[frozenset(names)].append(number)
-        found = [places[frozenset(names)] for names in self.groups]
-        self.numbers = [numbers.popleft() if numbers else None for numbers in found]
+        queues = [places[frozenset(names)] for names in self.groups]
+        self.numbers = [numbers.popleft() if numbers else None for numbers in queues]
         alone = [f"group {n} of the state, {_some(names)}" for n, names in enumerate(self.groups) if self._lacks(n)]
         alone += [f"group {n} of the checkpoint, {_some(saved[n])}" for n in set(range(len(saved))) - {*self.numbers}]
         if not alone:

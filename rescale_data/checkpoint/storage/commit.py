@@ -44,7 +44,7 @@ from rescale_data.lease import RENEW_SECONDS, Lease, Seen, is_running, this_proc
 
 logger = logging.getLogger(__name__)
 
-_held = set[Owner]()
+_owned_here = set[Owner]()
 """Owners of this process that have not ended, whatever their claims say: the last put of one may have failed."""
 
 
@@ -74,7 +74,7 @@ class Ownership:
         self._readers = Readers(store, home(path)[0] if lone else path)
         self._count, self._lease = 0, list[Lease]()
         self._put_begun: Save | None = None
-        self._found: dict[Owner, dict[str, Any]] = {}
+        self._claims_read: dict[Owner, dict[str, Any]] = {}
         self._metrics: dict[Save, dict[str, float]] = {}
         saves = [save for save in map(Save.of_manifest, store.names(path)) if save]
         if saves and not lone:
@@ -96,7 +96,7 @@ class Ownership:
         }
         self.close = weakref.finalize(self, _close, store, path, self.owner, self._claim, self._lease)
         self.close.atexit = False
-        _held.add(self.owner)
+        _owned_here.add(self.owner)
         try:
             self._open()
         except BaseException:
@@ -225,13 +225,13 @@ class Ownership:
 
     def steps(self, named: Iterable[int]) -> list[int]:
         """Return the steps that have a checkpoint, also one that was copied here since the folder was opened."""
-        found: list[int] = []
+        steps: list[int] = []
         for name, step in ((f"step-{step}", step) for step in named):
             if name not in self.saves and (save := self._counted(name, self.store.names(self._place(name)))):
                 self.saves[name] = save
             if name in self.saves and not self.saves[name].is_deletion:
-                found.append(step)
-        return found
+                steps.append(step)
+        return steps
 
     def metrics(self, steps: Iterable[int]) -> dict[int, dict[str, float]]:
         """Return the metrics of these ``steps()``; a damaged manifest counts as one without metrics."""
@@ -290,9 +290,9 @@ class Ownership:
 
     def _claim_of(self, owner: Owner) -> dict[str, Any]:
         """Return the claim of an owner, or nothing; its URL is another one where this folder is a copy."""
-        if owner not in self._found and owner in self._claims.known:
-            self._found[owner] = read_claim(self.store, self.path, owner)
-        return self._found.get(owner, {})
+        if owner not in self._claims_read and owner in self._claims.known:
+            self._claims_read[owner] = read_claim(self.store, self.path, owner)
+        return self._claims_read.get(owner, {})
 
     def _mend_metadata(self, name: str) -> None:
         final, save = self._place(name), self.saves.get(name)
@@ -309,26 +309,26 @@ class Ownership:
         if not known:
             return
         last = known[-1]
-        said = read_claim(self.store, self.path, last)
-        is_own, who = said["holder"] == this_process(), _name(said["holder"])
-        if is_own and last in _held:
+        claim = read_claim(self.store, self.path, last)
+        is_own, holder = claim["holder"] == this_process(), _name(claim["holder"])
+        if is_own and last in _owned_here:
             gc.collect()  # a manager that was dropped may wait for that
-            who = "this process"
-        running = not said["closed"] and (last in _held if is_own else is_running(said["holder"]))
+            holder = "this process"
+        running = not claim["closed"] and (last in _owned_here if is_own else is_running(claim["holder"]))
         if running is None and wait is not None:
             running = self._is_there(last, wait=wait)
-        if running and wait is None and said["url"] != self.path:  # this is a copy of its folder, or another mount
-            running, who = None, f"{who} as {said['url']}"
+        if running and wait is None and claim["url"] != self.path:  # this is a copy of its folder, or another mount
+            running, holder = None, f"{holder} as {claim['url']}"
         if running:
             raise ValueError(
-                f"{self.path} is held by {who}, which saves to it. End that first (a CheckpointManager of this process by "
+                f"{self.path} is held by {holder}, which saves to it. End that first (a CheckpointManager of this process by "
                 f"close()), or give this run another folder; to read the checkpoints there use RunReader."
             )
         if running is None:
             logger.warning(
                 "%s was opened for writing by %s, which did not close it. If it still runs, its saves here fail from now on.",
                 self.path,
-                who,
+                holder,
             )
 
     def _is_there(self, owner: Owner, *, wait: bool) -> bool:
@@ -425,7 +425,7 @@ def _close(store: Store, path: str, owner: Owner, claim: dict[str, Any], leases:
     """Say in a claim that its owner has ended, which spares the next one a question."""
     if claim["holder"]["pid"] != os.getpid():
         return  # a forked child
-    _held.discard(owner)
+    _owned_here.discard(owner)
     for lease in leases:
         lease.release()
     if not claim["closed"]:

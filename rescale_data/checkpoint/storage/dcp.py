@@ -209,8 +209,10 @@ def _copy(item: ReadItem, whole: torch.Tensor, target: torch.Tensor) -> None:
     """Copy the part of a saved tensor, or piece of one, that an item asks for."""
     part = whole[tuple(slice(start, start + n) for start, n in zip(item.storage_offsets, item.lengths, strict=True))]
     if (part.shape, part.dtype) != (target.shape, target.dtype):
-        found, told = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (part, target))
-        raise DamagedCheckpointError(f"{item.storage_index.fqn} is {found} in its file, and {told} in the metadata")
+        stored, declared = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (part, target))
+        raise DamagedCheckpointError(
+            f"{item.storage_index.fqn} is {stored} in its file, and {declared} in the metadata"
+        )
     target.copy_(part)
 
 
@@ -234,10 +236,10 @@ class FilesReader(Reader):
     @functools.cached_property
     def pieces(self) -> dict[str, dict[tuple[int, int], int | None]]:
         """The checksum of each piece, by file and then by (offset, size), in the order of offsets."""
-        found: dict[str, list[tuple[int, int]]] = {}
+        places_of: dict[str, list[tuple[int, int]]] = {}
         for place in cast(dict[Any, Any], self.metadata.storage_data).values():
-            found.setdefault(place.relative_path, []).append((place.offset, place.length))
-        return {name: _with_checksums(name, sorted(places), self.crc32s(name)) for name, places in found.items()}
+            places_of.setdefault(place.relative_path, []).append((place.offset, place.length))
+        return {name: _with_checksums(name, sorted(places), self.crc32s(name)) for name, places in places_of.items()}
 
     def read(self, items: list[ReadItem]) -> Iterator[tuple[ReadItem, Any]]:
         places = [cast(dict[Any, Any], self.metadata.storage_data)[item.storage_index] for item in items]

@@ -104,8 +104,8 @@ def _saved(value: Any) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
 
 def _properties(properties: Any) -> dcp.TensorProperties:
     state: Any = getattr(properties, "state", None)
-    found = cast("tuple[Any, ...]", state)[0] if isinstance(state, tuple) else _fields(properties)["dtype"]
-    dtype = dtype_of(found.stands_for) if isinstance(found, Kind) else found
+    kind = cast("tuple[Any, ...]", state)[0] if isinstance(state, tuple) else _fields(properties)["dtype"]
+    dtype = dtype_of(kind.stands_for) if isinstance(kind, Kind) else kind
     return dcp.TensorProperties(dtype=checked(dtype, torch.dtype))
 
 

@@ -28,27 +28,27 @@ def _dtype(build: Build, record: Record) -> np.dtype[Any]:
     if not (isinstance(code, str) and _CODE.fullmatch(code)):
         raise ValueError(f"a dtype of {code!r}")
     if part is not None:
-        found = np.dtype((build(part[0]), counts(part[1])))
+        dtype = np.dtype((build(part[0]), counts(part[1])))
     elif names is not None:
         parts: list[Any] = [(*cast(Any, fields)[name], None)[:3] for name in names]
         formats, offsets, titles = zip(*parts, strict=True)
         spec = {"names": names, "formats": [*map(build, formats)], "offsets": offsets, "titles": titles}
-        found = np.dtype(cast(Any, {**spec, "itemsize": size}))
+        dtype = np.dtype(cast(Any, {**spec, "itemsize": size}))
     elif code[0] in "mM" and unit is not None:
-        found = np.dtype(f"{code}{_unit(build(unit[1]))}")
+        dtype = np.dtype(f"{code}{_unit(build(unit[1]))}")
     else:
-        found = np.dtype(code)
-    if found.hasobject and found != np.dtype(object):
+        dtype = np.dtype(code)
+    if dtype.hasobject and dtype != np.dtype(object):
         raise ValueError("objects within a structure")
-    return found.newbyteorder(order) if order in ("<", ">") else found
+    return dtype.newbyteorder(order) if order in ("<", ">") else dtype
 
 
-def _unit(told: Any) -> str:
+def _unit(unit: Any) -> str:
     """Return the unit of a time, ``[25s]``, from ``(b"s", 25, 1, 1)``."""
-    name, count, *_ = told
+    name, count, *_ = unit
     text = name.decode() if isinstance(name, bytes) else name
     if not (_UNIT.fullmatch(text) and type(count) is int):
-        raise ValueError(f"the unit {told!r}")
+        raise ValueError(f"the unit {unit!r}")
     return "" if text == "generic" else f"[{count}{text}]"
 
 

@@ -84,11 +84,11 @@ def open_store(
     protocol, _, rest = text.rpartition("://")
     if protocol not in ("", "file", "local"):
         return ObjectStore(text, storage_options), text.rstrip("/")
-    found = os.path.abspath(rest)
+    absolute = os.path.abspath(rest)
     if to_write:
-        folder, name = split(found)
+        folder, name = split(absolute)
         return LocalStore(), join(os.path.realpath(folder), name)
-    return LocalStore(), os.path.realpath(found)
+    return LocalStore(), os.path.realpath(absolute)
 
 
 def mapped_path(path: StrPath) -> str:

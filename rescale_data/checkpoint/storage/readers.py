@@ -50,23 +50,23 @@ class Readers:
 
     def look(self) -> list[tuple[Seen, Mapping[str, Any]]]:
         """Return the leases of living readers, and remove all others."""
-        found: list[tuple[Seen, Mapping[str, Any]]] = []
+        leases: list[tuple[Seen, Mapping[str, Any]]] = []
         for name in self._store.names(self._folder):
             seen, about = self.watch.look(path := join(self._folder, name))
             if seen == "gone":
                 self._store.rm_file(path)
             else:
-                found.append((seen, about))
-        return found
+                leases.append((seen, about))
+        return leases
 
 
 def covering(leases: list[tuple[Seen, Mapping[str, Any]]], step: str, save: Save | None = None) -> Seen:
     """Return "alive" if one of the leases covers a step, or one save of it, "undecided" if one may, else "gone"."""
-    found = {
+    states = {
         seen
         for seen, about in leases
         if "owner" not in about
         and about.get("step", step) == step
         and (save is None or about.get("save", save.folder) == save.folder)
     }
-    return "alive" if "alive" in found else "undecided" if found else "gone"
+    return "alive" if "alive" in states else "undecided" if states else "gone"

@@ -109,5 +109,5 @@ def checked(value: Any, kind: type[T]) -> T:
 
 def dtype_of(name: str) -> torch.dtype | None:
     """Return torch's dtype of this name (``torch.float32``), or None."""
-    found = vars(torch).get(name.removeprefix("torch.")) if name.startswith("torch.") else None
-    return found if isinstance(found, torch.dtype) else None
+    dtype = vars(torch).get(name.removeprefix("torch.")) if name.startswith("torch.") else None
+    return dtype if isinstance(dtype, torch.dtype) else None

@@ -33,7 +33,7 @@ from rescale_data.checkpoint.tree import leaves
 
 _KNOWN = (str, bytes, int, float, complex, bool, type(None))
 _LEAVES = (*_KNOWN, bytearray)
-_told: set[str] = set()
+_warned: set[str] = set()
 _log = logging.getLogger("rescale_data")
 
 
@@ -310,8 +310,8 @@ _MAKERS: dict[str, Callable[[Any, Record], Any]] = {
 def warn_of_refused(plain: Mapping[str, Any]) -> None:
     """Warn, once for each name, of values that a load would refuse: a run finds that out when it must go on."""
     for path, value in leaves(plain):
-        if (name := ".".join(path)) not in _told and not isinstance(value, torch.Tensor) and not _loads(value):
-            _told.add(name)
+        if (name := ".".join(path)) not in _warned and not isinstance(value, torch.Tensor) and not _loads(value):
+            _warned.add(name)
             _log.warning(
                 "%s is a %s, which no load takes: it could run code. Save numbers, strings, tensors and "
                 "arrays in its place, or allow its class by torch.serialization.add_safe_globals.", name, type(value).__name__,
