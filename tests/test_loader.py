@@ -62,6 +62,21 @@ EPOCH = rows_of(loader_of())  # 24 micro batches: 8 steps of 12; 4 of 100 rows a
 AHEAD: dict[str, dict[str, int]] = {"none": {}, "a thread": {"prefetch": 2}, "workers": {"num_workers": 2}}
 
 
+@pytest.mark.parametrize(("n", "o", "b"), [(8, 4, 2), (4, 8, 1), (4, 8, 4), (6, 4, 2)])
+def test_a_state_is_the_same_where_samples_are_written_in_place(n: int, o: int, b: int) -> None:
+    """Rows of turns that come again are counted and written when somebody looks; those of collated samples at once."""
+    sizes = {"global_batch_size": o, "micro_batch_size": b, "num_logical_shards": n}
+    source = rd.SyntheticSource(100, length=9)
+
+    def pipeline(shard: rd.Shard) -> rd.BaseNode[Any]:
+        return rd.TokenPacker(rd.Reader(source, shard), column="tokens", seq_len=8, eos_id=2)
+
+    in_place, collated = (rd.DataLoader(pipeline, **sizes, repeat=True, **how) for how in ({}, {"collate_fn": list}))
+    for number, *_ in zip(range(24), in_place, collated, strict=False):
+        if number % 7 < 3:
+            assert same_state(in_place.state_dict(), collated.state_dict())
+
+
 class TestIteration:
     @pytest.mark.parametrize("how", AHEAD)
     def test_a_default_device_of_the_trainer_changes_neither_batches_nor_state(self, how: str) -> None:

@@ -19,9 +19,11 @@ class Cursor(NamedTuple):
 
     Args:
         clock: Counts of the run, from which `now` counts on.
-        table: ``int64[N, columns]``, the positions of all logical shards, but for `last`.
+        table: ``int64[N, columns]``, the positions of all logical shards, but for `newest` and `last`.
         owners: ``int64[N]``, the rank whose row of each shard is right.
         u: The next micro batch, counted from `origin`.
+        newest: Rows of earlier micro batches that are not in the table yet: writing each would cost a twelfth of a packed
+            batch. By the first shard; slices of shards are the same or have none in common (`AlignedTurns`).
         leg: Its segment; `None` where none is planned, or the epoch has ended.
         last: Rows of the micro batch before u.
         ended: True if the last batch of the epoch was taken.
@@ -34,6 +36,7 @@ class Cursor(NamedTuple):
     table: Ints
     owners: Ints
     u: int
+    newest: dict[int, Rows]
     leg: Leg | None = None
     last: Rows | None = None
     ended: bool = False
@@ -45,7 +48,7 @@ class Cursor(NamedTuple):
     def at(cls, clock: Clock, table: Ints, owners: Ints, layout: Layout) -> Cursor:
         """Return the cursor of a run with a table in which all rows are right."""
         ended = bool((table[:, DEALT] == ENDED).all())
-        return cls(clock, table, owners, clock.micro_batch(layout), ended=ended, idle=int(not ended))
+        return cls(clock, table, owners, clock.micro_batch(layout), {}, ended=ended, idle=int(not ended))
 
     @property
     def is_calm(self) -> bool:
@@ -54,7 +57,10 @@ class Cursor(NamedTuple):
 
     @property
     def positions(self) -> Ints:
-        """The table, of the last micro batch, too."""
+        """The table, in which all rows are written now; for the thread that takes batches."""
+        for rows in self.newest.values():
+            rows.write(self.table)
+        self.newest.clear()
         if self.last is not None:
             self.last.write(self.table)
         return self.table
@@ -70,19 +76,22 @@ class Cursor(NamedTuple):
 
     def past(self, made: MicroBatch) -> Cursor:
         """Return the cursor behind the next micro batch."""
-        if self.last is not None:
-            self.last.write(self.table)
+        last = self.last
+        if last is not None and last.slots is None and isinstance(last.visited, slice):
+            self.newest[last.visited.start] = last
+        elif last is not None:
+            last.write(self.table)
         owners, leg = self.owners, self.leg
         if leg is not None and leg.deal is not None:
             for u in range(leg.counted(self.u), leg.counted(self.u + 1)):
                 owners = leg.deal.owners(owners, u)
         return Cursor(
-            self.clock, self.table, owners, self.u + 1, self.leg, made.rows, False, self.seen, False, 0
+            self.clock, self.table, owners, self.u + 1, self.newest, self.leg, made.rows, False, self.seen, False, 0
         )  # fmt: skip
 
     def copy(self) -> Cursor:
         """Return the cursor with a table of its own."""
         table = self.table.copy()
-        if self.last is not None:
-            self.last.write(table)
-        return self._replace(table=table, last=None)
+        for rows in [*self.newest.values(), *([self.last] if self.last is not None else [])]:
+            rows.write(table)
+        return self._replace(table=table, newest={}, last=None)

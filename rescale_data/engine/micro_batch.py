@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rescale_data.engine.collate import with_valid
+from rescale_data.engine.recipe import SAMPLES
 from rescale_data.state import Ints
 
 
@@ -18,16 +19,27 @@ class Rows(NamedTuple):
         visited: The logical shards that it visited.
         values: ``int64[M, columns]``, an array of its own; with ``slots``, the values of these.
         slots: The slots of the whole table, counted row by row, that it changed; `None`: all of the visited rows.
+        more: Samples that each row has delivered beside those that it counts.
     """
 
     visited: slice | Ints
     values: Ints
     slots: Ints | None = None
+    more: int = 0
+
+    @property
+    def counted(self) -> Ints:
+        """The values, in which all samples are counted."""
+        if not self.more:
+            return self.values
+        values = self.values.copy()
+        values[:, SAMPLES] += self.more
+        return values
 
     def write(self, table: Ints) -> None:
         """Write the rows into their places of a table."""
         if self.slots is None:
-            table[self.visited] = self.values
+            table[self.visited] = self.counted
         else:
             table.flat[self.slots] = self.values
 
@@ -36,7 +48,7 @@ def joined(parts: Sequence[Rows]) -> Rows:
     """Return the rows of several micro batches of one feed as one, which leaves the table as they do one after the other."""
     visited = np.concatenate([_indices(part.visited) for part in parts])
     values, slots = (
-        np.concatenate([part.values for part in parts]),
+        np.concatenate([part.counted for part in parts]),
         [part.slots for part in parts if part.slots is not None],
     )
     return Rows(

@@ -73,8 +73,9 @@ class Runner:
         visit = self._visits.get(id(turn))
         if visit is not None and collate is None:
             batch = self._write(visit.nodes, turn.shards)
-            visit.samples += visit.count
-            return MicroBatch(batch, Rows(turn.index, visit.rows.copy()), turn.shards, len(visit.nodes))
+            visit.more += visit.count
+            rows = Rows(turn.index, visit.rows.copy(), None, visit.more)
+            return MicroBatch(batch, rows, turn.shards, len(visit.nodes))
         if turn.numbers is not None:  # each is counted when it is fetched
             fetched = [self._fetch(*p) for p in zip(turn.shards, turn.numbers, turn.is_real, strict=True)]
             return self._served((collate or stack)(fetched), turn)
@@ -82,8 +83,7 @@ class Runner:
             nodes = [self._live[shard] or self._wake(shard) for shard in turn.shards]
             batch = self._write(nodes, turn.shards)
             if isinstance(turn.counts, int):
-                rows, samples = self.table[turn.index], self._samples[turn.index]
-                self._visits[id(turn)] = _Visit(turn, nodes, rows, samples, turn.counts)
+                self._visits[id(turn)] = _Visit(turn, nodes, self.table[turn.index], turn.counts)
         else:
             batch = (collate or stack)([self._draw(shard) for shard in turn.shards])
         self._samples[turn.index] += turn.counts
@@ -127,7 +127,7 @@ class Runner:
             num_samples -= step
             if num_samples:
                 self._slots(shard)[:] = end[1][0]
-                self._live[shard], self._visits = None, {}
+                self._live[shard] = None
                 num_samples -= pass_epochs(node, self._slots(shard), shard, num_samples)
 
     def look_ahead(self, shard: int, num_samples: int) -> tuple[int, Ints | None]:
@@ -282,15 +282,16 @@ class _Visit:
 
     Args:
         nodes: The node of each of its samples.
-        rows, samples: Views of the rows of the table that it visits, and of their counts of samples.
+        rows: A view of the rows of the table that it visits.
         count: Samples that each of these rows gives.
+        more: Samples that each has given beside those that it counts: to count them in the rows is dear.
     """
 
     turn: Turn
     nodes: list[Node[Any]]
     rows: Ints
-    samples: Ints
     count: int
+    more: int = 0
 
 
 def _lines(sample: Any, node: Node[Any] | None) -> list[str]:

@@ -120,7 +120,7 @@ class Stream:
             "dropped_samples": float(clock.dropped_samples),
             "padded_samples": float(clock.padded_samples),
         }
-        return {**counts, **self.schema.progress(self.table, self.ends.owned)}
+        return {**counts, **self.schema.progress(self.cursor.copy().table, self.ends.owned)}  # in any thread
 
     def progress(self) -> dict[str, float]:
         """Return numbers for a logger: of what was made, and `counters`."""
