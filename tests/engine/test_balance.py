@@ -1,5 +1,6 @@
 """What a user says about balanced steps: checked when it is said; and what samples cost."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 import rescale_data as rd
+from rescale_data.testing import full_state_dict
 
 COST = rd.transformer_cost(crossover=10)
 
@@ -95,3 +97,66 @@ def test_batches_that_are_no_dict_take_no_weight() -> None:
     loader = rd.DataLoader([{"tokens": [0]}] * 8, global_batch_size=4, balance=balance, collate_fn=list)
     with loader, pytest.raises(TypeError, match="collate_fn returns a list"):
         next(iter(loader))
+
+
+ROWS = [{"id": row, "tokens": [row] * (1 + row * row % 37)} for row in range(101)]
+
+
+def mixed(shard: rd.Shard) -> Any:
+    readers = {"a": rd.Reader(ROWS, shard), "b": rd.Reader(ROWS[:30], shard)}
+    return rd.WeightedSampler(readers, {"a": 3, "b": 1})
+
+
+def opened(data: Any, rank: int, world: int, b: int, **kwargs: Any) -> rd.DataLoader:
+    return rd.DataLoader(
+        data, global_batch_size=12, micro_batch_size=b, num_logical_shards=24, dp_rank=rank, dp_world_size=world,
+        collate_fn=lambda samples: {"id": [sample["id"] for sample in samples]}, **kwargs,
+    )  # fmt: skip
+
+
+CHAINS: list[tuple[Any, dict[str, Any]]] = [
+    (ROWS, {"tail": "pad", "verify": True}),
+    (ROWS, {"tail": "drop"}),
+    (mixed, {"repeat": True}),
+]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("data", "given"), CHAINS, ids=["padded", "dropped", "mixed"])
+def test_chains_of_topologies_with_and_without_balance_have_one_order(
+    data: Any, given: dict[str, Any], seed: int
+) -> None:
+    """Balance begins and ends with a leg, also within a balanced step: that begins again."""
+    rng = random.Random(seed)
+    plain = opened(data, 0, 1, 12, **given)
+    state: Any = plain.state_dict()
+    for _ in range(6):
+        world, b = rng.choice([(1, 12), (1, 4), (2, 3), (2, 6), (3, 2), (4, 3), (6, 1), (6, 2)])
+        feed = rng.choice([{}, {"prefetch": 2}])
+        balance = rng.choice(
+            [None, rd.Balance(cost=COST, over="rank"), rd.Balance(cost=COST, over="rank", padded=True)]
+        )
+        loaders = [opened(data, rank, world, b, balance=balance, **feed, **given) for rank in range(world)]
+        for loader in loaders:
+            loader.load_state_dict(state)
+        for _ in range(rng.randint(1, 6)):
+            step = [row for _ in range(12 // world // b) for loader in loaders for row in taken(loader)]
+            assert sorted(step) == sorted(taken(plain))
+        state, expected = full_state_dict(loaders), plain.state_dict()
+        assert state["table"].equal(expected["table"])
+        if balance is not None and 12 // world // b > 1:
+            for loader in loaders:
+                taken(loader)
+            within = full_state_dict(loaders)
+            if not loaders[0].epoch > plain.epoch:  # the next epoch has not begun
+                assert within["table"].equal(expected["table"])
+                state = within
+        for loader in loaders:
+            loader.close()
+
+
+def taken(loader: rd.DataLoader) -> list[int]:
+    """Return the ids of the next batch, of the next epoch where one has ended; -1 for rows that fill it."""
+    batch = next(iter(loader), None) or next(iter(loader))
+    real = batch["valid"].tolist() if "valid" in batch else [True] * len(batch["id"])
+    return [row if is_real else -1 for row, is_real in zip(batch["id"], real, strict=True)]
