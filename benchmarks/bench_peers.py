@@ -491,7 +491,8 @@ def main() -> None:
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     if args.page:
-        before, _, after = re.split(MARK, args.page.read_text())
+        page = args.page.read_text() if args.page.exists() else f"# Results\n\n{MARK}{MARK}\n"
+        before, _, after = re.split(MARK, page)
         args.page.write_text(f"{before}{MARK}\n{report(result)}\n\n{MARK}{after}")
     print(report(result))
 
