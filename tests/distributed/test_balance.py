@@ -324,6 +324,7 @@ batches = iter(loader)
 next(batches)
 if how == "ends":
     next(batches)
+    dist.barrier()
 elif rank == 0:
     next(batches)
     raise SystemExit(3)
