@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import os
 import pathlib
@@ -238,6 +239,45 @@ def test_metadata_with_a_class_that_is_unknown_is_not_damaged(tmp_path: Path) ->
     with torch.serialization.safe_globals([Extra]):
         checkpoint.load(tmp_path / "c", target)
     assert target["w"].all()
+
+
+class Level(enum.Enum):
+    LOW = 1
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return of_python_3_11_0(self, protocol)
+
+
+def of_python_3_11_0(member: enum.Enum, _: Any) -> Any:
+    """Return what Python 3.11.0 to 3.11.3 write of a member of an enum."""
+    return getattr, (type(member), member.name)
+
+
+def test_enums_as_python_3_11_0_writes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DCP's metadata holds members of enums, for each tensor; values may, where the user has allowed the class."""
+    encoding: Any = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
+    monkeypatch.setattr(encoding, "__reduce_ex__", of_python_3_11_0)
+    with torch.serialization.safe_globals([Level]):
+        checkpoint.save(tmp_path / "c", {**STATE, "level": Level.LOW})
+        assert any(b"getattr" in path.read_bytes() for path in (tmp_path / "c").rglob("*metadata*"))
+        loaded: dict[str, Any] = {"w": torch.zeros(3), "level": None}
+        checkpoint.load(tmp_path / "c", loaded)
+    assert (loaded["w"].tolist(), loaded["level"]) == ([1, 1, 1], Level.LOW)
+    with pytest.raises(ValueError, match=r"Level, which could run code.*add_safe_globals"):
+        checkpoint.load(tmp_path / "c", loaded)
+
+
+class Method:
+    """Something that a pickle reaches by an attribute."""
+
+    def __reduce__(self) -> Any:
+        return getattr, (dict, "fromkeys")
+
+
+def test_attributes_of_anything_else_are_refused(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "c", {"w": Method()})
+    with pytest.raises(ValueError, match="could run code"):
+        checkpoint.load(tmp_path / "c", {"w": None})
 
 
 def test_a_run_that_may_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,8 @@ from rescale_data.checkpoint.storage.records import (
 
 _KNOWN = re.compile(
     r"torch\.distributed\.(checkpoint\.metadata|checkpoint\.filesystem|_shard\.sharded_tensor\.metadata)\.\w+|"
-    r"pathlib\.(_local\.)?\w*Path|torch\.(device|serialization\._get_layout)"
+    r"pathlib\.(_local\.)?\w*Path|torch\.(device|serialization\._get_layout)|"
+    r"builtins\.getattr"  # members of enums, where Python 3.11.0 to 3.11.3 wrote them
 )
 
 

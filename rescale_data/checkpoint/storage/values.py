@@ -14,6 +14,7 @@ import mmap
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from enum import EnumType
 from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
@@ -271,6 +272,14 @@ def _on_cpu(build: _Builder, record: Record) -> torch.Tensor:
     return checked(build(record.args[0]), torch.Tensor)
 
 
+def _member(build: _Builder, record: Record) -> Any:
+    """Make the member of an enum that the user has allowed, of (class, name), as Python 3.11.0 to 3.11.3 write it."""
+    enum, name = build.each(record.args)
+    if not isinstance(enum, EnumType) or name not in enum.__members__:
+        raise UnknownClassError(record.stands_for)
+    return enum.__members__[name]
+
+
 _STORAGES: dict[str, torch.dtype | None] = {
     "torch.storage.UntypedStorage": None,
     "torch.DoubleStorage": torch.float64,
@@ -288,6 +297,7 @@ _STORAGES: dict[str, torch.dtype | None] = {
 }
 _NAMES = {*_STORAGES, "torch.Tensor", "torch.nn.parameter.Parameter", "numpy.ndarray"}
 _MAKERS: dict[str, Callable[[Any, Record], Any]] = {
+    "builtins.getattr": _member,
     "builtins.set": lambda build, record: set(build(record.args[0]) if record.args else ()),
     "builtins.bytes": _plain(bytes, ()),
     "builtins.bytearray": _plain(lambda *content: bytearray(*content[:1]), (), (bytes,)),
