@@ -227,7 +227,7 @@ class Tokenize(Node[dict[str, Any]]):
         return _as_many(found, len(samples))
 
     def _one_by_one(self, samples: list[Any], where: list[str]) -> list[Tokens | None]:
-        """Tokenize the samples one by one, to find those that cannot be tokenized."""
+        """Tokenize the samples one by one, to find each one that cannot be tokenized."""
         found: list[Tokens | None] = []
         num_failed = self.position[0]
         for sample, place in zip(samples, where, strict=True):
