@@ -123,8 +123,8 @@ def best_fit(
         beside: Further sizes of the items, each with the most of a bin. An item with more has a bin of its own.
 
     Returns:
-        The items of each bin in ascending order. Bins are sorted by the first item of each, so if items come in random order,
-        bins of long and of short items do too.
+        The items of each bin in ascending order. The bins are sorted by the number of the longest item of each. So if items
+        come in random order, bins of long and of short items do too.
     """
     bins: list[list[int]] = []
     open_bins: list[tuple[int, int]] = []  # room of a bin, and its number
