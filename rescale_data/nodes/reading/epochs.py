@@ -87,7 +87,7 @@ class ShardEpochs:
         raise AssertionError
 
     def goes_on(self, epoch: int) -> bool:
-        """True if reading goes on over the end of an epoch: the shard has a row or none in it, and its round goes on."""
+        """True if reading goes on over the end of an epoch: the shard has one row or none in it, and its round goes on."""
         n = self.shard.num_logical_shards
         is_small = self.shard.repeat and self.view(epoch).num_rows < n
         return is_small and self.next_epoch(epoch) // n == epoch // n
