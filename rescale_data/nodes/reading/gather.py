@@ -166,7 +166,7 @@ def copied(array: TokenArray, start: Ints, length: Ints) -> TokenArray:
 
 
 def fragments_of(rows: Ints, starts: Ints) -> tuple[list[int], Ints]:
-    """Return the fragments that hold some rows, in order, and for each row the index of its fragment among them.
+    """Return the fragments in which the rows lie, in order, and for each row the index of its fragment among them.
 
     Args:
         rows: ``int64[n]``.
