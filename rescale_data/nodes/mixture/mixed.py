@@ -22,9 +22,9 @@ from rescale_data.nodes.reading.together import read_together
 from rescale_data.order import Words
 from rescale_data.state import Ints
 
-_FIRST, _SECOND, _FASTER = 16, 256, 4  # draws in the first read and at least in the second; then so many times more each
+_FIRST, _SECOND, _FASTER = 16, 256, 4  # draws in the first read and in the second; then so many times more each
 _MOST, _OF_EACH = 2**15, 2048  # most draws at once, in all and on average for each source
-_READS = 256  # reads of sources at once (or 4 for each source, if more): an epoch may hold only a row or two in this shard
+_READS = 256  # reads of sources after which a call ends (at least 4 for each): an epoch may hold only a row or two
 _AT_ONCE = 16  # documents of each source in the second read, if they lie at hand: a few cost as much as one
 _EXPECTED = 2  # by tokens, expected documents from which on a source is read together with others
 _BYTES_OF_A_SPAN = 128

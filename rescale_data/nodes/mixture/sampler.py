@@ -247,7 +247,7 @@ class WeightedSampler(Node[Any]):
         below = [self._draws.sources.documents(source, column) for source in range(len(self.names))]
         inner = [_mixture_of(node) is not None for node in self.children.values()]
         in_blocks = [isinstance(documents, MixedDocuments) for documents in below]
-        if any(inner) and (self.unit == "tokens" or inner != in_blocks):  # each draw of an inner mixture has a point of its own
+        if any(inner) and (self.unit == "tokens" or inner != in_blocks):  # each draw of an inner one has its own point
             return None
         return MixedDocuments(
             self._draws,

@@ -184,7 +184,7 @@ class ShardRows(ShardEpochs):
         return (epoch, stop) if stop < self.size(epoch) else (self.next_epoch(epoch), 0)
 
     def ends(self, epoch: int, row: int) -> list[int]:
-        """Return the two ends of the range that the window after the one at ``row`` permutes; none if there is no such window."""
+        """Return both ends of the range that the window after the one at ``row`` permutes; none if there is no such window."""
         order = self.order(epoch)
         return order.ends(order.span(row)[1], self.fragments(epoch))
 

@@ -118,7 +118,7 @@ class Moves:
         stop = int(self.ends[num_documents])
         np.asarray(position)[self.slot[:stop]] = self.value[
             :stop
-        ]  # if a slot comes twice, NumPy keeps the last value
+        ]  # if a slot comes twice, NumPy keeps the last of the values
 
 
 @dataclass(frozen=True, slots=True)
