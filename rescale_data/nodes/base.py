@@ -112,8 +112,8 @@ class Node(Changing, BaseNode[T]):
     """True if this node yields one sample for each sample of its only child, ``source``."""
 
     repeats_itself: bool = False
-    """True if each epoch of this node, where it knows the end, moves the position by the same amount. This holds only if the
-    epochs of its readers do so too."""
+    """True if each epoch of this node whose end is known moves the position by the same amount, provided that the epochs of
+    its readers do so too."""
 
     reads: Described | None = None
     """The source whose rows this node reads, if it reads any itself."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 CODE, VERSION = "fn.code", "version"
-"""Parameter names. When a state is loaded, another code only logs a warning; versions are compared if both sides have one."""
+"""Parameter names. When a state is loaded, changed code only logs a warning; versions are compared if both sides have one."""
 
 
 def require_function(fn: object, of: str) -> None:
@@ -32,7 +32,7 @@ def identity(fn: Any, version: str | int | None) -> dict[str, Any]:
 
 
 def _digest(made_of: Any) -> str:
-    """Return a digest of the source code of an object, blanks and line breaks left out; empty if there is no source code."""
+    """Return a digest of the source code of an object, whatever its place and indentation; empty if there is no source code."""
     try:
         lines = inspect.getsource(made_of).split()
     except (OSError, TypeError):

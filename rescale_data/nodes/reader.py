@@ -293,7 +293,7 @@ class Reader(Node[Any]):
             self.turn(position)
 
     def turn(self, position: View) -> None:
-        """Write the beginning of the next epoch into a position. Rows left in the old epoch are those a packer dropped."""
+        """Write the beginning of the next epoch into a position. A packer has dropped all rows left in the old epoch."""
         if self._proof is not None:
             self._proof.check(position[0], position[1], position[3])
             position[3] = 0

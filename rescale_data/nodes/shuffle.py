@@ -89,7 +89,7 @@ class Shuffle(Node[Any]):
     def seek(self) -> None:
         self._bookmark = self.bookmark("source")
         self._read = self._over = False
-        self._stands = True  # false if the source has ended, and has to be bound before it goes on
+        self._stands = True  # false if the source has ended, and has to be bound again
 
     def next(self) -> Any:
         return written(self) if self.writes else self._draw()

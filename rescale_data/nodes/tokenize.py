@@ -137,7 +137,7 @@ class Tokenize(Node[dict[str, Any]]):
         if self._guard.skips:
             return super().skip(num_samples)
         self._bind_once()
-        if self._over:  # the source, bound anew, would go on with its next epoch
+        if self._over:  # a new bind would let the source go on with its next epoch
             raise StopIteration
         self._source.go_to(self._bookmark)
         self._at = -1

@@ -30,8 +30,8 @@ TURN = 1 << 64
 _GOLDEN = (math.isqrt(5 << 128) - TURN) // 2  # the golden ratio's part of a turn
 _SILVER = math.isqrt(2 << 128) - TURN
 _PARTS = (_GOLDEN, TURN - _GOLDEN, _SILVER, TURN - _SILVER)
-_SPAN = 400  # candidates on each side
-_MANY_DRAWS = 10**6  # of one shard
+_SPAN = 400  # candidates on each side of the middle
+_MANY_DRAWS = 10**6  # draws of one shard: beyond, quotients do not matter
 
 
 @dataclass(frozen=True)

@@ -229,7 +229,7 @@ class Spans:
         """Return a view of each document, without the marks; errors as in `require_within`."""
         each = zip(self.array.tolist(), self.start.tolist(), (self.start + self.length).tolist(), strict=True)
         data, places = [array.data for array in self.arrays], [place for place in each if place[0] >= 0]
-        if not all(0 <= start <= stop <= len(data[array]) for array, start, stop in places):  # few: NumPy takes longer
+        if not all(0 <= start <= stop <= len(data[array]) for array, start, stop in places):  # NumPy is slower for few
             self.require_within()
         return [data[array][start:stop] for array, start, stop in places]
 
