@@ -1,3 +1,3 @@
-"""Nodes that a user composes for one logical shard. With `foreign`, nodes of torchdata are among them."""
+"""Nodes that a user composes into the pipeline of one logical shard. `foreign` adds torchdata's nodes to them."""
 
 from rescale_data.nodes import foreign as foreign

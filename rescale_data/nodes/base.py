@@ -1,13 +1,13 @@
-"""`Node`: a torchdata node whose whole state is a row of integers that lives wherever the loader wants it.
+"""`Node`: a torchdata node whose whole state is a row of integers, in memory that the loader chooses.
 
 The loader keeps the rows of all logical shards in one table. A node does not copy its state there: its `position` *is*
-that row, a writable memoryview of int64 slots, so that what a sample costs to record is one assignment.
+that row, a writable memoryview of int64 slots. So recording a sample costs one assignment.
 
     row of the root:  [ own slots | slots of child a | slots of child b ]
                                     ^ a.position is this part of it
 
-Children that are not ours are made so by `as_node`, which `foreign.py` teaches about torchdata's own. This is the only module
-that imports torchdata: what of it others need, they take from here.
+`as_node` wraps children that are no `Node`; `foreign.py` registers torchdata's nodes with it. Only this module imports
+torchdata: the other modules import torchdata's names from here.
 """
 
 from __future__ import annotations
@@ -65,25 +65,25 @@ __all__ = [
 
 T = TypeVar("T")
 _ENDED = "_ended"
-_NO_CHILDREN: dict[str, Any] = {}  # of leaves, of which there may be many
+_NO_CHILDREN: dict[str, Any] = {}  # shared by all leaves: there may be many
 
 
 _BESIDE_NEXT = ("documents", "texts", "write", "skip", "epoch_end")
-"""What gives samples, or counts them, without `Node.next`."""
+"""Methods that give samples, or count them, without a call of `Node.next`."""
 
 
 class Node(Changing, BaseNode[T]):
-    """Base of our nodes, and of yours where `get_state()` after every sample would cost too much.
+    """Base class of this package's nodes, and of your nodes where `get_state()` after every sample would cost too much.
 
     A subclass lists its own fields in `FIELDS`, hands its children to ``super().__init__(name=child)``, reads and writes
     ``self.position[0 .. len(FIELDS) - 1]`` in `next`, and forgets in `seek` whatever it derived from the position.
-    `get_state` and `reset` then follow. `parameters` returns what must not change between two segments of a run. A node that
-    reads rows itself sets `of_shard`. By default `skip` draws, and `epoch_end`, `locate` and `progress` know nothing. All other
-    names serve the nodes of this package.
+    `get_state` and `reset` then need no code. `parameters` returns what must not change between two segments of a run. A node
+    that reads rows itself sets `of_shard`. By default `skip` draws, and `epoch_end`, `locate` and `progress` know nothing. All
+    other names serve the nodes of this package.
 
     Contract, in addition to that of `BaseNode`:
 
-    - The position after a sample has been yielded, whatever was read ahead, is the one from which the next sample is made.
+    - After a sample has been yielded, the next sample is made from the position, whatever was read ahead.
     - At the end of an epoch `next` raises `StopIteration`, writes the beginning of the next epoch into the position, and
       raises again until it is bound or reset: ``reset(get_state())`` or ``reset(None)`` then begins that epoch. After the last
       sample of an epoch, but before that `StopIteration`, the position still belongs to the epoch.
@@ -100,34 +100,35 @@ class Node(Changing, BaseNode[T]):
     """
 
     FIELDS: tuple[Field, ...] = ()
-    """The fields of this node's own slots. A node whose arguments decide on them sets them before ``super().__init__``."""
+    """The fields of this node's own slots. A node whose arguments decide its fields sets them before ``super().__init__``."""
     READS_AHEAD: ClassVar[bool] = False
-    """True where a node reads its children further than the samples it has yielded. Their live positions are then
-    private, and this node writes into its own row (`bookmark`) where each child has to go on."""
+    """True if the node reads its children further than the samples it has yielded. The live positions of the children are
+    then private, and this node writes the position at which each child has to go on into its own row (`bookmark`)."""
 
     tells_next: bool = False
-    """Whether a sample of such a node says something of what the next one begins with: the label of its last token."""
+    """True if a sample of this node reveals how the next one begins: by the label of its last token."""
 
     one_for_one: bool = False
-    """Whether this node yields one sample for each that its only child, ``source``, does."""
+    """True if this node yields one sample for each sample of its only child, ``source``."""
 
     repeats_itself: bool = False
-    """Whether each epoch of this node, where it knows the end, moves it by as much if those of its readers do."""
+    """True if each epoch of this node whose end is known moves the position by the same amount, provided that the epochs of
+    its readers do so too."""
 
     reads: Described | None = None
     """The source whose rows this node reads, if it reads any itself."""
 
     writes: Columns = MappingProxyType({})
-    """Where samples are dicts of 1-D arrays whose length and dtype are known: which. Such a node implements `write`."""
+    """The columns of samples that are dicts of 1-D arrays of known length and dtype. A node with any implements `write`."""
 
     of_shard: Shard | None = None
     """The logical shard whose rows this node reads, if it reads any itself."""
 
     provenance: bool = False
-    """Whether each sample says which row it is, where this node reads rows itself."""
+    """True if this node reads rows itself and each sample names its row."""
 
     is_built: bool = False
-    """Whether a loader has this node: no other may."""
+    """True if a loader has this node: no other loader may take it."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -158,22 +159,22 @@ class Node(Changing, BaseNode[T]):
 
     @cached_property
     def position(self) -> View:
-        """The row of slots that says where this node stands; a row of its own until it is bound."""
+        """The row of slots that says where this node stands; until the node is bound, a row of its own."""
         return self.initial()
 
     def initial(self) -> View:
-        """The row of a stream that has yielded nothing, a fresh one."""
+        """Return a fresh row, of a stream that has yielded nothing."""
         row = np.zeros(offsets(self.fields)[-1], dtype=np.int64)
         for name, child in self.children.items():
             row[self._slots(name)] = child.initial()
         return row.data
 
     def bookmark(self, child: str) -> View:
-        """The part of this node's row that belongs to a child."""
+        """Return the part of this node's row that belongs to a child; a view."""
         return self.position[self._slots(child)]
 
     def bind(self, position: View) -> None:
-        """Go on from ``position`` and keep the state there from now on: int64 slots of `fields`, in their order."""
+        """Go on from ``position``, int64 slots of `fields` in their order, and keep the state there from now on."""
         super().reset(None)
         self.is_bound, self._ended = True, False
         self.position = position
@@ -186,12 +187,12 @@ class Node(Changing, BaseNode[T]):
             self.bind(self.position)
 
     def go_to(self, position: View) -> None:
-        """Go on from a copy of ``position``, kept where this node's own is."""
+        """Copy ``position`` into this node's own row and go on from there."""
         self.position[:] = position
         self.bind(self.position)
 
     def _bind_children(self) -> None:
-        """Bind them to their parts of the position."""
+        """Bind the children to their parts of the position."""
         for name, child in self.children.items():
             part = self.bookmark(name)
             if self.READS_AHEAD:
@@ -200,18 +201,18 @@ class Node(Changing, BaseNode[T]):
             child.bind(part)
 
     def borrow(self, other: Node[Any]) -> None:
-        """Share with ``other``, this node in another logical shard, what both have alike."""
+        """Share memory with ``other``, the same node in another logical shard, for everything that is equal in both."""
         for name, child in self.children.items():
             child.borrow(other.children[name])
 
     def unbind(self) -> None:
-        """Keep no position: somebody else does, and binds this node before it is drawn from."""
+        """Drop the position. The caller keeps it, and binds this node again before drawing from it."""
         if self.is_bound:
             self.is_bound = False
             del self.position
 
     def seek(self) -> None:
-        """The position has been rewritten: forget what was derived from it. Children have been told."""
+        """Forget all that was derived from the position, which has been rewritten. The children are bound already."""
 
     def reset(self, initial_state: Mapping[str, Any] | None = None) -> None:
         values = dict(initial_state or {})
@@ -229,7 +230,10 @@ class Node(Changing, BaseNode[T]):
         return state_of(self.fields, self.position)
 
     def state_dict(self) -> dict[str, Any]:
-        """`get_state`, and whether the epoch has ended: what torchdata's nodes keep, some of which yield once more then."""
+        """Return `get_state()`, and whether the epoch has ended.
+
+        Nodes of torchdata keep this state of a source. Some of them draw from it once more after the end.
+        """
         return {**super().state_dict(), _ENDED: self._ended}
 
     def __next__(self) -> T:
@@ -243,10 +247,10 @@ class Node(Changing, BaseNode[T]):
             raise
 
     def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
-        """Write the beginning of the next epoch into a row of this node; one at which nothing has been drawn stays.
+        """Write the beginning of the next epoch into a row of this node; a row from which nothing was drawn stays.
 
         Args:
-            is_drawn: Something has been drawn all the same: a node above is within the first sample.
+            is_drawn: True if something was drawn although the row does not show it: a node above is within the first sample.
         """
         first = self.initial()
         for slot in place_slots(self.FIELDS):
@@ -256,29 +260,34 @@ class Node(Changing, BaseNode[T]):
             child.next_epoch(position[self._slots(name)], is_drawn=is_drawn and len(self.children) == 1)
 
     def place(self) -> list[int]:
-        """Return the slots of a position that tell the next sample from all others of the run, to key random numbers with.
+        """Return the slots of a position that identify the next sample among all samples of the run.
 
-        They hold the same values whichever sources come and go between legs.
+        Random numbers are keyed with these slots. Their values do not depend on sources that come and go between segments.
         """
         below = [self._slots(name).start + slot for name, child in self.children.items() for slot in child.place()]
         return [*place_slots(self.FIELDS), *below]
 
     def write(self, tray: Tray, place: int) -> None:
-        """Draw the next sample into row ``place`` of a tray of `writes`; at the end of an epoch as `next`."""
+        """Draw the next sample into row ``place`` of a tray of `writes`; the end of an epoch is as in `next`."""
         raise NotImplementedError(f"{type(self).__name__} writes {list(self.writes)}, and so needs a write method.")
 
     @staticmethod
     def write_ready(nodes: Sequence[Any], tray: Tray, first: int) -> int:
-        """Draw the next sample of each node, all of this class, into its row from ``first`` on, while that takes but a copy.
+        """Draw the next sample of each node into its row from ``first`` on, as long as a copy is enough.
+
+        Args:
+            nodes: Nodes of this class, one for each row.
+            tray: The tray to write into.
+            first: The first row to write.
 
         Returns:
-            The first row that was not written: `write` does what that one needs.
+            The first row that was not written. The caller uses `write` for it.
         """
         del nodes, tray
         return first
 
     def skip(self, num_samples: int) -> None:
-        """Leave out the next samples, as if they had been drawn."""
+        """Leave out the next ``num_samples`` samples, as if they had been drawn."""
         if self.one_for_one:
             self._bind_once()
             return self.children["source"].skip(num_samples)
@@ -287,19 +296,20 @@ class Node(Changing, BaseNode[T]):
         return None
 
     def read_begun(self) -> None:
-        """Read again what samples have been drawn from in part, as whoever goes on within it does (`READS_AHEAD`)."""
+        """Read again the document or window that is drawn in part, as going on within it requires (`READS_AHEAD`)."""
         next(self)
 
     def skip_ahead(self, num_samples: int) -> int:
-        """Leave out up to so many samples where `epoch_end` is not known, and yet they need not be drawn.
+        """Leave out up to ``num_samples`` samples without drawing them, where `epoch_end` is not known.
 
         Returns:
-            How many; fewer where the epoch ends, which in an endless stream it need not do, or where they have to be read.
+            The number of samples left out. There are fewer if the epoch ends (an endless stream may go on), or if the samples
+            have to be read.
         """
         return self.children["source"].skip_ahead(num_samples) if self.one_for_one else 0
 
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
-        """Return the samples left in the epoch, and the rows at which the next begins; `None` where only reading tells.
+        """Return the samples left in the epoch, and the rows at which the next begins; `None` if only reading can show it.
 
         Args:
             rows: ``int64[M, slots]``, positions of this node in any logical shards; not changed.
@@ -311,13 +321,13 @@ class Node(Changing, BaseNode[T]):
         return self._epoch_end_of_source(rows, shards) if self.one_for_one else None
 
     def _epoch_end_of_source(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
-        """`epoch_end` of a node that yields one sample for each of its source, and whose own slots stay as they are."""
+        """Return `epoch_end` of a node that yields one sample for each sample of its source and keeps its own slots."""
         own = self._slots("source").start
         end = self.children["source"].epoch_end(rows[:, own:], shards)
         return None if end is None else (end[0], np.concatenate([rows[:, :own], end[1]], axis=1))
 
     def prepare(self, rows: Ints, shards: Ints) -> None:
-        """Begin to bring what is needed at these positions, from which this process is about to draw; returns at once.
+        """Begin to fetch the data at positions from which this process is about to draw; return at once.
 
         Args:
             rows: ``int64[M, slots]``, positions of this node in any logical shards; not changed.
@@ -325,38 +335,42 @@ class Node(Changing, BaseNode[T]):
         """
 
     def documents(self, column: str) -> Documents | None:
-        """A token column of this node's samples, to be read many documents at a time; `None` where that is not possible.
+        """Return a token column of this node's samples, to be read many documents at a time; `None` if that is not possible.
 
-        It moves this node neither now nor later: it reads from positions that its caller keeps. A node over others that hand
-        over documents can do so as well: it picks and cuts the `Spans` of its children, which are arrays of numbers.
+        It moves this node neither now nor later: it reads from positions that its caller keeps. A node over children that
+        return documents can return documents too: it picks and cuts the `Spans` of its children, which are arrays of numbers.
         """
         del column
         return None
 
     def texts(self, column: str) -> Texts | None:
-        """A column of strings of this node's samples, to be read many at a time; `None` where that is not possible."""
+        """Return a column of strings of this node's samples, to be read many at a time; `None` if that is not possible."""
         del column
         return None
 
     def dtype_of(self, column: str) -> np.dtype[Any] | None:
-        """The dtype of a token column where samples are dicts of that column alone, so that `documents` leaves nothing out;
-        `None` where they are not, or where it differs."""
+        """Return the dtype of a token column if samples are dicts of that column alone and the dtype is always the same.
+
+        `documents` then leaves nothing out. In all other cases return `None`.
+        """
         del column
         return None
 
     def parameters(self) -> dict[str, Any]:
-        """Return all that changes order or content of the samples, JSON values by name; checked when a state is loaded."""
+        """Return all that changes the order or content of samples, as JSON values by name; checked when a state is loaded."""
         return {}
 
     def locate(self) -> str:
-        """Return the place of the sample that was yielded last, for messages; empty if it is not known."""
+        """Return the place of the sample that was yielded last, for messages; an empty string if it is not known."""
         return next(iter(self.children.values())).locate() if len(self.children) == 1 else ""
 
     def verify(self) -> None:
-        """``DataStateError`` where what was read is not what the position says, as far as this node keeps account of it."""
+        """Raise ``DataStateError`` if the rows that were read are not those in the position's digest, if this node has one."""
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
-        """Return counts of what logical shards have drawn, for a logger; keys start with the kind of value, ``"rows/..."``.
+        """Return counts of what logical shards have drawn, for a logger.
+
+        Keys start with the kind of value, as in ``"rows/..."``.
 
         Args:
             rows: ``int64[M, slots]`` of this node.
@@ -367,7 +381,7 @@ class Node(Changing, BaseNode[T]):
         return {}
 
     def walk(self, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Node[Any]]]:
-        """Yield this node and all below it, with their paths."""
+        """Yield this node and all nodes below it, each after its path."""
         yield path, self
         for name, child in self.children.items():
             yield from child.walk((*path, name))
@@ -387,7 +401,7 @@ class Node(Changing, BaseNode[T]):
 
 @singledispatch
 def as_node(node: object) -> Node[Any]:
-    """``node`` itself if it is ours, else wrapped in one of ours."""
+    """Return ``node`` itself if it is a `Node`, else a `Node` that wraps it."""
     raise TypeError(
         f"A pipeline is made of nodes, but it was given a {type(node).__name__}. Return a torchdata.nodes.BaseNode, for "
         f"example rd.Reader(source, shard)."

@@ -1,4 +1,4 @@
-"""`Bound`: how long a node may draw without anything to yield, where what it draws from has no end."""
+"""`Bound`: limits how long a node may draw from an endless source without anything to yield."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from rescale_data.errors import DataStateError
 from rescale_data.nodes.base import Node, View
 from rescale_data.nodes.below import find_shard, source_names
 
-_EVERY = 256  # draws between two looks
+_EVERY = 256  # draws between two checks
 SILENT_EPOCHS = 2
-"""After so many whole epochs without anything a source has none."""
+"""Whole epochs without a result after which a source is taken to have none."""
 _EPOCHS_BESIDE_RESTING = 64
-_DRAWS = 2**24  # where no source of ours says how far it has come
+_DRAWS = 2**24  # the limit where no source of ours shows progress
 
 
 def require_tokens(num_epochs: int) -> None:
-    """``DataStateError`` where an endless stream of documents has had no token in too many whole epochs."""
+    """Raise ``DataStateError`` if an endless stream of documents has had no token in too many whole epochs."""
     if num_epochs > SILENT_EPOCHS:
         raise DataStateError(
             f"A logical shard had no token in {SILENT_EPOCHS} whole epochs: its documents are empty, filtered out or dropped. "
@@ -25,14 +25,14 @@ def require_tokens(num_epochs: int) -> None:
 
 
 class Bound:
-    """Draws of a node that yielded nothing, counted within one `next`.
+    """Counts the draws within one `next` that yielded nothing.
 
-    Each source that was drawn from may be read for two whole epochs; where others were not drawn from, as a mixture does with
-    small weights, for 64.
+    Each source that was drawn from may be read for two whole epochs. If a mixture with small weights has not drawn from some
+    sources, the limit is 64 epochs.
 
     Args:
-        node: Where it stands tells how far its sources have come.
-        name: Of the node that draws, if it is another.
+        node: The node whose position shows how far its sources have come.
+        name: Name of the node that draws, if it is another one.
     """
 
     def __init__(self, node: Node[Any], name: str = "") -> None:
@@ -40,10 +40,12 @@ class Bound:
         self._since: list[list[int]] = []
 
     def missed(self, num_before: int, position: View | None = None, num: int = 1) -> int:
-        """Count so many more; `DataStateError` where that was in vain for too long.
+        """Return the count of draws in vain, with ``num`` more; raise `DataStateError` if there were too many.
 
         Args:
-            position: Where ``node`` stands, if not at its own position.
+            num_before: The count so far.
+            position: The position of ``node``, if it is not its own.
+            num: Draws in vain since then.
         """
         after = num_before + num
         if after // _EVERY > num_before // _EVERY:
@@ -75,6 +77,6 @@ class Bound:
 
 
 def _place(node: Node[Any], position: View, path: tuple[str, ...], below: Node[Any]) -> list[int]:
-    """The slots of a node below in a position of ``node``; inside a torchdata node, as they are."""
+    """Return the slots of ``below`` in a position of ``node``; inside a torchdata node, its own live position."""
     slots = node.slots_of(path)
     return (below.position if slots is None else position[slots]).tolist()

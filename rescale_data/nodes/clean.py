@@ -1,4 +1,4 @@
-"""`CleanDocuments`: what tokenized corpora need before they are packed."""
+"""`CleanDocuments`: cleans tokenized documents before they are packed."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _PIECE, _SHORT = 0, 1
 
 
 class CleanDocuments(Node[dict[str, Any]]):
-    """Documents without given tokens at their ends, without the short ones, and with the long ones in pieces.
+    """Strips given tokens at both ends of documents, drops the short documents and cuts the long ones into pieces.
 
-    Over a `Reader` and below a packer, documents are cleaned many at a time. The position is that of the source at the
-    document of the next piece, and which piece that is.
+    Over a `Reader` and below a packer, documents are cleaned many at a time. The position holds the source's position at the
+    document of the next piece, and the number of that piece.
 
     Args:
         source: A node whose samples hold tokens under ``column``.
-        column: Which.
+        column: The column of the tokens.
         strip: Token ids to take off at both ends of a document, such as a BOS or EOS that the packer puts there itself.
         min_length: Documents with fewer tokens are left out and counted (``short_documents``).
-        max_length: Longer documents are yielded in pieces of so many tokens, the last one of what is left. Every piece keeps
-            the other columns.
+        max_length: Longer documents are yielded in pieces of ``max_length`` tokens; the last piece has the rest. Every piece
+            keeps the other columns.
 
     Raises:
         ValueError: Lengths out of range, a sample without that column.
@@ -107,7 +107,7 @@ class CleanDocuments(Node[dict[str, Any]]):
         return [self.pieces(view) for view in spans.views()]
 
     def pieces(self, tokens: Sequence[int]) -> list[slice]:
-        """Return the pieces of a document that are left, as slices of its tokens."""
+        """Return the pieces of a document as slices of its tokens; an empty list if the document is too short."""
         start, stop = 0, len(tokens)
         while start < stop and int(tokens[start]) in self.strip:
             start += 1
@@ -130,7 +130,7 @@ class CleanDocuments(Node[dict[str, Any]]):
         return {"short_documents": float(rows[:, _SHORT].sum())}
 
     def _open(self) -> list[slice]:
-        """The pieces of the document at the bookmark; none where it is too short, or the epoch has ended."""
+        """Return the pieces of the document at the bookmark; none if it is too short, or if the epoch has ended."""
         if self._pieces is None:
             self.take_effect()
             if self._source.position != self._bookmark:

@@ -17,11 +17,11 @@ from rescale_data.nodes.reading.spans import EMPTY, Moves, Spans
 from rescale_data.sources.decoded.sizes import size_of
 
 TakeOut: TypeAlias = Callable[[Mapping[str, Any], int], Mapping[str, Any]]
-"""Of a sample with so many tokens: what of it is wanted beside them, by name."""
+"""Function of a sample and its number of tokens, which returns the values to keep alongside the tokens, by name."""
 
 
 class Beside(dict[str, Any]):
-    """Values of one document alongside its tokens, as `Spans` keep them."""
+    """Values that `Spans` keep for one document alongside its tokens."""
 
     @property
     def nbytes(self) -> int:
@@ -29,13 +29,13 @@ class Beside(dict[str, Any]):
 
 
 class ColumnDocuments:
-    """A column of a node's samples as `Documents`; the node is bound anew wherever it is not where it has to be read.
+    """A column of a node's samples as `Documents`; the node is bound again whenever another position is read.
 
     Args:
         node: The node.
-        column: Of its samples.
-        reader: The name of the node that asks for them, for messages.
-        beside: What else is taken out of each sample, which the `Spans` keep.
+        column: The column of its samples that holds tokens.
+        reader: The name of the node that reads the documents, for messages.
+        beside: Functions that take further values out of each sample, for the `Spans` to keep.
     """
 
     def __init__(self, node: Node[Any], column: str, reader: str, *beside: TakeOut) -> None:
@@ -77,7 +77,7 @@ class ColumnDocuments:
 
 
 def integers(sample: Any, column: str, reader: str, node: Node[Any]) -> npt.NDArray[Any]:
-    """The tokens of a sample that ``node`` has yielded; an error names the node that asks for them, and the row."""
+    """Return the tokens of a sample that ``node`` has yielded; an error names ``reader``, which wants them, and the row."""
     try:
         return _integers(sample, column, reader)
     except (TypeError, ValueError) as error:
@@ -86,7 +86,7 @@ def integers(sample: Any, column: str, reader: str, node: Node[Any]) -> npt.NDAr
 
 
 def length_of(sample: Any, column: str, node: Node[Any]) -> int:
-    """Return the tokens of a sample that ``node`` has yielded, for a mixture by tokens; ``TypeError`` if that is unknown."""
+    """Return the number of tokens in a sample that ``node`` has yielded, for a mixture by tokens; ``TypeError`` if unknown."""
     try:
         return len(sample[column])
     except (TypeError, LookupError) as cause:

@@ -26,18 +26,19 @@ from rescale_data.state import COUNT, Field, Ints
 _LOOK_AFTER = 1000
 _log = logging.getLogger("rescale_data")
 _seen: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, False])
-"""By predicate, in this process: kept, dropped, and whether that was said."""
+"""Counts of this process by predicate: samples kept, samples dropped, and True if a warning was logged."""
 
 
 class _WrittenError(Exception):
-    """The predicate has changed a sample, and what it wrote is yielded."""
+    """The predicate has changed a sample, which has to be yielded with that change."""
 
 
 class FilteredDocuments:
-    """The documents of a `Filter` in blocks, as long as that is what its samples are.
+    """The documents of a `Filter`, read in blocks for as long as the blocks hold the same as its samples.
 
-    From the first block on that cannot be read, for which the predicate raises, or into which it writes, the samples are read
-    one at a time: a null is the predicate's to judge, an error names its row, and what was written is yielded.
+    This ends at the first block that cannot be read, for which the predicate raises, or into which the predicate writes. From
+    there on samples are read one at a time. So the predicate sees nulls, an error names its row, and changed samples are
+    yielded.
     """
 
     is_costly = True
@@ -59,19 +60,20 @@ class FilteredDocuments:
 
 
 class Filter(Node[Any]):
-    """The samples for which ``predicate`` is true. The others count as drawn, and are counted (``filtered_rows``).
+    """Yields the samples for which ``predicate`` is true. The others are drawn, dropped and counted (``filtered_rows``).
 
-    Where more than 90 % are dropped, one warning says so: they are all read.
+    If more than 90 % are dropped, one warning says so, because dropped samples are read too.
 
     Args:
         source: A node.
-        predicate: From a sample to whether it stays, without a memory of its own. An error in it names the row.
-        version: Of the predicate, compared when a state is loaded: another one is an error. Without, another name or
-            source is only warned about.
-        on_error: As in `Map`: "skip" counts the samples for which it raises apart (``skipped_rows``).
+        predicate: Function of a sample that returns true if the sample stays. It keeps no memory of earlier samples. An error
+            in it names the row.
+        version: Version of the predicate. When a state is loaded, another version is an error. Without versions, another name
+            or source code of the predicate only logs a warning.
+        on_error: As in `Map`. With "skip", samples for which the predicate raises are counted apart (``skipped_rows``).
 
     Raises:
-        DataStateError: Nothing was kept in two whole epochs of an endless source.
+        DataStateError: No sample was kept in two whole epochs of an endless source.
 
     Example:
         >>> import rescale_data as rd
@@ -121,7 +123,7 @@ class Filter(Node[Any]):
             misses = self._bound.missed(misses)
 
     def documents(self, column: str) -> Documents | None:
-        """Return documents in blocks if samples have that column alone: the predicate is then asked without reading rows."""
+        """Return documents in blocks if samples have this column alone: the predicate then needs no rows."""
         dtype = self.dtype_of(column)
         inner = None if self._guard.skips or dtype is None else self._source.documents(column)
         if inner is None or dtype is None:
@@ -135,7 +137,7 @@ class Filter(Node[Any]):
         return self._source.dtype_of(column)
 
     def _pieces(self, column: str, dtype: np.dtype[Any], spans: Spans) -> list[list[slice]]:
-        """Ask the predicate of documents, each a copy as a sample holds it, up to one for which it raises."""
+        """Call the predicate for each document, with a copy as in a sample, up to the first for which it raises."""
         tokens, ends = joined(spans, Around(None, None, dtype))
         copies, found = tokens.astype(dtype), list[list[slice]]()
         for start, stop in pairwise(ends.tolist()):

@@ -1,4 +1,4 @@
-"""Nodes of torchdata, and of others, below ours: each is wrapped in a `Node` that keeps its state."""
+"""Foreign nodes, from torchdata or others, below ours: each is wrapped in a `Node` that keeps its state."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from rescale_data.state import Field, field_of, flatten, row_of, state_of
 T = TypeVar("T")
 
 _NUM_COMPARED = 8
-_NOT_AGAIN = "StatefulDistributedSampler"  # by its name: to import it is to import torchdata's loader
+_NOT_AGAIN = "StatefulDistributedSampler"  # by name, because importing it would import torchdata's loader
 _BEGUN = Field(("begun",))
 _UNBATCHER_KEYS = {Unbatcher.SOURCE_KEY, Unbatcher.BATCH_IDX_KEY}
 _AS_BUILT, _AT_BEGINNING, _WITHIN = range(3)
 
 
 class Foreign(Node[T]):
-    """A torchdata node that is not ours: its `state_dict()`, taken after every sample, is the row.
+    """A torchdata node that is not ours: its row is its `state_dict()`, taken after every sample.
 
-    An epoch ends and begins as under torchdata's `Loader`: at `StopIteration` the node is reset, and so are all below it.
-    Those of them that are ours then go on with their next epoch. A row in which nothing has `begun` stands for the state in
-    which the node was built, which may differ from shard to shard.
+    Epochs end and begin as under torchdata's `Loader`: at `StopIteration` the node and all nodes below it are reset. A `Node`
+    below it then goes on with its next epoch. A row whose slot ``begun`` is 0 stands for the state in which the node was
+    built. That state may differ from shard to shard.
     """
 
     def __init__(self, node: BaseNode[T]) -> None:
@@ -73,19 +73,19 @@ class Foreign(Node[T]):
 
     def _begin(self) -> None:
         epochs = [(sampler, sampler.epoch) for sampler in self._samplers if isinstance(sampler.sampler, Stateful)]
-        for sampler in self._samplers:  # those that nobody has asked since a resume would stay in their epoch
+        for sampler in self._samplers:  # a sampler without a call since a resume would stay in its epoch
             if not isinstance(sampler.sampler, Stateful):
                 next(sampler, None)
         self.node.reset(None)
         for sampler, epoch in epochs:
-            if sampler.epoch == epoch:  # so would these, and to ask them would move their place
+            if sampler.epoch == epoch:  # so would this one, and a call would move its place
                 sampler.epoch = sampler.epoch_updater(epoch)
                 sampler.reset(None)
 
     def _reset(self, position: View) -> None:
         kept = state_of(self.fields, position)
         as_built = kept.pop(_BEGUN.key) == _AS_BUILT
-        # a node may go on writing in what it is given
+        # the node may go on writing into the state that it receives
         self.node.reset(_apart(copy.deepcopy(self._first) if as_built else kept))
 
     def _keep(self, position: View, begun: int) -> None:
@@ -101,9 +101,10 @@ class Foreign(Node[T]):
 
 
 class _OfUnbatcher(dict[str, Any]):
-    """The state of an `Unbatcher`, which keeps the very dict that it resets its source to, and saves it later.
+    """The state of an `Unbatcher`, of which each value is read as a copy.
 
-    A `MultiNodeWeightedSampler` goes on writing there which of its sources are exhausted. So each that is taken is a copy.
+    An `Unbatcher` resets its source to a dict, keeps this same dict and saves it later. A `MultiNodeWeightedSampler` as the
+    source goes on writing into the dict which of its sources are exhausted.
     """
 
     def __getitem__(self, key: str) -> Any:
@@ -111,13 +112,13 @@ class _OfUnbatcher(dict[str, Any]):
 
 
 def _apart(state: dict[str, Any]) -> dict[str, Any]:
-    """The same state, to reset a node to: nobody writes in what an `Unbatcher` keeps of it."""
+    """Return the same state, for a reset of a node: an `Unbatcher` in it gets copies, into which no other node writes."""
     inside = {key: _apart(value) if type(value) is dict else value for key, value in state.items()}
     return _OfUnbatcher(inside) if inside.keys() == _UNBATCHER_KEYS else inside
 
 
 class Mapped(Node[Any]):
-    """A torchdata `Mapper` without threads: one sample for each that its source yields, so its position is the source's."""
+    """A torchdata `Mapper` without threads: one sample for each sample of its source, so its position is the source's."""
 
     def __init__(self, mapper: ParallelMapper[Any]) -> None:
         super().__init__(source=mapper.source)
@@ -143,7 +144,7 @@ def _wrapped(node: BaseNode[Any]) -> Node[Any]:
 
 
 def refuse_ranks(root: Node[Any], shard: Shard) -> None:
-    """``TypeError`` where something in a pipeline reads the part of a rank, in place of that of a logical shard."""
+    """Raise ``TypeError`` if a part of the pipeline reads the rows of a rank, in place of a logical shard's."""
     for _, node in root.walk():
         for part in _with_ranks(node.node) if isinstance(node, Foreign) else ():
             rank, world_size = _ranks_of(part)
@@ -156,7 +157,7 @@ def refuse_ranks(root: Node[Any], shard: Shard) -> None:
 
 
 def _refuse_threads(node: BaseNode[Any]) -> None:
-    """``TypeError`` where a node owns threads or processes, or maps in batches for their sake."""
+    """Raise ``TypeError`` if a node owns threads or processes, or maps in batches for their sake."""
     if isinstance(node, ParallelMapper) and not node.num_workers:
         if node.prebatch is not None:
             raise TypeError(
@@ -171,7 +172,7 @@ def _refuse_threads(node: BaseNode[Any]) -> None:
 
 
 def _refuse_once(node: BaseNode[Any]) -> None:
-    """``TypeError`` where what a node wraps can be read once only, or is another order each time."""
+    """Raise ``TypeError`` if the iterable or sampler in a node can be read only once, or has another order each time."""
     wrapped = _wrapped_by(node)
     if any(kind.__name__ == _NOT_AGAIN for kind in type(wrapped).__mro__):
         raise TypeError(
@@ -197,7 +198,10 @@ def _refuse_once(node: BaseNode[Any]) -> None:
 
 
 def _refuse_nested(node: BaseNode[Any]) -> None:
-    """``TypeError`` where a mixture of torchdata's reads another, which does not begin its next epoch after every resume."""
+    """Raise ``TypeError`` if a mixture of torchdata's reads another one.
+
+    The inner one would not begin its next epoch after some resumes.
+    """
     if isinstance(node, MultiNodeWeightedSampler):
         for below in _all_below(node):
             if below is not node and isinstance(below, MultiNodeWeightedSampler):
@@ -208,25 +212,25 @@ def _refuse_nested(node: BaseNode[Any]) -> None:
 
 
 def _wrapped_by(node: BaseNode[Any]) -> Any:
-    """The iterable or sampler that a node of torchdata wraps; `None` where it wraps none."""
+    """Return the iterable or sampler that a node of torchdata wraps; `None` if it wraps none."""
     if isinstance(node, SamplerWrapper):
         return node.sampler
     return node.iterable if isinstance(node, IterableWrapper) else None
 
 
 def _with_ranks(node: BaseNode[Any]) -> Iterator[Any]:
-    """Yield the nodes from one on down, and the samplers that they wrap, that have a rank and a number of ranks."""
+    """Yield each object with a rank and a number of ranks: ``node``, the nodes below it and the samplers they wrap."""
     for below in _all_below(node):
         yield from (part for part in (below, _wrapped_by(below)) if all(value is not None for value in _ranks_of(part)))
 
 
 def _ranks_of(part: Any) -> tuple[Any, Any]:
-    """The rank and the number of ranks, in torchdata's words or those of torch's `DistributedSampler`."""
+    """Return the rank and the number of ranks, by torchdata's names or by the names in torch's `DistributedSampler`."""
     return getattr(part, "rank", None), getattr(part, "world_size", getattr(part, "num_replicas", None))
 
 
 def _parameters(node: BaseNode[Any]) -> dict[str, Any]:
-    """Return the arguments of a node that JSON can hold, and those of the foreign nodes below it."""
+    """Return the arguments of a node, and of the foreign nodes below it, that JSON can hold."""
     public = {k: v.item() if isinstance(v, np.generic) else v for k, v in vars(node).items() if not k.startswith("_")}
     below = {
         name: {"node": type(child).__name__, **_parameters(child)}
@@ -243,7 +247,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _own_below(node: BaseNode[Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Node[Any]]]:
-    """The nodes of ours that a foreign one reads, itself or through other foreign ones, with their paths."""
+    """Yield each `Node` that a foreign node reads, directly or through other foreign nodes, after its path."""
     for name, child in _children(node):
         if isinstance(child, Node):
             yield (*path, name), child

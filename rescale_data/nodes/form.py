@@ -1,7 +1,7 @@
-"""Forms that samples had in earlier legs of a run: scalars alongside the state, from which tokens are counted on.
+"""Forms of samples in earlier segments of a run: a few numbers alongside the state, for counting tokens over the whole run.
 
-A packer of windows is within one that may have been packed in other forms before. How many samples it has yielded in each is
-one integer: 21 bits for the form of now, then, where it has changed, those before.
+A packer of windows may be within a window that was packed in other forms before. One integer holds how many of its samples were
+yielded in each form: the lowest 21 bits are for the present form, the higher ones for up to two earlier forms.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from rescale_data.errors import DataStateError
 from rescale_data.state import Ints
 
 BEFORE = "earlier"
-"""Beside the parameters of a node in a state: what it has to know of earlier ones."""
+"""Key in a state, next to the parameters of a node, for the earlier parameters that the node still needs."""
 _DIGIT = 21
 MOST = 2**_DIGIT - 1
-"""Samples of a window."""
+"""Largest number of samples in a window."""
 
 LASTING = ("seq_len", "max_documents", "limits")
-"""What the position of a packer depends on within a window."""
+"""Parameters on which the position of a packer depends within a window."""
 History: TypeAlias = Sequence[tuple[int, Mapping[str, Any]]]
-"""``(samples, {"seq_len": ..., "tokens": ..., "shards": N, ...})``, oldest first: up to which sample of the run a form held,
-and how many tokens all logical shards had delivered by then."""
+"""``(samples, {"seq_len": ..., "tokens": ..., "shards": N, ...})``, oldest first: the sample of the run up to which a form
+held, and the tokens that all logical shards had delivered by then."""
 
 
 CHANGED = (
@@ -32,7 +32,7 @@ CHANGED = (
 
 
 def num_tokens(history: History, samples: Ints, seq_len: int) -> float:
-    """Tokens with what pads them, of some logical shards that have delivered ``samples``; exact for all of them together."""
+    """Return the tokens, padding included, of some logical shards that have delivered ``samples``; exact for all N shards."""
     if not history:
         return float(samples.sum()) * seq_len
     before, form = history[-1]
@@ -41,7 +41,7 @@ def num_tokens(history: History, samples: Ints, seq_len: int) -> float:
 
 
 class Stage(NamedTuple):
-    """A form that a window was packed in, and how many samples of it were yielded."""
+    """A form in which a window was packed, and the number of samples yielded in it."""
 
     seq_len: int
     max_documents: int
@@ -50,7 +50,7 @@ class Stage(NamedTuple):
 
 
 def stages(emitted: int, history: History, now: Stage) -> Iterator[Stage]:
-    """The forms of which samples of a window were yielded, and that of now."""
+    """Yield the earlier forms in which samples of a window were yielded, oldest first, then the present form ``now``."""
     for back in (2, 1):
         num_emitted = emitted >> (back * _DIGIT) & MOST
         if num_emitted:
@@ -62,7 +62,7 @@ def stages(emitted: int, history: History, now: Stage) -> Iterator[Stage]:
 
 
 def begin_form(emitted: Ints) -> None:
-    """Count what windows have yielded as of the form before."""
+    """Assign the samples that windows have yielded so far to the previous form; ``emitted`` is changed in place."""
     if (emitted >> (2 * _DIGIT)).any():
         raise DataStateError(
             "A third change of seq_len, max_documents or limits within one window of a WholeDocumentPacker. Train on with the "

@@ -1,4 +1,4 @@
-"""Identity of a user's function in a state: the version that the user gives, or its name and a digest of its source."""
+"""Identity of a user's function in a state: a version that the user gives, or a name and a digest of the source code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 CODE, VERSION = "fn.code", "version"
-"""Parameters: the first is only warned about when a state is loaded, the second compared where both sides have it."""
+"""Parameter names. When a state is loaded, changed code only logs a warning; versions are compared if both sides have one."""
 
 
 def require_function(fn: object, of: str) -> None:
@@ -19,7 +19,7 @@ def require_function(fn: object, of: str) -> None:
 
 
 def identity(fn: Any, version: str | int | None) -> dict[str, Any]:
-    """Parameters of a node that calls ``fn``."""
+    """Return the parameters of a node that calls ``fn``: its version, or its name and a digest of its source code."""
     require_function(fn, "a sample")
     if version is not None:
         if not isinstance(version, str | int | np.integer):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -32,7 +32,7 @@ def identity(fn: Any, version: str | int | None) -> dict[str, Any]:
 
 
 def _digest(made_of: Any) -> str:
-    """Return a digest of the lines that define an object, wherever they stand; empty if there are none."""
+    """Return a digest of the source code of an object, whatever its place and indentation; empty if there is no source code."""
     try:
         lines = inspect.getsource(made_of).split()
     except (OSError, TypeError):

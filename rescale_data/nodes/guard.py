@@ -1,4 +1,4 @@
-"""`Guard`: what becomes of an error in a function of the user's or in reading a row, and where its sample came from."""
+"""`Guard`: handles an error in a user's function or in reading a row, and adds the place of the sample to it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Literal, NoReturn, TypeAlias
 from rescale_data.nodes.base import Node
 
 OnError: TypeAlias = Literal["raise", "skip"] | Callable[[Exception, str], Any]
-"""What becomes of a sample whose function raises, or of a row that cannot be read: "raise", with the place of the row; "skip",
-unless the error is one of the program and not of the data; or a function of the error and the place. It raises, returns what is
-used in place of what the function would have returned, or `None`, which leaves the sample out."""
+"""The way to handle a sample whose function raises, or a row that cannot be read. "raise" raises the error with the place of
+the row. "skip" leaves the sample out, unless the error is one of the program (`BUGS`). A function receives the error and the
+place: it raises, returns a value to use in place of the result, or returns `None` to leave the sample out."""
 
 BUGS = (NameError, AttributeError, ImportError, NotImplementedError, SyntaxError, MemoryError)
-"""Errors of the program: "skip" would leave out every sample for them."""
+"""Errors of the program, not of the data: because of them "skip" would leave out every sample."""
 
 _LOGGED_IN_FULL = 10
 _log = logging.getLogger("rescale_data")
@@ -25,9 +25,9 @@ class Guard:
     """Raises an error with the place of its sample, or logs it.
 
     Args:
-        kind: Of the node that called the function.
+        kind: Class of the node that called the function.
         on_error: See `OnError`.
-        note: What was done with the sample, for the error's note; default: it was given to the node's function.
+        note: Words for the error's note, before the place of the sample. Default: the sample was given to the node's function.
     """
 
     __slots__ = ("_decide", "_name", "_note", "skips")
@@ -44,11 +44,14 @@ class Guard:
         self._note = note or f"in the function of {self._name}, given"
 
     def caught(self, error: Exception, where: str, num_before: int) -> Any:
-        """Raise ``error``, or say what is used in place of what failed; `None`: the sample is left out, and the node counts it.
+        """Raise ``error``, or return the value to use in place of the failed result.
+
+        `None` means that the sample is left out; the node then counts it.
 
         Args:
-            where: What `Node.locate` says of the sample.
-            num_before: How many this logical shard has left out before. The first few are logged, then ever fewer.
+            error: The error that was caught.
+            where: The place of the sample, from `Node.locate`.
+            num_before: Number of samples that this logical shard left out before. The first few are logged, then ever fewer.
         """
         where = where or "a sample whose place is not known"
         if not self.skips or (self._decide == "skip" and isinstance(error, BUGS)):
@@ -66,7 +69,7 @@ class Guard:
 
 
 def guard_of(node: Node[Any], on_error: OnError, note: str = "") -> Guard:
-    """Return the guard of a node; with "raise" all nodes of a class share one."""
+    """Return the guard of a node. With "raise", all nodes of a class with the same note share one."""
     return _raising(type(node), note) if on_error == "raise" else Guard(type(node), on_error, note)
 
 
@@ -81,7 +84,13 @@ def described(sample: object) -> str:
 
 
 def add_place(error: Exception, node: str, where: str) -> None:
-    """Note on an error of ``node`` in what a sample holds where that sample comes from, as far as that is known."""
+    """Add a note with the place of the sample to an error; nothing if the place is not known.
+
+    Args:
+        error: An error in the content of the sample.
+        node: Name of the node that raised it.
+        where: The place, from `Node.locate`.
+    """
     if where:
         error.add_note(f"in {node}, given {where}")
 

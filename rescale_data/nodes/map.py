@@ -1,4 +1,4 @@
-"""`Map` and `RandomMap`: a function of each sample."""
+"""`Map` and `RandomMap`: apply a function to each sample."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from rescale_data.state import COUNT, Field, Ints
 
 
 class OfEach(Node[Any]):
-    """One sample for each of its source, or none: what `Map` and `RandomMap` share."""
+    """Base class of `Map` and `RandomMap`: yields one sample, or none, for each sample of its source."""
 
     FIELDS = (Field(("skipped",), counts=True, limits=COUNT),)
     _beside: Any = None
-    """Of a class whose ``fn`` is given something beside the sample: makes it, before that is drawn."""
+    """Makes the second argument of ``fn``, in a class whose ``fn`` has one; called before the sample is drawn."""
 
     def __init__(
         self, source: BaseNode[Any], fn: Callable[..., Any], on_error: OnError, version: str | int | None
@@ -58,16 +58,16 @@ class OfEach(Node[Any]):
 
 
 class Map(OfEach):
-    """``fn`` of each sample.
+    """Applies ``fn`` to each sample.
 
     Args:
         source: A node.
-        fn: From a sample to a sample, without a memory of its own. An error in it names the row.
+        fn: Function from a sample to a sample. It keeps no memory of earlier samples. An error in it names the row.
         version: As in `Filter`.
-        on_error: "raise", or "skip": leave out samples for which ``fn`` raises, log and count them (``skipped_rows``); not for
-            errors of the program, as `NameError`. Or a function of the error and the place of its row, which raises, returns
-            what is used in place of what ``fn`` would have returned, or `None` to leave the sample out. Unless it is "raise"
-            the number of samples of an epoch is unknown.
+        on_error: "raise" raises the error. "skip" leaves out samples for which ``fn`` raises, logs them and counts them
+            (``skipped_rows``); errors of the program, such as `NameError`, are still raised. A function receives the error
+            and the place of its row: it raises, returns a value to use in place of the result of ``fn``, or returns `None` to
+            leave the sample out. Unless ``on_error`` is "raise", the number of samples in an epoch is unknown.
 
     Example:
         >>> import rescale_data as rd
@@ -87,18 +87,18 @@ class Map(OfEach):
 
 
 class RandomMap(OfEach):
-    """``fn(sample, rng)`` of each sample: augmentation that is the same at any topology and after any resume.
+    """Applies ``fn(sample, rng)`` to each sample: augmentation that is the same at any topology and after any resume.
 
-    The generator is made anew for each sample, from the seed, the logical shard and the position of the source at the sample:
-    epoch and row, over a mixture the number of the draw, not what was counted on the way. Nothing random is state. Its raw
-    stream is the same in every version of NumPy; what the methods of `numpy.random.Generator` make of it may change with NumPy.
+    Each sample gets a new generator. It is keyed by the seed, the logical shard and the position of the source at the sample:
+    epoch and row, or over a mixture the number of the draw. Counts, such as skipped rows, do not change it. Nothing random is
+    state. The raw stream is the same in every version of NumPy; results of `numpy.random.Generator` methods may change.
 
     Args:
         source: A node.
-        fn: From a sample and a `numpy.random.Generator` to a sample. It draws from nothing else.
-        label: Tells this node from others that see the same positions, as in the branches of a mixture, which else draw
-            alike. One RandomMap over another is told apart by itself, but where a mixture is between them.
-        shard: Default: that of the `Reader` below.
+        fn: Function from a sample and a `numpy.random.Generator` to a sample. It draws random numbers from nothing else.
+        label: Distinguishes this node from others at the same positions, as in the branches of a mixture, which would draw the
+            same numbers otherwise. A RandomMap over another one needs no label, unless a mixture is between them.
+        shard: The logical shard. Default: the shard of the `Reader` below.
         on_error: As in `Map`.
         version: As in `Filter`.
 

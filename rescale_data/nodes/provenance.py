@@ -12,7 +12,7 @@ PROVENANCE = "provenance"
 
 
 def with_provenance(sample: Any, where: str | list[str]) -> dict[str, Any]:
-    """The sample and where it comes from; ``TypeError`` where it has no room for that."""
+    """Return the sample with its provenance as one more key; ``TypeError`` if the sample is no mapping."""
     if not isinstance(sample, Mapping):
         raise TypeError(
             f"Reader(provenance=True) adds the key {PROVENANCE!r} to each sample, but a sample is a {type(sample).__name__}. "
@@ -22,12 +22,12 @@ def with_provenance(sample: Any, where: str | list[str]) -> dict[str, Any]:
 
 
 def carried(sample: Any, result: Any) -> Any:
-    """Return a function's result, with the provenance of its sample unless it has its own."""
+    """Return a function's result with the provenance of its sample, unless the result has its own."""
     if not (isinstance(sample, Mapping) and isinstance(result, Mapping)) or PROVENANCE not in sample:
         return result
     return {PROVENANCE: sample[PROVENANCE], **result}
 
 
 def joined(lines: Iterable[str]) -> str:
-    """The provenance of a sample that is made of several documents."""
+    """Return the provenance of a sample that is made of several documents, one line each."""
     return "\n".join(lines)

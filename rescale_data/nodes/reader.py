@@ -1,4 +1,4 @@
-"""`Reader`: the rows of one logical shard."""
+"""`Reader`: yields the rows of one logical shard."""
 
 from __future__ import annotations
 
@@ -32,42 +32,44 @@ from rescale_data.state import COUNT, Field, Ints
 
 __all__ = ["DEFAULT_WINDOW", "Reader"]
 
-_BLOCKED, _LIST = -2, -1  # slots, where there is a list
+_BLOCKED, _LIST = -2, -1  # slots, if `exclude` is given
 _MAY_CHANGE = frozenset({"exclude"})
 
 
 class Reader(Node[Any]):
-    """The rows of one logical shard, one epoch until `StopIteration`.
+    """Yields the rows of one logical shard, one epoch until `StopIteration`.
 
-    Of a source of fewer rows than logical shards a shard owns one row in some epochs and none in the others. In an endless
-    stream it goes on at once to the next epoch in which it has one, and ends when it has read all rows (a round of N epochs).
+    If a source has fewer rows than logical shards, a shard owns one row in some epochs and none in the others. In an endless
+    stream it goes on at once to the next epoch in which it has a row, and ends when it has read all rows (a round of N epochs).
 
     Args:
         source: A source, or anything with ``__len__`` and ``__getitem__``.
         shard: The logical shard to read.
-        shuffle: `False`: the order of the files. A number: fragments are permuted, and so are the rows in windows of that
-            many. `True`: windows of 1024 rows; map-style data is permuted as a whole.
-        by_global_batch: With ``shuffle=False`` and ``repeat=False``: each global batch holds the next rows of the source, as
-            long as a sample is a row and the topology is aligned. What ``rd.DataLoader(source, shuffle=False)`` reads. Without,
-            a shard reads a contiguous range of the source, and a global batch has a row of each range.
-        provenance: Add ``"provenance"`` to each sample, a line that says which row of which file of which source it is.
-            `Map`, `Tokenize` and packers hand it on. The order stays the same, but packers read a row at a time.
-        on_error: Of a row that cannot be read: as in `Map`.
-        exclude: Rows that are left out, another list in each leg if need be: of files ``{file: rows in it}``, else row numbers;
-            `find_rows` makes it of ids. They count as drawn and are counted apart (``blocked_rows``). Give ``()`` when the run
-            begins, and to all logical shards the same object, made outside of the pipeline. A document that a `TokenPacker` is
-            within when it is blocked ends there. A window (`WholeDocumentPacker`, `Shuffle`), and a document below a node that
-            leaves out samples, such as `Filter`, is begun again if a state was saved within it and is loaded with another
-            list: of the old one there is but a digest. That repeats what it had delivered, and a warning says in how many
-            logical shards.
+        shuffle: `False` keeps the order of the files. A number permutes the fragments, and permutes the rows in windows of that
+            many rows. `True` uses windows of 1024 rows; map-style data is permuted as a whole.
+        by_global_batch: With ``shuffle=False`` and ``repeat=False``: each global batch holds the next rows of the source, if a
+            sample is a row and the topology is aligned. ``rd.DataLoader(source, shuffle=False)`` reads in this way. Otherwise a
+            shard reads a contiguous range of the source, and a global batch has a row of each range.
+        provenance: Add ``"provenance"`` to each sample: a line with its source, file and row. `Map`, `Tokenize` and packers
+            pass it on. The order stays the same, but packers read a row at a time.
+        on_error: As in `Map`, for a row that cannot be read.
+        exclude: Rows to leave out: ``{file: rows in it}`` for a source of files, else row numbers. `find_rows` makes the list
+            from ids. The rows count as drawn and are counted apart (``blocked_rows``). The list may differ in each segment.
+            Give ``()`` when the run begins. Give the same object, made outside of the pipeline, to all logical shards.
+            A state may be loaded with another list than it was saved with. If it was saved while a `TokenPacker` was within a
+            document that is now blocked, the document ends there. If it was saved within a window (`WholeDocumentPacker`,
+            `Shuffle`), or within a document below a node that leaves out samples, such as `Filter`, this begins again: the
+            state holds only a digest of the old list. Its samples then come again, and a warning says in how many logical
+            shards.
 
     Yields:
         ``{column: value}`` of arrays, bytes, strings or numbers; from a map-style dataset, its own samples.
 
     Raises:
-        ValueError: ``shuffle`` is no window. Whatever reading a row raises comes with the file and the row.
-            ``exclude`` has a file or a row that the source has not.
-        TypeError: ``provenance`` of samples that are no dicts. ``exclude`` is no collection of ints, or no mapping of files.
+        ValueError: ``shuffle`` is no window, or ``exclude`` has a file or a row that the source has not. An error raised by
+            reading a row comes with the file and the row.
+        TypeError: ``provenance`` is set and samples are no dicts, or ``exclude`` is no collection of ints or no mapping of
+            files.
 
     Example:
         >>> import rescale_data as rd
@@ -83,15 +85,15 @@ class Reader(Node[Any]):
         Field(("skipped",), counts=True, limits=COUNT),
     )
     PROOF: ClassVar[Field] = Field(("digest",), counts=True)
-    """What is kept in addition where `Shard.verify` asks for it."""
+    """Additional field if `Shard.verify` is set: the digest of the rows read."""
     LISTED: ClassVar[tuple[Field, ...]] = (
         Field(("blocked",), counts=True, limits=COUNT),
         Field(("list",), counts=True),
     )
-    """What is kept in addition, as the last, where ``exclude`` is given: rows left out, and the digest of the list."""
+    """Last two fields if ``exclude`` is given: the number of rows left out, and the digest of the list."""
     repeats_itself = True
 
-    # Not of each reader: an instance of more than 30 attributes takes 1.3 KB more (CPython), and there may be many.
+    # Defaults on the class: an instance with more than 30 attributes takes 1.3 KB more (CPython), and there may be many.
     _chunks: Chunks | None = None
     _fetching: Fetching | None = None
     _proof: Proof | None = None
@@ -127,8 +129,8 @@ class Reader(Node[Any]):
         self._number = next(numbers)
         self._rows: ShardRows | None = None
         self._farthest = 0
-        self._packed: str | None = None  # the only column that counts, however the rows are read
-        self._column: str | None = None  # the one that is read without its rows
+        self._packed: str | None = None  # the only column that is used, however the rows are read
+        self._column: str | None = None  # the column that is read without its rows
         self._over = self._cuts = False
         self._drawn = -1
         self._share: ShardShare | None = None
@@ -143,7 +145,7 @@ class Reader(Node[Any]):
 
     @property
     def rows(self) -> ShardRows:
-        """The rows of this shard in their order. There may be many readers: they keep it while the cache has room."""
+        """The rows of this shard in their order, kept while the cache has room: there may be many readers."""
         found = self._rows
         if found is None:
             found = ShardRows(
@@ -160,8 +162,7 @@ class Reader(Node[Any]):
         return found
 
     def is_like(self, other: object) -> bool:
-        """True if another reader, of another shard, differs from this one in the shard alone; a user's subclass may do so in
-        anything."""
+        """True if ``other`` differs from this reader in the shard alone. A user's subclass may differ in anything: false."""
         return (
             type(self) is Reader
             and isinstance(other, Reader)
@@ -169,7 +170,7 @@ class Reader(Node[Any]):
             and self.source is other.source
             and self._views is other._views
             and self._chunks is None
-            and self._blocklist is None  # what it passes is the shard's own
+            and self._blocklist is None  # each shard passes other rows
             and replace(other.shard, index=self.shard.index) == self.shard
         )
 
@@ -178,7 +179,7 @@ class Reader(Node[Any]):
         return type(self), type(self.shuffle), self.shuffle, self._by_global_batch, self._must_say, self._on_error
 
     def for_shard(self, shard: Shard, leave: Callable[[], None]) -> Reader:
-        """The same of another shard; ``leave`` is called when the cache has no room for where it reads."""
+        """Return the same reader of another shard; it calls ``leave`` when the cache has no room for its plan."""
         made = Reader(
             self.source,
             shard,
@@ -208,7 +209,7 @@ class Reader(Node[Any]):
 
     def initial(self) -> View:
         row = super().initial()
-        if self._blocklist is not None:  # also where a first window begins, which a node above reads again
+        if self._blocklist is not None:  # also at the beginning of the first window, which a node above reads again
             row[_LIST] = self._blocklist.digest
         return row
 
@@ -236,14 +237,14 @@ class Reader(Node[Any]):
                     position[2] += 1
                     continue
             if self._is_plain and at + 1 < len(plan.rows):
-                position[1] = row + 1  # the same, of a row after which the epoch goes on
+                position[1] = row + 1  # equals `advance` if the epoch goes on after this row
             else:
                 self.advance(position, 1)
             says = self.provenance and (self._must_say or isinstance(value, Mapping))
             return with_provenance(value, self.locate()) if says else value
 
     def skip(self, num_samples: int) -> None:
-        if self._guard.skips:  # only reading tells which rows are samples
+        if self._guard.skips:  # only reading shows which rows are samples
             return super().skip(num_samples)
         if self._leaves_out:
             for _ in range(num_samples):
@@ -259,21 +260,21 @@ class Reader(Node[Any]):
         stop = row + num_samples
         if stop > self.rows.size(epoch) and stop > self.rows.end_of(epoch, self.shard.index)[0]:
             self._finish()
-        if stop > self.rows.size(epoch):  # it goes on at once to others
+        if stop > self.rows.size(epoch):  # it goes on at once to other epochs
             self.position[0], before = self.rows.epoch_after(epoch, stop, self.shard.index)
             self.position[1], num_samples = 0, stop - before
             if self._proof is not None:
                 self.position[3] = 0
         return self.advance(self.position, num_samples)
 
-    # How a position moves: to the next row that is not left out, behind rows, to the next epoch
+    # Moves of a position: to the next row that is not left out, past rows, to the next epoch
 
     @property
     def _leaves_out(self) -> bool:
         return self._blocklist is not None and len(self._blocklist.rows) > 0
 
     def to_next_row(self, position: View) -> bool:
-        """Move a position of this reader behind rows that are left out; True if there is a row then, before the epoch ends."""
+        """Move a position of this reader past rows that are left out; return true if a row follows before the epoch ends."""
         size = self.rows.size
         if self._blocklist is None:
             return position[1] < size(position[0])
@@ -284,7 +285,7 @@ class Reader(Node[Any]):
         return position[1] < size(position[0])
 
     def advance(self, position: View, num_rows: int) -> None:
-        """Move a position behind so many rows."""
+        """Move a position past ``num_rows`` rows."""
         if self._proof is not None:
             position[3] = self._proof.read(position[3], position[0], position[1], num_rows)
         position[1] += num_rows
@@ -292,32 +293,32 @@ class Reader(Node[Any]):
             self.turn(position)
 
     def turn(self, position: View) -> None:
-        """Write the beginning of the next epoch into a position of one; what was left of it, a packer has dropped."""
+        """Write the beginning of the next epoch into a position. A packer has dropped all rows left in the old epoch."""
         if self._proof is not None:
             self._proof.check(position[0], position[1], position[3])
             position[3] = 0
         position[0], position[1] = self.rows.next_epoch(position[0]), 0
 
     def turn_in_blocks(self, position: View) -> None:
-        """`turn`, to the next document itself: whoever is within it then finds it with any list."""
+        """Move as in `turn`, and on to the next row that is not left out, so that it is found again with any list."""
         self.to_next_row(position)
         self.turn(position)
         self.to_next_row(position)
 
     def are_counted(self, epoch: int) -> bool:
-        """True if each row does nothing to a position but to count up its second slot."""
+        """True if each row of an epoch only adds 1 to the second slot of a position."""
         return self._proof is None and not self._leaves_out and not self.rows.goes_on(epoch)
 
     def moves(self, position: View, at: View, num_rows: int) -> tuple[Ints | None, Moves]:
-        """Return which of the next rows are samples, and what each of these does to a position.
+        """Return the places of the next rows that are samples, and the moves of a position by each of them.
 
         Args:
-            position: From which they are read.
-            at: The same, moved `to_next_row`.
-            num_rows: Of one window, from ``at`` on.
+            position: The position from which the rows are read.
+            at: The same position after `to_next_row`.
+            num_rows: Number of rows from ``at`` on, all of one window.
 
         Returns:
-            ``int64[k]`` places among the rows, `None` for all; the moves of ``position``.
+            ``int64[k]`` places among the rows, `None` for all of them; the moves of ``position``.
         """
         if self.rows.goes_on(at[0]):  # the shard has no other row in this epoch
             after = copy_of(at)
@@ -335,7 +336,7 @@ class Reader(Node[Any]):
             else np.asarray(plan.free)[first:][: num_rows + 1]
         )
         kept = np.flatnonzero(free[:-1] == np.arange(first, first + num_rows))
-        ends = np.append(kept[1:], num_rows)  # behind each sample and what is left out behind it
+        ends = np.append(kept[1:], num_rows)  # behind each sample and the rows left out after it
         values = {1: at[1] + ends}
         if self._proof is not None:
             values[3] = self._proof.after_each(at[3], at[0], at[1], num_rows)[ends - 1]
@@ -350,7 +351,7 @@ class Reader(Node[Any]):
         return kept, moves.grouped(np.array([*range(2, len(kept) + 1), len(kept) + 2]))
 
     def _num_blocked(self, position: View) -> int:
-        """Return how many rows from a position on, up to the end of its window, are left out."""
+        """Return the number of rows to leave out at a position before the next sample, within its window."""
         plan = self.plan(position[0], position[1])
         at = position[1] - plan.first
         return 0 if plan.free is None else plan.free[at] - at
@@ -364,7 +365,7 @@ class Reader(Node[Any]):
         return self.is_stale(position) and within and self._num_blocked(position) > 0
 
     def is_lost(self, position: View) -> bool:
-        """True if only the old list tells which row is begun: the first behind it that can be read."""
+        """True if only the old list can identify the row that was begun: the first readable row that was not on it."""
         return self._guard.skips and self.is_stale(position)
 
     def is_stale(self, position: View) -> bool:
@@ -426,11 +427,11 @@ class Reader(Node[Any]):
                 self._fetching.begin(self._column, self.rows.fragments_around(epoch, row, shard), share)
 
     def epochs_at(self, rows: Ints, shards: Ints) -> npt.NDArray[np.float64]:
-        """``float64[M]``, the epochs that shards have read, with their part of the one they are in."""
+        """Return ``float64[M]``, the epochs that shards have read, including the fraction of the present epoch."""
         return rows[:, 0] + rows[:, 1] / np.maximum(1, self.rows.sizes(rows[:, 0], shards))
 
     def share(self, epoch: int) -> ShardShare | None:
-        """Return how fragments are cut up for this shard; `None` if they stay whole."""
+        """Return the share of fragments that this shard reads in an epoch; `None` if fragments stay whole."""
         if not self._cuts:
             return None
         if self._share is None or self._share.epoch != epoch:
@@ -438,7 +439,7 @@ class Reader(Node[Any]):
         return self._share
 
     def rows_from(self, epoch: int, row: int) -> Ints:
-        """Rows of the source that the shard reads from ``row`` of an epoch on, up to the end of a window."""
+        """Return the rows of the source that the shard reads from ``row`` of an epoch on, up to the end of a window."""
         plan = self.plan(epoch, row)
         return plan.rows[row - plan.first :]
 
@@ -475,14 +476,14 @@ class Reader(Node[Any]):
         }
 
     def plan(self, epoch: int, row: int) -> Plan:
-        """The rows around ``row``; where they are computed now, those behind them are brought."""
+        """Return the plan with the rows around ``row``. If it is new, begin to fetch the fragments of the next windows."""
         plan, is_new = self.rows.plan(epoch, row)
         if is_new and self._fetching is not None:
             self._fetch_ahead(self._fetching, epoch, row)
         return plan
 
     def _fetch_ahead(self, fetching: Fetching, epoch: int, row: int) -> None:
-        """Begin to bring what the windows behind the one at ``row`` need."""
+        """Begin to fetch the fragments that the windows behind the one at ``row`` need."""
         for _ in range(1 if self._cuts else fetching.num_windows - 1):
             epoch, row = self.rows.after(epoch, row)
             share = self.rows.share(epoch) if self._cuts else None

@@ -1,4 +1,4 @@
-"""`Room`: warns where what a node makes ahead does not fit the cache, so that it is made again and again."""
+"""`Room`: warns if samples that a node makes ahead do not fit the cache, and so are made again and again."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from rescale_data.nodes.base import Node
 from rescale_data.sources.decoded.cache import cache, owner_of
 from rescale_data.sources.decoded.interest import shards_of
 
-_ALLOWED = 2  # dropped before it was used up: once is a cache that was cleared, or a large fragment
+_ALLOWED = 2  # drops at which it warns: one drop may be a cleared cache or a large fragment
 _log = logging.getLogger("rescale_data")
 _warned: set[tuple[str, int]] = set()
 
 
 class Room:
-    """Counts how often what a node keeps in the cache was dropped before it was used up.
+    """Counts how often the cache dropped samples of a node before they were used up.
 
     Args:
         node: The node.
-        argument: The name of its argument that says how many samples are made at a time.
+        argument: Name of the node's argument that sets how many samples are made at a time.
         num_samples: The value of that argument.
     """
 
@@ -29,20 +29,25 @@ class Room:
         self._node, self._argument, self._num_samples, self._num_dropped = node, argument, num_samples, 0
 
     def expect(self, nbytes: int) -> None:
-        """Warn, once, where samples of so many bytes each cannot fit, before any is made."""
+        """Warn once if samples of ``nbytes`` each cannot fit the cache; called before any is made."""
         num_shards = self._num_shards()
         if nbytes * self._num_samples * num_shards > cache().budget:
             self._warn(nbytes * self._num_samples * num_shards, num_shards)
 
     def dropped(self, nbytes: int, num_samples: int) -> None:
-        """Take note that samples of so many bytes were dropped and have been made again; warn, once, where that goes on."""
+        """Count one drop of samples, which had to be made again; warn once if drops go on.
+
+        Args:
+            nbytes: Bytes of all the samples.
+            num_samples: Number of the samples.
+        """
         self._num_dropped += 1
         if self._num_dropped >= _ALLOWED:
             num_shards = self._num_shards()
             self._warn(nbytes * self._num_samples // max(1, num_samples) * num_shards, num_shards)
 
     def _num_shards(self) -> int:
-        """Return the logical shards of this process, of the source that most of them read."""
+        """Return the number of this process's logical shards, at the source that most of them read."""
         below = [(node.reads, node.of_shard) for _, node in self._node.walk() if node.reads is not None]
         counts = [
             len(shards_of(owner_of(read), 1 if shard is None else shard.num_logical_shards)) for read, shard in below

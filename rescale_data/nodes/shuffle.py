@@ -1,4 +1,4 @@
-"""`Shuffle`: the samples of a node in another order, whatever they are."""
+"""`Shuffle`: permutes the samples of any node in windows."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _EMITTED = 0
 
 
 class Window(Made):
-    """Samples that were drawn together, each until it is handed out.
+    """Samples that were drawn together; each stays until it is yielded.
 
     Args:
-        samples: As the node yields them, or trays of one where it writes.
-        where: Where each comes from, for messages.
-        order: ``int64[window]``, in which they are handed out.
-        after: The position of the node after them.
+        samples: Samples as the node yields them, or a tray of one for each if the node writes.
+        where: The place of each sample, for messages.
+        order: ``int64[window]``, the order in which they are yielded.
+        after: The position of the node after all of them.
     """
 
     def __init__(self, samples: list[Any], where: list[str], order: Ints, after: View) -> None:
@@ -41,20 +41,20 @@ class Window(Made):
 
 
 class Shuffle(Node[Any]):
-    """The samples of a node, permuted in windows: packed sequences, of which those of one long document would come in a row.
+    """Permutes the samples of a node in windows, such as packed sequences: one long document would fill several in a row.
 
-    The order follows from the seed, the logical shard and the position of the node at the window's beginning, which is
-    the state, with how many samples of the window were yielded. Who resumes makes the samples of the window again, at most
-    ``window`` of them. Samples of an open window lie in the process's cache, those of all logical shards together; where they
-    do not fit, windows are made again at each draw, and a warning says which ``window`` would: over a packer when the loader
-    is opened, else when the first windows have been dropped.
-    An epoch's last window is shorter. After weights below a packer have changed, samples pass as they come until the packer
-    begins a document with the new ones.
+    The order follows from the seed, the logical shard and the position of the node at the beginning of the window. The state
+    is that position and the number of samples yielded from the window. A resume makes the samples of the window again, at most
+    ``window`` of them. The process's cache holds the samples of the open windows of all logical shards. If they do not fit,
+    windows are made again at each draw, and a warning names a ``window`` that fits. The warning comes when the loader is opened
+    (over a packer), or when the first windows have been dropped.
+    The last window of an epoch is shorter. After weights below a packer have changed, samples pass unpermuted until the packer
+    begins a document with the new weights.
 
     Args:
         source: A node.
-        window: Samples that are permuted among themselves.
-        shard: Default: that of the `Reader` below.
+        window: Number of samples that are permuted together.
+        shard: The logical shard. Default: the shard of the `Reader` below.
 
     Raises:
         ValueError: ``window`` is less than 1, or no node below reads a logical shard and none is given.
@@ -89,7 +89,7 @@ class Shuffle(Node[Any]):
     def seek(self) -> None:
         self._bookmark = self.bookmark("source")
         self._read = self._over = False
-        self._stands = True  # the source, where it can go on from
+        self._stands = True  # false if the source has ended, and has to be bound again
 
     def next(self) -> Any:
         return written(self) if self.writes else self._draw()
@@ -102,11 +102,11 @@ class Shuffle(Node[Any]):
             tray.add(name, value)
 
     def prepare(self, rows: Ints, shards: Ints) -> None:
-        if self.writes:  # then each sample is as large as the next
+        if self.writes:  # then all samples have the same size
             self._room.expect(sum(length * dtype.itemsize for length, dtype in self.writes.values()))
 
     def skip(self, num_samples: int) -> None:
-        """Whole windows as the node below skips them, where it knows how many samples are left."""
+        """Skip whole windows by a call of the source's `skip`, if it knows how many samples are left; draw the others."""
         self._bind_once()
         while num_samples:
             whole = 0 if self.position[_EMITTED] or self._over else min(num_samples, self._left()) // self.window
@@ -136,7 +136,7 @@ class Shuffle(Node[Any]):
         return {"window": self.window}
 
     def _draw(self) -> Any:
-        """The next sample, or a tray of it; ends the epoch if need be."""
+        """Return the next sample, or a tray with it; raise `StopIteration` at the end of the epoch."""
         window: Window | None = cache().get(self._key) if self._read else None
         if window is None:
             window = self._make()
@@ -158,7 +158,7 @@ class Shuffle(Node[Any]):
         return sample
 
     def _make(self) -> Window:
-        """The window at the bookmark."""
+        """Draw the window at the bookmark from the source."""
         if self._over:
             raise StopIteration
         self.take_effect()
@@ -189,18 +189,18 @@ class Shuffle(Node[Any]):
         return tray
 
     def _left(self) -> int:
-        """Samples that are left in the epoch from the bookmark on, as far as that is known."""
+        """Return the number of samples left in the epoch from the bookmark on; 0 if it is not known."""
         end = self._source.epoch_end(np.array(self._bookmark)[None], np.array([self._shard]))
         return 0 if end is None else int(end[0][0])
 
     # Weights that change below
 
     def _is_pending(self) -> bool:
-        """True if samples pass one by one until a node below, within a document, has let a change take effect."""
+        """True if samples pass one by one, until a node below that is within a document has let a change take effect."""
         return not (self.reread or self.position[_EMITTED]) and self._source.is_pending(self._bookmark)
 
     def _aim(self, *, passes: bool) -> None:
-        """Have the source stand at the bookmark."""
+        """Move the source to the bookmark, unless it stands there; ``passes`` is as in `_let_pass`."""
         if passes != self._passes or not self._stands or self._source.position != self._bookmark:
             self._let_pass(passes)
             self._source.go_to(self._bookmark)

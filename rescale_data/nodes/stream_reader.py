@@ -1,4 +1,4 @@
-"""`StreamReader`: the rows of the streams that one logical shard was dealt."""
+"""`StreamReader`: yields the rows of one logical shard's streams."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _EPOCH, _STREAM, _COUNT, _LENGTH, _STATE = range(5)
 
 
 class StreamReader(Node[Any]):
-    """The rows of one logical shard's streams, one stream after the other, one epoch until `StopIteration`.
+    """Yields the rows of one logical shard's streams, one stream after the other, one epoch until `StopIteration`.
 
     Logical shard i of N reads the streams i, i + N, i + 2N, ... of the source. Nothing is shuffled.
 
@@ -32,7 +32,7 @@ class StreamReader(Node[Any]):
         shard: The logical shard to read.
 
     Yields:
-        What the streams yield.
+        The rows of the streams, unchanged.
 
     Raises:
         ValueError: The stream is endless (`Shard.repeat`), and there are more logical shards than streams.
@@ -106,7 +106,7 @@ class StreamReader(Node[Any]):
         return {f"epoch_min/{name}": float(rows[:, 0].min()), f"epoch_max/{name}": float(rows[:, 0].max())}
 
     def _begin(self, epoch: int, stream: int) -> None:
-        """Stand at the beginning of a stream."""
+        """Move to the beginning of a stream of an epoch."""
         self._rows = None
         self.position[_EPOCH], self.position[_STREAM], self.position[_COUNT] = epoch, stream, 0
         if self.source.keeps == "state":
@@ -114,7 +114,7 @@ class StreamReader(Node[Any]):
             _bytes(self.position)[:] = bytes(len(_bytes(self.position)))
 
     def _open(self) -> Iterator[Any]:
-        """The stream of the position, at the position."""
+        """Open the stream at the position, and return its remaining rows."""
         epoch, number, count = self.position[_EPOCH], self.position[_STREAM], self.position[_COUNT]
         stream = self.source.stream(self._streams[number], epoch)
         if self.source.keeps == "state":
@@ -132,7 +132,7 @@ class StreamReader(Node[Any]):
     def _restore(self, stream: Any) -> Iterator[Any]:
         length = self.position[_LENGTH]
         state = json.loads(bytes(_bytes(self.position)[:length])) if length else None
-        if isinstance(stream, Stateful):  # it is told before it is read
+        if isinstance(stream, Stateful):  # the state is loaded before the stream is read
             if state is not None:
                 stream.load_state_dict(state)
             self._stateful = stream

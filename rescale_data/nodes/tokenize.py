@@ -1,4 +1,4 @@
-"""`Tokenize`: text to tokens, many documents at a time."""
+"""`Tokenize`: turns text into tokens, many documents at a time."""
 
 from __future__ import annotations
 
@@ -42,10 +42,12 @@ class _Mark(Enum):
 
 @dataclass(frozen=True)
 class Batch(Made):
-    """Samples that were made together, or why there is none, each with the position of the source after it.
+    """Samples that were made together, or a mark in place of a missing sample, each with the source's position after it.
 
     Args:
         where: The place of each sample, for messages.
+        entries: Sample or mark, and the position of the source after it.
+        nbytes: Size for the cache.
     """
 
     where: list[str]
@@ -54,30 +56,30 @@ class Batch(Made):
 
 
 class Tokenize(Node[dict[str, Any]]):
-    """Samples with the tokens of their text in place of the text.
+    """Replaces the text of each sample with its tokens.
 
-    The tokenizer is given the texts of up to ``batch_size`` samples at a time, which must not make a difference: the
-    tokens of a text depend on that text alone. The position is that of the source after the sample that was yielded last; so
-    a packer that resumes within a document has that one tokenized again and no other that has been used.
+    The tokenizer gets the texts of up to ``batch_size`` samples at a time. This must not make a difference: the tokens of a
+    text depend on that text alone. The position is the source's position after the last yielded sample. So when a packer
+    resumes within a document, that document is tokenized again, and no other document that was used.
 
-    A state knows the tokenizer by its tokens of a short text, so that a changed one is an error; a warning says where it raises
-    for that text, and is not known.
+    A state identifies the tokenizer by its tokens for a short text, so a changed tokenizer is an error. If the tokenizer raises
+    for that text, it is not identified, and a warning says so.
 
     Args:
         source: A node whose samples hold a string under ``column``.
-        tokenizer: From a list of strings to as many sequences of token ids. For Hugging Face tokenizers a function that returns
-            ``[e.ids for e in tokenizer.encode_batch(texts)]``, for tiktoken ``encoding.encode_ordinary_batch``.
-        column: Of the text; it is left out of what is yielded.
+        tokenizer: Function from a list of strings to as many sequences of token ids. For Hugging Face tokenizers, a function
+            that returns ``[e.ids for e in tokenizer.encode_batch(texts)]``; for tiktoken, ``encoding.encode_ordinary_batch``.
+        column: The column of the text. Yielded samples do not have it.
         into: The column of the tokens, an ``int64`` array.
-        batch_size: Texts at a time. After a start or a resume they are few at first, and twice as many each time, so that the
-            first batch of many logical shards does not wait for texts that it does not need. What has been made and not
-            yielded lies in the process's cache; where that does not fit, a warning says which ``batch_size`` would.
-        on_error: As in `Map`, of samples without a string there, and of those for whose text the tokenizer raises or returns
+        batch_size: Largest number of texts at a time. After a start or a resume the number is small, and doubles each time.
+            So the first batch of many logical shards does not wait for texts that it does not need. Tokenized samples wait in
+            the process's cache. If they do not fit, a warning names a ``batch_size`` that does.
+        on_error: As in `Map`, for samples without a string there, and for texts for which the tokenizer raises or returns
             something else than token ids. A function returns token ids, or `None`.
 
     Raises:
-        ValueError: A sample without a string there; a tokenizer that returns another number of sequences than it was given
-            texts, whatever ``on_error`` is.
+        ValueError: A sample has no string there. The tokenizer returned another number of sequences than it was given texts;
+            this is raised whatever ``on_error`` is.
         TypeError: The tokenizer returned something else than token ids.
 
     Example:
@@ -113,8 +115,8 @@ class Tokenize(Node[dict[str, Any]]):
 
     def seek(self) -> None:
         self._bookmark = self.bookmark("source")
-        self._at = -1  # in the cached batch; -1 before there is one
-        self._num_texts = FIRST_TEXTS  # of the next one
+        self._at = -1  # index in the cached batch; -1 before there is a batch
+        self._num_texts = FIRST_TEXTS  # texts of the next batch
         self._over = False
 
     def next(self) -> dict[str, Any]:
@@ -135,7 +137,7 @@ class Tokenize(Node[dict[str, Any]]):
         if self._guard.skips:
             return super().skip(num_samples)
         self._bind_once()
-        if self._over:  # the source, bound anew, would go on with its next epoch
+        if self._over:  # a new bind would let the source go on with its next epoch
             raise StopIteration
         self._source.go_to(self._bookmark)
         self._at = -1
@@ -187,7 +189,10 @@ class Tokenize(Node[dict[str, Any]]):
         return TokenizedDocuments(self, self._source.texts(self.column))
 
     def next_texts(self, most: int) -> list[tuple[Tokens, View]]:
-        """Tokens of the next texts, and the position behind each, to which this moves; none at the end of the epoch."""
+        """Return the tokens of the next texts, each with this node's position behind it; none at the end of the epoch.
+
+        The node moves to the last of these positions.
+        """
         found: list[tuple[Tokens, View]] = []
         for sample, after in self._load(most).entries:
             if found and isinstance(sample, _Mark):
@@ -198,7 +203,7 @@ class Tokenize(Node[dict[str, Any]]):
         return found
 
     def _load(self, most: int = sys.maxsize) -> Batch:
-        """Make the samples behind the one that was yielded last."""
+        """Make the samples behind the last yielded one, up to ``most``."""
         if self._source.position != self._bookmark:
             self._source.go_to(self._bookmark)
         samples, where = list[Any](), list[str]()
@@ -222,7 +227,7 @@ class Tokenize(Node[dict[str, Any]]):
         return _as_many(found, len(samples))
 
     def _one_by_one(self, samples: list[Any], where: list[str]) -> list[Tokens | None]:
-        """To find which of the samples cannot be tokenized."""
+        """Tokenize the samples one by one, to find each one that cannot be tokenized."""
         found: list[Tokens | None] = []
         num_failed = self.position[0]
         for sample, place in zip(samples, where, strict=True):
@@ -237,7 +242,7 @@ class Tokenize(Node[dict[str, Any]]):
         return found
 
     def _tokens(self, samples: list[Any]) -> list[Tokens | None]:
-        """Return the tokens of each sample, checked."""
+        """Return the tokens of each sample; raise an error if a sample has no text or the result is no token ids."""
         texts = [self._text(sample) for sample in samples]
         return [_integers(ids) for ids in self.tokenizer(texts)] if texts else []
 
@@ -258,7 +263,7 @@ class Tokenize(Node[dict[str, Any]]):
     def _fingerprint(self) -> str:
         try:
             tokens = [_integers(ids) for ids in self.tokenizer(list(_PROBE))]
-        except Exception as error:  # a tokenizer of something else than text
+        except Exception as error:  # the tokenizer may take something else than text
             _log.warning(
                 "The tokenizer of Tokenize(column=%r) raises for the text that it is known by, %r (%s: %s). So "
                 "another tokenizer is not noticed when a state is loaded: keep to this one for the whole run.",

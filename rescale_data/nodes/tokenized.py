@@ -1,4 +1,4 @@
-"""`TokenizedDocuments`: the texts of a `Tokenize` as documents, as many at a time as it tokenizes."""
+"""`TokenizedDocuments`: reads the texts of a `Tokenize` as documents, as many at a time as it tokenizes."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ if TYPE_CHECKING:
     from rescale_data.nodes.tokenize import Tokenize
 
 FIRST_TEXTS = 1
-"""At a time after a start or a resume: then twice as many each time, so that no more than twice what is needed is tokenized."""
+"""Texts that are tokenized first after a start or a resume. The number then doubles each time, so that at most twice the
+texts needed are tokenized."""
 
 
 class TokenizedDocuments:
-    """`Documents`, of which none is seen as a sample.
+    """The samples of a `Tokenize` as `Documents`.
 
     Args:
-        node: Whose samples they are.
-        texts: Those below it, where they can be read without their rows. What goes wrong with them is left to the samples.
+        node: The node.
+        texts: The texts below it, if they can be read without their rows. If that fails, samples are read one by one, and
+            raise the error.
     """
 
     def __init__(self, node: Tokenize, texts: Texts | None) -> None:
         self._node, self._texts, self._ended = node, texts, False
         self._num_texts = FIRST_TEXTS
-        self._behind: View | None = None  # what was read last, where texts are read
+        self._behind: View | None = None  # the position behind the texts that were read last
 
     is_costly = True
 
@@ -44,7 +46,7 @@ class TokenizedDocuments:
             try:
                 found = self._of_texts(self._texts, position, min(most, self._num_texts))
             except Exception:
-                found = None  # the sample that raises it says which it is
+                found = None  # the sample then raises the error, and names its row
         return self._of_samples(position, most) if found is None else found
 
     def turn(self, position: memoryview) -> None:
@@ -82,13 +84,16 @@ class TokenizedDocuments:
 
 
 def end_to_end(found: Sequence[Any]) -> tuple[TokenArray, Ints] | None:
-    """The token ids of some texts, and how many each has; `None` where they are not all lists of ints or 1-D arrays of them."""
+    """Return the token ids of all texts, end to end, and the number of ids in each text.
+
+    `None` if they are not all lists of ints, or all 1-D arrays of ints.
+    """
     kinds = {type(ids) for ids in found}
     if kinds == {list}:
-        if any(ids and ids[0].__class__ is bool for ids in found):  # a mask is no ids
+        if any(ids and ids[0].__class__ is bool for ids in found):  # a mask is no list of ids
             return None
         try:
-            parts = [struct.pack(f"{len(ids)}q", *ids) for ids in found]  # in half the time of array or NumPy
+            parts = [struct.pack(f"{len(ids)}q", *ids) for ids in found]  # takes half the time of array.array or NumPy
         except struct.error:
             return None
         values = np.frombuffer(b"".join(parts), dtype=np.int64)

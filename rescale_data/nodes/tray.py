@@ -1,4 +1,4 @@
-"""`Tray`: the columns of a micro batch, into which nodes write their samples side by side, so that nothing has to be stacked.
+"""`Tray`: the columns of a micro batch. Nodes write their samples into its rows, so that nothing has to be stacked.
 
 columns of a node    {"tokens": (4096, int64)}
 tray of b samples    {"tokens": int64[b, 4096]}     node.write(tray, place) fills row ``place``
@@ -15,15 +15,15 @@ import numpy.typing as npt
 import torch
 
 Columns: TypeAlias = Mapping[str, tuple[int, np.dtype[Any]]]
-"""Length and dtype of the value of each column, a 1-D array."""
+"""Length and dtype of each column's value, which is a 1-D array."""
 
 
 class Tray:
-    """Room for the samples of one micro batch, fresh memory.
+    """Memory for the samples of one micro batch, allocated anew.
 
     Args:
-        columns: What each sample consists of.
-        num_samples: b.
+        columns: The columns of each sample.
+        num_samples: Number of samples, b.
     """
 
     __slots__ = ("arrays", "lists")
@@ -33,10 +33,10 @@ class Tray:
         for name, (length, dtype) in columns.items():  # a comprehension costs a call
             self.arrays[name] = np.empty((num_samples, length), dtype)
         self.lists: dict[str, list[Any]] = {}
-        """What is no array, by name, a value for each sample written so far: where it comes from, what its documents carry."""
+        """Values that are no arrays, by name, one for each sample written so far: provenance, payload of its documents."""
 
     def row(self, column: str, place: int) -> npt.NDArray[Any]:
-        """``[1, length]``, a view."""
+        """Return row ``place`` of a column, a view ``[1, length]``."""
         return self.arrays[column][place : place + 1]
 
     def put(self, column: str, place: int, values: npt.NDArray[Any], fill: int) -> None:
@@ -49,11 +49,11 @@ class Tray:
             array[place, length:] = fill
 
     def add(self, column: str, value: Any) -> None:
-        """A value of the next sample that is no array; samples come in the order of their rows."""
+        """Append a value that is no array, for the next sample; samples come in the order of their rows."""
         self.lists.setdefault(column, []).append(value)
 
     def batch(self) -> dict[str, Any]:
-        """``{column: Tensor[b, length]}``, which is the memory of the tray, and lists of what is no array."""
+        """Return ``{column: Tensor[b, length]}``, which share the memory of the tray, and the lists of other values."""
         batch: dict[str, Any] = {}
         for name, array in self.arrays.items():
             batch[name] = torch.from_numpy(array)
@@ -62,7 +62,7 @@ class Tray:
         return batch
 
     def sample(self) -> dict[str, Any]:
-        """``{column: Tensor[length]}``, the only sample of a tray of one."""
+        """Return ``{column: Tensor[length]}``, the only sample of a tray of one."""
         columns: dict[str, Any] = {name: torch.from_numpy(array[0]) for name, array in self.arrays.items()}
         return {**columns, **{name: value for name, [value] in self.lists.items()}}
 

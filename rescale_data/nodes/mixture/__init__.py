@@ -1,1 +1,1 @@
-"""Mixtures: which source each draw of a shard takes, and what of it is kept."""
+"""Mixtures: choose the source of each draw of a shard, and keep the counts of draws in its position."""

@@ -19,7 +19,7 @@ def check_mixture(
     column: str | None,
     stop: str,
 ) -> None:
-    """``ValueError`` where names, weights, the unit and its column, or what happens at ends do not fit."""
+    """Raise ``ValueError`` if names, weights, the unit with its column, or ``stop`` do not fit."""
     require(Mapping, "a dict", nodes=nodes)
     names: list[object] = list(nodes)
     bad = [name for name in names if not isinstance(name, str) or not name or "." in name or name in (*KINDS, "self")]
@@ -43,7 +43,7 @@ def check_mixture(
 
 
 def check_max_epochs(max_epochs: Mapping[str, int], names: list[str]) -> None:
-    """``ValueError`` where numbers of epochs are none, or of sources that are not there."""
+    """Raise ``ValueError`` if a number of epochs is less than 1, or if its source does not exist."""
     require(Mapping, "a dict", max_epochs=max_epochs)
     for name, num in max_epochs.items():
         if name not in names:
@@ -54,7 +54,7 @@ def check_max_epochs(max_epochs: Mapping[str, int], names: list[str]) -> None:
 
 
 def epoch_slot(name: str, node: Node[Any], slots: slice) -> int:
-    """Return the slot of a source's epoch in the position of a mixture; ``ValueError`` where no slot counts its epochs."""
+    """Return the slot of a source's epoch in the position of a mixture; ``ValueError`` if no single slot counts its epochs."""
     readers = readers_of(node, slots.start)
     if len(readers) != 1 or any(below.CHILDREN_MAY_CHANGE or len(below.children) > 1 for _, below in node.walk()):
         raise ValueError(

@@ -5,11 +5,11 @@ source in whose arc this point falls:
 
     k * i / N  +  n * (k2 + x) / N     of a turn, k and k2 coprime to N, x the golden ratio or one like it
 
-One shard's points are spread as multiples of the golden ratio are (Weyl's sequence: what falls into an arc among any n of them
-is off by O(log n) draws). The points of all shards at one draw are evenly spaced, since k is coprime to N, and so are those of
-O of them in turn where O divides N; k2 leaves them so where shards stand at different draws. k and k2 have small partial
-quotients, so neighbouring shards and following draws lie far apart: micro batches are mixtures too. Nothing is counted: the
-source of any draw is known at once, and how many draws of a range fall into an arc is a sum of floors.
+The points of one shard are spread like multiples of the golden ratio (Weyl's sequence): among any n of them, the number in an
+arc is off by O(log n) draws. The points of all shards at one draw are evenly spaced, since k is coprime to N. So are the points
+of O shards in turn, if O divides N; k2 keeps them so while shards stand at different draws. k and k2 have small partial
+quotients, so neighbouring shards and successive draws lie far apart: micro batches are mixtures too. Nothing is counted: the
+source of any draw is known at once, and the number of draws of a range that fall into an arc is a sum of floors.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import numpy as np
 from rescale_data.order import Words, random_words
 
 TURN = 1 << 64
-"""The whole circle. Points are 0 .. TURN - 1."""
+"""Length of the whole circle. Points are 0 .. TURN - 1."""
 
 _GOLDEN = (math.isqrt(5 << 128) - TURN) // 2  # the golden ratio's part of a turn
 _SILVER = math.isqrt(2 << 128) - TURN
 _PARTS = (_GOLDEN, TURN - _GOLDEN, _SILVER, TURN - _SILVER)
-_SPAN = 400  # candidates on each side
-_MANY_DRAWS = 10**6  # of one shard
+_SPAN = 400  # candidates on each side of the middle
+_MANY_DRAWS = 10**6  # draws of one shard: beyond, quotients do not matter
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Circle:
 
     Args:
         start: The point of draw 0.
-        step: From each to the next.
+        step: Distance from each point to the next.
     """
 
     start: int
@@ -60,7 +60,7 @@ class Circle:
         return floor_sum(num, self.step, at - arc[0]) - floor_sum(num, self.step, at - arc[1])
 
     def find(self, first: int, arc: Arc, number: int) -> int:
-        """The draw, ``first`` or later, that is number ``number`` (from 0) of those in an arc that is not empty."""
+        """Return draw number ``number`` (from 0) among the draws from ``first`` on that fall into an arc that is not empty."""
         stop = 1
         while self.count(first, first + stop, arc) <= number:
             stop *= 2
@@ -69,17 +69,19 @@ class Circle:
 
 
 Arc = tuple[int, int]
-"""The points from the first, up to but not with the second."""
+"""The points from the first number up to the second, which is excluded."""
 
 WHOLE: Arc = (0, TURN)
 
 
 def circle_of(shard: int, num_logical_shards: int, path: str = "") -> Circle:
-    """The points of a shard.
+    """Return the points of a logical shard.
 
     Args:
-        path: Of a mixture that is within another and draws apart from it: its shards begin at random points, since points
-            that are spread in the same way, or in another, would be correlated with what the mixture above chooses.
+        shard: Index of the shard.
+        num_logical_shards: Number of logical shards.
+        path: Path of a mixture that is within another one and draws apart from it. Its shards begin at random points: points
+            spread regularly, in this way or another, would be correlated with the choices of the mixture above.
     """
     k, step = constants(num_logical_shards)
     if path:
@@ -89,7 +91,7 @@ def circle_of(shard: int, num_logical_shards: int, path: str = "") -> Circle:
 
 @lru_cache(maxsize=64)
 def constants(num_logical_shards: int) -> tuple[int, int]:
-    """k, and the step from draw to draw, ``(k2 + x) / N`` of a turn."""
+    """Return k, and the step from draw to draw, ``(k2 + x) / N`` of a turn."""
     n = num_logical_shards
     if n == 1:
         return 0, _GOLDEN
@@ -101,7 +103,10 @@ def constants(num_logical_shards: int) -> tuple[int, int]:
 
 
 def _quotients(p: int, q: int) -> tuple[int, int]:
-    """Largest and sum of the partial quotients of p / q that matter: the smaller, the more evenly do its multiples lie."""
+    """Return the largest and the sum of the partial quotients of p / q that matter.
+
+    The smaller they are, the more evenly its multiples lie.
+    """
     found: list[int] = []
     before, denominator = 0, 1
     while q and denominator < _MANY_DRAWS:
@@ -116,18 +121,18 @@ class Arcs:
     """The arcs of sources, one behind the other.
 
     Args:
-        ends: Where each ends; that of the last is `TURN`.
+        ends: The end of each arc; the last one is `TURN`.
     """
 
     ends: tuple[int, ...]
 
     @cached_property
     def words(self) -> Words:
-        """The ends but for those at `TURN`, to look points up in by ``searchsorted(side="right")``."""
+        """The ends other than `TURN`; ``searchsorted(side="right")`` finds the sources of points in them."""
         return np.array([end for end in self.ends if end < TURN], dtype=np.uint64)
 
     def choose(self, point: int) -> int:
-        """The source in whose arc a point falls."""
+        """Return the source in whose arc a point falls."""
         return bisect_right(self.ends, point)
 
     def arc(self, source: int) -> Arc:
@@ -144,12 +149,12 @@ class Arcs:
 
 @lru_cache(maxsize=4096)
 def arcs(weights: tuple[float, ...]) -> Arcs:
-    """Arcs as long as the weights, of which one is not 0."""
+    """Return arcs in proportion to the weights, at least one of which is not 0."""
     return Arcs(tuple(accumulate(shares(weights, TURN))))
 
 
 def shares(weights: tuple[float, ...], whole: int) -> list[int]:
-    """Return the parts of ``whole`` in proportion to the weights, which add up to it: integers of the bits of the weights."""
+    """Return the parts of ``whole`` in proportion to the weights: integers from the bits of the weights, with sum ``whole``."""
     exponent = 60 - math.frexp(max(weights))[1]
     exact = [int(math.ldexp(weight, exponent)) for weight in weights]
     total = sum(exact)
@@ -162,13 +167,13 @@ def stretched(point: int, arc: Arc) -> int:
 
 
 def within(inner: Arc, outer: Arc) -> Arc:
-    """The points of ``outer`` that `stretched` takes into ``inner``."""
+    """Return the part of ``outer`` whose points `stretched` moves into ``inner``."""
     length = outer[1] - outer[0]
     return (outer[0] - -inner[0] * length // TURN, outer[0] - -inner[1] * length // TURN)
 
 
 def floor_sum(num: int, step: int, start: int) -> int:
-    """The sum of ``floor((start + i * step) / TURN)`` for i in ``range(num)``, in the rounds of Euclid's algorithm."""
+    """Return the sum of ``floor((start + i * step) / TURN)`` for i in ``range(num)``, by the steps of Euclid's algorithm."""
     total, modulus = 0, TURN
     while num > 0:
         total += (num - 1) * num // 2 * (step // modulus) + num * (start // modulus)

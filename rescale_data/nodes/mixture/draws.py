@@ -1,4 +1,4 @@
-"""`MixtureDraws`: from which source each sample of a mixture is drawn, and what becomes of sources that end."""
+"""`MixtureDraws`: chooses the source of each sample of a mixture, and handles sources that end."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class MixtureDraws:
     """The draws of one logical shard's mixture.
 
     Args:
-        position: Of the mixture, from which it draws.
-        sources: Bound when they are first drawn from.
-        inner: The draws of those sources that yield the samples of a mixture, one for one.
-        row: Where the mixture keeps what.
+        position: The position of the mixture, from which it draws.
+        sources: The sources; each is bound when it is first drawn from.
+        inner: By number, the draws of each source that yields the samples of another mixture one for one.
+        row: The slots of the mixture's own values.
         weights: The weights at any position.
-        shard: The index of the logical shard, and how many there are.
-        column: Of the tokens, by tokens.
-        stop: What happens when a source ends.
+        shard: The index of the logical shard, and the number of logical shards.
+        column: The column of the tokens, if the unit is tokens.
+        stop: As in `WeightedSampler`.
 
     Attributes:
-        row: Where the mixture keeps what.
+        row: The slots of the mixture's own values.
         circle: The points of the draws.
         chosen: The source of the last draw.
     """
@@ -59,17 +59,17 @@ class MixtureDraws:
     ) -> None:
         self.sources, self._inner, self.row = sources, inner, row
         self.weights, self._shard, self._column, self._stop = weights, shard, column, stop
-        self._given: int | None = None  # the next draw's point, where the mixture above says it
+        self._given: int | None = None  # the next draw's point, if the mixture above gives it
         self.circle = circle_of(*shard)
         self.chosen = 0
         self.seek(position)
 
     def seek(self, position: View) -> None:
-        """Go on from a position, and forget what was derived from another."""
+        """Go on from a position, and forget all that was derived from another one."""
         self._position = position
         self._over = False
         self._arcs: Arcs | TokenArcs | None = None
-        self._in_use: InUse | None = None  # as of the arcs
+        self._in_use: InUse | None = None  # the weights of the arcs
         self._silent: dict[int, int] = {}
 
     @property
@@ -77,7 +77,7 @@ class MixtureDraws:
         return self.row.unit == "tokens"
 
     def draw(self, how: Callable[[Node[Any]], Any]) -> Any:
-        """The next sample, or what ``how`` makes of the node that would yield it."""
+        """Return ``how(node)`` for the node of the next draw; with ``how=next`` this is the next sample."""
         while (chosen := self.choose()) is not None:
             try:
                 sample = how(node := self._bound(chosen))
@@ -96,7 +96,7 @@ class MixtureDraws:
             self._bound(source)
 
     def choose(self) -> int | None:
-        """The next source; `None` at the end of the epoch."""
+        """Return the source of the next draw; `None` at the end of the epoch."""
         arcs = self._arcs or self._plan()
         if arcs is None:
             return None
@@ -108,7 +108,7 @@ class MixtureDraws:
         return chosen
 
     def _plan(self) -> Arcs | TokenArcs | None:
-        """The arcs of the sources that have not ended; `None` at the end of the epoch."""
+        """Return the arcs of the sources that have not ended; `None` at the end of the epoch."""
         if self._arcs is None and not self._over:
             self._in_use = self.weights.at(self._position)
             self._arcs = self.arcs_at(self._position, self._in_use)
@@ -116,7 +116,10 @@ class MixtureDraws:
         return self._arcs
 
     def arcs_at(self, position: View, in_use: InUse) -> Arcs | TokenArcs | None:
-        """The same at any position, of its weights; where the epoch has ended, the beginning of the next is written there."""
+        """Return the arcs of the sources that have not ended, at any position and for its weights.
+
+        If the epoch has ended, return `None` and write the beginning of the next epoch into the position.
+        """
         drawn = position[self.row.drawn].tolist()
         counts = [max(count, ~count) for count in drawn]
         going = tuple(weight if count >= 0 else 0.0 for weight, count in zip(in_use.values, drawn, strict=True))
@@ -139,7 +142,7 @@ class MixtureDraws:
         self._turn()
 
     def _turn(self) -> None:
-        """After a draw: a schedule's next piece may begin here."""
+        """Begin the next piece of a schedule, if it is due after a draw."""
         in_use = self._in_use
         if in_use is None or in_use.turn_at is None:
             return
@@ -151,20 +154,27 @@ class MixtureDraws:
     # Leaving out
 
     def skip(self, num_samples: int) -> None:
-        """`Node.skip` by samples."""
+        """Leave out samples as in `Node.skip`, if the unit is samples."""
         if self.skip_ahead(num_samples) < num_samples:
             raise StopIteration
 
     def skip_ahead(self, num_samples: int, *, goes_on: bool = False) -> int:
-        """`Node.skip_ahead` by samples; ``goes_on``: of an endless stream, over ends as far as they make no difference."""
+        """Leave out samples as in `Node.skip_ahead`, if the unit is samples.
+
+        Args:
+            num_samples: Number of samples.
+            goes_on: True in an endless stream: go on over ends of epochs that make no difference there.
+        """
         first = self._position[NUM]
         stop = (self.skip_on if goes_on else self.skip_draws)(self.circle, first, first + num_samples, WHOLE)
         self._given = None
         return stop - first
 
     def skip_on(self, circle: Circle, first: int, stop: int, arc: Arc) -> int:
-        """`skip_draws` for who goes on with the next epoch: where an epoch is over when a source has ended, that is as if it
-        were not."""
+        """Leave out draws as in `skip_draws`, for a consumer that goes on with the next epoch.
+
+        With ``stop="first"`` the end of a source then does not end the epoch.
+        """
         was = self._stop
         self._stop = "never" if was == "first" else was
         try:
@@ -173,7 +183,9 @@ class MixtureDraws:
             self._stop = was
 
     def skip_draws(self, circle: Circle, first: int, stop: int, arc: Arc) -> int:
-        """Leave out those of the draws ``first .. stop - 1`` that fall into an arc, which is the whole circle of this mixture.
+        """Leave out each draw from ``first`` to ``stop - 1`` that falls into an arc.
+
+        The arc of ``circle`` is the whole circle of this mixture.
 
         Returns:
             ``stop``, or the draw at which the epoch ended.
@@ -193,14 +205,14 @@ class MixtureDraws:
         return first
 
     def _until_turn(self, circle: Circle, first: int, stop: int, arc: Arc) -> int:
-        """The first of the draws that is drawn with other weights; ``stop`` where there is none."""
+        """Return the first of the draws that is drawn with other weights; ``stop`` if there is none."""
         turn_at = None if self._in_use is None else self._in_use.turn_at
         if turn_at is None or circle.count(first, stop, arc) <= (room := turn_at - self._position[NUM]):
             return stop
         return circle.find(first, arc, room)
 
     def _draw_in(self, circle: Circle, first: int, stop: int, arc: Arc) -> int:
-        """`skip_draws` a draw at a time, where only reading tells what there is."""
+        """Leave out draws as in `skip_draws`, one at a time, if only reading can show the ends of sources."""
         how: Callable[[Node[Any]], Any] = next if self.by_tokens else self._pass_over
         for number in range(first, stop):
             point = circle.point(number)
@@ -213,7 +225,7 @@ class MixtureDraws:
         return stop
 
     def _pass_over(self, node: Node[Any]) -> None:
-        """Leave out a sample of the source that was chosen, at the point that has been given to a mixture that yields it."""
+        """Leave out a sample of the chosen source; a mixture that yields the sample draws it at the point given by `choose`."""
         inner = self._inner.get(self.chosen)
         if inner is None or inner.by_tokens:
             node.skip(1)
@@ -226,7 +238,7 @@ class MixtureDraws:
         return samples_left(sources, self._position, self._shard, stops, endless=self._stop == "never")
 
     def _leave_out(self, source: int, circle: Circle, first: int, stop: int, part: Arc) -> None:
-        """Leave out the draws that are a source's, over as many of its epochs as they take."""
+        """Leave out the draws that belong to a source, over as many of its epochs as they take."""
         inner, shard = self._inner.get(source), self._shard[0]
         left = count = circle.count(first, stop, part)
         if not count:
@@ -260,7 +272,7 @@ class MixtureDraws:
     # Ends
 
     def pass_end(self, chosen: int) -> bool:
-        """Leave out a sample of the source that was chosen; where it has ended, note that, and return True."""
+        """Leave out a sample of the chosen source; if the source has ended, note that and return true."""
         try:
             self._pass_over(self._bound(chosen))
         except StopIteration:
@@ -269,7 +281,7 @@ class MixtureDraws:
         return False
 
     def _end(self, chosen: int) -> None:
-        """A source has ended, and its position is the beginning of its next epoch."""
+        """Handle the end of a source, whose position is the beginning of its next epoch."""
         self._arcs = None
         if self._in_use is not None:
             self.weights.end(self._position, chosen, self._in_use)
@@ -283,7 +295,7 @@ class MixtureDraws:
             self._over = self.end_at(self._position, chosen)
 
     def end_at(self, position: View, source: int) -> bool:
-        """Note that a source has ended; whether the epoch has."""
+        """Note that a source has ended; return true if the epoch of the mixture has ended with it."""
         if self._stop == "all":
             position[self.row.drawn.start + source] ^= -1
         return self._stop == "first"

@@ -1,4 +1,4 @@
-"""The ends of the sources of a mixture, as far as they are known without drawing, and the errors where one may not end."""
+"""The ends of a mixture's sources, as far as they are known without drawing, and errors if a source may not end."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from rescale_data.nodes.mixture.row import NUM, MixtureRow
 from rescale_data.state import Ints
 
 ENDLESS = 1 << 62
-"""As many samples are left of a source that goes on from epoch to epoch."""
+"""Number of samples left of a source that goes on from epoch to epoch."""
 
 
 def end_of_all(
     row: MixtureRow, sources: Mapping[str, tuple[Node[Any], slice]], weights: Sequence[float], rows: Ints, shards: Ints
 ) -> tuple[Ints, Ints] | None:
-    """`Node.epoch_end` of a mixture by samples that reads each source to its end.
+    """Return `Node.epoch_end` of a mixture by samples that reads each source to its end.
 
     Args:
-        row: Where the mixture keeps what.
-        sources: By name, and the slots of each.
-        weights: Of the sources, at all of those positions.
+        row: The slots of the mixture's own values.
+        sources: Node and slots of each source, by name.
+        weights: Weights of the sources, equal at all positions in ``rows``.
+        rows, shards: As in `Node.epoch_end`.
     """
     left, after = np.zeros(len(rows), dtype=np.int64), rows.copy()
     drawn = after[:, row.drawn]
@@ -54,14 +55,14 @@ def samples_left(
     *,
     endless: bool,
 ) -> list[int] | None:
-    """Return the samples of each source before the end of what a mixture reads of it; `None` where that is not known.
+    """Return the number of samples that a mixture can still draw from each source before it ends; `None` if it is not known.
 
     Args:
-        sources: And the slots of each.
-        position: Of the mixture.
-        shard: The index of the logical shard, and how many there are.
-        stops: The epochs before which a mixture has enough of some sources.
-        endless: Whether the others never end.
+        sources: Node and slots of each source.
+        position: The position of the mixture.
+        shard: The index of the logical shard, and the number of logical shards.
+        stops: By number of the source, the epoch at which the mixture has had enough of it.
+        endless: True if all other sources never end.
     """
     row, shards = np.array(position)[None], np.array([shard[0]])
     lefts: list[int] = []
@@ -80,7 +81,7 @@ def samples_left(
 
 
 def first_end(circle: Circle, first: int, stop: int, parts: list[Arc], lefts: list[int]) -> tuple[int, int]:
-    """The first of the draws at which a source has nothing left, and which; ``stop`` and -1 where there is none."""
+    """Return the first draw at which a source has nothing left, and that source; ``stop`` and -1 if there is none."""
     ended = -1
     for source, (part, left) in enumerate(zip(parts, lefts, strict=True)):
         if circle.count(first, stop, part) > left:
@@ -89,7 +90,7 @@ def first_end(circle: Circle, first: int, stop: int, parts: list[Arc], lefts: li
 
 
 def leave_out_of_epoch(node: Node[Any], shard: int, most: int) -> int:
-    """Leave out so many samples of a source; fewer where its epoch ends."""
+    """Leave out up to ``most`` samples of a source and return their number; it is smaller if the epoch ends."""
     num = 0
     end = node.epoch_end(np.array(node.position)[None], np.array([shard]))
     if end is not None:
@@ -104,7 +105,7 @@ def leave_out_of_epoch(node: Node[Any], shard: int, most: int) -> int:
 
 
 def refuse_silent(name: str, unit: str, shard: tuple[int, int]) -> NoReturn:
-    """``DataStateError`` where a source has begun again too often without yielding anything."""
+    """Raise ``DataStateError``: a source has begun again too often without yielding anything."""
     raise DataStateError(
         f"The source {name!r} of a mixture yielded no {unit[:-1]} in {SILENT_EPOCHS} whole epochs "
         f"of logical shard {shard[0]} of {shard[1]}: all of its rows were filtered out or are empty, or "
@@ -113,7 +114,7 @@ def refuse_silent(name: str, unit: str, shard: tuple[int, int]) -> NoReturn:
 
 
 def refuse_end(max_epochs: Mapping[str, int], shard: tuple[int, int]) -> NoReturn:
-    """``DataStateError`` where an endless stream ends, since all sources have been read as often as they may be."""
+    """Raise ``DataStateError``: an endless stream has ended, because all sources have reached their `max_epochs`."""
     raise DataStateError(
         f"All sources of a mixture have reached their max_epochs, {dict(max_epochs)}, in logical shard {shard[0]} of "
         f"{shard[1]}, and the stream is to be endless (repeat=True). Give more epochs, a source without max_epochs, or "

@@ -1,14 +1,14 @@
-"""Arcs for a mixture by tokens: how long the documents of a source are is known only once they have been drawn.
+"""Arcs for a mixture by tokens, where the length of a document is known only after it has been drawn.
 
-The same circle as by samples, over draws of documents. The arc of a source is as long as its weight divided by the mean length
-of its documents so far in this logical shard, and longer where the source is behind in tokens by more than two of its
-documents, shorter where it is ahead by more. The points of the circle alone keep it within two, so documents of one length are
-drawn as by samples, and global batches are as even. All of it follows from counts, in integers: a last bit that differs between
-processors would be another order.
+The circle is the same as by samples, over draws of documents. The arc of a source is its weight divided by the mean length of
+its documents so far in this logical shard. It is longer if the source is behind in tokens by more than two of its documents,
+and shorter if it is ahead by more than two. The points of the circle alone keep the source within two. So documents of equal
+length are drawn as by samples, and global batches are as even. All of this follows from counts, in integers: if a last bit
+differed between processors, the order would differ.
 
-What belongs to all sources, the mean length and the tokens so far, counts in steps: a source is behind or ahead if it is at
-both ends of the present one. So a draw changes the arc of its own source alone, most of the time. A source that rests counts
-for nothing: it may be left out between segments of a run.
+The values that all sources share, the mean length and the tokens so far, change in steps. A source is behind or ahead if it is
+so at both ends of the present step. So a draw mostly changes the arc of its own source alone. A source that rests counts for
+nothing: it may be left out between segments of a run.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from rescale_data.nodes.reading.gather import kernel
 from rescale_data.order import Words
 from rescale_data.state import Ints
 
-_PRIOR = 20  # documents of the mean length of all that each source is taken to have had
+_PRIOR = 20  # documents of the overall mean length that are added to each source's own
 _SLACK = 2  # documents of a source by which its tokens may differ from its share
-_PATIENCE = 6  # documents more, of an even mixture's, that double the arc of a source
-_LONG = 256  # tokens of a mean document, one such document more: shards that follow long ones closely swing together
-_MOST = 3  # such doublings at once
-_STEP = 1  # documents a source after which what all share is looked at again
-_SMALL = 1 / 50  # a share below it counts as that, when deficits are judged
-_SHARE, _FINE = 32, 8  # bits of a share, and of a mean length behind the point
+_PATIENCE = 6  # a deficit of so many further documents, in an even mixture, doubles the arc of a source
+_LONG = 256  # one document more for each 256 tokens of mean length: shards that follow long ones closely swing together
+_MOST = 3  # largest deficit that counts, in multiples of one that doubles the arc
+_STEP = 1  # documents a source after which the shared values change
+_SMALL = 1 / 50  # smaller shares count as this one when deficits are judged
+_SHARE, _FINE = 32, 8  # bits of a share, and fraction bits of a mean length
 
 
 class TokenArcs:
     """The arcs of one logical shard's sources at one position.
 
     Args:
-        weights: Of each; 0 for one that rests.
-        documents: That have been drawn from each.
-        tokens: In these.
-        since: How many of those tokens do not count as ahead or behind, being of other weights.
+        weights: Weight of each source; 0 for a source that rests.
+        documents: Number of documents drawn from each source.
+        tokens: Number of tokens in these documents.
+        since: Number of those tokens that were drawn with other weights, and so count neither as ahead nor as behind.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class TokenArcs:
 
     @property
     def num_tokens(self) -> int:
-        """The tokens drawn from all sources, also from those that rest."""
+        """Number of tokens drawn from all sources, also from sources that rest."""
         return self._all_tokens + self._resting
 
     def choose(self, point: int) -> int:
-        """The source in whose arc a point falls."""
+        """Return the source in whose arc a point falls."""
         return bisect_right([*accumulate(self._arcs)], point * self._total // TURN)
 
     def stretch(self, point: int, source: int) -> int:
@@ -75,21 +75,25 @@ class TokenArcs:
         return (point * self._total - sum(self._arcs[:source]) * TURN) // self._arcs[source]
 
     def numbers(self) -> Ints:
-        """Return ``int64[5, S]`` for `run`: of each source its share, documents, tokens, those of them that do not count, and
-        draws in the run."""
+        """Return ``int64[5, S]`` for `run`, with five numbers for each source.
+
+        They are its share, its documents, its tokens, the tokens that do not count, and its draws in the run (0).
+        """
         counts = [0] * len(self.tokens)
         return np.array([self._shares, self.documents, self.tokens, self._since, counts], dtype=np.int64)
 
     def run(
         self, points: Words, chosen: Ints, first: int, numbers: Ints, lengths: list[Ints | None], turn_at: int
     ) -> tuple[int, int]:
-        """Draw at points, from number ``first`` on, until a source has no length at hand or other weights may count.
+        """Draw at points, from number ``first`` on, until the length of a document is missing or other weights may count.
 
         Args:
-            points, chosen: ``[num]``; the source of each is written.
-            numbers: What has been drawn, and is written.
-            lengths: Of the documents that each source yields in this run, as far as they are known.
-            turn_at: So many tokens of all sources are enough; -1 where there is no end.
+            points: ``[num]``, the points of the draws.
+            chosen: ``[num]``; the source of each draw is written here.
+            first: Number of the first draw.
+            numbers: The result of `numbers`; updated here.
+            lengths: Lengths of the documents that each source yields in this run, as far as they are known.
+            turn_at: Number of tokens of all sources after which to stop; -1 for no end.
 
         Returns:
             The number of the next draw, and the source whose length is missing for it, or -1.
@@ -100,7 +104,7 @@ class TokenArcs:
             first, missing = kernel.run(points, chosen, first, numbers, lengths, going_at)
         if missing > -2:
             return first, missing
-        self._count(*numbers[1:3].tolist())  # without a compiler, or of documents that are very long
+        self._count(*numbers[1:3].tolist())  # without the C extension, or if documents are very long
         _, documents, tokens, _, counts = numbers
         for number in range(first, len(points)):
             source = self.choose(int(points[number]))
@@ -115,14 +119,14 @@ class TokenArcs:
         return len(points), -1
 
     def parts(self) -> list[float]:
-        """About what part of many draws falls to each source."""
+        """Return the approximate part of many draws that falls to each source."""
         counted = zip(self._shares, self.documents, self.tokens, strict=True)
         rates = [share * (docs + _PRIOR) / max(1, tokens + _PRIOR * self._mean) for share, docs, tokens in counted]
         total = sum(rates)
         return [rate / total for rate in rates]
 
     def drew(self, source: int, length: int) -> None:
-        """A document of so many tokens has been drawn from a source."""
+        """Count a document of ``length`` tokens, which has been drawn from a source."""
         self.documents[source] += 1
         self.tokens[source] += length
         self._all_documents += 1
@@ -136,7 +140,10 @@ class TokenArcs:
             self._total += self._arcs[source]
 
     def _shared(self) -> tuple[int, int]:
-        """The mean length of all documents, to an eighth of it, and the tokens that count, to a multiple of that."""
+        """Return the values that all sources share, both rounded down.
+
+        They are the mean length of all documents, to within an eighth, and the tokens that count, to whole steps.
+        """
         mean = max(1, self._all_tokens // max(1, self._all_documents))
         coarse = max(0, mean.bit_length() - 4)
         mean = mean >> coarse << coarse

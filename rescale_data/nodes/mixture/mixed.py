@@ -1,4 +1,4 @@
-"""`MixedDocuments`: the documents of a mixture, many at a time: which source each is of first, then all of a source at once."""
+"""`MixedDocuments`: reads documents of a mixture, many at a time: it chooses their sources, then reads source by source."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from rescale_data.nodes.reading.together import read_together
 from rescale_data.order import Words
 from rescale_data.state import Ints
 
-_FIRST, _SECOND, _FASTER = 16, 256, 4  # draws at once: of the first reads, and as many times more of each that follows
-_MOST, _OF_EACH = 2**15, 2048  # draws at once, and of each source
-_READS = 256  # of sources, or four of each: enough at once, whose epochs may hold a row or two in this shard
-_AT_ONCE = 16  # documents of each source in the second read, where they lie at hand: a few cost as much as one
-_EXPECTED = 2  # by tokens, likely documents of a source that are read with those of others
+_FIRST, _SECOND, _FASTER = 16, 256, 4  # draws in the first read and in the second; then so many times more each
+_MOST, _OF_EACH = 2**15, 2048  # most draws at once, in all and on average for each source
+_READS = 256  # reads of sources after which a call ends (at least 4 for each): an epoch may hold only a row or two
+_AT_ONCE = 16  # documents of each source in the second read, if they lie at hand: a few cost as much as one
+_EXPECTED = 2  # by tokens, expected documents from which on a source is read together with others
 _BYTES_OF_A_SPAN = 128
 _NOWHERE = np.zeros((2, 0), dtype=np.int64)
 
 
 class MixedDocuments:
-    """A token column of a mixture as `Documents`; positions are those of the mixture.
+    """A token column of a mixture as `Documents`; positions are rows of the mixture.
 
-    Few documents are read at first, then more each time: a first batch does not wait for what comes after it.
+    Few documents are read at first, then more each time: the first batch does not wait for later documents.
 
     Args:
-        mixture: It chooses.
-        column: Of the tokens.
-        documents: Those of its sources, which are opened again when they are read.
-        repeats: Whether a source begins again where it ends.
-        by_tokens: Whether a source without tokens counts as one that yields nothing.
-        room: About how many bytes are read at once.
+        mixture: The draws, which choose the sources.
+        column: The column of the tokens.
+        documents: The documents of each source; they are opened again when they are read.
+        repeats: True if a source begins again when it ends.
+        by_tokens: True if a source without tokens counts as one that yields nothing.
+        room: Returns about how many bytes may be read at once.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class MixedDocuments:
         self._forget()
 
     def _forget(self) -> None:
-        """Drop the blocks read for one answer: there may be hundreds of sources, in each logical shard."""
+        """Drop the documents read for one call of `read`: there may be hundreds of sources, in each logical shard."""
         self._supplies: dict[int, Supply] = {}
         self._together, self._places = EMPTY, _NOWHERE
 
@@ -75,12 +75,12 @@ class MixedDocuments:
         return found
 
     def begin_at(self, position: View) -> None:
-        """Drop costly documents before a position; those behind it are kept."""
+        """Drop the costly documents before a position, and keep the later ones."""
         for source, kept in self._kept.items():
             kept.begin_at(position[self._mixture.slots_of(source)])
 
     def read(self, position: View, most: int, points: Words | None = None) -> Spans:
-        """`Documents.read`; ``points`` are those of the next draws, where a mixture above says them."""
+        """Return the next documents as `Documents.read` does; ``points`` are given if a mixture above chooses them."""
         self._after = copy_of(position)
         if points is None:
             self.begin_at(position)
@@ -103,7 +103,7 @@ class MixedDocuments:
                     spans = self._turned(spans, in_use)
                 if self._after != position:
                     spans = spans.with_moves(spans.moves.led_by(Moves.between(position, self._after)))
-                self._after = self._start = position  # there may be many shards
+                self._after = self._start = position  # frees the copy: there may be many shards
                 return spans
             num_silent[ended] += 1
             if self._repeats and (ended not in self._seen_ends or num_silent[ended] > SILENT_EPOCHS):
@@ -118,7 +118,7 @@ class MixedDocuments:
         position[:] = self._after
 
     def _turned(self, spans: Spans, in_use: InUse) -> Spans:
-        """The same documents; behind the last of them other weights may count."""
+        """Return the same documents, where the last one moves the position to other weights if these count behind it."""
         before = copy_of(self._after)
         spans.move(before, len(spans))
         after = copy_of(before)
@@ -133,12 +133,12 @@ class MixedDocuments:
         mean = _BYTES_OF_A_SPAN + copied // len(spans)
         most = min(_MOST, _OF_EACH * self._num_sources, self._room() // mean)
         more = max(self._second, _FASTER * self._num)
-        if self._reads > self._num_sources:  # some have few at a time
+        if self._reads > self._num_sources:  # some sources give few at a time
             more = min(more, len(spans) * self._enough // self._reads)
         self._num = max(_FIRST, min(more, most))
 
     def _draw(self, position: View, arcs: Arcs | TokenArcs, points: Words) -> tuple[Spans, int]:
-        """The documents from a position on up to where a source ends; where it is the first one, none, and which source."""
+        """Return the documents of the next draws, up to a draw whose source has ended, and that source; -1 if none has."""
         self._start, self._reads = position, 0
         try:
             if isinstance(arcs, TokenArcs):
@@ -146,12 +146,12 @@ class MixedDocuments:
             else:
                 chosen, ended = self._supplied(arcs.words.searchsorted(points, side="right"), points, arcs)
             spans = self._join(position[0], chosen) if len(chosen) else EMPTY
-        finally:  # also after a read that fails: the next one may be from elsewhere
+        finally:  # also after a read that fails: the next one may be at another position
             self._forget()
         return spans, ended
 
     def _read_together(self, wanted: Sequence[int]) -> Ints:
-        """Up to so many documents of each source, of those that can be read so; how many there are."""
+        """Read up to ``wanted`` documents of each source that can be read together; return the number read of each."""
         asked = [
             (source, (documents, self._mixture.slots_of(source), num, self._repeats and source not in self._seen_ends))
             for source, num in enumerate(wanted)
@@ -170,7 +170,7 @@ class MixedDocuments:
         return self._together[first : first + num]
 
     def _choose(self, points: Words, arcs: TokenArcs) -> tuple[Ints, int]:
-        """Sources of the next draws, by the lengths of what they yield."""
+        """Return the sources of the next draws, by the lengths of their documents, and a source that has ended, or -1."""
         parts = arcs.parts()
         chosen, numbers = np.empty(len(points), dtype=np.int64), arcs.numbers()
         counts = numbers[4]
@@ -194,7 +194,7 @@ class MixedDocuments:
         return chosen[:num], missing
 
     def _supplied(self, chosen: Ints, points: Words, arcs: Arcs) -> tuple[Ints, int]:
-        """As many of the draws as have documents, and the source that has ended there."""
+        """Return the sources of the draws up to the first without a document, and the source that has ended there, or -1."""
         limit, ended = len(chosen), -1
         wanted = np.bincount(chosen, minlength=self._num_sources)
         if (self._read_together(wanted.tolist()) == wanted).all():
@@ -212,7 +212,7 @@ class MixedDocuments:
         return chosen[:limit], ended
 
     def _have(self, source: int, num: int, most: int, documents: Documents | None = None) -> bool:
-        """True if a source has so many documents; up to ``most`` are read if any are."""
+        """True if a source has ``num`` documents. If documents have to be read for that, up to ``most`` are."""
         supply = self._supplies.get(source)
         if supply is None:
             slots = self._mixture.slots_of(source)
@@ -236,7 +236,7 @@ class MixedDocuments:
         return True
 
     def _join(self, first: int, chosen: Ints) -> Spans:
-        """The documents of draws in their order, with what the mixture itself counts."""
+        """Return the documents of draws in their order, with moves that include the mixture's own counts."""
         parts, first_slots = [self._together], [0]
         begins, at = self._places[0].copy(), len(self._together)
         each = np.bincount(chosen, minlength=self._num_sources).tolist()
@@ -248,7 +248,7 @@ class MixedDocuments:
 
 
 class AtPoints:
-    """The documents of a mixture in a mixture, drawn at the points that the one above says."""
+    """The documents of a mixture within a mixture, drawn at the points that the outer one gives."""
 
     is_costly = True
 

@@ -20,12 +20,12 @@ def mixture_progress(
     rows: Ints,
     shards: Ints,
 ) -> dict[str, float]:
-    """`WeightedSampler.progress`.
+    """Return `WeightedSampler.progress`.
 
     Args:
-        row: Where the mixture keeps what.
-        sources: By name, and the slots of each.
-        ended: In how many of the shards a source has reached its `max_epochs`.
+        row: The slots of the mixture's own values.
+        sources: Node and slots of each source, by name.
+        ended: Number of shards in which a source has reached its `max_epochs`, by name.
         rows: ``int64[M, slots]`` of the mixture.
         shards: ``int64[M]`` indices.
     """

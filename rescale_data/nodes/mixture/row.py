@@ -1,4 +1,4 @@
-"""`MixtureRow`: what a mixture itself keeps in its position, before what its sources keep."""
+"""`MixtureRow`: the slots of a mixture's own values in its position, before the slots of its sources."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rescale_data.state import COUNT, Field, Ints
 Unit: TypeAlias = Literal["samples", "tokens"]
 
 NUM, RULE = 0, 1
-"""The slots of the number of draws, and of the digest of the rule by which weights are chosen."""
+"""The slots of the number of draws, and of the digest of the rule that gives the weights."""
 
-_FIRST = 2  # of those of each source
+_FIRST = 2  # first slot of the values for each source
 KINDS = _DRAWS, _RULE, _DRAWN, _TOKENS, _SINCE = "draws", "rule", "drawn", "tokens", "since"
 
 
@@ -25,13 +25,13 @@ class MixtureRow:
     """The slots of each source, kind by kind, in the order of the names.
 
     Args:
-        names: Of the sources.
-        unit: "tokens" are counted beside what is drawn.
+        names: Names of the sources.
+        unit: With "tokens", tokens are counted in addition to samples.
 
     Attributes:
-        drawn: Samples since the run began; the complement of their number where the source has ended in this epoch.
-        tokens: By tokens, in those samples.
-        since: By tokens, how many of them were drawn with other weights.
+        drawn: Number of samples since the run began; the complement of the number if the source has ended in this epoch.
+        tokens: By tokens: number of tokens in those samples.
+        since: By tokens: number of those tokens that were drawn with other weights.
     """
 
     def __init__(self, names: Sequence[str], unit: Unit) -> None:
@@ -48,19 +48,19 @@ class MixtureRow:
         return rows[:, self.tokens].sum(axis=1) if self.unit == "tokens" else rows[:, NUM]
 
     def begin_epoch(self, rows: Ints) -> None:
-        """Say in ``int64[M, slots]`` that no source has ended yet."""
+        """Note in ``int64[M, slots]`` that no source has ended yet."""
         drawn = rows[:, self.drawn]
         drawn[:] = np.maximum(drawn, ~drawn)
 
     def counted_at(self, position: View) -> list[tuple[int, list[int]]]:
-        """The first slot and the values of what is counted of each source: documents, by tokens these too."""
+        """Return the first slot and the values of the counts of all sources: of documents, and by tokens also of tokens."""
         kinds = [self.drawn, self.tokens] if self.unit == "tokens" else [self.drawn]
         return [(kind.start, position[kind].tolist()) for kind in kinds]
 
 
 @lru_cache(maxsize=64)
 def _fields(names: tuple[str, ...], unit: Unit) -> tuple[Field, ...]:
-    drawn = ~COUNT[1], COUNT[1]  # the complement where a source has ended
+    drawn = ~COUNT[1], COUNT[1]  # the complement if a source has ended
     kinds = [Field((_DRAWN,), counts=True, limits=drawn)]
     if unit == "tokens":
         kinds += [Field((kind,), counts=True, limits=COUNT) for kind in (_TOKENS, _SINCE)]

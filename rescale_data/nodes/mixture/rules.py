@@ -1,4 +1,4 @@
-"""`Rule`: the weights of a mixture as a pure function of what has been drawn."""
+"""`Rule`: the weights of a mixture as a pure function of the amounts drawn."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rescale_data.nodes.mixture.schedule import Schedule, keys_of, pieces_of
 
 @dataclass(frozen=True)
 class Rule:
-    """The weights of all sources in the course of a run, and how many epochs of some of them there may be.
+    """The weights of all sources in the course of a run, and the most epochs of some of them.
 
     Args:
-        names: Of the sources, sorted.
-        keys: ``(progress, weights)`` in the order of the names, as `Schedule` has them; constant weights are one key.
-        interpolate: That of a schedule; `None` where the weights are constant.
-        max_epochs: By name, sorted.
+        names: Names of the sources, sorted.
+        keys: ``(progress, weights)`` as in `Schedule`, weights in the order of the names; constant weights are one key.
+        interpolate: As in `Schedule`; `None` if the weights are constant.
+        max_epochs: ``(name, epochs)``, sorted.
     """
 
     names: tuple[str, ...]
@@ -31,7 +31,7 @@ class Rule:
 
     @cached_property
     def pieces(self) -> tuple[list[int], list[tuple[float, ...]]]:
-        """The progress at which each piece of constant weights begins, and these."""
+        """The progress at which each piece of constant weights begins, and the weights of each piece."""
         return pieces_of(self.keys, is_linear=self.interpolate == "linear")
 
     @cached_property
@@ -45,9 +45,9 @@ class Weights(NamedTuple):
     """The weights at some point of a run.
 
     Args:
-        values: In the order of the names of the rule.
-        until: The progress at which others begin; `None` where they hold until a source of ``ending`` ends.
-        ending: The sources that may be drawn from for some epochs more, and then no longer.
+        values: Weights in the order of the names of the rule.
+        until: The progress at which other weights begin; `None` if these hold until a source of ``ending`` ends.
+        ending: The sources that may be drawn from only for some epochs more.
     """
 
     values: tuple[float, ...]
@@ -59,8 +59,9 @@ def weights_at(rule: Rule, progress: int, epochs: Mapping[str, int]) -> Weights:
     """Return the weights at a point of a run.
 
     Args:
-        progress: Samples or tokens that all logical shards have drawn, as one of them counts: its own times their number.
-        epochs: Whole epochs that have been drawn of those sources of which there may be so many.
+        rule: The rule.
+        progress: Samples or tokens drawn by all logical shards, as one of them counts: its own amount times N.
+        epochs: Number of whole epochs drawn from each source with a limit in `Rule.max_epochs`, by name.
     """
     begins, weights = rule.pieces
     number = bisect_right(begins, progress)
@@ -74,7 +75,7 @@ def weights_at(rule: Rule, progress: int, epochs: Mapping[str, int]) -> Weights:
 
 
 def rule_of(weights: Mapping[str, float] | Schedule, max_epochs: Mapping[str, int]) -> Rule:
-    """Return the rule of weights and limits by name, the same object for all logical shards."""
+    """Return the rule of weights and limits by name; all logical shards get the same object."""
     names = tuple(sorted(weights.keys[0][1] if isinstance(weights, Schedule) else weights))
     interpolate = weights.interpolate if isinstance(weights, Schedule) else None
     return _shared(Rule(names, keys_of(names, weights), interpolate, tuple(sorted(max_epochs.items()))))
@@ -86,14 +87,14 @@ def _shared(rule: Rule) -> Rule:
 
 
 def as_json(rule: Rule) -> dict[str, Any]:
-    """Return a rule as it stands in the parameters of a mixture."""
+    """Return a rule as JSON values, as in the parameters of a mixture."""
     keys = [[begin, dict(zip(rule.names, weights, strict=True))] for begin, weights in rule.keys]
     weights = {"keys": keys, "interpolate": rule.interpolate} if rule.interpolate else keys[0][1]
     return {"weights": weights, **({"max_epochs": dict(rule.max_epochs)} if rule.max_epochs else {})}
 
 
 def from_json(saved: Mapping[str, Any]) -> Rule:
-    """Return the rule in the parameters of a mixture."""
+    """Return the rule that the saved parameters of a mixture hold."""
     weights = saved["weights"]
     if isinstance(weights.get("keys"), list):
         weights = Schedule([(begin, key) for begin, key in weights["keys"]], weights["interpolate"])

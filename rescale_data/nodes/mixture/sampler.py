@@ -1,4 +1,4 @@
-"""`WeightedSampler`: a mixture of sources."""
+"""`WeightedSampler`: mixes sources."""
 
 from __future__ import annotations
 
@@ -27,42 +27,44 @@ from rescale_data.state import Ints, offsets
 
 
 class WeightedSampler(Node[Any]):
-    """The samples of several sources in the proportion of their weights.
+    """Mixes the samples of several sources in proportion to their weights.
 
-    Draw n of logical shard i takes the source in whose arc a point of a circle falls, which is a function of i and n alone
-    (`rescale_data.nodes.mixture.circle`). So *every global batch* is a mixture: by samples each source is within one sample
-    of its share where N is a multiple of O and the case is aligned, within a few elsewhere; a shard's own stream is within
-    8. That holds where each sample of the loader is one of this mixture; below filters and packers the sources are spread
-    as by independent draws, or better. By tokens an arc follows the mean length of a source's documents, and what it is
-    behind.
+    Draw n of logical shard i takes the source in whose arc a point of a circle falls. The point is a function of i and n alone
+    (`rescale_data.nodes.mixture.circle`). So *every global batch* is a mixture. By samples, each source is within one sample
+    of its share if N is a multiple of O and the case is aligned, and within a few samples otherwise. In a shard's own stream it
+    is within 8. This holds if each sample of the loader is a sample of this mixture. Below filters and packers, the sources are
+    spread as by independent draws, or better. By tokens, an arc follows the mean length of a source's documents, and the tokens
+    by which the source is behind.
 
-    n goes on for ever. A source that is added, removed, that ends or has another weight moves arcs, not points. A mixture in a
-    mixture, with nothing but `Map` and the like between them, is the flat mixture of the products.
+    n goes on for ever. A source that is added or removed, that ends or gets another weight, moves arcs, not points. A mixture
+    in a mixture, with only `Map` and the like between them, is the flat mixture with the products of the weights.
 
-    Each source keeps its own epoch, ``<name>.<...>.epoch`` in the state. Between the legs of a run the weights may change:
-    they count from then on; under a packer, from the end of the document or window that a logical shard is within, which
-    goes on with the weights it was begun with. Sources may come and go with `rescale_data.checkpoint.load_changed`. What a
-    packer has begun with a source that is gone is begun again without it, with a warning: give such a source weight 0 for a
-    while before.
+    Each source keeps its own epoch, ``<name>.<...>.epoch`` in the state. The weights may change between the segments of a run,
+    and count from then on. Under a packer they count from the end of the document or window that a logical shard is within;
+    the document or window goes on with the weights it was begun with. Sources may come and go with
+    `rescale_data.checkpoint.load_changed`. If a packer is within a document or window of a source that is gone, the packer
+    begins again there without that source, with a warning. So give such a source weight 0 for a while before.
 
     Args:
         nodes: The sources by name. Names are part of the state's paths.
-        weights: Of each, at least 0, in any scale (as large as the sources: `weights_by_size`). A source of weight 0 rests. Or
-            a `Schedule` of them.
-        unit: What the weights are shares of: "samples", or "tokens", which are ``len(sample[column])``.
-        column: Which, with tokens.
-        stop: What happens when a source ends. "never": it begins its next epoch at once, so the mixture has no end, even with
-            `Shard.repeat` false. "first": the mixture's epoch ends; the other sources go on where they are in the next.
-            "all": the source rests until all have ended, and the others keep their proportions: each row once an epoch.
-        max_epochs: Of some sources at most so many epochs in the whole run, ``{"books": 4}``. Then the arc of a source goes to
-            the others, which is logged. When none is left, the stream ends. About so many samples or tokens: a `Schedule`.
+        weights: Weight of each source, at least 0, in any scale (`weights_by_size` makes weights from sizes). A source of
+            weight 0 rests. Or a `Schedule` of weights.
+        unit: Unit of the shares: "samples", or "tokens", which are ``len(sample[column])``.
+        column: The column of the tokens, if the unit is tokens.
+        stop: The rule for the end of a source. "never": the source begins its next epoch at once, so the mixture has no end,
+            even with `Shard.repeat` false. "first": the mixture's epoch ends; in the next one the other sources go on where
+            they are. "all": the source rests until all have ended, and the others keep their proportions: each row comes once
+            an epoch.
+        max_epochs: The most epochs of some sources in the whole run, as in ``{"books": 4}``. After them the arc of the source
+            goes to the other sources, which is logged. When no source is left, the stream ends. For a limit in samples or
+            tokens use a `Schedule`.
 
     Raises:
-        ValueError: Names, weights or epochs that do not fit; tokens without a column; `max_epochs` of a source that reads
-            several readers, has a mixture in it, or, in an endless stream, fewer rows than there are logical shards.
-        TypeError: Nodes, weights or epochs that are not by name; a weight that is no number.
-        DataStateError: A source yielded no sample, or by tokens no token, in two whole epochs (``stop="never"``). An endless
-            stream (`Shard.repeat`) of which all sources have had their `max_epochs`.
+        ValueError: Names, weights or epochs do not fit; the unit is tokens and there is no column; a source with `max_epochs`
+            reads several readers, has a mixture in it, or, in an endless stream, has fewer rows than there are logical shards.
+        TypeError: Nodes, weights or epochs are not given by name; a weight is no number.
+        DataStateError: A source yielded no sample, or by tokens no token, in two whole epochs (``stop="never"``). In an endless
+            stream (`Shard.repeat`), all sources have reached their `max_epochs`.
 
     Example:
         >>> import rescale_data as rd
@@ -112,12 +114,12 @@ class WeightedSampler(Node[Any]):
         return {name: (node, self._slots(name)) for name, node in self.children.items()}
 
     def _epoch_slots(self, rules: Iterable[Rule]) -> dict[str, int]:
-        """The slots of the epochs that rules count, by the name of the source."""
+        """Return the slots of the epochs that rules count, by name of the source."""
         sources, counted = self._sources, {name for rule in rules for name, _ in rule.max_epochs}
         return {name: epoch_slot(name, *sources[name]) for name in sorted(counted) if name in sources}
 
     def _bind_children(self) -> None:
-        self._draws.sources.close()  # until they are drawn from: there may be hundreds
+        self._draws.sources.close()  # opened again when drawn from: there may be hundreds
         for name, node in self.children.items():
             if node.children:
                 node.bind(self.bookmark(name))
@@ -145,7 +147,11 @@ class WeightedSampler(Node[Any]):
         return self._draws.draw(next)
 
     def skip(self, num_samples: int) -> None:
-        """By samples without reading, in time of the logarithm of their number, where sources know how many they have."""
+        """Leave out samples as in `Node.skip`.
+
+        By samples this reads nothing if the sources know how many samples they have. It then takes time in proportion to the
+        logarithm of their number.
+        """
         if self.unit == "tokens":
             return super().skip(num_samples)
         return self._draws.skip(num_samples)
@@ -154,7 +160,7 @@ class WeightedSampler(Node[Any]):
         return 0 if self.unit == "tokens" else self._draws.skip_ahead(num_samples, goes_on=is_endless(self))
 
     def epoch_end(self, rows: Ints, shards: Ints) -> tuple[Ints, Ints] | None:
-        """Known by samples, where each source is read to its end."""
+        """Return the end of the epoch, by samples, if each source is read to its end with constant weights; else `None`."""
         rule = self._weights.rule
         if self.stop != "all" or self.unit == "tokens" or rule.max_epochs or len(rule.pieces[0]) > 1:
             return None
@@ -172,7 +178,7 @@ class WeightedSampler(Node[Any]):
         self._weights.adopt(earlier, self._epoch_slots(earlier))
 
     def place(self) -> list[int]:
-        """The number of draws alone: sources come and go, and draws are counted for the whole run."""
+        """Return the slot of the number of draws alone: sources come and go, but draws are counted for the whole run."""
         return [NUM]
 
     def earlier(self, saved: Mapping[str, Any], rows: Ints) -> History:
@@ -182,12 +188,12 @@ class WeightedSampler(Node[Any]):
         self._weights.check_change(saved, rows)
 
     def settle(self, position: View) -> bool:
-        """Other weights count from here on. A source that has ended in this epoch stays so."""
+        """Let other weights count from here on. A source that has ended in this epoch stays ended."""
         self._weights.settle(position)
         return super().settle(position)
 
     def next_epoch(self, position: View, *, is_drawn: bool = False) -> None:
-        """Begin the next epoch of all sources; counts since the run began stay, so schedule and epochs go on."""
+        """Begin the next epoch of all sources. Counts since the run began stay, so the schedule and `max_epochs` go on."""
         own = slice(0, offsets(self.FIELDS)[-1])
         kept = copy_of(position[own])
         super().next_epoch(position, is_drawn=is_drawn)
@@ -203,14 +209,14 @@ class WeightedSampler(Node[Any]):
             return False
         own, at, draws, found = self.position, copy_of(position), self._draws, False
         self.bind(at)
-        while (chosen := draws.choose()) is not None:  # also behind the ends of sources, as a draw goes on
+        while (chosen := draws.choose()) is not None:  # also past the ends of sources, as a draw does
             node, part = draws.sources.nodes[chosen], at[draws.slots_of(chosen)]
             is_stale, found = node.is_stale(part), node.is_blocked(part)
             if found or not draws.pass_end(chosen):
                 break
-            if found := is_stale and self.stop == "never":  # the old list says with what its next epoch begins
+            if found := is_stale and self.stop == "never":  # only the old list shows how its next epoch begins
                 break
-        self.bind(own)  # the nodes above are bound to it
+        self.bind(own)  # the nodes above are bound to this row
         return found
 
     def is_lost(self, position: View) -> bool:
@@ -226,10 +232,10 @@ class WeightedSampler(Node[Any]):
         return {**as_json(self._weights.rule), "unit": self.unit, "column": self.column, "stop": self.stop}
 
     def progress(self, rows: Ints, shards: Ints, samples: Ints) -> dict[str, float]:
-        """Return what was drawn of each source since the run began, its share of that in the mixture's unit, and its epochs.
+        """Return the samples or tokens drawn from each source since the run began, its share of them, and its epochs.
 
-        ``epochs/...`` is the mean over the readers below a source and over logical shards, and ``ended_shards/...`` in how
-        many of these it has had its `max_epochs`.
+        ``share/...`` is in the mixture's unit. ``epochs/...`` is the mean over the readers below a source and over logical
+        shards. ``ended_shards/...`` is the number of logical shards in which the source has reached its `max_epochs`.
         """
         return mixture_progress(self._row, self._sources, self._weights.ended(rows), rows, shards)
 
@@ -241,7 +247,7 @@ class WeightedSampler(Node[Any]):
         below = [self._draws.sources.documents(source, column) for source in range(len(self.names))]
         inner = [_mixture_of(node) is not None for node in self.children.values()]
         in_blocks = [isinstance(documents, MixedDocuments) for documents in below]
-        if any(inner) and (self.unit == "tokens" or inner != in_blocks):  # each draw of those has a point of its own
+        if any(inner) and (self.unit == "tokens" or inner != in_blocks):  # each draw of an inner one has its own point
             return None
         return MixedDocuments(
             self._draws,
@@ -258,7 +264,7 @@ class WeightedSampler(Node[Any]):
 
 
 def _mixture_of(node: Node[Any]) -> WeightedSampler | None:
-    """The mixture whose samples a node yields, one for one."""
+    """Return the mixture whose samples a node yields one for one; `None` if there is none."""
     while node.one_for_one:
         node = node.children["source"]
     return node if isinstance(node, WeightedSampler) else None

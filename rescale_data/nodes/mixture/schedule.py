@@ -13,24 +13,25 @@ import numpy as np
 from rescale_data.errors import require_int
 
 STEPS = 64
-"""As many steps of constant weights lead from one key of a linear schedule to the next."""
+"""Number of steps of constant weights from one key of a linear schedule to the next."""
 
 
 @dataclass(frozen=True)
 class Schedule:
     """Weights that change in the course of a run, for `WeightedSampler`.
 
-    Progress is what the mixture has drawn in a logical shard, in its ``unit``, times the number of logical shards: samples or
-    tokens of the run, as each shard sees them. So two shards may pass a key in different steps.
+    Progress is the amount that the mixture has drawn in a logical shard, in its ``unit``, times the number of logical shards.
+    These are the samples or tokens of the run, as each shard sees them. So two shards may pass a key in different steps.
 
     Args:
-        keys: ``(progress, weights)``, the first at 0, each later than the one before, with a weight of every source.
-        interpolate: "step": a key's weights hold up to the next key. "linear": the shares go over into those of the next key,
-            in 64 equal steps of constant weights, so that what is drawn is still counted by sums.
+        keys: ``(progress, weights)``: the first key is at 0, each key is later than the one before and has a weight for every
+            source.
+        interpolate: "step": a key's weights hold up to the next key. "linear": the shares change to the shares of the next key
+            in 64 equal steps of constant weights. So the number of draws is still computed by sums.
 
     Raises:
-        ValueError: Keys that do not begin at 0, or go back; other names than in the first; weights that are none.
-        TypeError: Keys that are no such pairs; a weight that is no number.
+        ValueError: The keys do not begin at 0, or go back; a key has other names than the first; values are no valid weights.
+        TypeError: The keys are no such pairs; a weight is no number.
 
     Example:
         >>> import rescale_data as rd
@@ -74,13 +75,13 @@ def keys_of(names: Sequence[str], weights: Mapping[str, float] | Schedule) -> tu
 def pieces_of(
     keys: Sequence[tuple[int, tuple[float, ...]]], *, is_linear: bool
 ) -> tuple[list[int], list[tuple[float, ...]]]:
-    """Return the progress at which each piece of constant weights begins, the first at 0, and these weights."""
+    """Return the progress at which each piece of constant weights begins, the first at 0, and the weights of each piece."""
     begins, values = [begin for begin, _ in keys], [value for _, value in keys]
     return _steps(begins, [_normal(value) for value in values]) if is_linear and len(keys) > 1 else (begins, values)
 
 
 def require_weights(weights: Mapping[str, float], where: str = "") -> None:
-    """``ValueError`` where they are no weights, ``TypeError`` where one is no number."""
+    """Raise ``ValueError`` if the values are no valid weights, ``TypeError`` if one is no number."""
     for name, weight in weights.items():
         if isinstance(weight, bool | np.bool_ | str) or not hasattr(weight, "__float__"):
             raise TypeError(f"weights[{name!r}]={weight!r}{where} is a {type(weight).__name__}; give a number.")
@@ -98,7 +99,7 @@ def _are_keys(keys: object) -> bool:
 
 
 def _steps(begins: list[int], keys: list[tuple[float, ...]]) -> tuple[list[int], list[tuple[float, ...]]]:
-    """A line between keys as steps, each of the line's value in its middle."""
+    """Return steps in place of the lines between keys; each step has the value of the line at its middle."""
     places: list[int] = []
     values: list[tuple[float, ...]] = []
     for (begin, one), (end, other) in pairwise(zip(begins, keys, strict=True)):

@@ -1,4 +1,4 @@
-"""`weights_by_size`: weights of a mixture by how large its sources are."""
+"""`weights_by_size`: computes the weights of a mixture from the sizes of its sources."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ def weights_by_size(
     temperature: float = 1.0,
     column: str | None = None,
 ) -> dict[str, float]:
-    """Return weights of ``size ** (1 / temperature)`` for `WeightedSampler`, the largest 1.
+    """Return weights in proportion to ``size ** (1 / temperature)`` for `WeightedSampler`; the largest is 1.
 
-    They are numbers of the files that there are now: files that are added later count when a run is built again.
+    They count the files that exist now. Files that are added later count when a run is built again.
 
     Args:
-        sources: By name.
-        by: Sizes in "rows", or in "tokens" where all sources know them (`Source.num_tokens`).
-        temperature: Above 0: 1 for weights in proportion, more for weights that are more alike.
-        column: Of the tokens, where a source has several.
+        sources: The sources by name.
+        by: Unit of the sizes: "rows", or "tokens" if all sources know them (`Source.num_tokens`).
+        temperature: A number above 0. 1 gives weights in proportion to the sizes, larger numbers give weights that are more
+            alike.
+        column: The column of the tokens, if a source has several.
 
     Raises:
-        ValueError: A temperature that is none; a source that does not know its tokens.
+        ValueError: The temperature is not above 0; a source does not know its tokens.
 
     Example:
         >>> import rescale_data as rd
@@ -44,7 +45,7 @@ def weights_by_size(
         )
     sizes = {name: _size(source, by, column) for name, source in sources.items()}
     largest = max(1, *sizes.values(), 0)
-    # rounded, so that they are the same on every processor
+    # rounded, so that the weights are the same on every processor
     return {name: float(f"{(size / largest) ** (1 / temperature):.9g}") for name, size in sizes.items()}
 
 

@@ -1,4 +1,4 @@
-"""`Sources`: the sources of one logical shard's mixture, of which there may be hundreds."""
+"""`Sources`: the sources of one logical shard's mixture; there may be hundreds."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from rescale_data.sources.source import TokenSource
 
 
 class Sources:
-    """The sources by number. Those that are `Reader`s may be another shard's (`borrow`): then this shard has one of its own as
+    """The sources of a mixture, by number.
+
+    A `Reader` among them may belong to another shard (`borrow`). This shard then opens a reader of its own, and keeps it as
     long as the cache has room for the order in which it reads.
 
     Args:
         nodes: The sources.
-        slots: Of each in the mixture's position.
-        shard: The logical shard, where there is one.
+        slots: The slots of each source in the mixture's position.
+        shard: The logical shard; `None` if there is none.
 
     Attributes:
-        nodes: To be asked what holds for any logical shard.
-        last: The one that was drawn from last.
+        nodes: The sources, for questions whose answer is the same in all logical shards.
+        last: The node that was drawn from last.
     """
 
     def __init__(self, nodes: Sequence[Node[Any]], slots: Sequence[slice], shard: Shard | None) -> None:
@@ -38,7 +40,7 @@ class Sources:
         self._documents: dict[str, dict[int, Documents]] = {}
 
     def borrow(self, others: Sources) -> None:
-        """Have another shard's readers in place of those that differ from them in the shard alone."""
+        """Use another shard's readers in place of own readers that differ from them in the shard alone."""
         pairs = [*zip(self.nodes, others.nodes, strict=True)]
         alike = [isinstance(own, Reader) and own.shard == self._shard and own.is_like(other) for own, other in pairs]
         if all(alike):
@@ -60,7 +62,7 @@ class Sources:
         return found
 
     def bound(self, source: int, position: View) -> Node[Any]:
-        """The same, where it stands in the mixture's position."""
+        """Return this shard's own node, bound to its slots in the mixture's position if it was not bound."""
         self.last = node = self.open(source)
         if not node.is_bound:
             node.bind(position[self.slots[source]])
@@ -78,14 +80,18 @@ class Sources:
         return found
 
     def room(self, num_shards: int) -> Callable[[], int]:
-        """About how many bytes may be read at once, of so many logical shards in all: asked when they are read."""
+        """Return a function that returns about how many bytes may be read at once, at the time of its call.
+
+        Args:
+            num_shards: Number of logical shards in all.
+        """
         read = [below.reads for node in self.nodes for _, below in node.walk() if below.reads is not None]
         found = {owner_of(source): source.cache_bytes for source in read if isinstance(source, TokenSource)}
         owner, room = min(found.items(), key=lambda item: item[1], default=(-1, DEFAULT_BYTES))
         return lambda: room // 8 // max(1, len(shards_of(owner, num_shards)))
 
     def close(self) -> None:
-        """No node is where the position says."""
+        """Unbind the own readers and close the opened ones: no node stands where the position says."""
         for node in self.nodes:
             if self._is_own(node) and not node.children:
                 node.unbind()
@@ -95,10 +101,10 @@ class Sources:
         return self._shard is None or node.of_shard is None or node.of_shard.index == self._shard.index
 
     def leave(self, source: int) -> None:
-        """Keep what this shard has of its own no longer: it is made again."""
+        """Drop this shard's own reader and documents of a source; they are made again when needed."""
         self._open.pop(source, None)
         for opened in self._documents.values():
-            if isinstance(opened.get(source), FragmentDocuments):  # others say where they ended
+            if isinstance(opened.get(source), FragmentDocuments):  # other kinds remember where they ended
                 opened.pop(source, None)
 
 

@@ -1,4 +1,4 @@
-"""`Supply`: the next documents of one source of a mixture; `Kept`: those that were read and not drawn."""
+"""`Supply`: the next documents of one source of a mixture; `Kept`: documents that were read but not drawn."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rescale_data.state import Ints
 
 
 class Kept:
-    """Documents of a costly source: what is read and then not drawn, since another source ends before, is read once.
+    """Documents of a costly source, kept until they are drawn, so that each is read once.
 
-    They are known by the position at which they begin, in the order in which they were read; ends of epochs among them also
-    by the position at which the next epoch begins.
+    A document is read but not drawn if another source ends before it. Documents are kept by the position at which they begin,
+    in the order in which they were read. For an end of an epoch, the position at which the next epoch begins is kept too.
     """
 
     is_costly = True
@@ -31,11 +31,11 @@ class Kept:
             found = self._found[key] = self._documents.read(position, most)
             if not len(found):
                 self._turned[key] = after = copy_of(position)
-                self._documents.turn(after)  # now: whoever binds the node moves it away from this end
+                self._documents.turn(after)  # at once: the next bind of the node moves it away from this end
         return found if len(found) <= most else found[:most]
 
     def begin_at(self, position: View) -> None:
-        """Forget what lies before a position."""
+        """Forget the documents before a position."""
         there = position.tobytes()
         for key in [*self._found]:
             if key == there:
@@ -61,7 +61,7 @@ def _num_before(found: Spans, begin: bytes, position: View) -> int:
 
 
 class Supply:
-    """The next documents of one source, as many as are asked for, over the ends of its epochs where it begins again."""
+    """The next documents of one source, as many as are requested, also across the ends of its epochs (`turn`)."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Supply:
         self.silent_epochs = 0
 
     def fill(self, num: int) -> bool:
-        """Have up to so many documents, one more at least; false at the end of an epoch."""
+        """Read one more document at least, up to ``num`` in all; return false at the end of an epoch."""
         spans = self._documents.read(self._position, num - self.num)
         if not len(spans):
             return False
@@ -91,7 +91,7 @@ class Supply:
         return True
 
     def turn(self) -> None:
-        """Begin the next epoch, where `fill` has found an end."""
+        """Begin the next epoch, after `fill` has found the end of one."""
         self.silent_epochs += 1
         before = copy_of(self._position)
         self._documents.turn(self._position)
@@ -100,11 +100,11 @@ class Supply:
 
     @property
     def lengths(self) -> Ints:
-        """The lengths of its documents."""
+        """The lengths of the documents read so far."""
         return np.concatenate([part.length for part in self._parts])
 
     def spans(self, num: int) -> list[Spans]:
-        """The first of them, in parts."""
+        """Return the first ``num`` documents, in parts."""
         parts, num = list(self._parts), self.num - num
         while num and num >= len(parts[-1]):
             num -= len(parts.pop())

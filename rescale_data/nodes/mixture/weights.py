@@ -1,4 +1,4 @@
-"""`MixtureWeights`: the weights at any position of a mixture, and what a change of them writes there."""
+"""`MixtureWeights`: returns the weights at any position of a mixture, and writes changes of weights into positions."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class InUse:
     """The weights at a position.
 
     Args:
-        values: Of the sources that the mixture has.
-        turn_at: The draws or tokens of this logical shard at which others begin; `None` where none do.
-        ending: The numbers of the sources at whose ends others may begin, and the epoch before which each is over.
+        values: Weights of the sources that the mixture has.
+        turn_at: The number of draws or tokens of this logical shard at which other weights begin; `None` if none do.
+        ending: ``{source: epoch}`` for sources at whose ends other weights may begin; the source is over before that epoch.
     """
 
     values: tuple[float, ...]
@@ -36,15 +36,15 @@ class InUse:
 
 
 class MixtureWeights:
-    """The weights of one logical shard's mixture: a function of the rule that a position names, and of what has been drawn.
+    """The weights of one logical shard's mixture: a function of the rule that a position names, and of the amounts drawn.
 
-    A position that was begun with the rule of an earlier segment of the run goes on by that one until it is settled.
+    A position that was begun with the rule of an earlier segment of the run keeps that rule until it is settled.
 
     Args:
-        row: Where the mixture keeps what.
-        rule: The present one.
-        shard: The index of the logical shard, and how many there are.
-        epochs: The slot of the epoch of each source that has one epoch.
+        row: The slots of the mixture's own values.
+        rule: The present rule.
+        shard: The index of the logical shard, and the number of logical shards.
+        epochs: The slot of the epoch of each source whose epochs are counted, by name.
     """
 
     def __init__(self, row: MixtureRow, rule: Rule, shard: tuple[int, int], epochs: Mapping[str, int]) -> None:
@@ -53,15 +53,15 @@ class MixtureWeights:
         self._is_logged: set[str] = set()
 
     def borrow(self, other: MixtureWeights) -> None:
-        """Keep the slots that another shard's mixture, which is the same, has as well."""
+        """Share the slots of epochs with the same mixture of another shard."""
         self._epochs = other._epochs
 
     def adopt(self, earlier: Sequence[Rule], epochs: Mapping[str, int]) -> None:
-        """Know these rules of earlier segments, by which some positions go on, and the slots of the epochs that they count."""
+        """Keep rules of earlier segments that some positions still use, and the slots of the epochs that they count."""
         self._earlier, self._epochs = earlier, {**self._epochs, **epochs}
 
     def begin(self, position: View) -> None:
-        """Write the beginning of a run."""
+        """Write the present rule into a position at the beginning of a run."""
         position[RULE] = self.rule.digest
 
     def at(self, position: View) -> InUse:
@@ -69,24 +69,27 @@ class MixtureWeights:
         return self._by(self._rule_at(position), position)
 
     def settle(self, position: View) -> None:
-        """Let the present rule count."""
+        """Let the present rule count from a position on."""
         if self.is_pending(position):
             before = self.at(position)
             position[RULE] = self.rule.digest
             self.turn(position, before)
 
     def is_pending(self, position: View) -> bool:
-        """True if a position goes by the rule of an earlier segment."""
+        """True if a position uses the rule of an earlier segment."""
         return position[RULE] != self.rule.digest
 
     def turn(self, position: View, before: InUse) -> None:
-        """Behind what was drawn with these weights: by tokens, note how many of the tokens count for others."""
+        """Let the weights at a position count, after draws with the weights ``before``.
+
+        By tokens, if the weights differ, the tokens drawn so far no longer count as ahead or behind.
+        """
         row = self._row
         if row.unit == "tokens" and self.at(position).values != before.values:
             position[row.since] = position[row.tokens]
 
     def end(self, position: View, source: int, before: InUse) -> None:
-        """Behind an epoch of a source, of which there may be so many."""
+        """Let other weights count behind the end of an epoch of a source, if it has a limit in `max_epochs`."""
         if source not in before.ending:
             return
         self.turn(position, before)
@@ -100,7 +103,7 @@ class MixtureWeights:
         )  # fmt: skip
 
     def is_stuck(self, position: View) -> bool:
-        """True if a source is gone that counts at a position: by its weight, or by tokens in the progress of a schedule."""
+        """True if a missing source counts at a position: by its weight, or by tokens in the progress of a schedule."""
         rule, names = self._rule_at(position), {*self._row.names}
         if names.issuperset(rule.names):
             return False
@@ -109,7 +112,7 @@ class MixtureWeights:
         return is_counted or any(value for name, value in zip(rule.names, values, strict=True) if name not in names)
 
     def earlier(self, saved: Mapping[str, Any], rows: Ints) -> History:
-        """`Node.earlier` of the mixture: ``(digest, rule)`` of each but the present one by which a position goes."""
+        """Return `Node.earlier` of the mixture: ``(digest, rule)`` for each rule but the present one that a position uses."""
         rules = [from_json(rule) for rule in (*(rule for _, rule in saved.get(BEFORE, ())), saved)]
         known, used = {rule.digest: rule for rule in rules}, {*np.unique(rows[:, RULE]).tolist()}
         if not used <= known.keys():
@@ -117,7 +120,7 @@ class MixtureWeights:
         return [(digest, as_json(known[digest])) for digest in sorted(used - {self.rule.digest})]
 
     def check_change(self, saved: Mapping[str, Any], rows: Ints) -> None:
-        """`Node.check_change` of the mixture."""
+        """Check changes as `Node.check_change` of the mixture."""
         before, progress = from_json(saved), int(self._row.drawn_in(rows).max()) * self._shard[1]
         if self.rule.interpolate:
             was, now = _shares_until(before, progress), _shares_until(self.rule, progress)
@@ -130,7 +133,7 @@ class MixtureWeights:
                 )
         for name, limit in self.rule.max_epochs:
             slot = self._epochs[name]
-            begun = rows[:, slot] + (rows[:, slot + 1] > 0)  # with the one that the reader is in
+            begun = rows[:, slot] + (rows[:, slot + 1] > 0)  # includes the epoch that the reader is in
             if (name, limit) not in before.max_epochs and (begun > limit).any():
                 raise DataStateError(
                     f"max_epochs[{name!r}]={limit} is below what has been drawn already: {int(begun.max())} epochs, more than "
@@ -139,7 +142,7 @@ class MixtureWeights:
                 )
 
     def ended(self, rows: Ints) -> dict[str, int]:
-        """Return in how many of some positions, ``int64[M, slots]``, each source has reached its `max_epochs`."""
+        """Return the number of positions, among ``int64[M, slots]``, at which each source has reached its `max_epochs`."""
         return {name: int((rows[:, self._epochs[name]] >= limit).sum()) for name, limit in self.rule.max_epochs}
 
     def _rule_at(self, position: View) -> Rule:
@@ -168,7 +171,10 @@ class MixtureWeights:
 
 
 def _shares_until(rule: Rule, progress: int) -> list[tuple[int, dict[str, float]]]:
-    """Return what has begun by a progress: where, and the shares of the sources, to nine places; pieces of the same as one."""
+    """Return the pieces of a rule that have begun by a progress: where each begins, and the shares of sources, to 9 places.
+
+    Successive pieces with the same shares are one piece.
+    """
     found: list[tuple[int, dict[str, float]]] = []
     for begin, weights in zip(*rule.pieces, strict=True):
         total = sum(weights)
@@ -179,6 +185,6 @@ def _shares_until(rule: Rule, progress: int) -> list[tuple[int, dict[str, float]
 
 
 def _shown(one: Iterable[Any], other: Sequence[Any]) -> str:
-    """Return what is in one list of (progress, shares) and not in the other, in a few words."""
+    """Describe the pieces that are in one list of (progress, shares) and not in the other, three at most, for messages."""
     found = [f"{shares} from {begin} on" for begin, shares in one if (begin, shares) not in other]
     return ", ".join(found[:3]) or "nothing there"

@@ -1,4 +1,4 @@
-"""`woven`: documents of several sources in the order in which a mixture draws them. In C by `draws.c`."""
+"""`woven`: puts documents of several sources in the order in which a mixture draws them; in C by `draws.c`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from rescale_data.state import Ints
 
 
 def woven(chosen: Ints, spans: Spans, begins: Ints, first: int, counted: Sequence[tuple[int, list[int]]]) -> Spans:
-    """The documents of draws, whose moves count those as well.
+    """Return the documents of draws in their order, with moves that also count the draws.
 
     Args:
         chosen: The source of each draw.
-        spans: The next documents of all of these, each source's one behind the other, whose moves are of the mixture's row.
-        begins: The number of the first of each source.
-        first: Draws before.
-        counted: What the mixture keeps of each source: the first slot of the numbers of documents, and these; by tokens, the
-            same of those.
+        spans: The next documents of all these sources, source by source, with moves of the mixture's row.
+        begins: Index in ``spans`` of the first document of each source.
+        first: Number of draws before.
+        counted: The result of `MixtureRow.counted_at`: the first slot and the values of the numbers of documents, and by tokens
+            also of the numbers of tokens.
     """
     moves, num = spans.moves, len(chosen)
     slots, counts = np.array([slot for slot, _ in counted]), np.array([count for _, count in counted])
@@ -35,7 +35,7 @@ def woven(chosen: Ints, spans: Spans, begins: Ints, first: int, counted: Sequenc
 
 
 def _in_numpy(chosen: Ints, spans: Spans, begins: Ints, first: int, slots: Ints, counts: Ints) -> tuple[Ints, Moves]:
-    """The number of each draw's document, and the moves."""
+    """Return the index of each draw's document, and the moves."""
     order, each = np.argsort(chosen, kind="stable"), np.bincount(chosen, minlength=len(begins))
     before = np.cumsum(each) - each
     index, number = np.empty_like(chosen), np.arange(len(chosen))

@@ -1,1 +1,1 @@
-"""Documents to samples of one length: packed streams, whole documents, and the columns beside the tokens."""
+"""Packers: make samples of one length from documents, cut or whole, with their columns alongside the tokens."""

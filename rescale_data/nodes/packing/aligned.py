@@ -1,4 +1,4 @@
-"""Columns beside the tokens: a loss mask, rewards, segment numbers, one value a token, cut and packed with them."""
+"""Columns alongside the tokens, with one value a token, cut and packed with them: loss mask, rewards, segment numbers."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from rescale_data.nodes.reading.gather import Around
 from rescale_data.nodes.reading.spans import Spans
 
 MASK = "loss_mask"
-"""The column that says which tokens are learned."""
+"""Name of the column that is true for tokens that are learned."""
 _TYPES = {
     torch.bool: np.bool_, torch.uint8: np.uint8, torch.int16: np.int16, torch.int32: np.int32, torch.int64: np.int64,
     torch.float16: np.float16, torch.float32: np.float32, torch.float64: np.float64,
 }  # fmt: skip
 
 Values: TypeAlias = dict[str, npt.NDArray[Any]]
-"""Of each column, the values of the tokens of a document, or of several end to end."""
+"""By column, the values for the tokens of a document, or of several documents end to end."""
 
 
 class Aligned:
-    """Columns alongside the tokens, and how they are taken out of samples.
+    """Columns alongside the tokens: takes their values out of samples and lays them out like the tokens.
 
     Args:
-        columns: Name in the samples and in what is packed -> dtype.
-        column: That of the tokens.
-        reserved: Names that a packer uses itself.
-        reader: Its name, for messages.
+        columns: ``{name: dtype}``; the name is the same in source samples and packed samples.
+        column: The column of the tokens.
+        reserved: Names that the packer uses itself.
+        reader: Name of the packer, for messages.
     """
 
     def __init__(self, columns: Mapping[str, torch.dtype], column: str, reserved: set[str], reader: str) -> None:
@@ -59,11 +59,11 @@ class Aligned:
 
     @property
     def described(self) -> dict[str, str]:
-        """As JSON values."""
+        """The columns and their dtypes as JSON values."""
         return {name: str(dtype) for name, dtype in sorted(self.dtypes.items())}
 
     def of(self, sample: Mapping[str, Any], num_tokens: int) -> Values:
-        """Return the values of a sample with so many tokens."""
+        """Return the values of a sample with ``num_tokens`` tokens."""
         return {name: self._of(sample, name, dtype, num_tokens) for name, dtype in self.dtypes.items()}
 
     def _of(self, sample: Mapping[str, Any], name: str, dtype: np.dtype[Any], num_tokens: int) -> npt.NDArray[Any]:
@@ -83,20 +83,20 @@ class Aligned:
         return found
 
     def end_to_end(self, spans: Spans, around: Around) -> Values:
-        """The values of documents as `rescale_data.nodes.reading.gather.joined` lays out their tokens.
+        """Return the values of documents in the layout of their tokens (`rescale_data.nodes.reading.gather.joined`).
 
-        What stands around a document has the value 0; an eos is learned where the last token of its document is.
+        The bos and eos tokens around a document have the value 0. An eos is learned if the last token of its document is.
         """
         found = [self._around(values, around) for values in self._kept(spans)]
         return {name: np.concatenate([values[name] for values in found]) for name in self.dtypes} if found else {}
 
     def num_untrained(self, spans: Spans, around: Around) -> int:
-        """Documents with tokens of which none is learned."""
+        """Return the number of documents that have tokens, none of which is learned."""
         has_tokens = around.lengths(spans) > 0
         return sum(not values[MASK].any() for values in self._kept(replace(spans, array=spans.array[has_tokens])))
 
     def of_sample(self, spans: Spans, offset: int, num: int, around: Around) -> Values:
-        """The values of ``num`` tokens of documents end to end, from an offset in the first on."""
+        """Return the values of ``num`` tokens of documents end to end, from an offset in the first document on."""
         ends = np.cumsum(around.lengths(spans))
         values = self.end_to_end(spans[: int(ends.searchsorted(offset + num)) + 1], around)
         return {name: array[offset : offset + num] for name, array in values.items()}

@@ -1,4 +1,4 @@
-"""Best fit: pieces of documents that share a sample; long ones are cut or left out first, in each form of a window."""
+"""Best fit: packs pieces of documents into samples; first cuts or drops long documents, in each form of a window."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from rescale_data.nodes.form import MOST, Stage
 
 Long: TypeAlias = Literal["split", "truncate", "drop"]
 Piece: TypeAlias = tuple[int, int, int]
-"""Of a document: where it begins and ends among the tokens of a window, and the document's number."""
+"""Begin and end of a piece among the tokens of a window, and the number of its document."""
 
 COUNTED = {"split": "split_documents", "truncate": "truncated_documents", "drop": "dropped_documents"}
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Samples that documents were packed into.
+    """Samples into which documents were packed.
 
     Args:
-        pieces: Where each lies, and of which document.
-        bins: The pieces of each sample.
-        long: Documents longer than a sample, or with more than its limits.
+        pieces: All pieces.
+        bins: Indices of the pieces of each sample.
+        long: Numbers of the documents that are longer than a sample, or exceed its limits.
     """
 
     pieces: list[Piece]
@@ -37,12 +37,17 @@ class Fit:
 def fit(
     documents: Sequence[Piece], stages: Iterable[Stage], long: Long, multiple: int, carried: Mapping[str, Sequence[int]]
 ) -> Fit:
-    """Pack documents: in each form of which samples were yielded what the one before has left, then in that of now.
+    """Pack documents in each form of a window in turn.
+
+    The pieces that are left after the samples yielded in one form are packed again in the next. The last form is the present
+    one.
 
     Args:
-        documents: Each of them whole, numbered from 0.
-        multiple: Each piece takes a multiple of this.
-        carried: By name, as much as each document carries, which comes with its first piece.
+        documents: The whole documents, numbered from 0.
+        stages: The forms, each with the number of samples yielded in it.
+        long: As in `WholeDocumentPacker`.
+        multiple: Each piece takes a multiple of this number of tokens.
+        carried: By name, the size of each document's payload, which comes with its first piece.
     """
     pieces = list(documents)
     too_long: set[int] = set()
@@ -66,10 +71,15 @@ def fit(
 def num_untrained(
     documents: Sequence[Piece], fitted: Fit, seq_len: int, long: Long, learned: npt.NDArray[np.bool_]
 ) -> int:
-    """Documents that are not dropped, and of whose tokens none is a label.
+    """Return the number of documents that are not dropped and have no token that is a label.
 
     Args:
-        learned: Of all their tokens. The first of a piece has none before it, and so is no label.
+        documents: The whole documents.
+        fitted: The samples into which they were packed.
+        seq_len: Tokens of a sample.
+        long: As in `WholeDocumentPacker`.
+        learned: For each token of all documents, true if it is learned. The first token of a piece has no token before it, and
+            so is no label.
     """
     dropped = fitted.long if long == "drop" else ()
     left = [document for document in documents if document[0] < document[1] and document[2] not in dropped]
@@ -77,7 +87,7 @@ def num_untrained(
 
 
 def room(piece: Piece, multiple: int) -> int:
-    """Return the room of a piece in a sample, filled up."""
+    """Return the length of a piece in a sample, filled up to a multiple of ``multiple``."""
     start, stop, _ = piece
     return -(-(stop - start) // multiple) * multiple
 
@@ -93,7 +103,7 @@ def _cut(piece: Piece, seq_len: int, long: Long) -> list[Piece]:
 
 
 def _if_first(sizes: Sequence[int], piece: Piece, documents: Sequence[Piece]) -> int:
-    """Return what a piece carries of its document's values."""
+    """Return the payload size of a piece: the size of its document for the first piece, 0 for the others."""
     start, _, number = piece
     return sizes[number] if start == documents[number][0] else 0
 
@@ -101,22 +111,24 @@ def _if_first(sizes: Sequence[int], piece: Piece, documents: Sequence[Piece]) ->
 def best_fit(
     lengths: Sequence[int], capacity: int, max_items: int, beside: Sequence[tuple[Sequence[int], int]] = ()
 ) -> list[list[int]]:
-    """Best fit decreasing: the longest first, each into the bin with the least room that is enough for it.
+    """Pack items by best fit decreasing: the longest first, each into the bin with the least room that is enough for it.
 
-    It needs at most 11/9 of the fewest bins possible, and one more (D. S. Johnson, 1973); with limits beside, perhaps more.
+    It needs at most 11/9 of the fewest bins possible, plus one (D. S. Johnson, 1973). With limits in ``beside`` it may need
+    more.
 
     Args:
-        lengths: Of each item, from 1 to ``capacity``.
-        max_items: Of a bin, at least 1.
-        beside: What else items take, each with the most of a bin; an item that takes more has a bin of its own.
+        lengths: Length of each item, from 1 to ``capacity``.
+        capacity: Length of a bin.
+        max_items: Most items of a bin, at least 1.
+        beside: Further sizes of the items, each with the most of a bin. An item with more has a bin of its own.
 
     Returns:
-        The items of each bin in ascending order; the bins in the order of the longest item of each, so that where items come in
-        random order bins of long and of short items do too.
+        The items of each bin in ascending order. The bins are sorted by the number of the longest item of each. So if items
+        come in random order, bins of long and of short items do too.
     """
     bins: list[list[int]] = []
-    open_bins: list[tuple[int, int]] = []  # room, and which
-    taken: list[list[int]] = []  # of what is limited beside
+    open_bins: list[tuple[int, int]] = []  # room of a bin, and its number
+    taken: list[list[int]] = []  # sizes in each bin, for the limits in `beside`
     for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         at = bisect_left(open_bins, (lengths[item], -1))
         while beside and at < len(open_bins) and not _is_room(taken[open_bins[at][1]], item, beside):

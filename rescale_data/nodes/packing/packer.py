@@ -1,4 +1,4 @@
-"""`TokenPacker`: documents end to end, cut into samples of one length."""
+"""`TokenPacker`: lays documents end to end and cuts them into samples of one length."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rescale_data.nodes.tray import Tray, written
 from rescale_data.state import COUNT, Field, Ints
 
 IGNORED = -100
-"""The label of a token without a next one, which torch's cross entropy leaves out."""
+"""The label of a token without a next token; torch's cross entropy leaves it out."""
 
 DTYPES: dict[torch.dtype, np.dtype[Any]] = {torch.int64: np.dtype(np.int64), torch.int32: np.dtype(np.int32)}
 
@@ -33,33 +33,35 @@ _UNTRAINED, _CUT = 0, 1
 
 
 class TokenPacker(Node[dict[str, Tensor]]):
-    """Documents, each between an optional ``bos_id`` and an ``eos_id``, end to end and cut into samples of ``seq_len`` tokens.
+    """Lays documents end to end, each between optional ``bos_id`` and ``eos_id``, and cuts samples of ``seq_len`` tokens.
 
-    A document is cut where a sample ends, and goes on in the next. The position is that of the source at the document of
-    the next token (or at one without tokens before it), and the token's offset in it (``bos_id`` counted); what was left of a
-    document is read again, not stored.
+    A document is cut where a sample ends, and goes on in the next sample. The position holds the source's position at the
+    document of the next token (or at a document without tokens before it), and the offset of that token in the document
+    (``bos_id`` counted). The rest of a document is read again, not stored.
     So ``seq_len``, ``labels``, ``doc_ids``, ``dtype`` and ``last`` may change when a state is loaded, and hold from there on.
-    Over a `Reader` documents are read many at a time; over any other node, a sample of it is one document.
+    Over a `Reader` documents are read many at a time; over any other node, each of its samples is one document.
 
-    Where the streams below are endless (`Shard.repeat`), a sample may span two epochs. Else an epoch's last, partial sample is
-    dropped or padded.
+    If the streams below are endless (`Shard.repeat`), a sample may span two epochs. Otherwise the last, partial sample of an
+    epoch is dropped or padded.
 
     Args:
         source: A node whose samples hold the tokens of a document under ``column``, as a 1-D array, tensor or list of ints.
-        column: Which.
+        column: The column of the tokens.
         seq_len: Tokens of a sample.
-        eos_id: Put after each document; `None` for nothing.
-        bos_id: Put before each document.
-        labels: Add the next tokens as ``"labels"``: the last one is looked ahead at, and not consumed.
-        doc_ids: Add ``"doc_ids"``: 0 for the tokens of the sample's first document, 1 for those of its second, ...
+        eos_id: Token to put after each document; `None` for nothing.
+        bos_id: Token to put before each document; `None` for nothing.
+        labels: Add the next tokens as ``"labels"``. The last label is the first token behind the sample, which is not consumed.
+        doc_ids: Add ``"doc_ids"``: 0 for tokens of the sample's first document, 1 for tokens of its second, ...
         dtype: ``torch.int64`` or ``torch.int32``, of tokens, labels and doc_ids.
-        last: Of an epoch's last, partial sample: ``"drop"`` or ``"pad"``, at the end, with the label -100 and the doc_id -1.
+        last: ``"drop"`` or ``"pad"``, for the last, partial sample of an epoch. Padding is at its end, with the label -100 and
+            the doc_id -1.
         pad_id: The token to pad with; default ``eos_id``, or 0.
-        columns: As in `WholeDocumentPacker`. With ``"loss_mask"`` a sample says of each token whether the next one is learned;
-            documents without any and those that were cut are counted (``untrained_documents``, ``cut_documents``).
+        columns: As in `WholeDocumentPacker`. In ``"loss_mask"`` the value of each token is true if the next token is learned.
+            Documents without a learned token and documents that were cut are then counted (``untrained_documents``,
+            ``cut_documents``).
 
     Yields:
-        ``{"tokens": Tensor[seq_len]}``, with ``"labels"`` and ``"doc_ids"`` as asked for; freshly allocated. Over a
+        ``{"tokens": Tensor[seq_len]}``, with ``"labels"`` and ``"doc_ids"`` if requested; freshly allocated. Over a
         ``Reader(provenance=True)`` also ``"provenance"``, a line for each document.
 
     Raises:
@@ -79,7 +81,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         Field(("untrained",), counts=True, limits=COUNT),
         Field(("cut",), counts=True, limits=COUNT),
     )
-    """What is kept in addition, before the offset, where there is a loss mask."""
+    """Additional fields, before the offset, if there is a loss mask."""
     READS_AHEAD: ClassVar[bool] = True
     within_document = True
     FORM: ClassVar[frozenset[str]] = frozenset({"seq_len", "labels", "doc_ids", "dtype", "last"})
@@ -165,7 +167,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         source, num_turns = self.children["source"], 0
         while num_turns <= SILENT_EPOCHS:
             try:
-                document = next(source)  # what follows it in a sample has not begun
+                document = next(source)  # the documents after it in a sample have not begun
             except StopIteration:
                 if not self._repeat:
                     return
@@ -192,7 +194,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
         self._before = history
 
     def _draw(self, tray: Tray, place: int) -> None:
-        """Write the next sample into a row; ends the epoch if need be."""
+        """Write the next sample into a row; raise `StopIteration` at the end of the epoch."""
         if self._over:
             raise StopIteration
         tokens, labels, doc_ids = tray.row("tokens", place), None, None
@@ -215,14 +217,14 @@ class TokenPacker(Node[dict[str, Tensor]]):
             self._write_values(tray, place, size)
 
     def _write_values(self, tray: Tray, place: int, size: int) -> None:
-        """The columns beside the tokens; a loss mask says of each token whether the next one is learned."""
+        """Write the columns alongside the tokens. In a loss mask, the value of a token is true if the next one is learned."""
         for name, values in self.stream.values.items():
             tray.put(name, place, values[1:] if name == MASK else values[:size], 0)
         if self.labels and self._aligned.has_mask:
             tray.row("labels", place)[~tray.row(MASK, place)] = IGNORED
 
     def _pad(self, size: int, tokens: Rows, labels: Rows | None, doc_ids: Rows | None) -> None:
-        """Fill up the last sample of an epoch, whose last token has no next one."""
+        """Fill up the last sample of an epoch; its last token has no next token."""
         if labels is not None:
             labels[0, : size - 1], labels[0, size - 1 :] = tokens[0, 1:size], IGNORED
         tokens[0, size:] = self.pad_id
@@ -231,7 +233,7 @@ class TokenPacker(Node[dict[str, Tensor]]):
 
 
 def require_pad(pad_id: int | None, dtype: torch.dtype) -> None:
-    """``TypeError`` or ``ValueError`` where samples of ``dtype`` cannot be padded with ``pad_id``."""
+    """Raise ``TypeError`` or ``ValueError`` if samples of ``dtype`` cannot be padded with ``pad_id``."""
     if pad_id is None:
         return
     limits = torch.iinfo(dtype)

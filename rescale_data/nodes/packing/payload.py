@@ -1,4 +1,4 @@
-"""Payload of documents: images, references to them, ratings. It goes whole into the sample its document begins in."""
+"""Payload of documents: images, references to them, ratings. It goes whole into the sample in which its document begins."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from rescale_data.nodes.reading.spans import Spans
 
 
 class PerDocument(list[Any]):
-    """In a sample, one value for each of its documents. A batch holds a list of these: they are not stacked."""
+    """List with one value for each document of a sample. A batch holds a list of these lists: they are not stacked."""
 
 
 class Payload:
-    """Columns that documents carry along, and how much of them a sample has room for.
+    """Columns that documents carry along, and the limits of a sample for them.
 
     Args:
         names: Columns of the source.
-        limits: Of some of them, the most that a sample holds, in what `size` counts.
-        reserved: Names that a packer uses itself.
-        long: What it does with documents that are too long: those that alone exceed a limit are an error, or dropped with them.
-        reader: Its name, for messages.
+        limits: For some columns, the most that a sample holds, as `size` counts.
+        reserved: Names that the packer uses itself.
+        long: As in `WholeDocumentPacker`. A document that alone exceeds a limit is dropped with "drop", and an error otherwise.
+        reader: Name of the packer, for messages.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Payload:
 
     @property
     def described(self) -> dict[str, Any]:
-        """As JSON values, what is in use."""
+        """The columns and limits in use, as JSON values."""
         return {
             **({"payload": list(self.names)} if self.names else {}),
             **({"limits": self.limits} if self.limits else {}),
@@ -86,7 +86,7 @@ class Payload:
 
 
 def size(value: Any) -> int:
-    """Return what a value counts against a limit: the length of a list, tuple, array or tensor; `None` 0, all else 1."""
+    """Return the size of a value for a limit: the length of a list, tuple, array or tensor, 0 for `None`, 1 for all else."""
     if isinstance(value, list | tuple) or (isinstance(value, np.ndarray | torch.Tensor) and value.ndim):
         return len(value)
     return int(value is not None)

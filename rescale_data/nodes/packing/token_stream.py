@@ -1,4 +1,4 @@
-"""`TokenStream`: the tokens of documents end to end, from any position on, a sample at a time."""
+"""`TokenStream`: draws the tokens of documents end to end, from any position on, a sample at a time."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from rescale_data.nodes.reading.gather import BEHIND, Around, Rows, Stretch, fil
 from rescale_data.nodes.reading.spans import MANY, Spans
 from rescale_data.sources.decoded.cache import cache, owner_of
 
-_FEW = 4  # a quarter of what there was when documents were read last
-_AHEAD = 8  # of costly documents, at most an eighth of those that were read is read ahead
+_FEW = 4  # few tokens are left: a quarter of those there were after the last read
+_AHEAD = 8  # costly documents are read ahead by an eighth of the number read so far
 
 
 class TokenStream:
-    """Tokens from ``position`` on, a row of ``[offset in the document | position of the documents]``.
+    """Tokens from a position on, which is a row of ``[offset in the document | position of the documents]``.
 
-    The documents that have been read, a `Stretch`, lie in the cache of the process; this holds integers alone. One that has
-    been evicted is made again from the position. That is the one directly behind the last token, wherever stretches
-    begin and end: documents without a token are passed on the way to the next one.
+    The documents that have been read, a `Stretch`, lie in the cache of the process; this object holds integers alone. A stretch
+    that was evicted is made again from the position. The position is directly behind the last token, wherever stretches begin
+    and end: documents without a token are passed on the way to the next token.
 
     Args:
         source: The node whose samples are documents.
         documents: The documents.
-        around: What stands around each.
+        around: The tokens around each document.
         num_tokens: Tokens of a sample.
-        num_ahead: As many of those behind it are looked at, and not consumed.
-        repeat: Whether to go on with the next epoch after the last document of one.
-        aligned: Columns beside the tokens.
-        says_where: Whether documents say where they come from.
+        num_ahead: Number of tokens behind the sample that are looked at, and not consumed.
+        repeat: True to go on with the next epoch after the last document of one.
+        bound: Limits the number of documents without tokens.
+        aligned: Columns alongside the tokens.
+        says_where: True if documents come with their provenance.
     """
 
     def __init__(
@@ -52,35 +53,37 @@ class TokenStream:
     ) -> None:
         self._aligned, self.one_by_one = aligned, bool(aligned) or says_where
         self.values: Values = {}
-        """Of the columns beside the tokens, for the sample that was drawn last and what it looked ahead at."""
+        """Values of the columns alongside the tokens, for the last drawn sample and the tokens it looked ahead at."""
         self.num_untrained, self.cuts = 0, False
-        """With a loss mask: how many documents ended in that sample untrained, and whether one that began in it goes on."""
+        """With a loss mask: the number of documents that ended untrained in that sample, and true if one that began in it goes
+        on."""
         self._source, self._bound = source, bound
         self._documents, self._around, self._repeat = documents, around, repeat
         self._num_tokens, self._width = num_tokens, num_tokens + num_ahead
         self._key = (owner_of(self), "stretch")
-        self._much = 0  # tokens, when documents were read last
+        self._much = 0  # tokens left after documents were read last
         self.found: Stretch | None = None
-        """What has been read, as long as the cache keeps it; for who draws from many streams at once."""
+        """The stretch that has been read, as long as the cache keeps it; used to draw from many streams at once."""
         self.where: list[str] = []
-        """Where the documents of the sample that was drawn last come from, if that is asked for."""
+        """Provenance of the documents in the last drawn sample, if ``says_where``."""
 
     def bind(self, position: View, *, settles: bool) -> None:
         """Go on from ``position``, and keep it up to date.
 
         Args:
             position: An offset in a document, and the position of the documents.
-            settles: Whether what has changed between legs takes effect at the beginning of a document (`Node.settle`).
+            settles: True if changes between segments take effect at the beginning of a document (`Node.settle`).
         """
         self._position, self._settles = position, settles
         self._num_read = self._num_gained = 0  # documents, and the tokens they had
         cache().forget(self._key)
 
     def draw(self, tokens: Rows, labels: Rows | None, doc_ids: Rows | None) -> int:
-        """Write the next sample into the only row of each column; at the end of an epoch only as much of it as there is.
+        """Write the next sample into the only row of each column; at the end of an epoch, write the tokens that are left.
 
         Returns:
-            The tokens that were there, with those looked ahead at. Without the latter there are no labels.
+            The number of tokens that were left for this, including tokens to look ahead at. If these are missing, no labels are
+            written.
         """
         found = self._stretch()
         num_ready, offset = min(found.left, self._width), self._position[0]
@@ -96,7 +99,13 @@ class TokenStream:
         return num_ready
 
     def _look_at(self, rest: Spans, num_passed: int, *, begins: bool) -> None:
-        """Note what a sample did to the documents that were left: so many have ended in it."""
+        """Note the effect of a sample on the documents that were left.
+
+        Args:
+            rest: The documents that were left before the sample.
+            num_passed: Number of documents that ended in the sample.
+            begins: True if the sample begins with a document's first token.
+        """
         is_within = self._position[0] > 0
         if self._aligned.has_mask:
             self.num_untrained = self._aligned.num_untrained(rest[:num_passed], self._around)
@@ -111,15 +120,15 @@ class TokenStream:
         cache().forget(self._key)
 
     def read_ahead(self) -> None:
-        """Read on where little is left: streams that are read one after the other cost less than each in its time."""
+        """Read more documents if few tokens are left: to read for many streams in a row costs less than at separate times."""
         found = self.found
         if found is None or self._settles or found.left > self._much // _FEW or self._much < _FEW * self._width:
             return
-        with suppress(Exception):  # which is raised when those documents are needed
+        with suppress(Exception):  # the error comes again when these documents are needed
             self._grow(found, found.left + 1)
 
     def _stretch(self) -> Stretch:
-        """One with a whole sample, unless the epoch ends."""
+        """Return a stretch with a whole sample, unless the epoch ends."""
         if self.found is None or self.found.left < self._width:
             found = self.found or self._begin()
             self._grow(found, self._width)
@@ -139,14 +148,14 @@ class TokenStream:
         this: ref[TokenStream] = ref(self)
         found = stretch(self._around, self._position, lambda: _forget(this))
         before = copy_of(found.reach)
-        if not self._position[0]:  # so that the position of the first document is its own
+        if not self._position[0]:  # so that the position points at the first document itself
             self._source.pass_blocked(found.reach)
         if found.reach != before:
             found.append(Spans.mark(before, found.reach))
         return found
 
     def _extend(self, found: Stretch, num_tokens: int) -> None:
-        """Append documents behind what is left of a stretch, until it has so many tokens or the epoch ends."""
+        """Append documents to a stretch until it has ``num_tokens`` tokens left, or the epoch ends."""
         position = found.reach
         num_turns = misses = 0
         found.nbytes = position.nbytes
@@ -171,14 +180,14 @@ class TokenStream:
             raise DataStateError(BEHIND)
 
     def _num_documents(self, num_tokens: int) -> int:
-        """Return the number of documents to ask for if so many tokens are missing: rather too few, if each of them costs."""
+        """Return the number of documents to request for ``num_tokens`` missing tokens: rather too few, if they are costly."""
         if not self._documents.is_costly:
             return MANY
         needed = num_tokens * self._num_read // max(1, self._num_gained)
         return max(1, self._num_read // _AHEAD + min(needed, self._num_read))
 
     def _settle(self, found: Stretch) -> bool:
-        """Let what has changed take effect here, as a mark; return whether it waits for the next document."""
+        """Let changes take effect here, as a mark; return true if a change waits for the next document."""
         before = copy_of(found.reach)
         self._source.settle(found.reach)
         self._source.pass_blocked(found.reach)

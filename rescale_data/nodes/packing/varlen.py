@@ -1,4 +1,4 @@
-"""Cumulative lengths of a batch as variable-length attention takes them."""
+"""Cumulative lengths of a batch, in the form that variable-length attention takes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from rescale_data.errors import require
 
 
 def flat_cu_seqlens(cu_seqlens: Tensor) -> tuple[Tensor, int]:
-    """The cumulative lengths of a batch whose samples are laid end to end, and the longest length.
+    """Return the cumulative lengths of a batch whose samples are laid end to end, and the longest length.
 
         q = q.flatten(0, 1)  # [b, seq_len, heads, dim] -> [b * seq_len, heads, dim]
         cu, longest = rd.flat_cu_seqlens(batch["cu_seqlens"])
         flash_attn_varlen_func(q, k, v, cu, cu, longest, longest, causal=True)
 
     Args:
-        cu_seqlens: ``int32[b, M]`` of `WholeDocumentPacker`: from 0 to ``seq_len`` in each row, which is then repeated.
+        cu_seqlens: ``int32[b, M]`` of `WholeDocumentPacker`: from 0 to ``seq_len`` in each row; ``seq_len`` is then repeated.
 
     Returns:
-        ``int32[num_sequences + 1]`` from 0 to ``b * seq_len``, strictly increasing; what pads a sample is a sequence too.
+        ``int32[num_sequences + 1]`` from 0 to ``b * seq_len``, strictly increasing; the padding of a sample is a sequence too.
 
     Example:
         >>> import torch

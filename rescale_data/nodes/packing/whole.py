@@ -1,4 +1,4 @@
-"""`WholeDocumentPacker`: samples of documents that are not cut."""
+"""`WholeDocumentPacker`: packs whole documents into samples of one length."""
 
 from __future__ import annotations
 
@@ -31,48 +31,49 @@ _EMITTED, _PADDING, _LONG, _UNTRAINED = 0, 1, 2, 3
 
 
 class WholeDocumentPacker(Node[dict[str, Any]]):
-    """Documents, each whole, packed by best fit into samples of ``seq_len`` tokens.
+    """Packs whole documents by best fit into samples of ``seq_len`` tokens.
 
-    Documents are taken in windows of ``window``; those of one window share samples among themselves, and the rest of a sample
-    is padding. The position is that of the source at the beginning of the window and the samples of it that have been yielded:
-    who resumes reads the window again. A window lies in the process's cache; a larger one pads less, and takes more to resume.
-    ``seq_len``, ``labels``, ``dtype``, ``max_documents`` and ``limits`` may change when a state is loaded: what is left of a
-    window is then packed anew.
+    Documents are read in windows of ``window`` documents. The documents of a window share samples among themselves, and the
+    rest of a sample is padding. The position holds the source's position at the beginning of the window, and the number of its
+    samples that were yielded. A resume reads the window again. A window lies in the process's cache; a larger window pads less,
+    and takes longer to resume. ``seq_len``, ``labels``, ``dtype``, ``max_documents`` and ``limits`` may change when a state is
+    loaded: the rest of a window is then packed anew.
 
     Args:
         source: A node whose samples hold the tokens of a document under ``column``.
-        column: Which.
+        column: The column of the tokens.
         seq_len: Tokens of a sample.
-        eos_id: Put after each document, and counted in its length; `None` for nothing.
-        bos_id: Put before each document.
-        window: Documents that are packed together.
-        long: Of documents longer than ``seq_len``: "split" into several of that length and a rest, "truncate" to their first
-            tokens, or "drop". They are counted: ``split_documents``, ``truncated_documents`` or ``dropped_documents``.
-        labels: Add ``"labels"``: the next token of the same document, -100 where there is none.
-        dtype: ``torch.int64`` or ``torch.int32``, of all but the loss mask and the cumulative lengths.
-        max_documents: Of one sample; default 64, or a 32nd of ``seq_len`` if that is more.
+        eos_id: Token to put after each document, counted in its length; `None` for nothing.
+        bos_id: Token to put before each document, counted in its length; `None` for nothing.
+        window: Number of documents that are packed together.
+        long: The rule for documents longer than ``seq_len``. "split" makes pieces of that length and a rest, "truncate" keeps
+            the first tokens, "drop" leaves the document out. They are counted: ``split_documents``, ``truncated_documents`` or
+            ``dropped_documents``.
+        labels: Add ``"labels"``: the next token of the same document, -100 if there is none.
+        dtype: ``torch.int64`` or ``torch.int32``, of tokens, positions, doc_ids and labels.
+        max_documents: Most documents of a sample; default 64, or a 32nd of ``seq_len`` if that is more.
         pad_id: The token to pad with; default ``eos_id``, or 0.
-        columns: What else each sample holds with one value a token, ``{name: dtype}``, cut and packed with the tokens; 0 where
-            padded, and for eos and bos. ``"loss_mask"``, ``torch.bool``, says which tokens are learned, an eos as the token
-            before it; documents that are packed without any are counted (``untrained_documents``). Samples are then read one at
-            a time.
-        pad_documents_to: Fill up each document to a multiple of this, of 2 * cp for context parallel slices.
+        columns: Further columns of each sample with one value a token, ``{name: dtype}``, cut and packed with the tokens.
+            Padding, eos and bos have the value 0. ``"loss_mask"``, ``torch.bool``, is true for tokens that are learned; an eos
+            is learned if the token before it is. Documents that are packed without a learned token are counted
+            (``untrained_documents``). With any columns, samples are read one at a time.
+        pad_documents_to: Fill up each document to a multiple of this number; give 2 * cp for context parallel slices.
         cost: Add ``"cost": Int64[1]``, the sum of the squared lengths of the sample's documents.
-        payload: Columns of anything, which go whole with their document: images, references to them, ratings. Samples are then
-            read one at a time, and what the documents of a window carry is in memory at once.
-        limits: Of some of ``payload``, the most of a sample; a list or array counts as many as it has, `None` none, all else
-            one. A document that alone has more is an error, or dropped and counted with ``long="drop"``.
+        payload: Columns of any kind, which go whole with their document: images, references to them, ratings. Samples are then
+            read one at a time, and the payload of a whole window is in memory at once.
+        limits: For some columns of ``payload``, the most of a sample. A list or array counts its length, `None` counts 0, all
+            else 1. A document that alone has more is an error; with ``long="drop"`` it is dropped and counted.
 
     Yields:
         | ``"tokens": Tensor[seq_len]``
-        | ``"positions": Tensor[seq_len]``, of each token in its document, 0 where padded
-        | ``"doc_ids": Tensor[seq_len]``, 0 for the first document of the sample, 1 for the second, ..., -1 where padded
-        | ``"loss_mask": Bool[seq_len]``, whether the next token is of the same document, and learned; else the label is -100
+        | ``"positions": Tensor[seq_len]``, the place of each token in its document, 0 for padding
+        | ``"doc_ids": Tensor[seq_len]``, 0 for the first document of the sample, 1 for the second, ..., -1 for padding
+        | ``"loss_mask": Bool[seq_len]``, true if the next token is of the same document and learned; else the label is -100
         | each of ``columns``: ``[seq_len]``
-        | each of ``payload``: a list with the value of each document, in the order of ``doc_ids``; `None` for what is not the
-          beginning of a document that was split. A batch has a list of these lists
-        | ``"cu_seqlens": Int32[max_documents + 2]``: 0, the end of each document, and ``seq_len`` from there on, so what is
-          padded counts as a sequence; `rescale_data.flat_cu_seqlens` makes of a batch what flash attention takes
+        | each of ``payload``: a list with the value of each document, in the order of ``doc_ids``; `None` for the later pieces
+          of a document that was split. A batch has a list of these lists
+        | ``"cu_seqlens": Int32[max_documents + 2]``: 0, the end of each document, and ``seq_len`` from there on, so the padding
+          counts as a sequence; `rescale_data.flat_cu_seqlens` returns the form that flash attention takes
 
         Over a ``Reader(provenance=True)`` also ``"provenance"``, a line for each document.
 
@@ -96,7 +97,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
     READS_AHEAD: ClassVar[bool] = True
     within = _EMITTED
     UNTRAINED: ClassVar[tuple[Field, ...]] = (Field(("untrained",), counts=True, limits=COUNT),)
-    """What is kept in addition where there is a loss mask."""
+    """Additional field if there is a loss mask."""
     FORM: ClassVar[frozenset[str]] = frozenset({"seq_len", "labels", "dtype", "max_documents", "limits"})
 
     @checks_kinds
@@ -156,7 +157,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
 
     def seek(self) -> None:
         self._bookmark = self.bookmark("source")
-        self._read = False  # whether the cached window is the one at the bookmark
+        self._read = False  # true if the cached window is the one at the bookmark
         self._over = False
 
     def next(self) -> dict[str, Any]:
@@ -175,7 +176,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
 
     def parameters(self) -> dict[str, Any]:
         names = ("column", "seq_len", "eos_id", "bos_id", "window", "long", "labels", "max_documents", "pad_id")
-        added = self._payload.described  # where they are in use
+        added = self._payload.described  # only those in use
         if self._aligned:
             added["columns"] = self._aligned.described
         if self.pad_documents_to > 1:
@@ -201,7 +202,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
     # Windows
 
     def _window(self) -> Window:
-        """The window of the next sample; ends the epoch if need be."""
+        """Return the window of the next sample; raise `StopIteration` at the end of the epoch."""
         window: Window | None = cache().get(self._key) if self._read else None
         num_turns = misses = 0
         while window is None and not self._over:
@@ -240,7 +241,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         self._read = False
 
     def _pack(self) -> Window | None:
-        """The window at the bookmark; `None` where the epoch has ended."""
+        """Return the window at the bookmark; `None` if the epoch has ended."""
         self.take_effect()
         position = copy_of(self._bookmark)
         spans = self._documents_at(position)
@@ -250,7 +251,7 @@ class WholeDocumentPacker(Node[dict[str, Any]]):
         return self._packing.window(spans, list(stages(self.position[_EMITTED], self._before, now)), position)
 
     def _documents_at(self, position: View) -> Spans:
-        """The documents of a window from a position on, which moves behind them."""
+        """Return the documents of a window from a position on; the position moves behind them."""
         parts: list[Spans] = []
         left = self.window
         while left and len(spans := self._documents.read(position, left)):

@@ -29,17 +29,17 @@ _BYTES_OF_A_PIECE = 250
 
 @dataclass(frozen=True)
 class Window(Made):
-    """Some documents in a row, and which of them share a sample.
+    """Some successive documents, and the samples into which they were packed.
 
     Args:
-        tokens: Of all of them, end to end.
-        starts: ``int64[D + 1]``, where each begins.
-        fit: Where the pieces of each sample lie in ``tokens``.
-        after: The position of the source after them.
-        where: Where each document comes from, where that is asked for.
-        values: Of the columns beside the tokens, end to end as these.
-        num_untrained: Documents of which no token is learned.
-        payload: By name, what each document carries.
+        tokens: Tokens of all documents, end to end.
+        starts: ``int64[D + 1]``, the first token of each document, and the end.
+        fit: The places in ``tokens`` of the pieces of each sample.
+        after: The position of the source after the documents.
+        where: The provenance of each document, if the reader gives it; else empty.
+        values: Values of the columns alongside the tokens, in the same layout.
+        num_untrained: Number of documents without a token that is learned.
+        payload: By name, the payload of each document.
     """
 
     tokens: TokenArray
@@ -69,7 +69,7 @@ class Window(Made):
         return [self.fit.pieces[item] for item in self.fit.bins[number]]
 
     def used(self, number: int) -> int:
-        """Tokens of a sample without what pads it."""
+        """Return the number of tokens in a sample, without padding."""
         return sum(stop - start for start, stop, _ in self.pieces(number))
 
 
@@ -78,11 +78,11 @@ class Packing:
     """Packs windows, whatever the form of the samples.
 
     Args:
-        around: What stands around documents.
-        long: What becomes of long ones.
-        multiple: Each document is filled up to a multiple of this.
-        aligned: Columns beside the tokens.
-        payload: What documents carry along.
+        around: The tokens around documents.
+        long: As in `WholeDocumentPacker`.
+        multiple: Each document is filled up to a multiple of this number of tokens.
+        aligned: Columns alongside the tokens.
+        payload: Columns that documents carry along.
     """
 
     around: Around
@@ -92,7 +92,7 @@ class Packing:
     payload: Payload
 
     def window(self, spans: Spans, forms: Sequence[Stage], after: View) -> Window:
-        """Documents packed in the last of the forms, and before in those of which samples were yielded."""
+        """Return a window of documents, packed in each form in turn (`fit`); the last form is the present one."""
         tokens, starts = joined(spans, self.around)
         ends = starts[1:].tolist()
         documents = list(zip([0, *ends[:-1]], ends, range(len(ends)), strict=True))
@@ -106,17 +106,22 @@ class Packing:
 
 
 def write(tray: Tray, place: int, window: Window, number: int, *, pad_id: int, multiple: int) -> None:
-    """Write a sample of a window into a row, as much of it as the tray has columns for.
+    """Write a sample of a window into row ``place`` of a tray, for all columns that the tray has.
 
     Args:
-        multiple: Each document is filled up to a multiple of this.
+        tray: The tray.
+        place: The row.
+        window: The window.
+        number: Number of the sample in the window.
+        pad_id: The token to pad with.
+        multiple: Each document is filled up to a multiple of this number of tokens.
     """
     pieces = window.pieces(number)
     lengths = np.array([room(piece, multiple) for piece in pieces])
     ends = np.cumsum(lengths)
     tokens = _laid(window.tokens, pieces, pad_id, multiple)
     learned = window.values.get(MASK, np.broadcast_to(np.True_, len(window.tokens)))
-    follows = np.zeros(len(tokens), dtype=np.bool_)  # whether the next token is learned
+    follows = np.zeros(len(tokens), dtype=np.bool_)  # true if the next token is learned
     follows[:-1] = _laid(learned, pieces, 0, multiple)[1:]
     follows[ends - 1] = False
     tray.put("tokens", place, tokens, pad_id)
@@ -138,7 +143,7 @@ def write(tray: Tray, place: int, window: Window, number: int, *, pad_id: int, m
 
 
 def _laid(values: npt.NDArray[Any], pieces: list[Piece], fill: int, multiple: int) -> npt.NDArray[Any]:
-    """The values of some pieces end to end, each filled up."""
+    """Return the values of some pieces end to end, each filled up to a multiple of ``multiple`` values."""
     parts = [values[start:stop] for start, stop, _ in pieces]
     if multiple > 1:
         parts = [np.pad(part, (0, -len(part) % multiple), constant_values=fill) for part in parts]

@@ -1,4 +1,4 @@
-"""`Block`: documents that were copied out of fragments which do not stay, until each of them has been handed out."""
+"""`Block`: keeps documents that were copied out of fragments, until each document has been taken."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Block:
     """Documents of one logical shard, from a row of an epoch on.
 
     Args:
-        epoch, row: Of the first.
-        parts: The documents, without their moves, each part in memory of its own.
+        epoch, row: Epoch and row of the first document.
+        parts: The documents, without their moves; each part has memory of its own.
     """
 
     __slots__ = ("_epoch", "_parts", "_row")
@@ -29,7 +29,10 @@ class Block:
         return epoch == self._epoch and bool(self._parts) and 0 <= row - self._row < len(self._parts[0])
 
     def take(self, epoch: int, row: int, most: int) -> Spans:
-        """Up to so many of one part, from a row on; none where they are not here. A part goes when its end is taken."""
+        """Return up to ``most`` documents of one part, from a row on; none if they are not here.
+
+        A part is dropped when its last document is taken.
+        """
         if not self.has(epoch, row):
             return EMPTY
         at = row - self._row

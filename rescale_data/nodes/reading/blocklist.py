@@ -1,4 +1,4 @@
-"""`Blocklist`: the rows of one source that a `Reader` leaves out, and `find_rows`, which makes such a list from ids."""
+"""`Blocklist`: the rows of one source that a `Reader` leaves out; `find_rows` makes such a list from ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rescale_data.sources.source import FiledSource, Source
 from rescale_data.state import Ints
 
 Excluded: TypeAlias = Mapping[str, Collection[int] | Ints] | Collection[int] | Ints
-"""Rows of a source: of files ``{file: rows in it}``, as messages number them; of any other source its rows."""
+"""Rows of a source: ``{file: rows in it}`` for a source of files, numbered as in messages; else row numbers."""
 
 _KEPT = 1024
 _AT_ONCE = 1024
@@ -32,19 +32,22 @@ class Blocklist:
         excluded: The rows, see `Excluded`.
 
     Raises:
-        TypeError: ``excluded`` is no collection of ints, or, of a source of files, no mapping.
-        ValueError: A file or a row that the source has not.
+        TypeError: ``excluded`` is no collection of ints, or, for a source of files, no mapping.
+        ValueError: ``excluded`` has a file or a row that the source does not have.
     """
 
     def __init__(self, source: Source, excluded: Excluded) -> None:
         rows = [_numbered(source, file, numbers) for file, numbers in _by_file(source, excluded)]
         self.rows = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *rows]))
-        """``int64[n]``, ascending, numbered over all files that there are."""
+        """``int64[n]``, ascending row numbers over all files of the source."""
         self.digest = _digest(_of_files(source, self.rows))
-        """A positive number that stands for the files and rows, however the list spells them and whatever files have joined."""
+        """Positive hash of the files and rows. It does not depend on the form of the list, or on files added later."""
 
     def free(self, rows: Ints) -> memoryview | None:
-        """Return for each place in ``rows``, and the end, the first from there on that is not listed; `None`: none is."""
+        """Return, for each place in ``rows`` and for the end, the first place from there on whose row is not listed.
+
+        `None` if no row is listed.
+        """
         found = np.isin(rows, self.rows)
         if not found.any():
             return None
@@ -57,11 +60,12 @@ class Blocklist:
 
 
 _made: dict[tuple[int, int, int], tuple[object, Blocklist]] = {}
-"""By the collection (all logical shards are given the same, which is kept so that its id stays), its size, and the source."""
+"""Blocklists by id of the collection, its size, and the source. The collection is kept too, so that its id stays valid: all
+logical shards get the same one."""
 
 
 def blocklist_of(source: Source, excluded: Excluded) -> Blocklist:
-    """Return the `Blocklist` of a collection, the same for all logical shards that are given the same object."""
+    """Return the `Blocklist` of a collection; logical shards that give the same object get the same list."""
     key = (id(excluded), _size(excluded), owner_of(source))
     known = _made.get(key)
     if known is None:
@@ -74,13 +78,13 @@ def blocklist_of(source: Source, excluded: Excluded) -> Blocklist:
 def _size(excluded: Excluded) -> int:
     try:
         return sum(map(len, excluded.values())) if isinstance(excluded, Mapping) else len(excluded)
-    except TypeError:  # which `Blocklist` explains
+    except TypeError:  # `Blocklist` raises an error that explains it
         return -1
 
 
 @checks_kinds
 def find_rows(source: Source | MapStyle, ids: Collection[Any], column: str = "id") -> dict[str, list[int]] | list[int]:
-    """Return the rows whose ``column`` holds one of ``ids``, as ``Reader(exclude=)`` takes them and JSON keeps them.
+    """Return the rows whose ``column`` holds one of ``ids``, in the form that ``Reader(exclude=)`` and JSON take.
 
     Every row is read once, so give a source that reads that column alone. A row that cannot be read or has no such column is
     logged with its place, and is not in the list.
@@ -88,10 +92,10 @@ def find_rows(source: Source | MapStyle, ids: Collection[Any], column: str = "id
     Args:
         source: A source or a map-style dataset.
         ids: Strings or integers.
-        column: Of the source.
+        column: The column of the ids.
 
     Returns:
-        Of a source of files ``{file: [row in it, ...]}``, else ``[row, ...]``.
+        ``{file: [row in it, ...]}`` for a source of files, else ``[row, ...]``.
 
     Raises:
         TypeError: ``ids`` is no collection.
@@ -122,7 +126,7 @@ def find_rows(source: Source | MapStyle, ids: Collection[Any], column: str = "id
 
 
 def _values(source: Source, column: str) -> Iterator[tuple[int, Any]]:
-    """Yield each row with its value of a column, or with the error that reading it raised."""
+    """Yield each row number with the row's value of a column, or with the error that reading it raised."""
     for first in range(0, source.num_rows, _AT_ONCE):
         rows = range(first, min(first + _AT_ONCE, source.num_rows))
         try:
@@ -140,7 +144,7 @@ def _values(source: Source, column: str) -> Iterator[tuple[int, Any]]:
 
 
 def _by_file(source: Source, excluded: Excluded) -> list[tuple[str, Ints]]:
-    """Return the rows of each file, those of a source without files under an empty name; sorted."""
+    """Return the rows of each file, sorted by file; rows of a source without files are under an empty name."""
     if not isinstance(source, FiledSource):
         if isinstance(excluded, Mapping):
             raise TypeError(
@@ -160,7 +164,7 @@ def _by_file(source: Source, excluded: Excluded) -> list[tuple[str, Ints]]:
 
 
 def _of_files(source: Source, rows: Ints) -> Iterator[tuple[str, Ints]]:
-    """Yield the name of each file that some rows are of, with their numbers in it; without files, all under an empty name."""
+    """Yield the name of each file that holds some of the rows, and their numbers in it; without files, an empty name."""
     if not isinstance(source, FiledSource):
         yield "", rows
         return
@@ -180,7 +184,7 @@ def _digest(listed: Iterable[tuple[str, Ints]]) -> int:
 
 
 def _numbered(source: Source, file: str, numbers: Ints) -> Ints:
-    """Return rows of a file as the source numbers them; ``ValueError`` where the source has no such row."""
+    """Return rows of a file as the source numbers them; ``ValueError`` if the source has no such row."""
     if isinstance(source, FiledSource):
         return source.rows_in_file(file, numbers)
     if len(numbers) and not 0 <= numbers[0] <= numbers[-1] < source.num_rows:

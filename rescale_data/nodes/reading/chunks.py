@@ -1,4 +1,4 @@
-"""`Chunks`: rows fetched some at a time from a source that does so at less cost than one by one."""
+"""`Chunks`: fetches several rows at a time from a source for which this costs less than one by one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rescale_data.state import Ints
 
 
 class Chunk(Made):
-    """Rows that were fetched and not yet handed out, and for those that raised, what they did."""
+    """Rows that were fetched and not yet taken, and errors in place of rows that raised."""
 
     def __init__(self, samples: dict[int, Any], errors: dict[int, Exception]) -> None:
         self.samples, self.errors = samples, errors
@@ -20,7 +20,7 @@ class Chunk(Made):
 
 
 class Chunks:
-    """The rows of one logical shard, fetched ahead as far as half of the cache has room for those of all shards."""
+    """The rows of one logical shard, fetched ahead. All shards together use half of the cache for such rows."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -29,7 +29,7 @@ class Chunks:
         _alive.add(self)
 
     def take(self, rows: Ints, at: int) -> Any:
-        """The row ``rows[at]``; the caller's own, and no longer here."""
+        """Return the row ``rows[at]``, which is dropped here and belongs to the caller."""
         index = int(rows[at])
         chunk: Chunk | None = cache().get(self._key)
         if chunk is None or (index not in chunk.samples and index not in chunk.errors):
@@ -43,7 +43,7 @@ class Chunks:
     def _fetch(self, indices: list[int]) -> Chunk:
         try:
             found, errors = dict(zip(indices, self._source.rows(indices), strict=True)), dict[int, Exception]()
-        except Exception:  # one of them, or several: each is fetched once more, and blamed when it is its turn
+        except Exception:  # of one row or several: each is fetched once more, and its error is raised in its turn
             found, errors = {}, {}
             for index in indices:
                 try:

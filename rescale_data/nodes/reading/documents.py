@@ -1,4 +1,4 @@
-"""`Documents` and `Texts`: a column of tokens or of strings, read from any position, many rows at a time."""
+"""`Documents` and `Texts`: read a column of tokens or of strings from any position, many rows at a time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class Documents(Protocol):
     """The documents of a node, in its order. ``position`` is a row of that node: int64 slots.
 
-    Nothing moves here but what is written into ``position``: the caller reads ahead, and ``spans.move(position, n)`` says how
-    far it has come.
+    Calls change nothing but a ``position`` that they write into. The caller reads ahead, and ``spans.move(position, n)`` moves
+    its position behind the first n documents.
 
         spans = documents.read(position, most)  # as many as are at hand
         spans.move(position, len(spans))        # behind all of them: read goes on there
@@ -24,13 +24,13 @@ class Documents(Protocol):
 
     @property
     def is_costly(self) -> bool:
-        """True if each document takes a row or a call of a user's function: then no more are asked for than are needed."""
+        """True if each document costs a row or a call of a user's function: then no more are requested than are needed."""
         ...
 
     def read(self, position: memoryview, most: int) -> Spans:
-        """The next documents, whose moves are of slots of ``position``; none at the end of the epoch.
+        """Return the next documents, with moves of slots of ``position``; no documents at the end of the epoch.
 
-        How many is free, from one to ``most``, which is 1 at least. The arrays stay as they are while anybody has the spans.
+        Their number is free, from 1 to ``most``, which is at least 1. The arrays do not change while the spans exist.
         """
         ...
 
@@ -40,7 +40,7 @@ class Documents(Protocol):
 
 
 class Texts:
-    """The texts of one logical shard, read as `Documents` are; positions are those of its `Reader`, (epoch, row, ...)."""
+    """The texts of one logical shard, read like `Documents`; positions are rows of its `Reader`, (epoch, row, ...)."""
 
     def __init__(self, source: Source, column: str, reader: Reader) -> None:
         self._source, self._column, self._reader = source, column, reader
@@ -48,7 +48,7 @@ class Texts:
     def read(self, position: memoryview, most: int) -> tuple[list[str], Moves]:
         """Return the next texts, up to ``most``, and the moves of each; none at the end of the epoch.
 
-        Whatever it raises, the samples of the node are read instead, and say why.
+        If it raises, the caller reads samples of the node instead, and these raise an error with the row.
         """
         at = copy_of(position)
         if not self._reader.to_next_row(at):

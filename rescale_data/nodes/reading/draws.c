@@ -1,5 +1,5 @@
-/* The draws of a mixture: by tokens what `rescale_data.nodes.mixture.lengths.TokenArcs` does, whose numbers these are, in wider
- * integers; and what `rescale_data.nodes.mixture.woven` does. Tests compare each with its Python. A part of `kernel.c`. */
+/* The draws of a mixture. By tokens: the same as `rescale_data.nodes.mixture.lengths.TokenArcs`, with the same numbers, in wider
+ * integers. And the same as `rescale_data.nodes.mixture.woven`. Tests compare both with the Python code. A part of `kernel.c`. */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
@@ -15,9 +15,9 @@ enum { PRIOR = 20, SLACK = 2, PATIENCE = 6, LONG = 256, MOST = 3, SHARE = 32, FI
 
 typedef struct {
   Py_ssize_t num;                            /* sources */
-  int64_t *shares, *documents, *tokens, *since; /* of each */
-  int64_t *arcs, *tree;                      /* lengths, and their sums as a Fenwick tree, from 1 */
-  int64_t grid, all_documents, all_tokens, counted, mean, low, due, total; /* low: longer by so much is another mean */
+  int64_t *shares, *documents, *tokens, *since; /* one number for each source */
+  int64_t *arcs, *tree;                      /* lengths of arcs, and their sums as a Fenwick tree, from 1 */
+  int64_t grid, all_documents, all_tokens, counted, mean, low, due, total; /* low: the mean changes in multiples of it */
 } Arcs;
 
 static wide clip(wide value, wide most) { return value < 0 ? 0 : value > most ? most : value; }
@@ -26,7 +26,7 @@ static int64_t arc_of(const Arcs* a, Py_ssize_t i) {
   wide share = a->shares[i], tokens = a->tokens[i];
   if (!share) return 0;
   wide of_all = (tokens + (wide)PRIOR * a->mean) << FINE, documents = a->documents[i] + PRIOR;
-  wide mean = of_all >> 62 ? of_all / documents : (int64_t)of_all / (int64_t)documents; /* which takes less */
+  wide mean = of_all >> 62 ? of_all / documents : (int64_t)of_all / (int64_t)documents; /* 64 bits take less time */
   wide counted = (tokens - a->since[i]) << SHARE, slack = SLACK * mean << (SHARE - FINE);
   wide behind = share * a->due - counted - slack, ahead = counted - share * (a->due + (wide)a->mean * a->grid) - slack;
   wide unit = (wide)(PATIENCE + a->mean / LONG) * a->mean * (share > SMALL ? share : SMALL);
@@ -35,7 +35,7 @@ static int64_t arc_of(const Arcs* a, Py_ssize_t i) {
   return arc < 1 ? 1 : (int64_t)arc;
 }
 
-/* Mean and due, of all sources; whether they are others than before. Mostly they are not, which needs no division. */
+/* Compute mean and due, which all sources share; true if they have changed. Mostly they have not: then no division is needed. */
 static int look(Arcs* a) {
   const wide tokens = a->all_tokens, documents = a->all_documents;
   const int is_as_long = a->mean * documents <= tokens && tokens < (a->mean + a->low) * documents;
@@ -69,25 +69,25 @@ static Py_ssize_t choose(const Arcs* a, uint64_t point) {
   while (bit * 2 <= a->num) bit *= 2;
   for (; bit; bit >>= 1) {
     if (at + bit > a->num) continue;
-    const int64_t passed = a->tree[at + bit], all = -(int64_t)(passed <= left); /* no branch, which nobody could foresee */
+    const int64_t passed = a->tree[at + bit], all = -(int64_t)(passed <= left); /* no branch: it could not be predicted */
     at += bit & all, left -= passed & all;
   }
   return at;
 }
 
-/* Whether what was counted of all sources fits the numbers here. */
+/* True if the counts of all sources fit the integers here. */
 static int fits(const Arcs* a) { return a->all_documents <= MANY && a->all_tokens <= MANY && a->mean <= LARGEST; }
 
 static void drew(Arcs* a, Py_ssize_t source, int64_t length) {
   a->documents[source]++, a->tokens[source] += length;
   a->all_documents++, a->all_tokens += length, a->counted += length;
   const int changed = look(a);
-  if (!fits(a)) return; /* and no other draw is made */
+  if (!fits(a)) return; /* then no other draw is made */
   if (changed) rebuild(a);
   else set(a, source, arc_of(a, source));
 }
 
-/* Add up what was counted of each source; whether all of it is what shares and counts can be. */
+/* Add up the counts of all sources; true if all shares and counts are valid and fit. */
 static int sum(Arcs* a, const int64_t* counts) {
   int64_t shares = 0;
   for (Py_ssize_t i = 0; i < a->num; i++) {
@@ -103,9 +103,10 @@ static int sum(Arcs* a, const int64_t* counts) {
   return fits(a);
 }
 
-/* run(points, chosen, first, numbers, lengths, turn_at): draws from number `first` on, until a source has no length at hand, or
- * after one behind which other weights may count. numbers: int64[5, S], of each source its share, documents, tokens, those that
- * do not count, and draws in this run; lengths: of each a buffer of int64, or None. Returns the next draw, and the source that has no length; else -1, and -2 where the numbers are too large for this. */
+/* run(points, chosen, first, numbers, lengths, turn_at): draws from number `first` on. It stops at a source without a length at
+ * hand, and after a draw behind which other weights may count. numbers: int64[5, S], for each source its share, documents, tokens,
+ * tokens that do not count, and draws in this run. lengths: for each source a buffer of int64, or None. Returns the next draw, and
+ * the source that has no length; -1 if there is none, -2 if the numbers are too large. */
 PyObject* run(PyObject* module, PyObject* args) {
   PyObject *points_of, *chosen_of, *numbers_of, *lengths, *result = NULL;
   long long first, turn_at;
@@ -192,9 +193,9 @@ static const char* weave_all(int64_t** b, const Py_ssize_t* sizes, int64_t numbe
   return NULL;
 }
 
-/* weave(number, chosen, begins, length, ends, slot, value, kinds, counts, index, new_ends, new_slot, new_value), but for the first
- * buffers of int64: puts documents in the order of draws, and adds to the moves of each what the mixture counts. begins and counts
- * are changed, and what follows is written. */
+/* weave(number, chosen, begins, length, ends, slot, value, kinds, counts, index, new_ends, new_slot, new_value): puts documents in
+ * the order of draws, and adds the counts of the mixture to the moves of each. All arguments but the first are buffers of int64.
+ * begins and counts are changed; the buffers after counts are written. */
 PyObject* weave(PyObject* module, PyObject* args) {
   Py_buffer views[NUM_VIEWS];
   int64_t* buffers[NUM_VIEWS];

@@ -1,4 +1,4 @@
-"""`ShardEpochs`: how many rows of a source one logical shard has in each epoch, and which epoch follows."""
+"""`ShardEpochs`: the number of rows of a source that one logical shard has in each epoch, and the epoch that follows."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class View:
 
     Args:
         since: The first epoch.
-        num_rows: Of those fragments.
-        fragments: ``int64[G]``, which, in the order of the source; `None` for all.
+        num_rows: Number of rows in those fragments.
+        fragments: ``int64[G]``, numbers of the fragments, in the order of the source; `None` for all.
     """
 
     since: int
@@ -39,12 +39,12 @@ _SINCE_EVER = [0]
 
 
 class ShardEpochs:
-    """Epochs of one logical shard, or of any other of the same source if one is named.
+    """Epochs of one logical shard, or of another shard of the same source if a call names one.
 
     Args:
         shard: The logical shard.
-        views: What the source consists of, in the order of their first epochs.
-        steps: Where the order is that of the source, global batch by global batch.
+        views: Contents of the source, in the order of their first epochs.
+        steps: Given if the order is the order of the source, global batch by global batch.
     """
 
     __slots__ = ("shard", "since", "steps", "views")
@@ -68,14 +68,14 @@ class ShardEpochs:
         return self.views[0] if len(self.views) == 1 else self.views[bisect_right(self.since, epoch) - 1]
 
     def range_of(self, epoch: int, shard: int) -> int:
-        """Number of the range of rows that a shard reads in an epoch."""
+        """Return the number of the range of rows that a shard reads in an epoch."""
         view = self.view(epoch)
         if self.steps is not None or view.num_rows >= self.shard.num_logical_shards:
             return shard
         return range_of(shard, epoch, *self.args(view))
 
     def next_epoch(self, epoch: int, shard: int = -1) -> int:
-        """The epoch that follows; of an endless stream, the next one in which the shard has a row."""
+        """Return the epoch that follows; in an endless stream, the next one in which the shard has a row."""
         epoch, shard = epoch + 1, self.shard.index if shard < 0 else shard
         if not self.shard.repeat:
             return epoch
@@ -87,22 +87,29 @@ class ShardEpochs:
         raise AssertionError
 
     def goes_on(self, epoch: int) -> bool:
-        """True if reading goes on over the end of an epoch: the shard has one row or none, and others of its round follow."""
+        """True if reading goes on over the end of an epoch: the shard has one row or none in it, and its round goes on."""
         n = self.shard.num_logical_shards
         is_small = self.shard.repeat and self.view(epoch).num_rows < n
         return is_small and self.next_epoch(epoch) // n == epoch // n
 
     def shuffled_as(self, epoch: int) -> int:
-        """The epoch whose shuffle holds: of few rows that of a round, so that a shard reads each of them once in it."""
+        """Return the number that keys the shuffle of an epoch.
+
+        It is the epoch itself, or the number of its round if there are fewer rows than logical shards: then a shard reads each
+        row once in a round.
+        """
         n = self.shard.num_logical_shards
         return epoch if self.view(epoch).num_rows >= n else epoch // n
 
     def num_rows(self, first: int, stop: int, shard: int) -> int:
-        """Rows of a shard in the epochs ``first .. stop - 1``."""
+        """Return the number of rows of a shard in the epochs ``first .. stop - 1``."""
         return int(np.diff(self.sizes_before(np.array([first, max(first, stop)]), np.full(2, shard)))[0])
 
     def epoch_ends(self, epochs: Ints, shards: Ints) -> tuple[Ints, Ints]:
-        """Rows of shards from the beginning of epochs up to what is an end for who reads, and the epochs that follow."""
+        """Return the rows of shards from the beginning of epochs up to the end that a reader sees, and the epochs that follow.
+
+        Reading may go on over the ends of some epochs (`goes_on`).
+        """
         if not (self.shard.repeat and self.is_small):
             return self.sizes(epochs, shards), epochs + 1
         found = [self.end_of(epoch, shard) for epoch, shard in zip(epochs.tolist(), shards.tolist(), strict=True)]
@@ -110,7 +117,7 @@ class ShardEpochs:
         return left, following
 
     def end_of(self, epoch: int, shard: int) -> tuple[int, int]:
-        """The same of one shard, see `goes_on`."""
+        """Return `epoch_ends` of one epoch and shard."""
         n, size = self.shard.num_logical_shards, self.num_rows(epoch, epoch + 1, shard)
         if not (self.shard.repeat and size):
             return size, self.next_epoch(epoch, shard)
@@ -119,8 +126,15 @@ class ShardEpochs:
         return self.num_rows(epoch, stop, shard), self.next_epoch(stop - 1, shard)
 
     def epoch_after(self, epoch: int, num_rows: int, shard: int) -> tuple[int, int]:
-        """The epoch in which the last of so many rows of a shard from the beginning of another on is read, and the rows before
-        it; that other one where epochs have none and are ends, which somebody counts."""
+        """Return the epoch in which a shard reads the last of its next rows, and the number of these rows before that epoch.
+
+        If epochs may have no row and their ends count, this is ``epoch`` itself.
+
+        Args:
+            epoch: The epoch at whose beginning the shard stands.
+            num_rows: Number of rows to read.
+            shard: Index of the shard.
+        """
         num = 1
         if self.is_small and not (self.shard.repeat and self.views[-1].num_rows):
             return epoch, 0
@@ -130,12 +144,12 @@ class ShardEpochs:
         return epoch + num, self.num_rows(epoch, epoch + num, shard)
 
     def sizes(self, epochs: Ints, shards: Ints) -> Ints:
-        """Rows of shards in epochs, ``int64[M]`` each."""
+        """Return the number of rows of shards in epochs, ``int64[M]``."""
         of_view = np.stack([self._sizes(epochs, shards, view) for view in self.views])
         return of_view[np.searchsorted(self.since, epochs, side="right") - 1, np.arange(len(shards))]
 
     def sizes_before(self, epochs: Ints, shards: Ints) -> Ints:
-        """Rows of shards in all earlier epochs, ``int64[M]`` each."""
+        """Return the number of rows of shards in all epochs before the given ones, ``int64[M]``."""
         total = np.zeros_like(epochs)
         for view, stop in zip(self.views, self._stops(), strict=True):
             until = np.clip(epochs, view.since, stop)
@@ -157,5 +171,5 @@ class ShardEpochs:
         return view.num_rows, self.shard.num_logical_shards, self.shard.seed
 
     def _stops(self) -> list[int]:
-        """The epoch at which each view ends."""
+        """Return the epoch at which each view ends."""
         return [*self.since[1:], int(np.iinfo(np.int64).max)]

@@ -1,4 +1,4 @@
-"""`Fetching`: asks a source for the fragments that a logical shard needs soon, which it brings in the background."""
+"""`Fetching`: asks a source for the fragments that a logical shard needs soon; the source fetches them in the background."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _MAX_WINDOWS = 5
 
 
 class Fetching:
-    """The hints for one source.
+    """Sends the hints for one source.
 
     Args:
         source: The source.
-        fragments: ``int64[F + 1]`` of it.
-        key: Of the source, under which this process's shards are known.
+        fragments: ``int64[F + 1]``, the first row of each fragment, and the end.
+        key: Key of the source, under which the shards of this process are registered.
         width: Rows of a window.
     """
 
@@ -28,15 +28,15 @@ class Fetching:
 
     @property
     def num_windows(self) -> int:
-        """The number of windows with room in the cache, the present one included, alongside those of all shards here.
+        """Number of windows of each shard here for which the cache has room, including the present one.
 
-        A window takes as many fragments as its rows make, and the first one more, since it begins inside of one.
+        A window takes as many fragments as its rows fill. The first window takes one more, since it begins inside a fragment.
         """
         here = max(1, min(len(shards_of(self._key, self._num_fragments)), self._num_fragments))
         room = self._source.cache_bytes // max(1, here * self._source.fragment_bytes)
         return min(_MAX_WINDOWS, int(max(0, room - 1) / self._of_window))
 
     def begin(self, column: str | None, fragments: list[int], share: ShardShare | None) -> None:
-        """Bring some fragments."""
+        """Begin to fetch some fragments of a column."""
         for fragment in fragments[:_AT_ONCE]:
             self._source.prepare(column, fragment, share)

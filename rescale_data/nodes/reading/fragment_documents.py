@@ -1,4 +1,4 @@
-"""`FragmentDocuments`: the documents of a `Reader`, found in decoded fragments without a Python object for a row."""
+"""`FragmentDocuments`: reads the documents of a `Reader` in decoded fragments, without a Python object for each row."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rescale_data.nodes.reader import Reader
 
 _LARGER = 4
-_DECODED_AHEAD = 2  # fragments that need room beside, where decoding costs
+_DECODED_AHEAD = 2  # further fragments that need room if decoding is costly
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,10 @@ class Near:
     """Documents that lie at hand.
 
     Args:
-        runs: The epoch of some, the shard's row of the first of these, and how many they are, and so on; none where an
-            epoch has ended and documents of the next one follow.
-        rows: Of the source.
-        which: For each the number of its fragment in ``lent``.
+        runs: ``(epoch, row, number)`` for each run of documents: their epoch, the shard's row of the first document, and their
+            number. The number is 0 where an epoch has ended and documents of the next one follow.
+        rows: Rows of the source.
+        which: For each row, the number of its fragment in ``lent``.
         lent: The fragments.
     """
 
@@ -46,17 +46,17 @@ class Near:
 
 
 class FragmentDocuments:
-    """A token column of one logical shard as `Documents`; positions are those of its `Reader`, (epoch, row, ...).
+    """A token column of one logical shard as `Documents`; positions are rows of its `Reader`, (epoch, row, ...).
 
-    Documents stay where they were decoded, while the cache has room for the fragments of all shards. Where it has not, some at
-    a time are copied out of them, so that a fragment is not decoded for each sample: where decoding costs, as many as the
-    cache has room for, were that done for all shards, and these, a `Block`, are kept in place of the fragments.
+    Documents stay where they were decoded, while the cache has room for the fragments of all shards. Otherwise several
+    documents at a time are copied out of the fragments, so that a fragment is not decoded for each sample. If decoding is
+    costly, a `Block` of copies is kept in place of the fragments, as large as the cache allows if all shards keep one.
 
     Args:
         source: The source.
         column: Its column of lists of integers.
-        reader: The order of the shard, and what reading does to its position.
-        num_bytes: About as much is copied at once.
+        reader: Gives the order of the shard, and the moves of its position.
+        num_bytes: About this many bytes are copied at once.
     """
 
     __slots__ = (
@@ -97,7 +97,7 @@ class FragmentDocuments:
         return _up_to(self._bytes * _LARGER, self._copied(rows, [len(rows)])[0])
 
     def _block_of(self, epoch: int, row: int, num_rows: int, num_bytes: int) -> Block:
-        """Whole windows, as many as that many rows hold, or a part of one."""
+        """Return a block of whole windows with up to ``num_rows`` rows, or of a part of one window."""
         windows = self._reader.rows.windows(epoch, row)
         rows = next(windows)[:num_rows]
         while (more := next(windows, None)) is not None and len(rows) + len(more) <= num_rows:
@@ -107,23 +107,25 @@ class FragmentDocuments:
         return Block(epoch, row, parts[: max(1, int(ends.searchsorted(_LARGER * num_bytes)))])
 
     def _of_block(self, epoch: int, row: int, most: int) -> Spans:
-        """Documents that were copied before; none where they were not, or are gone."""
+        """Return documents that were copied before; none if they were not copied, or are gone."""
         block: Block | None = None if self._decoding is None else cache().get(self._block_key)
         return EMPTY if block is None else self._take(block, epoch, row, most)
 
     def _take(self, block: Block, epoch: int, row: int, most: int) -> Spans:
         found = block.take(epoch, row, min(most, self._reader.rows.order(epoch).span(row)[1] - row))
         if block.nbytes:
-            cache().put(self._block_key, block)  # it may take less there now
+            cache().put(self._block_key, block)  # it may take fewer bytes now
         else:
             cache().forget(self._block_key)
         return found
 
     def at_hand(self, position: memoryview, most: int, turns: bool) -> Near | None:
-        """Return the places of the next documents; `None` if `read` has more to do than to find them.
+        """Return the places of the next documents; `None` if `read` has more to do than to look them up.
 
         Args:
-            turns: Whether those of the next epochs follow.
+            position: The position of the reader.
+            most: Most documents to return.
+            turns: True if documents of the next epochs follow.
         """
         epoch, row, left = position[0], position[1], most
         if self._decoding is not None and (block := cache().get(self._block_key)) is not None and block.has(epoch, row):
@@ -147,7 +149,7 @@ class FragmentDocuments:
                 break
         if not parts:
             return None
-        if not runs[-1][2]:  # of the epoch behind the last end there are no documents here
+        if not runs[-1][2]:  # the epoch behind the last end has no documents here
             runs.pop()
         rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
         used, which = fragments_of(rows, self._fragments)
@@ -157,7 +159,7 @@ class FragmentDocuments:
         return Near(runs, rows, which, [self._lend(fragment) for fragment in used])
 
     def _stay(self, epoch: int, row: int, used: list[int], first: Lent) -> bool:
-        """True if documents stay where they were decoded. If there is room, decoding of what is read soon is begun."""
+        """True if documents stay where they were decoded. If there is room, begin to decode the fragments that follow soon."""
         if self._share is not None:
             return False
         if self._decoding is None:
@@ -171,17 +173,17 @@ class FragmentDocuments:
         self._reader.turn_in_blocks(position)
 
     def _copied(self, rows: Ints, stops: Sequence[int], passed: TokenSource | None = None) -> list[Spans]:
-        """The same as copies, those up to each stop in arrays of their own.
+        """Return copies of documents; the documents up to each stop are in arrays of their own.
 
         Args:
-            rows: Of the source.
-            stops: Ascending numbers of rows, the last of them all.
-            passed: Told of each fragment that is no longer needed here.
+            rows: Rows of the source.
+            stops: Ascending numbers of rows; the last one is the number of all rows.
+            passed: Source whose `pass_by` is called for each fragment that is no longer needed here.
         """
         used, which = fragments_of(rows, self._fragments)
         parts: list[list[Spans]] = [[] for _ in stops]
         order: list[list[Ints]] = [[] for _ in stops]
-        for number, fragment in enumerate(used):  # one at a time, so that not many are held at once
+        for number, fragment in enumerate(used):  # one fragment at a time, so that few are in memory at once
             found = self._lend(fragment)
             there = np.flatnonzero(which == number)
             for part, places in enumerate(np.split(there, np.searchsorted(there, stops[:-1]))):
@@ -195,12 +197,12 @@ class FragmentDocuments:
         ]
 
     def _num_rows(self, found: Lent, num_bytes: int) -> int:
-        """As many as take so many bytes, were all rows like those of a fragment."""
+        """Return the number of rows that take ``num_bytes``, if all rows are as large as in a given fragment."""
         mean = found.values.nbytes / (len(found.offsets) - 1)
         return max(1, int(num_bytes / max(1.0, mean)))
 
     def _have_room(self, num_fragments: int, found: Lent) -> bool:
-        """True if the cache has room for so many fragments like that one of each shard, and for as much of each source."""
+        """True if the cache has room for ``num_fragments`` fragments of this size for each shard and each source."""
         sources, shards = beside(self._owner)
         return sources * shards * num_fragments * found.nbytes <= self._source.cache_bytes
 
@@ -222,16 +224,16 @@ class FragmentDocuments:
 
 
 def _up_to(num_bytes: int, spans: Spans) -> Spans:
-    """The first of the documents, where all of them are far larger than those by whose size they were counted."""
+    """Return the first documents, up to about ``num_bytes``; their number was computed from a fragment of smaller ones."""
     ends = np.cumsum(spans.length * spans.arrays[0].itemsize)
     return spans if ends[-1] <= num_bytes else spans[: int(ends.searchsorted(num_bytes)) + 1]
 
 
 @lru_cache(maxsize=64)
 def block_bytes(cache_bytes: int, num_shards: int) -> int:
-    """Return the bytes of a shard's tokens to put in order at once, if a process serves so many shards.
+    """Return the bytes of a shard's tokens to copy at once, if a process serves ``num_shards`` shards.
 
-    Enough for many samples, so that a fragment is not decoded for each of them where the fragments of all shards exceed the
-    cache; little enough for what all shards have put in order to take a quarter of it.
+    They are enough for many samples, so that a fragment is not decoded for each sample if the fragments of all shards exceed
+    the cache. They are few enough that the copies of all shards take a quarter of the cache.
     """
     return max(2**16, min(2**20, cache_bytes // 4 // max(1, num_shards)))

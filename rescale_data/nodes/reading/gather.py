@@ -4,7 +4,7 @@
     stretch  |b document e b document e     b document e|     with bos and eos around each; nothing is copied yet
     samples      |  row 0  |  row 1  |  ...                   copied and widened once, into the batch
 
-`kernel.c` does this where it was built with the package; else NumPy does, with the same result, by copying twice.
+`kernel.c` does this if it was built with the package. Otherwise NumPy does it, with the same result, by copying twice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rescale_data.sources.decoded.cache import Held
 from rescale_data.state import Ints
 
 VERSION = 3
-"""The version of the extension, of `kernel.c` and `draws.c`, that this package calls. One of another version is not used."""
+"""Version of the extension (`kernel.c` and `draws.c`) that this package calls. An extension of another version is not used."""
 
 try:
     from rescale_data.nodes.reading import kernel
@@ -34,7 +34,7 @@ except ImportError:  # built without a compiler
 
 
 def fitting(found: Any) -> Any:
-    """A built extension, or `None` where it is that of another version."""
+    """Return a built extension, or `None` if it has another version."""
     return found if getattr(found, "VERSION", 0) == VERSION else None
 
 
@@ -42,17 +42,17 @@ _is_old = kernel is not None and fitting(kernel) is None
 kernel = fitting(kernel)
 
 Rows: TypeAlias = npt.NDArray[np.integer[Any]]
-"""Of a batch: ``[b, seq_len]``, int64 or int32."""
+"""Rows of a batch: ``[b, seq_len]``, int64 or int32."""
 
 _log = logging.getLogger("rescale_data")
 
 
 @dataclass(frozen=True)
 class Around:
-    """Tokens that stand around each document, and the dtype that tokens come out in.
+    """Tokens to put around each document, and the dtype of tokens in a batch.
 
     Args:
-        eos_id, bos_id: Put after and before each document; `None` for nothing.
+        eos_id, bos_id: Tokens to put after and before each document; `None` for nothing.
         dtype: int64 or int32.
     """
 
@@ -72,33 +72,33 @@ class Around:
 
     @property
     def tokens(self) -> list[int]:
-        """Tokens between two documents."""
+        """The tokens between two documents."""
         return [token for token in (self.eos_id, self.bos_id) if token is not None]
 
     def num_tokens(self, spans: Spans) -> int:
-        """Return the tokens of all documents with what stands around them."""
+        """Return the number of tokens of all documents, including the tokens around them."""
         return int(spans.length.sum()) + len(self.tokens) * int(np.count_nonzero(spans.array >= 0))
 
     def lengths(self, spans: Spans) -> Ints:
-        """``int64[D]``, of each document with what stands around it; a mark has none."""
+        """Return ``int64[D]``, the length of each document, including the tokens around it; 0 for a mark."""
         return np.where(spans.array < 0, 0, spans.length + len(self.tokens))
 
 
 class Stretch(Protocol):
-    """Documents end to end, and how far they have been drawn. It moves the position that it was made at."""
+    """Token queue: documents end to end, from which samples are drawn. A draw moves the position that it was made with."""
 
     nbytes: int
-    """Of what it keeps alive, as whoever appends says."""
+    """Bytes that it keeps alive, set by the caller of `append`."""
     reach: memoryview
     """The position behind all of its documents, without the offset."""
 
     @property
     def left(self) -> int:
-        """Tokens that have not been drawn; less than none where the position is within a document that is still missing."""
+        """Number of tokens not drawn yet; negative if the position is within a document that is still missing."""
         ...
 
     def append(self, spans: Spans) -> None:
-        """Documents behind those that there are.
+        """Append documents at the end.
 
         Raises:
             IndexError: A document is not within its array.
@@ -107,17 +107,17 @@ class Stretch(Protocol):
         ...
 
     def rest(self) -> Spans:
-        """The documents from that of the next token on."""
+        """Return the documents from the next token's document on."""
         ...
 
 
 def stretch(around: Around, position: memoryview, dropped: Callable[[], None] = lambda: None) -> Stretch:
-    """One without documents.
+    """Return a stretch without documents.
 
     Args:
-        around: What stands around each.
-        position: int64 slots: an offset in the first document, and where documents are read on.
-        dropped: Called when the cache keeps it no longer.
+        around: The tokens around each document.
+        position: int64 slots: an offset in the first document, and the position from which documents are read.
+        dropped: Called when the cache drops the stretch.
     """
     return (_Joined if kernel is None else _native(kernel.Stretch))(around, position, dropped)
 
@@ -125,7 +125,7 @@ def stretch(around: Around, position: memoryview, dropped: Callable[[], None] = 
 def fill(stretches: list[Any], first: int, tokens: Rows, labels: Rows | None, doc_ids: Rows | None) -> int:
     """Write the next sample of each stretch into its row, from row ``first`` on, and move their positions.
 
-    It stops where there is no stretch, or one with fewer tokens than a sample and, with labels, the one behind it.
+    It stops at a missing stretch, and at a stretch with too few tokens: a sample, and with labels one token more.
 
     Returns:
         The first row that was not written.
@@ -143,7 +143,7 @@ def fill(stretches: list[Any], first: int, tokens: Rows, labels: Rows | None, do
 
 
 def rows_around(order: ShardOrder, epoch: int, row: int, fragments: FragmentOrder | None) -> Ints:
-    """Return ``order.rows(epoch, row, fragments)``."""
+    """Return ``order.rows(epoch, row, fragments)``, computed in C if possible."""
     if kernel is None or order.full or not order.window:
         return order.rows(epoch, row, fragments)
     first, stop = order.span(row)
@@ -156,7 +156,7 @@ def rows_around(order: ShardOrder, epoch: int, row: int, fragments: FragmentOrde
 
 
 def copied(array: TokenArray, start: Ints, length: Ints) -> TokenArray:
-    """Documents of one array end to end, in an array of their own."""
+    """Return a copy of documents of one array, end to end."""
     if kernel is None:
         part = Spans((array,), np.zeros_like(start), start, length, NOTHING, (None,))
         return np.frombuffer(b"".join(part.views()), dtype=array.dtype)
@@ -166,7 +166,7 @@ def copied(array: TokenArray, start: Ints, length: Ints) -> TokenArray:
 
 
 def fragments_of(rows: Ints, starts: Ints) -> tuple[list[int], Ints]:
-    """Return the fragments that rows lie in, in order, and for each row the number of its own among these.
+    """Return the fragments in which the rows lie, in order, and for each row the index of its fragment among them.
 
     Args:
         rows: ``int64[n]``.
@@ -181,12 +181,12 @@ def fragments_of(rows: Ints, starts: Ints) -> tuple[list[int], Ints]:
 
 
 def places_of(rows: Ints, which: Ints, first: Sequence[int], offsets: list[Ints]) -> tuple[Ints, Ints]:
-    """Return the places at which rows begin in the values of their fragments, and their lengths.
+    """Return the places at which rows begin in the values of their fragments, and the lengths of the rows.
 
     Args:
-        rows, which: As of `fragments_of`.
-        first: Of each fragment, the row at which its offsets begin.
-        offsets: ``int64``, of each fragment.
+        rows, which: Rows, and the index of each row's fragment, as in `fragments_of`.
+        first: For each fragment, the row at which its offsets begin.
+        offsets: ``int64`` offsets of each fragment.
     """
     start, length = np.empty_like(rows), np.empty_like(rows)
     if kernel is not None:
@@ -200,7 +200,10 @@ def places_of(rows: Ints, which: Ints, first: Sequence[int], offsets: list[Ints]
 
 
 def joined(spans: Spans, around: Around) -> tuple[TokenArray, Ints]:
-    """Documents end to end, in the dtype they are stored in if that holds all tokens; ``int64[D + 1]``, where each begins."""
+    """Return documents end to end with the tokens around them, and ``int64[D + 1]``, the place at which each begins.
+
+    The dtype is the stored one if it holds all tokens.
+    """
     ends = np.concatenate([[0], np.cumsum(around.lengths(spans))])
     stored = {array.dtype for array in spans.arrays}
     _require_fit(spans, around.dtype)
@@ -236,7 +239,7 @@ def _say() -> None:
 
 @once
 def _native(base: Any) -> Any:
-    """The extension's stretch, with what the cache wants to know."""
+    """Return the extension's stretch class, extended by the attributes that the cache needs."""
 
     class Native(base, Held):
         __slots__ = ("dropped", "nbytes", "reach")
@@ -264,7 +267,7 @@ def _native(base: Any) -> Any:
 
 
 class _Joined(Held):
-    """`kernel.Stretch` in NumPy."""
+    """Stretch in NumPy, with the same results as `kernel.Stretch`."""
 
     def __init__(self, around: Around, position: memoryview, dropped: Callable[[], None]) -> None:
         self.nbytes, self.dropped = 0, dropped
@@ -297,7 +300,7 @@ class _Joined(Held):
         return used
 
     def next(self, num_tokens: int) -> tuple[TokenArray, Ints]:
-        """The next tokens and the places among them at which a document has ended; the position moves behind them."""
+        """Return the next tokens, and the places among them at which documents end; the position moves behind them."""
         start, stop = self._at, self._at + num_tokens
         document = int(self._starts.searchsorted(stop))
         document -= int(self._starts[document] > stop)
@@ -318,13 +321,13 @@ def _draw(found: Any, row: int, tokens: Rows, labels: Rows | None, doc_ids: Rows
         labels[row] = found.tokens[start + 1 : start + size + 1]
     if doc_ids is not None:
         begins = np.zeros(size + 1, dtype=np.int64)
-        begins[ends[ends > 0]] = 1  # what ends before the first token has none
+        begins[ends[ends > 0]] = 1  # a document that ends before the first token has no token here
         doc_ids[row] = np.cumsum(begins[:size])
     return True
 
 
 def _require_fit(spans: Spans, dtype: np.dtype[Any]) -> None:
-    """``ValueError`` where a token is larger than what it is to be written as."""
+    """Raise ``ValueError`` if a token does not fit the dtype in which it is to be written."""
     if all(np.can_cast(array.dtype, dtype) for array in spans.arrays):
         return
     found = [np.asarray(view) for view in spans.views() if len(view)]

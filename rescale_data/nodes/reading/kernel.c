@@ -1,8 +1,8 @@
 /* Tokens of documents that lie anywhere in memory, gathered into the rows of a batch.
 
-   It knows addresses, lengths, dtypes, a destination, the tokens around a document, and a row of integers that says how far
-   it has come: nothing of files, shards or ranks. `gather.py` says what each thing means, and does the same in NumPy; it has checked
-   that every address lies in an array that is alive. The GIL is released while tokens are copied.
+   It knows addresses, lengths, dtypes, a destination, the tokens around a document, and a row of integers for the position. It
+   knows nothing of files, shards or ranks. `gather.py` explains the terms, and does the same in NumPy; it has checked that every
+   address lies in an array that is alive. The GIL is released while tokens are copied.
 
    Python's limited API: one build serves every Python from 3.11 on. */
 
@@ -12,13 +12,13 @@
 #include <stdint.h>
 #include <string.h>
 
-#define VERSION 3 /* another one for each change of what Python calls: see gather.py */
+#define VERSION 3 /* changes with the functions that Python calls: see gather.py */
 
 PyObject* run(PyObject* module, PyObject* args); /* both in draws.c */
 PyObject* weave(PyObject* module, PyObject* args);
 
 #if defined(__GNUC__) || defined(__clang__)
-/* Not to the nearest cache, which writing fills. Without the second statement, GCC leaves out functions that do this alone. */
+/* Fetch, but not into the nearest cache, which writing fills. Without the second statement, GCC removes functions that only fetch. */
 #define PREFETCH(address) \
   do { \
     __builtin_prefetch((const void*)(address), 0, 2); \
@@ -29,10 +29,10 @@ PyObject* weave(PyObject* module, PyObject* args);
 #endif
 
 /* The same loops for wider vectors, chosen when the module is loaded. */
-#if defined(__SANITIZE_ADDRESS__) /* which is not ready when functions are chosen */
+#if defined(__SANITIZE_ADDRESS__) /* the sanitizer is not ready when functions are chosen */
 #define CLONES
 #elif defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
-#define CLONES __attribute__((target_clones("arch=x86-64-v4", "avx2", "default"))) /* avx512f widens no 16 bits */
+#define CLONES __attribute__((target_clones("arch=x86-64-v4", "avx2", "default"))) /* avx512f does not widen 16 bits */
 #elif defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && (!defined(__clang__) || __clang_major__ >= 14)
 #define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
@@ -44,7 +44,7 @@ enum { DONE, TOO_LARGE, FAILED };
 
 typedef struct {
   int64_t address, length, moves; /* moves: of this document and all before it */
-  int32_t part, index;            /* which document of what was appended */
+  int32_t part, index;            /* number of the appended part, and of the document in it */
   int32_t kind;
 } Document;
 
@@ -54,22 +54,22 @@ typedef struct {
 
 typedef struct {
   PyObject_HEAD
-  PyObject* parts; /* what keeps the tokens alive, from the document of the next token on */
+  PyObject* parts; /* the spans that keep the tokens alive, from the document of the next token on */
   Document* documents;
   Move* moves;
   Py_buffer position, reach;
   int64_t num_documents, document, offset, left, bos, eos;
-  int32_t num_parts, first_part; /* appended, and the first that is still kept */
+  int32_t num_parts, first_part; /* number of parts appended, and the first that is still kept */
   int busy, used;
 } Stretch;
 
-/* Copying. Documents lie anywhere, so that no processor foresees the next one: the first page of each is asked for ahead, of many
-   at once, because to find a page takes about as long for many as for one. Where many tokens are copied, wide vectors are
-   written to whole lines. */
+/* Copying. Documents lie anywhere, so no processor can predict the next one. The first pages of many documents are prefetched
+   together, because finding many pages takes about as long as finding one. If many tokens are copied, wide vectors are written to
+   whole lines. */
 
 enum { LINE = 64, PAGE = 4096, LONG = 128, AHEAD = 1 << 15 /* bytes */ };
 
-#define NONE(v) 0 /* which values do not fit */
+#define NONE(v) 0 /* NONE, ABOVE and OUTSIDE: true if a value does not fit */
 #define ABOVE(v) ((uint64_t)(v) > (uint64_t)MAX)
 #define OUTSIDE(v) ((v) > MAX || (v) < MIN)
 #define PUT(BAD, FROM, TO) \
@@ -112,7 +112,7 @@ CLONES static int copy_32(int32_t* __restrict q, int64_t address, int64_t first,
   return wrong ? TOO_LARGE : DONE;
 }
 
-/* Samples. Each is written whole or not at all: the position moves behind it when it is there. */
+/* Samples. Each is written whole or not at all: the position moves behind a sample after it has been written. */
 
 static int64_t total_of(const Stretch* s, const Document* d) {
   return d->kind == MARK ? 0 : d->length + (s->bos >= 0) + (s->eos >= 0);
@@ -124,7 +124,8 @@ static void move(int64_t* position, const Move* from, const Move* to) {
 
 static int64_t moves_before(const Stretch* s, int64_t d) { return d ? s->documents[d - 1].moves : 0; }
 
-/* Ask for documents from a token of one on, which hold so many tokens, or for the first of these; the first that was left out. */
+/* Prefetch the documents that hold the next num_tokens, from a token of document d on, or the first of them; return the first
+   document that was left out. */
 static int64_t ask_for(const Stretch* s, int64_t d, int64_t offset, int64_t num_tokens) {
   static const int64_t widths[] = {1, 1, 2, 2, 4, 4, 8, 8};
   for (int64_t asked = 0; d < s->num_documents && num_tokens > 0 && asked < AHEAD; d++, offset = 0) {
@@ -245,7 +246,7 @@ static void stretch_dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 
-/* The documents that were passed make room for others behind the rest. */
+/* Drop the documents that were passed, and make room for new ones behind the rest. */
 static int make_room(Stretch* s, int64_t num_documents, int64_t num_moves) {
   const int64_t passed = s->document, left = s->num_documents - passed;
   const int64_t moved = moves_before(s, passed), moves = moves_before(s, s->num_documents) - moved;
@@ -266,7 +267,7 @@ static int make_room(Stretch* s, int64_t num_documents, int64_t num_moves) {
   return 0;
 }
 
-/* Address, number of values and dtype of each array. */
+/* Write the address, number of values and dtype of each array into `found`. */
 static int look_at(PyObject* arrays, int64_t (*found)[3], Py_ssize_t num) {
   static const char* letters = "bBhHiIlLqQ";
   static const int kinds[] = {I1, U1, I2, U2, I4, U4, I8, U8, I8, U8};
@@ -276,10 +277,10 @@ static int look_at(PyObject* arrays, int64_t (*found)[3], Py_ssize_t num) {
     if (!array || PyObject_GetBuffer(array, &view, PyBUF_ND | PyBUF_FORMAT)) return -1;
     const char* letter = view.format && view.format[0] ? strchr(letters, view.format[0]) : NULL;
     int kind = letter && !view.format[1] ? kinds[letter - letters] : MARK;
-    if (kind == I8 || kind == U8) kind = view.itemsize == 8 ? kind : kind - 2; /* a long is what the platform says */
+    if (kind == I8 || kind == U8) kind = view.itemsize == 8 ? kind : kind - 2; /* the size of a long depends on the platform */
     const int64_t size = kind == MARK ? 0 : view.len / view.itemsize;
     found[i][0] = (int64_t)view.buf, found[i][1] = size, found[i][2] = kind;
-    PyBuffer_Release(&view); /* what is appended keeps the array */
+    PyBuffer_Release(&view); /* the appended spans keep the array alive */
     if (kind == MARK) return error("tokens are integers in the order of the machine");
   }
   return 0;
@@ -323,7 +324,7 @@ static int read_documents(Stretch* s, int64_t (*arrays)[3], int64_t num_arrays, 
   return 0;
 }
 
-/* Let go of what has been passed. */
+/* Release the parts that have been passed. */
 static int drop_passed(Stretch* s) {
   const int64_t last = s->document < s->num_documents ? s->document : s->num_documents - 1;
   const int32_t passed = (last < 0 ? s->num_parts : s->documents[last].part) - s->first_part;
@@ -357,7 +358,7 @@ static PyObject* append(PyObject* self, PyObject* args) {
     goto done;
   }
   s->num_parts++;
-  if (drop_passed(s)) goto done; /* the token before may have been the last of what was there */
+  if (drop_passed(s)) goto done; /* the last drawn token may have been the last of the older parts */
   result = Py_None;
   Py_INCREF(result);
 done:
@@ -371,7 +372,7 @@ static PyObject* get_parts(PyObject* self, void* unused) {
   Py_INCREF(parts);
   return parts;
 }
-/* That of the next token in the first of the parts. */
+/* Return the index of the next token's document in the first of the parts. */
 static PyObject* get_document(PyObject* self, void* unused) {
   const Stretch* s = (Stretch*)self;
   if (s->document < s->num_documents) return PyLong_FromLong(s->documents[s->document].index);
@@ -542,7 +543,7 @@ static int64_t last_at_most(const int64_t* sorted, int64_t num, int64_t value) {
   return low;
 }
 
-/* find(rows, starts, which) -> the fragments in which the rows lie, in order; `which` becomes the number among them of each row's */
+/* find(rows, starts, which) -> the fragments in which the rows lie, in order; the index of each row's fragment goes into `which` */
 static PyObject* find(PyObject* module, PyObject* args) {
   PyObject *objects[3], *result = NULL;
   Py_buffer views[3];
@@ -585,7 +586,7 @@ done:
   return result;
 }
 
-/* cut(rows, which, first rows, offsets of each, start, length): where the rows lie in the values of their fragments */
+/* cut(rows, which, first, offsets, start, length): writes the place and length of each row in the values of its fragment */
 static PyObject* cut(PyObject* module, PyObject* args) {
   PyObject *objects[5], *list, *result = NULL;
   Py_buffer views[5], *offsets = NULL;
@@ -597,7 +598,7 @@ static PyObject* cut(PyObject* module, PyObject* args) {
   offsets = PyMem_Malloc((num_fragments + 1) * sizeof(*offsets));
   if (!offsets) return PyErr_NoMemory();
   for (; num_offsets < num_fragments; num_offsets++) {
-    PyObject* each = PyList_GetItem(list, num_offsets); /* NULL where a buffer's owner has made the list shorter */
+    PyObject* each = PyList_GetItem(list, num_offsets); /* NULL if a buffer's owner has made the list shorter */
     if (!each || PyObject_GetBuffer(each, &offsets[num_offsets], PyBUF_SIMPLE)) goto done;
   }
   if (take_buffers(objects, views, &num_views, 5, 3)) goto done;
@@ -645,7 +646,7 @@ static void random_words(const uint64_t* key, uint64_t* words, int64_t num) {
   }
 }
 
-/* Stable, of words that are uniform: a place by the first bits is nearly that by all. */
+/* Stable sort of uniform words: the place by the first bits is nearly the place by all bits. */
 static void argsort(const uint64_t* words, int64_t* order, int64_t* begins, int64_t num, int bits) {
   memset(begins, 0, (((size_t)1 << bits) + 1) * sizeof(*begins));
   for (int64_t i = 0; i < num; i++) begins[(words[i] >> (64 - bits)) + 1]++;
@@ -658,7 +659,7 @@ static void argsort(const uint64_t* words, int64_t* order, int64_t* begins, int6
   }
 }
 
-/* permute(key, first, virtual, first_rows, rows): ShardOrder.rows of a window whose first virtual row is `first` */
+/* permute(key, first, virtual, first_rows, rows): writes ShardOrder.rows of a window whose first virtual row is `first` */
 static PyObject* permute(PyObject* module, PyObject* args) {
   enum { VIRTUAL, FIRST_ROWS, ROWS, NUM, MOST_BITS = 20 };
   PyObject *objects[NUM], *result = NULL;

@@ -1,4 +1,4 @@
-"""The compiled functions of `kernel.c` and `draws.c`; the modules that call them say what each does."""
+"""Types of the compiled functions of `kernel.c` and `draws.c`; the modules that call them document each function."""
 
 from collections.abc import Sequence
 from typing import Any, Self

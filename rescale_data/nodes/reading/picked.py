@@ -1,4 +1,4 @@
-"""`PickedDocuments`: those documents that are kept, whole or in pieces, many at a time."""
+"""`PickedDocuments`: reads the documents that a node keeps, whole or in pieces, many at a time."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from rescale_data.nodes.reading.documents import Documents
 from rescale_data.nodes.reading.spans import EMPTY, Moves, Spans
 from rescale_data.state import Ints
 
-_NUM_OWN = 2  # slots of the node that keeps some
+_NUM_OWN = 2  # own slots of the node
 
 
 class PickedDocuments:
-    """`Documents` of a node that keeps some, whose position is ``[own slots | source]``.
+    """`Documents` of a node that keeps some of its source's; its position is ``[own slots | source]``.
 
     Args:
-        documents: Of its source.
-        pieces: What is kept of each document, nothing of one that is left out; of some first ones at least. It may raise.
-        bound: Of how many may be left out.
-        dropped: The own slot that counts these.
-        piece: That which says which piece of a document is the next; `None` where each is one piece.
+        documents: The documents of its source.
+        pieces: Returns the pieces to keep of each document, none for a document that is left out. It may return them for only
+            the first few documents, and may raise.
+        bound: Limits the number of documents left out in a row.
+        dropped: The own slot that counts documents left out.
+        piece: The own slot with the number of a document's next piece; `None` if each document is one piece.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class PickedDocuments:
 
     def read(self, position: memoryview, most: int) -> Spans:
         self._start = np.array(position[_NUM_OWN:]).data
-        first_piece, self._num_dropped = self._within(position), 0  # dropped before those that are returned
+        first_piece, self._num_dropped = self._within(position), 0  # dropped before the documents that are returned
         misses = 0
         while len(spans := self._documents.read(self._start, most)):
             found, num_read = self._cut(spans, position, first_piece)
@@ -64,10 +65,14 @@ class PickedDocuments:
         return 0 if self._piece is None else position[self._piece]
 
     def _cut(self, spans: Spans, position: memoryview, first_piece: int) -> tuple[Spans, int]:
-        """The pieces of documents, and of how many. Each moves behind those before its own, the last of one behind that."""
+        """Return the pieces to keep, and the number of documents that were looked at.
+
+        A piece moves the position to its own document, behind all documents before it. The last piece of a document moves it
+        behind that document.
+        """
         num_dropped = position[self._dropped] + self._num_dropped
-        document: list[int] = []  # of each piece
-        after: list[tuple[int, int]] = []  # dropped so far, piece of the next
+        document: list[int] = []  # document of each piece
+        after: list[tuple[int, int]] = []  # after each piece: documents dropped so far, number of the next piece
         places: list[slice] = []
         cut = self._pieces(spans)
         for number, pieces in enumerate(cut):

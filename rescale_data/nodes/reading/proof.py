@@ -1,9 +1,9 @@
-"""`Proof`: that a logical shard reads each of its rows once an epoch, whatever legs the run is made of.
+"""`Proof`: checks that a logical shard reads each of its rows once an epoch, in whatever segments the run is made.
 
-Each row that is read adds its hash to a digest, which is part of the state and so goes from leg to leg. The sum does not
-depend on the order, so that of the rows a shard owns can be computed without the order in which it reads them. Rows that
-were lost or repeated leave another sum, up to a chance of 2**-63 (Bellare and Micciancio, "A New Paradigm for Collision-Free
-Hashing", 1997, on sums of hashes).
+Each row that is read adds its hash to a digest, which is part of the state and so goes from segment to segment. The sum does
+not depend on the order. So the sum over the rows that a shard owns can be computed without the order in which it reads them.
+Rows that were lost or repeated change the sum, except with a chance of 2**-63 (Bellare and Micciancio, "A New Paradigm for
+Collision-Free Hashing", 1997, on sums of hashes).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from rescale_data.state import Ints
 if TYPE_CHECKING:
     from rescale_data.nodes.reader import Reader
 
-_MASK = (1 << 63) - 1  # so that a digest is a number that int64 holds
+_MASK = (1 << 63) - 1  # so that a digest fits int64
 _CHUNK = 2**20
 
 
 class Proof:
-    """The digest of one logical shard, of what its reader reads."""
+    """Computes and checks the digest of the rows that one logical shard's reader reads."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
 
     def read(self, digest: int, epoch: int, row: int, num_rows: int) -> int:
-        """The digest after some more rows have been read."""
+        """Return the digest after ``num_rows`` more rows have been read."""
         stop = min(row + num_rows, self._reader.rows.size(epoch))
         while row < stop:
             plan = self._reader.plan(epoch, row)
@@ -40,16 +40,16 @@ class Proof:
         return digest & _MASK
 
     def after_each(self, digest: int, epoch: int, row: int, num_rows: int) -> Ints:
-        """``int64[num_rows]``, the digest after each of the next rows, all of one window."""
+        """Return ``int64[num_rows]``, the digest after each of the next rows, all of one window."""
         plan = self._reader.plan(epoch, row)
         here = np.asarray(plan.sums)[row - plan.first :][: num_rows + 1]
         return ((here[1:] - here[0] + np.uint64(digest)) & np.uint64(_MASK)).astype(np.int64)
 
     def check(self, epoch: int, row: int, digest: int) -> None:
-        """``DataStateError`` if the first ``row`` rows of the epoch are not what was read."""
+        """Raise ``DataStateError`` if the rows that were read are not the first ``row`` rows of the epoch."""
         source, shard, rows = self._reader.source, self._reader.shard, self._reader.rows
         size = rows.size(epoch)
-        whole = row - row % rows.width if row < size else size  # of whole windows, whose order does not matter
+        whole = row - row % rows.width if row < size else size  # rows of whole windows, whose order does not matter
         parts = (rows.owned(epoch, first, min(first + _CHUNK, whole)) for first in range(0, whole, _CHUNK))
         expected = sum(_sum(rows.numbered(epoch, part)) for part in parts)
         if self.read(expected & _MASK, epoch, whole, row - whole) != digest:
@@ -62,7 +62,7 @@ class Proof:
 
 
 def running_sums(rows: Ints) -> memoryview:
-    """``uint64[n + 1]``: the digest of the first i of the rows, for each i; so that of any run of them is a difference."""
+    """Return ``uint64[n + 1]``: the digest of the first i rows, for each i. The digest of any run of rows is a difference."""
     sums = np.zeros(len(rows) + 1, dtype=np.uint64)
     np.cumsum(_hashes(rows), out=sums[1:])
     return sums.data

@@ -1,4 +1,4 @@
-"""`ShardRows`: which rows of the source one logical shard reads, in the order of each epoch."""
+"""`ShardRows`: the rows of the source that one logical shard reads, in the order of each epoch."""
 
 from __future__ import annotations
 
@@ -27,19 +27,23 @@ if TYPE_CHECKING:
 
 DEFAULT_WINDOW = 1024
 _NO_SUMS = memoryview(b"")
-_ENTRY = 900  # bytes of a plan in the cache beside its numbers, with what its reader keeps as long
+_ENTRY = 900  # bytes of a plan in the cache in addition to its arrays, and of the objects that its reader keeps as long
 numbers = itertools.count()
-"""Of those who read alike."""
+"""Numbers for readers; readers of several shards that differ in the shard alone share one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan(Evicted):
-    """Rows of the source for the shard's rows ``first ..`` of an epoch, in the order in which they are read.
+    """Rows of the source for the shard's rows from ``first`` of an epoch on, in the order in which they are read.
 
     Args:
-        sums: Their `running_sums`, where `Shard.verify` asks for them.
-        free: Where some of them are left out, for each place the first from there on that is not: `Blocklist.free`.
-        reader: Told when the cache has no room for it, if it is still there: the cache keeps no reader, nor its source.
+        epoch: The epoch.
+        first: The shard's row at which the plan begins.
+        rows: ``int64[n]``, rows of the source.
+        sums: `running_sums` of the rows, if `Shard.verify` is set; else empty.
+        free: `Blocklist.free` of the rows, if some of them are left out.
+        reader: The reader, if it still exists: its `leave_order` is called when the cache drops the plan. The cache keeps
+            neither the reader nor its source alive.
     """
 
     epoch: int
@@ -60,15 +64,15 @@ class Plan(Evicted):
 
 
 class ShardRows(ShardEpochs):
-    """The rows of one logical shard, or of any other of the same source where one is named.
+    """The rows of one logical shard, or of another shard of the same source if a call names one.
 
     Args:
         source: The source.
         shard: The logical shard.
         shuffle, by_global_batch: See `Reader`.
-        views: What the source consists of, in the order of their first epochs; default: all of it.
-        reader: Who keeps this, as long as the cache has room for where the shard reads.
-        number: Of those who read the same so, a logical shard each; default: of this alone.
+        views: Contents of the source, in the order of their first epochs; default: all of it.
+        reader: The reader that keeps this object, as long as the cache has room for its plan.
+        number: Number shared by readers that differ in the shard alone (`numbers`); default: a new one.
         blocklist: The rows that the reader leaves out.
     """
 
@@ -95,14 +99,14 @@ class ShardRows(ShardEpochs):
         self.window = 0 if self.is_full else _window(shuffle)
         self._source_key = owner_of(source)
         self._plan_key = (self._source_key, "plan", next(numbers) if number < 0 else number, shard.index)
-        self._epoch, self._size = -1, 0  # whose size was asked for last, and that
+        self._epoch, self._size = -1, 0  # the last epoch given to `size`, and its size
         self.farthest = 0  # the last epoch that was read
         self._plan: Plan | None = None
         self._reader = None if reader is None else ref(reader)
 
     @property
     def width(self) -> int:
-        """Rows whose order is computed together."""
+        """Number of rows whose order is computed together."""
         return self.order(0).width
 
     def order(self, epoch: int, shard: int = -1) -> ShardOrder:
@@ -110,14 +114,14 @@ class ShardRows(ShardEpochs):
         return _order(*self.args(self.view(epoch)), part, self.window, self.is_full, self.steps)
 
     def size(self, epoch: int) -> int:
-        """Rows of the shard in an epoch."""
+        """Return the number of rows of the shard in an epoch."""
         if epoch != self._epoch:
             self._epoch, self._size = epoch, self.order(epoch).size
             self.farthest = max(self.farthest, epoch)
         return self._size
 
     def plan(self, epoch: int, row: int) -> tuple[Plan, bool]:
-        """Return the rows of the source that the shard reads around ``row``, and whether they were computed now."""
+        """Return the plan with the rows around ``row``, and true if it was computed now."""
         plan = self.kept(epoch, row)
         if plan is not None:
             return plan, False
@@ -126,11 +130,11 @@ class ShardRows(ShardEpochs):
         free = None if self._blocklist is None else self._blocklist.free(rows)
         plan = Plan(epoch, self.order(epoch).span(row)[0], rows, sums, free, self._reader)
         cache().put(self._plan_key, plan)
-        self._plan = plan  # as long as the cache has room: without it, the reader keeps none of this
+        self._plan = plan  # until the cache drops it: then the reader drops this object too
         return plan, True
 
     def kept(self, epoch: int, row: int) -> Plan | None:
-        """Return the plan of a row if it need not be computed."""
+        """Return the plan that holds a row; `None` if it has to be computed."""
         plan = self._plan
         if plan is not None and plan.epoch == epoch and 0 <= row - plan.first < len(plan.rows):
             return plan
@@ -138,31 +142,31 @@ class ShardRows(ShardEpochs):
 
     @property
     def plan_bytes(self) -> int:
-        """About what the plan of a shard takes in the cache."""
+        """Approximate number of bytes that the plan of a shard takes in the cache."""
         return _ENTRY + min(self.width, self.order(0).size) * 8 * (1 + self.shard.verify)
 
     def around(self, epoch: int, row: int, shard: int = -1) -> Ints:
-        """Rows of the source that are permuted together around a row of a shard."""
+        """Return the rows of the source that are permuted together around a row of a shard."""
         order, num_rows = self.order(epoch, shard), self.view(epoch).num_rows
         if self.is_full and num_rows < self.shard.num_logical_shards:
             return self._few(num_rows, self.shuffled_as(epoch))[order.virtual(*order.span(row))]
         return rows_around(order, self.shuffled_as(epoch), row, self.fragments(epoch))
 
     def _few(self, num_rows: int, number: int) -> Ints:
-        """All rows as a round permutes them, of which a shard reads one in this epoch and one in that."""
+        """Return all rows in the order of a round, in which a shard reads one row in some epochs and none in others."""
         key = (self._source_key, "few", self.shard.seed, num_rows, number)
         every = np.arange(num_rows, dtype=np.int64)
         return cache().make(key, lambda: encipher(every, num_rows, "full", self.shard.seed, number))
 
     def windows(self, epoch: int, row: int) -> Iterator[Ints]:
-        """Rows of the source that the shard reads from ``row`` of an epoch on, those of a window each."""
+        """Yield the rows of the source that the shard reads from ``row`` of an epoch on, one window at a time."""
         while row < self.size(epoch):
             first, stop = self.order(epoch).span(row)
             yield self.around(epoch, row)[row - first :]
             row = stop
 
     def fragments_around(self, epoch: int, row: int, shard: int = -1) -> list[int]:
-        """Fragments of the source in which the rows lie that are permuted together around a row of a shard."""
+        """Return the fragments of the source that hold the rows permuted together around a row of a shard."""
         fragments, order = self._source.fragments, self.order(epoch, shard)
         here = order.virtual(*order.span(row))
         if fragments is None or not len(here):
@@ -175,21 +179,21 @@ class ShardRows(ShardEpochs):
         return list(range(int(ends[0]) - 1, int(ends[1])))
 
     def after(self, epoch: int, row: int) -> tuple[int, int]:
-        """Epoch and row at which the next window begins."""
+        """Return the epoch and row at which the next window begins."""
         stop = self.order(epoch).span(row)[1]
         return (epoch, stop) if stop < self.size(epoch) else (self.next_epoch(epoch), 0)
 
     def ends(self, epoch: int, row: int) -> list[int]:
-        """The two ends of what the window behind the one at ``row`` permutes, if there is one."""
+        """Return both ends of the range that the window after the one at ``row`` permutes; none if there is no such window."""
         order = self.order(epoch)
         return order.ends(order.span(row)[1], self.fragments(epoch))
 
     def owned(self, epoch: int, first: int, stop: int, shard: int = -1) -> Ints:
-        """Rows of the source that the shard's rows ``first .. stop - 1`` are, windows not permuted."""
+        """Return the rows of the source for the shard's rows ``first .. stop - 1``, without the permutation in windows."""
         return self.order(epoch, shard).owned(self.shuffled_as(epoch), first, stop, self.fragments(epoch))
 
     def numbered(self, epoch: int, rows: Ints) -> Ints:
-        """Rows of the source as the view of an epoch numbers them, whatever has joined since."""
+        """Return rows of the source as the view of an epoch numbers them, without files that were added later."""
         fragments, view = self._source.fragments, self.view(epoch)
         if fragments is None or view.fragments is None:
             return rows
@@ -209,7 +213,7 @@ class ShardRows(ShardEpochs):
         return found
 
     def share(self, epoch: int, shard: int = -1) -> ShardShare | None:
-        """Return how fragments are cut up for a shard; `None` if there are none."""
+        """Return the share of fragments that a shard reads in an epoch; `None` if fragments cannot be cut."""
         if self._source.fragments is None or self.steps is not None:
             return None
         shard = self.shard.index if shard < 0 else shard
@@ -219,7 +223,7 @@ class ShardRows(ShardEpochs):
         )
 
     def fragments(self, epoch: int) -> FragmentOrder | None:
-        """The fragments as the epoch permutes them; `None` where rows are as they are in the source."""
+        """Return the fragments in the order of an epoch; `None` if rows are in the order of the source."""
         fragments, view = self._source.fragments, self.view(epoch)
         if fragments is None or (not self.window and view.fragments is None):
             return None
@@ -252,7 +256,7 @@ def _order(
 
 
 def check_order(shard: Shard, shuffle: bool | int, by_global_batch: bool) -> None:
-    """``ValueError`` where `ShardRows` would raise it."""
+    """Raise ``ValueError`` if `ShardRows` would raise it for these arguments."""
     if by_global_batch:
         _sizes_of(shard, shuffle)
     _window(shuffle)

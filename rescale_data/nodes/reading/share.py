@@ -1,4 +1,4 @@
-"""`ShardShare`: which rows of a fragment belong to which logical shard, so that a decoded one can be cut up."""
+"""`ShardShare`: the rows of a fragment that belong to each logical shard, for cutting decoded fragments into parts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class ShardShare:
     """The parts of fragments that one logical shard, and the others of this process, read in one epoch.
 
     Args:
-        shard: The shard.
-        epoch: Of it.
-        fragments: ``int64[F + 1]`` of the source.
-        order: Of the fragments in this epoch; `None` for their own.
-        source: Key of the source, under which this process's shards are known.
-        index: The logical shard; ``shard`` is any of the same run.
-        moved: By how much the ranges of all shards have moved in this epoch, see `rescale_data.rounds`.
+        shard: Any logical shard of the run.
+        epoch: The epoch.
+        fragments: ``int64[F + 1]``, the first row of each fragment of the source, and the end.
+        order: Order of the fragments in this epoch; `None` for the order of the source.
+        source: Key of the source, under which the shards of this process are registered.
+        index: The logical shard that reads.
+        moved: Number of places by which the ranges of all shards have moved in this epoch, see `rescale_data.rounds`.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ShardShare:
         return Cut(self.key, max(begin, 0), min(end, num_rows))
 
     def _virtual(self, fragment: int) -> int:
-        """The first virtual row of a fragment."""
+        """Return the first virtual row of a fragment: its first place in the order of the epoch."""
         row = self._fragments[fragment]
         if self._order is None:
             return int(row)

@@ -1,10 +1,10 @@
-"""`Spans`: documents as places in arrays, and what each of them does to the position. Nothing is copied.
+"""`Spans`: documents as places in arrays, with the moves of the position by each of them. Nothing is copied.
 
     arrays   | uint16, 400,000 tokens of a row group | uint16, another |
     spans      (0, 7_100, 512)  (1, 0, 87)  (0, 1_024, 900)  ...              which array, from where, how many tokens
 
-There is no Python object for a document: a hundred thousand of them are a few arrays of numbers, which are sliced, permuted
-and joined as such.
+There is no Python object for a document: a hundred thousand documents are a few arrays of numbers, which are sliced, permuted
+and joined as arrays.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ class Kept(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Writes of documents into a position, a row of int64 slots: after document i, ``position[slot[k]] = value[k]`` for k from
-    ``ends[i]`` to ``ends[i + 1] - 1``, in this order.
+    """Writes of documents into a position, which is a row of int64 slots.
+
+    After document i, ``position[slot[k]] = value[k]`` for k from ``ends[i]`` to ``ends[i + 1] - 1``, in this order.
 
     Args:
-        ends: ``int64[D + 1]``, from 0.
+        ends: ``int64[D + 1]``, beginning with 0.
         slot, value: ``int64[M]``.
     """
 
@@ -42,7 +43,7 @@ class Moves:
 
     @staticmethod
     def of(slot: Ints | Sequence[int], value: Ints) -> Moves:
-        """The same slots for each document.
+        """Return moves that write the same slots for each document.
 
         Args:
             slot: ``int64[k]``.
@@ -56,7 +57,7 @@ class Moves:
 
     @staticmethod
     def between(before: memoryview, after: memoryview) -> Moves:
-        """Return the moves of one document, which leads from one position to another."""
+        """Return the moves of one document that lead from one position to another."""
         old, new = np.asarray(before), np.asarray(after)
         slot = np.flatnonzero(old != new)
         return Moves(np.array([0, len(slot)]), slot, new[slot])
@@ -78,12 +79,12 @@ class Moves:
         return Moves(ends, self.slot[at], self.value[at])
 
     def grouped(self, stops: Ints) -> Moves:
-        """Join the moves of several documents to those of one: of the first ``stops[0]``, of those up to ``stops[1]``, ..."""
+        """Join the moves of successive documents into the moves of one: the documents before ``stops[0]``, ``stops[1]``, ..."""
         ends = np.concatenate([[0], self.ends[stops]])
         return Moves(ends, self.slot[: ends[-1]], self.value[: ends[-1]])
 
     def then(self, other: Moves) -> Moves:
-        """Join the moves of two nodes for the same documents, both in one row: of each document these first."""
+        """Join the moves of two nodes for the same documents, in one row; for each document, these moves come first."""
         ends = self.ends + other.ends
         mine = np.arange(len(self.slot)) + np.repeat(other.ends[:-1], np.diff(self.ends))
         theirs = np.arange(len(other.slot)) + np.repeat(self.ends[1:], np.diff(other.ends))
@@ -93,18 +94,18 @@ class Moves:
         return Moves(ends, slot, value)
 
     def led_by(self, before: Moves) -> Moves:
-        """The same, where the first document does before all else what those would."""
+        """Return the same moves, where the first document first does the moves ``before``."""
         ends = self.ends + len(before.slot)
         ends[0] = 0
         return Moves(ends, np.concatenate([before.slot, self.slot]), np.concatenate([before.value, self.value]))
 
     def under(self, first_slot: int) -> Moves:
-        """The same in a row of which that position is a part."""
+        """Return the same moves in a larger row, in which the position begins at ``first_slot``."""
         return Moves(self.ends, self.slot + first_slot, self.value)
 
     @staticmethod
     def join(parts: Sequence[Moves], first_slots: Sequence[int] = ()) -> Moves:
-        """Join the moves of some documents and of others behind them; each `under` a slot of its own, if these are given."""
+        """Join the moves of some documents and of later ones; each part is `under` its first slot, if these are given."""
         sizes = [len(part.slot) for part in parts]
         slot = np.concatenate([part.slot for part in parts])
         value = np.concatenate([part.value for part in parts])
@@ -113,26 +114,26 @@ class Moves:
         return Moves(ends, slot + np.repeat(first_slots, sizes) if len(first_slots) else slot, value)
 
     def apply(self, position: memoryview, num_documents: int) -> None:
-        """Move a position behind the first of the documents."""
+        """Move a position behind the first ``num_documents`` documents."""
         stop = int(self.ends[num_documents])
         np.asarray(position)[self.slot[:stop]] = self.value[
             :stop
-        ]  # where a slot comes twice, NumPy keeps the last value
+        ]  # if a slot comes twice, NumPy keeps the last of the values
 
 
 @dataclass(frozen=True, slots=True)
 class Spans:
     """Documents in the order of a stream: document i is ``arrays[array[i]][start[i] : start[i] + length[i]]``.
 
-    Where ``array[i]`` is -1 there is no document but a *mark*: what happens to the position before the next document is begun,
-    when a new epoch begins or other weights take effect. It has no token, no bos and no eos.
+    If ``array[i]`` is -1, i is not a document but a *mark*: a move of the position before the next document begins, when a new
+    epoch begins or other weights take effect. A mark has no token, no bos and no eos.
 
     Args:
-        arrays: Of integers, 1-D and contiguous, any dtypes; read-only (`plain`). They are alive as long as this is.
+        arrays: Arrays of integers, 1-D and contiguous, of any dtypes; read-only (`plain`). They live as long as the spans.
         array, start, length: ``int64[D]``.
-        moves: What each document does to the position from which they were read.
-        keeps: What each array is a part of, and has to stay; `None` where it is an array of its own.
-        where: Where each comes from, if anybody asked (`Reader(provenance=True)`).
+        moves: The moves by each document of the position from which they were read.
+        keeps: For each array, the object that it is a part of, and that has to stay; `None` if it stands alone.
+        where: Provenance of each document, if requested (`Reader(provenance=True)`).
     """
 
     arrays: tuple[TokenArray, ...]
@@ -145,20 +146,23 @@ class Spans:
 
     @staticmethod
     def of(array: TokenArray, moves: Moves, where: str | None = None) -> Spans:
-        """One document, a whole array."""
+        """Return spans of one document, which is a whole array."""
         zero = np.zeros(1, dtype=np.int64)
         named = None if where is None else (where,)
         return Spans((plain(array),), zero, zero, np.array([len(array)]), moves, (None,), named)
 
     @staticmethod
     def mark(before: memoryview, after: memoryview) -> Spans:
-        """Return a mark, which leads from one position to another without a document."""
+        """Return spans of one mark, which leads from one position to another without a document."""
         zero = np.zeros(1, dtype=np.int64)
         return Spans((), zero - 1, zero, zero, Moves.between(before, after), ())
 
     @staticmethod
     def join(parts: Sequence[Spans], first_slots: Sequence[int] = ()) -> Spans:
-        """The documents of all parts, one part after the other, whose moves are of one row, or `Moves.under` these slots."""
+        """Join the documents of all parts, one part after the other.
+
+        Their moves are in one row, or `Moves.under` their first slots if these are given.
+        """
         if len(parts) <= 1 and not any(first_slots):
             return parts[0] if parts else EMPTY
         sizes = [len(part.length) for part in parts]
@@ -186,7 +190,7 @@ class Spans:
         )
 
     def take(self, index: Ints, moves: Moves | None = None) -> Spans:
-        """Some of the documents, in a new order; their moves with them, or these."""
+        """Return some of the documents, in a new order, with their own moves or with ``moves``."""
         where = None if self.where is None else tuple(self.where[i] for i in index.tolist())
         return Spans(
             self.arrays,
@@ -199,45 +203,45 @@ class Spans:
         )
 
     def with_moves(self, moves: Moves) -> Spans:
-        """The same documents in the row of another node."""
+        """Return the same documents with other moves, as in the row of another node."""
         return Spans(self.arrays, self.array, self.start, self.length, moves, self.keeps, self.where)
 
     def move(self, position: memoryview, num_documents: int) -> None:
-        """Write into the position from which they were read where to go on after the first of them."""
+        """Move the position from which the documents were read behind the first ``num_documents`` of them."""
         self.moves.apply(position, num_documents)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that this keeps alive; parts that were joined may keep the same."""
+        """Bytes of all objects that the spans keep alive. An object that several joined parts keep is counted once."""
         kept = [array if of is None else of for array, of in zip(self.arrays, self.keeps, strict=True)]
         num_bytes = sum({id(each): each.nbytes for each in kept}.values())
         return num_bytes + 24 * len(self) + 16 * len(self.moves.slot)
 
     def require_within(self) -> None:
-        """``IndexError`` if a document is not within its array."""
-        size = np.array([*map(len, self.arrays), 0], dtype=np.int64)  # the last is that of a mark
+        """Raise ``IndexError`` if a document is not within its array."""
+        size = np.array([*map(len, self.arrays), 0], dtype=np.int64)  # the last size is for marks
         which, last = self.array, len(self.arrays) - 1
         room = size[np.clip(which, -1, last)] - self.length - self.start
         if len(which) and ((which + 1) | (last - which) | self.start | self.length | room).min() < 0:
             raise IndexError("a document reaches beyond its array, or lies in none")
 
     def views(self) -> list[memoryview]:
-        """Each document without the marks, for those who look at them one by one; errors as in `require_within`."""
+        """Return a view of each document, without the marks; errors as in `require_within`."""
         each = zip(self.array.tolist(), self.start.tolist(), (self.start + self.length).tolist(), strict=True)
         data, places = [array.data for array in self.arrays], [place for place in each if place[0] >= 0]
-        if not all(0 <= start <= stop <= len(data[array]) for array, start, stop in places):  # few: NumPy takes longer
+        if not all(0 <= start <= stop <= len(data[array]) for array, start, stop in places):  # NumPy is slower for few
             self.require_within()
         return [data[array][start:stop] for array, start, stop in places]
 
 
 def plain(array: npt.NDArray[Any]) -> TokenArray:
-    """The same numbers, contiguous and in the machine's byte order; a copy where they are not."""
+    """Return the same numbers, contiguous and in the machine's byte order; a copy only if they are not so already."""
     return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
 
 
 _NONE = np.zeros(0, dtype=np.int64)
 NOTHING = Moves(np.zeros(1, dtype=np.int64), _NONE, _NONE)
 MANY = 1 << 62
-"""Documents: as many as are at hand."""
+"""Number of documents that means: all that are at hand."""
 EMPTY = Spans((), _NONE, _NONE, _NONE, NOTHING, ())
-"""No document."""
+"""Spans without a document."""

@@ -1,4 +1,4 @@
-"""Documents of several readers at once, found in one pass: a mixture of many sources takes but a few of each at a time."""
+"""Read documents of several readers in one pass: a mixture of many sources takes only a few of each at a time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from rescale_data.state import Ints
 def read_together(
     asked: Sequence[tuple[FragmentDocuments, slice, int, bool]], position: memoryview
 ) -> tuple[Spans, Ints]:
-    """`Documents.read` of several at once, in any order: most add but a few numbers.
+    """Read documents of several readers at once, in any order; most readers only add a few numbers.
 
     Args:
-        asked: Each with its part of ``position``, how many documents at most, and whether those of the next epochs follow.
+        asked: For each reader its documents, its part of ``position``, the most documents to read, and true if documents of
+            the next epochs follow.
+        position: The row of which the readers' positions are parts.
 
     Returns:
-        The documents, and ``int64[2, len(asked)]``: at which of them those of each begin, and how many they are.
+        The documents, and ``int64[2, len(asked)]``: for each reader, the index of its first document and the number of its
+        documents.
     """
     near, others = dict[int, Near](), dict[int, Spans]()
     for number, (documents, part, most, turns) in enumerate(asked):
@@ -41,7 +44,7 @@ def read_together(
 
 
 def _joined(near: Sequence[Near], first_slots: Sequence[int]) -> Spans:
-    """All of them, each of a position that begins at a slot of one row."""
+    """Return all documents; their moves are in one row, in which each reader's position begins at its first slot."""
     firsts = np.cumsum([0, *(len(each.lent) for each in near)])
     which = [each.which + first for each, first in zip(near, firsts.tolist(), strict=False)]
     lent = [fragment for each in near for fragment in each.lent]
@@ -50,7 +53,7 @@ def _joined(near: Sequence[Near], first_slots: Sequence[int]) -> Spans:
     slot, epoch, first, num = np.array(runs).T
     row = np.arange(1, len(spans) + 1) + np.repeat(first - np.cumsum(num) + num, num)
     moved, ends = np.repeat(slot + 1, num), np.arange(len(spans) + 1)
-    if (turned := np.flatnonzero(num == 0)).size:  # the document behind an epoch's end moves to the next epoch, too
+    if (turned := np.flatnonzero(num == 0)).size:  # the document behind an epoch's end also moves to the next epoch
         behind = (np.cumsum(num) - num)[turned]
         moved, row = np.insert(moved, behind, slot[turned]), np.insert(row, behind, epoch[turned])
         ends[1:] += np.cumsum(np.bincount(behind, minlength=len(spans)))
