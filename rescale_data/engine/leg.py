@@ -94,7 +94,7 @@ class Leg:
         return self.samples + self.delivered(u)
 
     def left_at(self, u: int) -> int | None:
-        """Return the number of micro batches from u to the end of the epoch; `None` if it never ends, or its end is not known."""
+        """Return the micro batches from u to the end of the epoch; `None` if it never ends, or its end is not known."""
         if self.stop is None or self.left is None:
             return None
         if self.deal is not None:
