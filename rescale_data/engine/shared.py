@@ -1,8 +1,8 @@
-"""`Shared`: the `Reading` that the TP, PP and CP peers of a dp rank share. The first peer reads, and sends its batches to the
-others.
+"""`Shared`: the `Reading` that the TP, PP and CP peers of a dp rank share.
 
-The other peers build no pipeline, open no file, make no request and start no worker. All calls except the numbers, `progress`
-and `close` are collective over the peers: the first peer makes the call, and all peers get its result or its error.
+The first peer reads, and sends its batches to the other peers. These build no pipeline, open no file, make no request and start
+no worker. All calls except the numbers, `progress` and `close` are collective over the peers: the first peer makes the call,
+and all peers get its result or its error.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def skip(at: Cursor, ends: Ends, num_micro_batches: int) -> Cursor:
             at = _read_until(at, leg, ends, first + min(here, _STEPS_AT_ONCE * ends.layout.gradient_accumulation_steps))
         else:
             left = leg.left_at(first)
-            if left is None or num_micro_batches < left or verify:  # otherwise nothing of this epoch comes after the skip
+            if left is None or num_micro_batches < left or verify:  # else no more of this epoch is delivered
                 at = _move(at, leg, ends, first + here)
             at = at._replace(u=first + here)
         num_micro_batches -= at.u - first
@@ -92,7 +92,7 @@ def _read_until(at: Cursor, leg: Leg, ends: Ends, u: int) -> Cursor:
         for shard in ends.owned.tolist():
             count, end = ends.runner.look_ahead(shard, int(until[shard] - samples[shard]))
             table[shard] = ends.runner.table[shard]
-            if end is None:  # nothing ends before u; read on, to find whether the next step is whole
+            if end is None:  # it does not end before u; does it end within the next step?
                 more, end = ends.runner.look_ahead(shard, int(beyond[shard] - until[shard]))
                 count += more
             if end is not None:
@@ -113,7 +113,7 @@ def _skip_epochs(at: Cursor, ends: Ends, begins: list[tuple[int, Ints]]) -> tupl
         The cursor, and the number of micro batches that are then left to skip, at least 1.
     """
     num_micro_batches, now = begins[-1]
-    whole_steps = ends.layout.aligned or ends.setup.tail == "pad"  # otherwise the dropped samples depend on the epochs before
+    whole_steps = ends.layout.aligned or ends.setup.tail == "pad"  # else the dropped samples depend on earlier epochs
     if len(begins) < 3 or not whole_steps or not ends.schema.epochs_are_alike(at.table):
         return at, num_micro_batches
     (_, first), (before, second), _ = begins

@@ -120,7 +120,7 @@ class Stream:
             "dropped_samples": float(clock.dropped_samples),
             "padded_samples": float(clock.padded_samples),
         }
-        return {**counts, **self.schema.progress(self.cursor.copy().table, self.ends.owned)}  # a copy: any thread may ask
+        return {**counts, **self.schema.progress(self.cursor.copy().table, self.ends.owned)}  # for any thread
 
     def progress(self) -> dict[str, float]:
         """Return numbers for a logger: the numbers of the feed, and `counters`."""
@@ -155,7 +155,7 @@ class Stream:
         self._go_to(self.schema.fresh_table(self.layout.num_logical_shards), Clock())
 
     def load(self, table: Ints, clock: Clock) -> None:
-        """Go on from a table with all N rows right. With ``steps_per_epoch``, an epoch that ends at this step counts as seen."""
+        """Go on from a table with all N rows right. With ``steps_per_epoch``, an epoch end at this step counts as seen."""
         steps = self.setup.steps_per_epoch
         seen = 0 if steps is None else clock.global_step(self.layout.global_batch_size) // steps
         self._go_to(table, clock, seen=seen, resumed=True)
@@ -205,7 +205,7 @@ class Stream:
         return self.cursor.leg
 
     def _settled(self, at: Cursor) -> Cursor:
-        """Return the cursor in the segment of its next micro batch; this is called as soon as the micro batch before is consumed."""
+        """Return the cursor in the segment of its next micro batch; called as soon as the micro batch before is consumed."""
         while at.leg is not None and not at.leg.is_last:
             here = at
             if not self.ends.is_over(here, lambda u, here=here: self._make_until(here, u)):
@@ -226,8 +226,8 @@ class Stream:
     def take(self) -> MicroBatch:
         """Return the next micro batch, which counts as delivered in any state from here on.
 
-        If an error comes while the segment after it is sought, the next call raises it. If an error comes at the end of the epoch,
-        this call raises it, in place of the micro batch.
+        If the search for the segment after it fails, the next call raises the error. If the end of the epoch fails, this call
+        raises the error, in place of the micro batch.
         """
         at = self.cursor
         if at.leg is None or at.u + 1 >= at.leg.calm_until:
@@ -291,7 +291,7 @@ class Stream:
         return self._queue.made[at.u]
 
     def _make_until(self, at: Cursor, stop: int) -> int:
-        """Make micro batches of a cursor's segment up to ``stop``, unless a shard ends before; return the first one not made."""
+        """Make the micro batches of a cursor's segment up to ``stop``, or until a shard ends; return the first one not made."""
         if at.leg is None:
             return at.u
         queue = self._find_queue(at, at.leg)
@@ -302,7 +302,7 @@ class Stream:
             except Exhausted:
                 queue.is_exhausted = True
             except BaseException as error:
-                # The runner has moved past the cursor: the next call begins again from the cursor. Ctrl-C does not wait for a read.
+                # The runner is past the cursor now: the next call begins at the cursor again. Ctrl-C does not wait for a read.
                 self.rewind(wait=isinstance(error, Exception))
                 if isinstance(error, StopIteration):
                     raise RuntimeError(ENDS_NOTHING) from error
