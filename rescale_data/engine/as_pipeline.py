@@ -1,4 +1,4 @@
-"""Makes a pipeline of the first argument of `DataLoader`: files, rows, streams, or a function."""
+"""Makes a pipeline from the first argument of `DataLoader`: files, rows, streams, or a function."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def transformer_cost(
     layers: int | None = None,
     attention_width: int | None = None,
 ) -> TransformerCost:
-    """Return a cost function for `Balance`. The unit is the time of one token: L tokens cost ``L + L^2 / crossover``.
+    """Return a cost function for `Balance`: a document of L tokens costs ``L + L^2 / crossover``, in the time of one token.
 
     ``crossover`` is the length at which causal attention takes as long as all else: the active parameters divided by
     ``layers * attention_width``. docs/balance.md lists the crossover of ten models.

@@ -82,7 +82,7 @@ class Balanced(Over):
 
     Args:
         feed: Makes micro batches that are lists of samples (`as_samples`).
-        collate: Makes a batch of a list of samples.
+        collate: Makes a batch from a list of samples.
     """
 
     def __init__(self, feed: Feed, setup: Setup, balance: Balance, collate: Collate | None) -> None:
@@ -235,7 +235,7 @@ class Balanced(Over):
 
 
 def _by(indices: Ints, numbers: Ints, me: int) -> dict[int, list[int]]:
-    """Return the numbers of each index but `me`."""
+    """Return the numbers, grouped by index, without the index `me`."""
     return {index: numbers[indices == index].tolist() for index in np.unique(indices).tolist() if index != me}
 
 

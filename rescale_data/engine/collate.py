@@ -1,4 +1,4 @@
-"""Makes a batch of a list of samples, and changes the tensors of a batch."""
+"""Makes a batch from a list of samples, and changes the tensors of a batch."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _shapes(values: list[Any]) -> str:
 
 
 def pin(batch: Any) -> Any:
-    """Return the batch in page-locked memory of the accelerator: its tensors, and whatever has a method ``pin_memory``."""
+    """Return the batch in page-locked memory of the accelerator: its tensors, and all values with a method ``pin_memory``."""
     # `pin_memory` cannot copy an expanded tensor, whose elements share memory.
     return each(
         batch, "pin_memory", lambda value: (value.contiguous() if isinstance(value, Tensor) else value).pin_memory()

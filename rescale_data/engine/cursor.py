@@ -15,8 +15,8 @@ from rescale_data.state import Ints
 class Cursor(NamedTuple):
     """The place of a run on one rank. The run moves by one assignment: another cursor takes the place of this one.
 
-    When a segment begins, every rank has all N rows of the table right. Within the segment, it has only the rows right that it
-    owns.
+    When a segment begins, every rank has all N rows of the table right. Within the segment, each rank has only its own rows
+    right.
 
     Args:
         clock: The counts of the run at an earlier moment, from which `now` counts on.

@@ -29,7 +29,7 @@ _UNKNOWN = -1
 
 
 class Ends:
-    """Finds the ends of epochs after a load. When a call fails, the ends found so far are kept, and it can be called again.
+    """Finds the ends of epochs after a load. When a call fails, the ends found so far are kept, and it can be repeated.
 
     Each rank reads a block of logical shards. A load with ``delivered=`` uses the layout of the earlier run: the ranks of that
     layout served the samples, and the current ranks read them.

@@ -3,7 +3,7 @@
 All ranks take part in each exchange, up to the first one in which some rank has no samples: its epoch has ended, reading has
 failed, or it stops. That exchange is the last one on every rank. So no rank waits for a rank that does not come:
 
-    rank 0   step 5   step 6   stopped      a rank that stops sends so in the exchange that is due
+    rank 0   step 5   step 6   stopped      a rank that stops sends that in the exchange that is due
     rank 1   step 5   step 6   step 7       the other rank learns there that step 7 does not take place
 
 An exchange waits without a time limit, since a wait that times out breaks a gloo group for good. It runs in a thread of its

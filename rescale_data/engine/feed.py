@@ -98,7 +98,7 @@ class InProcess(Feed):
         return micro_batch
 
     def make(self, u: int) -> MicroBatch:
-        """Return micro batch u of the segment, a later one than all that were made; the errors are as in `next`."""
+        """Return micro batch u of the segment; u grows from call to call. The errors are as in `next`."""
         turns, self._turns = self._turns, None  # after an error the rows are past what was delivered
         if turns is None or self._leg is None:
             raise Exhausted

@@ -32,7 +32,7 @@ class Leg:
         histories: The data of each source, by epoch (`Histories`).
         pads: True if batches say which of their samples are real.
         whole_steps: True if the rows of a step count as consumed with its last micro batch (balanced steps).
-        calm_until: Before this micro batch, no end of the segment need be looked for; 0 if it has to be looked for each time.
+        calm_until: Up to this micro batch, the end of the segment need not be looked for; 0 if it has to be, each time.
     """
 
     layout: Layout
@@ -94,7 +94,7 @@ class Leg:
         return self.samples + self.delivered(u)
 
     def left_at(self, u: int) -> int | None:
-        """Return the micro batches from u to the end of the epoch; `None` if it never ends, or its end is not known."""
+        """Return the number of micro batches from u to the end of the epoch; `None` if that is not known or never comes."""
         if self.stop is None or self.left is None:
             return None
         if self.deal is not None:

@@ -74,7 +74,7 @@ class MicroBatch(NamedTuple):
     num_real: int
 
     def since(self, table: Ints) -> MicroBatch:
-        """Write the rows into a table, and return the micro batch with the slots of the table that changed in place of rows."""
+        """Write the rows into a table, and return the micro batch with only the slots of the table that this changed."""
         visited = self.rows.visited
         before = table[visited].copy()
         self.rows.write(table)

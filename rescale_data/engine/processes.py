@@ -44,7 +44,7 @@ _OF_PIPELINES = (
     "rescale_data.nodes.",
     "rescale_data.sources.",
 )  # of these, the modules that the trainer has imported: pyarrow takes half a second
-_LOOK_SECONDS = 1.0  # a worker checks so often that the trainer's process lives
+_LOOK_SECONDS = 1.0  # interval at which a worker checks that the trainer's process lives
 _GRACE_SECONDS = 5.0  # time for a worker to end by itself
 _TEXT_BYTES = 2000
 
@@ -124,7 +124,7 @@ class Crew:
         ):  # a forked process has no thread, and the workers are its parent's
             return
         self.begin(Segment(None, self._num_workers))
-        if threading.current_thread() is self._thread:  # it collects garbage, and ends them by itself
+        if threading.current_thread() is self._thread:  # that thread collects garbage, and ends the workers itself
             return
         self._thread.join(seconds)
         if self._thread.is_alive():
@@ -161,7 +161,10 @@ class Crew:
             to_begin, idle = to_begin - idle, idle - to_begin
 
     def _receive(self, pipe: Connection, number: int, idle: set[int]) -> bool:
-        """Receive one message, and drop it if it is of an earlier segment; return False at the end of the pipe."""
+        """Receive one message; return False at the end of the pipe.
+
+        A message of an earlier segment is opened, too, so that its memory is closed; then it is dropped.
+        """
         try:
             data = pipe.recv_bytes()
         except (EOFError, OSError):

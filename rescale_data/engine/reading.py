@@ -154,7 +154,7 @@ class Reading:
         if epoch == at + 1 and self.is_over():
             self._move_on()
         elif self._cursor.resumed and not self.stream.clock.in_step and 0 <= epoch == at - 1 and self._is_multiple():
-            self.stream.cursor = self._cursor._replace(seen=epoch)  # no state says there whether the end was seen
+            self.stream.cursor = self._cursor._replace(seen=epoch)  # a state there does not say if the end was seen
         elif epoch != at:
             raise ValueError(
                 f"set_epoch({epoch}): the loader is in epoch {at}, and moves on to {at + 1} when its last batch has been "

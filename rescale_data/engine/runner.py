@@ -154,7 +154,7 @@ class Runner:
         adopt(root, histories)
         root.settle(
             row[0, FIRST_SLOT:].data
-        )  # as a load does: a document that needs an old blocklist begins again, and is not read
+        )  # as a load does: a document or window that needs an old blocklist begins again, and is not read
         nodes = dict(root.walk())
         for path, begun in self.schema.begun(row).items():
             slots = self.schema.slots_at(row, path)

@@ -95,7 +95,7 @@ class Schema:
                 )
 
     def epoch_end(self, table: Ints) -> tuple[Ints, Ints] | None:
-        """Return the samples left in the epoch and the slots of the next one, of all shards; `None` if they must be read."""
+        """Return the samples left in the epoch and the slots of the next, of all shards; `None` if only reading finds them."""
         return self.root.epoch_end(table[:, FIRST_SLOT:], np.arange(len(table), dtype=np.int64))
 
     def uncounted(self, table: Ints) -> list[str]:
@@ -114,7 +114,7 @@ class Schema:
         return [FIRST_SLOT + slot for slot in place_slots(self.root.fields, epochs=False)]
 
     def epoch_size(self, table: Ints) -> int | None:
-        """Return the number of samples of the current epoch, delivered or not; `None` if it must be read."""
+        """Return the number of samples of the current epoch, delivered or not; `None` if only reading finds it."""
         beginning, within = table.copy(), self.columns_within
         beginning[:, within] = self.fresh_table(len(table))[:, within]
         end = self.epoch_end(beginning)
@@ -168,9 +168,9 @@ class Schema:
         return None if slots is None else table[:, FIRST_SLOT:][:, slots]
 
     def begun(self, table: Ints) -> dict[tuple[str, ...], Ints]:
-        """Return ``bool[N]`` for each node that `READS_AHEAD`, by its path: true if it has delivered something in part.
+        """Return ``bool[N]`` for each node that `READS_AHEAD`, by its path: true for shards within something delivered in part.
 
-        A node with `tells_next` has done so as soon as its position has moved: a sample contains something of the next one.
+        For a node with `tells_next`, also true for shards whose position has moved: a sample says something of the next one.
         """
         found: dict[tuple[str, ...], Ints] = {}
         fresh = self.fresh_table(len(table))

@@ -63,7 +63,7 @@ def _next_round(at: Cursor, ends: Ends) -> Cursor:
 
 
 def _deal(at: Cursor, table: Ints, left: Ints, samples: Ints, ends: Ends, *, is_known: bool) -> Cursor:
-    """Return the cursor at the beginning of a remainder, the samples `left`, which goes to the same ranks."""
+    """Return the cursor at the beginning of a remainder: the samples `left` of each shard, for the same ranks."""
     table[:, DEALT] = left
     clock = at.now(ends.layout).restarted(ends.layout.global_batch_size)
     leg = _leg_of_deal(ends, 0, left, samples, is_known=is_known)
@@ -129,7 +129,7 @@ def _leg_of_deal(ends: Ends, u: int, left: Ints, samples: Ints, *, is_known: boo
 
 def _say_tail(at: Cursor, ends: Ends, num_dropped: int, num_padded: int) -> None:
     if num_dropped or num_padded or at.idle:
-        say = ends.ranks.warn if at.idle else ends.ranks.info  # after a load with another global batch, or too small
+        say = ends.ranks.warn if at.idle else ends.ranks.info  # too few samples, or a load changed the global batch
         say(
             "Epoch %d ended with less than a global batch of %d samples: %d dropped, %d repeated to fill the last one.",
             at.clock.epoch,

@@ -20,7 +20,7 @@ from rescale_data.nodes.reader import Reader
 from rescale_data.sources.decoded.cache import by_owner, owner_of
 from rescale_data.sources.decoded.interest import warn_if_thrashing
 
-_FEW_ROWS, _EVEN_ROWS = 8, 20  # a shard; from `_EVEN_ROWS` on, rows of an endless stream come equally often within 5 %
+_FEW_ROWS, _EVEN_ROWS = 8, 20  # rows a shard; from 20 on, an endless stream gives all rows equally often, within 5 %
 _warned: dict[int, bool] = by_owner()
 _log = logging.getLogger("rescale_data")
 
@@ -175,7 +175,7 @@ def _check_shards(setup: Setup) -> None:
     readers = [node for _, node in setup.schema.root.walk() if isinstance(node, Reader)]
     _warn_if_small(readers)
     in_step = [reader.source for reader in readers if reader.rows.steps]
-    # all shards read the same fragment at the same time of a source that they read in step
+    # shards that read a source in step all read the same fragment at the same time
     apart = {id(source): source for source in sources.values() if source not in in_step}
     plans = sum(reader.rows.plan_bytes for reader in readers)
     warn_if_thrashing(apart.values(), -(-len(layout.owned(setup.ranks.rank)) // layout.workers), plans)

@@ -34,8 +34,8 @@ class LogicalShards(BaseNode[list[Any]]):
     and `ParallelMapper`). They count batches of the earlier topology: leave ``snapshot_frequency`` at 1, the default, or go on
     with the same W and b. With several ranks, the state of this node holds the rows of its own rank alone. To keep a state,
     pass it, or the state of a node above, to `rd.whole_state`. Give ``torchdata.nodes.Loader`` above it
-    ``restart_on_stop_iteration=False``. By default, once it has loaded the state of an epoch's end, it returns that state for
-    ever (torchdata 0.11); the node warns of that.
+    ``restart_on_stop_iteration=False``. By default, a ``Loader`` that has loaded the state of an epoch's end returns that state
+    for ever (torchdata 0.11); this node warns of that.
 
     Args:
         pipeline: ``Shard -> node``, the node graph of one logical shard.

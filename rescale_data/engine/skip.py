@@ -1,7 +1,7 @@
 """Skips micro batches: the trainer leaves them out, or they were delivered before a load.
 
-Positions move as if the micro batches were consumed, also over the ends of epochs. Which rank serves what is arithmetic
-(`Layout`, `Deal`). Each rank reads its own block of logical shards, so the ranks that read need not be the ranks that served.
+Positions move as if the micro batches were consumed, also over the ends of epochs. `Layout` and `Deal` compute which
+rank serves what. Each rank reads its own block of logical shards, so the ranks that read need not be the ranks that served.
 """
 
 from __future__ import annotations

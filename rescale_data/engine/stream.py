@@ -30,7 +30,7 @@ ENDS_NOTHING = (
 
 @runtime_checkable
 class HasStream(Protocol):
-    """A loader, or a node that works like a loader, with its stream."""
+    """A loader, or a node like a loader, that gives access to its stream."""
 
     @property
     def stream(self) -> Stream: ...

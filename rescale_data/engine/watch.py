@@ -46,7 +46,7 @@ class Watch:
         seconds: As given.
         began: The time at which the work began; `None` while there is no work. The watched thread sets it, since nothing else
             is cheap enough.
-        said: True if a report was made; the watched thread may set it back.
+        said: True if a report was made; the watched thread may reset it.
         thread: The id of the watched thread; 0 before `start`.
     """
 

@@ -27,7 +27,7 @@ class Call:
     """One kind of exchange.
 
     Args:
-        name: The same on all processes. Exchanges with other names may run at the same time.
+        name: The name, the same on all processes. Exchanges with other names may run at the same time.
         seconds: The time to wait for other processes.
         cure: The end of the message about processes that did not come.
         leg: The number of the segment; exchanges of one name in different segments do not mix.
@@ -221,7 +221,7 @@ class _Group:
             try:
                 exchange.works.append(start())
             except (RuntimeError, dist.DistError) as error:
-                exchange.error = error.with_traceback(None)  # without frames, which hold the group
+                exchange.error = error.with_traceback(None)  # drop the frames, which hold the group
         return exchange
 
     def end(self, exchange: _Exchange, seconds: float) -> None:

@@ -96,12 +96,12 @@ class Ranks:
             _logger.warning(message, *values)
 
     def info(self, message: str, *values: object) -> None:
-        """Log an information on dp rank 0 alone."""
+        """Log an info message on dp rank 0 alone."""
         if self.rank == 0:
             _logger.info(message, *values)
 
     def merge(self, table: Ints, owner: Ints) -> Ints:
-        """Return a table that has each row from the rank which owns it (collective); for a single rank, return `table` itself.
+        """Return a table that has each row from the rank that owns it (collective); for a single rank, return `table` itself.
 
         Args:
             table: ``int64[N, columns]``.
@@ -120,7 +120,7 @@ class Ranks:
         return merged
 
     def share(self, data: bytes) -> bytes:
-        """Return a value on all ranks that some ranks have, equal on each of these; each of them sends a part (collective)."""
+        """Return on every rank the value that some ranks have; each of these sends a part of it (collective)."""
         if self.circle is None:
             return data
         sizes = self.each([len(data)])[:, 0]
