@@ -1,10 +1,10 @@
-"""Agreement of ranks, ahead of time, on the step at which the first shard of any of them ends.
+"""Agreement of all ranks, ahead of time, on the step at which the first shard of any rank ends.
 
-Each rank makes micro batches ahead and says how many it is sure of; the smallest of these counts is safe for all. The
-next exchange begins one step before that is used up, so that no step waits for the other ranks.
+Each rank makes micro batches ahead, and sends how many it is sure of. The smallest of these counts is safe for all ranks. The
+next exchange begins one step before that count is used up, so that no step waits for the other ranks.
 
-A rank that fails ahead, in reading or in the proof of an epoch, says so in place of a count: all ranks raise, before the same
-micro batch. Where it is an error that passes, all of them may ask again.
+A rank may fail ahead, in reading or in the proof of an epoch. Then it sends the failure in place of a count, and all ranks
+raise before the same micro batch. If the error was temporary, all ranks may ask again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _UNREAD, _FAILED = -1, -2
 
 
 def failure_elsewhere(*, wrong_rows: bool) -> Exception:
-    """Return the error of a rank where another one has failed; the failing rank reports the cause, and nobody waits."""
+    """Return the error that this rank raises because another rank failed; the failing rank reports the cause."""
     if wrong_rows:
         return DataStateError("Another dp rank found that its rows are not those of the epoch, and says more.")
     return RuntimeError(
@@ -30,7 +30,7 @@ def failure_elsewhere(*, wrong_rows: bool) -> Exception:
 
 
 def together(ranks: Ranks, work: Callable[[], T]) -> T:
-    """Return what a piece of work returns; if it fails on some rank it fails on all (collective)."""
+    """Return the result of `work`; if it fails on some rank, it fails on all ranks (collective)."""
     values: list[T] = []
     failure = None
     try:
@@ -45,19 +45,19 @@ def together(ranks: Ranks, work: Callable[[], T]) -> T:
 
 
 class Agreement:
-    """The agreement of all ranks on how far each of them can go.
+    """The agreement of all ranks on how far they can all go.
 
     Args:
         first: The next micro batch.
-        steps_of: A, micro batches of a step.
+        steps_of: A, the number of micro batches in a step.
     """
 
     def __init__(self, ranks: Ranks, first: int, micro_batches_per_step: int) -> None:
         self._ranks, self._a = ranks, micro_batches_per_step
-        self._num_steps = 1 if ranks.world_size == 1 else 2  # made ahead; there is nobody to wait for, or there is
+        self._num_steps = 1 if ranks.world_size == 1 else 2  # made ahead: 1 if there is no other rank to wait for
         self._pending: Callable[[], int] | None = None
         self._sure = first
-        self._asked, self._is_over = -1, False  # before which micro batch it was asked last, and what it said
+        self._asked, self._is_over = -1, False  # the micro batch of the last call of `end`, and its result
         self._failure: Exception | None = None
 
     def end(self, u: int, make_until: Callable[[int], int]) -> bool:
@@ -65,7 +65,7 @@ class Agreement:
 
         Args:
             u: The next micro batch.
-            make_until: Makes micro batches ahead up to a given one, if it can, and returns the first that is not made.
+            make_until: Makes micro batches ahead up to a given one, if it can, and returns the first one that is not made.
         """
         if u > self._asked:
             self._is_over, self._asked = self._end(u, make_until), u

@@ -1,4 +1,4 @@
-"""The pipeline that the first argument of `DataLoader` (files, rows, a stream, a function) becomes, if it is not refused."""
+"""Makes a pipeline from the first argument of `DataLoader`: files, rows, streams, or a function."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ELSEWHERE["batch_sampler"] = _ELSEWHERE["sampler"]
 
 
 def refuse(given: Mapping[str, object], num_unnamed: int) -> None:
-    """``TypeError`` of the arguments of torch's loaders that are not ours, which says what takes their place."""
+    """Raise ``TypeError`` for an argument of torch's loaders that ours does not have; the message says what replaces it."""
     for name in ["batch_size"] * (num_unnamed > 1) + list(given):
         if name in _ELSEWHERE:
             raise TypeError(f"rd.DataLoader has no argument {name}=: {_ELSEWHERE[name]}.")
@@ -39,7 +39,7 @@ def refuse(given: Mapping[str, object], num_unnamed: int) -> None:
 def as_pipeline(
     data: Pipeline | Source | IterableSource | Shardable | MapStyle, shuffle: bool | int | None = None
 ) -> Pipeline:
-    """A pipeline itself, or the one that makes a sample of each row of a source, a map-style dataset or streams.
+    """Return `data` if it is a pipeline; else return one that makes a sample of each row of a source, a dataset or streams.
 
     Args:
         shuffle: See `DataLoader`.

@@ -1,4 +1,4 @@
-"""`Balance`: what a user says about balanced steps; and what a transformer's samples cost."""
+"""The user's choices for balanced steps (`Balance`), and the cost of a transformer's samples (`transformer_cost`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rescale_data.layout.step_plan import Sync
 
 Over: TypeAlias = Literal["rank", "host", "all"]
 Number: TypeAlias = Callable[[Any], int] | str
-"""An integer of a sample: a function of it, or the column that holds it."""
+"""An integer for each sample: a function of the sample, or the name of the column that holds it."""
 
 _MOST = 1 << 40
 _COLUMNS = ("tokens", "input_ids")
@@ -20,28 +20,30 @@ _COLUMNS = ("tokens", "input_ids")
 @checks_kinds
 @dataclass(frozen=True, kw_only=True)
 class Balance:
-    """Balanced steps: ranks that finish together. Give it to ``DataLoader(balance=)``; see docs/balance.md.
+    """Settings of balanced steps: ranks finish together. Give them to ``DataLoader(balance=)``; see docs/balance.md.
 
-    Each rank still makes its samples of a step. Then samples change places, within the step alone: a micro batch has another
-    number of samples, ``micro_batch_size`` on the average, and the number of micro batches of a step stays.
+    Each rank still makes its own samples of a step. Then samples move to other micro batches, within the step alone. The number
+    of micro batches in a step stays the same. The number of samples in a micro batch varies; on average it is
+    ``micro_batch_size``.
 
     Args:
-        cost: What a sample takes to compute, an integer in any unit: a function of the sample, as `transformer_cost` returns,
-            or the name of a column.
-        over: Where samples may go: "rank", into other micro batches of their rank, without any message; "host", to other ranks
-            of their host; "all", to all ranks.
-        sync: "micro" where ranks wait for each other in every micro batch: FSDP, DDP without ``no_sync``; "step" where they do
-            once a step. With "step" the first and the last micro batches are the least, as a pipeline wants it.
-        padded: True if ``collate_fn`` pads the samples of a micro batch to the longest: that many times the largest cost.
-        max_tokens: Of a micro batch with several samples. Default ``micro_batch_size`` times the longest of the step, which a
-            micro batch may have without balance, too.
-        tokens: The tokens of a sample, a function or a column. Default: the length of "tokens" or "input_ids"; a sample with
-            neither counts as one, so that each micro batch has ``micro_batch_size`` samples.
-        weight: What a sample counts in the loss, a function or a column, such as the number of trained tokens. Each batch then
-            has ``"step_weight"``, the sum over the global batch.
+        cost: The time to compute a sample, an integer in any unit: a function of the sample, as `transformer_cost` returns, or
+            the name of a column.
+        over: The places to which a sample may move: "rank", other micro batches of its own rank, which needs no messages;
+            "host", other ranks of its host; "all", all ranks.
+        sync: "micro" if ranks wait for each other in every micro batch: FSDP, DDP without ``no_sync``; "step" if they wait once
+            a step. With "step" the first and the last micro batches of a rank are its smallest, as pipeline parallelism needs.
+        padded: True if ``collate_fn`` pads all samples of a micro batch to the longest. Then a micro batch costs its number of
+            samples times their largest cost.
+        max_tokens: The most tokens of a micro batch that has several samples. Default: ``micro_batch_size`` times the longest
+            sample of the step, which a micro batch may also have without balance.
+        tokens: The number of tokens of a sample, a function or a column. Default: the length of "tokens" or "input_ids". A
+            sample with neither counts as one token, so that each micro batch has ``micro_batch_size`` samples.
+        weight: The weight of a sample in the loss, a function or a column, such as the number of trained tokens. Each batch
+            then has ``"step_weight"``, the sum over the global batch.
 
     Raises:
-        ValueError: There is no such ``over`` or ``sync``, or ``max_tokens`` is less than 1.
+        ValueError: ``over`` or ``sync`` has another value, or ``max_tokens`` is less than 1.
         TypeError: ``cost``, ``tokens`` or ``weight`` is neither a function nor a string.
 
     Example:
@@ -77,17 +79,17 @@ class Balance:
                 )
 
     def measure(self, sample: Any) -> tuple[int, int, int]:
-        """Return cost, tokens and weight of a sample.
+        """Return the cost, the tokens and the weight of a sample.
 
         Raises:
-            ValueError: One is no integer, or out of range; or a sample has no such column.
+            ValueError: One of them is no integer, or is out of range, or the sample has no such column.
         """
         tokens = (_length(sample) or 1) if self.tokens is None else _integer("tokens", self.tokens, sample)
         weight = 0 if self.weight is None else _integer("weight", self.weight, sample)
         return _integer("cost", self.cost, sample), max(tokens, 1), weight
 
     def described(self) -> dict[str, Any]:
-        """Return what all ranks have to give alike; functions by their names."""
+        """Return the settings that must be the same on all ranks, with functions given by their names."""
         return {
             name: value if isinstance(value, str | int | TransformerCost | None) else getattr(value, "__qualname__", "")
             for name, value in vars(self).items()
@@ -102,24 +104,25 @@ def transformer_cost(
     layers: int | None = None,
     attention_width: int | None = None,
 ) -> TransformerCost:
-    """Return a cost for `Balance`: ``L + L^2 / crossover`` of a document of L tokens, in the time of one token.
+    """Return a cost function for `Balance`: a document of L tokens costs ``L + L^2 / crossover``, in the time of one token.
 
     ``crossover`` is the length at which causal attention takes as long as all else: the active parameters divided by
-    ``layers * attention_width``. docs/balance.md has that of ten models.
+    ``layers * attention_width``. docs/balance.md lists the crossover of ten models.
 
     Args:
-        crossover: In tokens, in place of the other three.
-        active_parameters: Those that a token is multiplied with: the output head, but no input embedding; of a mixture of
-            experts those that it passes.
+        crossover: The length in tokens; give it in place of the other three.
+        active_parameters: The number of parameters that a token is multiplied with. The output head counts, the input embedding
+            does not; in a mixture of experts, only the experts that a token passes count.
         layers: The number of layers with full attention.
-        attention_width: Number of heads times their dim.
+        attention_width: The number of heads times the dim of a head.
 
     Returns:
-        A function of a sample that has "tokens" or "input_ids": its length L; where it also has "cost", as
-        ``WholeDocumentPacker(cost=True)`` writes it, that is the sum of L^2 over its documents. It pickles.
+        A function of a sample that has "tokens" or "input_ids", whose length is L. If the sample also has "cost", as
+        ``WholeDocumentPacker(cost=True)`` writes it, that number takes the place of L^2: the sum of L^2 over its documents.
+        The function pickles.
 
     Raises:
-        ValueError: Not one of the two ways was given, or a number is not positive.
+        ValueError: The arguments are neither ``crossover`` alone nor the other three, or a number is not positive.
 
     Source: 6 * parameters * L operations against 6 * layers * width * L^2, forward and backward (Kaplan et al., "Scaling laws
     for neural language models", 2020, table 1; causal attention is half of theirs).
@@ -152,7 +155,7 @@ def transformer_cost(
 
 @dataclass(frozen=True)
 class TransformerCost:
-    """See `transformer_cost`."""
+    """The cost function that `transformer_cost` returns."""
 
     crossover: int
 
@@ -169,7 +172,7 @@ class TransformerCost:
 
 
 def _length(sample: Any) -> int | None:
-    """Return the number of tokens of a sample; `None` where no column tells."""
+    """Return the number of tokens of a sample; `None` if it has no column of tokens."""
     columns = [name for name in _COLUMNS if name in sample] if isinstance(sample, Mapping) else []
     return len(sample[columns[0]]) if columns else None
 

@@ -1,10 +1,11 @@
 """`Balanced`: a feed that makes the micro batches of a step from the samples of all ranks, so that ranks finish together.
 
     read ahead, one rank's own samples    InThread(InProcess), Pool
-    costs, the plan, samples that move    Balanced: all ranks of a group together (`Exchanges`)
+    costs, the plan, samples that move    Balanced: the ranks of a group together (`Exchanges`)
     collated, one step ahead              InThread
 
-The rows of a step count as taken with its last micro batch: the table at a step's end is that of a run without balance.
+The rows of a step count as consumed with its last micro batch. So the table at the end of a step is the same as without
+balance.
 """
 
 from __future__ import annotations
@@ -34,21 +35,21 @@ STEP_WEIGHT = "step_weight"
 
 
 def as_samples(samples: list[Any]) -> list[Any]:
-    """Return samples as they are: what the feed below collates with."""
+    """Return `samples` unchanged: the ``collate`` function of the feed below."""
     return samples
 
 
 @dataclass
 class _Step:
-    """Samples that this rank has made of a step. A thread that is left alone has this step alone, and nothing of later ones.
+    """The samples of one step that this rank has made. A thread that is left behind sees this step alone, and no later one.
 
     Args:
-        leg: Of which it is a step.
-        first: Its first micro batch.
-        stop: The micro batch after its last.
-        made: The micro batches as they were read.
-        numbers: ``int64[samples, 5]``: of each sample cost, tokens, weight, logical shard, and 1 if it is real.
-        failure: The reason why the samples were not made.
+        leg: The segment that the step belongs to.
+        first: The first micro batch of the step.
+        stop: The micro batch after its last one.
+        made: The micro batches as the feed below has made them.
+        numbers: ``int64[samples, 5]``: cost, tokens, weight and logical shard of each sample, and 1 if the sample is real.
+        failure: The error because of which samples are missing; `None` if none are.
     """
 
     leg: Leg
@@ -64,10 +65,10 @@ class _Arranged:
     """The samples of a step that this rank computes.
 
     Args:
-        numbers: ``int64[samples, 5]``, of all samples of the group.
+        numbers: ``int64[samples, 5]``, the numbers of all samples of the group, as in `_Step`.
         of_batch: The samples of each micro batch, by their place in ``numbers``.
-        samples: By their place.
-        weight: That of the global batch.
+        samples: The samples, by their place in ``numbers``.
+        weight: The weight of the whole global batch.
     """
 
     numbers: Ints
@@ -77,11 +78,11 @@ class _Arranged:
 
 
 class Balanced(Over):
-    """Makes micro batches of whole steps, of samples that a feed below makes and other ranks send.
+    """Makes the micro batches of whole steps, from samples that the feed below makes and other ranks send.
 
     Args:
         feed: Makes micro batches that are lists of samples (`as_samples`).
-        collate: From a list of samples to a batch.
+        collate: Makes a batch from a list of samples.
     """
 
     def __init__(self, feed: Feed, setup: Setup, balance: Balance, collate: Collate | None) -> None:
@@ -101,7 +102,7 @@ class Balanced(Over):
     def begin(self, leg: Leg, table: Ints, first: int) -> None:
         self._exchanges = self._begin_exchanges(self._exchanges)
         self._leg, self._u, self._ready = leg, leg.step_of(first), deque()
-        self._skips = first - self._u  # micro batches of the step that were taken before
+        self._skips = first - self._u  # micro batches of the step that were consumed before
         self.feed.begin(leg, table, self._u)
 
     def next(self) -> MicroBatch:
@@ -152,7 +153,7 @@ class Balanced(Over):
         return batches
 
     def _read(self, step: _Step, exchanges: Exchanges) -> None:
-        """Read this rank's samples, and measure them; an error is kept."""
+        """Read and measure this rank's samples; an error is kept in the step."""
         try:
             for _ in range(step.first, step.stop):
                 if exchanges.is_stopped:
@@ -211,7 +212,7 @@ class Balanced(Over):
             )
 
     def _move(self, step: _Step, exchanges: Exchanges, owners: Ints, rank: Ints) -> dict[int, Any]:
-        """Return the samples that this rank computes, and those that it has made, by their place (collective)."""
+        """Return the samples that this rank has made, and the ones that it receives, by their place (collective)."""
         me, places = self._near.me, np.arange(len(rank))
         is_own = owners == me
         own = dict(zip(places[is_own].tolist(), (s for each in step.made for s in each.batch), strict=True))
@@ -222,19 +223,19 @@ class Balanced(Over):
         return own | moved
 
     def _batch(self, places: Ints, arranged: _Arranged, leg: Leg) -> MicroBatch:
-        """Return a micro batch of some samples, by their places: those that fill the last global batch have the highest."""
+        """Return the micro batch of the samples at `places`; samples that only fill the last global batch come last."""
         batch = self._collate([arranged.samples[n] for n in places.tolist()])
         num_real = int(arranged.numbers[places, IS_REAL].sum())
         if leg.pads:
             batch = with_valid(batch, num_real, len(places))
         if self._balance.weight is not None:
             batch = _with_weight(batch, arranged.weight)
-        nothing = np.zeros((0, 1), dtype=np.int64)  # all rows of the step come with its last micro batch
+        nothing = np.zeros((0, 1), dtype=np.int64)  # the last micro batch of the step carries all its rows
         return MicroBatch(batch, Rows(nothing[:, 0], nothing), arranged.numbers[places, SHARD].tolist(), num_real)
 
 
 def _by(indices: Ints, numbers: Ints, me: int) -> dict[int, list[int]]:
-    """Return the numbers that stand beside each index but one."""
+    """Return the numbers, grouped by index, without the index `me`."""
     return {index: numbers[indices == index].tolist() for index in np.unique(indices).tolist() if index != me}
 
 

@@ -13,7 +13,7 @@ _TEXT_BYTES = 512
 
 
 class Board:
-    """A line of counts and one of text for each worker, and the number of the segment that is wanted."""
+    """A line of counts and a line of text for each worker, and the number of the wanted segment."""
 
     def __init__(self, num_workers: int) -> None:
         self._wanted = torch.zeros(1, dtype=torch.int64, device="cpu").share_memory_()
@@ -22,7 +22,7 @@ class Board:
 
     @property
     def wanted(self) -> int:
-        """The number of the wanted segment: workers make no more of others."""
+        """The number of the wanted segment: workers make no more micro batches of another one."""
         return int(self._wanted.item())
 
     @wanted.setter
@@ -35,11 +35,11 @@ class Board:
 
     @property
     def made(self) -> int:
-        """Micro batches that all workers have made in the segment."""
+        """The number of micro batches that all workers together have made in the segment."""
         return int(self.counts[:, MADE].sum())
 
     def write(self, worker: int, text: str) -> None:
-        """Say what a worker does; empty where that does not take long."""
+        """Write what a worker is doing; the text is empty unless that takes long."""
         data = np.frombuffer(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"), dtype=np.uint8)
         self._texts[worker].numpy()[:] = data
 

@@ -1,4 +1,4 @@
-"""From a list of samples to a batch."""
+"""Makes a batch from a list of samples, and changes the tensors of a batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Samples = Sequence[Any]
 
 
 def collate(samples: Samples) -> Any:
-    """Stack samples as torch's `default_collate` does, with an error that names the column that cannot be stacked."""
+    """Stack samples as torch's `default_collate` does; an error names the column that cannot be stacked."""
     if not isinstance(samples[0], Mapping):
         try:
             return default_collate(list(samples))
@@ -34,14 +34,14 @@ def collate(samples: Samples) -> Any:
 
 
 def pad_collate(pad: Mapping[str, float]) -> PadCollate:
-    """A ``collate_fn`` for ragged columns: each is padded at its end to the longest of the batch.
+    """Return a ``collate_fn`` for ragged columns: it pads each value at its end, to the longest of the batch.
 
     Args:
-        pad: The value to pad with, by column: ``{"tokens": 0, "labels": -100}``. Other columns are stacked.
+        pad: The padding value of each column: ``{"tokens": 0, "labels": -100}``. Other columns are stacked.
 
     Returns:
-        A callable that takes b samples and returns ``{column: Tensor[b, longest, ...]}``, in the dtype of the values that are
-        not empty. It pickles.
+        A callable that takes b samples and returns ``{column: Tensor[b, longest, ...]}``. Empty values do not affect
+        the dtype. The callable pickles.
 
     Example:
         >>> import rescale_data as rd
@@ -55,7 +55,7 @@ def pad_collate(pad: Mapping[str, float]) -> PadCollate:
 
 @dataclass(frozen=True)
 class PadCollate:
-    """See `pad_collate`."""
+    """The ``collate_fn`` that `pad_collate` returns."""
 
     pad: dict[str, float]
 
@@ -88,7 +88,7 @@ class PadCollate:
 
 
 def _tensor(value: Any, pad: float) -> Tensor:
-    """A value of a sample; an empty list, which has no dtype of its own, in that of what pads it."""
+    """Return a value of a sample as a tensor; an empty list, which has no dtype, takes the dtype of its padding."""
     no_dtype = isinstance(value, list | tuple) and not value
     if isinstance(value, Tensor):
         return value
@@ -96,7 +96,7 @@ def _tensor(value: Any, pad: float) -> Tensor:
 
 
 def _of_one_dtype(tensors: list[Tensor]) -> list[Tensor]:
-    """In the dtype to which those that hold anything are promoted."""
+    """Return the tensors in one dtype, to which all tensors that are not empty are promoted."""
     dtype = reduce(torch.promote_types, [tensor.dtype for tensor in tensors if tensor.numel()] or [tensors[0].dtype])
     return [tensor.to(dtype) for tensor in tensors]
 
@@ -109,9 +109,9 @@ def _holds(dtype: torch.dtype, number: float) -> bool:
 
 
 def _require_same_columns(samples: Samples) -> None:
-    """``ValueError`` where a sample has other columns than the first, or a mapping in it other keys.
+    """Raise ``ValueError`` if a sample has other columns than the first one, or if a mapping in it has other keys.
 
-    Those would be left out without a word.
+    Without this check, the batch would silently lack these columns.
     """
     first = samples[0]
     for sample in samples:
@@ -148,15 +148,18 @@ def _shapes(values: list[Any]) -> str:
 
 
 def pin(batch: Any) -> Any:
-    """Return the batch in page-locked memory of the accelerator: its tensors, and whatever has a method ``pin_memory``."""
-    # An expanded tensor cannot be copied into one of its kind.
+    """Return the batch in page-locked memory of the accelerator: its tensors, and all values with a method ``pin_memory``."""
+    # `pin_memory` cannot copy an expanded tensor, whose elements share memory.
     return each(
         batch, "pin_memory", lambda value: (value.contiguous() if isinstance(value, Tensor) else value).pin_memory()
     )
 
 
 def each(batch: Any, method: str, change: Callable[[Any], Any]) -> Any:
-    """Return the batch with its tensors, and whatever has this method, changed; also in mappings, sequences, named tuples."""
+    """Return the batch with its tensors, and all values that have the method, changed; also within containers.
+
+    Containers are mappings, lists, tuples and named tuples.
+    """
     if isinstance(batch, Tensor) or hasattr(batch, method):
         return change(batch)
     inner = partial(each, method=method, change=change)
@@ -170,7 +173,7 @@ def each(batch: Any, method: str, change: Callable[[Any], Any]) -> Any:
 def each_tensor(
     batch: Any, change: Callable[[torch.Tensor], Any], pin_others: Callable[[Any], Any] | None = None
 ) -> Any:
-    """Return the batch with its tensors changed, in mappings, sequences and named tuples, too."""
+    """Return the batch with its tensors changed, also within mappings, lists, tuples and named tuples."""
     if isinstance(batch, torch.Tensor):
         return change(batch)
     if pin_others is not None and hasattr(batch, "pin_memory"):
@@ -184,7 +187,7 @@ def each_tensor(
 
 
 def with_valid(batch: Any, num_real: int, num_samples: int) -> Any:
-    """Return ``batch``, a dict with ``"valid": Bool[num_samples]``, true for the first ``num_real``; others as they are."""
+    """Return a dict with ``"valid": Bool[num_samples]`` added, true for the first ``num_real``; any other batch unchanged."""
     if not isinstance(batch, dict):
         return batch
     if "valid" in batch:

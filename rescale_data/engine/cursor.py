@@ -1,4 +1,4 @@
-"""`Cursor`: where a run stands on one rank."""
+"""`Cursor`: the place of a run on one rank."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from rescale_data.state import Ints
 
 
 class Cursor(NamedTuple):
-    """The place of a run on one rank. A run moves by one assignment, of another cursor.
+    """The place of a run on one rank. The run moves by one assignment: another cursor takes the place of this one.
 
-    When a segment begins every rank has all N rows of the table right; within it, those that it owns.
+    When a segment begins, every rank has all N rows of the table right. Within the segment, each rank has only its own rows
+    right.
 
     Args:
-        clock: Counts of the run, from which `now` counts on.
-        table: ``int64[N, columns]``, the positions of all logical shards, but for `newest` and `last`.
-        owners: ``int64[N]``, the rank whose row of each shard is right.
-        u: The next micro batch, counted from `origin`.
-        newest: Rows of earlier micro batches that are not in the table yet: writing each would cost a twelfth of a packed
-            batch. By the first shard; slices of shards are the same or have none in common (`AlignedTurns`).
-        leg: Its segment; `None` where none is planned, or the epoch has ended.
-        last: Rows of the micro batch before u.
-        ended: True if the last batch of the epoch was taken.
+        clock: The counts of the run at an earlier moment, from which `now` counts on.
+        table: ``int64[N, columns]``, the positions of all logical shards, without the rows in `newest` and `last`.
+        owners: ``int64[N]``, the rank that has the right row of each shard.
+        u: The next micro batch, counted from `Clock.origin`.
+        newest: Rows of earlier micro batches that are not in the table yet: writing each of them would cost a twelfth of a
+            packed batch. The key is the first shard: two slices of shards are equal, or have no shard in common
+            (`AlignedTurns`).
+        leg: The segment of the next micro batch; `None` if none is planned, or the epoch has ended.
+        last: The rows of the micro batch before u.
+        ended: True if the last batch of the epoch was consumed.
         seen: With ``steps_per_epoch``, the number of epochs that are known to have ended.
-        resumed: True if nothing was taken since a load.
-        idle: Epochs that have begun since a batch was taken.
+        resumed: True if no batch was consumed since a load.
+        idle: The number of epochs that have begun since a batch was consumed.
     """
 
     clock: Clock
@@ -46,18 +48,18 @@ class Cursor(NamedTuple):
 
     @classmethod
     def at(cls, clock: Clock, table: Ints, owners: Ints, layout: Layout) -> Cursor:
-        """Return the cursor of a run with a table in which all rows are right."""
+        """Return the cursor of a run whose table has all rows right."""
         ended = bool((table[:, DEALT] == ENDED).all())
         return cls(clock, table, owners, clock.micro_batch(layout), {}, ended=ended, idle=int(not ended))
 
     @property
     def is_calm(self) -> bool:
-        """True if the next micro batch is of the segment of the one before, and there is nothing to look for."""
+        """True if the segment goes on with the next micro batch, and its end need not be looked for."""
         return self.leg is not None and self.u < self.leg.calm_until
 
     @property
     def positions(self) -> Ints:
-        """The table, in which all rows are written now; for the thread that takes batches."""
+        """The table, after all pending rows were written into it. Only the thread that consumes batches may use it."""
         for rows in self.newest.values():
             rows.write(self.table)
         self.newest.clear()
@@ -66,16 +68,16 @@ class Cursor(NamedTuple):
         return self.table
 
     def now(self, layout: Layout) -> Clock:
-        """Return the counts of the run at the next micro batch, or of the step that it is part of (`Leg.whole_steps`)."""
+        """Return the counts of the run at the micro batch `counted`."""
         return self.clock.later(self.counted - self.clock.micro_batch(layout), layout)
 
     @property
     def counted(self) -> int:
-        """The micro batch before which a state stands."""
+        """The first micro batch that a state of this moment does not contain."""
         return self.u if self.leg is None else self.leg.counted(self.u)
 
     def past(self, made: MicroBatch) -> Cursor:
-        """Return the cursor behind the next micro batch."""
+        """Return the cursor after the next micro batch, `made`."""
         last = self.last
         if last is not None and last.slots is None and isinstance(last.visited, slice):
             self.newest[last.visited.start] = last
@@ -90,7 +92,7 @@ class Cursor(NamedTuple):
         )  # fmt: skip
 
     def copy(self) -> Cursor:
-        """Return the cursor with a table of its own."""
+        """Return the cursor with a table of its own, in which all rows are written."""
         table = self.table.copy()
         for rows in [*self.newest.values(), *([self.last] if self.last is not None else [])]:
             rows.write(table)

@@ -1,11 +1,11 @@
-"""`Ends`: where epochs end, by counts, by reading, and by what the other ranks have read.
+"""`Ends`: finds where epochs end, from counts, by reading, and from what the other ranks have read.
 
-Where only reading tells, shards are looked at a bounded stretch at a time:
+If only reading can find the end, shards are read ahead in rounds of a bounded size:
 
-    round 1    every shard looks up to m samples ahead    some have m, some end before    those samples are dealt
-    round 2    from where that left them                  ...                             until no shard has any
+    round 1    each shard is read up to m samples ahead   some have m, some end before   these samples are redistributed
+    round 2    from the end of round 1                    ...                            until no shard has any
 
-So no call reads more than a few steps' samples, whatever is left, and a round is a function of the table alone.
+So no call reads more than the samples of a few steps, however much is left. A round is a function of the table alone.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _UNKNOWN = -1
 
 
 class Ends:
-    """Finds ends of epochs, from a load on. What it has read stays known when a call fails, and is asked again.
+    """Finds the ends of epochs after a load. When a call fails, the ends found so far are kept, and it can be repeated.
 
-    Each rank reads for a block of logical shards. Where the layout is that of the run before (`delivered`), its ranks served,
-    and those that there are now read.
+    Each rank reads a block of logical shards. A load with ``delivered=`` uses the layout of the earlier run: the ranks of that
+    layout served the samples, and the current ranks read them.
 
     Args:
-        runner: Draws samples beside the feed, to count them.
+        runner: Draws samples to count them, apart from the feed.
 
     Attributes:
         owned: The shards that this rank reads.
-        owners: ``int64[N]``, the rank that reads each.
-        unproven: Why the proof of an epoch failed.
+        owners: ``int64[N]``, the rank that reads each shard.
+        unproven: The reason why the proof of an epoch failed; empty if none failed.
     """
 
     def __init__(self, setup: Setup, runner: Runner) -> None:
@@ -50,21 +50,21 @@ class Ends:
         self.owned, self.owners = np.array(block_of(self.ranks.rank, *size), dtype=np.int64), owners(*size)
         self.unproven = ""
         self._agreement: tuple[Leg | None, Agreement | None] = None, None
-        self._epoch = -1  # of what follows
-        self._table: Ints | None = None  # whole, of a look that has not ended
+        self._epoch = -1  # the epoch that the next three describe
+        self._table: Ints | None = None  # with all rows, of a `look` that has not ended
         self._ahead = 0
-        self._ends = np.empty((0, 0), dtype=np.int64)  # of each shard: its samples at the end, and the slots behind it
+        self._ends = np.empty((0, 0), dtype=np.int64)  # for each shard: its samples at the end, and its slots after it
 
     def left(self, table: Ints) -> Ints | None:
-        """Return the samples that each shard has left of its epoch; `None` where it has no end, or only reading tells."""
+        """Return the samples that each shard has left of its epoch; `None` if it has no end, or only reading can find it."""
         end = None if self.setup.recipe.repeat else self.schema.epoch_end(table)
         return None if end is None else end[0]
 
     def is_over(self, at: Cursor, make_until: Callable[[int], int]) -> bool:
-        """True if the segment is over before the next micro batch (collective where only reading tells).
+        """True if the segment is over before the next micro batch (collective if only reading can find its end).
 
         Args:
-            make_until: Makes micro batches ahead up to a given one, if it can, and returns the first that is not made.
+            make_until: Makes micro batches ahead up to a given one, if it can, and returns the first one that is not made.
         """
         leg = at.leg
         if leg is None or leg.stop is not None or self.setup.recipe.repeat:
@@ -76,11 +76,11 @@ class Ends:
         return agreement.end(at.u, make_until)
 
     def whole(self, at: Cursor) -> Ints:
-        """Return the table with all rows right (collective as a state is)."""
+        """Return the table with all rows right (collective, as part of saving a state)."""
         return self.ranks.saving.merge(at.positions, at.owners)
 
     def move(self, at: Cursor, reached: Ints) -> Ints:
-        """Return the table with the rows that this rank owns where their shards have delivered so many samples."""
+        """Return the table with the shards of this rank moved on, to `reached` samples each."""
         table = at.positions.copy()
         self.runner.load(table, self.schema.histories)
         for shard in self.owned.tolist():
@@ -89,11 +89,12 @@ class Ends:
         return table
 
     def look(self, at: Cursor) -> tuple[Ints, Ints]:
-        """Return the table with all rows, and the samples of each shard to deal next: ``int64[N]``, less than a global batch in
-        all where no shard has more.
+        """Return the table with all rows right, and the number of samples of each shard to redistribute next, ``int64[N]``.
 
-        Collective over the dp ranks; each reads the shards that it owns. Where one of them fails, say for its disk, all do, and
-        asked again all go on where they were.
+        The numbers add up to less than a global batch only if no shard has more samples.
+
+        Collective over the dp ranks; each reads the shards that it owns. If one rank fails, for example at its disk, all ranks
+        fail. Called again, all ranks continue where they were.
         """
         self._go_to_epoch(at)
         if self._table is None:
@@ -112,17 +113,20 @@ class Ends:
             seen, self._ahead = ahead, max(2 * ahead, -(-enough // going))
 
     def next_epoch(self, at: Cursor) -> Ints:
-        """Return the slots at which the next epoch begins, of all shards; collective where only reading tells."""
+        """Return the slots of all shards at the beginning of the next epoch (collective if only reading can find them)."""
         end = self.schema.epoch_end(at.positions)
         if end is not None:
             return end[1]
         self._go_to_epoch(at)
-        if (self._ends[:, 0] == _UNKNOWN).any():  # seen before a load
+        if (self._ends[:, 0] == _UNKNOWN).any():  # these ends were found before a load
             self.look(at)
         return self._ends[:, 1:]
 
     def prove(self, at: Cursor, dropped: Ints) -> None:
-        """``DataStateError`` on all ranks unless each row of the epoch was delivered once or dropped, over all segments."""
+        """Raise ``DataStateError`` on all ranks unless each row of the epoch was delivered once or dropped.
+
+        The proof covers all segments of the run.
+        """
         if not self.setup.recipe.verify:
             return
         self.runner.load(at.positions, self.schema.histories)
@@ -145,10 +149,10 @@ class Ends:
             self._table, self._ahead, self._epoch = None, 0, at.clock.epoch
 
     def _read(self, samples: Ints, seen: int, ahead: int) -> Ints:
-        """Return the samples of each shard at its end, where that is less than ``ahead`` samples away.
+        """Return the samples of each shard at its end; `_UNKNOWN` if its end is not less than ``ahead`` samples away.
 
         Args:
-            seen: Samples that have been read of the shards that may have more.
+            seen: The number of samples already read ahead, of each shard whose end is not known yet.
         """
 
         def find() -> Ints:

@@ -1,13 +1,13 @@
-"""`Exchanges`: the numbers and samples that ranks exchange for their balanced steps, and how all ranks stop together.
+"""`Exchanges`: ranks exchange numbers and samples for their balanced steps, and stop together.
 
-All ranks come to each exchange, up to the first in which some rank has no samples: its epoch has ended, reading has failed, or
-it stops. That exchange is the last one on every rank, so nobody waits for a rank that does not come:
+All ranks take part in each exchange, up to the first one in which some rank has no samples: its epoch has ended, reading has
+failed, or it stops. That exchange is the last one on every rank. So no rank waits for a rank that does not come:
 
-    rank 0   step 5   step 6   stopped      a rank that stops says so in the exchange that is due
-    rank 1   step 5   step 6   step 7       where the other one learns that step 7 does not come about
+    rank 0   step 5   step 6   stopped      a rank that stops sends that in the exchange that is due
+    rank 1   step 5   step 6   step 7       the other rank learns there that step 7 does not take place
 
-An exchange waits without end, since a gloo group in which a wait has ended is broken for good. It runs in a thread of its own,
-behind the one before; a caller that stops, or has waited too long, leaves that thread alone.
+An exchange waits without a time limit, since a wait that times out breaks a gloo group for good. It runs in a thread of its
+own, after the exchange before. A caller that stops, or has waited too long, leaves that thread behind.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from rescale_data.state import Ints
 T = TypeVar("T")
 
 MADE, ENDED, STOPPED, UNREAD, FAILED, APART = range(6)
-"""What a rank says of its samples of a step, the worst last: made; ended with the epoch; not made, as the rank stops, or for an
-error; not those of the epoch; of another step than another rank's."""
+"""The status of a rank's samples of a step, the worst last: made; none left in the epoch; not made, as the rank stops; not
+made, because of an error; not the rows of the epoch; of another step than the samples of another rank."""
 COST, TOKENS, WEIGHT, SHARD, IS_REAL = range(5)
-"""The numbers of a sample."""
+"""The columns of the numbers of a sample."""
 _SECONDS_TO_STOP = 5.0
 _CURE = (
     "State that was saved is whole; restart from it. timeout= of the loader is how long a rank may keep others waiting."
@@ -53,9 +53,9 @@ class Group:
     """Ranks that take part in one exchange.
 
     Args:
-        members: Their dp ranks.
-        me: Index of this one.
-        circle: Their processes; `None` where there is one.
+        members: The dp ranks of the group.
+        me: The index of this rank in ``members``.
+        circle: The processes of these ranks; `None` if there is only one.
     """
 
     members: list[int]
@@ -69,14 +69,14 @@ class Group:
 
 
 class Exchanges:
-    """The exchanges of one `begin` of a feed, one after the other, behind those of the `begin` before.
+    """The exchanges after one `begin` of a feed, one at a time. They wait for the exchanges of the `begin` before.
 
     Args:
         ranks: All data-parallel ranks.
-        near: Among whom samples move.
-        everyone: Whose weights are summed up; `near`, or all ranks.
-        size: Samples of a rank in a step.
-        before: The exchanges before, which have stopped.
+        near: The group within which samples move.
+        everyone: The group whose weights are summed: `near`, or all ranks.
+        size: The number of samples of a rank in a step.
+        before: The exchanges of the `begin` before, which have stopped.
     """
 
     def __init__(self, ranks: Ranks, near: Group, everyone: Group, size: int, before: Exchanges | None) -> None:
@@ -88,10 +88,10 @@ class Exchanges:
         self.is_stopped = self._is_over = False
         _open.add(self)
 
-    # On the caller's side
+    # In the thread of the caller
 
     def run(self, work: Callable[[], T]) -> T:
-        """Return what a piece of work returns, which is one exchange.
+        """Return the result of `work`, which is one exchange.
 
         Raises:
             Exhausted: `stop` was called, or the last exchange is over.
@@ -124,12 +124,12 @@ class Exchanges:
             if error is not None:
                 raise error
         finally:
-            del error  # whose traceback holds this frame
+            del error  # its traceback holds this frame
         return value
 
     def stop(self) -> None:
-        """Let `run` raise, and tell the other ranks in the exchange that is due; return at once."""
-        if os.getpid() != self._process:  # a fork has neither the thread nor the connections
+        """Make `run` raise, and inform the other ranks in the exchange that is due; return at once."""
+        if os.getpid() != self._process:  # a forked process has neither the thread nor the connections
             return
         with self._lock:
             if self.is_stopped:
@@ -140,7 +140,7 @@ class Exchanges:
         self._answers.put((None, Exhausted()))
 
     def join(self, seconds: float = _SECONDS_TO_STOP) -> None:
-        """Wait until the last exchange is over; some seconds at most, since other ranks may be late."""
+        """Wait until the last exchange is over, but at most `seconds`, since other ranks may be late."""
         if self._thread is not None and os.getpid() == self._process:
             self._thread.join(seconds)
 
@@ -157,25 +157,25 @@ class Exchanges:
 
     def _say_stopped(self) -> None:
         if not self._is_over:
-            with suppress(Exception):  # the others are gone, or raise it
+            with suppress(Exception):  # the other ranks are gone, or raise an error of their own
                 self._gather_all(STOPPED, -1, np.zeros((0, 5), dtype=np.int64))
 
-    # In the thread
+    # In the thread of an exchange
 
     def agree(self, failure: Exception | None, place: int, numbers: Ints, *, is_last: bool) -> tuple[Ints, int]:
         """Exchange the numbers of this rank's samples of a step, or the reason why there are none (collective).
 
         Args:
-            failure: The reason, `Exhausted` at the end of the epoch.
-            place: The samples of the run before the step, the same on all ranks.
-            numbers: ``int64[samples, 5]``, of each sample `COST` to `IS_REAL`.
+            failure: The reason, `Exhausted` at the end of the epoch; `None` if there are samples.
+            place: The number of samples that the run delivered before the step, the same on all ranks.
+            numbers: ``int64[samples, 5]``, the columns `COST` to `IS_REAL`.
             is_last: True if no step follows.
 
         Returns:
             The numbers of all samples of the group, in the order of its ranks, and the weight of the whole global batch.
 
         Raises:
-            Exception: Some rank has no samples; on that rank its own error, on each other one that there is one.
+            Exception: Some rank has no samples. That rank raises its own error; the others raise an error that says so.
         """
         told, said = self._gather_all(_status(failure), place, numbers)
         statuses, places = said[:, 0], np.unique(said[said[:, 0] != STOPPED, 1])
@@ -191,7 +191,7 @@ class Exchanges:
         return told[:, : len(numbers)].reshape(-1, 5), int(said[:, 2].sum())
 
     def swap(self, outgoing: Mapping[int, list[Any]], incoming: Sequence[int]) -> dict[int, list[Any]]:
-        """Send lists to some ranks of the group and receive those of others, by their index (both know of it)."""
+        """Send lists to some ranks of the group, and receive lists from others, by index; both sides expect them."""
         if not (outgoing or incoming):
             return {}
         packed, failure = _packed(outgoing)
@@ -210,7 +210,7 @@ class Exchanges:
         return {index: from_bytes(body, int(expected[index][1])) for index, body in bodies.items()}
 
     def _gather_all(self, status: int, place: int, numbers: Ints) -> tuple[Ints, Ints]:
-        """Return the numbers of each rank of the group, and status, place and weight of each rank of all."""
+        """Return the numbers of each rank of the group, and the status, place and weight of each rank of `everyone`."""
         told = np.zeros((1 + self._size, 5), dtype=np.int64)
         told[0, :3] = status, place, numbers[:, WEIGHT] @ numbers[:, IS_REAL]
         told[1 : 1 + len(numbers)] = numbers
@@ -236,7 +236,7 @@ class Exchanges:
 
     @contextmanager
     def _network(self) -> Generator[None, None, None]:
-        """A connection that breaks ends the exchanges on all ranks."""
+        """Mark the exchanges as over if the network fails: a broken connection ends them on all ranks."""
         try:
             yield
         except BaseException:
@@ -245,7 +245,7 @@ class Exchanges:
 
 
 def _packed(lists: Mapping[int, list[Any]]) -> tuple[dict[int, Bytes], Exception | None]:
-    """Return the bytes of each list, up to one that does not pickle, and the error of that one."""
+    """Return the bytes of the lists, up to the first list that does not pickle, and the error of that list."""
     packed = dict[int, Bytes]()
     try:
         for index, values in lists.items():
@@ -277,7 +277,10 @@ _open: weakref.WeakSet[Exchanges] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """Tell the other ranks before the interpreter ends: a thread that waits for them then would end the process by a signal."""
+    """Inform the other ranks before the interpreter ends.
+
+    A thread that still waits for other ranks at that time would end the process by a signal.
+    """
     exchanges, until = list(_open), monotonic() + _SECONDS_TO_STOP
     for each in exchanges:
         each.stop()

@@ -1,9 +1,10 @@
-"""Feeds produce the micro batches of a leg: in this process, in a thread, through a function, each a feed over a feed.
+"""Feeds produce the micro batches of a segment: in this process, in a thread, or through a function, one feed over another.
 
     InThread(Mapped(InProcess(runner, collate), pin), 4)      made and pinned in a thread, 4 ahead
 
-A micro batch carries the rows of the table that it advanced, so whoever has it has the position: feeds above need no state.
-Feeds of other modules: worker processes (`rescale_data.engine.workers`).
+A micro batch carries the rows of the table that it advanced. So the micro batch itself gives the position, and feeds above need
+no state. Other modules have more feeds: worker processes (`rescale_data.engine.pool`), balanced steps
+(`rescale_data.engine.balanced`).
 """
 
 from __future__ import annotations
@@ -30,50 +31,51 @@ from rescale_data.state import Ints
 
 
 class Feed(ABC):
-    """Produces the micro batches of a leg in order.
+    """Produces the micro batches of a segment in order.
 
     Attributes:
-        is_ahead: True if it makes them in the background, from `begin` on.
+        is_ahead: True if the feed makes them in the background, from `begin` on.
     """
 
     is_ahead = False
 
     @abstractmethod
     def begin(self, leg: Leg, table: Ints, first: int) -> None:
-        """Go on in a leg with micro batch ``first`` at the positions of ``table``; forget what was made before."""
+        """Begin at micro batch ``first`` of a segment, at the positions of ``table``; drop all micro batches made before."""
 
     @abstractmethod
     def next(self) -> MicroBatch:
-        """Return the next micro batch of the leg. After an error, or `stop`, only `begin` goes on.
+        """Return the next micro batch of the segment. After an error or `stop`, call `begin` first.
 
         Raises:
-            Exhausted: A shard has no sample left for it, or the leg is over.
+            Exhausted: A shard has no sample left for the micro batch, or the segment is over.
         """
 
     def progress(self) -> dict[str, float]:
-        """Return counters for a logger: what was read and made so far."""
+        """Return counters for a logger: the reads, and the batches made so far."""
         return {}
 
     def doing(self) -> str:
-        """Return a description of what is waited for, where other processes make the batches."""
+        """Return a description of what a `next` waits for; empty if batches are made in the thread that calls it."""
         return ""
 
     def stop(self, *, wait: bool = True) -> None:  # noqa: B027 - where nothing is made ahead there is nothing to stop
-        """Make no more in this process; `begin` goes on.
+        """Make no more micro batches in this process; `begin` starts again.
 
         Args:
-            wait: Return when the runner and the sources are the caller's. Else they are only after another `stop`.
+            wait: True to return only when the caller may use the runner and the sources. Otherwise the caller may use them only
+                after another `stop`.
         """
 
     def interrupt(self) -> None:  # noqa: B027
-        """Let a `next` that waits for other ranks, in another thread, raise; `stop` follows."""
+        """Make a `next` in another thread raise if it waits for other ranks; `stop` follows."""
 
     def close(self) -> None:  # noqa: B027
         """End the processes or the thread; `begin` starts them again."""
 
 
 class InProcess(Feed):
-    """Makes each micro batch when it is asked for, in this process."""
+    """Makes each micro batch in this process, when `next` is called."""
 
     def __init__(self, runner: Runner, collate: Collate | None) -> None:
         self.runner = runner
@@ -81,7 +83,7 @@ class InProcess(Feed):
         self._turns: Turns | None = None
         self._leg: Leg | None = None
         self._u, self._pads, self._is_served = 0, False, False
-        self._seconds = self._counted = 0.0  # spent on making; the part of them that `counts` has
+        self._seconds = self._counted = 0.0  # spent on making; the part that is already in `counts`
 
     def begin(self, leg: Leg, table: Ints, first: int) -> None:
         self.runner.load(table, leg.histories)
@@ -96,11 +98,11 @@ class InProcess(Feed):
         return micro_batch
 
     def make(self, u: int) -> MicroBatch:
-        """Return micro batch u of the leg, which comes after those that were made; errors as in `next`."""
+        """Return micro batch u of the segment; u grows from call to call. The errors are as in `next`."""
         turns, self._turns = self._turns, None  # after an error the rows are past what was delivered
         if turns is None or self._leg is None:
             raise Exhausted
-        if not self._is_served:  # the first micro batch of a worker says which ones it makes
+        if not self._is_served:  # the number of the first micro batch determines the shards of a worker
             self._is_served = True
             self.runner.serve(self._leg.served(u))
         made = self._draw(turns.turn(u))
@@ -120,7 +122,7 @@ class InProcess(Feed):
 
 
 class Over(Feed):
-    """A feed over another one: passes all calls on, and a subclass replaces some of them."""
+    """A feed over another feed: passes all calls on, and a subclass replaces some of them."""
 
     def __init__(self, feed: Feed) -> None:
         self.feed, self.is_ahead = feed, feed.is_ahead
@@ -160,13 +162,14 @@ class Mapped(Over):
 
 
 class InThread(Over):
-    """Asks a feed for its micro batches in a thread, ahead of the caller; an error is raised where its micro batch is due.
+    """Calls a feed in a thread, ahead of the caller; an error is raised when its micro batch is due.
 
-    Between `begin` and `stop` the feed below belongs to the thread. Collectives stay with the caller. The interpreter does not
-    wait for the thread before `atexit`, where it is interrupted: one that waits for other ranks would keep the process alive.
+    Between `begin` and `stop` the feed below belongs to the thread. Collectives stay in the caller's thread. The thread is a
+    daemon, which the interpreter does not wait for, and `atexit` interrupts it: otherwise a thread that waits for other ranks
+    would keep the process alive.
 
     Args:
-        num_batches: How many micro batches the thread may be ahead.
+        num_batches: The number of micro batches that the thread may be ahead.
     """
 
     def __init__(self, feed: Feed, num_batches: int) -> None:
@@ -178,7 +181,7 @@ class InThread(Over):
         self._lock, self._makes = threading.Lock(), False
         self._made: SimpleQueue[MicroBatch | BaseException] = SimpleQueue()
         self._to_make = self._to_take = 0.0
-        self._process = os.getpid()  # whose thread it is
+        self._process = os.getpid()  # the process that has the thread
 
     def begin(self, leg: Leg, table: Ints, first: int) -> None:
         self.stop()
@@ -201,7 +204,7 @@ class InThread(Over):
             try:
                 raise made
             finally:
-                del made  # the traceback holds this frame
+                del made  # its traceback holds this frame
         self._ask()
         return made
 
@@ -212,7 +215,7 @@ class InThread(Over):
         return self.feed.doing() or f"waiting for the thread ahead, {describe(frames().get(self._thread_id))}"
 
     def stop(self, *, wait: bool = True) -> None:
-        if self._process != os.getpid():  # a fork has no thread, and the locks may have been held
+        if self._process != os.getpid():  # a forked process has no thread, and the lock may have been held
             self._lock, self._thread, self._to_make, self._to_take = threading.Lock(), None, 0, 0
             return
         with self._lock:
@@ -220,10 +223,10 @@ class InThread(Over):
         if self._thread is not None:
             self.feed.interrupt()
             self._tasks.put(None)
-            if wait:  # else, or where Ctrl-C has come, the thread may still be in a read, and is waited for later
+            if wait:  # otherwise, or after Ctrl-C, the thread may still be in a read: a later `stop` waits
                 self._thread.join()
                 self._thread = None
-        self.feed.stop(wait=wait)  # it may have a thread of its own, which uses the runner
+        self.feed.stop(wait=wait)  # the feed below may have a thread of its own, which uses the runner
 
     def __del__(self) -> None:
         self._tasks.put(None)
@@ -233,7 +236,7 @@ class InThread(Over):
         self.feed.close()
 
     def _ask(self) -> None:
-        """Let the thread make one more, where it makes none and there is room."""
+        """Let the thread make one more micro batch, if it makes none now and there is room."""
         with self._lock:
             if self._thread is None or self._makes or not self._to_make or self._made.qsize() >= self._num_batches:
                 return
@@ -256,7 +259,7 @@ _in_threads: weakref.WeakSet[InThread] = weakref.WeakSet()
 
 
 def _work(tasks: _Tasks) -> None:
-    """Do tasks up to a `None`. Between two of them nothing holds the feed, which goes when nobody else does."""
+    """Run tasks until one is `None`. Between two tasks the thread holds no reference to the feed, so it can be collected."""
     while (task := tasks.get()) is not None:
         task()
         del task
@@ -269,7 +272,7 @@ def _stop_threads() -> None:
 
 
 class Traced(InProcess):
-    """Makes micro batches that hold, in place of each sample of some shards, where it comes from (`Runner.trace`)."""
+    """Makes micro batches that hold the origins of samples of some shards, in place of the samples (`Runner.trace`)."""
 
     def __init__(self, runner: Runner, shards: Container[int]) -> None:
         super().__init__(runner, None)

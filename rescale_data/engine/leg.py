@@ -1,4 +1,4 @@
-"""`Leg`: a segment of a run, micro batches that go by one plan."""
+"""A segment of a run: class `Leg`, micro batches that follow one plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rescale_data.layout.layout import Layout
 from rescale_data.layout.turns import AlignedTurns, BalancedTurns, Turns
 from rescale_data.state import Ints
 
-_SOON = 64  # micro batches of a worker
+_SOON = 64  # in micro batches of one worker
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,15 +21,18 @@ class Leg:
     """A segment of a run: micro batches without a change of plan.
 
     Args:
-        stop: The micro batch after the last, counted from `origin`; `None` where there is none or only reading tells.
-        first: Its first micro batch.
-        samples: ``int64[N]``, what each shard had delivered at `first`; of a deal, when that was made.
-        left: ``int64[N]``, what each had left of the epoch then; `None` where only reading tells.
-        deal: At the end of an epoch, what serves the shards; else the layout does.
-        histories: Of what the sources consist.
+        stop: The micro batch after the last one, counted from `Clock.origin`; `None` if there is no last one, or only reading
+            can find it.
+        first: The first micro batch of the segment.
+        samples: ``int64[N]``, the samples that each shard had delivered at `first`; in a remainder, at the beginning of the
+            `Deal`.
+        left: ``int64[N]``, the samples that each shard had left of the epoch at that time; `None` if only reading can find
+            them.
+        deal: The plan of the remainder of an epoch; `None` in the main phase, where the layout is the plan.
+        histories: The data of each source, by epoch (`Histories`).
         pads: True if batches say which of their samples are real.
-        whole_steps: True if the rows of a step count as taken with its last micro batch (balanced steps).
-        calm_until: The micro batch up to which each simply follows the one before; 0 where its end has to be looked for.
+        whole_steps: True if the rows of a step count as consumed with its last micro batch (balanced steps).
+        calm_until: Up to this micro batch, the end of the segment need not be looked for; 0 if it has to be, each time.
     """
 
     layout: Layout
@@ -45,7 +48,7 @@ class Leg:
     whole_steps: bool = False
 
     def turns(self, table: Ints) -> Turns:
-        """Return who serves which samples, from its first micro batch on."""
+        """Return the turns: the shards that this rank serves in each micro batch of the segment."""
         if self.deal is not None:
             return DealTurns(self.deal, self.rank)
         if self.layout.aligned:
@@ -53,7 +56,7 @@ class Leg:
         return BalancedTurns(self.layout, self.rank, table[:, SAMPLES])
 
     def served(self, u: int) -> Ints:
-        """Return the shards that one worker serves, the one that makes micro batch `u`: of a deal those that it serves soon."""
+        """Return the shards of the worker that makes micro batch `u`; in a remainder, the shards that it serves soon."""
         workers = self.layout.workers
         if self.deal is None:
             return self.layout.served(self.rank, u % workers)
@@ -63,25 +66,25 @@ class Leg:
         )
 
     def step_of(self, u: int) -> int:
-        """Return the first micro batch of the step that micro batch `u` is part of; of a step that began before, of the leg."""
+        """Return the first micro batch, in this segment, of the step that `u` is part of."""
         return max(self.first, u - u % self.layout.gradient_accumulation_steps)
 
     def counted(self, u: int) -> int:
-        """Return the micro batch before which a state stands where `u` is the next."""
+        """Return the first micro batch that a state does not contain, if `u` is the next micro batch."""
         return self.step_of(u) if self.whole_steps else u
 
     def for_a_worker(self) -> Leg:
-        """Return the part of it that its micro batches are made by."""
+        """Return the part of the segment that a worker needs to make its micro batches."""
         return Leg(self.layout, self.rank, self.stop, deal=self.deal, histories=self.histories, pads=self.pads)
 
     @property
     def is_last(self) -> bool:
-        """True if the epoch ends with it: a deal that no other round follows."""
+        """True if the epoch ends with this segment: a remainder that no other round follows."""
         known = self.left is not None
         return self.deal is not None and (known or self.deal.num_samples < self.layout.global_batch_size)
 
     def delivered(self, u: int) -> Ints:
-        """Return the samples that each of the N shards delivers in it before micro batch u, whoever serves them."""
+        """Return the samples that each of the N shards delivers in this segment before micro batch u, on all ranks."""
         if self.deal is not None:
             return self.deal.delivered(u)
         return self.layout.delivered(self.samples, self.first, u)
@@ -91,7 +94,7 @@ class Leg:
         return self.samples + self.delivered(u)
 
     def left_at(self, u: int) -> int | None:
-        """Return the micro batches from u until the epoch ends; `None` where it never does, or cannot be known."""
+        """Return the number of micro batches from u to the end of the epoch; `None` if that is not known or never comes."""
         if self.stop is None or self.left is None:
             return None
         if self.deal is not None:

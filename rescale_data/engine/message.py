@@ -1,13 +1,13 @@
-"""Micro batches between processes: their bytes lie in shared memory that is used again, a message says where.
+"""Messages carry micro batches between processes: the bytes lie in shared memory, which is reused; a message says where.
 
-A tensor that is sent between processes costs a file descriptor, a new shared mapping and the page faults of both sides. Here a
-worker packs many micro batches into one *slab*, and uses a few slabs in turn:
+To send a tensor between processes costs a file descriptor, a new shared mapping, and page faults on both sides. Here a worker
+packs many micro batches into one *slab*, and uses a few slabs in turn:
 
     slab 0  | arrays of u | pickle of u | arrays of u+K | ...     sent once, then named by its number
     slab 1  | ...
 
-The receiver copies each micro batch out, in one piece, before the worker may write into the slab again. A message is so small
-(`MOST_PARTS` places) that a pipe takes it at once.
+The receiver copies each micro batch out in one piece, before the worker may write into the slab again. A message holds at most
+`MOST_PARTS` places, so it is small enough for a pipe to take at once.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import torch
 
 _ALIGNMENT = 64
 MOST_PARTS = 64
-"""Values of one message."""
+"""The most values of one message."""
 Bytes: TypeAlias = tuple[torch.Tensor, int]
-"""A value as ``uint8[any]``: its tensors and arrays, and, from the given byte on, the pickle that refers to them."""
+"""A value as ``uint8[any]``: its tensors and arrays, then, from the given byte on, the pickle that refers to them."""
 _Place: TypeAlias = tuple[str, Any, tuple[int, ...], int]  # kind, dtype, shape, offset in bytes
 
 
 class Part(NamedTuple):
-    """Bytes ``[start, stop)`` of a slab, which hold one packed value; from ``rest`` on, the pickle."""
+    """Bytes ``[start, stop)`` of a slab, which hold one packed value; its pickle begins at byte ``rest``."""
 
     start: int
     rest: int
@@ -37,7 +37,7 @@ class Part(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Packed values in one slab; ``memory`` is the slab where the receiver does not have it yet."""
+    """Packed values in one slab; ``memory`` is the slab itself if the receiver does not have it yet, else `None`."""
 
     slab: int
     memory: torch.Tensor | None
@@ -51,7 +51,7 @@ class Slabs:
         self._slabs: dict[int, torch.Tensor] = {}
 
     def pack(self, slab: int, values: Sequence[Packed]) -> Message:
-        """Return a message whose values have been written into the slab."""
+        """Write values into a slab, and return the message that names them."""
         starts = np.cumsum([0, *(_aligned(value.num_bytes) for value in values)]).tolist()
         memory, is_new = self._memory(slab, starts[-1])
         parts: list[Part] = []
@@ -71,7 +71,7 @@ class Slabs:
 
 
 class Inbox:
-    """The slabs of one worker, as the receiver sees them, in one segment.
+    """The receiver's slabs of one worker, in one segment.
 
     Args:
         pin_memory: True if values are to arrive in page-locked memory.
@@ -109,11 +109,11 @@ def from_bytes(whole: torch.Tensor, start: int) -> Any:
 
 
 class Packed(pickle.Pickler):
-    """A picklable value: dense CPU tensors and numeric arrays beside a pickle that refers to them.
+    """A packed value: dense CPU tensors and numeric arrays, and a pickle that refers to them.
 
     Attributes:
-        size: Bytes of the arrays, behind which the pickle lies.
-        num_bytes: Bytes of all.
+        size: The number of bytes of the tensors and arrays; the pickle follows them.
+        num_bytes: The number of bytes of both.
     """
 
     def __init__(self, value: Any) -> None:

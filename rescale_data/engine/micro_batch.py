@@ -1,4 +1,4 @@
-"""`MicroBatch`: samples that one rank serves at a time, with the rows of the table that they move."""
+"""`MicroBatch`: samples that one rank serves at a time, with the rows of the table that they advance."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rescale_data.state import Ints
 
 
 class Rows(NamedTuple):
-    """Rows of the table as a micro batch leaves them; writing them twice is writing them once.
+    """Rows of the table as a micro batch leaves them. To write them twice has the same effect as to write them once.
 
     Args:
-        visited: The logical shards that it visited.
-        values: ``int64[M, columns]``, an array of its own; with ``slots``, the values of these.
-        slots: The slots of the whole table, counted row by row, that it changed; `None`: all of the visited rows.
-        more: Samples that each row has delivered beside those that it counts.
+        visited: The logical shards that the micro batch visited.
+        values: ``int64[M, columns]``, an array of its own; with ``slots``, the values of these slots.
+        slots: The slots of the whole table, counted row by row, that changed; `None`: all slots of the visited rows.
+        more: The number of samples that each row has delivered but does not count yet.
     """
 
     visited: slice | Ints
@@ -29,7 +29,7 @@ class Rows(NamedTuple):
 
     @property
     def counted(self) -> Ints:
-        """The values, in which all samples are counted."""
+        """The values, with all samples counted."""
         if not self.more:
             return self.values
         values = self.values.copy()
@@ -45,7 +45,7 @@ class Rows(NamedTuple):
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
-    """Return the rows of several micro batches of one feed as one, which leaves the table as they do one after the other."""
+    """Return the rows of several micro batches of one feed as one `Rows`, which has the same effect on a table."""
     visited = np.concatenate([_indices(part.visited) for part in parts])
     values, slots = (
         np.concatenate([part.counted for part in parts]),
@@ -53,7 +53,7 @@ def joined(parts: Sequence[Rows]) -> Rows:
     )
     return Rows(
         visited, values, np.concatenate(slots) if slots else None
-    )  # of an index that comes twice the last one counts
+    )  # if an index comes twice, the last value counts
 
 
 def _indices(visited: slice | Ints) -> Ints:
@@ -61,11 +61,11 @@ def _indices(visited: slice | Ints) -> Ints:
 
 
 class MicroBatch(NamedTuple):
-    """A micro batch and what it does to the table.
+    """A micro batch and its changes to the table.
 
     Args:
         shards: The shard of each sample.
-        num_real: The number of real samples; those after them fill the last batch of an epoch.
+        num_real: The number of real samples; the samples after them only fill the last batch of an epoch.
     """
 
     batch: Any
@@ -74,7 +74,7 @@ class MicroBatch(NamedTuple):
     num_real: int
 
     def since(self, table: Ints) -> MicroBatch:
-        """Return the same, told by the slots that it changes in a table, and write it there."""
+        """Write the rows into a table, and return the micro batch with only the slots of the table that this changed."""
         visited = self.rows.visited
         before = table[visited].copy()
         self.rows.write(table)
@@ -84,5 +84,5 @@ class MicroBatch(NamedTuple):
         return self._replace(rows=Rows(visited, after[shards, columns], slots))
 
     def with_valid(self) -> MicroBatch:
-        """Return the same, whose batch says which of its samples are real."""
+        """Return the micro batch with ``"valid"`` in its batch, which says which of its samples are real."""
         return self._replace(batch=with_valid(self.batch, self.num_real, len(self.shards)))

@@ -1,4 +1,4 @@
-"""From the arguments of a loader to the stream that it reads: the setup, and the feed that makes its batches."""
+"""Creates the stream of a loader from its arguments: the setup, and the feed that makes its batches."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _FORKS = (
 
 
 def open_stream(pipeline: Pipeline, options: Options, slow_after: float) -> Stream:
-    """Return the stream of a loader at the beginning of its run (collective where there is a process group).
+    """Return the stream of a loader at the beginning of its run (collective if there is a process group).
 
     Args:
-        slow_after: Seconds after which a worker says what it does.
+        slow_after: Seconds after which a worker reports what it is doing.
     """
     setup = set_up(pipeline, options)
     if options.shuffle is False and setup.layout.misfit is not None:
@@ -57,7 +57,7 @@ def open_stream(pipeline: Pipeline, options: Options, slow_after: float) -> Stre
 
 
 def _balanced(setup: Setup, options: Options, balance: Balance, runner: Runner, slow_after: float) -> Feed:
-    """Return the feed of balanced steps: what reads ahead is below it, so that a slow read is not waited for by all."""
+    """Return the feed of balanced steps. The feed that reads ahead is below it, so that not all ranks wait for a slow read."""
     if options.num_workers:
         below: Feed = _pool(setup, replace(options, collate_fn=as_samples), slow_after, pin_memory=False)
     else:

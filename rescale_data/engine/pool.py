@@ -1,4 +1,4 @@
-"""`Pool`: the feed that has its micro batches made by K worker processes, in turn."""
+"""`Pool`: a feed whose micro batches are made by K worker processes, in turn."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Pool(Feed):
     """Makes micro batches in K worker processes, which `begin` starts.
 
     Args:
-        prefetch: Messages that each worker may be ahead.
+        prefetch: The number of messages that each worker may be ahead.
         pin_memory: True if batches are to arrive in page-locked memory.
-        context: How worker processes start: "forkserver", "spawn", or a multiprocessing context.
+        context: The start method of worker processes: "forkserver", "spawn", or a multiprocessing context.
         timeout: Seconds that a message may take.
-        slow_after: Seconds after which a worker says what it does.
-        init_fn: Called with the number of the worker in each, when it starts.
+        slow_after: Seconds after which a worker reports what it is doing.
+        init_fn: Called in each worker when it starts, with the number of the worker.
     """
 
     is_ahead = True
@@ -81,7 +81,7 @@ class Pool(Feed):
     def next(self) -> MicroBatch:
         if self._segment is None or self._crew is None or self._taken == self._stop:
             raise Exhausted
-        segment, self._segment = self._segment, None  # after an error, or Ctrl-C, `begin` goes on
+        segment, self._segment = self._segment, None  # after an error or Ctrl-C, `begin` has to be called
         due = self._taken % self._k
         parts, inbox = self._parts[due], self._inboxes[due]
         if not parts:
@@ -121,12 +121,12 @@ class Pool(Feed):
         self._end()
 
     def _end(self, *seconds: float) -> None:
-        """End the worker processes; what they have counted is this process's from here on."""
+        """End the worker processes, and add their counts to the counts of this process."""
         self._segment = None
         crew, self._crew = self._crew, None
         if crew is None:
             return
-        self._forgotten.detach()  # it holds the crew
+        self._forgotten.detach()  # the finalizer holds the crew
         crew.end(*seconds)
         for field, value in enumerate(crew.board.counts.sum(dim=0).tolist()):
             counts().add(field, 0 if field == MADE else value)

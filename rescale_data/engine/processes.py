@@ -1,12 +1,13 @@
-"""Worker processes as such: how they start, are given segments, send messages, end, and are seen to have died.
+"""Worker processes: they start, receive segments, send messages, and end; the trainer's process notices when one dies.
 
     trainer                 thread of the crew                     worker
     begin(segment) ──bell─► sends the segment once the  ──pipe──►  makes messages, while slabs are free
     segment.messages[i] ◄── worker has answered the one  ◄─pipe──  number and message; number and None: idle
     free[i].release() ────────────────────────────────semaphore─►  one more slab is free
 
-One thread alone uses the pipes, so Ctrl-C never leaves half a message in one. Both directions carry less than 4 kB at a time:
-larger things lie in shared memory. Nothing is sent to a worker that may be within a read. So neither side blocks in a send.
+One thread alone uses the pipes, so Ctrl-C never leaves half a message in a pipe. Both directions carry less than 4 kB at a
+time: larger values lie in shared memory. Nothing is sent to a worker that may be within a read. So neither side blocks in a
+send.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from rescale_data.engine.workers import Begin, Worker
 from rescale_data.sources.counts import counts
 
 PRELOAD = ["rescale_data.engine.processes"]
-"""What the fork server imports, once, before it forks the first worker: whatever all workers need, and no data."""
+"""Modules that the fork server imports once, before it forks the first worker: code that all workers need, and no data."""
 _OF_PIPELINES = (
     "rescale_data.nodes.",
     "rescale_data.sources.",
-)  # of these, what the trainer has: pyarrow is half a second
-_LOOK_SECONDS = 1.0  # how often a worker looks for the trainer's process
-_GRACE_SECONDS = 5.0  # for a worker to end by itself
+)  # of these, the modules that the trainer has imported: pyarrow takes half a second
+_LOOK_SECONDS = 1.0  # interval at which a worker checks that the trainer's process lives
+_GRACE_SECONDS = 5.0  # time for a worker to end by itself
 _TEXT_BYTES = 2000
 
 
@@ -52,7 +53,7 @@ class Segment:
     """The work of a crew from one `begin` to the next, and the queues in which its messages arrive.
 
     Args:
-        begin: The command; `None` ends the workers.
+        begin: The command to the workers; `None` ends them.
     """
 
     def __init__(self, begin: Begin | None, num_workers: int) -> None:
@@ -65,15 +66,15 @@ class Segment:
 
 
 class Crew:
-    """K worker processes, and the thread that speaks to them.
+    """K worker processes, and the thread that communicates with them.
 
     Args:
-        seed: Of random numbers that functions of the user's draw in workers.
-        init_fn: Called with the number of the worker in each, when it starts.
+        seed: The seed of random numbers that the user's functions draw in workers.
+        init_fn: Called in each worker when it starts, with the number of the worker.
 
     Attributes:
-        free: A semaphore for each worker, released when a slab of it may be written again.
-        failure: The error where a worker has died.
+        free: A semaphore for each worker, released when one of its slabs may be written again.
+        failure: The error after a worker has died; `None` before.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Crew:
         self._thread.start()
 
     def begin(self, segment: Segment) -> None:
-        """Let the workers drop what they are about, and make a segment."""
+        """Make the workers stop the work at hand, and begin a segment."""
         self.board.wanted = segment.number
         self._wanted = segment
         self._say_failure()
@@ -116,14 +117,14 @@ class Crew:
         """End the processes.
 
         Args:
-            seconds: Wait so long for workers to end by themselves, before they are killed.
+            seconds: Time for the workers to end by themselves, before they are killed.
         """
         if (
             os.getpid() != self._trainer or not self._thread.is_alive()
-        ):  # a fork has no thread, and workers of its parent's
+        ):  # a forked process has no thread, and the workers are its parent's
             return
         self.begin(Segment(None, self._num_workers))
-        if threading.current_thread() is self._thread:  # which collects garbage; it ends them by itself
+        if threading.current_thread() is self._thread:  # that thread collects garbage, and ends the workers itself
             return
         self._thread.join(seconds)
         if self._thread.is_alive():
@@ -153,21 +154,24 @@ class Crew:
             if self._wanted is not wanted:
                 wanted, to_begin = self._wanted, set(alive.values())
                 for number in to_begin - idle:
-                    self.free[number].release()  # it may wait for a slab, and then looks at the board
+                    self.free[number].release()  # a worker that waits for a slab then looks at the board
             for number in to_begin & idle:
-                with suppress(OSError):  # it dies, as its sentinel will tell
+                with suppress(OSError):  # the worker is dying, which its sentinel shows later
                     self._pipes[number].send(wanted and wanted.command)
             to_begin, idle = to_begin - idle, idle - to_begin
 
     def _receive(self, pipe: Connection, number: int, idle: set[int]) -> bool:
-        """Receive one message, also of an earlier segment, whose memory is then closed; return False at the end of the pipe."""
+        """Receive one message; return False at the end of the pipe.
+
+        A message of an earlier segment is opened, too, so that its memory is closed; then it is dropped.
+        """
         try:
             data = pipe.recv_bytes()
         except (EOFError, OSError):
             return False
         try:
             segment, message = pickle.loads(data)
-        except Exception as error:  # its memory could not be mapped here: files are short, or the worker has just died
+        except Exception as error:  # its memory cannot be mapped here: no file descriptor is left, or the worker died
             self._fail(number, f"the memory of its message is lost, {error!r}")
             return True
         if message is None:
@@ -203,7 +207,7 @@ def _run(
     seed: list[int],
     init_fn: Callable[[int], object] | None,
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer ends its workers, or goes on
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides whether to end its workers, or to go on
     threading.Thread(target=_end_after, args=(multiprocessing.parent_process(),), daemon=True).start()
     set_worker_info(number, num_workers, _seed(seed), worker.recipe.pipeline)
     torch.set_num_threads(1)
@@ -229,7 +233,7 @@ def _run(
 
 
 def _free_all(free: Any, num_slabs: int) -> None:
-    """Begin with this many free slabs, whatever those of the segment before were."""
+    """Set the semaphore to this many free slabs, whatever its value was after the segment before."""
     while free.acquire(block=False):
         pass
     for _ in range(num_slabs):
@@ -246,14 +250,14 @@ def _seed(numbers: list[int]) -> int:
 
 
 def _end_after(trainer: Any) -> None:
-    """End this process when the trainer's has ended, however it did: the fork server lives while workers do."""
+    """End this process after the trainer's process has ended in any way: the fork server lives as long as workers do."""
     while not wait([trainer.sentinel], _LOOK_SECONDS) and _lives(trainer.pid):
         pass
     os._exit(1)
 
 
 def _lives(pid: int) -> bool:
-    """Return False if the process is gone; others that it forked may hold its end of the sentinel open."""
+    """Return False if the process is gone. Its sentinel may not show that: other processes that it forked may hold it open."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -265,19 +269,19 @@ def _lives(pid: int) -> bool:
 
 
 def context_of(given: str | BaseContext) -> BaseContext:
-    """Return the multiprocessing context that the user names, or gives."""
+    """Return the multiprocessing context that the user named or gave."""
     known = multiprocessing.get_all_start_methods()
     if given not in known and not isinstance(given, BaseContext):
         raise ValueError(f"multiprocessing_context={given!r}: give one of {known}, or a multiprocessing context.")
     if given == "forkserver":
         loaded = sorted(name for name in sys.modules if name.startswith(_OF_PIPELINES))
-        multiprocessing.set_forkserver_preload([*PRELOAD, *loaded, "__main__"])  # of no effect where the server runs
-        forkserver.ensure_running()  # it imports torch while the trainer builds its model
+        multiprocessing.set_forkserver_preload([*PRELOAD, *loaded, "__main__"])  # no effect if the server runs
+        forkserver.ensure_running()  # the server imports torch while the trainer builds its model
     return multiprocessing.get_context(given) if isinstance(given, str) else given
 
 
 def require_pickle(worker: object, **given: object) -> None:
-    """``TypeError`` where workers could not be given the pipeline and the functions, naming the cures."""
+    """Raise ``TypeError`` if the pipeline and the functions cannot be sent to workers; the message names the cures."""
     cures = (
         "Make the pipeline a module-level function, functools.partial(pipeline, source) of one, guard the script with "
         "`if __name__ == '__main__':`, or use num_workers=0, which gives the same batches wherever the case is aligned."

@@ -1,4 +1,4 @@
-"""A stream as its batches are taken: iterators over it, and what it counts."""
+"""The methods of `DataLoader` over a stream: iterators, states and counters."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from rescale_data.errors import checks_kinds
 
 _logger = logging.getLogger("rescale_data")
 _WAITS = 1000
-"""The last waits, of which the percentiles are told."""
+"""The number of last waits from which percentiles are computed."""
 
 
 class Batches(Iterator[Any]):
-    """The batches of a loader to the end of the epoch in which it was asked for them."""
+    """An iterator over the batches of a loader, to the end of the epoch in which it was made."""
 
     def __init__(self, epoch: int, number: int, next_batch: Callable[[Batches], Any]) -> None:
         self.epoch, self.number, self._next_batch = epoch, number, next_batch
@@ -43,7 +43,7 @@ class Reading:
     """The methods that `DataLoader` documents, over a stream of this process.
 
     Args:
-        slow_after: Seconds after which a wait for a batch is a warning.
+        slow_after: Seconds after which a wait for a batch is logged as a warning.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class Reading:
         slow_after: float = math.inf,
     ) -> None:
         self.stream = stream
-        self._num_iterators = 0  # the newest is the valid one
-        self._last_taken = (-1, 0)  # from which iterator, and in which thread
+        self._num_iterators = 0  # only the newest one is valid
+        self._last_taken = (-1, 0)  # the iterator and the thread of the last batch
         self._wait_seconds = 0.0
         self._waits: deque[float] = deque(maxlen=_WAITS)
-        say_slow = weakref.WeakMethod(self._say_slow)  # a loader that nobody holds goes at once, and so do its workers
+        say_slow = weakref.WeakMethod(self._say_slow)  # an unreferenced loader is freed at once, with its workers
         self.watch = Watch(slow_after, lambda seconds, frame: (say := say_slow()) and say(seconds, frame))
         self.last_batch_samples = 0
 
@@ -138,7 +138,7 @@ class Reading:
             self.stream.skip(num_samples // whole)
 
     def _require_whole_steps(self, num_micro_batches: int) -> None:
-        """``ValueError`` where steps are balanced, and a state between their micro batches would be needed."""
+        """Raise ``ValueError`` if steps are balanced, and a skip would begin or end within a step."""
         at, in_step = self._cursor, self.setup.layout.gradient_accumulation_steps
         if self.setup.balance is None or not num_micro_batches:
             return
@@ -154,7 +154,7 @@ class Reading:
         if epoch == at + 1 and self.is_over():
             self._move_on()
         elif self._cursor.resumed and not self.stream.clock.in_step and 0 <= epoch == at - 1 and self._is_multiple():
-            self.stream.cursor = self._cursor._replace(seen=epoch)  # a state there says not whether the end was seen
+            self.stream.cursor = self._cursor._replace(seen=epoch)  # a state there does not say if the end was seen
         elif epoch != at:
             raise ValueError(
                 f"set_epoch({epoch}): the loader is in epoch {at}, and moves on to {at + 1} when its last batch has been "
@@ -180,7 +180,7 @@ class Reading:
 
     @property
     def ended(self) -> bool:
-        """True if the last batch of the epoch has been taken, and its end not been seen."""
+        """True if the last batch of the epoch was consumed, and the end of the epoch has not been seen yet."""
         steps = self._steps
         if steps is None:
             return self._cursor.ended
@@ -224,10 +224,12 @@ class Reading:
         delivered: int,
         changed: Mapping[str, Any],
     ) -> None:
-        """Go on with what another one reads, from a state or, as the same ranks, from here; else nothing has changed.
+        """Go on with another stream, from a state or from here; if that fails, nothing has changed.
+
+        Without a state, the ranks have to stay the same.
 
         Args:
-            open_reading: Open it, with these arguments of `DataLoader` in place of those that there are.
+            open_reading: Returns another `Reading`, with these arguments of `DataLoader` changed.
         """
         layout = self.setup.layout
         kept: dict[str, Any] = {"num_logical_shards": layout.num_logical_shards}
@@ -239,7 +241,7 @@ class Reading:
             self._require_same_ranks(other)
             self._require_whole_step(other)
         other.load_state_dict(self.state_dict() if state is None else state, delivered)
-        if state is None:  # what this one had seen of an epoch's end is kept
+        if state is None:  # keep whether the end of the epoch was seen here
             unseen = self._steps is not None and self.ended and other._is_multiple()
             cursor = other._cursor
             other.stream.cursor = cursor._replace(resumed=self._cursor.resumed, seen=cursor.seen - unseen)
@@ -268,12 +270,11 @@ class Reading:
             )
 
     def invalidate(self) -> None:
-        """The iterators that there are give no more batches: who reads has changed, or from where."""
+        """Invalidate all iterators: the ranks or the position have changed."""
         self._num_iterators += 1
 
     def _warn_of_threads(self) -> None:
-        """Warn where another thread than training's takes batches: perhaps for a queue, whose batches a checkpoint would
-        lose."""
+        """Warn if another thread takes the batches, perhaps into a queue, whose batches a checkpoint would lose."""
         iterator, thread = self._last_taken
         if iterator == self._num_iterators and thread != threading.get_ident():
             _logger.warning(
@@ -295,7 +296,7 @@ class Reading:
         if (at.clock.epoch if steps is None else self.epoch) != batches.epoch:
             raise StopIteration
         thread, watch, started = threading.get_ident(), self.watch, time.perf_counter()
-        if watch.began is not None:  # no call from here to the next line, so that two threads do not both come here
+        if watch.began is not None:  # no call between this line and the next statement: two threads cannot both pass
             raise RuntimeError(
                 "Another thread is within next() of this loader: one at a time takes its batches. Let one thread take them and "
                 "fill a queue for the others, or hold a lock around next(); num_workers= makes batches in parallel."
@@ -318,11 +319,11 @@ class Reading:
             self._waits.append(waited)
 
     def is_over(self) -> bool:
-        """True if no batch is left in the epoch, which is planned where it has not begun."""
+        """True if no batch is left in the epoch; the next segment is planned if it has not begun."""
         if self._steps is None:
             return self.stream.begin() is None
         while not self.ended and self.stream.begin() is None:
-            self.stream.move_on()  # the data's own end is none of an epoch of steps
+            self.stream.move_on()  # the end of the data does not end an epoch of steps
         return self.ended
 
     def _move_on(self) -> None:

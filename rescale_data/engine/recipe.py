@@ -1,4 +1,4 @@
-"""`Recipe`: all that runs a logical shard in any process; and the first columns of a row of the table."""
+"""`Recipe`: all that a process needs to build the pipelines of logical shards; and the first columns of the table."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ Pipeline: TypeAlias = Callable[[Shard], BaseNode[Any]]
 
 History: TypeAlias = list[tuple[int, Mapping[str, Any]]]
 Histories: TypeAlias = Mapping[str, History]
-"""Of what a source consists, ``(epoch, manifest)`` by the epoch from which that holds; by the path of its reader. By that of
-a packer, what form its samples had (`rescale_data.nodes.form.History`)."""
+"""The data of each source, by the path of its reader: ``(epoch, manifest)`` for each epoch from which a manifest holds. By the
+path of a packer, the forms that its samples had (`rescale_data.nodes.form.History`)."""
 
 SAMPLES, DEALT, FIRST_SLOT = 0, 1, 2  # columns of the table: two of the loader's own, then the slots of the pipeline
 OWN_FIELDS = (Field(("samples",), limits=(0, 2**62)), Field(("remainder",), limits=(-2, 2**62)))
 STAMP = Field(("stamp",))
 MOST_STAMPED = 1 << 62
-"""No stamp of a row, `samples` times N and the shard, is as large."""
+"""The stamp of a row, ``samples * N + shard``, is always less than this."""
 UNDEALT, ENDED = -1, -2
-"""In DEALT: nothing is dealt; the last batch of the epoch was taken, and the rows begin the next."""
+"""Values in the column DEALT. `UNDEALT`: no remainder is redistributed. `ENDED`: the last batch of the epoch was consumed, and
+the rows begin the next epoch."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The pipelines of N logical shards, not yet built. Pickles where the pipeline does."""
+    """The pipelines of N logical shards, not yet built. It pickles if the pipeline does."""
 
     pipeline: Pipeline
     num_logical_shards: int
@@ -39,7 +40,7 @@ class Recipe:
     global_batch_size: int = 1
 
     def build(self, shard: int) -> Node[Any]:
-        """The root node of one logical shard."""
+        """Return the root node of one logical shard."""
         try:
             given = Shard(shard, self.num_logical_shards, self.seed, self.repeat, self.verify, self.global_batch_size)
             root = as_node(self.pipeline(given))
@@ -53,7 +54,7 @@ class Recipe:
 
 
 def _refuse_twice(root: Node[Any]) -> None:
-    """``ValueError`` where one node stands at two places or in two pipelines: it has one position."""
+    """Raise ``ValueError`` if one node stands at two places or in two pipelines: a node has one position."""
     seen: dict[int, tuple[str, ...]] = {}
     for path, node in root.walk():
         if (first := seen.setdefault(id(node), path)) is not path:
@@ -70,7 +71,7 @@ def _refuse_twice(root: Node[Any]) -> None:
 
 
 def _refuse_others(root: Node[Any], given: Shard) -> None:
-    """``ValueError`` where a node reads another logical shard than it should: rows would come twice, or never."""
+    """Raise ``ValueError`` if a node reads the wrong logical shard: rows would come twice, or never."""
     for path, node in root.walk():
         of = node.of_shard
         if of is not None and (of.index, of.num_logical_shards) != (given.index, given.num_logical_shards):
@@ -82,5 +83,5 @@ def _refuse_others(root: Node[Any], given: Shard) -> None:
 
 
 def path_name(path: tuple[str, ...]) -> str:
-    """A node's path in messages and JSON; the root of the pipeline has none of its own."""
+    """Return the path of a node as text, for messages and JSON; the root of the pipeline is called ``root``."""
     return ".".join(path) or "root"

@@ -1,4 +1,4 @@
-"""`Report`: how ranks differ in what they wait for and read."""
+"""`Report`: the differences between ranks in their waits and reads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Spread(NamedTuple):
     """One number over all dp ranks.
 
     Args:
-        worst: The dp rank that has most of it; of batches that are ready, least.
+        worst: The dp rank with the largest value; for ``batches_ready``, the one with the smallest.
     """
 
     minimum: float
@@ -37,7 +37,7 @@ class Spread(NamedTuple):
 
 
 class Report(dict[str, Spread]):
-    """Numbers of `DataLoader.progress` over all dp ranks, by name; as a string a line for a log."""
+    """Numbers of `DataLoader.progress` over all dp ranks, by name; ``str()`` of it is one line for a log."""
 
     def __str__(self) -> str:
         return ", ".join(
@@ -46,11 +46,11 @@ class Report(dict[str, Spread]):
 
 
 def report(names: Sequence[str], values: npt.NDArray[np.float64], first_rank: int = 0) -> Report:
-    """Return the `Report` over the values of each rank.
+    """Return the `Report` of the values of all ranks.
 
     Args:
         values: ``float64[W, len(names)]``.
-        first_rank: Whose the first row is: another than 0 where a rank is alone.
+        first_rank: The dp rank of the first row; it may differ from 0 if there is only one row.
     """
     found = Report()
     for name, column in zip(names, values.T, strict=True):

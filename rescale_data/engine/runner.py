@@ -27,13 +27,13 @@ Collate: TypeAlias = Callable[[list[Any]], Any]
 
 
 class Exhausted(Exception):
-    """With ``repeat=False``: a shard has no sample left in this epoch."""
+    """A shard has no sample left in this epoch (``repeat=False``)."""
 
 
 class Runner:
-    """Draws samples of any logical shard and keeps the table of where each stands.
+    """Draws samples of any logical shard, and keeps the table of their positions.
 
-    Pipelines are built when first asked for and bound to their row, so that drawing moves the row by itself.
+    A pipeline is built when it is first used, and bound to its row, so that each draw moves the row.
     """
 
     def __init__(self, recipe: Recipe, schema: Schema) -> None:
@@ -44,14 +44,14 @@ class Runner:
         self._live: list[Node[Any] | None] = [None] * recipe.num_logical_shards
         self._columns, self._write_ready = schema.root.writes, schema.root.write_ready
         self._samples = self.table[:, SAMPLES]  # a view
-        self._visits: dict[int, _Visit] = {}  # of turns that come again
+        self._visits: dict[int, _Visit] = {}  # for turns that come again
 
     def load(self, table: Ints, histories: Histories) -> None:
-        """Go on from a table.
+        """Go on from the positions in a table.
 
         Args:
-            table: A copy of which is kept.
-            histories: Of what the sources consist.
+            table: The positions; they are copied.
+            histories: The data of each source, by epoch.
         """
         if histories != self._histories:
             self._histories, self._built = histories, {}
@@ -60,15 +60,15 @@ class Runner:
         self._live, self._visits = [None] * len(table), {}
 
     def serve(self, shards: Ints) -> None:
-        """Tell the sources that this process reads `shards` from here on: they begin to read ahead, and share out the cache."""
+        """Make `shards` the ones that this process reads from here on: sources begin to read ahead, and divide the cache."""
         serve(self, self.schema.sources().values(), shards.tolist())
         self.schema.prepare(self.table, shards)
 
     def take(self, turn: Turn, collate: Collate | None) -> MicroBatch:
-        """One micro batch.
+        """Return one micro batch.
 
         Args:
-            collate: `None` stacks; where the pipelines can write, they then do so in place.
+            collate: Makes a batch of samples. `None` stacks them; pipelines that can write then write them in place.
         """
         visit = self._visits.get(id(turn))
         if visit is not None and collate is None:
@@ -76,7 +76,7 @@ class Runner:
             visit.more += visit.count
             rows = Rows(turn.index, visit.rows.copy(), None, visit.more)
             return MicroBatch(batch, rows, turn.shards, len(visit.nodes))
-        if turn.numbers is not None:  # each is counted when it is fetched
+        if turn.numbers is not None:  # `_fetch` counts each sample
             fetched = [self._fetch(*p) for p in zip(turn.shards, turn.numbers, turn.is_real, strict=True)]
             return self._served((collate or stack)(fetched), turn)
         if collate is None and self._columns:
@@ -90,11 +90,11 @@ class Runner:
         return self._served(batch, turn)
 
     def trace(self, turn: Turn, shards: Container[int]) -> MicroBatch:
-        """One micro batch as `take`, but of each sample only where it comes from, a line a document: a list of them.
+        """Return one micro batch as `take` does, with the origin of each sample in its place: a list of lines, one a document.
 
         Args:
-            shards: Whose samples are drawn. Those of others are left out: at an endless stream with no work at all, so
-                their positions are wrong from there on.
+            shards: The shards whose samples are drawn. Samples of other shards are left out. In an endless stream their
+                pipelines are not even moved, so the positions of these shards are wrong from there on.
         """
         found: list[list[str]] = [[] for _ in turn.shards]
         for place, shard in enumerate(turn.shards if turn.num_real < 0 else turn.shards[: turn.num_real]):
@@ -109,7 +109,7 @@ class Runner:
         return self._served(found, turn)
 
     def skip(self, shard: int, num_samples: int) -> None:
-        """Leave out samples of a shard, in constant time where its pipeline knows how many an epoch has."""
+        """Leave out samples of a shard, in constant time if its pipeline knows the number of samples of an epoch."""
         self.table[shard, SAMPLES] += num_samples
         while num_samples:
             node = self._live[shard]
@@ -131,10 +131,10 @@ class Runner:
                 num_samples -= pass_epochs(node, self._slots(shard), shard, num_samples)
 
     def look_ahead(self, shard: int, num_samples: int) -> tuple[int, Ints | None]:
-        """Draw up to so many samples of a shard, to find its epoch's end. Who serves after that loads the table anew.
+        """Draw up to `num_samples` samples of a shard, to find the end of its epoch. Call `load` before it is served again.
 
         Returns:
-            How many were there; where these are fewer, the slots at which the next epoch begins.
+            The number of samples drawn. If that is less, also the slots at the beginning of the next epoch, else `None`.
         """
         for count in range(num_samples):
             try:
@@ -144,17 +144,17 @@ class Runner:
         return num_samples, None
 
     def farthest(self, shard: int, row: Ints, histories: Histories) -> dict[str, int]:
-        """Return for each source the last epoch that is read again, to go on within what a shard has begun.
+        """Return, for each source, the last epoch that a shard reads again to go on within a window or document it has begun.
 
         Args:
-            row: ``int64[1, columns]``, where the shard stands in another table than this one's.
-            histories: Of what the sources consist there.
+            row: ``int64[1, columns]``, the position of the shard in another table than this runner's.
+            histories: The data of each source, for that table.
         """
         root, row = self._recipe.build(shard), row.copy()
         adopt(root, histories)
         root.settle(
             row[0, FIRST_SLOT:].data
-        )  # as the load does: what needs an old blocklist begins again, and is not read
+        )  # as a load does: a document or window that needs an old blocklist begins again, and is not read
         nodes = dict(root.walk())
         for path, begun in self.schema.begun(row).items():
             slots = self.schema.slots_at(row, path)
@@ -165,10 +165,10 @@ class Runner:
         return {path_name(path): below.farthest for path, below in nodes.items() if isinstance(below, Reader)}
 
     def prove(self, shard: int, num_left: int) -> None:
-        """``DataStateError`` where a shard did not deliver each row of its epoch once but for those of its last samples.
+        """Raise ``DataStateError`` unless a shard delivered each row of its epoch once, except for its last `num_left` samples.
 
-        What is left of the epoch is drawn: a source that ends then compares the rows that were read with the size of its epoch,
-        any other those up to its position.
+        These last samples are drawn. A source that ends with them compares the rows that were read with the size of its epoch.
+        Any other source compares the rows up to its position.
         """
         node = self._build(shard)
         node.bind(self._slots(shard).copy().data)
@@ -204,7 +204,7 @@ class Runner:
         return tray.batch()
 
     def _draw(self, shard: int, tray: Tray | None = None, place: int = 0) -> Any:
-        """The next sample of a shard, or nothing where it is written into a tray."""
+        """Return the next sample of a shard; with a tray, write it there and return nothing."""
         node = self._live[shard]
         if node is None:
             node = self._wake(shard)
@@ -232,7 +232,7 @@ class Runner:
         )
 
     def _fetch(self, shard: int, number: int, is_real: bool) -> Any:
-        """Sample ``number`` of a shard that another process may have served since our row of it was current."""
+        """Return sample ``number`` of a shard, whose row here may be old, because other processes served the shard."""
         if not is_real:
             return self._first(shard)
         self.skip(shard, number - int(self.table[shard, SAMPLES]))
@@ -241,9 +241,9 @@ class Runner:
         return sample
 
     def _first(self, shard: int) -> Any:
-        """The first sample of a shard in the run, without a trace in the table: what fills an epoch's last batch.
+        """Return the first sample of a shard in the run, to fill the last batch of an epoch. The table does not change.
 
-        It can be had from any position, and is the same in every topology. The shard has samples, if not in the first epoch.
+        The sample is the same from any position and in every topology. The shard has samples, perhaps not in the first epoch.
         """
         node = self._build(shard)
         node.bind(node.initial())
@@ -281,10 +281,10 @@ class _Visit:
     """A turn that comes again.
 
     Args:
-        nodes: The node of each of its samples.
-        rows: A view of the rows of the table that it visits.
-        count: Samples that each of these rows gives.
-        more: Samples that each has given beside those that it counts: to count them in the rows is dear.
+        nodes: The node of each sample of the turn.
+        rows: A view of the rows of the table that the turn visits.
+        count: The number of samples that each of these rows gives in the turn.
+        more: The number of samples that each row has given but does not count yet: to count them in the rows is expensive.
     """
 
     turn: Turn

@@ -1,4 +1,4 @@
-"""`Schema`: what the loader learned from the pipeline of the first shard, and holds for all of them."""
+"""`Schema`: facts about a pipeline that hold for all logical shards, learned from the first one."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from rescale_data.sources.source import Described
 from rescale_data.state import Ints, encode, field_of, flatten, place_slots, state_of
 
 Nodes: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""Parameters by the path of the node."""
+"""The parameters of each node, by its path."""
 
 
 def _require_all_named_or_none(root: Node[Any]) -> None:
-    """``ValueError`` where some rows come with their provenance and others do not: they may share a sample or a batch."""
+    """Raise ``ValueError`` if some rows have their provenance and others do not: they may share a sample or a batch."""
     named = {path_name(path): node.provenance for path, node in root.walk() if node.reads is not None}
     if len(set(named.values())) > 1:
         with_it, without = ([path for path, has_it in named.items() if has_it is wanted] for wanted in (True, False))
@@ -44,7 +44,7 @@ def _require_all_named_or_none(root: Node[Any]) -> None:
 class Schema:
     """The facts that hold for every logical shard of a pipeline: the columns of the table, the sources and the parameters.
 
-    It is known before any data is read, from the pipeline of one shard, and asked from then on in place of
+    A schema is made of the pipeline of one shard, before any data is read. From then on the loader asks the schema in place of
     that pipeline.
     """
 
@@ -65,12 +65,12 @@ class Schema:
             )
 
     def fresh_table(self, num_logical_shards: int) -> Ints:
-        """The positions of a run that has delivered nothing: ``int64[N, columns]``."""
+        """Return the positions of a run that has delivered nothing: ``int64[N, columns]``."""
         row = np.concatenate([[0, UNDEALT], np.array(self.root.initial(), dtype=np.int64)])
         return np.tile(row, (num_logical_shards, 1))
 
     def require_same_fields(self, node: Node[Any], shard: int) -> None:
-        """``TypeError`` where the pipeline of another logical shard has other fields."""
+        """Raise ``TypeError`` if the pipeline of another shard has other fields, ``ValueError`` if it has other seeds."""
         if node.fields != self.root.fields:
             raise TypeError(
                 f"The pipeline of logical shard {shard} has the state {_described(node)}, the first one has "
@@ -83,7 +83,7 @@ class Schema:
             )
 
     def require_same_state(self, node: Node[Any], shard: int) -> None:
-        """The same, and where it begins in another state."""
+        """Raise as `require_same_fields` does, or ``TypeError`` if the other pipeline begins in another state."""
         self.require_same_fields(node, shard)
         first, here = (flatten(state_of(each.fields, each.initial())) for each in (self.root, node))
         for (path, one), (_, other) in zip(first, here, strict=True):
@@ -95,11 +95,11 @@ class Schema:
                 )
 
     def epoch_end(self, table: Ints) -> tuple[Ints, Ints] | None:
-        """Samples left in the epoch and the slots at which the next begins, of all shards; `None` where it must be read."""
+        """Return the samples left in the epoch and the slots of the next, of all shards; `None` if only reading finds them."""
         return self.root.epoch_end(table[:, FIRST_SLOT:], np.arange(len(table), dtype=np.int64))
 
     def uncounted(self, table: Ints) -> list[str]:
-        """Return the class names of the nodes at which counts end: each node below knows its number of samples, they do not."""
+        """Return the class names of the nodes that do not know their number of samples, although all nodes below them do."""
         numbers = np.arange(len(table), dtype=np.int64)
         found: list[tuple[tuple[str, ...], Node[Any]]] = []
         for path, node in self.root.walk():
@@ -110,18 +110,18 @@ class Schema:
 
     @property
     def columns_within(self) -> list[int]:
-        """The columns of the table that say where within an epoch shards stand."""
+        """The columns of the table that give the place of a shard within its epoch."""
         return [FIRST_SLOT + slot for slot in place_slots(self.root.fields, epochs=False)]
 
     def epoch_size(self, table: Ints) -> int | None:
-        """Samples of the epoch that the positions are in, delivered or not; `None` where it must be read."""
+        """Return the number of samples of the current epoch, delivered or not; `None` if only reading finds it."""
         beginning, within = table.copy(), self.columns_within
         beginning[:, within] = self.fresh_table(len(table))[:, within]
         end = self.epoch_end(beginning)
         return None if end is None else int(end[0].sum())
 
     def epochs_are_alike(self, table: Ints) -> bool:
-        """True if each epoch moves each position by the same: a row is a sample, and no shard owns other rows than before."""
+        """True if each epoch moves each position alike: a row is a sample, and no shard owns other rows than before."""
         if self.epoch_end(table) is None:
             return False
         nodes = [node for _, node in self.root.walk()]
@@ -132,11 +132,11 @@ class Schema:
         )
 
     def sources(self) -> dict[str, Described]:
-        """The sources of the pipeline by the path of the node that reads each."""
+        """Return the sources of the pipeline, by the path of the node that reads each."""
         return {path_name(path): node.reads for path, node in self.root.walk() if node.reads is not None}
 
     def progress(self, table: Ints, shards: Ints) -> dict[str, float]:
-        """Return the counters of the given shards; several readers of one source add up, namesakes do not."""
+        """Return the counters of the given shards; readers of one source add up, sources that share a name do not."""
         total: dict[str, float] = {}
         namesakes = self._namesakes()
         for path, node in self.root.walk():
@@ -151,25 +151,27 @@ class Schema:
         return total
 
     def _namesakes(self) -> set[str]:
-        """Names that several sources have in common."""
+        """Return the names that several sources share."""
         first: dict[str, Described] = {}
         return {s.name for s in self.sources().values() if first.setdefault(s.name, s) is not s}
 
     def adopt(self, histories: Histories) -> None:
-        """From now on the sources consist of what the histories say."""
+        """Set the data of the sources, and the earlier forms of samples, from now on."""
         if histories != self.histories:
             self._sources_json = self._pipeline_json = None
         self.histories = histories
         adopt(self.root, histories)
 
     def slots_at(self, table: Ints, path: tuple[str, ...]) -> Ints | None:
-        """The slots of the node at ``path``, a view; `None` where it lives inside a foreign node."""
+        """Return the slots of the node at ``path``, a view; `None` if the node lives inside a foreign node."""
         slots = self.root.slots_of(path)
         return None if slots is None else table[:, FIRST_SLOT:][:, slots]
 
     def begun(self, table: Ints) -> dict[tuple[str, ...], Ints]:
-        """``bool[N]``, by the path of a node that `READS_AHEAD`: whether it is within something that was delivered in part,
-        or has told of what follows."""
+        """Return ``bool[N]`` for each node that `READS_AHEAD`, by its path: true for shards within something delivered in part.
+
+        For a node with `tells_next`, also true for shards whose position has moved: a sample says something of the next one.
+        """
         found: dict[tuple[str, ...], Ints] = {}
         fresh = self.fresh_table(len(table))
         for path, node in self.root.walk():
@@ -181,7 +183,7 @@ class Schema:
         return found
 
     def prepare(self, table: Ints, shards: Ints) -> None:
-        """The given shards are about to be served: begin to bring what they need first."""
+        """Begin to fetch the data that the given shards need first; they are about to be served."""
         for path, node in self.root.walk():
             rows = self.slots_at(table[shards], path)
             if rows is not None:
@@ -189,7 +191,7 @@ class Schema:
 
     @cached_property
     def manifests(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return the manifest of each source now, by the path of its reader: listed once, since there may be many files."""
+        """The current manifest of each source, by the path of its reader; listed once, since there may be many files."""
         return {path: dict(source.manifest()) for path, source in self.sources().items()}
 
     @property
@@ -212,22 +214,22 @@ class Schema:
 
     @property
     def pipeline(self) -> Nodes:
-        """The parameters of each node, as JSON has them."""
+        """The parameters of each node, as read from JSON."""
         return json.loads(self.pipeline_json)
 
     @cached_property
     def columns_json(self) -> str:
-        """In the order of the table."""
+        """The columns of the table of a state as JSON, in the order of the table."""
         return to_json([{"name": field.key, **field.describe()} for field in (STAMP, *self.fields)])
 
     @property
     def columns(self) -> dict[str, Any]:
-        """The columns of the table of a state, as JSON has them, by name."""
+        """The columns of the table of a state, as read from JSON, by name."""
         return by_name(json.loads(self.columns_json))
 
     @property
     def texts(self) -> dict[str, str]:
-        """The JSON that stands in the header of a state: what the columns, the parameters and the sources are."""
+        """The JSON texts in the header of a state: its columns, parameters and sources."""
         return {"columns": self.columns_json, "pipeline": self.pipeline_json, "sources": self.sources_json}
 
 
@@ -252,7 +254,7 @@ def _parameters(path: tuple[str, ...], node: Node[Any]) -> dict[str, Any]:
 
 
 def adopt(root: Node[Any], histories: Histories) -> None:
-    """Tell the nodes of a pipeline of what their sources consist."""
+    """Give each node of a pipeline its history: the data of its source, or the earlier forms of its samples."""
     for path, node in root.walk():
         node.adopt(histories.get(path_name(path), ()))
 
@@ -262,10 +264,10 @@ def to_json(value: Any) -> str:
 
 
 def by_name(columns: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The columns of a table, dtype and shape of each, by name."""
+    """Return the dtype and the shape of each column of a table, by name."""
     return {about["name"]: {"dtype": about["dtype"], "shape": about["shape"]} for about in columns}
 
 
 def as_json(value: Any) -> Any:
-    """A value as it is read again."""
+    """Return a value as it is after it was written as JSON and read again."""
     return json.loads(to_json(value))

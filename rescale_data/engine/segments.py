@@ -1,10 +1,12 @@
-"""A run goes through segments: the main phase of an epoch, in which the layout says who serves what, then, with
-``repeat=False``, the deal of the remainder, then the next epoch. A segment ends at a step boundary, on every rank at the same.
+"""The segments of a run, one after the other. Each ends at a step boundary, which is the same on every rank.
 
-    origin                        stop, origin            stop, origin
-      |  main phase, u = 0, 1, ...  |  deal, u = 0, 1, ...  |  next epoch
+In the main phase of an epoch, the layout determines which rank serves what. With ``repeat=False`` the remainder follows, in a
+segment of its own; then the next epoch begins.
 
-Where only reading tells how much is left, it is dealt in rounds (`Ends`), each a segment of its own.
+    origin                        stop, origin                 stop, origin
+      |  main phase, u = 0, 1, ...  |  remainder, u = 0, 1, ...  |  next epoch
+
+If only reading can find how much is left, the remainder is redistributed in rounds (`Ends`), each a segment of its own.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ from rescale_data.state import Ints
 
 
 def next_segment(at: Cursor, ends: Ends) -> Cursor:
-    """Return the cursor in the segment that follows, of one that is behind the last micro batch of a segment.
+    """Return the cursor in the next segment, for a cursor after the last micro batch of its segment.
 
-    A pure function of the cursor but for what `ends` tells. Collective where only reading tells.
+    The result depends on the cursor and on the ends that `ends` finds, and on nothing else. Collective if only reading can find
+    them.
     """
     if at.ended:
         return _begin_epoch(at, ends)
@@ -40,13 +43,13 @@ def next_segment(at: Cursor, ends: Ends) -> Cursor:
 
 
 def _plan(at: Cursor, ends: Ends) -> Cursor:
-    """Return the cursor in the segment of the next micro batch, where none is planned and all rows are right."""
+    """Return the cursor in the segment of its next micro batch; none was planned, and all rows are right."""
     table, layout = at.positions, ends.layout
     samples, left = table[:, SAMPLES].copy(), ends.left(table)
     if (table[:, DEALT] == UNDEALT).all():
         stop = None if left is None else max(layout.last_whole(samples, left, at.u), at.u)
         return at._replace(leg=_leg(ends, at.u, stop, samples, left), owners=ends.owners)
-    if left is None and not at.u:  # a round that has not begun: perhaps it was another global batch's
+    if left is None and not at.u:  # a round that has not begun: it may have been planned for another global batch
         return _next_round(at, ends)
     dealt = table[:, DEALT].copy()
     before = samples - Deal(layout, dealt, samples, False).delivered(at.u)
@@ -54,13 +57,13 @@ def _plan(at: Cursor, ends: Ends) -> Cursor:
 
 
 def _next_round(at: Cursor, ends: Ends) -> Cursor:
-    """Return the cursor in the next round of a remainder that only reading tells."""
+    """Return the cursor in the next round of a remainder whose size only reading can find."""
     table, left = ends.look(at)
     return _deal(at, table.copy(), left, table[:, SAMPLES].copy(), ends, is_known=False)
 
 
 def _deal(at: Cursor, table: Ints, left: Ints, samples: Ints, ends: Ends, *, is_known: bool) -> Cursor:
-    """Return the cursor in a deal of what each shard has left, to the same ranks."""
+    """Return the cursor at the beginning of a remainder: the samples `left` of each shard, for the same ranks."""
     table[:, DEALT] = left
     clock = at.now(ends.layout).restarted(ends.layout.global_batch_size)
     leg = _leg_of_deal(ends, 0, left, samples, is_known=is_known)
@@ -68,14 +71,14 @@ def _deal(at: Cursor, table: Ints, left: Ints, samples: Ints, ends: Ends, *, is_
 
 
 def _end_epoch(at: Cursor, deal: Deal, ends: Ends) -> Cursor:
-    """Return the cursor at the end of an epoch, of which the last micro batch has been taken."""
+    """Return the cursor at the end of an epoch whose last micro batch was consumed."""
     layout, clock = ends.layout, at.now(ends.layout)
     if at.idle > 1:
         raise DataStateError(
             f"Two epochs in a row hold less than one global batch of {layout.global_batch_size} samples. Use a smaller "
             f"global_batch_size, more data, tail='pad', or repeat=True."
         )
-    begins = ends.next_epoch(at)  # before all else: reading may have to go on again
+    begins = ends.next_epoch(at)  # before all else: it may read, fail, and have to go on
     delivered = deal.delivered(at.u)
     ends.prove(at, deal.left - delivered)
     table = at.positions.copy()
@@ -104,17 +107,17 @@ def _moved(at: Cursor, clock: Clock, table: Ints, ends: Ends) -> Cursor:
 
 
 def _leg(ends: Ends, u: int, stop: int | None, samples: Ints, left: Ints | None) -> Leg:
-    """Return the main phase of an epoch, from micro batch u on."""
+    """Return the main phase of an epoch from micro batch u on."""
     pads, recipe = ends.setup.tail == "pad", ends.setup.recipe
     endless, whole_steps = sys.maxsize if recipe.repeat else 0, ends.setup.balance is not None
-    calm_until = 0 if recipe.verify else endless if stop is None else stop  # a proof that has failed stays so
+    calm_until = 0 if recipe.verify else endless if stop is None else stop  # a failed proof stays failed
     return Leg(
         ends.layout, ends.ranks.rank, stop, u, samples, left, None, ends.schema.histories, pads, calm_until, whole_steps
     )
 
 
 def _leg_of_deal(ends: Ends, u: int, left: Ints, samples: Ints, *, is_known: bool) -> Leg:
-    """Return a deal that goes on at micro batch u; one without any that is left is over at once."""
+    """Return the segment of a remainder from micro batch u on; it is over at once if no micro batch is left."""
     deal = Deal(ends.layout, left, samples, pad=False)
     leg = _leg(ends, u, max(deal.num_micro_batches, u), samples, left if is_known else None)
     leg = replace(leg, deal=deal, calm_until=0)
@@ -126,7 +129,7 @@ def _leg_of_deal(ends: Ends, u: int, left: Ints, samples: Ints, *, is_known: boo
 
 def _say_tail(at: Cursor, ends: Ends, num_dropped: int, num_padded: int) -> None:
     if num_dropped or num_padded or at.idle:
-        say = ends.ranks.warn if at.idle else ends.ranks.info  # loaded with another global batch, or too small
+        say = ends.ranks.warn if at.idle else ends.ranks.info  # too few samples, or a load changed the global batch
         say(
             "Epoch %d ended with less than a global batch of %d samples: %d dropped, %d repeated to fill the last one.",
             at.clock.epoch,

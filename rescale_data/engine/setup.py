@@ -1,4 +1,4 @@
-"""From the arguments of a loader to what it runs with, every part checked once."""
+"""Makes the `Setup` of a loader from its arguments, and checks each part once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rescale_data.nodes.reader import Reader
 from rescale_data.sources.decoded.cache import by_owner, owner_of
 from rescale_data.sources.decoded.interest import warn_if_thrashing
 
-_FEW_ROWS, _EVEN_ROWS = 8, 20  # a shard; from the second on, rows of an endless stream come equally often within 5 %
+_FEW_ROWS, _EVEN_ROWS = 8, 20  # rows a shard; from 20 on, an endless stream gives all rows equally often, within 5 %
 _warned: dict[int, bool] = by_owner()
 _log = logging.getLogger("rescale_data")
 
@@ -44,7 +44,7 @@ class Setup:
 
 
 def set_up(pipeline: Pipeline, options: Options) -> Setup:
-    """Return the setup of a loader, defaults resolved, what cannot run refused (collective where there is a process group)."""
+    """Return the setup of a loader with its defaults, or raise if it cannot run (collective if there is a process group)."""
     o = options.global_batch_size
     ranks = find_ranks(options.mesh, options.dp_rank, options.dp_world_size, options.timeout)
     _require_ranks(options.balance, ranks)
@@ -56,7 +56,7 @@ def set_up(pipeline: Pipeline, options: Options) -> Setup:
         num_workers=options.num_workers,
     )
     recipe = Recipe(pipeline, layout.num_logical_shards, options.seed, options.repeat, options.verify, o)
-    schema = Schema(recipe.build(0))  # on every rank, so that what it says is the same on any topology
+    schema = Schema(recipe.build(0))  # shard 0 on every rank, so that the schema is the same in any topology
     _check_memory(schema, layout)
     setup = Setup(recipe, schema, layout, ranks, options.tail, options.steps_per_epoch, options.balance)
     _check_epoch(setup)
@@ -83,7 +83,7 @@ def set_up(pipeline: Pipeline, options: Options) -> Setup:
 
 
 def _require_ranks(balance: Balance | None, ranks: Ranks) -> None:
-    """``ValueError`` where costs have to be exchanged, and ranks cannot be reached."""
+    """Raise ``ValueError`` if costs have to be exchanged, but the other ranks cannot be reached."""
     if balance is not None and ranks.simulated and (balance.over != "rank" or balance.weight is not None):
         raise ValueError(
             f"rd.Balance(over={balance.over!r}) with dp_rank={ranks.rank} and dp_world_size={ranks.world_size}, but there is "
@@ -100,7 +100,7 @@ def _warn_if_not_aligned(setup: Setup) -> None:
 
 
 def _check_steps(setup: Setup, steps_per_epoch: int | None) -> None:
-    """``ValueError`` where an epoch cannot have so many steps, or the data itself knows its epoch."""
+    """Raise ``ValueError`` if an epoch cannot have so many steps, or the pipeline itself knows the size of its epoch."""
     if steps_per_epoch is None:
         return
     if steps_per_epoch < 1:
@@ -115,7 +115,7 @@ def _check_steps(setup: Setup, steps_per_epoch: int | None) -> None:
 
 
 def _micro_batch_size(options: Options, ranks: Ranks) -> int:
-    """Return b; ``ValueError`` where a default would grow when ranks become fewer, and training then run out of memory."""
+    """Return b; raise ``ValueError`` if a default would grow with fewer ranks, so that training runs out of memory."""
     o, w = options.global_batch_size, ranks.world_size
     if options.micro_batch_size is None and w > 1 and options.shuffle is not False:
         raise ValueError(
@@ -141,7 +141,7 @@ def _num_logical_shards(options: Options, ranks: Ranks) -> int:
 
 
 def _check_memory(schema: Schema, layout: Layout) -> None:
-    """``ValueError`` where the table, of which a state and a load are copies, has no room in the memory of this machine."""
+    """Raise ``ValueError`` if the table, and its copies in a state and a load, do not fit into the memory of this machine."""
     n, memory = layout.num_logical_shards, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     size = n * schema.fresh_table(1).nbytes
     if 4 * size > memory:
@@ -152,7 +152,7 @@ def _check_memory(schema: Schema, layout: Layout) -> None:
 
 
 def _check_epoch(setup: Setup) -> None:
-    """``ValueError`` where one epoch cannot fill a single global batch, or ranks could not agree on its end."""
+    """Raise ``ValueError`` if an epoch cannot fill a single global batch, or ranks could not agree on its end."""
     if setup.recipe.repeat:
         return
     end = setup.schema.epoch_end(setup.schema.fresh_table(setup.layout.num_logical_shards))
@@ -170,12 +170,12 @@ def _check_epoch(setup: Setup) -> None:
 
 
 def _check_shards(setup: Setup) -> None:
-    """Refuse shards that begin in different states; warn of sources opened for each shard, or larger than the cache."""
+    """Refuse shards that begin in different states; warn if sources are opened for each shard, or exceed the cache."""
     layout, sources = setup.layout, setup.schema.sources()
     readers = [node for _, node in setup.schema.root.walk() if isinstance(node, Reader)]
     _warn_if_small(readers)
     in_step = [reader.source for reader in readers if reader.rows.steps]
-    # of those in step all shards read the same fragment at the same time
+    # shards that read a source in step all read the same fragment at the same time
     apart = {id(source): source for source in sources.values() if source not in in_step}
     plans = sum(reader.rows.plan_bytes for reader in readers)
     warn_if_thrashing(apart.values(), -(-len(layout.owned(setup.ranks.rank)) // layout.workers), plans)
@@ -200,7 +200,7 @@ def _check_shards(setup: Setup) -> None:
 
 
 def _warn_if_small(readers: Iterable[Reader]) -> None:
-    """Say once that what a logical shard reads together is little, or nothing in most epochs: of all such sources at once."""
+    """Warn once, for all small sources together, if a logical shard has few rows of them, or none in most epochs."""
     small = [each for each in readers if each.shard.repeat and _is_small(each) and owner_of(each.source) not in _warned]
     if not small:
         return

@@ -1,4 +1,4 @@
-"""`LogicalShards`: the scaling layer as a node, to sit under `torchdata.nodes.Loader`, `Prefetcher` or `PinMemory`."""
+"""`LogicalShards`: the scaling layer as a node, to stand under `torchdata.nodes.Loader`, `Prefetcher` or `PinMemory`."""
 
 from __future__ import annotations
 
@@ -30,25 +30,26 @@ _STALE = (
 class LogicalShards(BaseNode[list[Any]]):
     """Runs the logical shards that this rank owns and yields lists of b samples.
 
-    Nodes above it that go on from a state they took earlier and then draw as many batches again (``snapshot_frequency`` of
-    `Prefetcher` and `ParallelMapper`) count in batches of before: leave it at 1, the default, or go on with the same W and b.
-    With several ranks its state holds the rows of its own rank alone: `rd.whole_state` makes the state of whatever is above it
-    whole, to be kept. Give ``torchdata.nodes.Loader`` above it ``restart_on_stop_iteration=False``: by default it returns,
-    after a load of a state of an epoch's end, that state for ever (torchdata 0.11), which is warned about.
+    Some nodes above it go on from an earlier state, and then draw as many batches again (``snapshot_frequency`` of `Prefetcher`
+    and `ParallelMapper`). They count batches of the earlier topology: leave ``snapshot_frequency`` at 1, the default, or go on
+    with the same W and b. With several ranks, the state of this node holds the rows of its own rank alone. To keep a state,
+    pass it, or the state of a node above, to `rd.whole_state`. Give ``torchdata.nodes.Loader`` above it
+    ``restart_on_stop_iteration=False``. By default, a ``Loader`` that has loaded the state of an epoch's end returns that state
+    for ever (torchdata 0.11); this node warns of that.
 
     Args:
         pipeline: ``Shard -> node``, the node graph of one logical shard.
         num_logical_shards: N, fixed for the whole run.
-        global_batch_size: O, samples per optimizer step over all ranks.
-        micro_batch_size: b; default, for one rank alone, O.
-        mesh: `DeviceMesh` or process group of the data-parallel ranks; default: the process group where there is one.
-        dp_rank: In place of a mesh, together with ``dp_world_size``.
-        seed: Seed of every order.
-        repeat: An endless stream, or `StopIteration` at the end of each epoch. The rest of an epoch that does not
-            fill a global batch is dropped.
+        global_batch_size: O, the samples of an optimizer step over all ranks.
+        micro_batch_size: b. Default for a single rank: O.
+        mesh: The `DeviceMesh` or process group of the data-parallel ranks. Default: the process group, if there is one.
+        dp_rank: The data-parallel rank, in place of a mesh, together with ``dp_world_size``.
+        seed: The seed of every order.
+        repeat: True for an endless stream; False for a `StopIteration` at the end of each epoch. Then the rest of an epoch that
+            does not fill a global batch is dropped.
 
     Raises:
-        ValueError: A topology that does not fit; the message lists those that do.
+        ValueError: The topology does not fit; the message lists the ones that do.
 
     Example:
         >>> import rescale_data as rd
@@ -88,11 +89,11 @@ class LogicalShards(BaseNode[list[Any]]):
         self.setup: Setup = set_up(pipeline, options)
         runner = Runner(self.setup.recipe, self.setup.schema)
         self.stream = Stream(self.setup, runner, InProcess(runner, list))
-        self._asked: bool | None = None  # for a state, since it was reset to one at an epoch's end
-        self._begun = 0  # samples at the beginning that it was reset to; from then on another reset changes nothing
+        self._asked: bool | None = None  # True if a state was asked for since a reset to an epoch's end
+        self._begun = 0  # samples after the last reset; a second reset there changes nothing
 
     def reset(self, initial_state: Mapping[str, Any] | None = None) -> None:
-        """Go on from a state; without one begin again, or, at the end of an epoch, go on with the next."""
+        """Go on from a state. Without one, begin the run again, or, at the end of an epoch, begin the next epoch."""
         super().reset(None)
         self.setup.ranks.require_no_group()
         begun, self._begun = self._begun, -1

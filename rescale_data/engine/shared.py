@@ -1,7 +1,8 @@
-"""`Shared`: the `Reading` of a dp rank whose TP, PP and CP peers share it. The first of them reads, and sends what it has read.
+"""`Shared`: the `Reading` that the TP, PP and CP peers of a dp rank share.
 
-The others build no pipeline, open no file, make no request and start no worker. All calls, but for numbers, `progress` and
-`close`, are collective over the peers: the first makes them, and its results and errors are those of all.
+The first peer reads, and sends its batches to the other peers. These build no pipeline, open no file, make no request and start
+no worker. All calls except the numbers, `progress` and `close` are collective over the peers: the first peer makes the call,
+and all peers get its result or its error.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ class Shared:
     """The methods of `Reading`, on each of the peers.
 
     Args:
-        open_reading: Return the `Reading` of the dp rank, with some arguments changed. Called on the first alone.
-        pipeline: A function that returns what is read.
+        open_reading: Returns the `Reading` of the dp rank, with some arguments changed. Only the first peer calls it.
+        pipeline: A function that returns the first argument of a `DataLoader` without peers.
         options: The other arguments of `DataLoader`.
 
     Raises:
-        ValueError: Peers were given different arguments (of functions the names are compared); on all of them.
+        ValueError: Peers were given different arguments (functions are compared by name); all peers raise it.
     """
 
     def __init__(self, open_reading: Callable[..., Reading], pipeline: object, options: Options) -> None:
@@ -71,7 +72,7 @@ class Shared:
         self._reading = open_reading()
 
     def __getattr__(self, name: str) -> Any:
-        """Return a method of the `Reading`, for all peers to call."""
+        """Return a method of the `Reading`, which all peers have to call."""
         if name not in _CALLS:
             raise AttributeError(f"A loader that peers share has no {name}.")
         return lambda *arguments: self._call(  # pyright: ignore[reportUnknownLambdaType]
@@ -105,7 +106,7 @@ class Shared:
             self._reading.close()
 
     def load_state_dict(self, state: Mapping[str, Any], delivered: int = 0) -> None:
-        name = f"load_state_dict({_counts(state)}, {delivered})"  # the state of the first counts
+        name = f"load_state_dict({_counts(state)}, {delivered})"  # only the first peer's state is loaded
         self._call(name, lambda: self._own.load_state_dict(state, delivered))
 
     def reopen(
@@ -130,7 +131,7 @@ class Shared:
         return self._reading
 
     def _call(self, name: str, work: Callable[[], Any], kind: int = RESULT) -> Any:
-        """Return what a call returns on the first, on all of them; a batch on those that receive batches."""
+        """Return the result of the first peer's call on all peers; a batch only on peers that receive batches."""
         self._peers.require_no_fork()
         if self._peers.me:
             kind, value = self._hear(name)
@@ -222,15 +223,15 @@ def _members(peers: object) -> list[int]:
 
 
 def _come_to_the_meeting(dp_rank: Any, dp_world_size: Any, timeout: float) -> None:
-    """Meet all of the job, each with its dp rank, those too that read nothing; before any reads, which may fail."""
+    """Meet all processes of the job, also the ones that read nothing. This comes before any read, since reads may fail."""
     if not isinstance(dp_rank, int) or not isinstance(dp_world_size, int) or dist.get_world_size() == 1:
         return
-    if dp_world_size > 1 and 0 <= dp_rank < dp_world_size:  # else the loader says what is wrong
+    if dp_world_size > 1 and 0 <= dp_rank < dp_world_size:  # otherwise the loader raises an error
         by_dp_rank(dp_rank, dp_world_size, timeout)
 
 
 def _counts(state: Mapping[str, Any] | None) -> str:
-    """Return a digest of the numbers and strings of a state, which tells it from others."""
+    """Return a digest of the numbers and strings of a state, by which peers compare their states."""
     return f"{digest({name: value for name, value in (state or {}).items() if isinstance(value, int | str)}):x}"
 
 

@@ -1,7 +1,7 @@
-"""Passing micro batches without giving them to anybody: the trainer leaves them out, or they were delivered before.
+"""Skips micro batches: the trainer leaves them out, or they were delivered before a load.
 
-Positions move here as they move by taking, over the ends of epochs. Who serves is arithmetic (`Layout`, `Deal`); each rank
-reads for its own block of logical shards, so that the ranks which served may be others than those that read.
+Positions move as if the micro batches were consumed, also over the ends of epochs. `Layout` and `Deal` compute which
+rank serves what. Each rank reads its own block of logical shards, so the ranks that read need not be the ranks that served.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from rescale_data.state import Ints
 
 _MANY = 1 << 40  # samples: more than a shard has left of any epoch
 _STEPS_AT_ONCE = 16
-"""So many steps are read before ranks compare whether an epoch has ended, where only reading tells."""
+"""Ranks read so many steps before they compare whether an epoch has ended, if only reading can find its end."""
 _COUNTS = [each.name for each in fields(Clock) if each.name != "skipped"]
 
 
 def require_countable(what: str, num_samples: int, num_logical_shards: int) -> None:
-    """``ValueError`` where a run would have delivered more samples than the stamps of a state can tell (`STAMP`)."""
+    """Raise ``ValueError`` if a run would deliver more samples than the stamps of a state can count (`STAMP`)."""
     most = MOST_STAMPED // num_logical_shards - 1
     if num_samples > most:
         raise ValueError(
@@ -37,12 +37,12 @@ def require_countable(what: str, num_samples: int, num_logical_shards: int) -> N
 
 
 def skip(at: Cursor, ends: Ends, num_micro_batches: int) -> Cursor:
-    """Return the cursor so many micro batches later (collective where only reading finds ends).
+    """Return the cursor after `num_micro_batches` more micro batches (collective if only reading can find ends).
 
     Args:
-        at: A cursor in which `last` is `None`.
+        at: A cursor whose `last` is `None`.
     """
-    begins: list[tuple[int, Ints]] = []  # of epochs: micro batches left to skip, and where the run stands
+    begins: list[tuple[int, Ints]] = []  # of epochs: the micro batches left to skip, and the numbers of the run
     verify = ends.setup.recipe.verify
     while num_micro_batches:
         if at.ended:
@@ -59,7 +59,7 @@ def skip(at: Cursor, ends: Ends, num_micro_batches: int) -> Cursor:
             at = _read_until(at, leg, ends, first + min(here, _STEPS_AT_ONCE * ends.layout.gradient_accumulation_steps))
         else:
             left = leg.left_at(first)
-            if left is None or num_micro_batches < left or verify:  # else nothing of the epoch is delivered after these
+            if left is None or num_micro_batches < left or verify:  # else no more of this epoch is delivered
                 at = _move(at, leg, ends, first + here)
             at = at._replace(u=first + here)
         num_micro_batches -= at.u - first
@@ -68,20 +68,20 @@ def skip(at: Cursor, ends: Ends, num_micro_batches: int) -> Cursor:
 
 
 def _settled(at: Cursor, ends: Ends) -> Cursor:
-    """Return the cursor in the segment of its next micro batch; where there is none, at the end of the epoch."""
+    """Return the cursor in the segment of its next micro batch; if there is none, at the end of the epoch."""
     while at.leg is not None and at.leg.stop == at.u:
         at = next_segment(at, ends)
     return at
 
 
 def _move(at: Cursor, leg: Leg, ends: Ends, u: int) -> Cursor:
-    """Return the cursor at a micro batch of its segment; each rank moves the rows that it owns (collective)."""
+    """Return the cursor at micro batch u of its segment; each rank moves the rows that it owns (collective)."""
     table = together(ends.ranks, partial(ends.move, at, leg.reached(u)))
     return at._replace(u=u, table=table, owners=ends.owners)
 
 
 def _read_until(at: Cursor, leg: Leg, ends: Ends, u: int) -> Cursor:
-    """Return the cursor at a micro batch of a main phase, or where that ends, which only reading tells (collective)."""
+    """Return the cursor at micro batch u of a main phase, or at its end, which only reading can find (collective)."""
     layout, samples, table = ends.layout, leg.reached(at.u), at.table.copy()
     step_end = (u // layout.gradient_accumulation_steps + 1) * layout.gradient_accumulation_steps
     until, beyond = leg.reached(u), leg.reached(step_end)
@@ -92,7 +92,7 @@ def _read_until(at: Cursor, leg: Leg, ends: Ends, u: int) -> Cursor:
         for shard in ends.owned.tolist():
             count, end = ends.runner.look_ahead(shard, int(until[shard] - samples[shard]))
             table[shard] = ends.runner.table[shard]
-            if end is None:  # this is all that is needed, but whether the next step is there
+            if end is None:  # it does not end before u; does it end within the next step?
                 more, end = ends.runner.look_ahead(shard, int(beyond[shard] - until[shard]))
                 count += more
             if end is not None:
@@ -107,25 +107,25 @@ def _read_until(at: Cursor, leg: Leg, ends: Ends, u: int) -> Cursor:
 
 
 def _skip_epochs(at: Cursor, ends: Ends, begins: list[tuple[int, Ints]]) -> tuple[Cursor, int]:
-    """Leave out whole epochs after two that moved the run by the same.
+    """Skip whole epochs at once, after two epochs that moved the run by the same amount.
 
     Returns:
-        The cursor, and the micro batches that are then left to skip, not 0.
+        The cursor, and the number of micro batches that are then left to skip, at least 1.
     """
     num_micro_batches, now = begins[-1]
-    whole_steps = ends.layout.aligned or ends.setup.tail == "pad"  # else what is dropped depends on the epochs before
+    whole_steps = ends.layout.aligned or ends.setup.tail == "pad"  # else the dropped samples depend on earlier epochs
     if len(begins) < 3 or not whole_steps or not ends.schema.epochs_are_alike(at.table):
         return at, num_micro_batches
     (_, first), (before, second), _ = begins
     if (now - second != second - first).any():
         return at, num_micro_batches
     size = before - num_micro_batches
-    epochs = (num_micro_batches - 1) // size  # the last of them ends where its last batch does
+    epochs = (num_micro_batches - 1) // size  # at least one micro batch is left: an epoch ends with its last one
     return _at_numbers(at, ends, now + epochs * (now - second)), num_micro_batches - epochs * size
 
 
 def _numbers(at: Cursor, ends: Ends) -> Ints:
-    """Return all numbers of a run that is at the beginning of an epoch."""
+    """Return all numbers of a run at the beginning of an epoch: its table, then its counts."""
     counts = [getattr(at.now(ends.layout), name) for name in _COUNTS]
     return np.concatenate([at.table.flatten(), np.array(counts, dtype=np.int64)])
 

@@ -1,4 +1,4 @@
-"""The micro batches of one rank, and the state that describes exactly those that were taken."""
+"""The micro batches of one rank, and the state after exactly the ones that were consumed."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ ENDS_NOTHING = (
 
 @runtime_checkable
 class HasStream(Protocol):
-    """A loader, or a node like one, whose stream can be looked at."""
+    """A loader, or a node like a loader, that gives access to its stream."""
 
     @property
     def stream(self) -> Stream: ...
 
 
 class Queue:
-    """Micro batches of a segment that a feed has made, by their number; those before the cursor's u are taken.
+    """The micro batches of a segment that a feed has made, by their number; all before the cursor's u are consumed.
 
     Args:
-        leg: The segment; `None`: the feed has not begun.
-        next: The number of the one that the feed makes next.
+        leg: The segment; `None` if the feed has not begun.
+        next: The number of the micro batch that the feed makes next.
     """
 
     __slots__ = ("is_exhausted", "leg", "made", "next")
@@ -52,22 +52,22 @@ class Queue:
 
 
 class Stream:
-    """One rank's micro batches: a cursor, and the queue of what was made ahead of it.
+    """The micro batches of one rank: a cursor, and the queue of micro batches made ahead of it.
 
-    An interrupt, wherever it comes, leaves the cursor as it was or as it is to be. The queue and the feed follow it: what does
-    not belong to the cursor is dropped, and made again.
+    An interrupt may come at any time: the cursor is then either the old one or the new one. The queue and the feed follow the
+    cursor: micro batches that do not belong to it are dropped, and made again.
 
     Args:
-        runner: Draws samples beside the feed: to skip and to count.
+        runner: Draws samples apart from the feed, to skip and to count.
         feed: Makes the micro batches.
     """
 
     def __init__(self, setup: Setup, runner: Runner, feed: Feed) -> None:
         self.feed, self.ends = feed, Ends(setup, runner)
-        self._process = 0  # in which the feed has begun
+        self._process = 0  # the process in which the feed has begun
         self.reset()
 
-    # Where the run stands
+    # The place of the run
 
     @property
     def setup(self) -> Setup:
@@ -96,21 +96,21 @@ class Stream:
 
     @property
     def step(self) -> int:
-        """Global batches delivered."""
+        """The number of global batches delivered."""
         return self.clock.global_step(self.layout.global_batch_size)
 
     @property
     def begun(self) -> int:
-        """Micro batches that were taken of a step that is not complete."""
+        """The number of micro batches consumed in a step that is not complete."""
         return self.cursor.u % self.layout.gradient_accumulation_steps
 
     @property
     def rows_are_dealt(self) -> bool:
-        """True if the state of this moment is spread over ranks by a deal, no longer in one block a rank."""
+        """True if a remainder is being served, so that the rows which a rank owns are no longer one block."""
         return self.cursor.leg is not None and self.cursor.leg.deal is not None
 
     def counters(self) -> dict[str, float]:
-        """Return numbers for a logger: of the run, and of what this rank's shards have drawn."""
+        """Return numbers for a logger, about the run and about the rows that this rank's shards have drawn."""
         clock = self.clock
         counts = {
             "global_samples": float(clock.samples),
@@ -120,42 +120,42 @@ class Stream:
             "dropped_samples": float(clock.dropped_samples),
             "padded_samples": float(clock.padded_samples),
         }
-        return {**counts, **self.schema.progress(self.cursor.copy().table, self.ends.owned)}  # in any thread
+        return {**counts, **self.schema.progress(self.cursor.copy().table, self.ends.owned)}  # for any thread
 
     def progress(self) -> dict[str, float]:
-        """Return numbers for a logger: of what was made, and `counters`."""
+        """Return numbers for a logger: the numbers of the feed, and `counters`."""
         made = self.feed.progress()
         ready = made.get("batches_ready", 0.0) + sum(u >= self.cursor.u for u in self._queue.made)
         return {**made, "batches_ready": ready, **self.counters()}
 
     def is_short(self) -> bool:
-        """True if what is known to be left of the epoch will be dropped."""
+        """True if the epoch is known to have less than a global batch left, which will be dropped."""
         left = None if self.cursor.ended else self.ends.left(self.table)
         return left is not None and self.setup.tail == "drop" and int(left.sum()) < self.layout.global_batch_size
 
     def num_micro_batches_left(self) -> int | None:
-        """Return the micro batches until the epoch ends; `None` where it never does, or cannot be known."""
+        """Return the number of micro batches until the epoch ends; `None` if it never ends, or its end is not known."""
         leg = self.begin()
         return 0 if leg is None else leg.left_at(self.cursor.u)
 
     def num_micro_batches(self) -> int | None:
-        """Return the micro batches of the whole epoch; `None` where it never ends, or cannot be known."""
+        """Return the number of micro batches of the whole epoch; `None` if it never ends, or its size is not known."""
         size = None if self.setup.recipe.repeat else self.schema.epoch_size(self.table)
         if size is None:
             return None
         steps, rest = divmod(size, self.layout.global_batch_size)
         return (steps + (self.setup.tail == "pad" and rest > 0)) * self.layout.gradient_accumulation_steps
 
-    # Going elsewhere
+    # Moving to another place
 
     def reset(self) -> None:
-        """Go back to the beginning of the run, with the data that there is now."""
+        """Go back to the beginning of the run, with the current data."""
         self.rewind()
         self.schema.adopt({})
         self._go_to(self.schema.fresh_table(self.layout.num_logical_shards), Clock())
 
     def load(self, table: Ints, clock: Clock) -> None:
-        """Go on from a table in which all N rows are right. With ``steps_per_epoch`` an end at this step counts as seen."""
+        """Go on from a table with all N rows right. With ``steps_per_epoch``, an epoch end at this step counts as seen."""
         steps = self.setup.steps_per_epoch
         seen = 0 if steps is None else clock.global_step(self.layout.global_batch_size) // steps
         self._go_to(table, clock, seen=seen, resumed=True)
@@ -166,7 +166,7 @@ class Stream:
         self.cursor = Cursor.at(clock, table, self.ends.owners, self.layout)._replace(seen=seen, resumed=resumed)
 
     def skip(self, num_micro_batches: int) -> None:
-        """Leave out micro batches as if they had been taken, also over ends of epochs; if reading fails, nothing has moved."""
+        """Skip micro batches as if they were consumed, also over ends of epochs; if reading fails, nothing has moved."""
         if self.ends.unproven:
             raise DataStateError(self.ends.unproven)
         self.rewind()
@@ -177,20 +177,20 @@ class Stream:
         self.cursor = after._replace(clock=clock)
 
     def move_on(self) -> None:
-        """Begin the next epoch, if the last micro batch of this one was taken."""
+        """Begin the next epoch, if the last micro batch of this one was consumed."""
         if self.cursor.ended:
             self.cursor = self._next_segment(self.cursor)
 
     def rewind(self, *, wait: bool = True) -> None:
-        """Forget what was made and not taken; no more is made until the next is asked for."""
+        """Drop the micro batches that were made but not consumed; no more are made until the next one is requested."""
         self._queue = Queue()
         self._failure: BaseException | None = None
         self.feed.stop(wait=wait)
 
-    # Which segment it is
+    # Finding the segment
 
     def begin(self) -> Leg | None:
-        """Return the segment of the next micro batch, planned where it has not begun; `None` at the end of the epoch."""
+        """Return the segment of the next micro batch, planned if it has not begun; `None` at the end of the epoch."""
         if self.cursor.is_calm:
             return self.cursor.leg
         if self.ends.unproven:
@@ -205,7 +205,7 @@ class Stream:
         return self.cursor.leg
 
     def _settled(self, at: Cursor) -> Cursor:
-        """Return the cursor in the segment of its next micro batch, which is looked for as soon as the one before is taken."""
+        """Return the cursor in the segment of its next micro batch; called as soon as the micro batch before is consumed."""
         while at.leg is not None and not at.leg.is_last:
             here = at
             if not self.ends.is_over(here, lambda u, here=here: self._make_until(here, u)):
@@ -214,19 +214,20 @@ class Stream:
         return at
 
     def _concluded(self, at: Cursor) -> Cursor:
-        """Return the cursor at the end of the epoch, if its last micro batch has been taken."""
+        """Return the cursor at the end of the epoch, if its last micro batch was consumed."""
         return self._next_segment(at) if at.leg is not None and at.leg.is_last and at.leg.stop == at.u else at
 
     def _next_segment(self, at: Cursor) -> Cursor:
-        self.rewind()  # the runner is the feed's no longer
+        self.rewind()  # after this, the feed no longer uses the runner
         return next_segment(at.copy(), self.ends)
 
-    # Taking
+    # Consuming
 
     def take(self) -> MicroBatch:
-        """Return the next micro batch; from here on the state says that it was delivered.
+        """Return the next micro batch, which counts as delivered in any state from here on.
 
-        An error in what follows it is raised when that is asked for. One in the end of the epoch comes in its place.
+        If the search for the segment after it fails, the next call raises the error. If the end of the epoch fails, this call
+        raises the error, in place of the micro batch.
         """
         at = self.cursor
         if at.leg is None or at.u + 1 >= at.leg.calm_until:
@@ -242,7 +243,7 @@ class Stream:
         after = self.cursor.past(made)
         try:
             after = self._settled(after)
-        except BaseException as error:  # Ctrl-C, too: it waits until this batch has arrived
+        except BaseException as error:  # also Ctrl-C: it is raised after this batch has arrived
             self._failure = error
         else:
             after = self._concluded(after)
@@ -251,7 +252,7 @@ class Stream:
         return made
 
     def peek(self) -> MicroBatch:
-        """Return the next micro batch, which stays the next; `StopIteration` at the end of the epoch."""
+        """Return the next micro batch without consuming it; raise `StopIteration` at the end of the epoch."""
         if not self.cursor.is_calm and self.begin() is None:
             raise StopIteration
         return self._next_of(self.cursor)
@@ -265,7 +266,7 @@ class Stream:
             self._find_queue(self.cursor, leg)
 
     def _find_queue(self, at: Cursor, leg: Leg) -> Queue:
-        """Return the queue of what the feed makes of a segment from a cursor on; the feed begins where it has not."""
+        """Return the queue of the feed for a segment, from a cursor on; begin the feed there if it has not begun."""
         if self.feed.is_ahead and self._process not in (0, os.getpid()):
             raise RuntimeError(
                 f"This DataLoader reads ahead in process {self._process}, of which this one is a fork: the workers and threads "
@@ -280,7 +281,7 @@ class Stream:
         return self._queue
 
     def _next_of(self, at: Cursor) -> MicroBatch:
-        """Return the next micro batch of a cursor, from the queue, or made now."""
+        """Return the next micro batch of a cursor, from the queue or made now."""
         self._make_until(at, at.u + 1)
         if at.u not in self._queue.made:
             raise DataStateError(
@@ -290,7 +291,7 @@ class Stream:
         return self._queue.made[at.u]
 
     def _make_until(self, at: Cursor, stop: int) -> int:
-        """Make micro batches of a cursor's segment up to ``stop``, if no shard ends before; return the first not made."""
+        """Make the micro batches of a cursor's segment up to ``stop``, or until a shard ends; return the first one not made."""
         if at.leg is None:
             return at.u
         queue = self._find_queue(at, at.leg)
@@ -301,7 +302,7 @@ class Stream:
             except Exhausted:
                 queue.is_exhausted = True
             except BaseException as error:
-                # The runner is past what was taken: whoever goes on begins from the cursor. Ctrl-C does not wait for a read.
+                # The runner is past the cursor now: the next call begins at the cursor again. Ctrl-C does not wait for a read.
                 self.rewind(wait=isinstance(error, Exception))
                 if isinstance(error, StopIteration):
                     raise RuntimeError(ENDS_NOTHING) from error
@@ -309,6 +310,6 @@ class Stream:
         return queue.next
 
     def close(self) -> None:
-        """Stop the feed; the position stays."""
+        """Close the feed; the position stays."""
         self.feed.close()
         self.rewind()

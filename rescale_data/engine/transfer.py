@@ -1,4 +1,4 @@
-"""Batches on their way to a device: functions of the user's, a device of torch's, devices of other frameworks."""
+"""Transfers of batches to a device: a function of the user, a torch device, or devices of other frameworks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Transfer: TypeAlias = Callable[[Any], Any] | torch.device | str | DpTransfer
 
 
 def require_transfer(transfer: object) -> None:
-    """``TypeError`` or ``ValueError`` where it is no device, and no function."""
+    """Raise ``TypeError`` or ``ValueError`` if `transfer` is neither a device nor a function."""
     if isinstance(transfer, str):
         try:
             torch.device(transfer)
@@ -40,14 +40,14 @@ def require_transfer(transfer: object) -> None:
 
 
 def through(feed: Feed, transfer: Transfer, dp_rank: int, dp_world_size: int) -> Feed:
-    """Return a feed whose batches have gone through a transfer."""
+    """Return a feed whose batches go through a transfer."""
     if isinstance(transfer, torch.device | str):
         return ToDevice(feed, torch.device(transfer))
     return Mapped(feed, transfer.bind(dp_rank, dp_world_size) if isinstance(transfer, DpTransfer) else transfer)
 
 
 def function_of(transfer: Transfer | None) -> Callable[[Any], Any] | None:
-    """Return the function of a transfer for a process that peers send its batches, in the stream that is current there."""
+    """Return the function of a transfer, for peers that share batches; it copies in the current stream of the peer."""
     if isinstance(transfer, DpTransfer):
         raise ValueError(
             f"transfer={transfer!r} with peers=: each host of XLA reads for itself, so give mesh=host_mesh() alone."
@@ -60,9 +60,9 @@ def _to(device: torch.device, batch: Any) -> Any:
 
 
 class ToDevice(Mapped):
-    """Copies the tensors of batches to a device, in the stream in which training works when it begins to read.
+    """Copies the tensors of batches to a device, in the stream that is current in training when it begins to read.
 
-    A copy is queued behind the work that training has queued, as if training had asked for it with ``non_blocking=True``.
+    A copy is queued behind the work that training has queued, as if training itself copied with ``non_blocking=True``.
     """
 
     def __init__(self, feed: Feed, device: torch.device) -> None:
@@ -80,7 +80,7 @@ class ToDevice(Mapped):
 
 
 def is_accelerator(device: Transfer | None) -> bool:
-    """True if it is a device of torch that copies from page-locked memory."""
+    """True if `device` is a torch device that copies from page-locked memory."""
     if not isinstance(device, torch.device | str) or not torch.accelerator.is_available():
         return False
     current = torch.accelerator.current_accelerator()

@@ -1,7 +1,7 @@
-"""A batch that takes long: one warning says what the process that makes it is about.
+"""Warns once if a batch takes long, and says what the process that makes it is doing.
 
-Nothing is noted on the way. When a wait has been long a thread looks at the stack of the one that waits, and the innermost
-function of this package that is at work tells what it does, and for whom.
+Nothing is recorded in advance. After a long wait, a background thread looks at the stack of the thread that waits. The
+innermost function of this package there shows the kind of work, and the logical shard.
 """
 
 from __future__ import annotations
@@ -28,24 +28,26 @@ _KINDS = (
     *((f"rescale_data.nodes.{name}", _USERS) for name in ("map", "filter", "tokenize", "clean", "foreign")),
     *((f"rescale_data.engine.{name}", _USERS) for name in ("runner", "recipe", "feed")),
 )
-"""What a thread is about in a module, the first that fits: the last ones call functions of the user's."""
+"""The work of a thread, by the beginning of its module's name; the first that fits counts. The last modules call functions of
+the user."""
 _FEEDS = tuple(f"rescale_data.engine.{name}" for name in ("pool", "processes", "feed"))
-"""What waits for batches that others make."""
+"""Modules that wait for batches which others make."""
 
 
 class Watch:
-    """Looks at one thread at work, and says once that it takes long.
+    """Watches one thread at work, and reports once if the work takes long.
 
     Args:
-        seconds: What is long.
-        say: Told for how many seconds the work has taken, and where the thread is.
-        clock: In seconds.
+        seconds: Work that takes longer is reported.
+        say: Makes a report; called with the seconds since the work began, and the innermost frame of the thread.
+        clock: Returns the time in seconds.
 
     Attributes:
         seconds: As given.
-        began: When the work began; `None` while there is none. Whoever works sets it, for nothing else is cheap enough.
-        said: Whether something was said; whoever works may take it back.
-        thread: The one that is looked at; 0 before `start`.
+        began: The time at which the work began; `None` while there is no work. The watched thread sets it, since nothing else
+            is cheap enough.
+        said: True if a report was made; the watched thread may reset it.
+        thread: The id of the watched thread; 0 before `start`.
     """
 
     def __init__(
@@ -59,27 +61,27 @@ class Watch:
         self.thread, self.said, self._told = 0, False, -1.0
         self._stopped = threading.Event()
         self._looks: threading.Thread | None = None
-        self._process = 0  # whose thread looks
+        self._process = 0  # the process that has the background thread
 
     def start(self) -> None:
-        """Look at this thread from now on, every so often, in the background."""
+        """Watch the calling thread from now on, at intervals, in the background."""
         if not self.thread:
             self._stopped = threading.Event()
             given = weakref.ref(self), min(1.0, max(0.01, self.seconds / 4)), self._stopped
             looks = threading.Thread(target=_look, args=given, daemon=True, name="rescale_data-watch")
             looks.start()
-            self._looks, self._process = looks, os.getpid()  # after the start, which Ctrl-C may keep from coming about
+            self._looks, self._process = looks, os.getpid()  # only after the start, which Ctrl-C may prevent
         self.thread = threading.get_ident()
 
     def stop(self) -> None:
-        """Look no more, until the next start."""
+        """Stop watching, until the next `start`."""
         self.thread = 0
-        if self._looks is not None and self._process == os.getpid():  # a fork has no thread
+        if self._looks is not None and self._process == os.getpid():  # a forked process has no such thread
             self._stopped.set()
-            self._looks.join(1.0)  # it may just be telling something
+            self._looks.join(1.0)  # a report may be under way
 
     def look(self) -> None:
-        """Say it, if the work takes long and it has not been said."""
+        """Report the work if it takes long and was not reported before."""
         began = self.began
         if began is None or began == self._told or self._clock() - began < self.seconds:
             return
@@ -89,7 +91,7 @@ class Watch:
 
 def _look(of: weakref.ref[Watch], pause: float, stopped: threading.Event) -> None:
     while not stopped.wait(pause) and (watch := of()) is not None:
-        with suppress(Exception):  # it looks at what others change meanwhile
+        with suppress(Exception):  # other threads change what it looks at
             watch.look()
         del watch
 
@@ -117,9 +119,10 @@ def waits(innermost: FrameType | None) -> bool:
 
 
 def _work(module: str, called: FrameType | None) -> str:
-    """
+    """Return the kind of work in a module, and the function of the user if there is one.
+
     Args:
-        called: The function, not of this package, that the innermost one of this package has called.
+        called: The frame of a function, not of this package, that the innermost function of this package has called.
     """
     if counts().file:
         return f"reading {counts().file}"
@@ -130,13 +133,13 @@ def _work(module: str, called: FrameType | None) -> str:
 
 
 def _for_whom(ours: FrameType) -> str:
-    """The logical shard and the row, as the innermost node knows them."""
+    """Return the logical shard and the last row drawn, in words, as the innermost node knows them."""
     for frame in _outward(ours):
         node = frame.f_locals.get("self")
         if not isinstance(node, Node):
             continue
         shard, row = find_shard(node), ""  # pyright: ignore[reportUnknownArgumentType]
-        with suppress(Exception):  # it is at work
+        with suppress(Exception):  # the node is at work
             row = node.locate()
         of_shard = "" if shard is None else f", logical shard {shard.index}"
         return of_shard + (f", last row drawn: {row}" if row else "")

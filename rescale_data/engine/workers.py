@@ -1,8 +1,8 @@
-"""Inside a worker process: it makes every K-th micro batch of a segment, and packs some of them into each message.
+"""The work of a worker process: it makes every K-th micro batch of a segment, and packs several into each message.
 
-A message carries, with each micro batch, the rows of the table that it advanced; of a mixture, whose rows are long, the slots.
-So the trainer's process knows exactly where the batches it has received leave every shard, and workers are never asked for
-state.
+With each micro batch, a message carries the rows of the table that it advanced; in a mixture, whose rows are long, only the
+slots that changed. So the trainer's process knows the exact position of every shard after the batches that it has received.
+Workers are never asked for their state.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from rescale_data.errors import picklable
 from rescale_data.sources.counts import MADE, MAKE_SECONDS, counts
 from rescale_data.state import Ints
 
-_MESSAGE_BYTES = 4 * 2**20  # enough to make the cost of a message small, little enough to keep few in flight
+_MESSAGE_BYTES = 4 * 2**20  # large enough to make messages cheap, small enough to keep little in flight
 _MESSAGE_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
 class Begin:
-    """The command to make the micro batches of a segment: a leg from a micro batch on.
+    """The command to make the micro batches of a segment, from a given micro batch on.
 
     Args:
-        number: Of the segment, in the life of a pool.
+        number: The number of the segment, counted by the pool.
         first: The first micro batch; worker i makes ``first + i``, ``first + i + K``, ...
-        num_slabs: Slabs that a worker uses in turn.
-        shards: The shards that the rank may serve in this leg.
-        rows: The row of the table of each.
+        num_slabs: The number of slabs that a worker uses in turn.
+        shards: The shards that the rank may serve in this segment.
+        rows: The rows of these shards in the table.
         num_logical_shards: N.
     """
 
@@ -62,7 +62,7 @@ class Begin:
 
     @property
     def table(self) -> Ints:
-        """The table, in which the rows of other ranks are zero."""
+        """The table, with zeros in the rows of all other shards."""
         table = np.zeros((self.num_logical_shards, self.rows.shape[1]), dtype=np.int64)
         table[self.shards] = self.rows
         return table
@@ -74,17 +74,17 @@ class Worker:
     def __init__(self, recipe: Recipe, collate: Collate | None, slow_after: float) -> None:
         self.recipe, self._collate, self._slow_after = recipe, collate, slow_after
         self._feed: InProcess | None = None
-        self._told: Ints | None = None  # of a mixture, whose rows are long: the table as the trainer's process has it
+        self._told: Ints | None = None  # in a mixture, whose rows are long: the table of the trainer's process
 
     def attach(self, number: int, board: Board) -> None:
-        """Become a worker, which writes on the board what it does where that takes long."""
+        """Become worker `number`, which writes its work on the board if that takes long."""
         self._number, self._board = number, board
         self.watch = Watch(self._slow_after / 2, lambda _, frame: board.write(number, describe(frame)))
 
     def messages(self, begin: Begin, await_slab: Callable[[], object]) -> Iterator[Message]:
-        """Make the micro batches of a segment, until another one is wanted; an error, or `Exhausted`, is the last value.
+        """Make the micro batches of a segment, until another segment is wanted; an error, or `Exhausted`, is the last value.
 
-        The first messages are small, so that the first batch does not wait for others.
+        The first messages are small, so that the first batch does not wait for more batches.
 
         Args:
             await_slab: Returns when the next slab is free.
@@ -134,7 +134,7 @@ class Worker:
             schema = Schema(self.recipe.build(0))  # as in the trainer's process
             feed = self._feed = InProcess(Runner(self.recipe, schema), self._collate)
         feed.begin(begin.leg, begin.table, 0)
-        # In a deal another worker may have changed a slot that this one changes back.
+        # In a remainder, another worker may have changed a slot that this worker changes back.
         tells_slots = begin.leg.deal is None and feed.runner.schema.is_mixture
         self._told = begin.table if tells_slots else None
         return feed

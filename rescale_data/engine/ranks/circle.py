@@ -1,4 +1,4 @@
-"""`Circle`: a fixed set of processes, which exchange tensors over a gloo group of their own."""
+"""`Circle`: a fixed set of processes that exchange tensors over a gloo group of their own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rescale_data.engine.ranks.meeting import Missing, arrive, digest, gloo, in_
 from rescale_data.state import Ints
 
 _SECONDS_AFTER_A_FAILURE = 10.0
-"""Time in which each process that saw an exchange fail says so; those that do not are missing."""
+"""Seconds in which each process reports that it saw an exchange fail; a process without a report is missing."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Call:
     """One kind of exchange.
 
     Args:
-        name: The same on all processes. Exchanges of other names may go on at the same time.
-        seconds: How long to wait for other processes.
-        cure: Ends the message about processes that did not come.
-        leg: Exchanges of one name in another leg are others.
+        name: The name, the same on all processes. Exchanges with other names may run at the same time.
+        seconds: The time to wait for other processes.
+        cure: The end of the message about processes that did not come.
+        leg: The number of the segment; exchanges of one name in different segments do not mix.
     """
 
     name: str
@@ -40,24 +40,25 @@ class Call:
 
     @property
     def tag(self) -> int:
-        """The tag of its messages, which keeps exchanges of several threads and loaders apart."""
+        """The tag of the messages of this call, which keeps exchanges of several threads and loaders apart."""
         return digest((self.name, self.leg)) % (1 << 31)
 
 
 class Circle:
-    """A fixed set of processes, shared by all loaders of this process over it.
+    """A fixed set of processes. All loaders of this process over the same set share one circle.
 
-    The first exchange makes the group, in a meeting that names who does not come. A group in which an exchange fails is broken
-    for good: those that see it fail find out who is missing, and the next exchange makes another group. A process that was in
-    no exchange at that time notices when it comes to one, and makes the new group with the others.
+    The first exchange makes the gloo group, after a barrier that names the processes which do not come. An exchange that fails
+    breaks its group for good. The processes that see it fail find out which ones are missing, and the next exchange makes
+    another group. A process that was in no exchange at that time notices the failure at its next exchange, and makes the new
+    group with the others.
 
     Args:
-        store: A part of a store that is theirs alone.
-        me: Index of this process.
-        names: Their ranks in the job, for messages.
+        store: A part of a store that only this circle uses.
+        me: The index of this process.
+        names: The ranks of the processes in the job, for messages.
 
     Attributes:
-        num_loaders: Loaders that all processes have built, those included that failed.
+        num_loaders: The number of loaders that all processes have built, including failed ones.
     """
 
     def __init__(self, store: Any, me: int, names: Sequence[int]) -> None:
@@ -68,24 +69,24 @@ class Circle:
         self._making = threading.Lock()
 
     def agree(self, call: Call, values: Sequence[int], decide: Callable[[Ints], Ints]) -> Callable[[], Ints]:
-        """Send a few integers; the result, called, waits for those of all and returns what follows from them.
+        """Send a few integers; call the result to wait for the integers of all processes, and to get the decision.
 
         Args:
-            decide: ``int64[W, len(values)] -> int64[any]``, the same on every process.
+            decide: The decision, ``int64[W, len(values)] -> int64[any]``, the same on every process.
         """
         result = self._gather(call, torch.tensor(values, dtype=torch.int64, device="cpu"))
         return lambda: decide(result().numpy())
 
     def gather(self, call: Call, tensor: torch.Tensor) -> torch.Tensor:
-        """Return tensors of one shape, stacked, one of each process."""
+        """Return the tensors of all processes, stacked; they have one shape."""
         return self._gather(call, tensor)()
 
     def exchange(self, call: Call, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
-        """Send a tensor to some processes, and receive into a tensor from some, by their index; each of one shape on both."""
+        """Send tensors to some processes, and receive tensors from some, by index; shapes are the same on both sides."""
         self._begin(call, sends, receives)()
 
     def part(self, members: Sequence[int]) -> Circle:
-        """Return the circle of some of these processes, this one among them: one for all loaders, with a group of its own."""
+        """Return the circle of some of these processes, including this one; it is made once, and has a group of its own."""
         name = f"part/{digest(list(members))}"
         if name not in self._parts:
             names = [self._names[index] for index in members]
@@ -93,7 +94,7 @@ class Circle:
         return self._parts[name]
 
     def _gather(self, call: Call, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Send a tensor to all; the result, called, waits for the tensors of all."""
+        """Send a tensor to all processes; call the result to wait for the tensors of all."""
         tensor = tensor.contiguous()
         gathered = torch.empty((len(self._names), *tensor.shape), dtype=tensor.dtype, device="cpu")
         gathered[self._me] = tensor
@@ -109,7 +110,7 @@ class Circle:
     def _begin(
         self, call: Call, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
     ) -> Callable[[], None]:
-        """Send to some and receive from some; the result, called, waits for all of it."""
+        """Begin to send to some processes and to receive from some; call the result to wait for all of it."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"this process was forked from the rank {self._process}, and is none: build a loader in it"
@@ -126,14 +127,14 @@ class Circle:
                 if not isinstance(error, RuntimeError | dist.DistError):
                     raise
                 reason = str(error)
-            # The error is gone, whose frames held the connections open: by their end the others notice
+            # The error is freed here. Its frames held the connections open; the others notice that these close.
             missing = self._find_missing(group.number, call)
             if missing is None or self._names[self._me] not in missing:
                 raise self._failure(call, missing, reason)
             again()
 
         def again() -> None:
-            """Exchange anew: the others gave this group up before this process came to the exchange."""
+            """Repeat the exchange: the others gave up this group before this process came to it."""
             self._begin(call, sends, receives)()
 
         return result
@@ -161,14 +162,14 @@ class Circle:
             self._group = None
 
     def _find_missing(self, number: int, call: Call) -> list[int] | None:
-        """The ranks that do not say that they too saw a group fail in this call; `None` where the store cannot be asked."""
+        """Return the ranks that do not report a failed group in this call, too; `None` if the store cannot be reached."""
         seconds, mine = min(_SECONDS_AFTER_A_FAILURE, call.seconds), str(call.tag)
         store = PrefixStore(f"lost/{number}", self._store)
         try:
             tags = within(2 * seconds + 10, lambda: arrive(store, self._me, self._names, seconds, mine))
         except Missing as missing:
             return missing.ranks
-        me = self._names[self._me]  # another thread of it may have seen another exchange fail
+        me = self._names[self._me]  # another thread of this process may have seen another exchange fail
         return [rank for rank, tag in zip(self._names, tags, strict=True) if tag != mine and rank != me]
 
     def _failure(self, call: Call, missing: list[int] | None, reason: str) -> RuntimeError:
@@ -186,7 +187,7 @@ class Circle:
 
 @dataclass(eq=False)
 class _Exchange:
-    """One exchange that has begun: the tensors, and gloo's handles (or why there are none)."""
+    """An exchange that has begun: its tensors and gloo's handles, or the error at its beginning."""
 
     tensors: list[torch.Tensor]
     works: list[Any]
@@ -197,17 +198,17 @@ class _Group:
     """One gloo group of all processes of a circle.
 
     Args:
-        number: Of the meeting that it follows, the same on all processes.
-        seconds: How long to wait for connections.
+        number: The number of the meeting before it, the same on all processes.
+        seconds: The time to wait for connections.
     """
 
     def __init__(self, store: Any, number: int, me: int, size: int, seconds: float) -> None:
         self.number = number
         self._gloo: Any = gloo(f"gloo/{number}", store, me, size, seconds)
-        self._begun: set[_Exchange] = set()  # gloo writes to memory of exchanges that nobody waits for any more, too
+        self._begun: set[_Exchange] = set()  # kept: gloo still writes to the memory of exchanges that nobody waits for
 
     def begin(self, call: Call, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> _Exchange:
-        """Begin to receive from some, and to send to some."""
+        """Begin to receive from some processes, and to send to some."""
         exchange = _Exchange([*sends.values(), *receives.values()], [])
         group = self._gloo
         if group is None:
@@ -216,11 +217,11 @@ class _Group:
         self._begun.add(exchange)
         receive = [partial(group.recv, [tensor], index, call.tag) for index, tensor in receives.items()]
         send = [partial(group.send, [tensor], index, call.tag) for index, tensor in sends.items()]
-        for start in receive + send:  # also behind one that fails: those that live wait for what is sent to them
+        for start in receive + send:  # also after one that fails: the living processes wait for their tensors
             try:
                 exchange.works.append(start())
             except (RuntimeError, dist.DistError) as error:
-                exchange.error = error.with_traceback(None)  # of frames that hold the group
+                exchange.error = error.with_traceback(None)  # drop the frames, which hold the group
         return exchange
 
     def end(self, exchange: _Exchange, seconds: float) -> None:
@@ -236,8 +237,8 @@ class _Group:
         self._begun.discard(exchange)
 
     def close(self) -> None:
-        """Let go of the connections, which tells the other processes."""
+        """Close the connections, which the other processes notice."""
         self._gloo = None
         for exchange in self._begun:
-            exchange.works.clear()  # each holds the group
+            exchange.works.clear()  # each handle holds the group
         self._begun.clear()

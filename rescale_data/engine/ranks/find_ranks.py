@@ -1,4 +1,4 @@
-"""From the arguments of a loader, a mesh, a process group or numbers, to the ranks that they name."""
+"""Finds the ranks that the arguments of a loader name: a mesh, a process group, or numbers."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _MODEL_DIMS = {"tp", "tensor", "tensor_parallel", "pp", "pipeline", "cp", "conte
 def find_ranks(
     mesh: DeviceMesh | dist.ProcessGroup | None, dp_rank: int | None, dp_world_size: int | None, timeout: float
 ) -> Ranks:
-    """Return the ranks that the arguments of a loader name (collective where there is a process group).
+    """Return the ranks that the arguments of a loader name (collective if there is a process group).
 
     Args:
-        mesh: The data-parallel ranks: a mesh, of which several dims count row-major as one, or a process group of exactly
-            these ranks in their order.
-        dp_rank: In place of a mesh, together with ``dp_world_size``.
+        mesh: The data-parallel ranks: a mesh, whose dims count row-major as one, or a process group of exactly these ranks in
+            their order.
+        dp_rank: The data-parallel rank, in place of a mesh, together with ``dp_world_size``.
 
     Raises:
-        ValueError: The arguments contradict each other, or name ranks that a process group has yet to connect.
+        ValueError: The arguments contradict each other, or name ranks that no process group connects yet.
     """
     if dp_world_size == 1 and dp_rank is None:
         dp_rank = 0
@@ -51,7 +51,7 @@ def find_ranks(
 
 
 def _require_one_process(mesh: object) -> None:
-    """Refuse, or warn of, what says that this job has several processes, although there is no process group."""
+    """Raise or warn if the mesh or the environment says that this job has several processes without a process group."""
     if mesh is not None:
         raise ValueError(f"mesh= was given, but there is no process group (any more). {BUILD_LATER}")
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:

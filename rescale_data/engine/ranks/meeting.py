@@ -1,4 +1,4 @@
-"""Processes meet in the job's store before there is a group of them, by name, so that who does not come is known."""
+"""Barriers in the job's store, before there is a group of the processes; they name the processes that do not come."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 T = TypeVar("T")
 
 _LOOK = 2.0
-"""Seconds between looks for the verdict."""
+"""Seconds between checks for the verdict."""
 
 
 class Missing(Exception):
-    """Some ranks did not come in time; `None` where the store cannot be asked."""
+    """Some ranks did not come in time; ``ranks`` is `None` if the store cannot be reached."""
 
     def __init__(self, ranks: list[int] | None) -> None:
         super().__init__(ranks)
@@ -31,18 +31,19 @@ class Missing(Exception):
 
 
 def meet(store: Any, me: int, names: Sequence[int], seconds: float, value: str = "") -> tuple[list[str], int]:
-    """Wait until all members have come to the attempt that is under way; one that failed is followed by the next.
+    """Wait until all members have come to the current attempt; a failed attempt is followed by the next one.
 
     Args:
-        store: A part of a store that these meetings alone use.
-        me: Index of this process.
+        store: A part of a store that only these meetings use.
+        me: The index of this process.
         names: The ranks of all members in the job, for messages.
+        value: The text that this member sends.
 
     Returns:
-        What each member says, and the number of the attempt, which no other meeting in this store has.
+        The texts of all members, and the number of the attempt, which no other meeting in this store has.
 
     Raises:
-        Missing: Some member did not come. All members that came are told the same.
+        Missing: Some member did not come. All members that came raise it, with the same ranks.
     """
     number = store.compare_set("attempt", "", "0").decode()
     try:
@@ -52,10 +53,10 @@ def meet(store: Any, me: int, names: Sequence[int], seconds: float, value: str =
 
 
 def arrive(store: Any, me: int, names: Sequence[int], seconds: float, value: str = "") -> list[str]:
-    """Wait until all members have come to the one meeting in this part of a store, and return what each of them says.
+    """Wait until all members have come to the one meeting in this part of a store, and return their texts.
 
-    The last one that comes writes what all have said as the verdict. The first whose time is over looks who is missing, and
-    writes these as the verdict. The first verdict holds, also for a member that comes later.
+    The last member that comes writes the texts of all as the verdict. The first member whose time is over finds the missing
+    members, and writes these as the verdict. The first verdict holds, also for a member that comes later.
 
     Raises:
         Missing: As in `meet`.
@@ -66,7 +67,7 @@ def arrive(store: Any, me: int, names: Sequence[int], seconds: float, value: str
     until, is_over = monotonic() + seconds, False
     while not _appears(store, "verdict", min(_LOOK, seconds / 4)):
         if monotonic() >= until:
-            if store.add("looks", 1) == 1 or is_over:  # the one that looked first may have died since
+            if store.add("looks", 1) == 1 or is_over:  # the member that looked first may have died since
                 _decide(store, len(names), is_over=True)
             is_over = True
     kind, *lines = store.get("verdict").decode().splitlines()
@@ -93,15 +94,15 @@ def _appears(store: Any, key: str, seconds: float) -> bool:
     try:
         store.wait([key], datetime.timedelta(seconds=seconds))
     except (RuntimeError, dist.DistError):
-        return store.check([key])  # which fails too where the store is gone
+        return store.check([key])  # this fails, too, if the store is gone
     return True
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:
-    """Return ``work()``, or raise `Missing` without ranks where the store fails, or has not answered in time.
+    """Return ``work()``, or raise `Missing` without ranks if the store fails, or does not answer in time.
 
-    The host of a store may vanish without a word. A request to it then waits as long as the kernel believes in the connection,
-    a quarter of an hour; so a thread of its own does the work, and it is that thread which is left waiting.
+    The host of a store may vanish without notice. A request to it then waits until the kernel gives up the connection, a
+    quarter of an hour. So a thread of its own does the work, and only that thread is left waiting.
     """
     try:
         return in_a_thread(work, seconds)
@@ -112,10 +113,10 @@ def within(seconds: float, work: Callable[[], T]) -> T:
 
 
 def in_a_thread(work: Callable[[], T], seconds: float | None = None) -> T:
-    """Return ``work()``, done in a thread: while this one waits, signal handlers and Ctrl-C run.
+    """Return ``work()``, done in another thread: while this thread waits, signal handlers and Ctrl-C run.
 
     Raises:
-        Empty: It has taken so many seconds. The thread goes on.
+        Empty: The work has taken `seconds`. The other thread goes on.
     """
     results: SimpleQueue[tuple[Any, Exception | None]] = SimpleQueue()
 
@@ -131,12 +132,12 @@ def in_a_thread(work: Callable[[], T], seconds: float | None = None) -> T:
         if error is not None:
             raise error
     finally:
-        del error  # whose traceback holds this frame
+        del error  # its traceback holds this frame
     return value
 
 
 def by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[int]:
-    """The job's ranks that this one reads with: of the processes of each dp rank the first together, the second, ..."""
+    """Return the job's ranks in the group of this process: the n-th process of each dp rank, if this is the n-th of its own."""
     return once(None, ("dp", dp_rank, dp_world_size), lambda: _meet_by_dp_rank(dp_rank, dp_world_size, timeout))
 
 
@@ -165,7 +166,7 @@ def _meet_by_dp_rank(dp_rank: int, dp_world_size: int, timeout: float) -> list[i
 
 
 def once(group: dist.ProcessGroup | None, key: Hashable, make: Callable[[], T]) -> T:
-    """Return the value of ``key``, made once and kept as long as the group (default: the job's) exists."""
+    """Return the value of ``key``, made once and kept as long as the group (default: the group of the job) exists."""
     known = _made.setdefault(dist.group.WORLD if group is None else group, {})
     if key not in known:
         known[key] = make()
@@ -176,17 +177,17 @@ _made: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 
 os.register_at_fork(after_in_child=gc.freeze)
-"""A fork never collects what its parent has dropped: a group freed there waits for threads that the fork does not have, or
-leaves the epoll set that both processes share, by which the parent dies in turn."""
+"""A forked process never frees objects that its parent has dropped. A group freed there would wait for threads that the forked
+process does not have, or would leave the epoll set that both processes share, and then the parent dies."""
 
 
 def gloo(name: str, store: Any, me: int, num_members: int, timeout: float) -> Any:
-    """A group of gloo's own, which torch does not know."""
+    """Return a gloo group that is not registered with ``torch.distributed``."""
     return ProcessGroupGloo(PrefixStore(name, store), me, num_members, datetime.timedelta(seconds=timeout))
 
 
 def part_of_store(name: str, group: dist.ProcessGroup | None) -> Any:
-    """A part of the group's (default: the job's) store."""
+    """Return a part of the store of a group (default: the group of the job)."""
     owner: Any = dist.group.WORLD if group is None else group
     return PrefixStore(f"rescale_data/{name}", owner.get_group_store())
 
@@ -201,13 +202,13 @@ def is_in_a_file() -> bool:
 
 
 def meet_in_job(name: str, members: Sequence[int], timeout: float, value: str = "") -> tuple[list[str], Any]:
-    """Wait for all members, ranks of the job, to come to the meeting of this name, which may be held again.
+    """Wait until all members, ranks of the job, have come to the meeting of this name; it may be repeated.
 
     Returns:
-        What they say, and a part of the store that this meeting alone uses.
+        The texts of all members, and a part of the store that only this meeting uses.
 
     Raises:
-        RuntimeError: Some member does not come. The next call is to the next attempt.
+        RuntimeError: Some member does not come. The next call begins the next attempt.
     """
     store, me = part_of_store(name, None), members.index(dist.get_rank())
     try:

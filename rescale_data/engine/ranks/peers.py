@@ -1,8 +1,8 @@
-"""Processes that share a dp rank: the first of them reads, and says to the others what came of each call.
+"""Processes that share a dp rank: the first one reads, and sends the result of each call to the others.
 
-every call    header to all: what was called, where the run is, how many bytes follow
-a batch       its bytes to those that receive batches
-all else      what it returned or raised, to all
+every call         header to all: the call, the place of the run, the number of bytes that follow
+a batch            its bytes, to the peers that receive batches
+any other result   the value or the error, to all
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rescale_data.engine.ranks.meeting import digest, gloo, meet_in_job, once
 _numbers = itertools.count()
 BATCH, RESULT = range(2)
 NUM_COUNTS = 4
-"""That a header holds beside the kind and the size of what follows."""
+"""The number of counts in a header, besides the kind and the size of the body."""
 
 
 class Heard(NamedTuple):
-    """The body that followed a header; `None` for a batch if this process receives none."""
+    """A message from the first peer; ``value`` is `None` for a batch if this process receives none."""
 
     kind: int
     counts: list[int]
@@ -35,16 +35,16 @@ class Heard(NamedTuple):
 
 
 class Peers:
-    """The processes of one dp rank, in the order of their ranks in the job (all of them make it).
+    """The processes of one dp rank, in the order of their ranks in the job. All of them make this object.
 
     Args:
-        members: Their ranks in the job.
-        receives: Whether this one is to have batches; the first always does.
-        settings: What must be the same on all of them, by name.
-        timeout: Seconds that one of them may keep the others waiting, those included in which the first one reads.
+        members: The ranks of the peers in the job.
+        receives: True if this process is to receive batches; the first peer always does.
+        settings: Values that must be the same on all peers, by name.
+        timeout: Seconds that one peer may keep the others waiting. They include the time in which the first peer reads.
 
     Raises:
-        ValueError: Some setting differs; on all of them.
+        ValueError: Some setting differs; all peers raise it.
     """
 
     def __init__(self, members: Sequence[int], receives: bool, settings: dict[str, str], timeout: float) -> None:
@@ -55,7 +55,7 @@ class Peers:
         said, store = meet_in_job(f"peers/{digest(self._members)}", members, timeout, " ".join(mine))
         words = [text.split() for text in said]
         _require_same(settings, [given[2:] for given in words], members)
-        self._number = words[0][1]  # as the first one counts: tells apart what it reads for training and for validation
+        self._number = words[0][1]  # as the first peer counts: keeps its loaders for training and validation apart
         receivers = [rank for rank, mine in zip(members, words, strict=True) if mine[0] == "1" or rank == members[0]]
         self.receives = self.rank in receivers
         self._all = _group(self._members, store, timeout)
@@ -63,16 +63,16 @@ class Peers:
         self._broken: str | None = None
 
     def digest_of(self, call: str) -> int:
-        """The same on all of them, and of no other `Peers`."""
+        """Return a digest of a call that is the same on all peers, and differs from the digests of any other `Peers`."""
         return digest((self._number, call))
 
     def require_no_fork(self) -> None:
-        """Raise `RuntimeError` in a forked child: it would send on its parent's connections, and a lock may have been held."""
+        """Raise `RuntimeError` in a forked child: it would send on its parent's connections, and a lock may be held."""
         if len(self._members) > 1 and os.getpid() != self._process:
             raise RuntimeError(f"this process was forked from the rank {self.rank}, and is none: build a loader in it")
 
     def say(self, kind: int, counts: Sequence[int], said: Bytes) -> None:
-        """From the first one to the others, with ``NUM_COUNTS`` counts."""
+        """Send a message from the first peer to the others, with ``NUM_COUNTS`` counts."""
         body, start = said
         self._exchange(self._all, torch.tensor([kind, body.numel(), start, *counts], device="cpu"))
         self._exchange(self._receivers if kind == BATCH else self._all, body)
@@ -91,7 +91,7 @@ class Peers:
     def _exchange(self, group: Any, tensor: torch.Tensor) -> None:
         if group is None or group.size() == 1:
             return
-        if self._broken is not None:  # others may wait for the rest of a message: nothing else is to come in its place
+        if self._broken is not None:  # others may wait for the rest of a message, so nothing else may be sent
             raise RuntimeError(self._broken)
         options = BroadcastOptions()
         options.timeout = datetime.timedelta(seconds=self._timeout)
@@ -119,6 +119,6 @@ def _require_same(settings: dict[str, str], said: list[list[str]], members: Sequ
 
 
 def _group(members: list[int], store: Any, timeout: float) -> Any:
-    """One for all that is broadcast among the same processes."""
+    """Return the gloo group of these processes; all broadcasts among the same processes share one."""
     me = members.index(dist.get_rank())
     return once(None, ("peers", *members), lambda: gloo(f"gloo/{digest(members)}", store, me, len(members), timeout))

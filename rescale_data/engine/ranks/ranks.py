@@ -1,6 +1,6 @@
-"""The data-parallel ranks of a run, and the few collectives that the loader makes among them.
+"""The data-parallel ranks of a run, and the few collectives of the loader among them.
 
-Every collective is one all-gather on the CPU, among exactly these ranks, once all have come to it.
+Every collective is one all-gather on the CPU among exactly these ranks; it begins when all of them have come.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BUILD_LATER = (
     "DataModule, with Hugging Face after TrainingArguments(), with accelerate after Accelerator(), with Ray in the function "
     "that each worker runs. For one rank that reads all rows give dp_world_size=1."
 )
-"""The cure for a loader that is older than its process group."""
+"""The cure for a loader that was built before its process group."""
 _BUILD_ON_ALL = "All ranks of mesh= build the loader (default: all of the job), with the same arguments."
 _RESTART = "State that was saved is whole; restart from it."
 _CALL_ON_ALL = "A state is made by all dp ranks together: call it on every rank, before `if rank == 0`."
@@ -36,12 +36,13 @@ class Ranks:
     """The data-parallel ranks, and the place of this process among them.
 
     Args:
-        rank: Data-parallel rank, ``0 <= rank < world_size``.
+        rank: The data-parallel rank of this process, ``0 <= rank < world_size``.
         world_size: W.
         circle: The processes of these ranks, in their order; `None` without a process group, and for a single rank.
         timeout: Seconds that a rank may keep the others waiting.
-        loader: Tells the loaders of a process apart; the same number on all ranks (`built`).
-        leg: Tells apart what a loader exchanges before a load and after it: ranks may have stood at different batches.
+        loader: The number of the loader in its process, the same on all ranks (`built`).
+        leg: The number of the segment, which keeps exchanges before and after a load apart: ranks may have stood at different
+            batches.
         found_alone: True if there was no process group of several ranks, and no argument said that one rank is meant.
     """
 
@@ -58,7 +59,7 @@ class Ranks:
     _agreed_leg: list[int] = field(default_factory=list[int])
 
     def require_no_group(self) -> None:
-        """``RuntimeError`` if a process group of several ranks has come since the loader was built without one."""
+        """Raise ``RuntimeError`` if a process group of several ranks was made after the loader was built without one."""
         if self.found_alone and dist.is_initialized() and dist.get_world_size() > 1:
             raise RuntimeError(
                 f"The loader was built before the process group of {dist.get_world_size()} ranks: as rank {self.rank} of "
@@ -72,39 +73,39 @@ class Ranks:
 
     @property
     def saving(self) -> Ranks:
-        """The same ranks for what all of them call to have a state: a rank that calls alone is told the cure."""
+        """The same ranks for a save, which all of them make together: a rank that saves alone gets an error with the cure."""
         return replace(self, _saves=True)
 
     @property
     def loading(self) -> Ranks:
-        """The same ranks within a load, which may have failed on some of them before: its exchanges go by no leg."""
+        """The same ranks within a load, which may have failed on some of them before: its exchanges ignore the segment."""
         return replace(self, _loads=True)
 
     def at(self, *place: int) -> Ranks:
-        """The same ranks at a place of the run: an exchange is never one with that of a rank which is at another place."""
+        """Return the same ranks at a place of the run: exchanges of ranks at different places never mix."""
         return replace(self, _place=place)
 
     @property
     def next_leg(self) -> Ranks:
-        """The same ranks after a load."""
+        """The same ranks after a load, in the next segment."""
         return replace(self, leg=max(self.leg, *self._agreed_leg, 0) + 1, _agreed_leg=[])
 
     def warn(self, message: str, *values: object) -> None:
-        """Say something once a run: on dp rank 0."""
+        """Log a warning on dp rank 0 alone."""
         if self.rank == 0:
             _logger.warning(message, *values)
 
     def info(self, message: str, *values: object) -> None:
-        """The same of what is as it should be."""
+        """Log an info message on dp rank 0 alone."""
         if self.rank == 0:
             _logger.info(message, *values)
 
     def merge(self, table: Ints, owner: Ints) -> Ints:
-        """The table with each row as the rank has it that owns it (collective); where there is but one rank, the table itself.
+        """Return a table that has each row from the rank that owns it (collective); for a single rank, return `table` itself.
 
         Args:
             table: ``int64[N, columns]``.
-            owner: ``int64[N]``, the rank that has each row right; the same on every rank.
+            owner: ``int64[N]``, the rank that owns each row; the same on every rank.
         """
         if self.circle is None:
             return table
@@ -119,7 +120,7 @@ class Ranks:
         return merged
 
     def share(self, data: bytes) -> bytes:
-        """Return on all ranks (collective) a value that some ranks have, equal on each of them: each sends a part of it."""
+        """Return on every rank the value that some ranks have; each of these sends a part of it (collective)."""
         if self.circle is None:
             return data
         sizes = self.each([len(data)])[:, 0]
@@ -132,35 +133,35 @@ class Ranks:
         return self._gather(torch.from_numpy(part)).numpy()[givers].tobytes()[: int(sizes.max())]
 
     def each(self, values: Sequence[int]) -> Ints:
-        """A few integers of every rank: ``int64[W, len(values)]`` (collective)."""
+        """Return a few integers of every rank: ``int64[W, len(values)]`` (collective)."""
         return self._agree("each", values, np.ravel)().reshape(-1, len(values))
 
     def numbers(self, values: Sequence[float]) -> npt.NDArray[np.float64]:
-        """Numbers of every rank: ``float64[W, len(values)]`` (collective)."""
+        """Return numbers of every rank: ``float64[W, len(values)]`` (collective)."""
         return self._gather(torch.tensor(values, dtype=torch.float64, device="cpu"), "numbers").numpy()
 
     def least(self, value: int) -> Callable[[], int]:
-        """Send a value ahead of time; the result, called, waits for the smallest of all ranks' values (collective)."""
+        """Send a value ahead of time; call the result to wait for the smallest value of all ranks (collective)."""
         finish = self._agree("sure", [value], lambda values: values.min(axis=0))
         return lambda: int(finish()[0])
 
     def extremes(self, value: int) -> tuple[int, int]:
-        """The smallest and the largest of all ranks' values (collective)."""
+        """Return the smallest and the largest value of all ranks (collective)."""
         low, high = self._agree("extremes", [value], lambda values: np.array([values.min(), values.max()]))().tolist()
         return low, high
 
     def require_same(self, what: dict[str, Any], did: str = "built their loaders") -> None:
-        """``ValueError`` on every rank where some value differs between ranks, which names it (collective)."""
+        """Raise ``ValueError`` on every rank if some value differs between ranks; the message names the value (collective)."""
         same = self._agree("same", [digest(value) for value in what.values()], _are_same)()
         self._require(what, same, did)
 
     def built(self, what: dict[str, Any]) -> Ranks:
-        """The ranks of a loader that all of them build, with its number (collective).
+        """Return the ranks with the number of a loader that all of them build (collective).
 
-        Some rank may have failed at earlier ones: the number is the largest that any rank has come to.
+        Some ranks may have failed to build earlier loaders, so the number is the largest that any rank has reached.
 
         Args:
-            what: The arguments by name, which must be the same on all ranks: else ``ValueError`` on each of them.
+            what: The arguments by name, which must be the same on all ranks; otherwise every rank raises ``ValueError``.
         """
         circle = self.circle
         if circle is None:
@@ -197,7 +198,7 @@ class Ranks:
         return Call(f"read/{what}/{self.loader}/{self._place}", self.timeout, _RESTART, self._number_of_leg())
 
     def _number_of_leg(self) -> int:
-        """The largest `leg` of all ranks: a load may have failed on some of them, and only these have loaded again."""
+        """Return the largest number of a segment on any rank: if a load failed on some ranks, only these have loaded again."""
         if self.leg > 1 and not self._agreed_leg and self.circle is not None:
             call = Call(f"read/leg/{self.loader}", self.timeout, _RESTART)
             self._agreed_leg.append(int(self.circle.agree(call, [self.leg], lambda legs: legs.max(axis=0))()[0]))
@@ -205,5 +206,5 @@ class Ranks:
 
 
 def _are_same(values: Ints) -> Ints:
-    """1 for each column of `values` that has one value, 0 for others."""
+    """Return 1 for each column of `values` with equal values, 0 for other columns."""
     return (values == values[0]).all(axis=0).astype(np.int64)

@@ -1,8 +1,8 @@
-"""Changes of a pipeline between the legs of a run: parameters that a node names, children that come and go, the form of
-samples: a longer ``seq_len``, labels, another dtype (`Node.FORM`).
+"""Changes of a pipeline between the segments of a run.
 
-What a state says is first made into what the pipeline of now would have said, and then compared like any other. The forms
-before, with the samples and tokens delivered by then, are numbers in the header of a state.
+Parameters that a node names may change, children may come and go, and samples may get another form (`Node.FORM`): a longer
+``seq_len``, labels, another dtype. A state is first translated to the current pipeline, and then compared like any other state.
+The header of a state keeps the earlier forms, with the number of samples and tokens delivered by then.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rescale_data.nodes.form import BEFORE, LASTING
 from rescale_data.state import Ints
 
 Path = tuple[str, ...]
-_MOST = 2  # as many as a window may have been packed in
+_MOST = 2  # a window may have been packed in so many forms
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Changed:
     """A child that came or went.
 
     Args:
-        path: Of the child.
-        own: The fields that the node above keeps for it, as they are named in a checkpoint.
+        path: The path of the child.
+        own: The fields that the node above keeps for the child, by their names in a checkpoint.
     """
 
     path: Path
@@ -43,7 +43,7 @@ class Changed:
         return ".".join(self.path)
 
     def has(self, key: str) -> bool:
-        """True if a field, a source or a node belongs to it."""
+        """True if a field, a source or a node belongs to the child."""
         return key in self.own or key == self.name or key.startswith(self.name + ".")
 
 
@@ -52,9 +52,9 @@ class Fitted:
     """A state without its table, translated to the current pipeline.
 
     Args:
-        columns, pipeline, sources: As JSON has them; sources are `None` where they are those of now.
-        added, removed: The children that have come and gone. Those that have come have delivered nothing.
-        growth: What has become of the data.
+        columns, pipeline, sources: As read from JSON; sources are `None` if they equal the current ones.
+        added, removed: The children that have come and gone. Children that have come have delivered nothing.
+        growth: The changes of the data.
     """
 
     columns: Mapping[str, Any]
@@ -66,7 +66,7 @@ class Fitted:
 
 
 def fit(schema: Schema, header: Mapping[str, Any]) -> Fitted:
-    """Take children that are gone out of what a state says, and put in those that are new; what differs otherwise stays."""
+    """Return a state without the children that are gone, and with the ones that are new; other differences stay."""
     removed, added = _changes(schema, header["pipeline"])
 
     def merged(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def fit(schema: Schema, header: Mapping[str, Any]) -> Fitted:
 
 
 def lasting(schema: Schema, pipeline: Nodes) -> Nodes:
-    """A pipeline's parameters without those that may change, and without the form of its samples."""
+    """Return a pipeline's parameters, except the form of its samples and parameters that may change."""
     free: defaultdict[str, set[str]] = defaultdict(set)
     for path, node in schema.root.walk():
         may_change = node.MAY_CHANGE if _is_settled(schema.root, path) else frozenset[str]()
@@ -92,25 +92,25 @@ def lasting(schema: Schema, pipeline: Nodes) -> Nodes:
 
 
 def fixed_by_others(schema: Schema) -> list[str]:
-    """The parameters that might change, were it not for a node above that does not let them take effect."""
+    """Return the parameters that could change if a node above let the change take effect."""
     nodes = [(path, node) for path, node in schema.root.walk() if not _is_settled(schema.root, path)]
     return [f"{path_name(path)}: {parameter}" for path, node in nodes for parameter in sorted(node.MAY_CHANGE)]
 
 
 def check_changes(schema: Schema, saved: Nodes, table: Ints) -> None:
-    """``DataStateError`` where what has changed does not fit what has been drawn."""
+    """Raise ``DataStateError`` if a change does not fit the samples drawn so far."""
     for _, node, old, rows in _kept(schema, saved, table):
         node.check_change(old, rows)
 
 
 def earlier(schema: Schema, saved: Nodes, table: Ints) -> dict[str, History]:
-    """Return the parameters in the state that nodes have to know, by path: `Node.earlier`."""
+    """Return the saved parameters that nodes have to know from now on, by path (`Node.earlier`)."""
     found = {path: node.earlier(old, rows) for path, node, old, rows in _kept(schema, saved, table) if node.MAY_CHANGE}
     return {path_name(path): list(history) for path, history in found.items() if history}
 
 
 def _kept(schema: Schema, saved: Nodes, table: Ints) -> Iterator[tuple[Path, Node[Any], Mapping[str, Any], Ints]]:
-    """The nodes that a state knows, with their parameters in it and their rows of the table."""
+    """Yield the nodes that the state has, with their saved parameters and their slots of the table."""
     for path, node in schema.root.walk():
         rows = schema.slots_at(table, path)
         if rows is not None and path_name(path) in saved:
@@ -118,28 +118,29 @@ def _kept(schema: Schema, saved: Nodes, table: Ints) -> Iterator[tuple[Path, Nod
 
 
 def settle(schema: Schema, table: Ints) -> int:
-    """Let what has changed take effect where a logical shard is not within a document or a window.
+    """Let changes take effect in each logical shard that is not within a document or a window.
 
     Returns:
-        How many logical shards begin a document or window again, because they cannot go on in it without what is gone.
+        The number of logical shards that begin a document or window again. They cannot go on in it without the sources or the
+        blocklist that are gone.
     """
     return sum(schema.root.settle(row[FIRST_SLOT:].data) for row in table)
 
 
 def _is_settled(root: Node[Any], path: Path) -> bool:
-    """True if every node above the one at ``path`` passes on that something has changed."""
+    """True if every node above the one at ``path`` lets a change take effect."""
     return not _is_below(
         root, path, lambda node: node.READS_AHEAD and node.within is None and type(node).settle is Node.settle
     )
 
 
 def _is_drawn_once(root: Node[Any], path: Path) -> bool:
-    """True if no node above reads again what a node yields."""
+    """True if no node above the one at ``path`` reads its samples again."""
     return not _is_below(root, path, lambda node: node.READS_AHEAD)
 
 
 def _is_below(root: Node[Any], path: Path, holds: Callable[[Node[Any]], bool]) -> bool:
-    """True if ``holds`` for a node above the one at ``path``, or it is in a torchdata node, whose state is its own affair."""
+    """True if ``holds`` for a node above the one at ``path``, or if the path leads into a torchdata node."""
     node = root
     for name in path:
         if holds(node) or name not in node.children:
@@ -176,20 +177,20 @@ def _children(path: Path, saved: Mapping[str, Any]) -> Iterator[str]:
 
 
 def reform(stream: Stream, saved: Nodes, table: Ints) -> dict[str, History]:
-    """Let samples have the form of now.
+    """Change the samples to their current form.
 
     Args:
         saved: The parameters of the pipeline in the state.
-        table: The positions, changed where they depend on the form.
+        table: The positions; the ones that depend on the form are changed in place.
 
     Returns:
-        The forms that there were, by the path of the node.
+        The earlier forms, by the path of the node.
     """
     schema, samples = stream.schema, int(table[:, SAMPLES].sum())
     found: dict[str, History] = {}
     said: list[str] = []
     for path, node, old, rows in _kept(schema, saved, table):
-        if not node.FORM or not _is_drawn_once(schema.root, path):  # what a node above reads again keeps its form
+        if not node.FORM or not _is_drawn_once(schema.root, path):  # samples that are read again keep their form
             continue
         name, new = path_name(path), schema.pipeline[path_name(path)]
         history: History = [(int(since), form) for since, form in old.get(BEFORE, ())]

@@ -1,7 +1,7 @@
-"""The comparison of a state with a loader: when it is loaded, and for a checkpoint before anything is.
+"""Compares a state with a loader: when the state is loaded, or before a checkpoint is loaded at all.
 
-A plain ``dcp.load`` finds another number of logical shards, or of columns, by itself ("Size mismatch between saved ... and
-current ..."), before our code runs, and in words that tell nobody what to do; so `check` reads the header alone.
+A plain ``dcp.load`` raises by itself if the number of logical shards or columns differs ("Size mismatch between saved ... and
+current ..."). It does so before our code runs, and does not say what to do. So `check` reads the header alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rescale_data.state import offsets
 
 
 def check(header: Mapping[str, Any], loader: HasStream) -> None:
-    """``DataStateError`` where a data state does not fit the loader, or ``dcp.load`` refuses what `load_changed` takes."""
+    """Raise ``DataStateError`` if a data state does not fit the loader, or only `load_changed` can load it."""
     require(HasStream, "the loader that is to load it", loader=loader)
     fitted = require_fit(loader.stream, header)
     if offsets(fields_in(header))[-1] == loader.stream.table.shape[1] + 1:
@@ -34,10 +34,10 @@ def check(header: Mapping[str, Any], loader: HasStream) -> None:
 
 
 def require_fit(stream: Stream, header: Mapping[str, Any]) -> Fitted:
-    """``DataStateError`` where a state belongs to another run: N, seed, columns, sources or pipeline.
+    """Raise ``DataStateError`` if a state belongs to another run, by its N, seed, columns, sources or pipeline.
 
     Returns:
-        The state as the pipeline of now would have saved it.
+        The state, translated to the current pipeline.
     """
     now = {"num_logical_shards": stream.layout.num_logical_shards, "seed": stream.setup.recipe.seed}
     for name, cure in _FIXED.items():

@@ -2,11 +2,11 @@
 
     {"table": int64[N, columns], "header": str}
 
-    table    row i is the position of logical shard i; its stamp, ``-1 - (samples * N + i)``, says whose row it is and of when
+    table    row i is the position of logical shard i, with a stamp for the shard and the sample: ``-1 - (samples * N + i)``
     header   ``version``, the counts of the run, the topology, and ``columns``, ``pipeline`` and ``sources``
 
-``columns`` names what stands in the table, in its order, with dtype and shape: a number takes one column (float64 as its
-bits), a tensor its bytes. A load finds columns by name, so sources may come and go. Source: docs/design.md, 8.
+``columns`` names the fields of the table in its order, with dtype and shape. A number takes one column (a float64 as its bits);
+a tensor takes its bytes. A load finds columns by name, so sources may come and go. Source: docs/design.md, 8.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Saved:
     """A state that was read.
 
     Args:
-        header: Its values by name.
+        header: The values of the header, by name.
         table: ``int64[N, columns]``, with the stamps; a copy.
     """
 
@@ -64,12 +64,12 @@ class Saved:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Return the state as `load_state_dict` takes it."""
+        """The state in the form that `load_state_dict` takes."""
         return {TABLE: torch.from_numpy(self.table), HEADER: json.dumps(self.header)}
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """O, W and b of the save."""
+        """O, W and b of the topology that saved the state."""
         o, w, b, _ = (self.header[name] for name in _SIZES)
         return o, w, b
 
@@ -88,7 +88,7 @@ class Saved:
 
 
 def header_of(at: Cursor, ends: Ends) -> str:
-    """Return all of a state but its table, the same on every rank. Its long parts are texts that the schema keeps."""
+    """Return the header of a state, the same on every rank. The schema keeps its long parts as texts."""
     layout, schema, clock = ends.layout, ends.schema, at.now(ends.layout)
     step = clock.global_step(layout.global_batch_size)
     counts = {**vars(clock), "step": step, "num_workers": layout.num_workers}
@@ -98,13 +98,13 @@ def header_of(at: Cursor, ends: Ends) -> str:
 
 
 def encode(table: Ints, samples: int, header: str) -> dict[str, Any]:
-    """Return the state of a whole table, ``int64[N, slots]``, and of its header; a copy."""
+    """Return the state that consists of a copy of a whole table, ``int64[N, slots]``, and its header."""
     stamped = np.concatenate([_stamps(len(table), samples)[:, None], table], axis=1)
     return {TABLE: torch.from_numpy(stamped), HEADER: header}
 
 
 def epoch_left(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state of the end of an epoch as that of the beginning of the next one; any other state as it is."""
+    """Return a state at the end of an epoch, moved to the beginning of the next one; return any other state unchanged."""
     table, header = state[TABLE], json.loads(state[HEADER])
     (remainder,) = _slots(fields_in(header))[OWN_FIELDS[DEALT].key]
     if not bool((table[:, remainder] == ENDED).all()):
@@ -127,7 +127,7 @@ def is_state(value: Any) -> bool:
 
 
 def read(state: Mapping[str, Any]) -> Saved:
-    """Return a state's header and table, its shape checked; ``DataStateError`` where it is not the state of a loader."""
+    """Return the header and the table of a state, checked; raise ``DataStateError`` if it is not the state of a loader."""
     if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"The state is a {type(state).__name__}. {_GIVE}")
     _require_names(state, (TABLE, HEADER), "state")
@@ -143,7 +143,7 @@ def read(state: Mapping[str, Any]) -> Saved:
 
 
 def read_header(text: Any) -> dict[str, Any]:
-    """Return the values of a header; ``DataStateError`` where it is none, or counts what no run comes to."""
+    """Return the values of a header; raise ``DataStateError`` if it is no header, or has counts that no run reaches."""
     try:
         header = json.loads(text)
     except (TypeError, ValueError) as error:
@@ -177,7 +177,7 @@ def table_of(schema: Schema, saved: Saved, added: Sequence[Changed]) -> Ints:
     """Return the positions of a state, ``int64[N, slots]``, their stamps checked and their columns found by name.
 
     Args:
-        added: The children that have come since: they begin.
+        added: The children that have come since the save: they begin at their first row.
     """
     before, now = _slots(saved.fields), _slots(schema.fields)
     (stamp,) = before[STAMP.key]
@@ -193,7 +193,7 @@ def table_of(schema: Schema, saved: Saved, added: Sequence[Changed]) -> Ints:
 
 
 def is_dealt(table: Ints) -> bool:
-    """True if rows are spread over ranks by a deal at the end of an epoch, no longer in one block a rank."""
+    """True if a remainder is being served, so that the rows which a rank owns are no longer one block."""
     return bool((table[:, DEALT] > UNDEALT).any())
 
 
@@ -208,7 +208,7 @@ def _require_names(values: Any, names: Iterable[str], what: str) -> None:
 
 
 def _require_ranges(saved: Any, num_samples: int) -> None:
-    """``DataStateError`` where what was left out are not ranges of samples that ascend up to those of the state."""
+    """Raise ``DataStateError`` unless the skipped samples are ascending ranges, none beyond the samples of the state."""
     ranges = saved if isinstance(saved, list) else [saved]
     flat = [value for each in ranges for value in (each if isinstance(each, list) else [each])]
     are_pairs = all(isinstance(each, list) and len(each) == 2 for each in ranges)
@@ -218,7 +218,7 @@ def _require_ranges(saved: Any, num_samples: int) -> None:
 
 
 def _require_own_rows(stamps: Ints, samples: int) -> None:
-    """``DataStateError`` where rows are not those of their logical shards at that sample."""
+    """Raise ``DataStateError`` if a row has the stamp of another logical shard or of another sample."""
     n = len(stamps)
     wrong = np.flatnonzero(stamps != _stamps(n, samples)).tolist()
     if not wrong:
@@ -241,7 +241,7 @@ def _require_own_rows(stamps: Ints, samples: int) -> None:
 
 
 def data_states(paths: Iterable[Sequence[Any]]) -> list[Path]:
-    """Return the paths of the data states in a checkpoint with values at these paths."""
+    """Return the paths of the data states in a checkpoint that has values at `paths`."""
     found = {tuple(map(str, path)) for path in paths}
     return sorted(path[:-1] for path in found if path[-1] == TABLE and (*path[:-1], HEADER) in found)
 
@@ -250,7 +250,7 @@ def find(paths: Iterable[Sequence[Any]], name: str | None, where: object) -> Pat
     """Return the path of the data state with this name, or of the only one.
 
     Raises:
-        DataStateError: none, or several and no name.
+        DataStateError: There is none, none with this name, or several and no name was given.
     """
     found = {".".join(root): root for root in data_states(paths)}
     if name is None and len(found) == 1:
@@ -266,10 +266,10 @@ def find(paths: Iterable[Sequence[Any]], name: str | None, where: object) -> Pat
 
 
 def with_columns_of(state: Any, saved: torch.Tensor | None) -> Any:
-    """Return a state to load into, where another number of columns was saved; `load_state_dict` finds them by name.
+    """Return a state to load into, with the number of columns that was saved; `load_state_dict` finds columns by name.
 
     Args:
-        state: What somebody's ``state_dict()`` returned; any other than of a loader is returned as it is.
+        state: The result of some ``state_dict()``; unless it is the state of a loader, it is returned unchanged.
         saved: The table in the checkpoint, on the meta device.
     """
     table = state[TABLE] if is_state(state) else None

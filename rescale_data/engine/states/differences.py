@@ -1,4 +1,4 @@
-"""Differences between a state and a pipeline, in words; and those that are only logged: functions, blocklists, weights."""
+"""Differences between a state and a pipeline, in words. Some are only logged: functions, blocklists, weights."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ _SHOWN = 5
 
 
 def differences(saved: Any, now: Any) -> list[str]:
-    """The first few differences of two values, as JSON has them: ``"source.files.b.parquet: saved 3, now 4"``."""
+    """Return the first few differences of two JSON values, as ``"source.files.b.parquet: saved 3, now 4"``."""
     found = [] if saved == now else _compare("", saved, now)
     return found[:_SHOWN] + ([f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])
 
 
 def without(nodes: Nodes, free: Mapping[str, Set[str]]) -> Nodes:
-    """A pipeline's parameters without some, by the node's path."""
+    """Return a pipeline's parameters without some of each node, by the node's path."""
     return {name: {k: v for k, v in node.items() if k not in free.get(name, ())} for name, node in nodes.items()}
 
 
 def without_all(nodes: Nodes, *parameters: str) -> Nodes:
-    """The same without these of every node."""
+    """Return a pipeline's parameters without the named ones of every node."""
     return without(nodes, {name: {*parameters} for name in nodes})
 
 
 def without_functions(saved: Nodes, now: Nodes) -> tuple[Nodes, Nodes]:
-    """Two pipelines' parameters without the functions' names and sources, and without versions that only one has."""
+    """Return two pipelines' parameters without the names and sources of functions, and without versions that only one has."""
     both = {name for name in saved.keys() & now.keys() if VERSION in saved[name] and VERSION in now[name]}
     free = {name: {CODE} if name in both else {CODE, VERSION} for name in saved.keys() & now.keys()}
     return without(saved, free), without(now, free)
 
 
 def say_changes(stream: Stream, saved: Nodes) -> None:
-    """Log what differs, and is let pass."""
+    """Log the differences that a load accepts."""
     now = stream.schema.pipeline
     functions = _of_parameters(saved, now, {name: {CODE, VERSION} for name in saved.keys() & now.keys()})
     free = {path_name(path): node.MAY_CHANGE for path, node in stream.schema.root.walk() if path_name(path) in saved}
@@ -69,7 +69,7 @@ def _compare(path: str, saved: Any, now: Any) -> list[str]:
 
 
 def _by_name(value: Any) -> Any:
-    """A list of ``[name, ...]``, as manifests have of files, as a dict of the names."""
+    """Return a list of ``[name, ...]``, as manifests keep files, as a dict by name; return any other value unchanged."""
     named = isinstance(value, list) and all(
         isinstance(item, list) and item and isinstance(item[0], str) for item in value
     )
@@ -82,7 +82,7 @@ def _short(value: Any) -> str:
 
 
 def _of_parameters(one: Nodes, other: Nodes, keys: Mapping[str, Set[str]]) -> list[str]:
-    """Return the differences in some parameters of each node; none for a node of which the state has none of them."""
+    """Return the differences in some parameters of each node; a node whose first value has none of them counts as equal."""
     picked = [
         {name: {k: v for k, v in nodes[name].items() if k in keys[name]} for name in keys} for nodes in (one, other)
     ]

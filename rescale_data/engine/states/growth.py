@@ -1,7 +1,7 @@
-"""Data that changes in the course of a run: files that were added join at an epoch that no logical shard has begun.
+"""Data that grows in the course of a run: added files join at an epoch that no logical shard has begun.
 
-A source's *history* says of what it consisted, by the epoch from which that holds. It is what a state keeps under "sources":
-the manifest itself while there is one, else ``{"by_epoch": [[epoch, manifest], ...]}``.
+The *history* of a source gives its manifests, each by the epoch from which it holds. A state keeps the history under "sources":
+the manifest itself if there is only one, else ``{"by_epoch": [[epoch, manifest], ...]}``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Growth:
     """The changes of the data since a state was saved.
 
     Args:
-        histories: As they were saved, by the path of the node that reads the source.
-        grown: The sources that have more files now, with the names of those that were added.
+        histories: The saved histories, by the path of the node that reads the source.
+        grown: The names of the added files, by the path of the node, for each source that has more files now.
     """
 
     histories: dict[str, History]
@@ -37,10 +37,10 @@ class Growth:
 
 
 def compare(schema: Schema, saved: Mapping[str, Any] | None) -> Growth:
-    """Compare the data of a state with that of now; ``DataStateError`` where it is something else than files that were added.
+    """Return the changes from the data of a state to the current data; raise ``DataStateError`` unless only files were added.
 
     Args:
-        saved: By the path of the node that reads it; `None`: it is that of now.
+        saved: The saved sources, by the path of the node that reads each; `None` if they equal the current ones.
     """
     if saved is None:
         return Growth({path: _history(schema, path) for path in schema.manifests}, {})
@@ -65,7 +65,7 @@ def compare(schema: Schema, saved: Mapping[str, Any] | None) -> Growth:
 
 
 def _with_files(source: object, last: Manifest, now: Manifest) -> tuple[Manifest, Manifest]:
-    """Both in full where they differ and the lists are to be had, else both folded."""
+    """Return two manifests, both in full if they differ and their lists of files can be read, else both folded."""
     if last == now or not isinstance(source, FiledSource):
         return last, now
     full = source.unfold(last), source.unfold(now)
@@ -75,12 +75,12 @@ def _with_files(source: object, last: Manifest, now: Manifest) -> tuple[Manifest
 def joined(
     growth: Growth, schema: Schema, table: Ints, reached: Callable[[dict[str, History], Sequence[str]], list[int]]
 ) -> dict[str, History]:
-    """The histories from now on: what was added joins at the next epoch that no logical shard has begun.
+    """Return the histories from now on: added files join at the next epoch that no logical shard has begun.
 
     Args:
-        table: Changed where the rest of an epoch was planned without files that join it: it is planned anew.
-        reached: By such histories and of some sources, the last epoch of each of which a window or document has read that is
-            within something delivered: that is read again, and has to be what it was.
+        table: Changed in place if the remainder of an epoch was planned without files that join it: it is planned again.
+        reached: Returns, for histories and the paths of some sources, the last epoch of each source that is read again. Windows
+            and documents that were delivered in part are read again, so their data must stay the same.
     """
 
     def since(epochs: Mapping[str, int]) -> dict[str, History]:
@@ -98,7 +98,7 @@ def joined(
 
 
 def needed(histories: Mapping[str, History], schema: Schema, table: Ints) -> dict[str, History]:
-    """The histories without what is before the epochs of all logical shards: the list of its files may be gone."""
+    """Return the histories without manifests that all logical shards have passed: their lists of files may be gone."""
     return {path: _since(history, schema, table, path) for path, history in histories.items()}
 
 
@@ -110,13 +110,13 @@ def _since(history: History, schema: Schema, table: Ints, path: str) -> History:
 
 
 def next_epoch(schema: Schema, table: Ints, path: str) -> int:
-    """The first epoch of a source of which no logical shard has drawn a row."""
+    """Return the first epoch of a source in which no logical shard has drawn a row."""
     rows = _reader_rows(schema, table, path)
     return int((rows[:, 0] + (rows[:, 1] > 0)).max())
 
 
 def parse(value: Any) -> History:
-    """A history as it stands in a state."""
+    """Return the history that a state keeps as `value`."""
     return [(int(epoch), manifest) for epoch, manifest in value["by_epoch"]] if "by_epoch" in value else [(0, value)]
 
 
@@ -131,7 +131,7 @@ def _grow(history: History, since: int, manifest: Manifest) -> History:
 
 
 def _reader_rows(schema: Schema, table: Ints, path: str) -> Ints:
-    """The slots of the node that reads a source, a view: its epoch, then its row."""
+    """Return the slots of the node that reads a source, a view: its epoch, then its row."""
     for node_path, _ in schema.root.walk():
         if path_name(node_path) == path:
             rows = schema.slots_at(table, node_path)

@@ -1,4 +1,4 @@
-"""Loading a state: what it becomes where a pipeline or its data have changed, and where the run goes on."""
+"""Loads a state: translates it if the pipeline or its data have changed, and finds the place where the run goes on."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from rescale_data.state import Ints, require_limits
 
 
 def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0) -> None:
-    """Go on from a state in either form; ``DataStateError`` where it does not fit, and then nothing has changed.
+    """Go on from a whole or a local state; if it does not fit, raise ``DataStateError``, and nothing has changed.
 
     Args:
-        delivered: Samples that were delivered after it, by the topology that it names.
+        delivered: The number of samples that the topology of the state delivered after it.
     """
     saved = read(whole_state(state))
     fitted, clock = require_fit(stream, saved.header), saved.clock
@@ -65,12 +65,12 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0
         histories = _join(stream, fitted.growth, table, forms)
         if was_dealt and not is_dealt(table):
             moved = loaded.restarted(stream.layout.global_batch_size)
-    stream.schema.adopt({**needed(histories, stream.schema, table), **forms})  # from here on nothing is refused
+    stream.schema.adopt({**needed(histories, stream.schema, table), **forms})  # from here on nothing raises
     if changed:
         _report(stream, fitted, settle(stream.schema, table))
     stream.load(table, moved)
     _warn_of_epochs(stream, table)
-    if loaded.origin != clock.origin and not stream.is_short():  # that end has its own warning
+    if loaded.origin != clock.origin and not stream.is_short():  # the end of the epoch has its own warning
         stream.ranks.warn(
             "The state was saved with global_batch_size=%d, dp_world_size=%d, micro_batch_size=%d in the middle of a step, or "
             "with another global batch: global batches begin anew at sample %d. loader.step goes on from %d.",
@@ -81,17 +81,17 @@ def load_state_dict(stream: Stream, state: Mapping[str, Any], delivered: int = 0
 
 
 def _change(stream: Stream, saved: Nodes, table: Ints) -> dict[str, History]:
-    """Take the positions of another pipeline, changed where they depend on it; what nodes have to know of that one."""
+    """Change the positions of another pipeline to the current one, and return the earlier parameters that nodes need."""
     say_changes(stream, saved)
     check_changes(stream.schema, saved, table)
     forms = {**reform(stream, saved, table), **earlier(stream.schema, saved, table)}
     if _differ(saved, stream.schema.pipeline, BEFORE):
-        table[:, DEALT][table[:, DEALT] != ENDED] = UNDEALT  # what was dealt are samples of the pipeline before
+        table[:, DEALT][table[:, DEALT] != ENDED] = UNDEALT  # the remainder counts samples of the earlier pipeline
     return forms
 
 
 def _refuse_changes(schema: Schema, fitted: Fitted, delivered: int) -> None:
-    """``DataStateError`` where the pipeline is not the one that delivered those samples."""
+    """Raise ``DataStateError`` if the pipeline is not the one that delivered the samples after the state."""
     if _differ(*without_functions(fitted.pipeline, schema.pipeline), BEFORE):
         raise DataStateError(
             f"load_state_dict(state, delivered={delivered}): the pipeline has changed since the state was saved, "
@@ -103,7 +103,7 @@ def _refuse_changes(schema: Schema, fitted: Fitted, delivered: int) -> None:
 def _deliver(
     stream: Stream, saved: Saved, clock: Clock, table: Ints, histories: Histories, num_samples: int
 ) -> tuple[Clock, Ints]:
-    """Return where the topology of a state stands after so many samples more (collective where rows are read for it)."""
+    """Return the clock and the table of a state's topology after more samples (collective if rows have to be read)."""
     setup, schema, n = stream.setup, stream.schema, len(table)
     (o, w, b), k = saved.sizes, saved.header["num_workers"]
     layout = Layout(num_logical_shards=n, global_batch_size=o, dp_world_size=w, micro_batch_size=b, num_workers=k)
@@ -132,14 +132,14 @@ def _deliver(
 def _place(
     stream: Stream, layout: Layout, clock: Clock, table: Ints, saved: tuple[int, int, int], *, was_dealt: bool
 ) -> Clock:
-    """Return the place in its steps where the run goes on; a remainder in the table goes if it does not hold there."""
+    """Return the clock with which the run goes on. If the remainder in the table does not hold there, it is removed."""
     loaded = clock.loaded(saved, layout)
     if was_dealt and not is_dealt(table):
         loaded = clock.restarted(saved[0])
     ended = bool((table[:, DEALT] == ENDED).all())
     if (
         stream.setup.recipe.repeat and (table[:, DEALT] != UNDEALT).any()
-    ):  # an endless stream has no end of an epoch to be at
+    ):  # an endless stream is never at the end of an epoch
         loaded = clock.next_epoch(saved[0]) if ended else clock.restarted(saved[0])
     if stream.setup.recipe.repeat or (loaded != clock and not ended):
         table[:, DEALT] = UNDEALT
@@ -156,7 +156,7 @@ def _require_one_end(table: Ints) -> None:
 
 
 def _require_rows(schema: Schema, table: Ints) -> None:
-    """``DataStateError`` of numbers that no run comes to, and of a reader that stands where its source has no row."""
+    """Raise ``DataStateError`` if a number is one that no run reaches, or if a reader is at a row that its source lacks."""
     require_limits(schema.fields, table, "logical shard {}")
     for reader, slot in readers_of(schema.root, FIRST_SLOT):
         epoch, row = table[:, slot], table[:, slot + 1]
@@ -170,7 +170,7 @@ def _require_rows(schema: Schema, table: Ints) -> None:
 
 
 def _warn_of_epochs(stream: Stream, table: Ints) -> None:
-    """Warn of an endless stream's shards, each in an epoch of its own, if the loader has epochs."""
+    """Warn if a loader with epochs loads the state of an endless stream, whose shards are in different epochs."""
     readers = readers_of(stream.schema.root, FIRST_SLOT)
     if stream.setup.recipe.repeat or len(readers) != 1 or readers[0][0].rows.is_small:
         return
@@ -187,7 +187,7 @@ def _warn_of_epochs(stream: Stream, table: Ints) -> None:
 
 
 def _differ(saved: Nodes, now: Nodes, *apart: str) -> bool:
-    """True if parameters of two pipelines differ, but for some."""
+    """True if the parameters of two pipelines differ, apart from the named ones."""
     return without_all(saved, *apart) != without_all(now, *apart)
 
 
@@ -205,8 +205,10 @@ def _join(stream: Stream, growth: Growth, table: Ints, forms: Mapping[str, Histo
 def _reached(
     stream: Stream, table: Ints, forms: Mapping[str, History], histories: Histories, paths: Sequence[str]
 ) -> list[int]:
-    """Return for each of these sources the last epoch that is read again to go on within windows and documents that began; -1:
-    none is (collective where something has begun)."""
+    """Return the last epoch of each source that is read again, -1 if none is (collective if any shard reads again).
+
+    Shards read again to go on within windows and documents that were delivered in part.
+    """
     begun, ranks = stream.schema.begun(table), stream.ranks.loading
 
     def farthest() -> list[int]:

@@ -1,9 +1,9 @@
-"""A stream's state: whole, or as one rank knows it.
+"""Makes the state of a stream: whole, or as one rank knows it.
 
-    whole     all rows, equal on every rank (collective): what anybody may keep, and plain DCP saves
-    local     `RankRows`, which `whole_state` makes whole: never any communication
+    whole     all rows, equal on every rank (collective): this form can be kept, and plain DCP saves it
+    local     the rows of one rank (`RankRows`), without communication: `whole_state` makes it whole
 
-Its format is that of `codec.py`. Source: docs/design.md, 8.
+`codec.py` describes the format. Source: docs/design.md, 8.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rescale_data.engine.states.codec import HEADER, TABLE, encode, header_of
 from rescale_data.engine.stream import Stream
 from rescale_data.errors import DataStateError
 
-_OF_NONE = -MOST_STAMPED  # the stamp of a row that is nobody's
+_OF_NONE = -MOST_STAMPED  # the stamp of a row that belongs to no shard
 
 
 def state_dict(at: Cursor, ends: Ends) -> dict[str, Any]:
     """Return the state with all N rows (collective over the dp ranks).
 
-    Where the ranks stand at different batches it is one to load into, as `dcp.load` does, and cannot be kept (`Apart`).
+    If the ranks stand at different batches, the state can only be loaded into, as `dcp.load` does; it cannot be kept (`Apart`).
     """
     apart = _find_apart(at, ends)
     table = at.positions if apart else ends.whole(at)
@@ -40,7 +40,7 @@ def state_dict(at: Cursor, ends: Ends) -> dict[str, Any]:
 
 
 def local_state_dict(at: Cursor, ends: Ends) -> dict[str, Any]:
-    """Return the state as this rank knows it, without communication: `whole_state` makes it whole."""
+    """Return the state as this rank knows it, without communication; `whole_state` makes it whole."""
     if ends.ranks.world_size == 1:
         return state_dict(at, ends)
     _refuse_simulated(ends)
@@ -55,7 +55,7 @@ class RankRows:
         self._at, self._ends = at, ends
 
     def whole(self) -> torch.Tensor:
-        """Return the table of a state with all rows right (collective); ``DataStateError`` where ranks stand apart."""
+        """Return the table with all rows right (collective); raise ``DataStateError`` if ranks are at different batches."""
         state = state_dict(self._at, self._ends)
         if isinstance(state[HEADER], Apart):
             state[HEADER].refuse()
@@ -70,17 +70,17 @@ class RankRows:
 
 
 def whole_state(state: Any) -> Any:
-    """Make the states of one rank in a state whole (collective over the dp ranks; call it in the main thread).
+    """Return a state in which the rows of one rank are replaced by all rows (collective; call it in the main thread).
 
-    A `LogicalShards` gives the rows of its own rank alone, because nodes of torchdata ask for its state in threads. What this
-    returns is the same on every rank, pickles, and loads on any topology.
+    A `LogicalShards` saves the rows of its own rank alone, because nodes of torchdata ask for its state in threads. The whole
+    state is the same on every rank, pickles, and loads on any topology.
 
     Args:
-        state: Of a `LogicalShards`, of anything above it, as ``torchdata.nodes.Loader.state_dict()``, or what
-            `DataLoader.local_state_dict` returned. Not changed.
+        state: The state of a `LogicalShards`, of any node or loader above it, as ``torchdata.nodes.Loader.state_dict()``, or
+            the result of `DataLoader.local_state_dict`. It is not changed.
 
     Returns:
-        The same with all N rows.
+        The state with all N rows.
 
     Raises:
         DataStateError: The ranks stand at different batches.
@@ -101,7 +101,7 @@ def whole_state(state: Any) -> Any:
 
 
 def merged_state_dict(streams: Sequence[Stream]) -> dict[str, Any]:
-    """The state that simulated ranks, each with its rows, would save together: one stream of each dp rank."""
+    """Return the state that simulated ranks would save together, from one stream of each dp rank."""
     first = streams[0]
     _require_saveable(first.ends)
     given = sorted(stream.ranks.rank for stream in streams)
@@ -118,7 +118,7 @@ def merged_state_dict(streams: Sequence[Stream]) -> dict[str, Any]:
 
 
 class Apart(str):
-    """The header of a state where ranks stand at different samples: whoever pickles it, as all do that save, is told so."""
+    """The header of a state whose ranks are at different samples: to pickle it, as every save does, raises an error."""
 
     why: str
 
@@ -135,9 +135,9 @@ class Apart(str):
 
 
 def _find_apart(at: Cursor, ends: Ends) -> str:
-    """Return why there is no state of this moment; empty where there is one (collective).
+    """Return the reason why this moment has no state, or an empty text if it has one (collective).
 
-    Gathered rows all bear one stamp: so that ranks stand at the same batch has to be seen now.
+    All gathered rows get the same stamp, so only now can it be checked that ranks are at the same batch.
     """
     _refuse_simulated(ends)
     _require_saveable(ends)
@@ -158,7 +158,7 @@ def _find_apart(at: Cursor, ends: Ends) -> str:
 
 
 def _require_saveable(ends: Ends) -> None:
-    """``DataStateError`` where a source could not be resumed: said now, and not when the run is lost."""
+    """Raise ``DataStateError`` if a source could not be resumed: at the save, not when the run is lost."""
     for source in ends.schema.sources().values():
         source.require_saveable()
 
